@@ -1,0 +1,48 @@
+# make run · make test · make env · make test-env · make lint · make clean
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+ARGS ?=
+# One torch thread a process: services share the cores, and a spinning thread takes one from its neighbour.
+export OMP_NUM_THREADS ?= 1
+export OMP_WAIT_POLICY ?= PASSIVE
+
+.PHONY: env test-env run test lint clean
+.DEFAULT_GOAL := run
+
+env: $(VENV)/.relax-env
+
+test-env: $(VENV)/.relax-test-env
+
+run: env
+	$(BIN)/python -m relax_core $(ARGS)
+
+test: test-env
+	@$(BIN)/python -m pytest -q -m "not slow" $(ARGS)
+
+lint: test-env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "relax: $(PYTHON) is missing. Install Python 3.11 with venv (Debian, Ubuntu: apt-get install python3.11 python3.11-venv)," \
+	       "or name another: make env PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' || { \
+	  echo "relax: $(PYTHON) is not Python 3.11. Name one: make env PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and alone: where pip is given an index or a folder with CPU wheels, the CPU wheel is taken.
+$(VENV)/.relax-env: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -q -c constraints.txt torch
+	$(BIN)/python -m pip install -q -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.relax-test-env: $(VENV)/.relax-env
+	$(BIN)/python -m pip install -q -c constraints.txt -e ".[test]"
+	@touch $@

@@ -1,0 +1,1 @@
+"""Every figure that the README quotes, as a command: ``python -m benchmarks.<name>``."""

@@ -1,0 +1,127 @@
+"""Time and memory of per-token log-probs over a large vocabulary, forward and backward, three ways.
+
+    python -m benchmarks.logprobs [--rows 4096 --vocab 151936 --hidden 256 --chunk 128 --repeats 1]
+
+Each way runs in a process of its own. Peak: the process's high-water mark (VmHWM) over its resident memory just before,
+when inputs and their gradients are already there; the gradient of the weight, which autograd hands over before it is
+added up, counts. Time: CPU seconds of one thread, the least of the repeats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+WAYS = ("naive", "checkpointed", "ours")
+DEADLINE_S = 1800
+
+
+def main() -> None:
+    arguments = _parse()
+    if arguments.way is not None:
+        print(json.dumps(_measure(arguments)))
+        return
+    figures = {way: _in_own_process(way, arguments) for way in WAYS}
+    naive = figures["naive"]
+    print(
+        f"{arguments.rows:,} rows × {arguments.vocab:,} words, hidden {arguments.hidden}, {arguments.dtype}, "
+        f"chunk {arguments.chunk}; forward + backward, one thread"
+    )
+    print(f"{'':14}{'CPU s':>9}{'of naive':>10}{'peak MB':>9}{'of naive':>10}{'gradient norm off':>19}")
+    for way, found in figures.items():
+        print(
+            f"{way:14}{found['seconds']:9.4g}{found['seconds'] / naive['seconds']:9.2f}×{found['peak_mb']:9.0f}"
+            f"{found['peak_mb'] / naive['peak_mb']:9.3f}×{abs(found['checksum'] / naive['checksum'] - 1):19.1e}"
+        )
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=4096)
+    parser.add_argument("--vocab", type=int, default=151_936)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--chunk", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--way", choices=WAYS, help="measure one way in this process and print JSON")
+    return parser.parse_args()
+
+
+def _in_own_process(way: str, arguments: argparse.Namespace) -> dict[str, float]:
+    flags = [f"--{name}={value}" for name, value in vars(arguments).items() if name != "way"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "benchmarks.logprobs", f"--way={way}", *flags],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    if ended.returncode:
+        raise SystemExit(f"{way} ended with {ended.returncode} (-9: out of memory?)")
+    found: dict[str, float] = json.loads(ended.stdout)
+    return found
+
+
+def _measure(arguments: argparse.Namespace) -> dict[str, float]:
+    import torch
+
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(0)
+    dtype = getattr(torch, arguments.dtype)
+    hidden = (torch.randn(arguments.rows, arguments.hidden, generator=generator) * 0.5).to(dtype).requires_grad_()
+    weight = (torch.randn(arguments.vocab, arguments.hidden, generator=generator) * 0.05).to(dtype).requires_grad_()
+    targets = torch.randint(0, arguments.vocab, (arguments.rows,), generator=generator)
+    incoming = torch.randn(arguments.rows, generator=generator)
+    hidden.grad, weight.grad = torch.zeros_like(hidden), torch.zeros_like(weight)
+    run = _ways(arguments.chunk)[arguments.way]
+    run(hidden[:2], weight[:8], targets[:2] % 8)  # loads what the first call loads
+    base = _memory_mb("VmRSS")
+    seconds = []
+    for _ in range(arguments.repeats):
+        start = time.process_time()
+        (run(hidden, weight, targets) * incoming).sum().backward()
+        seconds.append(time.process_time() - start)
+    peak = _memory_mb("VmHWM") - base
+    checksum = hidden.grad.double().norm() + weight.grad.double().norm()
+    return {"seconds": min(seconds), "peak_mb": peak, "checksum": float(checksum)}
+
+
+def _ways(chunk_rows: int) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    from relax_core.train.logprobs import chunked_logprobs
+
+    def naive(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        logits = (hidden @ weight.t()).float()
+        return torch.log_softmax(logits, dim=1).gather(1, targets[:, None])[:, 0]
+
+    def checkpointed(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        chunks = zip(hidden.split(chunk_rows), targets.split(chunk_rows), strict=True)
+        return torch.cat([checkpoint(naive, part, weight, chosen, use_reentrant=False) for part, chosen in chunks])
+
+    def ours(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return chunked_logprobs(hidden, weight, targets, inverse_temperature=1.0, chunk_rows=chunk_rows)
+
+    return {"naive": naive, "checkpointed": checkpointed, "ours": ours}
+
+
+def _memory_mb(field: str) -> float:
+    with open("/proc/self/status", encoding="ascii") as status:
+        line = next(line for line in status if line.startswith(field + ":"))
+    return int(line.split()[1]) / 1024
+
+
+if __name__ == "__main__":
+    main()

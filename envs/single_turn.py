@@ -1,0 +1,28 @@
+"""One prompt, one response."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from relax_core.contracts.env import EnvKnobs, EnvSpec, Message
+
+
+@dataclass(frozen=True)
+class SingleTurnKnobs(EnvKnobs):
+    name: str = "single_turn"
+
+
+def messages(row: Mapping[str, Any], knobs: SingleTurnKnobs) -> list[Message]:
+    """A text prompt becomes one user message; a list of messages stays as it is."""
+    prompt = row["prompt"]
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+
+
+SPEC = EnvSpec(
+    name="single_turn",
+    summary="one prompt, one response",
+    knobs=SingleTurnKnobs,
+    messages=messages,
+)

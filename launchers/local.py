@@ -1,0 +1,50 @@
+"""launcher=local: the run's services on this machine."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from relax_core.config.saved import to_yaml
+from relax_core.config.schema import RelaxConfig
+
+
+def launch(config: RelaxConfig) -> int:
+    """Makes the run's folder, writes config.yaml into it, and runs. Returns the exit code."""
+    from relax_core.control.run import run_local
+
+    folder = run_folder(config)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_config(config, folder)
+    return run_local(replace(config, run=replace(config.run, dir=str(folder))))
+
+
+def run_folder(config: RelaxConfig) -> Path:
+    """The folder of this run.
+
+    resume=auto goes on in the newest folder beside ``run.dir`` that has a checkpoint, when ``run.dir`` itself has
+    none. A fresh run never enters a folder that another run wrote to: it takes the next free name.
+    """
+    wanted = Path(config.run.dir)
+    if config.resume == "auto":
+        newest_first = sorted(wanted.parent.glob("*/"), key=lambda folder: folder.stat().st_mtime, reverse=True)
+        return next((folder for folder in [wanted, *newest_first] if _has_checkpoint(folder)), wanted)
+    numbered = (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
+    return next(folder for folder in itertools.chain([wanted], numbered) if not (folder / "config.yaml").exists())
+
+
+def save_config(config: RelaxConfig, folder: Path) -> Path:
+    """Writes config.yaml, complete or not at all. A resumed run keeps the earlier one as config.1.yaml and so on."""
+    target, text = folder / "config.yaml", to_yaml(config)
+    if target.exists() and target.read_text(encoding="utf-8") != text:
+        target.rename(next(path for n in itertools.count(1) if not (path := folder / f"config.{n}.yaml").exists()))
+    partial = folder / ".config.yaml.partial"
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, target)
+    return target
+
+
+def _has_checkpoint(folder: Path) -> bool:
+    return any(folder.glob("checkpoints/step_*/meta.json"))

@@ -1,0 +1,77 @@
+"""What a call waits for and who owes it, for the text of a `BusTimeout`."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from relax_core.bus.checks import ACTOR
+from relax_core.bus.core import BusCore
+from relax_core.bus.groups import HeldLease, OpenGroup
+from relax_core.contracts.bus import LeaseRequest
+
+
+def explain_admit(core: BusCore, *, waited_s: float) -> str:
+    """E.g. "rollout waits for credit for 30.0 s at version 3: 16 groups are outstanding: …"."""
+    head = f"rollout waits for credit for {waited_s:.1f} s at version {core.version}"
+    if not core.groups:
+        return f"{head}: no group is outstanding"
+    parts = [
+        *_in_flight(core, [group for group in core.groups.values() if group.in_flight]),
+        *_count(sum(not g.in_flight and g.actor_step is None for g in core.groups.values()), "waiting in the bus"),
+        *_leases(core, ACTOR),
+    ]
+    owes = f"actor owes the ack of step {core.version}"
+    return f"{head}: {len(core.groups)} groups are outstanding: {', '.join(parts)}; {owes}"
+
+
+def explain_lease(core: BusCore, request: LeaseRequest, *, waited_s: float) -> str:
+    """E.g. "actor waits for 8 groups at step 12 for 30.0 s: 3 in flight in rollout (…), 5 lack column advantages"."""
+    at_step = f" at step {request.step}" if request.task == ACTOR else ""
+    groups = "group" if request.min_groups == 1 else "groups"
+    head = f"{request.task} waits for {request.min_groups} {groups}{at_step} for {waited_s:.1f} s"
+    if request.task == ACTOR and request.step != core.version:
+        return f"{head}: version {core.version} is in force, actor owes the ack of step {core.version}"
+    free = [group for group in core.groups.values() if group.actor_step is None]
+    undone = [group for group in free if request.task not in group.done and request.task not in group.leases]
+    here = [group for group in undone if not group.in_flight]
+    ready = sum(group.has_columns(request.columns) for group in here)
+    parts = [
+        *_in_flight(core, [group for group in free if group.in_flight]),
+        *_lacking(here, request.columns),
+        *_leases(core, request.task),
+        *_count(ready, "ready"),
+    ]
+    return f"{head}: {', '.join(parts) if parts else 'rollout has no group in flight and owes new ones'}"
+
+
+def _in_flight(core: BusCore, groups: list[OpenGroup]) -> list[str]:
+    if not groups:
+        return []
+    oldest = groups[0]
+    held = sum(group.admission.min_version > core.version for group in groups)
+    early = f", {held} of them held for a later version" if held else ""
+    age = core.clock() - oldest.admitted_at
+    return [
+        f"{len(groups)} in flight in rollout (oldest {oldest.admission.group_uid}, admitted {age:.0f} s ago{early})"
+    ]
+
+
+def _lacking(groups: list[OpenGroup], columns: tuple[str, ...]) -> list[str]:
+    lacking = Counter(
+        column for group in groups if group.row is not None for column in columns if column not in group.row.columns
+    )
+    return [f"{count} lack column {column}" for column, count in sorted(lacking.items())]
+
+
+def _leases(core: BusCore, task: str) -> list[str]:
+    return [f"{_describe(core, lease)}" for lease in core.leases.values() if lease.task == task]
+
+
+def _describe(core: BusCore, lease: HeldLease) -> str:
+    step = f" for step {lease.step}" if lease.step is not None else ""
+    age = core.clock() - lease.leased_at
+    return f"{len(lease.group_uids)} leased by {lease.task}{step} (lease {lease.lease_id}, {age:.0f} s ago)"
+
+
+def _count(count: int, what: str) -> list[str]:
+    return [f"{count} {what}"] if count else []

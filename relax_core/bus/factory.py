@@ -1,0 +1,80 @@
+"""Makes the bus that the config names, and finds the one of a running run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from relax_core.bus.settings import BusSettings
+
+if TYPE_CHECKING:
+    from relax_core.bus.ray_backend import RayBus
+    from relax_core.config.schema import BusConfig
+
+BACKENDS = ("ray",)
+
+# Every waiting call holds one place in Ray's queue of the actor: there must always be room for the call that wakes it.
+_MAX_CALLS = 10_000
+_START_TIMEOUT_S = 60.0
+
+
+def create_bus(
+    config: BusConfig,
+    *,
+    groups_per_step: int,
+    group_size: int,
+    max_staleness: int,
+    on_stale: Literal["drop", "mask"],
+    total_steps: int,
+    ledger_path: Path,
+    name: str,
+    namespace: str,
+) -> RayBus:
+    """Starts the bus process and waits until it answers.
+
+    ``name`` and ``namespace`` are what `connect_bus` finds it by. It ends with the process that called this.
+    Raises ValueError for an unknown backend or settings that make no sense.
+    """
+    if config.name not in BACKENDS:
+        raise ValueError(f"bus={config.name} is not built. What exists for bus: {', '.join(BACKENDS)}")
+    settings = BusSettings(
+        groups_per_step=groups_per_step,
+        group_size=group_size,
+        max_staleness=max_staleness,
+        on_stale=on_stale,
+        total_steps=total_steps,
+        inline_bytes=config.inline_bytes,
+        max_row_bytes=config.max_row_bytes,
+    )
+
+    import ray
+
+    from relax_core.bus.ray_actor import BusActor
+    from relax_core.bus.ray_backend import RayBus, describe
+
+    options = {
+        "name": name,
+        "namespace": namespace,
+        "num_cpus": 0,
+        "max_concurrency": _MAX_CALLS,
+        "max_restarts": 0,
+    }
+    remote = ray.remote(BusActor).options(**options)
+    actor = remote.remote(msgspec.msgpack.encode(settings), str(ledger_path))
+    describe(actor, timeout_s=_START_TIMEOUT_S)
+    return RayBus(actor, settings=settings)
+
+
+def connect_bus(name: str, namespace: str) -> RayBus:
+    """The bus of a running run. Raises ValueError when there is none of that name."""
+    import ray
+
+    from relax_core.bus.ray_backend import RayBus, describe
+
+    try:
+        actor = ray.get_actor(name, namespace=namespace)
+    except ValueError:
+        raise ValueError(f"no bus named {name!r} runs in namespace {namespace!r}: create it first") from None
+    return RayBus(actor, settings=describe(actor, timeout_s=_START_TIMEOUT_S)[1])

@@ -1,0 +1,50 @@
+"""The bus's view of one group from its admission to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from relax_core.contracts.bus import Admission, GroupRow
+
+
+@dataclass(slots=True, kw_only=True)
+class OpenGroup:
+    """An admitted group that has no end yet. ``row`` is None until rollout puts it.
+
+    ``done``: tasks that worked on it. ``leases``: task → lease id. ``actor_step``: the train step whose lease holds it.
+    ``deliveries``: how often the actor got it.
+    """
+
+    admission: Admission
+    uids: tuple[str, ...]
+    admitted_at: float
+    row: GroupRow | None = None
+    done: set[str] = field(default_factory=set)
+    leases: dict[str, int] = field(default_factory=dict)
+    actor_step: int | None = None
+    deliveries: int = 0
+
+    @property
+    def in_flight(self) -> bool:
+        return self.row is None
+
+    @property
+    def oldest_version(self) -> int:
+        """Version of the oldest trained token; before the row is here, the oldest that it can be."""
+        return self.admission.min_version if self.row is None else min(self.row.versions)
+
+    def has_columns(self, columns: Iterable[str]) -> bool:
+        return self.row is not None and all(column in self.row.columns for column in columns)
+
+
+@dataclass(slots=True, kw_only=True)
+class HeldLease:
+    """A lease that is out. ``step`` is set for the task "actor" only; times are seconds of the core's clock."""
+
+    lease_id: int
+    task: str
+    step: int | None
+    group_uids: list[str]
+    leased_at: float
+    expires_at: float

@@ -1,0 +1,36 @@
+"""What a bus is told once, when the run starts."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """``groups_per_step``: rows one train step consumes. ``group_size``: samples a row. ``total_steps``: train steps of
+    the whole run. ``inline_bytes``: payloads up to this size travel inside the message, larger ones as object refs.
+    ``max_row_bytes``: a row whose payloads sum up to more is refused."""
+
+    groups_per_step: int
+    group_size: int
+    max_staleness: int
+    on_stale: Literal["drop", "mask"]
+    total_steps: int
+    inline_bytes: int
+    max_row_bytes: int
+
+    def __post_init__(self) -> None:
+        lowest = {
+            "groups_per_step": 1,
+            "group_size": 1,
+            "max_staleness": 0,
+            "total_steps": 1,
+            "inline_bytes": 0,
+            "max_row_bytes": 1,
+        }
+        for key, low in lowest.items():
+            if getattr(self, key) < low:
+                raise ValueError(f"bus: {key}={getattr(self, key)} is too small: give {low} or more")
+        if self.on_stale not in ("drop", "mask"):
+            raise ValueError(f"bus: on_stale={self.on_stale!r} is unknown: give 'drop' or 'mask'")

@@ -1,0 +1,66 @@
+"""What a model folder must hold before anything is started. Reads config.json and names of files, no weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from relax_core.config.schema import RelaxConfig
+
+DTYPES = ("float32", "bfloat16")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
+
+
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """config.json of a Hugging Face folder. Raises ValueError for one that is not a JSON object."""
+    file = folder / "config.json"
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}.") from error
+    if isinstance(values, dict):
+        return values
+    raise ValueError(f"{file} is not a JSON object.")
+
+
+def model_problems(config: RelaxConfig) -> Iterator[str]:
+    """One sentence for everything about the model that cannot work."""
+    model = config.model
+    if model.dtype not in DTYPES:
+        yield f"model.dtype={model.dtype}: expected one of {', '.join(DTYPES)}."
+    if model.path is not None and model.builtin is not None:
+        yield f"model.path={model.path} with model={model.name}, which is built in. Choose model=qwen3."
+    elif model.path is not None:
+        yield from _folder_problems(config, Path(model.path))
+    elif model.builtin is None:
+        yield f"model.path is not set: model={model.name} needs model.path=<a Hugging Face folder>."
+    elif model.task is None:
+        yield f"model.task is not set: model={model.name} needs to know its warm start, e.g. model.task=arithmetic."
+
+
+def _folder_problems(config: RelaxConfig, folder: Path) -> Iterator[str]:
+    key = f"model.path={folder}"
+    if not folder.exists():
+        yield f"{key}: no such folder."
+        return
+    if not (folder / "config.json").is_file():
+        what = "the folder has no config.json" if folder.is_dir() else "not a folder"
+        yield f"{key}: {what}. Give a Hugging Face model folder."
+        return
+    try:
+        values = read_model_config(folder)
+    except ValueError as error:
+        yield f"{key}: {error}"
+        return
+    if not any(folder.glob("*.safetensors")):
+        yield f"{key}: no *.safetensors in it. Weights are read from safetensors only."
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        yield f"{key}: no tokenizer in it ({_TOKENIZER_FILES[0]})."
+    longest = values.get("max_position_embeddings")
+    if isinstance(longest, int) and config.engine.context_length > longest:
+        yield (
+            f"engine.context_length={config.engine.context_length} is more than the model's {longest} positions. "
+            f"Use engine.context_length={longest} or less."
+        )

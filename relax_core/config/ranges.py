@@ -1,0 +1,112 @@
+"""The range of every number in the schema."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from relax_core.config.schema import RelaxConfig
+
+
+@dataclass(frozen=True)
+class Range:
+    """``low <= value <= high``; ``above``: strictly more than ``low``; ``below``: strictly less than ``high``."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    above: bool = False
+    below: bool = False
+    why: str = ""
+
+    def holds(self, value: float) -> bool:
+        over = value > self.low if self.above else value >= self.low
+        under = value < self.high if self.below else value <= self.high
+        return math.isfinite(value) and over and under
+
+    def words(self) -> str:
+        parts = []
+        if self.low > -math.inf:
+            parts.append(f"more than {self.low:.10g}" if self.above else f"at least {self.low:.10g}")
+        if self.high < math.inf:
+            parts.append(f"less than {self.high:.10g}" if self.below else f"at most {self.high:.10g}")
+        return " and ".join(parts)
+
+
+_POSITIVE = Range(0, above=True)
+_COUNT = Range(1)
+_FROM_ZERO = Range(0)
+
+RANGES: dict[str, Range] = {
+    "seed": Range(0, 2**31 - 1),
+    "parallel.dp": _COUNT,
+    "parallel.tp": _COUNT,
+    "parallel.pp": _COUNT,
+    "parallel.cp": _COUNT,
+    "parallel.ep": _COUNT,
+    "parallel.micro_batch_tokens": _COUNT,
+    "parallel.logprob_chunk_tokens": _COUNT,
+    "parallel.threads_per_rank": _COUNT,
+    "mode.max_staleness": _FROM_ZERO,
+    "engine.count": _COUNT,
+    "engine.port": Range(0, 65535, why="0 takes any free port"),
+    "engine.max_running_samples": _COUNT,
+    "engine.max_total_tokens": _COUNT,
+    "engine.context_length": _COUNT,
+    "engine.admission_window_ms": _FROM_ZERO,
+    "engine.threads": _COUNT,
+    "engine.start_timeout_s": _POSITIVE,
+    "engine.request_timeout_s": _POSITIVE,
+    "engine.sync_timeout_s": _POSITIVE,
+    "bus.lease_s": _POSITIVE,
+    "bus.call_timeout_s": _POSITIVE,
+    "bus.inline_bytes": _FROM_ZERO,
+    "bus.max_row_bytes": _COUNT,
+    "data.size": _FROM_ZERO,
+    "data.eval_size": _FROM_ZERO,
+    "launcher.ray_logical_cpus": _COUNT,
+    "launcher.object_store_mb": Range(80, why="Ray starts with no less"),
+    "optimizer.lr": _POSITIVE,
+    "optimizer.min_lr": _FROM_ZERO,
+    "optimizer.warmup_steps": _FROM_ZERO,
+    "optimizer.beta1": Range(0, 1, below=True),
+    "optimizer.beta2": Range(0, 1, below=True),
+    "optimizer.eps": _POSITIVE,
+    "optimizer.weight_decay": _FROM_ZERO,
+    "optimizer.clip_grad": Range(0, why="0 switches clipping off"),
+    "rollout.prompts_per_step": _COUNT,
+    "rollout.max_new_tokens": _COUNT,
+    "rollout.temperature": Range(0, above=True, why="greedy samples of a group are all equal and teach nothing"),
+    "rollout.top_p": Range(0, 1, above=True),
+    "rollout.top_k": Range(-1, why="-1 keeps all tokens"),
+    "rollout.reward_workers": _COUNT,
+    "run.steps": _COUNT,
+    "run.save_every": Range(0, why="0 saves only at the end"),
+    "run.keep_last": _COUNT,
+    "run.start_timeout_s": _POSITIVE,
+    "run.stall_timeout_s": _POSITIVE,
+    "run.stop_timeout_s": _POSITIVE,
+    "run.max_restarts": _FROM_ZERO,
+    "eval.every": Range(0, why="0 never evaluates"),
+    "eval.rows": _COUNT,
+}
+
+
+def value_of(config: RelaxConfig, key: str) -> object:
+    """The value at a dotted key."""
+    value: object = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def range_problems(config: RelaxConfig) -> Iterator[str]:
+    """One sentence for every number out of its range."""
+    for key, allowed in RANGES.items():
+        value = value_of(config, key)
+        assert isinstance(value, int | float)
+        if not allowed.holds(value):
+            why = f" ({allowed.why})" if allowed.why else ""
+            yield f"{key}={value}: must be {allowed.words()}{why}."
+    if config.rollout.top_k == 0:
+        yield "rollout.top_k=0 keeps no token. Use -1 to keep all."

@@ -1,0 +1,37 @@
+"""A configuration as YAML for the run's folder, without secrets."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from enum import Enum
+from typing import Any
+
+import yaml
+
+from relax_core.config.schema import RelaxConfig
+
+REDACTED = "<redacted>"
+_SECRET_KEY = re.compile(r"(?:^|_)(?:token|secret|password|api_key)$", re.IGNORECASE)
+_USER_INFO = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+
+
+def to_yaml(config: RelaxConfig) -> str:
+    """YAML with the keys of conf/. Values of secret keys, and passwords in addresses, are redacted."""
+    text: str = yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
+    return text
+
+
+def plain(value: Any, *, key: str = "") -> Any:
+    """The same as dicts, lists and scalars; enums by name, as YAML gives them."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name), key=field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(name): plain(item, key=str(name)) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item, key=key) for item in value]
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, str):
+        return REDACTED if _SECRET_KEY.search(key) and value else _USER_INFO.sub(REDACTED, value)
+    return value

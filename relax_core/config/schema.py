@@ -1,0 +1,189 @@
+"""The types of every key in conf/. Values and their documentation live in the YAML beside them.
+
+`algo`, `reward` and `env` are typed by their plug-in's own `knobs` dataclass (config/plugins.py), so that a newcomer's
+file brings its knobs along. OmegaConf 2.3 has no Literal: enums stand for choices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from omegaconf import MISSING
+
+
+class ModeName(Enum):
+    colocate = "colocate"
+    asynchronous = "async"
+
+
+class OnStale(Enum):
+    drop = "drop"
+    mask = "mask"
+
+
+class Schedule(Enum):
+    constant = "constant"
+    cosine = "cosine"
+
+
+class LauncherKind(Enum):
+    local = "local"
+
+
+@dataclass
+class ModelConfig:
+    name: str = MISSING
+    family: str = MISSING  # a family of train/models/
+    path: str | None = None  # a Hugging Face folder
+    builtin: str | None = None  # a tiny model that Relax makes itself
+    task: str | None = None  # generated task of the builtin model's warm start
+    dtype: str = MISSING  # float32 | bfloat16
+
+
+@dataclass
+class ModalityConfig:
+    name: str = MISSING
+
+
+@dataclass
+class ParallelConfig:
+    name: str = MISSING
+    dp: int = MISSING
+    tp: int = MISSING
+    pp: int = MISSING
+    cp: int = MISSING
+    ep: int = MISSING
+    micro_batch_tokens: int = MISSING  # packed token rows a micro-batch holds at most
+    logprob_chunk_tokens: int = MISSING  # token rows whose logits exist at one time
+    distributed_optimizer: bool = MISSING
+    threads_per_rank: int = MISSING
+
+
+@dataclass
+class ModeConfig:
+    name: ModeName = MISSING
+    max_staleness: int = MISSING
+    on_stale: OnStale = MISSING
+
+
+@dataclass
+class EngineConfig:
+    name: str = MISSING
+    count: int = MISSING
+    host: str = MISSING
+    port: int = MISSING
+    max_running_samples: int = MISSING
+    max_total_tokens: int = MISSING
+    context_length: int = MISSING
+    admission_window_ms: float = MISSING
+    threads: int = MISSING
+    start_timeout_s: float = MISSING
+    request_timeout_s: float = MISSING
+    sync_timeout_s: float = MISSING
+
+
+@dataclass
+class BusConfig:
+    name: str = MISSING
+    lease_s: float = MISSING
+    call_timeout_s: float = MISSING
+    inline_bytes: int = MISSING
+    max_row_bytes: int = MISSING
+
+
+@dataclass
+class DataConfig:
+    name: str = MISSING
+    path: str | None = None
+    eval_path: str | None = None
+    prompt_key: str = MISSING
+    answer_key: str = MISSING
+    task: str | None = None  # a generated task instead of a file
+    size: int = MISSING  # rows of a generated task
+    eval_size: int = MISSING
+    shuffle: bool = MISSING
+
+
+@dataclass
+class TrackerConfig:
+    name: str = MISSING
+    tensorboard: bool = MISSING
+    jsonl: bool = MISSING
+
+
+@dataclass
+class LauncherConfig:
+    name: LauncherKind = MISSING
+    ray_address: str | None = None
+    ray_logical_cpus: int = MISSING
+    object_store_mb: int = MISSING
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = MISSING
+    min_lr: float = MISSING
+    schedule: Schedule = MISSING
+    warmup_steps: int = MISSING
+    beta1: float = MISSING
+    beta2: float = MISSING
+    eps: float = MISSING
+    weight_decay: float = MISSING
+    clip_grad: float = MISSING
+
+
+@dataclass
+class RolloutConfig:
+    prompts_per_step: int = MISSING
+    max_new_tokens: int = MISSING
+    temperature: float = MISSING
+    top_p: float = MISSING
+    top_k: int = MISSING
+    reward_workers: int = MISSING
+
+
+@dataclass
+class RunSettings:
+    steps: int = MISSING
+    dir: str = MISSING
+    save_every: int = MISSING
+    keep_last: int = MISSING
+    export_hf: bool = MISSING
+    panel: bool = MISSING
+    start_timeout_s: float = MISSING
+    stall_timeout_s: float = MISSING
+    stop_timeout_s: float = MISSING
+    max_restarts: int = MISSING
+
+
+@dataclass
+class EvalConfig:
+    every: int = MISSING
+    rows: int = MISSING
+
+
+@dataclass
+class RelaxConfig:
+    """The root. Its keys are frozen by tests/config/test_root_keys.py."""
+
+    name: str = MISSING
+    seed: int = MISSING
+    resume: str | None = None  # null | "auto" | a checkpoint folder
+    algo: Any = MISSING
+    model: ModelConfig = field(default_factory=ModelConfig)
+    modality: ModalityConfig = field(default_factory=ModalityConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    mode: ModeConfig = field(default_factory=ModeConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    bus: BusConfig = field(default_factory=BusConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: Any = MISSING
+    env: Any = MISSING
+    tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    launcher: LauncherConfig = field(default_factory=LauncherConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    run: RunSettings = field(default_factory=RunSettings)
+    eval: EvalConfig = field(default_factory=EvalConfig)

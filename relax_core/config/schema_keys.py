@@ -1,0 +1,51 @@
+"""Which keys exist, read from the schema: for unknown-key messages."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from functools import cache
+
+from relax_core.config.errors import nearest
+from relax_core.config.schema import RelaxConfig
+
+
+@cache
+def section_types() -> dict[str, type]:
+    """Root key → its dataclass, for the keys that have one."""
+    hints = typing.get_type_hints(RelaxConfig)
+    return {key: hint for key, hint in hints.items() if dataclasses.is_dataclass(hint) and isinstance(hint, type)}
+
+
+@cache
+def known_keys() -> tuple[str, ...]:
+    """Every dotted key of the schema. Knobs of plug-ins are not among them."""
+    keys: list[str] = []
+    for root in dataclasses.fields(RelaxConfig):
+        keys += section_keys(root.name) if root.name in section_types() else [root.name]
+    return tuple(keys)
+
+
+def section_keys(section: str) -> list[str]:
+    """Dotted keys of one section."""
+    return [f"{section}.{field.name}" for field in dataclasses.fields(section_types()[section])]
+
+
+def unknown_key(key: str) -> str:
+    """The message for a key that the schema does not have."""
+    leaf = key.rsplit(".", 1)[-1]
+    same_leaf = [candidate for candidate in known_keys() if candidate.rsplit(".", 1)[-1] == leaf and leaf != "name"]
+    near = same_leaf or nearest(key, known_keys()) or _by_leaf(leaf)
+    if near:
+        return f"{key} is not a key. Nearest: {', '.join(near)}."
+    section = key.split(".", 1)[0]
+    if section in section_types():
+        return f"{key} is not a key. Keys of {section}: {', '.join(section_keys(section))}."
+    roots = ", ".join(field.name for field in dataclasses.fields(RelaxConfig))
+    return f"{key} is not a key. Root keys: {roots}."
+
+
+def _by_leaf(leaf: str) -> list[str]:
+    leaves = {candidate.rsplit(".", 1)[-1] for candidate in known_keys()}
+    near = nearest(leaf, leaves)
+    return [candidate for candidate in known_keys() if candidate.rsplit(".", 1)[-1] in near][:3]

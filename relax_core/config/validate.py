@@ -1,0 +1,140 @@
+"""Every check of a typed configuration that needs no other room: ranges, combinations, paths, memory.
+
+Each problem is one sentence with the key, the value and the fix. All are found at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from relax_core.config.memory import memory_problems
+from relax_core.config.model_folder import model_problems
+from relax_core.config.ranges import range_problems
+from relax_core.config.schema import ModeName, RelaxConfig
+from relax_core.registry import find_algorithm, find_reward
+
+Check = Callable[[RelaxConfig], Iterable[str]]
+
+_BUILT = {"engine": ("embedded",), "bus": ("ray",), "modality": ("text",), "tracker": ("default",)}
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def problems_of(config: RelaxConfig, checks: Iterable[Check] = ()) -> list[str]:
+    """Every problem of the configuration; ``checks`` are those of other rooms. Empty when it can run."""
+    problems = [problem for check in (range_problems, *_CHECKS, *checks) for problem in check(config)]
+    return problems or list(memory_problems(config))  # the estimate wants sane numbers and a readable model
+
+
+def _check_names(config: RelaxConfig) -> Iterator[str]:
+    for section, built in _BUILT.items():
+        name = getattr(config, section).name
+        if name not in built:
+            yield f"{section}.name={name} is not built yet. What exists for {section}: {', '.join(built)}."
+
+
+def _check_mode(config: RelaxConfig) -> Iterator[str]:
+    mode = config.mode
+    if mode.name is ModeName.colocate and mode.max_staleness != 0:
+        yield (
+            f"mode.max_staleness={mode.max_staleness} with mode=colocate: taking turns is strict on-policy. "
+            "Drop mode.max_staleness, or choose mode=async."
+        )
+
+
+def _check_plugins(config: RelaxConfig) -> Iterator[str]:
+    for check in (
+        lambda: find_algorithm(config.algo.name).check(config.algo),
+        lambda: find_reward(config.reward.name).check(config.reward),
+    ):
+        try:
+            check()
+        except ValueError as error:
+            yield from str(error).splitlines()
+    if config.algo.group_size < 1:
+        yield f"algo.group_size={config.algo.group_size}: at least one sample a prompt."
+    if not config.reward.timeout_s > 0:
+        yield f"reward.timeout_s={config.reward.timeout_s}: must be more than 0 seconds."
+
+
+def _check_reward_fits_data(config: RelaxConfig) -> Iterator[str]:
+    task = config.data.task
+    if config.reward.name == "reverse_digits" and task is not None and task != "reverse_digits":
+        yield f"reward=reverse_digits does not score data={config.data.name}. Add reward=math."
+
+
+def _check_batch(config: RelaxConfig) -> Iterator[str]:
+    prompts, ranks = config.rollout.prompts_per_step, config.parallel.dp
+    if ranks >= 1 and prompts % ranks != 0:
+        yield (
+            f"rollout.prompts_per_step={prompts} does not divide among parallel.dp={ranks} ranks. "
+            f"Use a multiple of {ranks}."
+        )
+
+
+def _check_engine(config: RelaxConfig) -> Iterator[str]:
+    engine, group_size = config.engine, config.algo.group_size
+    new_tokens = config.rollout.max_new_tokens
+    if engine.host not in _LOOPBACK:
+        yield f"engine.host={engine.host}: engines listen on loopback only. Use 127.0.0.1."
+    if engine.port and engine.port + engine.count - 1 > 65535:
+        yield f"engine.port={engine.port} with engine.count={engine.count} passes port 65535. Use engine.port=0."
+    if engine.max_running_samples < group_size:
+        yield (
+            f"engine.max_running_samples={engine.max_running_samples} cannot hold one group of "
+            f"algo.group_size={group_size}. Use engine.max_running_samples={group_size} or more."
+        )
+    if engine.context_length <= new_tokens:
+        yield (
+            f"engine.context_length={engine.context_length} leaves no room for a prompt beside "
+            f"rollout.max_new_tokens={new_tokens}. Use a longer context."
+        )
+    if engine.max_total_tokens < group_size * new_tokens:
+        yield (
+            f"engine.max_total_tokens={engine.max_total_tokens} cannot hold one group: algo.group_size={group_size} x "
+            f"rollout.max_new_tokens={new_tokens} = {group_size * new_tokens}. Raise it."
+        )
+
+
+def _check_optimizer(config: RelaxConfig) -> Iterator[str]:
+    if config.optimizer.min_lr > config.optimizer.lr:
+        yield (
+            f"optimizer.min_lr={config.optimizer.min_lr} is above optimizer.lr={config.optimizer.lr}. "
+            "The schedule goes down from lr to min_lr."
+        )
+
+
+def _check_data(config: RelaxConfig) -> Iterator[str]:
+    data = config.data
+    if data.task is None and data.path is None:
+        yield "data.path is not set: data=file needs data.path=train.jsonl or train.parquet."
+    elif data.task is not None and data.path is not None:
+        yield f"data.path={data.path} with data={data.name}, which is generated. Choose data=file."
+    elif config.rollout.max_new_tokens < 2:
+        yield "rollout.max_new_tokens=1 holds the stop token alone. Use 8 or more."
+
+
+def _check_run_folder(config: RelaxConfig) -> Iterator[str]:
+    if config.resume is not None and config.resume != "auto" and not Path(config.resume).is_dir():
+        yield f"resume={config.resume}: no such folder. Use resume=auto for the newest checkpoint."
+    folder = Path(config.run.dir)
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not existing.is_dir():
+        yield f"run.dir={folder}: {existing} is a file. Choose another folder."
+    elif not os.access(existing, os.W_OK):
+        yield f"run.dir={folder}: {existing} cannot be written to. Choose another folder."
+
+
+_CHECKS: tuple[Check, ...] = (
+    _check_names,
+    _check_mode,
+    _check_plugins,
+    _check_reward_fits_data,
+    _check_batch,
+    _check_engine,
+    _check_optimizer,
+    _check_data,
+    model_problems,
+    _check_run_folder,
+)

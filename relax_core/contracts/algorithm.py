@@ -1,0 +1,97 @@
+"""What an algorithm is: one declarative record and pure functions on flat token tensors.
+
+All per-token tensors are flat over the response tokens of a micro-batch, ``[tokens]``, float32; ``sample_ids``
+``[tokens]`` int64 says which sample of the micro-batch (0..num_samples-1) a token belongs to. So nothing here can
+depend on packing, padding or layout. Losses are SUMS; the trainer divides by one global denominator of the whole
+train step, after every micro-batch and every rank has added its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+OldLogprobs = Literal["rollout", "actor_fwd"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """Roles and columns that an algorithm needs under given knobs."""
+
+    old_logprobs: OldLogprobs
+    reference: bool = False
+    critic: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageInputs:
+    """One whole group. ``rewards`` ``[samples]``; log-prob tensors are None unless `Needs` asked for them."""
+
+    rewards: Tensor
+    lengths: Tensor  # [samples] int64, response tokens
+    loss_mask: Tensor  # [tokens] bool
+    sample_ids: Tensor  # [tokens] int64
+    old_logprobs: Tensor | None = None
+    reference_logprobs: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossInputs:
+    """One micro-batch. ``logprobs`` carries the gradient; everything else is detached."""
+
+    logprobs: Tensor  # [tokens], of the current weights
+    old_logprobs: Tensor  # [tokens], the proximal policy's
+    rollout_logprobs: Tensor  # [tokens], of the engine's sampling distribution
+    advantages: Tensor  # [tokens]
+    loss_mask: Tensor  # [tokens] bool
+    sample_ids: Tensor  # [tokens] int64
+    num_samples: int
+    reference_logprobs: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossOutputs:
+    """``loss_sum``: scalar, the numerator. ``metric_sums``: name → (sum, count) scalars; the trainer adds them over
+    micro-batches and ranks and reports sum / count."""
+
+    loss_sum: Tensor
+    metric_sums: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTotals:
+    """Counts over the whole train step, all ranks. ``tokens``: trained (unmasked) ones."""
+
+    tokens: int
+    samples: int
+    groups: int
+
+
+@dataclass(frozen=True)
+class AlgorithmKnobs:
+    """What every algorithm has. ``group_size``: samples a prompt."""
+
+    name: str
+    group_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlgorithmSpec:
+    """One algorithm. Every function gets the knobs, an instance of ``knobs`` (a dataclass under `AlgorithmKnobs`).
+
+    ``check`` raises ValueError (key, value, fix) for knobs that make no sense together.
+    ``advantages`` → ``[tokens]`` float32. ``denominator``: from the step's global counts.
+    """
+
+    name: str
+    summary: str
+    knobs: type[AlgorithmKnobs]
+    needs: Callable[[Any], Needs]
+    check: Callable[[Any], None]
+    advantages: Callable[[AdvantageInputs, Any], Tensor]
+    loss: Callable[[LossInputs, Any], LossOutputs]
+    denominator: Callable[[StepTotals, Any], float]

@@ -1,0 +1,135 @@
+"""How a group travels as bus columns: one payload of bytes for each (group, column).
+
+Ragged numbers (token ids, log-probs, advantages) travel flat with their lengths, so that a consumer reads them
+without a copy; everything else is msgpack. No pickle anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from relax_core.contracts.sample import Group, VersionSpan
+
+Columns = dict[str, bytes]
+
+PROMPT_IDS = "prompt_ids"  # int32 [prompt]
+RESPONSE_IDS = "response_ids"  # Ragged int32 [samples][response]
+LOSS_MASK = "loss_mask"  # Ragged uint8, 1 = trained
+ROLLOUT_LOGPROBS = "rollout_logprobs"  # Ragged float32
+WEIGHT_VERSIONS = "weight_versions"  # list[list[VersionSpan]], one list a sample
+REWARDS = "rewards"  # float32 [samples]
+SAMPLE_INFO = "sample_info"  # list[SampleInfo]
+OLD_LOGPROBS = "old_logprobs"  # Ragged float32, written by actor_fwd
+REFERENCE_LOGPROBS = "reference_logprobs"  # Ragged float32, written by reference
+ADVANTAGES = "advantages"  # Ragged float32, written by advantages
+
+ROLLOUT_COLUMNS = (
+    PROMPT_IDS,
+    RESPONSE_IDS,
+    LOSS_MASK,
+    ROLLOUT_LOGPROBS,
+    WEIGHT_VERSIONS,
+    REWARDS,
+    SAMPLE_INFO,
+)
+
+
+class Ragged(msgspec.Struct, frozen=True, array_like=True):
+    """Rows of differing length, stored flat. ``dtype`` is a numpy name; ``data`` is little-endian and C-ordered."""
+
+    dtype: str
+    lengths: list[int]
+    data: bytes
+
+    def flat(self) -> np.ndarray:
+        """All rows one after the other, ``[sum(lengths)]``; a read-only view of the payload."""
+        return np.frombuffer(self.data, dtype=self.dtype)
+
+    def rows(self) -> list[np.ndarray]:
+        """One read-only array a row."""
+        return np.split(self.flat(), np.cumsum(self.lengths[:-1])) if self.lengths else []
+
+
+class SampleInfo(msgspec.Struct, frozen=True, array_like=True):
+    """What is told of a sample beside its tensors."""
+
+    uid: str
+    finish_reason: str
+    reward_parts: dict[str, float]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_ragged_decoder = msgspec.msgpack.Decoder(Ragged)
+_spans_decoder = msgspec.msgpack.Decoder(list[list[VersionSpan]])
+_info_decoder = msgspec.msgpack.Decoder(list[SampleInfo])
+
+
+def encode_ragged(rows: Sequence[Sequence[float] | np.ndarray], *, dtype: str) -> bytes:
+    """Encodes rows of numbers as one payload."""
+    lengths = [len(row) for row in rows]
+    flat = np.empty(sum(lengths), dtype=dtype)
+    start = 0
+    for row, length in zip(rows, lengths, strict=True):
+        flat[start : start + length] = row
+        start += length
+    return _encoder.encode(Ragged(dtype, lengths, flat.tobytes()))
+
+
+def encode_flat(flat: np.ndarray, lengths: Sequence[int]) -> bytes:
+    """Encodes an already flat array ``[sum(lengths)]`` as a ragged payload."""
+    assert flat.ndim == 1 and flat.shape[0] == sum(lengths)
+    return _encoder.encode(Ragged(flat.dtype.name, [int(n) for n in lengths], np.ascontiguousarray(flat).tobytes()))
+
+
+def decode_ragged(payload: bytes) -> Ragged:
+    return _ragged_decoder.decode(payload)
+
+
+def encode_array(values: Sequence[float] | np.ndarray, *, dtype: str) -> bytes:
+    """Encodes a one-dimensional array as a ragged payload of one row."""
+    return encode_ragged([values], dtype=dtype)
+
+
+def decode_array(payload: bytes) -> np.ndarray:
+    return _ragged_decoder.decode(payload).flat()
+
+
+def decode_weight_versions(payload: bytes) -> list[list[VersionSpan]]:
+    return _spans_decoder.decode(payload)
+
+
+def decode_sample_info(payload: bytes) -> list[SampleInfo]:
+    return _info_decoder.decode(payload)
+
+
+def encode_value(value: Any) -> bytes:
+    """Any msgpack-able value; for columns of plug-ins."""
+    return _encoder.encode(value)
+
+
+def decode_value(payload: bytes) -> Any:
+    return msgspec.msgpack.decode(payload)
+
+
+def encode_group(group: Group) -> Columns:
+    """The rollout's columns of a complete group. Every sample must have a reward: drop the others first."""
+    samples = group.samples
+    assert samples and all(sample.reward is not None for sample in samples)
+    return {
+        PROMPT_IDS: encode_array(group.prompt_ids, dtype="int32"),
+        RESPONSE_IDS: encode_ragged([s.response_ids for s in samples], dtype="int32"),
+        LOSS_MASK: encode_ragged([s.loss_mask for s in samples], dtype="uint8"),
+        ROLLOUT_LOGPROBS: encode_ragged([s.rollout_logprobs for s in samples], dtype="float32"),
+        WEIGHT_VERSIONS: _encoder.encode([s.weight_versions for s in samples]),
+        REWARDS: encode_array([s.reward for s in samples], dtype="float32"),
+        SAMPLE_INFO: _encoder.encode([SampleInfo(s.uid, s.finish_reason, s.reward_parts) for s in samples]),
+    }
+
+
+def payload_bytes(columns: Mapping[str, bytes]) -> int:
+    """Bytes of all payloads of a row."""
+    return sum(len(payload) for payload in columns.values())

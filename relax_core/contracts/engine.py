@@ -1,0 +1,83 @@
+"""What the rollout asks of an inference engine. The wire is SGLang's HTTP protocol; these are its fields that we use."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from relax_core.contracts.sample import FinishReason, VersionSpan
+
+PauseMode = Literal["in_place", "retract", "abort"]
+
+
+class EngineError(RuntimeError):
+    """An engine refused or failed a call; the text names the engine, the route and its words."""
+
+
+class EngineUnreachable(EngineError):
+    """The engine's process is gone or does not answer before the deadline."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How to sample. ``n`` responses a prompt; response k of a prompt uses seed ``(sampling_seed, k)``.
+
+    ``temperature`` 0 is greedy. ``top_p`` 1 and ``top_k`` -1 switch truncation off. ``logit_bias_ids``-style bans:
+    ``banned_token_ids`` are never sampled, and log-probs are those of the distribution without them.
+    """
+
+    n: int = 1
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: list[int] = []
+    banned_token_ids: list[int] = []
+
+
+class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt of a /generate call. The engine holds it until its weights are at least ``min_version``."""
+
+    rid: str
+    input_ids: list[int]
+    sampling_seed: int
+    min_version: int = 0
+
+
+class Generated(msgspec.Struct, frozen=True, kw_only=True):
+    """One finished response. ``prompt``: place of its prompt in the call; ``sample``: 0..n-1 within the prompt."""
+
+    rid: str
+    prompt: int
+    sample: int
+    output_ids: list[int]
+    logprobs: list[float]
+    weight_versions: list[VersionSpan]
+    finish_reason: FinishReason
+
+
+class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one Hugging Face tensor lies in a published weight file. ``offset`` and ``nbytes`` in bytes."""
+
+    name: str
+    dtype: str  # torch name without prefix: "float32", "bfloat16"
+    shape: list[int]
+    offset: int
+    nbytes: int
+
+
+class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """A published weight version: one flat file, its tensors, and a digest for each bucket of bytes.
+
+    ``path`` is the file (in shared memory on one host). ``bucket_bytes``: every bucket but the last has this size.
+    ``digests``: xxh3_128 hex of each bucket. ``digest``: xxh3_128 hex over names, dtypes, shapes and ``digests``:
+    what a receiver must show to be admitted to serve ``version``.
+    """
+
+    version: int
+    path: str
+    total_bytes: int
+    bucket_bytes: int
+    digests: list[str]
+    digest: str
+    tensors: list[TensorSpec]

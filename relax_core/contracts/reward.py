@@ -1,0 +1,50 @@
+"""What a reward is: a function of the answer's text and the data row, scored in-process or in a killable worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardInput:
+    """``response``: text without the stop token. ``stopped``: False when the response ran into the token limit.
+    ``answer``: the data row's reference. ``row``: the whole data row."""
+
+    response: str
+    stopped: bool
+    answer: str
+    row: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardOutput:
+    """``reward`` None: it could not be computed (the sample is dropped, never trained as 0).
+    ``exact``: the answer is fully right; what accuracy counts. ``reason``: why there is no reward, else empty."""
+
+    reward: float | None
+    exact: bool = False
+    parts: Mapping[str, float] | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class RewardKnobs:
+    name: str
+    timeout_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardSpec:
+    """One reward. ``isolated``: it runs library code that may hang or crash, so it runs in a worker process that is
+    killed after ``knobs.timeout_s`` seconds. ``check`` raises ValueError for knobs that make no sense. ``prepare`` does
+    slow imports; a worker process calls it once at its start, outside of any timeout."""
+
+    name: str
+    summary: str
+    knobs: type[RewardKnobs]
+    score: Callable[[RewardInput, Any], RewardOutput]
+    isolated: bool = False
+    check: Callable[[Any], None] = lambda knobs: None
+    prepare: Callable[[], None] = lambda: None

@@ -1,0 +1,85 @@
+"""The training back end's contract. No Ray here: roles move data, a back end computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainGroup:
+    """A group as the trainer sees it; per-token arrays are flat over its samples, ``[tokens]``.
+
+    ``fresh``: True where the token's whole sample came from the very weights that this step starts with; there
+    rollout and trainer must agree to rounding.
+    """
+
+    group_uid: str
+    prompt_ids: np.ndarray  # int32 [prompt]
+    lengths: np.ndarray  # int64 [samples]
+    response_ids: np.ndarray  # int32 [tokens]
+    loss_mask: np.ndarray  # bool [tokens]
+    rollout_logprobs: np.ndarray  # float32 [tokens]
+    fresh: np.ndarray | None = None  # bool [tokens]
+    advantages: np.ndarray | None = None  # float32 [tokens]
+    old_logprobs: np.ndarray | None = None  # float32 [tokens]; None: the rollout's are the old ones
+    reference_logprobs: np.ndarray | None = None  # float32 [tokens]
+
+    @property
+    def packed_tokens(self) -> int:
+        """Token rows that tree packing computes: the prompt once, each response without its last token."""
+        return len(self.prompt_ids) + int(self.lengths.sum()) - len(self.lengths)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMetrics:
+    """What one train step reports, over all ranks. ``timings_ms``: parts of the step on this rank."""
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    samples: int
+    logprob_gap_max: float  # over fresh tokens; 0 if there were none
+    logprob_gap_mean: float
+    logprob_gap_tokens: int
+    algorithm: dict[str, float] = field(default_factory=dict)
+    timings_ms: dict[str, float] = field(default_factory=dict)
+
+
+class TrainBackend(Protocol):
+    """One rank's part of the trainer. Every data-parallel rank calls the same methods in the same order."""
+
+    def begin_step(self, step: int) -> None:
+        """Clears gradients and sums; ``step`` sets the learning rate."""
+
+    def accumulate(self, groups: Sequence[TrainGroup]) -> None:
+        """Forward and backward over this rank's groups of one micro-batch (may be empty on a rank)."""
+
+    def finish_step(self) -> StepMetrics:
+        """Divides by the global denominator, clips, steps the optimizer."""
+
+    def logprobs(self, groups: Sequence[TrainGroup]) -> list[np.ndarray]:
+        """Log-probs of the current weights, one float32 ``[tokens]`` a group. No gradient."""
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights, Hugging Face names and shapes, in the order of the family's map."""
+
+    def load_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Sets all weights from Hugging Face names; raises ValueError for a missing, unknown or misshapen one."""
+
+    def save(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path) -> None: ...
+
+    def offload(self) -> None:
+        """Gives up the device's memory (colocate); a no-op where device and host share it."""
+
+    def onload(self) -> None: ...

@@ -1,0 +1,55 @@
+"""What a run leaves behind: summary.json, the curves, the table of answers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from relax_core.contracts.bus import BusProgress
+from relax_core.observe.curves import CURVES_FILE, plot_curves
+from relax_core.observe.metrics_actor import MetricsClient
+from relax_core.observe.records import ACTOR, MetricRecord, TextRecord
+from relax_core.observe.report import print_report
+from relax_core.observe.summary import build_summary, write_summary
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecords:
+    """Everything that a run reported, taken while its services still answer."""
+
+    records: list[MetricRecord]
+    texts: list[TextRecord]
+    progress: BusProgress
+    problems: list[str]
+
+
+def collect(metrics: MetricsClient, progress: BusProgress) -> RunRecords:
+    """Takes the reports and closes the metrics service, so that every sink is on disk."""
+    _, records = metrics.poll(0)
+    texts = metrics.texts("eval")
+    return RunRecords(records=records, texts=texts, progress=progress, problems=metrics.close())
+
+
+def write_end(run_dir: Path, end: RunRecords, *, meta: Mapping[str, Any], started: float) -> dict[str, Any]:
+    """Writes summary.json and the curves. ``started``: Unix time at which the process began."""
+    steps = [record.time_s for record in end.records if record.source == ACTOR and record.time_s >= started]
+    first_step_s = steps[0] - started if steps else None
+    summary = build_summary(end.records, progress=end.progress, meta={**meta, "first_step_s": first_step_s})
+    write_summary(run_dir, summary)
+    if any(record.source == ACTOR for record in end.records):
+        plot_curves(end.records, run_dir / CURVES_FILE)
+    return summary
+
+
+def show_end(run_dir: Path, end: RunRecords, summary: Mapping[str, Any]) -> None:
+    """Prints the report, and what went wrong with the logs."""
+    first = end.texts[0].rows if end.texts else []
+    newest = end.texts[-1].rows if end.texts else []
+    print_report(Console(), run_dir, summary, first, newest)
+    for problem in end.problems:
+        print(f"relax: {problem}", file=sys.stderr)

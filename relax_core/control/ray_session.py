@@ -1,0 +1,102 @@
+"""Ray for one run: started on this machine with its own token and folder, or joined; ended without a trace."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+import secrets
+import shutil
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from relax_core.config.schema import LauncherConfig
+
+QUIET = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+ONE_THREAD = {  # every process says its own number later; this is what a library takes that nobody told
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def new_token_file(path: Path) -> Path:
+    """Writes a fresh token that only this user can read."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+    return path
+
+
+@functools.cache
+def _process_token() -> Path:
+    """Ray's own token: one a process, since Ray reads it once, also where a sweep runs several runs in one process."""
+    folder = Path(tempfile.mkdtemp(prefix="rlx-"))
+    atexit.register(shutil.rmtree, folder)
+    return new_token_file(folder / "ray-token")
+
+
+class RaySession:
+    """Use as a context manager. ``folder``: the run's private folder under /tmp, short because of socket names."""
+
+    def __init__(self, launcher: LauncherConfig, *, namespace: str, log_dir: Path) -> None:
+        self._launcher = launcher
+        self._namespace = namespace
+        self._log_dir = log_dir
+        self.folder = Path(tempfile.mkdtemp(prefix="rlx-"))
+        self.token_file = new_token_file(self.folder / "token")
+
+    def __enter__(self) -> Self:
+        own = self._launcher.ray_address is None
+        os.environ.update(ONE_THREAD)
+        if own:  # Ray reads these when it is imported
+            os.environ.update(QUIET, RAY_AUTH_TOKEN_PATH=str(_process_token()))
+        import ray
+
+        if own:
+            ray.init(
+                num_cpus=self._launcher.ray_logical_cpus,
+                num_gpus=0,
+                object_store_memory=self._launcher.object_store_mb << 20,
+                include_dashboard=False,
+                _temp_dir=str(self.folder / "ray"),
+                namespace=self._namespace,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+        else:
+            ray.init(
+                address=self._launcher.ray_address,
+                namespace=self._namespace,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+        return self
+
+    def keep_logs(self) -> None:
+        """Copies what the worker processes wrote into the run's folder; for a run that failed."""
+        logs = self.folder / "ray" / "session_latest" / "logs"
+        for file in logs.glob("worker-*"):
+            if file.stat().st_size:
+                self._log_dir.mkdir(parents=True, exist_ok=True)
+                shutil.copy(file, self._log_dir / file.name)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        import ray
+
+        ray.shutdown()
+        shutil.rmtree(self.folder, ignore_errors=True)  # a Ray daemon may still be writing its last log line

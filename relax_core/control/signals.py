@@ -1,0 +1,34 @@
+"""SIGINT and SIGTERM end a run with a checkpoint; a second one ends it at once."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+
+class StopSignals:
+    """Use as a context manager in the main thread. ``received``: the first signal's number."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._earlier: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._earlier[number] = signal.signal(number, self._take)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._earlier.items():
+            signal.signal(number, handler)
+
+    def requested(self) -> bool:
+        return self.received is not None
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None:
+            raise KeyboardInterrupt
+        self.received = number

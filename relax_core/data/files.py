@@ -1,0 +1,150 @@
+"""Rows of a JSONL or Parquet file by number, each checked and with "prompt" and "answer" in their places.
+
+A JSONL file is read through once, so that a malformed line is reported before a run starts; then only the places of
+its lines are kept. A Parquet file is read one row group at a time.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from relax_core.contracts.data import DataRow
+
+
+class RowFile(Protocol):
+    """Rows by number, 0..len-1."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int) -> DataRow: ...
+
+
+def open_rows(path: Path, *, prompt_key: str, answer_key: str) -> RowFile:
+    """Opens a .jsonl or .parquet file. Raises ValueError: not there, another suffix, empty, malformed, missing keys."""
+    if path.suffix not in _READERS:
+        raise ValueError(f"data file {path}: unknown suffix {path.suffix!r}. Use one of: {', '.join(_READERS)}.")
+    if not path.is_file():
+        raise ValueError(f"data file {path}: no such file.")
+    rows = _READERS[path.suffix](path, prompt_key, answer_key)
+    if len(rows) == 0:
+        raise ValueError(f"data file {path}: it has no rows.")
+    return rows
+
+
+class JsonlRows:
+    """One JSON object a line; blank lines are skipped."""
+
+    def __init__(self, path: Path, prompt_key: str, answer_key: str) -> None:
+        self._path, self._prompt_key, self._answer_key = path, prompt_key, answer_key
+        self._offsets, self._lines = array("q"), array("q")
+        offset = 0
+        with path.open("rb") as file:
+            for line_number, line in enumerate(file, start=1):
+                if line.strip():
+                    self._parse(line, line_number)
+                    self._offsets.append(offset)
+                    self._lines.append(line_number)
+                offset += len(line)
+        self._file = path.open("rb")
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    def __getitem__(self, number: int) -> DataRow:
+        self._file.seek(self._offsets[number])
+        return self._parse(self._file.readline(), self._lines[number])
+
+    def _parse(self, line: bytes, line_number: int) -> DataRow:
+        where = f"{self._path}, line {line_number}"
+        try:
+            row = msgspec.json.decode(line, type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{where}: not a JSON object: {error}") from error
+        return check_row(row, where=where, prompt_key=self._prompt_key, answer_key=self._answer_key)
+
+
+class ParquetRows:
+    """A row group is read when one of its rows is asked for; the last one stays in memory."""
+
+    def __init__(self, path: Path, prompt_key: str, answer_key: str) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
+        self._path, self._prompt_key, self._answer_key = path, prompt_key, answer_key
+        try:
+            self._file = pyarrow.parquet.ParquetFile(path)
+        except pyarrow.ArrowInvalid as error:
+            raise ValueError(f"data file {path}: not a Parquet file: {error}") from error
+        metadata = self._file.metadata
+        self._starts = [0]
+        for group in range(metadata.num_row_groups):
+            self._starts.append(self._starts[-1] + metadata.row_group(group).num_rows)
+        columns = self._file.schema_arrow.names
+        for key in (prompt_key, answer_key):
+            if key not in columns:
+                raise ValueError(_missing(f"data file {path}", key, columns))
+        self._loaded: tuple[int, Any] | None = None
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, number: int) -> DataRow:
+        from bisect import bisect_right
+
+        group = bisect_right(self._starts, number) - 1
+        if self._loaded is None or self._loaded[0] != group:
+            self._loaded = (group, self._file.read_row_group(group))
+        row = self._loaded[1].slice(number - self._starts[group], 1).to_pylist()[0]
+        where = f"{self._path}, row {number}"
+        return check_row(row, where=where, prompt_key=self._prompt_key, answer_key=self._answer_key)
+
+
+_READERS: dict[str, Callable[[Path, str, str], RowFile]] = {".jsonl": JsonlRows, ".parquet": ParquetRows}
+
+
+def check_row(row: Mapping[str, Any], *, where: str, prompt_key: str, answer_key: str) -> DataRow:
+    """The row with its prompt under "prompt" and its answer, as text, under "answer"; other keys stay as they are.
+
+    Raises ValueError that starts with ``where``.
+    """
+    for key in (prompt_key, answer_key):
+        if key not in row:
+            raise ValueError(_missing(where, key, row))
+    prompt, answer = row[prompt_key], row[answer_key]
+    if not (isinstance(prompt, str) and prompt) and not _is_conversation(prompt):
+        raise ValueError(
+            f"{where}: {prompt_key}={_short(prompt)} is neither text nor a list of messages with role and content."
+        )
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        raise ValueError(f"{where}: {answer_key}={_short(answer)} is neither text nor a number.")
+    return {**row, "prompt": prompt, "answer": str(answer)}
+
+
+def _is_conversation(prompt: Any) -> bool:
+    return (
+        isinstance(prompt, list)
+        and len(prompt) > 0
+        and all(
+            isinstance(message, dict)
+            and isinstance(message.get("role"), str)
+            and isinstance(message.get("content"), str)
+            for message in prompt
+        )
+    )
+
+
+def _missing(where: str, key: str, present: Any) -> str:
+    return (
+        f"{where}: no key {key!r}; its keys are {', '.join(sorted(present))}. "
+        "Set data.prompt_key and data.answer_key to yours."
+    )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

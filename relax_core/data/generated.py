@@ -1,0 +1,82 @@
+"""Generated tasks: every example is a pure function of (task, split, seed, index), so a cursor is one integer.
+
+The held-out split is drawn by content: a prompt whose checksum falls into one slot of sixteen is held out for good.
+So no training row can equal an evaluation row, whatever the seed.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+Split = Literal["train", "eval"]
+
+REVERSED_DIGITS = 5
+_EVAL_SEED = 0  # the same evaluation rows for every run seed: figures of two runs can be compared
+_HELD_OUT_SLOTS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One prompt and its reference answer, as plain text."""
+
+    prompt: str
+    answer: str
+
+
+def _reverse_digits(rng: random.Random) -> Example:
+    digits = "".join(str(rng.randrange(10)) for _ in range(REVERSED_DIGITS))
+    return Example(f"rev {digits}", digits[::-1])
+
+
+_NAMES = ("Ann", "Ben", "Eve", "Ian", "Kim", "Leo", "Max", "Sue")
+_THINGS = ("apples", "books", "cards", "coins", "eggs", "pens")
+
+
+def _arithmetic(rng: random.Random) -> Example:
+    """A word problem with one operation on small numbers; the answer lies in 0..25."""
+    name, thing = rng.choice(_NAMES), rng.choice(_THINGS)
+    kind = rng.choice(("gain", "loss", "groups"))
+    if kind == "gain":
+        have, gained = rng.randint(1, 9), rng.randint(1, 9)
+        return Example(f"{name} has {have} {thing} and gets {gained} more. How many now?", str(have + gained))
+    if kind == "loss":
+        have = rng.randint(1, 9)
+        lost = rng.randint(1, have)
+        return Example(f"{name} has {have} {thing} and loses {lost}. How many now?", str(have - lost))
+    boxes, each = rng.randint(2, 5), rng.randint(2, 5)
+    return Example(f"{name} has {boxes} boxes of {each} {thing}. How many {thing}?", str(boxes * each))
+
+
+_TASKS: dict[str, Callable[[random.Random], Example]] = {
+    "reverse_digits": _reverse_digits,
+    "arithmetic": _arithmetic,
+}
+
+
+def task_names() -> tuple[str, ...]:
+    """The tasks that exist."""
+    return tuple(_TASKS)
+
+
+def check_task(task: str | None) -> None:
+    """Raises ValueError for a task that does not exist."""
+    if task not in _TASKS:
+        raise ValueError(f"data.task={task!r}: no such generated task. Use one of: {', '.join(_TASKS)}.")
+
+
+def example(task: str, *, split: Split, seed: int, index: int) -> Example:
+    """Example ``index`` of a split; the same in every process. ``seed`` has no say in the eval split."""
+    check_task(task)
+    rng = random.Random(f"{task}/{split}/{seed if split == 'train' else _EVAL_SEED}/{index}")
+    while True:
+        drawn = _TASKS[task](rng)
+        if _is_held_out(drawn.prompt) == (split == "eval"):
+            return drawn
+
+
+def _is_held_out(prompt: str) -> bool:
+    return zlib.crc32(prompt.encode()) % _HELD_OUT_SLOTS == 0

@@ -1,0 +1,150 @@
+"""The model's tokenizer and chat template, from the files in its folder.
+
+It reads tokenizer.json with the `tokenizers` library and renders the chat template with jinja2 under the settings of
+transformers, so the rollout imports neither transformers nor torch (seconds, and hundreds of MB). A test holds it
+equal to transformers' own `apply_chat_template`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    import jinja2
+
+_SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_MEDIA_TOKEN = re.compile(r"<\|?_?(vision|image|video|audio)[a-z_]*\|?>", re.IGNORECASE)
+_MEDIA_CONFIG_KEY = re.compile(r"(vision|image|video|audio)\w*_token_(id|index)")
+
+
+class PromptTokenizer:
+    """Text in, token ids out, and back.
+
+    ``stop_token_ids``: tokens that end a response. ``media_token_ids``: placeholders for images, audio and video,
+    which a text response must never contain. Both sorted. Raises ValueError for a folder that lacks what it needs.
+    """
+
+    def __init__(self, model_folder: Path) -> None:
+        from tokenizers import Tokenizer
+
+        if not (model_folder / "tokenizer.json").is_file():
+            raise ValueError(
+                f"model folder {model_folder} has no tokenizer.json. Write one with "
+                "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)."
+            )
+        self._tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        settings = _read_json(model_folder / "tokenizer_config.json")
+        self._special_tokens = _special_tokens(settings)
+        self._template = _compile(_chat_template(model_folder, settings))
+        self.stop_token_ids = self._stop_token_ids(model_folder)
+        self.media_token_ids = self._media_token_ids(_read_json(model_folder / "config.json"))
+
+    def encode(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation as the chat template writes it, up to where the assistant's answer begins."""
+        text = self._template.render(
+            messages=list(messages), tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
+        )
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of response tokens. Special tokens are shown: an answer with one inside is not the bare answer."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def _stop_token_ids(self, model_folder: Path) -> list[int]:
+        """The tokenizer's end token, and those that the model's own generation settings name."""
+        found: set[int] = set()
+        end = self._tokenizer.token_to_id(self._special_tokens.get("eos_token", ""))
+        if end is not None:
+            found.add(end)
+        for name in ("generation_config.json", "config.json"):
+            named = _read_json(model_folder / name).get("eos_token_id")
+            found.update(named if isinstance(named, list) else [] if named is None else [named])
+        if not found:
+            raise ValueError(
+                f"model folder {model_folder} names no end token. Set eos_token in tokenizer_config.json, or "
+                "eos_token_id in generation_config.json."
+            )
+        return sorted(found)
+
+    def _media_token_ids(self, config: Mapping[str, Any]) -> list[int]:
+        found = {
+            index
+            for index, token in self._tokenizer.get_added_tokens_decoder().items()
+            if _MEDIA_TOKEN.fullmatch(token.content)
+        }
+        found.update(value for key, value in config.items() if _MEDIA_CONFIG_KEY.fullmatch(key) and value is not None)
+        return sorted(found)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Of the files of a model folder, only tokenizer.json must exist."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens that a template may name; older folders write a token as an object."""
+    tokens = {key: settings.get(key) for key in _SPECIAL_TOKEN_KEYS}
+    return {
+        key: token["content"] if isinstance(token, dict) else token
+        for key, token in tokens.items()
+        if token is not None
+    }
+
+
+def _chat_template(model_folder: Path, settings: Mapping[str, Any]) -> str:
+    """chat_template.jinja where there is one, else the entry in tokenizer_config.json."""
+    file = model_folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    if not isinstance(template, str):
+        raise ValueError(
+            f"model folder {model_folder} has no chat template: put one into chat_template.jinja. "
+            "A base model has none; use its instruction-tuned sibling."
+        )
+    return template
+
+
+def _compile(template: str) -> jinja2.Template:
+    """The sandbox, filters and globals that transformers gives a chat template."""
+    from jinja2 import TemplateError, ext, nodes
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class GenerationBlock(ext.Extension):
+        """``{% generation %}`` marks assistant text for training masks; rendering only passes it through."""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
+
+    def raise_exception(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    extensions: Iterable[Any] = (GenerationBlock, ext.loopcontrols)
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=list(extensions))
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(template)

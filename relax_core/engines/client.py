@@ -1,0 +1,262 @@
+"""The one client of every engine: SGLang's HTTP protocol, and the embedded engine's compact frames where it has them."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from relax_core.contracts.engine import (
+    EngineError,
+    EngineUnreachable,
+    Generated,
+    PauseMode,
+    PromptRequest,
+    SamplingParams,
+    WeightManifest,
+)
+from relax_core.engines.events import EventReader
+from relax_core.engines.wire import EVENT_STREAM, MSGPACK, Finished, FrameReader, StreamEnd, StreamFailure
+
+if TYPE_CHECKING:
+    import aiohttp
+
+CONNECT_S = 5.0  # an engine is on this host or in this rack: a connection that takes longer will not come
+_encoder = msgspec.json.Encoder()
+
+
+class EngineClient:
+    """``request_timeout_s``: longest silence in `generate`; ``control_timeout_s``: longest wait of any other call.
+
+    `generate` belongs to one event loop, the other calls to one thread at a time. Raises EngineUnreachable where the
+    process does not answer, EngineError with the engine's own words where it refuses.
+    """
+
+    def __init__(self, url: str, token: str, *, request_timeout_s: float, control_timeout_s: float) -> None:
+        self.url = url
+        self._authorization = f"Bearer {token}"
+        self._request_timeout_s = request_timeout_s
+        self._control_timeout_s = control_timeout_s
+        self._session: aiohttp.ClientSession | None = None
+        self._session_loop: asyncio.AbstractEventLoop | None = None
+        self._connection: http.client.HTTPConnection | None = None
+        self._control = threading.Lock()
+
+    # -- generate -------------------------------------------------------------------------------------------------
+    async def generate(
+        self,
+        prompts: Sequence[PromptRequest],
+        params: SamplingParams,
+        *,
+        on_end: Callable[[StreamEnd], None] | None = None,
+    ) -> AsyncIterator[Generated]:
+        """One streaming request for all prompts; yields each of the ``len(prompts) * params.n`` responses when it is
+        finished. ``on_end`` gets the engine's own times, where it tells them (the embedded one). Leaving the iteration
+        early hangs up, and the engine aborts what is still running."""
+        import aiohttp
+
+        expected = len(prompts) * params.n
+        try:
+            async with self._http_session().post(
+                f"{self.url}/generate",
+                data=_encoder.encode(generate_body(prompts, params)),
+                headers={"Content-Type": "application/json", "Accept": f"{MSGPACK}, {EVENT_STREAM}"},
+            ) as response:
+                if response.status != 200:
+                    raise self._refusal("/generate", response.status, await response.read())
+                found = 0
+                async for one in self._responses(response, prompts, params, on_end):
+                    found += 1
+                    yield one
+        except TimeoutError as error:
+            raise EngineUnreachable(
+                f"engine {self.url} /generate: silent for {self._request_timeout_s:.0f} s"
+            ) from error
+        except aiohttp.ClientError as error:
+            raise EngineUnreachable(f"engine {self.url} /generate: {_words(error)}") from error
+        if found != expected:
+            raise EngineUnreachable(f"engine {self.url} /generate: hung up after {found} of {expected} responses")
+
+    async def _responses(
+        self,
+        response: aiohttp.ClientResponse,
+        prompts: Sequence[PromptRequest],
+        params: SamplingParams,
+        on_end: Callable[[StreamEnd], None] | None,
+    ) -> AsyncIterator[Generated]:
+        if response.content_type == MSGPACK:
+            frames = FrameReader()
+            async for data in response.content.iter_any():
+                for frame in frames.feed(data):
+                    match frame:
+                        case Finished(one):
+                            yield one
+                        case StreamFailure(message):
+                            raise EngineError(f"engine {self.url} /generate: {message}")
+                        case StreamEnd() if on_end is not None:
+                            on_end(frame)
+            return
+        if params.banned_token_ids:
+            raise EngineError(f"engine {self.url} /generate: banned_token_ids are not known to this engine")
+        events = EventReader(prompts, n=params.n)
+        async for data in response.content.iter_any():
+            for event in events.feed(data):
+                if isinstance(event, str):
+                    raise EngineError(f"engine {self.url} /generate: {event}")
+                yield event
+
+    def _http_session(self) -> aiohttp.ClientSession:
+        import aiohttp
+
+        loop = asyncio.get_running_loop()
+        if self._session is None or self._session_loop is not loop:
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=self._request_timeout_s)
+            self._session = aiohttp.ClientSession(
+                timeout=timeout,
+                headers={"Authorization": self._authorization},
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3600.0),
+                read_bufsize=1 << 20,
+            )
+            self._session_loop = loop
+        return self._session
+
+    async def aclose(self) -> None:
+        """Closes what `generate` opened; in its event loop."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    # -- control ----------------------------------------------------------------------------------------------------
+    def ready(self) -> bool:
+        """True where the engine answers; raises EngineUnreachable where it does not."""
+        self._call("GET", "/ready")
+        return True
+
+    def model_info(self) -> dict[str, Any]:
+        """``weight_version`` and ``model_path``."""
+        return self._call("GET", "/model_info")
+
+    def loads(self) -> dict[str, Any]:
+        """What it does now: ``running``, ``queued``, ``held`` samples, ``busy_s``, ``decode_steps`` and more."""
+        loads: dict[str, Any] = self._call("GET", "/v1/loads")["loads"][0]
+        return loads
+
+    def update_weights(self, manifest: WeightManifest) -> dict[str, Any]:
+        """Brings a published version in: ``weight_version``, ``digest``, ``stall_ms``. Returns once it is served."""
+        return self._call("POST", "/update_weights_from_shared_memory", manifest)
+
+    def pause(self, mode: PauseMode) -> dict[str, Any]:
+        return self._call("POST", "/pause_generation", {"mode": mode})
+
+    def resume(self) -> dict[str, Any]:
+        return self._call("POST", "/continue_generation", {})
+
+    def abort(self, rid: str | None = None) -> dict[str, Any]:
+        """Ends the prompt with this rid, or everything; what was generated comes back with finish reason abort."""
+        return self._call("POST", "/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
+
+    def release_memory(self) -> dict[str, Any]:
+        """Gives up the KV cache; weights stay."""
+        return self._call("POST", "/release_memory_occupation", {})
+
+    def resume_memory(self) -> dict[str, Any]:
+        return self._call("POST", "/resume_memory_occupation", {})
+
+    def close(self) -> None:
+        """Closes the control connection."""
+        with self._control:
+            self._hang_up()
+
+    def _call(self, method: str, route: str, payload: Any = None) -> dict[str, Any]:
+        body = b"" if payload is None else _encoder.encode(payload)
+        with self._control:
+            reused = self._connection is not None
+            try:
+                status, data = self._exchange(method, route, body)
+            except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError) as error:
+                self._hang_up()
+                if not reused:
+                    raise EngineUnreachable(f"engine {self.url} {route}: {_words(error)}") from error
+                status, data = self._fresh_exchange(method, route, body)  # the engine was restarted since the last call
+            except TimeoutError as error:
+                self._hang_up()
+                raise EngineUnreachable(
+                    f"engine {self.url} {route}: no answer within {self._control_timeout_s:.0f} s"
+                ) from error
+            except (OSError, http.client.HTTPException) as error:
+                self._hang_up()
+                raise EngineUnreachable(f"engine {self.url} {route}: {_words(error)}") from error
+        if status != 200:
+            raise self._refusal(route, status, data)
+        reply: dict[str, Any] = msgspec.json.decode(data) if data else {}
+        return reply
+
+    def _fresh_exchange(self, method: str, route: str, body: bytes) -> tuple[int, bytes]:
+        try:
+            return self._exchange(method, route, body)
+        except (OSError, http.client.HTTPException) as error:
+            self._hang_up()
+            raise EngineUnreachable(f"engine {self.url} {route}: {_words(error)}") from error
+
+    def _exchange(self, method: str, route: str, body: bytes) -> tuple[int, bytes]:
+        if self._connection is None:
+            address = urlsplit(self.url)
+            self._connection = http.client.HTTPConnection(
+                address.hostname or "", address.port, timeout=self._control_timeout_s
+            )
+        headers = {"Content-Type": "application/json", "Authorization": self._authorization}
+        self._connection.request(method, route, body, headers)
+        response = self._connection.getresponse()
+        return response.status, response.read()
+
+    def _hang_up(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _refusal(self, route: str, status: int, body: bytes) -> EngineError:
+        return EngineError(f"engine {self.url} {route}: {status}: {_message(body)}")
+
+
+def generate_body(prompts: Sequence[PromptRequest], params: SamplingParams) -> dict[str, Any]:
+    """The JSON body of one /generate for all prompts."""
+    return {
+        "rid": [prompt.rid for prompt in prompts],
+        "input_ids": [prompt.input_ids for prompt in prompts],
+        "sampling_params": {
+            "n": params.n,
+            "max_new_tokens": params.max_new_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k,
+            "stop_token_ids": params.stop_token_ids,
+        },
+        "return_logprob": True,
+        "stream": True,
+        "min_version": [prompt.min_version for prompt in prompts],
+        "sampling_seed": [prompt.sampling_seed for prompt in prompts],
+        "banned_token_ids": params.banned_token_ids,
+    }
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _message(body: bytes) -> str:
+    """The engine's own words: ours and SGLang's are {"error": {"message"}} or {"message"}; else the body's start."""
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return body[:500].decode(errors="replace")
+    if isinstance(found, dict):
+        error = found.get("error", found)
+        if isinstance(error, dict) and "message" in error:
+            return str(error["message"])
+        return str(error)
+    return str(found)

@@ -1,0 +1,94 @@
+"""``python -m relax_core.engines.embedded``: one engine process.
+
+Prints ONE line of JSON to stdout when it answers: {"url", "pid", "port"}. Ends on SIGTERM and when its stdin reaches
+its end, so it never outlives its owner. Exits with 2 and one line on stderr for what the user can mend.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import ipaddress
+import json
+import os
+import socket
+import sys
+import threading
+from pathlib import Path
+
+DTYPES = ("float32", "bfloat16")
+
+
+def _arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m relax_core.engines.embedded", description=__doc__)
+    parser.add_argument("--model-path", type=Path, required=True, help="Hugging Face folder")
+    parser.add_argument("--host", default="127.0.0.1", help="loopback address")
+    parser.add_argument("--port", type=int, default=0, help="0 takes any free port")
+    parser.add_argument("--token-file", type=Path, required=True, help="file with the bearer token")
+    parser.add_argument("--max-running-samples", type=int, default=256)
+    parser.add_argument("--max-total-tokens", type=int, default=65536, help="tokens in the KV cache")
+    parser.add_argument("--context-length", type=int, default=512, help="prompt and response tokens of one sample")
+    parser.add_argument("--admission-window-ms", type=float, default=1.0)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--load-weights", action="store_true", help="serve the folder's own weights at once")
+    parser.add_argument("--weight-version", type=int, default=0, help="the version of --load-weights")
+    return parser.parse_args(argv)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    if host != "localhost" and not ipaddress.ip_address(host).is_loopback:
+        raise ValueError(f"--host {host}: not a loopback address; give 127.0.0.1")
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(1024)
+    except OSError as error:
+        raise ValueError(f"--port {port} on {host}: {error.strerror}; end its owner or choose another port") from error
+    return listener
+
+
+def _end_with_stdin() -> None:
+    """Ends the process at once when its owner is gone: there is nobody left to answer."""
+
+    def wait() -> None:
+        while os.read(sys.stdin.fileno(), 4096):
+            pass
+        os._exit(0)
+
+    threading.Thread(target=wait, name="owner", daemon=True).start()
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = _arguments(argv)
+    _end_with_stdin()
+    try:
+        listener = _listen(arguments.host, arguments.port)
+        from relax_core.engines.embedded.assembly import build_app
+
+        app, scheduler = build_app(arguments)
+    except (ValueError, OSError) as error:
+        print(f"embedded engine: {error}", file=sys.stderr, flush=True)
+        return 2
+    port = listener.getsockname()[1]
+    host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
+    ready = json.dumps({"url": f"http://{host}:{port}", "pid": os.getpid(), "port": port})
+    gc.collect()
+    gc.freeze()  # what start-up made stays: the collector need not walk it during decoding
+    from relax_core.engines.embedded.serving import serve
+
+    with asyncio.Runner(loop_factory=_event_loop) as runner:
+        runner.run(serve(app, scheduler, listener, ready=ready))
+    return 0
+
+
+def _event_loop() -> asyncio.AbstractEventLoop:
+    import uvloop
+
+    return uvloop.new_event_loop()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""Builds the engine from its command line."""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+from relax_core.engines.embedded.control_routes import ControlRoutes
+from relax_core.engines.embedded.decoder import Decoder
+from relax_core.engines.embedded.generate_route import GenerateRoute
+from relax_core.engines.embedded.model import Qwen3Model
+from relax_core.engines.embedded.model_config import read_model_config
+from relax_core.engines.embedded.requests import RequestLimits
+from relax_core.engines.embedded.sampler import SamplingSettings, sample_keys
+from relax_core.engines.embedded.scheduler import NOTHING_ATTESTED, Scheduler
+from relax_core.engines.embedded.server import EngineApp
+from relax_core.engines.embedded.slots import Prefix
+from relax_core.engines.embedded.weight_updates import WeightUpdates
+from relax_core.engines.embedded.weights import FusedWeights, read_safetensors_folder
+
+BASE64_GROWTH = 1.5  # base64 takes 4/3 of the bytes; the rest is for names and for a wider dtype than ours
+
+
+def build_app(arguments: argparse.Namespace) -> tuple[EngineApp, Scheduler]:
+    """Starts the decode thread. Raises ValueError, or OSError for a file that cannot be read, in words for the user."""
+    torch.set_num_threads(arguments.threads)
+    config = read_model_config(arguments.model_path)
+    _check(arguments, config.max_positions)
+    token = arguments.token_file.read_text().strip()
+    if not token:
+        raise ValueError(f"--token-file {arguments.token_file}: empty; write the run's bearer token into it")
+    dtype = getattr(torch, arguments.dtype)
+    weights = FusedWeights(config, dtype)
+    decoder = Decoder(
+        Qwen3Model(config, weights, context_length=arguments.context_length),
+        dtype=dtype,
+        max_samples=arguments.max_running_samples,
+        max_tokens=arguments.max_total_tokens,
+        context_length=arguments.context_length,
+    )
+    version = NOTHING_ATTESTED
+    if arguments.load_weights:
+        weights.apply(weights.checked(read_safetensors_folder(arguments.model_path)))
+        version = arguments.weight_version
+    _warm_up(decoder)
+    scheduler = Scheduler(decoder, version=version, admission_window_s=arguments.admission_window_ms / 1e3)
+    info = {name: str(value) if name in ("model_path", "token_file") else value for name, value in vars(arguments).items()}
+    info["weight_bytes"] = weights.nbytes
+    limits = RequestLimits(
+        context_length=arguments.context_length,
+        max_running_samples=arguments.max_running_samples,
+        max_total_tokens=arguments.max_total_tokens,
+    )
+    app = EngineApp(
+        GenerateRoute(scheduler, config, limits),
+        ControlRoutes(scheduler, WeightUpdates(weights, scheduler), info),
+        token=token,
+        max_tensor_body=int(BASE64_GROWTH * weights.nbytes) * 4 // dtype.itemsize + (1 << 20),
+    )
+    scheduler.start()
+    return app, scheduler
+
+
+def _check(arguments: argparse.Namespace, max_positions: int) -> None:
+    for name in ("max_running_samples", "max_total_tokens", "context_length", "threads"):
+        if getattr(arguments, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: give 1 or more")
+    if arguments.context_length > max_positions:
+        raise ValueError(
+            f"--context-length {arguments.context_length}: the model has {max_positions} positions; give at most these"
+        )
+    if arguments.load_weights and arguments.weight_version < 0:
+        raise ValueError(f"--weight-version {arguments.weight_version}: versions start at 0")
+
+
+def _warm_up(decoder: Decoder) -> None:
+    """The first product of a kind costs milliseconds in the maths library: pay before the first request."""
+    samples = min(16, decoder.max_samples)
+    settings = SamplingSettings(
+        max_new_tokens=2, temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=(), banned_token_ids=()
+    )
+    if decoder.fits(samples=samples, columns=3):
+        decoder.admit([Prefix(token_ids=[0], settings=settings, keys=sample_keys(0, range(samples)))])
+        decoder.step()
+        decoder.remove(range(samples))
+    decoder.free_cache()

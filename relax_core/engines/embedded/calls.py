@@ -1,0 +1,121 @@
+"""A /generate call on its way through the scheduler: its prompts, their samples, and what is reported of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from relax_core.contracts.sample import FinishReason, VersionSpan
+from relax_core.engines.embedded.sampler import SamplingSettings, sample_keys
+from relax_core.engines.embedded.slots import Prefix
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """News of one sample: the tokens since the last news, or all of them where the call does not stream.
+
+    ``finish`` is None while it goes on; ``matched``: the stop token that ended it. ``length``: tokens so far, ``spans``
+    their weight versions.
+    """
+
+    sample: Sample
+    ids: list[int]
+    logprobs: list[float]
+    length: int
+    spans: list[VersionSpan]
+    finish: FinishReason | None
+    matched: int | None
+
+
+Sink = Callable[[list[Progress]], None]  # called in the scheduler's thread
+Fail = Callable[[str], None]
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """One prompt of a call. ``place``: its place in the call."""
+
+    call: Call
+    place: int
+    rid: str
+    token_ids: list[int]
+    settings: SamplingSettings
+    sampling_seed: int
+    min_version: int
+
+
+@dataclass(slots=True, eq=False)
+class Sample:
+    """One response. ``marks``: (first token, version) wherever the weight version changed; ``done`` and
+    ``done_logprobs`` hold what was generated while it is out of its slot."""
+
+    prompt: Prompt
+    index: int
+    key: np.ndarray  # uint64 [1]
+    marks: list[tuple[int, int]] = field(default_factory=list)
+    done: list[int] = field(default_factory=list)
+    done_logprobs: list[float] = field(default_factory=list)
+    streamed: int = 0
+
+    def mark(self, start: int, version: int) -> None:
+        """Tokens from ``start`` on come from ``version``."""
+        if self.marks and self.marks[-1][0] == start:
+            self.marks.pop()
+        if not self.marks or self.marks[-1][1] != version:
+            self.marks.append((start, version))
+
+    def spans(self, length: int) -> list[VersionSpan]:
+        """The versions of its first ``length`` tokens."""
+        ends = [start for start, _ in self.marks[1:]] + [length]
+        return [
+            VersionSpan(start, end, version)
+            for (start, version), end in zip(self.marks, ends, strict=False)
+            if start < end
+        ]
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """Samples of one prompt that wait for slots together; one sample alone after it was retracted."""
+
+    prompt: Prompt
+    samples: list[Sample]
+
+    def prefix(self) -> Prefix:
+        first = self.samples[0]
+        return Prefix(
+            token_ids=self.prompt.token_ids + first.done,
+            settings=self.prompt.settings,
+            keys=np.concatenate([sample.key for sample in self.samples]),
+            done=first.done,
+            done_logprobs=first.done_logprobs,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """``stream_interval``: tokens between two pieces of news of a sample, 0 for finished ones only. ``sink`` gets news,
+    ``fail`` the words of a failure that ends the call; both are called in the scheduler's thread."""
+
+    sink: Sink
+    fail: Fail
+    stream_interval: int = 0
+    open_samples: int = 0
+    submitted: float = field(default_factory=time.perf_counter)
+    first_prefill: float = 0.0
+    first_token: float = 0.0
+    prefill_s: float = 0.0
+    finished: float = 0.0
+
+
+def waiting_prompts(prompts: Sequence[Prompt], *, n: int) -> list[Waiting]:
+    """A call's prompts as they enter the queue, ``n`` samples each."""
+    groups: list[Waiting] = []
+    for prompt in prompts:
+        keys = sample_keys(prompt.sampling_seed, range(n))
+        groups.append(Waiting(prompt, [Sample(prompt, index, keys[index : index + 1]) for index in range(n)]))
+        prompt.call.open_samples += n
+    return groups

@@ -1,0 +1,210 @@
+"""Continuous batching over slots: prefill prefixes, decode one token for every running sample, drop finished ones.
+
+Knows nothing of requests, versions or HTTP. A slot is a row of the `SlotTable` and of the `KVCache`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from relax_core.engines.embedded.kv_cache import KVCache
+from relax_core.engines.embedded.model import Attend, Qwen3Model
+from relax_core.engines.embedded.sampler import NonFiniteLogits, sample
+from relax_core.engines.embedded.slots import Prefix, SlotTable
+
+PREFILL_ROWS = 2048  # token rows, pads included, of one forward pass of a prefill
+
+
+class Decoder:
+    """``max_samples`` slots; KV columns within ``max_tokens`` slots times columns."""
+
+    def __init__(
+        self, model: Qwen3Model, *, dtype: torch.dtype, max_samples: int, max_tokens: int, context_length: int
+    ) -> None:
+        config = model.config
+        self._model = model
+        self.max_samples = max_samples
+        self._max_tokens = max_tokens
+        self._dtype = dtype
+        self.cache = KVCache(
+            config, dtype, max_tokens=max_tokens, max_slots=max_samples, max_columns=context_length
+        )
+        self.slots = SlotTable(max_samples, vocab_size=config.vocab_size)
+        self._columns = torch.arange(context_length)
+        self._layers: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._row_base = torch.empty(0, dtype=torch.int64)
+        self._no_bias = torch.zeros(1, dtype=dtype)
+
+    # -- admission ------------------------------------------------------------------------------------------------
+    def fits(self, *, samples: int, columns: int) -> bool:
+        """Whether ``samples`` more, of which the longest may need ``columns``, can run beside those that run now."""
+        slots = self.slots.count + samples
+        if self.slots.count:
+            columns = max(columns, int(self.slots.columns[: self.slots.count].max()))
+        return slots <= self.max_samples and slots * columns <= self._max_tokens
+
+    @torch.inference_mode()
+    def admit(self, prefixes: Sequence[Prefix]) -> np.ndarray:
+        """Prefills, gives each sample the next free slot in the order of ``prefixes`` and its next token.
+        Returns the slots that are finished already."""
+        first = self.slots.count
+        self.slots.add(prefixes)
+        count = self.slots.count
+        columns = int(self.slots.columns[:count].max())
+        if self.cache.reserve(count, columns, used_slots=first):
+            self._bind_cache()
+        hidden = torch.empty(len(prefixes), self._model.config.hidden_size, dtype=self._dtype)
+        starts = np.cumsum([first] + [len(prefix.keys) for prefix in prefixes])
+        for batch in _batches(prefixes):
+            kv, last = self._prefill([prefixes[index].token_ids for index in batch])
+            hidden[torch.tensor(batch)] = last
+            self._fill(kv, batch, starts)
+        copies = torch.tensor([len(prefix.keys) for prefix in prefixes])
+        logits = self._model.logits(hidden).repeat_interleave(copies, 0)
+        return self._take(first, logits)
+
+    def _fill(self, kv: Tensor, batch: list[int], starts: np.ndarray) -> None:
+        """Copies each prefix's keys and values to its samples' slots; neighbours in one copy."""
+        place = 0
+        while place < len(batch):
+            end = place + 1
+            while end < len(batch) and batch[end] == batch[end - 1] + 1:
+                end += 1
+            copies = torch.tensor([int(starts[index + 1] - starts[index]) for index in batch[place:end]])
+            source = torch.repeat_interleave(torch.arange(place, end), copies)
+            self.cache.fill(int(starts[batch[place]]), kv, source)
+            place = end
+
+    def _prefill(self, token_ids: list[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """Keys and values [layers, 2, prefixes, kv_heads, columns, head_dim] and the last tokens' output."""
+        config = self._model.config
+        lengths = [len(ids) for ids in token_ids]
+        count, width = len(lengths), max(lengths)
+        padded = np.zeros((count, width), dtype=np.int64)
+        for row, ids in enumerate(token_ids):
+            padded[row, : len(ids)] = ids
+        ids = torch.from_numpy(padded)
+        shape = (config.num_layers, 2, count, config.num_kv_heads, width, config.head_dim)
+        kv = torch.zeros(shape, dtype=self._dtype)
+        last = torch.tensor(lengths) - 1
+        output = torch.empty(count, config.hidden_size, dtype=self._dtype)
+        chunk = max(1, PREFILL_ROWS // count)
+        for start in range(0, width, chunk):
+            stop = min(start + chunk, width)
+            positions = self._columns[start:stop].repeat(count)
+            attend = _prefill_attention(kv, start, stop)
+            hidden = self._model.hidden(ids[:, start:stop].reshape(-1), positions, attend).view(count, stop - start, -1)
+            ends = ((last >= start) & (last < stop)).nonzero()[:, 0]
+            output[ends] = hidden[ends, last[ends] - start]
+        return kv, output
+
+    # -- decoding -------------------------------------------------------------------------------------------------
+    @torch.inference_mode()
+    def step(self) -> np.ndarray:
+        """One more token for every running sample; returns the slots that are finished by it."""
+        count = self.slots.count
+        ids = torch.from_numpy(self.slots.token[:count])
+        positions = torch.from_numpy(self.slots.position[:count])
+        hidden = self._model.hidden(ids, positions, self._decode_attention(count, positions))
+        return self._take(0, self._model.logits(hidden))
+
+    def _take(self, first: int, logits: Tensor) -> np.ndarray:
+        """Samples the next token of slots first..count-1."""
+        plan = self.slots.plan()
+        if first:
+            plan = plan.rows(first, self.slots.count)
+        ids, logprobs = sample(logits, plan, self.slots.random(first))
+        values = logprobs.numpy()
+        if np.isnan(values).any():
+            raise NonFiniteLogits("the weights in force yield logits that are not finite")
+        return self.slots.record(first, ids.numpy(), values)
+
+    def _bind_cache(self) -> None:
+        """Views of each layer's keys, values and rows, made once for each rectangle."""
+        data, config = self.cache.data, self._model.config
+        slots, columns, heads, dim = self.cache.slots, self.cache.columns, config.num_kv_heads, config.head_dim
+        flat = data.view(config.num_layers, 2, slots * heads, columns, dim)
+        rows = data.view(config.num_layers, 2 * slots * heads * columns, dim)
+        self._layers = [(flat[layer, 0], flat[layer, 1], rows[layer]) for layer in range(config.num_layers)]
+        head = torch.arange(slots * heads).view(slots, heads)
+        self._row_base = torch.cat((head, head + slots * heads), 1) * columns  # [slots, 2 * kv_heads]
+
+    def _decode_attention(self, count: int, positions: Tensor) -> Attend:
+        """One query a slot over the slot's columns, grouped by key head: for one token two batched products beat the
+        fused kernel, which pads the query."""
+        config = self._model.config
+        heads, dim = config.num_kv_heads, config.head_dim
+        group, scale, used = config.num_heads // heads, dim**-0.5, count * heads
+        slot_positions = self.slots.position[:count]
+        width = int(slot_positions.max()) + 1
+        bias, beta = self._no_bias, 0.0
+        if int(slot_positions.min()) + 1 < width:
+            hidden = self._columns[:width] > positions[:, None]
+            bias = torch.zeros(count, width, dtype=self._dtype).masked_fill_(hidden, float("-inf"))
+            bias, beta = bias.repeat_interleave(heads, 0)[:, None], 1.0
+        rows = (self._row_base[:count] + positions[:, None]).view(-1)
+        layers = self._layers
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values, flat = layers[layer]
+            flat.index_copy_(0, rows, torch.cat((k, v), 1).view(-1, dim))
+            query = q.reshape(used, group, dim)
+            scores = torch.baddbmm(bias, query, keys[:used, :width].transpose(1, 2), beta=beta, alpha=scale)
+            return torch.bmm(scores.softmax(-1), values[:used, :width]).view(count, -1)
+
+        return attend
+
+    # -- leaving --------------------------------------------------------------------------------------------------
+    @torch.inference_mode()
+    def remove(self, slots: Sequence[int]) -> list[tuple[int, int]]:
+        """Frees slots; the last ones move into the gaps. Returns the moves as (from, to)."""
+        moves = self.slots.remove(slots)
+        if moves:
+            sources, targets = (torch.tensor(side) for side in zip(*moves, strict=True))
+            columns = int(self.slots.position[: self.slots.count].max())
+            self.cache.move(sources, targets, columns=columns)
+        return moves
+
+    def free_cache(self) -> None:
+        """Gives the cache's memory back; nothing may be running."""
+        assert self.slots.count == 0
+        self.cache.free()
+        self._layers = []
+
+
+def _batches(prefixes: Sequence[Prefix]) -> Iterator[list[int]]:
+    """Prefixes, by number, that go through prefill together: of like length, so that few rows are pads."""
+    order = sorted(range(len(prefixes)), key=lambda index: len(prefixes[index].token_ids))
+    batch: list[int] = []
+    for index in order:
+        if batch and (len(batch) + 1) * len(prefixes[index].token_ids) > PREFILL_ROWS:
+            yield batch
+            batch = []
+        batch.append(index)
+    yield batch
+
+
+def _prefill_attention(kv: Tensor, start: int, stop: int) -> Attend:
+    """Causal attention of columns [start, stop) over all columns before them; writes them into ``kv``. Pads stand
+    behind their prefix, so nothing real looks at them."""
+    count, heads, dim = kv.shape[2], kv.shape[3], kv.shape[5]
+    mask = None
+    if start:
+        mask = torch.ones(stop - start, stop, dtype=torch.bool).tril_(start)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = kv[layer]
+        keys[:, :, start:stop] = k.reshape(count, -1, heads, dim).transpose(1, 2)
+        values[:, :, start:stop] = v.reshape(count, -1, heads, dim).transpose(1, 2)
+        query = q.reshape(count, stop - start, -1, dim).transpose(1, 2)
+        found = F.scaled_dot_product_attention(
+            query, keys[:, :, :stop], values[:, :, :stop], attn_mask=mask, is_causal=mask is None, enable_gqa=True
+        )
+        return found.transpose(1, 2).reshape(count * (stop - start), -1)
+
+    return attend

@@ -1,0 +1,145 @@
+"""POST /generate: from a body to a call, and its news back as one reply, server-sent events or compact frames."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+
+from relax_core.engines.embedded import asgi
+from relax_core.engines.embedded.asgi import HttpError, Receive, Scope, Send
+from relax_core.engines.embedded.calls import Call, Progress, Prompt, waiting_prompts
+from relax_core.engines.embedded.model_config import ModelConfig
+from relax_core.engines.embedded.replies import generated, sglang_reply, stream_end
+from relax_core.engines.embedded.requests import GenerateRequest, RequestLimits, parse_generate
+from relax_core.engines.embedded.scheduler import Scheduler
+from relax_core.engines.wire import EVENT_STREAM, MSGPACK, Finished, Frame, StreamFailure, encode_frames
+
+MAX_BODY_BYTES = 64 << 20
+
+
+class Failure(msgspec.Struct):
+    """The call is over; in the engine's words."""
+
+    message: str
+
+
+News = list[Progress] | Failure | None  # None: the client hung up
+
+
+class GenerateRoute:
+    """Answers /generate. A client that hangs up has its samples aborted."""
+
+    def __init__(self, scheduler: Scheduler, model: ModelConfig, limits: RequestLimits) -> None:
+        self._scheduler = scheduler
+        self._model = model
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        fields = asgi.headers(scope)
+        accept = fields.get(b"accept", b"").decode()
+        packed = fields.get(b"content-type", b"").startswith(MSGPACK.encode())
+        body = await asgi.read_body(scope, receive, limit=MAX_BODY_BYTES)
+        request = parse_generate(body, msgpack=packed, model=self._model, limits=self._limits)
+        inbox: asyncio.Queue[News] = asyncio.Queue()
+        call = self._submit(request, inbox, compact=MSGPACK in accept)
+        watcher = asyncio.create_task(_watch(receive, inbox))
+        try:
+            if not request.stream:
+                await self._whole(request, call, inbox, send, msgpack=MSGPACK in accept or (packed and not accept))
+            elif MSGPACK in accept:
+                await self._frames(request, call, inbox, send)
+            else:
+                await self._events(request, call, inbox, send)
+        finally:
+            watcher.cancel()
+            if call.open_samples:
+                self._scheduler.post(lambda: self._scheduler.abort(lambda sample: sample.prompt.call is call))
+
+    def _submit(self, request: GenerateRequest, inbox: asyncio.Queue[News], *, compact: bool) -> Call:
+        loop = asyncio.get_running_loop()
+
+        def sink(news: list[Progress]) -> None:
+            loop.call_soon_threadsafe(inbox.put_nowait, news)
+
+        def fail(message: str) -> None:
+            loop.call_soon_threadsafe(inbox.put_nowait, Failure(message))
+
+        growing = request.stream and not compact
+        call = Call(sink, fail, stream_interval=request.stream_interval if growing else 0)
+        prompts = [
+            Prompt(call, place, one.rid, one.token_ids, one.settings, one.sampling_seed, one.min_version)
+            for place, one in enumerate(request.prompts)
+        ]
+        self._scheduler.submit(waiting_prompts(prompts, n=request.n))
+        return call
+
+    async def _whole(
+        self, request: GenerateRequest, call: Call, inbox: asyncio.Queue[News], send: Send, *, msgpack: bool
+    ) -> None:
+        replies: list[dict[str, Any]] = []
+        expected = len(request.prompts) * request.n
+        while len(replies) < expected:
+            news = await inbox.get()
+            if news is None:
+                return
+            if isinstance(news, Failure):
+                call.open_samples = 0
+                raise HttpError(500, news.message)
+            replies += [self._reply(request, one) for one in news]
+        replies.sort(key=lambda reply: reply["index"])
+        for reply in replies:
+            del reply["index"]
+        alone = request.single and request.n == 1
+        await asgi.answer(send, replies[0] if alone else replies, msgpack=msgpack)
+
+    def _reply(self, request: GenerateRequest, news: Progress) -> dict[str, Any]:
+        version = self._scheduler.version
+        return sglang_reply(news, n=request.n, version=version, return_logprob=request.return_logprob)
+
+    async def _frames(self, request: GenerateRequest, call: Call, inbox: asyncio.Queue[News], send: Send) -> None:
+        """Compact frames, one write for what a decode step finished."""
+        await asgi.start_response(send, status=200, content_type=MSGPACK.encode())
+        left = len(request.prompts) * request.n
+        more = True
+        while more:
+            news = await inbox.get()
+            if news is None:
+                return
+            frames: list[Frame]
+            if isinstance(news, Failure):
+                call.open_samples, more = 0, False
+                frames = [StreamFailure(news.message)]
+            else:
+                frames = [Finished(generated(one)) for one in news]
+                left -= len(news)
+                if left == 0:
+                    more = False
+                    frames.append(stream_end(call))
+            await send({"type": "http.response.body", "body": encode_frames(frames), "more_body": more})
+
+    async def _events(self, request: GenerateRequest, call: Call, inbox: asyncio.Queue[News], send: Send) -> None:
+        """SGLang's server-sent events, incremental."""
+        await asgi.start_response(send, status=200, content_type=EVENT_STREAM.encode())
+        left = len(request.prompts) * request.n
+        while left:
+            news = await inbox.get()
+            if news is None:
+                return
+            if isinstance(news, Failure):
+                call.open_samples = left = 0
+                events = [asgi.error_payload(500, news.message)]
+            else:
+                events = [self._reply(request, one) for one in news]
+                left -= sum(one.finish is not None for one in news)
+            body = b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events)
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+
+async def _watch(receive: Receive, inbox: asyncio.Queue[News]) -> None:
+    """Reports a client that hangs up."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    inbox.put_nowait(None)

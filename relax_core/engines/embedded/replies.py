@@ -1,0 +1,69 @@
+"""Finished and growing samples as SGLang's /generate answers them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from relax_core.contracts.engine import Generated
+from relax_core.engines.embedded.calls import Call, Progress
+from relax_core.engines.wire import StreamEnd
+
+
+def generated(news: Progress) -> Generated:
+    """A finished sample as our own client wants it."""
+    assert news.finish is not None
+    sample = news.sample
+    return Generated(
+        rid=sample.prompt.rid,
+        prompt=sample.prompt.place,
+        sample=sample.index,
+        output_ids=news.ids,
+        logprobs=news.logprobs,
+        weight_versions=news.spans,
+        finish_reason=news.finish,
+    )
+
+
+def stream_end(call: Call) -> StreamEnd:
+    started = call.first_prefill or call.finished
+    return StreamEnd(
+        held_ms=1e3 * (started - call.submitted),
+        prefill_ms=1e3 * call.prefill_s,
+        decode_ms=1e3 * (call.finished - call.first_token) if call.first_token else 0.0,
+    )
+
+
+def sglang_reply(news: Progress, *, n: int, version: int, return_logprob: bool) -> dict[str, Any]:
+    """One response in SGLang's shape. ``index``: its place among all samples of the call, prompt by prompt; tokens and
+    log-probs are those since the last event of a stream, counts and version spans those of the whole response."""
+    sample = news.sample
+    prompt = sample.prompt
+    spans = news.spans
+    meta: dict[str, Any] = {
+        "id": prompt.rid,
+        "finish_reason": _finish_reason(news),
+        "prompt_tokens": len(prompt.token_ids),
+        "completion_tokens": news.length,
+        "cached_tokens": 0,
+        "weight_version": str(spans[-1].version if spans else version),
+        "weight_versions": [{"version": str(span.version), "start": span.start, "end": span.end} for span in spans],
+        "e2e_latency": time.perf_counter() - prompt.call.submitted,
+    }
+    if return_logprob:
+        meta["output_token_logprobs"] = [
+            [logprob, token, None] for logprob, token in zip(news.logprobs, news.ids, strict=True)
+        ]
+    return {"text": "", "output_ids": news.ids, "meta_info": meta, "index": prompt.place * n + sample.index}
+
+
+def _finish_reason(news: Progress) -> dict[str, Any] | None:
+    match news.finish:
+        case None:
+            return None
+        case "stop":
+            return {"type": "stop", "matched": news.matched}
+        case "length":
+            return {"type": "length", "length": news.length}
+        case "abort":
+            return {"type": "abort", "message": "Aborted"}

@@ -1,0 +1,271 @@
+"""The body of /generate: SGLang's fields and ours, checked; what this engine does not do is refused by name."""
+
+from __future__ import annotations
+
+import secrets
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from relax_core.engines.embedded.asgi import HttpError
+from relax_core.engines.embedded.model_config import ModelConfig
+from relax_core.engines.embedded.sampler import SamplingSettings
+
+MAX_SAMPLES = 65536  # of one request: prompts times n
+
+
+class SamplingBody(msgspec.Struct, forbid_unknown_fields=True):
+    """SGLang's sampling_params. The last group is taken only at its neutral value."""
+
+    n: int = 1
+    max_new_tokens: int = 128
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: list[int] | None = None
+    sampling_seed: int | None = None
+    ignore_eos: bool = False
+    stream_interval: int | None = None
+    skip_special_tokens: bool = True  # text is never made here, so the next three say nothing
+    spaces_between_special_tokens: bool = True
+    no_stop_trim: bool = False
+    stop: Any = None
+    stop_regex: Any = None
+    min_p: float = 0.0
+    min_new_tokens: int = 0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Any = None
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    structural_tag: Any = None
+    custom_params: Any = None
+
+
+class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
+    """SGLang's GenerateReqInput, and ours: ``min_version``, ``sampling_seed``, ``banned_token_ids``. The last group is
+    taken only at its neutral value."""
+
+    input_ids: list[int | list[int]] | None = None
+    rid: str | list[str] | None = None
+    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    return_logprob: bool = False
+    stream: bool = False
+    min_version: int | list[int] = 0
+    sampling_seed: int | list[int] | None = None
+    banned_token_ids: list[int] = []
+    routing_key: str | None = None  # the router's business
+    return_text_in_logprobs: bool = False  # text is never made here
+    text: Any = None
+    input_embeds: Any = None
+    image_data: Any = None
+    video_data: Any = None
+    audio_data: Any = None
+    modalities: Any = None
+    lora_path: Any = None
+    session_params: Any = None
+    priority: Any = None
+    custom_logit_processor: Any = None
+    logprob_start_len: int | None = -1
+    top_logprobs_num: int | None = 0
+    token_ids_logprob: Any = None
+    return_hidden_states: bool = False
+    return_routed_experts: bool = False
+
+
+_SAMPLING_NEUTRAL = tuple(SamplingBody.__struct_fields__[12:])
+_GENERATE_NEUTRAL = tuple(GenerateBody.__struct_fields__[10:])
+_defaults_sampling = SamplingBody()
+_defaults_generate = GenerateBody()
+_json_decoder = msgspec.json.Decoder(GenerateBody)
+_msgpack_decoder = msgspec.msgpack.Decoder(GenerateBody)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParsedPrompt:
+    rid: str
+    token_ids: list[int]
+    settings: SamplingSettings
+    sampling_seed: int
+    min_version: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateRequest:
+    """``single``: one prompt given alone, so that n = 1 is answered with an object and not with a list."""
+
+    prompts: list[ParsedPrompt]
+    n: int
+    single: bool
+    return_logprob: bool
+    stream: bool
+    stream_interval: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestLimits:
+    context_length: int
+    max_running_samples: int
+    max_total_tokens: int
+
+
+def parse_generate(body: bytes, *, msgpack: bool, model: ModelConfig, limits: RequestLimits) -> GenerateRequest:
+    """Raises HttpError 400 that says key, value and fix."""
+    try:
+        raw = (_msgpack_decoder if msgpack else _json_decoder).decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise HttpError(400, f"/generate: {error}") from error
+    _neutral(raw, _defaults_generate, _GENERATE_NEUTRAL, where="")
+    prompts, single = _prompts(raw.input_ids, vocab_size=model.vocab_size)
+    count = len(prompts)
+    sampling = _sampling(raw.sampling_params, count)
+    n = sampling[0].n
+    if any(one.n != n for one in sampling):
+        raise HttpError(400, "sampling_params.n: differs between the prompts of one request; send one request for each n")
+    if n < 1 or n * count > MAX_SAMPLES:
+        raise HttpError(400, f"sampling_params.n: {n} for {count} prompts; 1 to {MAX_SAMPLES} samples a request")
+    rids = _rids(raw.rid, count)
+    versions = _per_prompt("min_version", raw.min_version, count)
+    seeds = _seeds(raw.sampling_seed, sampling, count)
+    banned = _token_ids("banned_token_ids", raw.banned_token_ids, vocab_size=model.vocab_size)
+    if len(banned) == model.vocab_size:
+        raise HttpError(400, "banned_token_ids: every token of the vocabulary is banned; leave at least one")
+    settings = [_settings(one, banned, model) for one in sampling]
+    for place, (token_ids, one) in enumerate(zip(prompts, settings, strict=True)):
+        _check_lengths(place, len(token_ids), one.max_new_tokens, n=n, limits=limits)
+    return GenerateRequest(
+        prompts=[
+            ParsedPrompt(rid=rid, token_ids=ids, settings=one, sampling_seed=seed, min_version=version)
+            for rid, ids, one, seed, version in zip(rids, prompts, settings, seeds, versions, strict=True)
+        ],
+        n=n,
+        single=single,
+        return_logprob=raw.return_logprob,
+        stream=raw.stream,
+        stream_interval=sampling[0].stream_interval or 1,
+    )
+
+
+def _neutral(raw: Any, defaults: Any, names: tuple[str, ...], *, where: str) -> None:
+    for name in names:
+        value, neutral = getattr(raw, name), getattr(defaults, name)
+        if value != neutral and value is not None:
+            raise HttpError(
+                400, f"{where}{name}={value!r}: the embedded engine does not do this; leave it out, or use engine=sglang"
+            )
+
+
+def _prompts(input_ids: list[int | list[int]] | None, *, vocab_size: int) -> tuple[list[list[int]], bool]:
+    if not input_ids:
+        raise HttpError(400, "input_ids: missing or empty; give the prompt's token ids, or a list of such lists")
+    rows: list[list[int]] = []
+    flat = [entry for entry in input_ids if isinstance(entry, int)]
+    if flat and len(flat) < len(input_ids):
+        raise HttpError(400, "input_ids: ids and lists are mixed; give one list of ids, or a list of such lists")
+    rows = [flat] if flat else [entry for entry in input_ids if isinstance(entry, list)]
+    for place, ids in enumerate(rows):
+        if not ids:
+            raise HttpError(400, f"input_ids[{place}]: empty; a prompt has at least one token")
+        _check_ids(f"input_ids[{place}]", ids, vocab_size=vocab_size)
+    return rows, bool(flat)
+
+
+def _check_ids(key: str, ids: list[int], *, vocab_size: int) -> None:
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        bad = next(token for token in ids if not 0 <= token < vocab_size)
+        raise HttpError(400, f"{key}: token id {bad} is not in the vocabulary; ids go from 0 to {vocab_size - 1}")
+
+
+def _token_ids(key: str, ids: list[int], *, vocab_size: int) -> tuple[int, ...]:
+    _check_ids(key, ids, vocab_size=vocab_size)
+    return tuple(sorted(set(ids)))
+
+
+def _sampling(raw: dict[str, Any] | list[dict[str, Any]] | None, count: int) -> list[SamplingBody]:
+    given = raw if isinstance(raw, list) else [raw or {}]
+    try:
+        bodies = [msgspec.convert(one, SamplingBody) for one in given]
+    except msgspec.ValidationError as error:
+        raise HttpError(400, f"sampling_params: {error}") from error
+    for body in bodies:
+        _neutral(body, _defaults_sampling, _SAMPLING_NEUTRAL, where="sampling_params.")
+    if isinstance(raw, list):
+        _same_length("sampling_params", len(bodies), count)
+        return bodies
+    return bodies * count
+
+
+def _same_length(key: str, found: int, count: int) -> None:
+    if found != count:
+        raise HttpError(400, f"{key}: {found} entries for {count} prompts; give one for each, or a single value")
+
+
+def _per_prompt(key: str, value: int | list[int], count: int) -> list[int]:
+    if isinstance(value, int):
+        return [value] * count
+    _same_length(key, len(value), count)
+    return value
+
+
+def _seeds(given: int | list[int] | None, sampling: list[SamplingBody], count: int) -> list[int]:
+    if given is not None:
+        return _per_prompt("sampling_seed", given, count)
+    return [secrets.randbits(63) if one.sampling_seed is None else one.sampling_seed for one in sampling]
+
+
+def _rids(given: str | list[str] | None, count: int) -> list[str]:
+    if given is None:
+        return [uuid.uuid4().hex for _ in range(count)]
+    if isinstance(given, str):
+        return [given] if count == 1 else [f"{given}_{place}" for place in range(count)]
+    _same_length("rid", len(given), count)
+    return given
+
+
+def _settings(body: SamplingBody, banned: tuple[int, ...], model: ModelConfig) -> SamplingSettings:
+    bounds = {
+        "temperature": (body.temperature, body.temperature >= 0.0, "0 (greedy) or more"),
+        "top_p": (body.top_p, 0.0 < body.top_p <= 1.0, "above 0, at most 1 (off)"),
+        "top_k": (body.top_k, body.top_k == -1 or body.top_k >= 1, "-1 (off), or 1 or more"),
+        "max_new_tokens": (body.max_new_tokens, body.max_new_tokens >= 1, "1 or more"),
+    }
+    for key, (value, fits, words) in bounds.items():
+        if not fits:
+            raise HttpError(400, f"sampling_params.{key}: {value}; give {words}")
+    stops = _token_ids("sampling_params.stop_token_ids", body.stop_token_ids or [], vocab_size=model.vocab_size)
+    if not body.ignore_eos:
+        stops = tuple(sorted({*stops, *model.eos_token_ids}))
+    return SamplingSettings(
+        max_new_tokens=body.max_new_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        stop_token_ids=stops,
+        banned_token_ids=banned,
+    )
+
+
+def _check_lengths(place: int, prompt: int, new: int, *, n: int, limits: RequestLimits) -> None:
+    total = prompt + new
+    if total > limits.context_length:
+        raise HttpError(
+            400,
+            f"input_ids[{place}]: prompt of {prompt} tokens + max_new_tokens {new} = {total} is longer than the context "
+            f"of {limits.context_length}; shorten one of them or raise engine.context_length",
+        )
+    if n > limits.max_running_samples:
+        raise HttpError(
+            400,
+            f"sampling_params.n: {n} samples of one prompt, at most {limits.max_running_samples} run at one time; lower n "
+            f"or raise engine.max_running_samples",
+        )
+    if n * total > limits.max_total_tokens:
+        raise HttpError(
+            400,
+            f"input_ids[{place}]: n={n} samples of up to {total} tokens need {n * total} cache tokens, there are "
+            f"{limits.max_total_tokens}; lower n or max_new_tokens, or raise engine.max_total_tokens",
+        )

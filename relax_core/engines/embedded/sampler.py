@@ -1,0 +1,159 @@
+"""Sampling: exact log-probs of the distribution sampled from, and randomness that belongs to the sample.
+
+The uniform number of a token is a hash of (sampling_seed, sample, position), so a sample does not depend on what is
+batched with it. The hash is splitmix64's finaliser (Steele, Lea, Flood 2014).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+_S27, _S30, _S31 = np.uint64(27), np.uint64(30), np.uint64(31)
+_UNIT = 2.0**-48  # 48 bits: u < 1 even after it was multiplied by a rounded total
+_CHUNK_ELEMENTS = 1 << 23  # logits that are sampled in one go; bounds the float64 temporary to 64 MiB
+
+
+class NonFiniteLogits(RuntimeError):
+    """The weights in force yield NaN: nothing can be sampled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingSettings:
+    """One sample's. ``temperature`` 0 is greedy; ``top_k`` -1 and ``top_p`` 1 are off."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    stop_token_ids: tuple[int, ...]
+    banned_token_ids: tuple[int, ...]
+
+    @property
+    def plain(self) -> bool:
+        """Sampled from the model's own distribution."""
+        return self.temperature == 1.0 and not self.banned_token_ids and not self.truncates
+
+    @property
+    def truncates(self) -> bool:
+        return self.temperature > 0.0 and (self.top_p < 1.0 or self.top_k > 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingPlan:
+    """What a batch's rows ask of the sampler; None where no row asks for it."""
+
+    inverse_temperature: Tensor | None = None  # [rows, 1] float32
+    greedy: Tensor | None = None  # [rows] bool
+    top_k: Tensor | None = None  # [rows, 1] int64, 1..vocab
+    top_p: Tensor | None = None  # [rows, 1] float64, 2 is off
+    banned: tuple[Tensor, Tensor] | None = None  # rows, token ids
+
+    def rows(self, first: int, last: int) -> SamplingPlan:
+        """The plan of rows [first, last)."""
+
+        def cut(values: Tensor | None) -> Tensor | None:
+            return None if values is None else values[first:last]
+
+        banned = self.banned
+        if banned is not None:
+            inside = (banned[0] >= first) & (banned[0] < last)
+            banned = (banned[0][inside] - first, banned[1][inside])
+        return SamplingPlan(
+            inverse_temperature=cut(self.inverse_temperature),
+            greedy=cut(self.greedy),
+            top_k=cut(self.top_k),
+            top_p=cut(self.top_p),
+            banned=banned,
+        )
+
+
+PLAIN = SamplingPlan()
+
+
+def sampling_plan(settings: Sequence[SamplingSettings], *, vocab_size: int) -> SamplingPlan:
+    """The plan of a batch. Greedy rows take the argmax and report the untempered, untruncated log-prob, as SGLang."""
+    if all(one.plain for one in settings):
+        return PLAIN
+    temperatures = np.array([one.temperature for one in settings])
+    greedy = temperatures == 0.0
+    inverse = 1.0 / np.where(greedy, 1.0, temperatures)
+    truncates = [one.truncates for one in settings]
+    top_k = [one.top_k if cut and one.top_k > 0 else vocab_size for one, cut in zip(settings, truncates, strict=True)]
+    top_p = [one.top_p if cut and one.top_p < 1.0 else 2.0 for one, cut in zip(settings, truncates, strict=True)]
+    rows = [row for row, one in enumerate(settings) for _ in one.banned_token_ids]
+    ids = [token for one in settings for token in one.banned_token_ids]
+    return SamplingPlan(
+        inverse_temperature=torch.from_numpy(inverse.astype(np.float32))[:, None] if (inverse != 1.0).any() else None,
+        greedy=torch.from_numpy(greedy) if greedy.any() else None,
+        top_k=torch.tensor(top_k).clamp_(max=vocab_size)[:, None] if any(truncates) else None,
+        top_p=torch.tensor(top_p, dtype=torch.float64)[:, None] if any(truncates) else None,
+        banned=(torch.tensor(rows), torch.tensor(ids)) if rows else None,
+    )
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    values = (values ^ (values >> _S30)) * _MIX_1
+    values = (values ^ (values >> _S27)) * _MIX_2
+    return values ^ (values >> _S31)
+
+
+def sample_keys(sampling_seed: int, samples: Sequence[int]) -> np.ndarray:
+    """One uint64 key for each sample index of a prompt."""
+    seed = np.full(len(samples), sampling_seed & 0xFFFFFFFFFFFFFFFF, dtype=np.uint64)
+    return _mix(_mix(seed + _GOLDEN) ^ _mix(np.asarray(samples, dtype=np.uint64) * _GOLDEN + _MIX_1))
+
+
+def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """``keys`` uint64 and ``positions`` (token's place in its response) ``[rows]`` → float64 in [0, 1)."""
+    bits = _mix(keys + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    return (bits >> np.uint64(16)).astype(np.float64) * _UNIT
+
+
+def sample(logits: Tensor, plan: SamplingPlan, random: Tensor) -> tuple[Tensor, Tensor]:
+    """``logits`` float32 ``[rows, vocab]`` (overwritten), ``random`` float64 ``[rows]`` in [0, 1) → token ids int64
+    and their log-probs float32, ``[rows]``; a log-prob is NaN where the logits were not finite."""
+    rows, vocab = logits.shape
+    if rows * vocab <= _CHUNK_ELEMENTS:
+        return _sample_rows(logits, plan, random)
+    step = max(1, _CHUNK_ELEMENTS // vocab)
+    parts = [
+        _sample_rows(logits[at : at + step], plan.rows(at, min(at + step, rows)), random[at : at + step])
+        for at in range(0, rows, step)
+    ]
+    return torch.cat([ids for ids, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
+
+
+def _sample_rows(logits: Tensor, plan: SamplingPlan, random: Tensor) -> tuple[Tensor, Tensor]:
+    if plan.banned is not None:
+        logits[plan.banned] = float("-inf")
+    if plan.inverse_temperature is not None:
+        logits.mul_(plan.inverse_temperature)
+    if plan.top_k is not None and plan.top_p is not None:
+        _truncate(logits, plan.top_k, plan.top_p)
+    logprobs = F.log_softmax(logits, -1)
+    cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
+    target = random[:, None] * cumulative[:, -1:]
+    # the first token whose cumulative probability exceeds the target: never one of probability 0
+    ids = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[1] - 1)
+    if plan.greedy is not None:
+        ids = torch.where(plan.greedy[:, None], logprobs.argmax(-1, keepdim=True), ids)
+    return ids[:, 0], logprobs.gather(-1, ids)[:, 0]
+
+
+def _truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> None:
+    """Sets to -inf what top-k, then top-p over what top-k left, cuts off."""
+    ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+    ordered.masked_fill_(ordered < ordered.gather(-1, top_k - 1), float("-inf"))
+    probabilities = F.softmax(ordered, -1, dtype=torch.float64)
+    before = probabilities.cumsum(-1) - probabilities
+    ordered.masked_fill_(before >= top_p, float("-inf"))
+    logits.scatter_(-1, order, ordered)

@@ -1,0 +1,281 @@
+"""The engine's one decode thread: who runs, who waits, and what happens between two decode steps."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from relax_core.contracts.engine import PauseMode
+from relax_core.contracts.sample import FinishReason
+from relax_core.engines.embedded.calls import Call, Progress, Sample, Waiting
+from relax_core.engines.embedded.decoder import Decoder
+from relax_core.engines.embedded.sampler import NonFiniteLogits
+
+T = TypeVar("T")
+NOTHING_ATTESTED = -1  # the weight version before the first attested weights: nothing is served
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """``running``, ``queued``, ``held``: samples that decode, wait for slots, wait for a weight version. ``busy_s``:
+    seconds spent in prefill and decode since the start."""
+
+    running: int
+    queued: int
+    held: int
+    busy_s: float
+    decode_steps: int
+    generated_tokens: int
+    kv_cache_bytes: int
+
+
+class Scheduler(threading.Thread):
+    """Owns the decoder. Everything that touches it runs in this thread: `post` brings it here, between two steps."""
+
+    def __init__(self, decoder: Decoder, *, version: int, admission_window_s: float) -> None:
+        super().__init__(name="decode", daemon=True)
+        self.version = version
+        self.failure: BaseException | None = None
+        self._decoder = decoder
+        self._window_s = admission_window_s
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._waiting: list[Waiting] = []
+        self._running: list[Sample] = []  # by slot
+        self._news: dict[Call, list[Progress]] = defaultdict(list)
+        self._pause: PauseMode | None = None
+        self._released = False
+        self._busy_s = 0.0
+        self._steps = 0
+        self._tokens = 0
+
+    # -- from other threads -----------------------------------------------------------------------------------------
+    def post(self, action: Callable[[], T]) -> Future[T]:
+        """Runs ``action`` in this thread between two decode steps."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(action())
+            except Exception as error:  # belongs to whoever asked
+                future.set_exception(error)
+
+        self._inbox.put(run)
+        return future
+
+    def submit(self, groups: Sequence[Waiting]) -> None:
+        self._inbox.put(lambda: self._waiting.extend(groups))
+
+    # -- actions, for `post` ----------------------------------------------------------------------------------------
+    def abort(self, chosen: Callable[[Sample], bool]) -> int:
+        """Ends the samples that ``chosen`` picks, with what they have so far. Returns how many."""
+        slots = [slot for slot, sample in enumerate(self._running) if chosen(sample)]
+        self._finish(slots, reason="abort")
+        count = len(slots)
+        kept: list[Waiting] = []
+        for group in self._waiting:
+            gone = [sample for sample in group.samples if chosen(sample)]
+            for sample in gone:
+                self._report(sample, sample.done, sample.done_logprobs, finish="abort")
+            count += len(gone)
+            group.samples = [sample for sample in group.samples if not chosen(sample)]
+            if group.samples:
+                kept.append(group)
+        self._waiting = kept
+        self._deliver()
+        return count
+
+    def pause(self, mode: PauseMode) -> None:
+        """Stops decoding: in_place keeps what runs and its cache, retract sends it back to wait and computes its cache
+        anew afterwards, abort ends everything."""
+        self._pause = mode
+        if mode == "abort":
+            self.abort(lambda sample: True)
+        elif mode == "retract":
+            self._retract()
+
+    def resume(self) -> None:
+        self._pause = None
+
+    def replace_weights(self, copy: Callable[[], None] | None, version: int) -> float:
+        """Runs ``copy``, admits ``version``; what runs goes on with its cache. Returns the stall in milliseconds."""
+        start = time.perf_counter()
+        if copy is not None:
+            copy()
+        self.version = version
+        for slot, sample in enumerate(self._running):
+            sample.mark(self._decoder.slots.length(slot), version)
+        return 1e3 * (time.perf_counter() - start)
+
+    def release_memory(self) -> None:
+        """Frees the KV cache; what runs waits for `resume_memory` and is then computed anew."""
+        self._retract()
+        self._decoder.free_cache()
+        self._released = True
+
+    def resume_memory(self) -> None:
+        self._released = False
+
+    def load(self) -> Load:
+        held = sum(len(group.samples) for group in self._waiting if group.prompt.min_version > self.version)
+        waiting = sum(len(group.samples) for group in self._waiting)
+        return Load(
+            running=len(self._running),
+            queued=waiting - held,
+            held=held,
+            busy_s=self._busy_s,
+            decode_steps=self._steps,
+            generated_tokens=self._tokens,
+            kv_cache_bytes=self._decoder.cache.nbytes,
+        )
+
+    # -- the loop ---------------------------------------------------------------------------------------------------
+    def run(self) -> None:
+        try:
+            while True:
+                self._receive()
+                if self._pause is None and not self._released:
+                    start = time.perf_counter()
+                    self._work()
+                    self._busy_s += time.perf_counter() - start
+                    self._deliver()
+        except BaseException as error:
+            self.failure = error  # the server sees it and ends the process
+            raise
+
+    def _work(self) -> None:
+        try:
+            self._admit()
+            if self._running:
+                self._steps += 1
+                self._tokens += len(self._running)
+                self._finish(self._decoder.step())
+        except NonFiniteLogits as error:
+            self._fail_all(f"weight version {self.version}: {error}")
+
+    def _receive(self) -> None:
+        """Takes in what has arrived; where there is nothing to do, waits for it, and a moment more for its burst."""
+        if self._idle():
+            self._inbox.get()()
+            if len(self._waiting) == 1 and not self._idle():
+                deadline = time.perf_counter() + self._window_s
+                while (left := deadline - time.perf_counter()) > 0:
+                    try:
+                        self._inbox.get(timeout=left)()
+                    except queue.Empty:
+                        break
+        while not self._inbox.empty():
+            self._inbox.get()()
+
+    def _idle(self) -> bool:
+        if self._pause is not None or self._released:
+            return True
+        return not self._running and not any(group.prompt.min_version <= self.version for group in self._waiting)
+
+    def _admit(self) -> None:
+        """Prefills waiting groups, first come first served among those whose version is in, while they fit."""
+        if not self._waiting or self.version == NOTHING_ATTESTED:
+            return
+        groups: list[Waiting] = []
+        held: list[Waiting] = []
+        samples = columns = seen = 0
+        for group in self._waiting:
+            if group.prompt.min_version > self.version:
+                held.append(group)
+            else:
+                samples += len(group.samples)
+                columns = max(columns, len(group.prompt.token_ids) + group.prompt.settings.max_new_tokens)
+                if not self._decoder.fits(samples=samples, columns=columns):
+                    break
+                groups.append(group)
+            seen += 1
+        if groups:
+            self._waiting = held + self._waiting[seen:]
+            self._prefill(groups)
+
+    def _prefill(self, groups: list[Waiting]) -> None:
+        start = time.perf_counter()
+        for group in groups:
+            self._running.extend(group.samples)
+            for sample in group.samples:
+                sample.mark(len(sample.done), self.version)
+        finished = self._decoder.admit([group.prefix() for group in groups])
+        end = time.perf_counter()
+        self._tokens += sum(len(group.samples) for group in groups)
+        for call in {group.prompt.call for group in groups}:
+            call.first_prefill = call.first_prefill or start
+            call.first_token = call.first_token or end
+            call.prefill_s += end - start
+        self._finish(finished)
+
+    # -- leaving ----------------------------------------------------------------------------------------------------
+    def _finish(self, slots: Sequence[int] | np.ndarray, *, reason: FinishReason | None = None) -> None:
+        """Reports the finished slots, and news of the others where their call streams; then frees the slots."""
+        if len(slots) == 0 and not any(sample.prompt.call.stream_interval for sample in self._running):
+            return
+        gone = [int(slot) for slot in slots]
+        for slot in gone:
+            sample = self._running[slot]
+            ids, logprobs = self._decoder.slots.output(slot)
+            stops = sample.prompt.settings.stop_token_ids
+            ended = reason or ("stop" if ids[-1] in stops else "length")
+            self._report(sample, ids, logprobs, finish=ended)
+        if reason is None:
+            self._stream(set(gone))
+        self._free(gone)
+
+    def _free(self, slots: list[int]) -> None:
+        if slots:
+            for source, target in self._decoder.remove(slots):
+                self._running[target] = self._running[source]
+            del self._running[self._decoder.slots.count :]
+
+    def _stream(self, gone: set[int]) -> None:
+        for slot, sample in enumerate(self._running):
+            call = sample.prompt.call
+            length = self._decoder.slots.length(slot)
+            if call.stream_interval and slot not in gone and length - sample.streamed >= call.stream_interval:
+                ids, logprobs = self._decoder.slots.output(slot, sample.streamed)
+                sample.streamed = length
+                self._news[call].append(Progress(sample, ids, logprobs, length, sample.spans(length), None, None))
+
+    def _report(self, sample: Sample, ids: list[int], logprobs: list[float], *, finish: FinishReason) -> None:
+        call, start = sample.prompt.call, sample.streamed
+        matched = ids[-1] if finish == "stop" else None
+        call.open_samples -= 1
+        if call.open_samples == 0:
+            call.finished = time.perf_counter()
+        length = len(ids)
+        spans = sample.spans(length)
+        self._news[call].append(Progress(sample, ids[start:], logprobs[start:], length, spans, finish, matched))
+
+    def _deliver(self) -> None:
+        for call, news in self._news.items():
+            call.sink(news)
+        self._news.clear()
+
+    def _retract(self) -> None:
+        """Everything that runs waits again, first in the queue, as it stood."""
+        back: list[Waiting] = []
+        for slot, sample in enumerate(self._running):
+            sample.done, sample.done_logprobs = self._decoder.slots.output(slot)
+            back.append(Waiting(sample.prompt, [sample]))
+        self._free(list(range(len(self._running))))
+        self._waiting = back + self._waiting
+
+    def _fail_all(self, message: str) -> None:
+        """Ends every running call in words; the cache may hold what is not finite, so it goes too."""
+        calls = {sample.prompt.call for sample in self._running}
+        self._waiting = [group for group in self._waiting if group.prompt.call not in calls]
+        self._free(list(range(len(self._running))))
+        self._decoder.free_cache()
+        self._deliver()
+        for call in calls:
+            call.fail(message)

@@ -1,0 +1,52 @@
+"""The engine as one ASGI application: who may ask what, and every refusal as JSON."""
+
+from __future__ import annotations
+
+import hmac
+
+from relax_core.engines.embedded import asgi
+from relax_core.engines.embedded.asgi import ClientGone, HttpError, Receive, Scope, Send
+from relax_core.engines.embedded.control_routes import ControlRoutes
+from relax_core.engines.embedded.generate_route import GenerateRoute
+
+CONTROL_BODY_BYTES = 16 << 20
+
+
+class EngineApp:
+    """``max_tensor_body``: bytes of one /update_weights_from_tensor."""
+
+    def __init__(self, generate: GenerateRoute, control: ControlRoutes, *, token: str, max_tensor_body: int) -> None:
+        self._generate = generate
+        self._control = control
+        self._authorization = f"Bearer {token}".encode()
+        self._max_tensor_body = max_tensor_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http"
+        try:
+            await self._route(scope, receive, send)
+        except HttpError as error:
+            await asgi.answer(send, asgi.error_payload(error.status, str(error)), status=error.status)
+        except ClientGone:
+            pass
+
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path, method = scope["path"], scope["method"]
+        if path in self._control.telling and method == "GET":
+            await asgi.answer(send, await self._control.telling[path](b""))
+        elif path == "/generate" and method == "POST":
+            self._authorize(scope)
+            await self._generate(scope, receive, send)
+        elif path in self._control.changing and (method == "POST" or (path, method) == ("/flush_cache", "GET")):
+            self._authorize(scope)
+            limit = self._max_tensor_body if path == "/update_weights_from_tensor" else CONTROL_BODY_BYTES
+            body = await asgi.read_body(scope, receive, limit=limit)
+            await asgi.answer(send, await self._control.changing[path](body))
+        else:
+            known = sorted({"/generate", *self._control.telling, *self._control.changing})
+            raise HttpError(404, f"{method} {path}: no such route; known: {', '.join(known)}")
+
+    def _authorize(self, scope: Scope) -> None:
+        given = asgi.headers(scope).get(b"authorization", b"")
+        if not hmac.compare_digest(given, self._authorization):
+            raise HttpError(401, f"{scope['path']}: wants the run's bearer token in the Authorization header")

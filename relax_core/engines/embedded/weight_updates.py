@@ -1,0 +1,199 @@
+"""How new weights come in: from shared memory, a folder, a request's body, or a gloo group; never as a pickle.
+
+Whatever the way, bytes are read and checked beside the decode thread; it stops only for the copy. A version that fails
+its digest is not served, and the one before stays in force.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from relax_core.contracts.engine import WeightManifest
+from relax_core.engines.embedded.asgi import HttpError
+from relax_core.engines.embedded.scheduler import NOTHING_ATTESTED, Scheduler
+from relax_core.engines.embedded.weights import FusedWeights, read_safetensors_folder
+from relax_core.engines.weight_group import WeightGroup
+from relax_core.weights.files import DigestMismatch, read_weights, tensors_digest
+
+T = TypeVar("T")
+
+
+@dataclass
+class Session:
+    """What came in between /begin_weight_update and /end_weight_update, in order of arrival."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    version: int | None = None
+
+
+class WeightUpdates:
+    """One update at a time; the methods are the routes' bodies. Raises HttpError 400 and 409, with nothing changed."""
+
+    def __init__(self, weights: FusedWeights, scheduler: Scheduler) -> None:
+        self._weights = weights
+        self._scheduler = scheduler
+        self._lock = asyncio.Lock()
+        self._session: Session | None = None
+        self._groups: dict[str, WeightGroup] = {}
+        self._digest = ""  # of the weights in force, where their sender gave one
+
+    async def from_shared_memory(self, manifest: WeightManifest) -> dict[str, Any]:
+        async with self._lock:
+            if (manifest.version, manifest.digest) == (self._scheduler.version, self._digest):
+                return _report(manifest.version, manifest.digest, stall_ms=0.0)
+            checked = await self._checked(lambda: dict(read_weights(manifest)))
+            return await self._apply(checked, manifest.version, manifest.digest)
+
+    async def from_disk(self, model_path: str, version: int) -> dict[str, Any]:
+        async with self._lock:
+            checked = await self._checked(lambda: dict(read_safetensors_folder(Path(model_path))))
+            return await self._apply(checked, version, "")
+
+    async def begin(self) -> dict[str, Any]:
+        async with self._lock:
+            replaced = self._session is not None
+            self._session = Session()
+            return {"success": True, "message": "an open session was thrown away" if replaced else ""}
+
+    async def from_tensor(self, payloads: list[str], version: int | None) -> dict[str, Any]:
+        """``payloads``: base64 of safetensors bytes."""
+        async with self._lock:
+            session = self._open_session("/update_weights_from_tensor")
+            for payload in payloads:
+                session.tensors.update(await asyncio.to_thread(_safetensors, payload))
+            session.version = session.version if version is None else version
+            return {"success": True, "message": f"{len(session.tensors)} tensors so far"}
+
+    async def from_distributed(
+        self, group_name: str, *, names: list[str], dtypes: list[str], shapes: list[list[int]], version: int | None
+    ) -> dict[str, Any]:
+        """Takes one broadcast from rank 0 for each name."""
+        async with self._lock:
+            session = self._open_session("/update_weights_from_distributed")
+            if not len(names) == len(dtypes) == len(shapes):
+                raise HttpError(400, f"names, dtypes, shapes: {len(names)}, {len(dtypes)}, {len(shapes)} entries; one each")
+            buffers = _buffers(names, dtypes, shapes)
+            group = self._group(group_name)
+            await _timed(lambda: group.receive(list(buffers.values())), f"group {group_name}: broadcast")
+            session.tensors.update(buffers)
+            session.version = session.version if version is None else version
+            return {"success": True, "message": f"{len(session.tensors)} tensors so far"}
+
+    async def end(self, version: int | None, digest: str) -> dict[str, Any]:
+        """Checks that all weights came, and their digest where one is given; then serves them."""
+        async with self._lock:
+            session, self._session = self._open_session("/end_weight_update"), None
+            version = session.version if version is None else version
+            if version is None:
+                raise HttpError(400, "weight_version: missing in the whole session; send the integer version")
+            checked = await self._checked(lambda: session.tensors)
+            if digest:
+                found = await asyncio.to_thread(tensors_digest, session.tensors.items())
+                if found != digest:
+                    raise HttpError(409, f"weights version {version}: digest {found}, sent as {digest}; {self._kept()}")
+            return await self._apply(checked, version, digest)
+
+    async def rename(self, version: int) -> dict[str, Any]:
+        """Gives the weights in force another version."""
+        async with self._lock:
+            if self._scheduler.version == NOTHING_ATTESTED:
+                raise HttpError(400, f"new_version={version}: no weights are in yet; send weights first")
+            await asyncio.wrap_future(self._scheduler.post(lambda: self._scheduler.replace_weights(None, version)))
+            return {"success": True, "new_version": str(version)}
+
+    async def join_group(
+        self, name: str, *, address: str, port: int, rank: int, world_size: int, timeout_s: float
+    ) -> dict[str, Any]:
+        async with self._lock:
+            if name in self._groups:
+                raise HttpError(400, f"group_name={name}: exists already; /destroy_weights_update_group first")
+            self._groups[name] = await _timed(
+                lambda: WeightGroup.join(
+                    name, address=address, port=port, rank=rank, world_size=world_size, timeout_s=timeout_s
+                ),
+                f"group {name}: rank {rank} of {world_size} joining at {address}:{port}",
+            )
+            return {"success": True, "message": ""}
+
+    async def leave_group(self, name: str) -> dict[str, Any]:
+        async with self._lock:
+            self._group(name)
+            del self._groups[name]
+            return {"success": True, "message": ""}
+
+    def _group(self, name: str) -> WeightGroup:
+        if name not in self._groups:
+            raise HttpError(
+                400, f"group_name={name}: unknown, known: {sorted(self._groups)}; /init_weights_update_group first"
+            )
+        return self._groups[name]
+
+    def _open_session(self, route: str) -> Session:
+        if self._session is None:
+            raise HttpError(400, f"{route}: no session is open; POST /begin_weight_update first")
+        return self._session
+
+    def _kept(self) -> str:
+        return f"weights version {self._scheduler.version} stays in force"
+
+    async def _checked(self, read: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Reads and checks beside the event loop and the decode thread."""
+        try:
+            return await asyncio.to_thread(lambda: self._weights.checked(read().items()))
+        except (DigestMismatch, FileNotFoundError) as error:
+            raise HttpError(409, f"{error}; {self._kept()}") from error
+        except (ValueError, SafetensorError) as error:
+            raise HttpError(400, f"{error}; {self._kept()}") from error
+
+    async def _apply(self, tensors: dict[str, Tensor], version: int, digest: str) -> dict[str, Any]:
+        def copy() -> None:
+            self._weights.apply(tensors)
+
+        stall_ms = await asyncio.wrap_future(
+            self._scheduler.post(lambda: self._scheduler.replace_weights(copy, version))
+        )
+        self._digest = digest
+        return _report(version, digest, stall_ms=stall_ms)
+
+
+def _report(version: int, digest: str, *, stall_ms: float) -> dict[str, Any]:
+    return {"success": True, "message": "", "weight_version": version, "digest": digest, "stall_ms": stall_ms}
+
+
+def _safetensors(payload: str) -> dict[str, Tensor]:
+    try:
+        found: dict[str, Tensor] = safetensors.torch.load(base64.b64decode(payload, validate=True))
+    except (binascii.Error, SafetensorError) as error:
+        raise HttpError(
+            400, f"serialized_named_tensors: {error}; send base64 of safetensors bytes (a pickle is never taken)"
+        ) from error
+    return found
+
+
+def _buffers(names: list[str], dtypes: list[str], shapes: list[list[int]]) -> dict[str, Tensor]:
+    buffers: dict[str, Tensor] = {}
+    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+        kind = getattr(torch, dtype.removeprefix("torch."), None)
+        if not isinstance(kind, torch.dtype):
+            raise HttpError(400, f"dtypes: {dtype!r} of {name} is no torch dtype; send float32 or bfloat16")
+        buffers[name] = torch.empty(shape, dtype=kind)
+    return buffers
+
+
+async def _timed(action: Callable[[], T], what: str) -> T:
+    """Runs a collective beside the event loop; its own deadline ends it, in words."""
+    try:
+        return await asyncio.to_thread(action)
+    except RuntimeError as error:
+        raise HttpError(400, f"{what} failed: {error}") from error

@@ -1,0 +1,127 @@
+"""The model's weights, fused for few and large products, and the Hugging Face names as views into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from relax_core.engines.embedded.model_config import ModelConfig
+
+
+class LayerWeights(NamedTuple):
+    """One layer. Query and key heads, and their norms, are stored with the two halves of each head interleaved, so
+    that rotary embedding is one complex product; dot products and norms do not see the order."""
+
+    input_norm: Tensor  # [hidden]
+    qkv: Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    qk_norm: Tensor  # [heads + kv_heads, head_dim]
+    output_t: Tensor  # [heads * head_dim, hidden], a transposed view
+    mlp_norm: Tensor  # [hidden]
+    gate_up: Tensor  # [2 * intermediate, hidden]
+    down_t: Tensor  # [intermediate, hidden], a transposed view
+
+
+class Target(NamedTuple):
+    """Where a Hugging Face tensor goes: ``view`` takes it after ``reshape(view_shape)``; ``shape`` is the file's."""
+
+    shape: tuple[int, ...]
+    view_shape: tuple[int, ...]
+    view: Tensor
+
+
+class FusedWeights:
+    """All weights of one model, zeros until `apply`."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        self._targets: dict[str, Target] = {}
+        hidden, vocab = config.hidden_size, config.vocab_size
+        self.embedding = torch.zeros(vocab, hidden, dtype=dtype)
+        self._whole("model.embed_tokens.weight", self.embedding)
+        self.layers = [self._layer(index, config, dtype) for index in range(config.num_layers)]
+        self.final_norm = torch.zeros(hidden, dtype=dtype)
+        self._whole("model.norm.weight", self.final_norm)
+        self.head = self.embedding
+        if not config.tie_word_embeddings:
+            self.head = torch.zeros(vocab, hidden, dtype=dtype)
+            self._whole("lm_head.weight", self.head)
+        self._tied = config.tie_word_embeddings
+
+    def _whole(self, name: str, tensor: Tensor) -> None:
+        self._targets[name] = Target(tuple(tensor.shape), tuple(tensor.shape), tensor)
+
+    def _layer(self, index: int, config: ModelConfig, dtype: torch.dtype) -> LayerWeights:
+        hidden, inter, half = config.hidden_size, config.intermediate_size, config.head_dim // 2
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        layer = f"model.layers.{index}."
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype)
+
+        qkv = zeros((heads + 2 * kv_heads) * dim, hidden)
+        qk_norm = zeros(heads + kv_heads, dim)
+        gate_up, output, down = zeros(2 * inter, hidden), zeros(hidden, heads * dim), zeros(hidden, inter)
+        input_norm, mlp_norm = zeros(hidden), zeros(hidden)
+        first = 0
+        for part, count in (("q", heads), ("k", kv_heads)):
+            rows = qkv[first * dim : (first + count) * dim].view(count, half, 2, hidden).transpose(1, 2)
+            norm = qk_norm[first : first + count].view(count, half, 2).transpose(1, 2)
+            self._targets[f"{layer}self_attn.{part}_proj.weight"] = Target(
+                (count * dim, hidden), (count, 2, half, hidden), rows
+            )
+            self._targets[f"{layer}self_attn.{part}_norm.weight"] = Target((dim,), (1, 2, half), norm)
+            first += count
+        self._whole(f"{layer}self_attn.v_proj.weight", qkv[first * dim :])
+        self._whole(f"{layer}self_attn.o_proj.weight", output)
+        self._whole(f"{layer}mlp.gate_proj.weight", gate_up[:inter])
+        self._whole(f"{layer}mlp.up_proj.weight", gate_up[inter:])
+        self._whole(f"{layer}mlp.down_proj.weight", down)
+        self._whole(f"{layer}input_layernorm.weight", input_norm)
+        self._whole(f"{layer}post_attention_layernorm.weight", mlp_norm)
+        return LayerWeights(input_norm, qkv, qk_norm, output.t(), mlp_norm, gate_up, down.t())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors under their Hugging Face shapes."""
+        return sum(target.view.element_size() * target.view.numel() for target in self._targets.values())
+
+    def checked(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """All tensors of an update by name; raises ValueError that names every missing, unknown or misshapen one."""
+        found = dict(tensors)
+        if self._tied:
+            found.pop("lm_head.weight", None)  # some folders store the tied head twice
+        faults = [f"missing: {name}" for name in self._targets if name not in found]
+        for name, tensor in found.items():
+            target = self._targets.get(name)
+            if target is None:
+                faults.append(f"unknown: {name}")
+            elif tuple(tensor.shape) != target.shape:
+                faults.append(f"misshapen: {name} is {list(tensor.shape)}, the model has {list(target.shape)}")
+            elif not tensor.is_floating_point():
+                faults.append(f"wrong dtype: {name} is {tensor.dtype}, weights are floating point")
+        if faults:
+            raise ValueError(f"weights do not fit the model ({len(faults)} faults): " + "; ".join(faults[:20]))
+        return found
+
+    def apply(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copies a checked update in."""
+        with torch.inference_mode():
+            for name, tensor in tensors.items():
+                target = self._targets[name]
+                target.view.copy_(tensor.reshape(target.view_shape))
+
+
+def read_safetensors_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a Hugging Face folder's ``*.safetensors``; raises ValueError where there are none."""
+    from safetensors import safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"model_path {folder}: no *.safetensors there; give a Hugging Face model folder")
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():
+                yield name, file.get_tensor(name)

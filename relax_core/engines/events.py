@@ -1,0 +1,100 @@
+"""SGLang's server-sent events, cut from a byte stream and gathered into finished responses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from relax_core.contracts.engine import Generated, PromptRequest
+from relax_core.contracts.sample import FinishReason, VersionSpan
+
+UNKNOWN_VERSION = -1  # an engine whose weight version is no number, such as SGLang's "default" before the first update
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _FinishReason(msgspec.Struct):
+    type: FinishReason
+
+
+class _Meta(msgspec.Struct):
+    completion_tokens: int
+    finish_reason: _FinishReason | None = None
+    weight_version: str | None = None
+    weight_versions: list[_Span] = []
+    output_token_logprobs: list[tuple[float, int, str | None]] = []
+
+
+class _Words(msgspec.Struct):
+    message: str
+
+
+class _Event(msgspec.Struct):
+    output_ids: list[int] = []
+    meta_info: _Meta | None = None
+    index: int = 0
+    error: _Words | None = None
+
+
+_decoder = msgspec.json.Decoder(_Event)
+
+
+class EventReader:
+    """Events may be incremental (only the new tokens) or cumulative (all so far): the count of tokens tells which."""
+
+    def __init__(self, prompts: Sequence[PromptRequest], *, n: int) -> None:
+        self._prompts = prompts
+        self._n = n
+        self._buffer = b""
+        self._tokens: dict[int, tuple[list[int], list[float]]] = {}
+
+    def feed(self, data: bytes) -> Iterator[Generated | str]:
+        """Yields responses that ``data`` finishes, and an engine's failure as its words."""
+        *events, self._buffer = (self._buffer + data).split(b"\n\n")
+        for event in events:
+            payload = event.strip().removeprefix(b"data:").strip()
+            if payload and payload != b"[DONE]":
+                found = self._take(_decoder.decode(payload))
+                if found is not None:
+                    yield found
+
+    def _take(self, event: _Event) -> Generated | str | None:
+        if event.error is not None:
+            return event.error.message
+        meta = event.meta_info
+        if meta is None:
+            return "an event without meta_info"
+        ids, logprobs = self._tokens.setdefault(event.index, ([], []))
+        if len(event.output_ids) == meta.completion_tokens:
+            ids.clear()
+            logprobs.clear()
+        ids += event.output_ids
+        logprobs += [logprob for logprob, _, _ in meta.output_token_logprobs]
+        if meta.finish_reason is None:
+            return None
+        del self._tokens[event.index]
+        place, sample = divmod(event.index, self._n)
+        return Generated(
+            rid=self._prompts[place].rid,
+            prompt=place,
+            sample=sample,
+            output_ids=ids,
+            logprobs=logprobs,
+            weight_versions=_spans(meta, len(ids)),
+            finish_reason=meta.finish_reason.type,
+        )
+
+
+def _spans(meta: _Meta, length: int) -> list[VersionSpan]:
+    if meta.weight_versions:
+        return [VersionSpan(span.start, span.end, _number(span.version)) for span in meta.weight_versions]
+    return [VersionSpan(0, length, _number(meta.weight_version or ""))] if length else []
+
+
+def _number(version: str) -> int:
+    return int(version) if version.isdecimal() else UNKNOWN_VERSION

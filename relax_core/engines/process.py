@@ -1,0 +1,153 @@
+"""An embedded engine as a child process: started, watched and stopped by its owner, and gone when its owner is."""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from relax_core.config.schema import EngineConfig
+from relax_core.contracts.engine import EngineError
+
+ROOT = Path(__file__).resolve().parents[2]
+LOG_TAIL_BYTES = 4000
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLaunch:
+    """What one engine process is started with. ``port`` 0 takes a free one; give a restarted engine its old port.
+
+    ``load_weights``: serve the folder's own weights at once, as version 0; else nothing is served until an update.
+    """
+
+    model_folder: Path
+    engine: EngineConfig
+    dtype: str
+    token_file: Path
+    log_file: Path
+    port: int = 0
+    load_weights: bool = False
+
+    def command(self) -> list[str]:
+        engine = self.engine
+        options = {
+            "--model-path": self.model_folder,
+            "--host": engine.host,
+            "--port": self.port,
+            "--token-file": self.token_file,
+            "--max-running-samples": engine.max_running_samples,
+            "--max-total-tokens": engine.max_total_tokens,
+            "--context-length": engine.context_length,
+            "--admission-window-ms": engine.admission_window_ms,
+            "--threads": engine.threads,
+            "--dtype": self.dtype,
+        }
+        words = [word for option, value in options.items() for word in (option, str(value))]
+        if self.load_weights:
+            words.append("--load-weights")
+        return [sys.executable, "-m", "relax_core.engines.embedded", *words]
+
+    def environment(self) -> dict[str, str]:
+        """Threads are set before any maths library loads; waiting threads sleep instead of spinning."""
+        threads = str(self.engine.threads)
+        path = os.environ.get("PYTHONPATH")
+        return {
+            **os.environ,
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "OPENBLAS_NUM_THREADS": threads,
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "PYTHONUNBUFFERED": "1",
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{path}" if path else str(ROOT),
+        }
+
+
+class _Ready(msgspec.Struct):
+    url: str
+    pid: int
+    port: int
+
+
+class EngineProcess:
+    """A running engine. Its stdin is the life line: when this process ends, however, the engine ends too."""
+
+    def __init__(self, process: subprocess.Popen[bytes], ready: _Ready) -> None:
+        self._process = process
+        self.url = ready.url
+        self.pid = ready.pid
+        self.port = ready.port
+
+    @classmethod
+    def start(cls, launch: EngineLaunch) -> EngineProcess:
+        """Starts it and waits until it answers, ``launch.engine.start_timeout_s`` seconds at most. Raises EngineError
+        with the log's tail where it does not come up. The log is appended to."""
+        launch.log_file.parent.mkdir(parents=True, exist_ok=True)
+        with launch.log_file.open("ab") as log:
+            process = subprocess.Popen(
+                launch.command(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=launch.environment(),
+                start_new_session=True,  # a Ctrl-C is its owner's to handle
+            )
+        assert process.stdout is not None
+        line = _first_line(process.stdout, deadline=time.monotonic() + launch.engine.start_timeout_s)
+        if not line.endswith(b"\n"):
+            ended = process.poll() is not None or not _kill(process)
+            why = f"ended with {process.returncode}" if ended else f"no answer in {launch.engine.start_timeout_s:.0f} s"
+            raise EngineError(f"embedded engine did not start: {why}; {launch.log_file} ends with:\n{_tail(launch.log_file)}")
+        return cls(process, msgspec.json.decode(line, type=_Ready))
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+        return self._process.poll()
+
+    def stop(self, *, timeout_s: float) -> None:
+        """Ends it: by closing its stdin, then by SIGKILL after ``timeout_s`` seconds."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+
+def _first_line(stream: IO[bytes], *, deadline: float) -> bytes:
+    """The first line, or what came of it before the stream's end or the deadline."""
+    line = b""
+    while not line.endswith(b"\n"):
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([stream], [], [], left)[0]:
+            return line
+        part = os.read(stream.fileno(), 1)
+        if not part:
+            return line
+        line += part
+    return line
+
+
+def _kill(process: subprocess.Popen[bytes]) -> bool:
+    """True where it had to be killed; False where it ended by itself within a second."""
+    try:
+        process.wait(1.0)
+        return False
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return True
+
+
+def _tail(path: Path) -> str:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
+        return file.read().decode(errors="replace").strip()

@@ -1,0 +1,154 @@
+"""summary.json: what a run did, in figures. docs/summary.md says what each field means."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from relax_core.contracts.bus import BusProgress
+from relax_core.observe.records import ACTOR, EVAL, ROLLOUT, MetricRecord, by_step, without_undone
+
+SUMMARY_FILE = "summary.json"
+WARM_UP_STEPS = 5  # left out of medians: caches fill and pools grow in them
+PARTS_MS = ("wait_ms", "decode_ms", "train_ms", "sync_ms", "bus_ms")  # of a step, on the trainer's path
+MEAN_STEPS = 10  # how many steps "first" and "last" are means of
+
+Values = Mapping[str, float]
+
+
+def build_summary(records: Iterable[MetricRecord], *, progress: BusProgress, meta: Mapping[str, Any]) -> dict[str, Any]:
+    """The run in figures, as docs/summary.md describes them. A figure without data is None.
+
+    ``records``: everything reported, in order. ``meta`` has wall_s and first_step_s (seconds; first_step_s None when no
+    step was finished) and outcome ("finished", "stopped" or "failed: <first cause>"); the rest of it goes under "run",
+    where the report looks for overrides (the command line's, a list).
+    """
+    outcome = meta["outcome"]
+    assert outcome in ("finished", "stopped") or outcome.startswith("failed: "), outcome
+    held = without_undone(records)
+    actor = list(by_step(held, ACTOR).values())
+    settled = actor[WARM_UP_STEPS:]
+    bursts = [record.values for record in held if record.source == ROLLOUT]
+    return {
+        "outcome": outcome,
+        "steps": progress.version,
+        "steps_recorded": len(actor),
+        "wall_s": meta["wall_s"],
+        "first_step_s": meta["first_step_s"],
+        "samples_per_s": _median([_rate(values, "samples") for values in settled]),
+        "tokens_per_s": _median([_rate(values, "tokens") for values in settled]),
+        "reward": _first_and_last(actor, "reward"),
+        "exact": _first_and_last(actor, "exact"),
+        "eval": [
+            {"step": step, "exact": values["exact"], "reward": values["reward"], "rows": int(values["rows"])}
+            for step, values in by_step(held, EVAL).items()
+        ],
+        "staleness": _staleness(progress.staleness_histogram),
+        "ledger": {
+            "issued": progress.ledger.issued,
+            "trained": progress.ledger.trained,
+            "dropped": dict(progress.ledger.dropped),
+            "open": progress.ledger.open,
+            "lost": progress.ledger.lost,
+            "trained_twice": progress.ledger.trained_twice,
+        },
+        "logprob_gap": _logprob_gap(actor),
+        "step_ms": _step_ms(settled, bursts[WARM_UP_STEPS:]),
+        "run": {key: value for key, value in meta.items() if key not in ("outcome", "wall_s", "first_step_s")},
+        "versions": library_versions(),
+    }
+
+
+def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
+    """Writes ``run_dir/summary.json``, whole or not at all, and returns its path. NaN and infinities become null."""
+    path = run_dir / SUMMARY_FILE
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        json.dump(_finite(summary), file, indent=2, ensure_ascii=False, allow_nan=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    return path
+
+
+def library_versions() -> dict[str, str]:
+    """Version of Python and of every installed library, by its normalised name; Relax's own is "relax"."""
+    found = {"python": platform.python_version()}
+    for distribution in importlib.metadata.distributions():
+        name = distribution.metadata["Name"].lower().replace("_", "-")
+        found.setdefault(name, distribution.version)
+    found["relax"] = found.pop("relax-core", "source tree, not installed")
+    return dict(sorted(found.items()))
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def _rate(values: Values, name: str) -> float | None:
+    if name not in values or not values.get("step_ms"):
+        return None
+    return 1e3 * values[name] / values["step_ms"]
+
+
+def _first_and_last(actor: Sequence[Values], name: str) -> dict[str, float | None]:
+    known = [values[name] for values in actor if name in values]
+    return {
+        "first": fmean(known[:MEAN_STEPS]) if known else None,
+        "last": fmean(known[-MEAN_STEPS:]) if known else None,
+    }
+
+
+def _staleness(histogram: Mapping[int, int]) -> dict[str, Any]:
+    seen = {staleness: count for staleness, count in sorted(histogram.items()) if count}
+    return {"max": max(seen, default=None), "histogram": {str(staleness): count for staleness, count in seen.items()}}
+
+
+def _logprob_gap(actor: Sequence[Values]) -> dict[str, float | None]:
+    measured = [values for values in actor if values.get("logprob_gap_tokens")]
+    tokens = sum(int(values["logprob_gap_tokens"]) for values in measured)
+    if not measured:
+        return {"max": None, "mean": None, "tokens": 0}
+    total = sum(values["logprob_gap_mean"] * values["logprob_gap_tokens"] for values in measured)
+    return {"max": max(values["logprob_gap_max"] for values in measured), "mean": total / tokens, "tokens": tokens}
+
+
+def _step_ms(settled: Sequence[Values], bursts: Sequence[Values]) -> dict[str, float | None]:
+    """Medians. Rollout runs beside the trainer, so the step is wait + train + sync + bus + other, without it."""
+
+    def of_step(*names: str) -> float | None:
+        told = [[values[name] for name in names if name in values] for values in settled]
+        return _median(sum(parts) for parts in told if parts)
+
+    return {
+        "total": of_step("step_ms"),
+        "rollout": _median(values.get("generate_ms") for values in bursts),
+        "wait": of_step("wait_ms"),
+        "train": of_step("train_ms"),
+        "sync": of_step("sync_ms"),
+        "bus": of_step("bus_ms", "decode_ms"),
+        "other": _median(
+            values["step_ms"] - sum(values.get(name, 0.0) for name in PARTS_MS)
+            for values in settled
+            if "step_ms" in values
+        ),
+    }
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(entry) for entry in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,206 @@
+"""Finds algorithms, rewards and envs: by name, by entry point, by file path.
+
+A plug-in is one module with a module-level ``SPEC`` (contracts/). It is found as
+
+- a name: module ``algorithms.<name>``, ``rewards.<name>``, ``envs.<name>``;
+- an entry point of an installed package, in group ``relax.algorithms``, ``relax.rewards`` or ``relax.envs``;
+- a path that ends in ``.py``.
+
+Listing names imports no plug-in. A plug-in that fails to import is reported with its file and line.
+"""
+
+from __future__ import annotations
+
+import ast
+import copyreg
+import dataclasses
+import difflib
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+import traceback
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, cast
+
+from relax_core.contracts.algorithm import AlgorithmKnobs, AlgorithmSpec
+from relax_core.contracts.env import EnvKnobs, EnvSpec
+from relax_core.contracts.reward import RewardKnobs, RewardSpec
+
+Kind = Literal["algo", "reward", "env"]
+KINDS: tuple[Kind, ...] = ("algo", "reward", "env")
+Spec = AlgorithmSpec | RewardSpec | EnvSpec
+
+
+class PluginError(ValueError):
+    """A plug-in that is unknown or broken; the text names it, and what to do."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Home:
+    """Where plug-ins of one kind live, and what their SPEC must be."""
+
+    package: str
+    spec: type
+    knobs: type
+
+    @property
+    def entry_points(self) -> str:
+        return f"relax.{self.package}"
+
+
+_HOMES: dict[Kind, _Home] = {
+    "algo": _Home(package="algorithms", spec=AlgorithmSpec, knobs=AlgorithmKnobs),
+    "reward": _Home(package="rewards", spec=RewardSpec, knobs=RewardKnobs),
+    "env": _Home(package="envs", spec=EnvSpec, knobs=EnvKnobs),
+}
+
+
+def find_algorithm(name: str) -> AlgorithmSpec:
+    """The algorithm called ``name``, or in the file ``name``. Raises `PluginError`."""
+    return cast(AlgorithmSpec, find("algo", name))
+
+
+def find_reward(name: str) -> RewardSpec:
+    """The reward called ``name``, or in the file ``name``. Raises `PluginError`."""
+    return cast(RewardSpec, find("reward", name))
+
+
+def find_env(name: str) -> EnvSpec:
+    """The env called ``name``, or in the file ``name``. Raises `PluginError`."""
+    return cast(EnvSpec, find("env", name))
+
+
+def is_file_plugin(name: str) -> bool:
+    return name.endswith(".py")
+
+
+def names(kind: Kind) -> list[str]:
+    """Names that can be given without a path, sorted. Imports no plug-in."""
+    return sorted({*_builtin_names(kind), *_entry_points(kind)})
+
+
+def known(kind: Kind) -> dict[str, str]:
+    """Name → one line on what it is. Imports every plug-in of this kind."""
+    return {name: find(kind, name).summary for name in names(kind)}
+
+
+@cache
+def find(kind: Kind, name: str) -> Spec:
+    """The SPEC of a plug-in of this kind. Raises `PluginError`, whose text names what exists."""
+    where = f"{kind}.name={name}"
+    if is_file_plugin(name):
+        spec = _load_file(Path(name), where=where, kind=kind)
+        _make_picklable(spec.knobs, kind, name)
+        return spec
+    if name in _builtin_names(kind):
+        module_name = f"{_HOMES[kind].package}.{name}"
+        origin = importlib.util.find_spec(module_name)
+        assert origin is not None and origin.origin is not None
+        module = _import(module_name, where=where, file=Path(origin.origin))
+        spec = _checked(getattr(module, "SPEC", None), where=where, file=Path(origin.origin), kind=kind)
+        if spec.name != name:
+            raise PluginError(f"{where}: {origin.origin} has a SPEC with name={spec.name!r}. Call it {name!r}.")
+        return spec
+    if name in (points := _entry_points(kind)):
+        point = points[name]
+        source = importlib.util.find_spec(point.module)
+        file = Path(source.origin) if source is not None and source.origin else Path(point.module)
+        module = _import(point.module, where=where, file=file)
+        return _checked(getattr(module, point.attr or "SPEC", None), where=where, file=file, kind=kind)
+    near = difflib.get_close_matches(name, names(kind), n=1)
+    hint = f" Nearest: {near[0]}." if near else ""
+    raise PluginError(
+        f"{where} is not known. What exists: {', '.join(names(kind))}.{hint} "
+        f"For a file of your own: {kind}.name=/path/my_{kind}.py"
+    )
+
+
+def _builtin_names(kind: Kind) -> list[str]:
+    """Modules of the kind's package that set SPEC; the source is read, not run."""
+    package = importlib.util.find_spec(_HOMES[kind].package)
+    if package is None or package.submodule_search_locations is None:
+        return []
+    files = [file for folder in package.submodule_search_locations for file in Path(folder).glob("*.py")]
+    return sorted(file.stem for file in files if not file.stem.startswith("_") and _sets_spec(file))
+
+
+def _sets_spec(file: Path) -> bool:
+    """A file that cannot be parsed counts: asking for it then names its error."""
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    except SyntaxError:
+        return True
+    targets = (
+        target
+        for node in tree.body
+        if isinstance(node, ast.Assign | ast.AnnAssign)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+    )
+    return any(isinstance(target, ast.Name) and target.id == "SPEC" for target in targets)
+
+
+def _entry_points(kind: Kind) -> dict[str, importlib.metadata.EntryPoint]:
+    return {point.name: point for point in importlib.metadata.entry_points(group=_HOMES[kind].entry_points)}
+
+
+def _import(module_name: str, *, where: str, file: Path) -> ModuleType:
+    try:
+        return importlib.import_module(module_name)
+    except Exception as error:  # whatever a plug-in raises becomes one line with its file and line
+        raise _broken(error, where=where, file=file) from error
+
+
+def _load_file(path: Path, *, where: str, kind: Kind) -> Spec:
+    if not path.is_file():
+        raise PluginError(f"{where}: no such file. Give the path of a Python file with a SPEC.")
+    path = path.resolve()
+    module_name = f"relax_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    source = importlib.util.spec_from_file_location(module_name, path)
+    assert source is not None and source.loader is not None
+    module = importlib.util.module_from_spec(source)
+    sys.modules[module_name] = module  # dataclasses look their module up by name
+    try:
+        source.loader.exec_module(module)
+    except Exception as error:  # whatever a plug-in raises becomes one line with its file and line
+        del sys.modules[module_name]
+        raise _broken(error, where=where, file=path) from error
+    return _checked(getattr(module, "SPEC", None), where=where, file=path, kind=kind)
+
+
+def _broken(error: Exception, *, where: str, file: Path) -> PluginError:
+    """Names the last line of the plug-in's own file that the error passed through."""
+    if isinstance(error, SyntaxError) and error.filename == str(file):
+        line = error.lineno
+    else:
+        frames = traceback.extract_tb(error.__traceback__)
+        line = next((frame.lineno for frame in reversed(frames) if frame.filename == str(file)), None)
+    return PluginError(f"{where}: {file}, line {line or 1}: {type(error).__name__}: {error}")
+
+
+def _checked(spec: object, *, where: str, file: Path, kind: Kind) -> Spec:
+    home = _HOMES[kind]
+    if not isinstance(spec, home.spec):
+        got = "no SPEC" if spec is None else f"a SPEC of type {type(spec).__name__}"
+        raise PluginError(f"{where}: {file} has {got}. Set SPEC = {home.spec.__name__}(...) at the top level.")
+    found = cast(Spec, spec)
+    if not (dataclasses.is_dataclass(found.knobs) and issubclass(found.knobs, home.knobs)):
+        raise PluginError(f"{where}: {file}: SPEC.knobs must be a dataclass under {home.knobs.__name__}.")
+    return found
+
+
+def _make_picklable(knobs: type, kind: Kind, name: str) -> None:
+    """Knobs of a file plug-in cross to other processes as path and values: there is no module to import there."""
+    path = str(Path(name).resolve())
+
+    def reduce(instance: object) -> tuple[Any, ...]:
+        return _rebuild_knobs, (kind, path, dict(vars(instance)))
+
+    copyreg.pickle(knobs, reduce)
+
+
+def _rebuild_knobs(kind: Kind, path: str, values: dict[str, Any]) -> Any:
+    return find(kind, path).knobs(**values)

@@ -1,0 +1,239 @@
+"""The trainer's lead: leases groups, trains a step, publishes the weights, acknowledges; checkpoints between steps.
+
+This is the step path: nothing of the controller or of Serve stands on it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import ray
+
+from relax_core.config.schema import ModeName
+from relax_core.contracts import columns as c
+from relax_core.contracts.algorithm import Needs
+from relax_core.contracts.bus import BusTimeout, Lease, LeaseRequest
+from relax_core.contracts.engine import EngineUnreachable
+from relax_core.contracts.train import StepMetrics, TrainGroup
+from relax_core.engines.client import EngineClient
+from relax_core.registry import find_algorithm
+from relax_core.roles.backend import build_backend, free_store_address
+from relax_core.roles.checkpoint import RunCheckpoints
+from relax_core.roles.context import RunContext, worker_name
+from relax_core.roles.engines import EngineDirectory
+from relax_core.roles.gang import ActorPeer, Gang
+from relax_core.roles.meet import meet_bus, meet_metrics
+from relax_core.roles.step_record import StepClock, StepRows, step_values
+from relax_core.roles.worker import Worker
+from relax_core.train.hf_export import export_hf_folder
+from relax_core.train.micro_batches import MicroBatcher
+from relax_core.train.rows import decode_train_group
+from relax_core.weights.publisher import SyncReport, WeightPublisher
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+STOP_SLICE_S = 5.0  # how late a waiting trainer hears that it is to stop
+
+
+class Stopped(Exception):
+    """The trainer was asked to stop while it waited for rows."""
+
+
+class ActorWorker(Worker):
+    """Rank 0 of the actor role. It drives its peers and is the only one that talks to the bus."""
+
+    def __init__(self, name: str, context: RunContext, rank: int) -> None:
+        assert rank == 0, "peers are driven by rank 0"
+        self._version = context.start_step
+        super().__init__(name, context)
+
+    def version(self) -> int:
+        """Train steps done."""
+        return self._version
+
+    def work(self) -> None:
+        context, config = self.context, self.context.config
+        self._config = config
+        self._stall_s = config.run.stall_timeout_s
+        self._time_sharing = config.mode.name is ModeName.colocate
+        self._columns = train_columns(find_algorithm(config.algo.name).needs(config.algo))
+        self._group_tokens = 0
+        self._clock = StepClock()
+        self._gang = self._build_gang()
+        self._bus = meet_bus(context)
+        self._metrics = meet_metrics(context)
+        self._directory = EngineDirectory(context)
+        self._publisher = WeightPublisher(context.weights_folder, self._directory.reachable)
+        self._checkpoints = RunCheckpoints(context, bus=self._bus, gang=self._gang)
+        try:
+            if self.context.resume_from is not None:
+                self._gang.load(self.context.resume_from / "train")
+            self._publish(self._version)
+            self._train()
+        finally:
+            self._publisher.close()
+
+    def _build_gang(self) -> Gang:
+        context, dp = self.context, self._config.parallel.dp
+        store_address = free_store_address()
+        peers: list[Any] = []
+        if dp > 1:
+            remote = ray.remote(ActorPeer)
+            peers = [
+                remote.options(name=worker_name("actor", rank), namespace=context.namespace, num_cpus=0).remote(
+                    context, rank, store_address
+                )
+                for rank in range(1, dp)
+            ]
+        lead = build_backend(context, rank=0, world_size=dp, store_address=store_address, trainable=True)
+        return Gang(lead, peers, timeout_s=self._config.run.stall_timeout_s)
+
+    # -- the loop ---------------------------------------------------------------------------------------------------
+    def _train(self) -> None:
+        self.set_state("running")
+        lease: Lease | None = None
+        self._step_ended = time.perf_counter()
+        try:
+            while self._version < self._config.run.steps and not self.stopping:
+                lease = self._step(lease)
+        except Stopped:
+            log.info("stopped after step %d", self._version)
+        self._checkpoints.save(self._version)
+        if self._config.run.export_hf:
+            export_hf_folder(
+                self._gang.lead.export(), source_folder=self.context.model_folder, target=self.context.run_dir / "hf"
+            )
+
+    def _step(self, lease: Lease | None) -> Lease | None:
+        """One train step; returns the next step's first lease where it came with the acknowledgement."""
+        step, clock = self._version, self._clock
+        consumed = self._consume(step, lease, clock)
+        metrics = _timed(clock, "train_ms", self._gang.finish_step)
+        report = self._publish(step + 1)
+        clock.write_ms, clock.push_ms = report.write_ms, report.push_ms
+        if self._time_sharing:
+            _timed(clock, "push_ms", lambda: self._tell_engines(EngineClient.resume_memory))
+        self._version = step + 1
+        self._report(consumed, metrics, clock, step=step)
+        return self._acknowledge(consumed, step=step)
+
+    def _consume(self, step: int, lease: Lease | None, clock: StepClock) -> StepRows:
+        """Leases the step's groups and adds their gradients, micro-batch by micro-batch, while later ones generate."""
+        consumed = StepRows()
+        batcher = MicroBatcher(self._config.parallel.micro_batch_tokens * self._config.parallel.dp)
+        self._gang.begin_step(step)
+        remaining = self._config.rollout.prompts_per_step
+        while remaining:
+            if lease is None:
+                request = self._request(step, remaining)
+                lease = _timed(clock, "wait_ms", partial(self._lease, request))
+            if self._time_sharing:
+                _timed(clock, "push_ms", lambda: self._tell_engines(EngineClient.release_memory))
+            remaining -= len(lease.rows)
+            groups = _timed(clock, "decode_ms", partial(self._decode, lease, step, consumed))
+            lease = None
+            for batch in batcher.add(groups):
+                _timed(clock, "train_ms", partial(self._gang.accumulate, batch))
+        _timed(clock, "train_ms", partial(self._gang.accumulate, batcher.flush()))
+        return consumed
+
+    def _decode(self, lease: Lease, step: int, consumed: StepRows) -> list[TrainGroup]:
+        oldest = step - self._config.mode.max_staleness
+        groups = []
+        for row in lease.rows:
+            group, masked = decode_train_group(row, step=step, oldest_version=oldest)
+            groups.append(group)
+            consumed.dropped.update(dict.fromkeys(masked, "stale"))
+            self._group_tokens = max(self._group_tokens, group.packed_tokens)
+        consumed.lease_ids.append(lease.lease_id)
+        consumed.rows.extend(lease.rows)
+        return groups
+
+    def _request(self, step: int, remaining: int) -> LeaseRequest:
+        """Asks for what is left of the step; it may come in pieces, but not in more than there are micro-batches."""
+        budget = self._config.parallel.micro_batch_tokens * self._config.parallel.dp
+        fitting = budget // self._group_tokens if self._group_tokens else 1
+        return LeaseRequest(
+            task="actor",
+            columns=self._columns,
+            min_groups=remaining if self._time_sharing else max(1, min(remaining, fitting)),
+            max_groups=remaining,
+            step=step,
+            lease_s=self._config.bus.lease_s,
+        )
+
+    def _lease(self, request: LeaseRequest) -> Lease:
+        """Waits for rows in slices, so that a stop is heard; past ``run.stall_timeout_s`` the bus says who owes them."""
+        deadline = time.monotonic() + self._stall_s
+        while True:
+            try:
+                return self._bus.lease(request, timeout_s=STOP_SLICE_S)
+            except BusTimeout:
+                if self.stopping:
+                    raise Stopped from None
+                if time.monotonic() > deadline:
+                    raise
+
+    def _acknowledge(self, consumed: StepRows, *, step: int) -> Lease | None:
+        every = self._config.run.save_every
+        due = every > 0 and (step + 1) % every == 0
+        last = step + 1 == self._config.run.steps or self.stopping
+        then = None if due or last else self._request(step + 1, self._config.rollout.prompts_per_step)
+        lease = _timed(self._clock, "wait_ms", lambda: self._ack(consumed, then, step=step))
+        if due:
+            _timed(self._clock, "checkpoint_ms", lambda: self._checkpoints.save(step + 1))
+        return lease
+
+    def _ack(self, consumed: StepRows, then: LeaseRequest | None, *, step: int) -> Lease | None:
+        try:
+            return self._bus.ack(
+                consumed.lease_ids, step=step, dropped=consumed.dropped, then=then, timeout_s=STOP_SLICE_S
+            )
+        except BusTimeout:
+            if then is None:
+                raise
+            return None  # the step is booked; the next one's rows are waited for as usual
+
+    def _report(self, consumed: StepRows, metrics: StepMetrics, clock: StepClock, *, step: int) -> None:
+        now = time.perf_counter()
+        step_ms = 1e3 * (now - self._step_ended)
+        self._metrics.record("actor", step, step_values(consumed, metrics, clock, step=step, step_ms=step_ms))
+        self._step_ended, self._clock = now, StepClock()
+        self.set_state("running", f"step {step + 1} of {self._config.run.steps}")
+
+    # -- engines ----------------------------------------------------------------------------------------------------
+    def _publish(self, version: int) -> SyncReport:
+        report = self._publisher.publish(version, self._gang.lead.export())
+        for url, why in report.refused.items():
+            log.warning("weights %d: %s does not serve them: %s", version, url, why)
+            self._directory.forget(url)
+        return report
+
+    def _tell_engines(self, call: Callable[[EngineClient], object]) -> None:
+        """Time-sharing: an engine that is gone has no memory to give back; its owner restarts it."""
+        for client in self._directory.reachable():
+            try:
+                call(client)
+            except EngineUnreachable as error:
+                log.warning("%s", error)
+
+
+def _timed(clock: StepClock, part: str, call: Callable[[], T]) -> T:
+    began = time.perf_counter()
+    result = call()
+    setattr(clock, part, getattr(clock, part) + 1e3 * (time.perf_counter() - began))
+    return result
+
+
+def train_columns(needs: Needs) -> tuple[str, ...]:
+    """What the trainer leases: the rollout's columns, the advantages, and what the algorithm asks for."""
+    extra = [c.ADVANTAGES]
+    if needs.old_logprobs == "actor_fwd":
+        extra.append(c.OLD_LOGPROBS)
+    if needs.reference:
+        extra.append(c.REFERENCE_LOGPROBS)
+    return (*c.ROLLOUT_COLUMNS, *extra)

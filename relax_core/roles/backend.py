@@ -1,0 +1,40 @@
+"""Builds the training back end of a role's rank."""
+
+from __future__ import annotations
+
+import socket
+
+from relax_core.registry import find_algorithm
+from relax_core.roles.context import RunContext
+from relax_core.train.backend import MegatronBackend
+
+
+def build_backend(
+    context: RunContext, *, rank: int, world_size: int, store_address: str, trainable: bool
+) -> MegatronBackend:
+    """The Megatron back end as the run's config says; ``trainable=False`` for actor_fwd and reference."""
+    config = context.config
+    return MegatronBackend(
+        model_folder=context.model_folder,
+        family=config.model.family,
+        parallel=config.parallel,
+        optimizer=config.optimizer,
+        total_steps=config.run.steps,
+        temperature=config.rollout.temperature,
+        dtype=config.model.dtype,
+        algorithm=find_algorithm(config.algo.name),
+        knobs=config.algo,
+        rank=rank,
+        world_size=world_size,
+        store_address=store_address,
+        timeout_s=config.run.stall_timeout_s,
+        seed=config.seed,
+        trainable=trainable,
+    )
+
+
+def free_store_address() -> str:
+    """A loopback "host:port" for a rank-0 store. Its owner binds it within milliseconds, or fails by name."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"

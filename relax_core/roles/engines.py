@@ -1,0 +1,64 @@
+"""How a role finds the run's engines."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from relax_core.contracts.engine import EngineUnreachable
+from relax_core.engines.client import EngineClient
+from relax_core.roles.context import RunContext, worker_name
+
+
+class EngineDirectory:
+    """Clients of the run's engines, by number. Addresses come from the engines' owners, which may have been restarted:
+    ask afresh for one that stopped answering."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._token = context.token_file.read_text().strip()
+        self._clients: dict[int, EngineClient] = {}
+
+    def client(self, engine: int) -> EngineClient:
+        """Waits for the engine's owner; raises EngineUnreachable past its deadline."""
+        if engine not in self._clients:
+            self._connect(engine, timeout_s=self._context.config.engine.start_timeout_s)
+        return self._clients[engine]
+
+    def _connect(self, engine: int, *, timeout_s: float) -> None:
+        try:
+            owner: Any = ray.get_actor(worker_name("engine", engine), namespace=self._context.namespace)
+            url = ray.get(owner.endpoint.remote(timeout_s), timeout=timeout_s + 2.0)
+        except (ValueError, RayError) as error:
+            raise EngineUnreachable(f"engine {engine}: its owner does not answer: {error}") from error
+        self._clients[engine] = EngineClient(
+            url,
+            self._token,
+            request_timeout_s=self._context.config.engine.request_timeout_s,
+            control_timeout_s=self._context.config.engine.sync_timeout_s,
+        )
+
+    def reachable(self) -> list[EngineClient]:
+        """Clients of the engines that are up; nobody is waited for."""
+        for engine in range(self._context.config.engine.count):
+            if engine not in self._clients:
+                try:
+                    self._connect(engine, timeout_s=0.0)
+                except EngineUnreachable:
+                    continue
+        return [self._clients[engine] for engine in sorted(self._clients)]
+
+    async def client_async(self, engine: int, fresh: bool) -> EngineClient:
+        """The same for an event loop; ``fresh`` asks for the address again."""
+        if fresh:
+            self._clients.pop(engine, None)
+        if engine in self._clients:
+            return self._clients[engine]
+        return await asyncio.to_thread(self.client, engine)
+
+    def forget(self, url: str) -> None:
+        """Asks for this engine's address anew at the next use."""
+        self._clients = {engine: client for engine, client in self._clients.items() if client.url != url}

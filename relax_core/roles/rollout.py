@@ -1,0 +1,157 @@
+"""The rollout role's worker: builds the sampler and the evaluator, and keeps them going."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Sequence
+
+from relax_core.bus.ray_backend import RayBus
+from relax_core.contracts.bus import Admission, BusClosed
+from relax_core.contracts.engine import SamplingParams
+from relax_core.data.sources import make_source
+from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.engines.pool import EnginePool
+from relax_core.observe.metrics_actor import MetricsClient
+from relax_core.registry import find_env, find_reward
+from relax_core.roles.context import RunContext
+from relax_core.roles.engines import EngineDirectory
+from relax_core.roles.meet import meet_bus, meet_metrics
+from relax_core.roles.worker import Worker
+from relax_core.rollout.evaluation import Evaluator, eval_versions
+from relax_core.rollout.reward_worker import RewardPool
+from relax_core.rollout.sampler import PromptMaker, Sampler, SamplerSettings
+
+
+CLOSED_S = 0.2
+
+
+class RolloutWorker(Worker):
+    """Rollout worker ``rank``. All of its state is in the bus: a restarted one takes back what its predecessor owed."""
+
+    def __init__(self, name: str, context: RunContext, rank: int) -> None:
+        assert rank == 0, "one rollout worker feeds all engines"
+        self._evaluated = threading.Event()
+        super().__init__(name, context)
+
+    def work(self) -> None:
+        asyncio.run(self._run())
+
+    async def _run(self) -> None:
+        context, config = self.context, self.context.config
+        bus = meet_bus(self.context)
+        metrics = meet_metrics(self.context)
+        directory = EngineDirectory(context)
+        pool = EnginePool(config.engine.count, directory.client_async, patience_s=config.engine.start_timeout_s)
+        reward = find_reward(config.reward.name)
+        rewards = RewardPool(reward, config.reward, workers=config.rollout.reward_workers)
+        prompts = PromptMaker(
+            source=make_source(config.data, seed=config.seed, eval_rows=config.eval.rows if config.eval.every else 0),
+            env=find_env(config.env.name),
+            env_knobs=config.env,
+            tokenizer=PromptTokenizer(context.model_folder),
+            max_prompt_tokens=config.engine.context_length - config.rollout.max_new_tokens,
+        )
+        evaluator = self._evaluator(bus=bus, metrics=metrics, pool=pool, prompts=prompts, rewards=rewards)
+        sampler = Sampler(
+            bus=bus,
+            pool=pool,
+            prompts=prompts,
+            rewards=rewards,
+            settings=self._settings(prompts.tokenizer),
+            record=metrics.record,
+            gate=evaluator.gate,
+        )
+        self.set_state("running")
+        try:
+            reclaimed = await asyncio.to_thread(bus.reclaim, timeout_s=config.bus.call_timeout_s)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._evaluate(evaluator))
+                group.create_task(self._sample(sampler, reclaimed))
+        except* Exception as failures:
+            raise first_failure(failures) from failures
+        finally:
+            rewards.close()
+
+    async def _sample(self, sampler: Sampler, reclaimed: Sequence[Admission]) -> None:
+        try:
+            await sampler.run(reclaimed)
+        except BusClosed as closed:  # nothing is left to sample; the last evaluation may still be ahead
+            self.set_state("running", str(closed))
+
+    async def _evaluate(self, evaluator: Evaluator) -> None:
+        await evaluator.run()
+        self._evaluated.set()
+
+    def wait_evaluated(self, timeout_s: float) -> bool:
+        """Waits until the last evaluation is in; False past the deadline or when the loop has ended without it."""
+        deadline = time.monotonic() + timeout_s
+        while not self._evaluated.wait(0.2):
+            if time.monotonic() > deadline or not self._thread.is_alive():
+                return False
+        return True
+
+    def _settings(self, tokenizer: PromptTokenizer) -> SamplerSettings:
+        config = self.context.config
+        return SamplerSettings(
+            seed=config.seed,
+            prompts_per_step=config.rollout.prompts_per_step,
+            sampling=self._sampling(tokenizer, greedy=False),
+            context_length=config.engine.context_length,
+            admit_timeout_s=config.run.stall_timeout_s,
+            call_timeout_s=config.bus.call_timeout_s,
+        )
+
+    def _sampling(self, tokenizer: PromptTokenizer, *, greedy: bool) -> SamplingParams:
+        config = self.context.config
+        stop = tokenizer.stop_token_ids
+        return SamplingParams(
+            n=1 if greedy else config.algo.group_size,
+            max_new_tokens=config.rollout.max_new_tokens,
+            temperature=0.0 if greedy else config.rollout.temperature,
+            top_p=1.0 if greedy else config.rollout.top_p,
+            top_k=-1 if greedy else config.rollout.top_k,
+            stop_token_ids=stop,
+            banned_token_ids=tokenizer.media_token_ids,
+        )
+
+    def _evaluator(
+        self, *, bus: RayBus, metrics: MetricsClient, pool: EnginePool, prompts: PromptMaker, rewards: RewardPool
+    ) -> Evaluator:
+        context, config = self.context, self.context.config
+        now = bus.progress(timeout_s=config.bus.call_timeout_s).version
+        planned = eval_versions(every=config.eval.every, start=context.start_step, total_steps=config.run.steps)
+
+        async def wait_version(version: int) -> None:
+            reached = now
+            while reached < version:
+                progress = await asyncio.to_thread(
+                    bus.wait_progress, since_version=reached, timeout_s=config.bus.call_timeout_s
+                )
+                if progress.version == reached and self.stopping:
+                    raise BusClosed("the run ended before this evaluation")
+                if progress.version == reached:
+                    await asyncio.sleep(CLOSED_S)  # a closed bus answers at once
+                reached = progress.version
+
+        return Evaluator(
+            versions=[version for version in planned if version >= now],
+            rows=prompts.source.eval_rows(),
+            pool=pool,
+            prompts=prompts,
+            rewards=rewards,
+            sampling=self._sampling(prompts.tokenizer, greedy=True),
+            wait_version=wait_version,
+            in_order=config.mode.max_staleness == 0,
+            record=metrics.record,
+            record_texts=lambda version, rows: metrics.record_texts("eval", version, rows),
+        )
+
+
+def first_failure(failures: BaseExceptionGroup) -> BaseException:
+    """The first leaf of a task group's failures: the cause, not the tasks that were cancelled after it."""
+    error: BaseException = failures
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

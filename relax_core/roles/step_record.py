@@ -1,0 +1,80 @@
+"""What the trainer tells of a step: rewards and lengths of the rows it consumed, and where its time went."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from relax_core.contracts import columns as c
+from relax_core.contracts.bus import LeasedRow
+from relax_core.contracts.train import StepMetrics
+
+
+@dataclass(kw_only=True)
+class StepClock:
+    """Milliseconds of one step on the lead rank, by part."""
+
+    wait_ms: float = 0.0
+    decode_ms: float = 0.0
+    train_ms: float = 0.0
+    write_ms: float = 0.0
+    push_ms: float = 0.0
+    checkpoint_ms: float = 0.0
+
+
+@dataclass(kw_only=True)
+class StepRows:
+    """The rows that a step consumed, by which leases. ``dropped``: uids that were masked whole, and why."""
+
+    rows: list[LeasedRow] = field(default_factory=list)
+    lease_ids: list[int] = field(default_factory=list)
+    dropped: dict[str, str] = field(default_factory=dict)
+
+    def values(self, *, step: int) -> dict[str, float]:
+        """Means over the step's samples; ``degenerate_groups``: groups whose rewards are all equal."""
+        rewards = [c.decode_array(row.columns[c.REWARDS]) for row in self.rows]
+        info = [one for row in self.rows for one in c.decode_sample_info(row.columns[c.SAMPLE_INFO])]
+        lengths = [n for row in self.rows for n in c.decode_ragged(row.columns[c.RESPONSE_IDS]).lengths]
+        staleness = [step - version for row in self.rows for version in row.versions]
+        parts: dict[str, list[float]] = {}
+        for one in info:
+            for name, value in one.reward_parts.items():
+                parts.setdefault(name, []).append(value)
+        count = len(info)
+        return {
+            "reward": float(np.concatenate(rewards).mean()),
+            "exact": sum(parts.pop("exact", [0.0])) / count,
+            **{f"reward_{name}": sum(values) / len(values) for name, values in parts.items()},
+            "response_tokens": sum(lengths) / count,
+            "truncated": sum(one.finish_reason == "length" for one in info) / count,
+            "degenerate_groups": float(sum(bool((group == group[0]).all()) for group in rewards)),
+            "staleness_max": float(max(staleness)),
+            "staleness_mean": sum(staleness) / count,
+        }
+
+
+def step_values(
+    rows: StepRows, metrics: StepMetrics, clock: StepClock, *, step: int, step_ms: float
+) -> dict[str, float]:
+    """The trainer's record of a step, as names and numbers."""
+    return {
+        **rows.values(step=step),
+        "loss": metrics.loss,
+        "grad_norm": metrics.grad_norm,
+        "learning_rate": metrics.learning_rate,
+        "samples": metrics.samples,
+        "tokens": metrics.tokens,
+        "logprob_gap_max": metrics.logprob_gap_max,
+        "logprob_gap_mean": metrics.logprob_gap_mean,
+        "logprob_gap_tokens": metrics.logprob_gap_tokens,
+        "step_ms": step_ms,
+        "wait_ms": clock.wait_ms,
+        "decode_ms": clock.decode_ms,
+        "train_ms": clock.train_ms,
+        "sync_ms": clock.write_ms + clock.push_ms,
+        "push_ms": clock.push_ms,
+        "checkpoint_ms": clock.checkpoint_ms,
+        **{f"algorithm/{name}": value for name, value in metrics.algorithm.items()},
+        **{f"train/{name}": value for name, value in metrics.timings_ms.items()},
+    }

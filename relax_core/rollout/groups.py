@@ -1,0 +1,71 @@
+"""From an engine's responses and their rewards to a complete group, ready for the bus."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from relax_core.contracts.bus import GroupRow
+from relax_core.contracts.columns import encode_group
+from relax_core.contracts.engine import Generated
+from relax_core.contracts.reward import RewardOutput
+from relax_core.contracts.sample import Group, Sample, group_uid, sample_uid
+
+MIN_SAMPLES = 2  # a group-relative advantage of one sample says nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class DroppedGroup:
+    """A group that yields nothing to train, and why."""
+
+    group_uid: str
+    reason: str
+
+
+def to_sample(generated: Generated, output: RewardOutput, *, uid: str) -> Sample:
+    return Sample(
+        uid=uid,
+        response_ids=generated.output_ids,
+        rollout_logprobs=generated.logprobs,
+        loss_mask=[1] * len(generated.output_ids),
+        weight_versions=generated.weight_versions,
+        finish_reason=generated.finish_reason,
+        reward=output.reward,
+        reward_parts={"exact": float(output.exact), **(output.parts or {})},
+    )
+
+
+def complete_group(
+    *,
+    index: int,
+    prompt_ids: list[int],
+    generated: Sequence[Generated],
+    rewards: Sequence[RewardOutput],
+) -> GroupRow | DroppedGroup:
+    """The bus row of a group whose every response is in, or the reason why there is none.
+
+    A response that was aborted, or whose reward is None, is dropped alone; with fewer than two left the group is.
+    """
+    uid = group_uid(index)
+    kept: list[Sample] = []
+    dropped: dict[str, str] = {}
+    for response, output in sorted(zip(generated, rewards, strict=True), key=lambda pair: pair[0].sample):
+        one = sample_uid(uid, response.sample)
+        if response.finish_reason == "abort":
+            dropped[one] = "aborted"
+        elif output.reward is None:
+            dropped[one] = "reward_failed"
+        else:
+            kept.append(to_sample(response, output, uid=one))
+    if len(kept) < MIN_SAMPLES:
+        reasons = sorted(set(dropped.values()))
+        return DroppedGroup(group_uid=uid, reason="+".join(reasons) or "too_few_samples")
+    group = Group(group_uid=uid, index=index, prompt_ids=prompt_ids, samples=kept)
+    return GroupRow(
+        group_uid=uid,
+        index=index,
+        uids=[sample.uid for sample in kept],
+        versions=[sample.version for sample in kept],
+        columns=encode_group(group),
+        dropped=dropped,
+    )

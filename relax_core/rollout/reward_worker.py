@@ -1,0 +1,196 @@
+"""Scores responses: in this process, or, for an isolated reward, in worker processes that can be killed."""
+
+from __future__ import annotations
+
+import math
+import os
+import queue
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput, RewardSpec
+from relax_core.rollout.reward_wire import HEADER_BYTES, Ready, payload_bytes, to_frame
+
+_START_DEADLINE_S = 120.0
+_READ_BYTES = 1 << 16
+
+
+class RewardPool:
+    """One reward, ready to score. Every method may be called from any thread.
+
+    An isolated reward runs in ``workers`` child processes. One that takes longer than ``knobs.timeout_s`` seconds is
+    killed and started anew; its input gets reward None with the reason. So does the input of one that dies.
+    """
+
+    def __init__(self, spec: RewardSpec, knobs: RewardKnobs, *, workers: int) -> None:
+        self.isolated = spec.isolated
+        self._spec = spec
+        self._knobs = knobs
+        self._workers = [_Worker(knobs) for _ in range(workers if spec.isolated else 0)]
+        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
+        for worker in self._workers:
+            self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(max(1, len(self._workers)), thread_name_prefix="reward")
+
+    def score(self, inputs: Sequence[RewardInput]) -> list[RewardOutput]:
+        """One output an input, in order. Raises RuntimeError when a worker cannot start or the pool was closed, and
+        whatever a reward that is not isolated raises."""
+        score = self._score_isolated if self.isolated else self._score_inline
+        outputs = list(self._threads.map(score, inputs) if self.isolated else map(score, inputs))
+        for output in outputs:
+            if output.reward is not None and not math.isfinite(output.reward):
+                raise ValueError(
+                    f"reward {self._knobs.name}: it gave {output.reward}. Give a finite number, or None where there "
+                    "is no reward."
+                )
+        return outputs
+
+    def _score_inline(self, given: RewardInput) -> RewardOutput:
+        return self._spec.score(given, self._knobs)
+
+    def _score_isolated(self, given: RewardInput) -> RewardOutput:
+        worker = self._idle.get()
+        try:
+            return worker.score(given)
+        finally:
+            self._idle.put(worker)
+
+    def close(self) -> None:
+        """Ends all workers; scores under way come back without a reward. May be called twice."""
+        for worker in self._workers:
+            worker.stop()
+        self._threads.shutdown()  # a thread that was waiting for a worker has seen it die
+        for worker in self._workers:
+            worker.close_pipes()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Gone(Exception):
+    """The worker process died, or did not answer before the deadline; the text says which."""
+
+
+class _Worker:
+    """One place for a worker process; a process that is lost is replaced."""
+
+    def __init__(self, knobs: RewardKnobs) -> None:
+        self._knobs = knobs
+        self._lock = threading.Lock()  # between a restart and `stop`
+        self._stopped = False
+        self._process = self._start()
+        self._ready = False
+
+    def score(self, given: RewardInput) -> RewardOutput:
+        self._wait_ready()
+        deadline = time.monotonic() + self._knobs.timeout_s
+        try:
+            self._send(given, deadline=deadline)
+            return msgspec.msgpack.decode(self._receive(deadline=deadline), type=RewardOutput)
+        except _Gone as error:
+            self._restart()
+            return RewardOutput(reward=None, reason=f"reward {self._knobs.name}: {error}")
+
+    def stop(self) -> None:
+        with self._lock:
+            self._stopped = True
+            self._kill()
+
+    def close_pipes(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        root = Path(__file__).parents[2]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "relax_core.rollout.reward_worker_main", self._knobs.name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(root), *sys.path]), "OMP_NUM_THREADS": "1"},
+            start_new_session=True,  # Ctrl-C is the owner's, and a kill reaches what the reward started
+        )
+        assert process.stdin is not None and process.stdout is not None
+        os.set_blocking(process.stdin.fileno(), False)
+        os.set_blocking(process.stdout.fileno(), False)
+        return process
+
+    def _restart(self) -> None:
+        with self._lock:
+            self._kill()
+            if not self._stopped:
+                self.close_pipes()
+                self._process = self._start()
+                self._ready = False
+
+    def _kill(self) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+
+    def _wait_ready(self) -> None:
+        if self._stopped:
+            raise RuntimeError(f"reward {self._knobs.name}: the pool was closed")
+        if self._ready:
+            return
+        deadline = time.monotonic() + _START_DEADLINE_S
+        try:
+            self._send(self._knobs, deadline=deadline)
+            error = msgspec.msgpack.decode(self._receive(deadline=deadline), type=Ready).error
+        except _Gone as gone:
+            error = str(gone)
+        if error:
+            raise RuntimeError(f"reward {self._knobs.name}: its worker process could not start: {error}")
+        self._ready = True
+
+    def _send(self, message: Any, *, deadline: float) -> None:
+        assert self._process.stdin is not None
+        rest = memoryview(to_frame(message))
+        while rest:
+            self._wait_for(self._process.stdin.fileno(), select.POLLOUT, deadline=deadline)
+            try:
+                rest = rest[os.write(self._process.stdin.fileno(), rest) :]
+            except BrokenPipeError:
+                raise self._died() from None
+
+    def _receive(self, *, deadline: float) -> bytes:
+        return self._read(payload_bytes(self._read(HEADER_BYTES, deadline=deadline)), deadline=deadline)
+
+    def _read(self, count: int, *, deadline: float) -> bytes:
+        assert self._process.stdout is not None
+        received = bytearray()
+        while len(received) < count:
+            self._wait_for(self._process.stdout.fileno(), select.POLLIN, deadline=deadline)
+            part = os.read(self._process.stdout.fileno(), min(_READ_BYTES, count - len(received)))
+            if not part:
+                raise self._died()
+            received += part
+        return bytes(received)
+
+    def _wait_for(self, descriptor: int, event: int, *, deadline: float) -> None:
+        poll = select.poll()
+        poll.register(descriptor, event)
+        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
+            raise _Gone(f"no answer within {self._knobs.timeout_s if self._ready else _START_DEADLINE_S:g} s")
+
+    def _died(self) -> _Gone:
+        code = self._process.wait()  # its pipe is closed, so it has ended
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return _Gone(f"its worker process died ({how})")

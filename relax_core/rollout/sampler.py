@@ -1,0 +1,219 @@
+"""The rollout's loop: leave to enter → prompts → engine → rewards → complete groups on the bus.
+
+It never waits for the trainer: it asks for admissions one step ahead, and the engine holds what must not start yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from relax_core.contracts.bus import Admission, GroupRow
+from relax_core.contracts.data import DataRow, PromptSource
+from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
+from relax_core.contracts.env import EnvSpec
+from relax_core.contracts.reward import RewardInput, RewardOutput
+from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.engines.pool import EnginePool
+from relax_core.engines.wire import StreamEnd
+from relax_core.rollout.groups import DroppedGroup, complete_group
+from relax_core.rollout.reward_worker import RewardPool
+from relax_core.rollout.seeds import sampling_seed
+
+Record = Callable[[str, int, Mapping[str, float]], None]
+
+
+class RolloutBus(Protocol):
+    """The bus as the rollout's event loop uses it."""
+
+    async def admit_async(self, max_groups: int, *, timeout_s: float) -> list[Admission]: ...
+
+    async def put_async(self, rows: Sequence[GroupRow], *, timeout_s: float) -> None: ...
+
+    async def drop_async(self, group_uid: str, *, reason: str, timeout_s: float) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerSettings:
+    seed: int
+    prompts_per_step: int
+    sampling: SamplingParams
+    context_length: int
+    admit_timeout_s: float
+    call_timeout_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptInHand:
+    """An admitted prompt, ready for the engine."""
+
+    index: int
+    row: DataRow
+    request: PromptRequest
+
+
+class PromptMaker:
+    """Data row → conversation → token ids, with the room that the response needs."""
+
+    def __init__(
+        self, *, source: PromptSource, env: EnvSpec, env_knobs: Any, tokenizer: PromptTokenizer, max_prompt_tokens: int
+    ) -> None:
+        self.source = source
+        self.tokenizer = tokenizer
+        self._env = env
+        self._knobs = env_knobs
+        self._max_prompt_tokens = max_prompt_tokens
+
+    def tokens(self, row: DataRow, *, what: str) -> list[int]:
+        """Raises ValueError for a prompt that leaves no room for the response."""
+        ids = self.tokenizer.encode(self._env.messages(row, self._knobs))
+        if len(ids) > self._max_prompt_tokens:
+            raise ValueError(
+                f"{what}: its prompt has {len(ids)} tokens, but engine.context_length leaves room for "
+                f"{self._max_prompt_tokens} beside rollout.max_new_tokens. Raise engine.context_length, lower "
+                "rollout.max_new_tokens, or shorten the prompt."
+            )
+        return ids
+
+
+class Sampler:
+    """One rollout worker's loop. ``gate(version)`` returns when nothing stands before prompts of that version (an
+    evaluation, in the modes that promise the same bits)."""
+
+    def __init__(
+        self,
+        *,
+        bus: RolloutBus,
+        pool: EnginePool,
+        prompts: PromptMaker,
+        rewards: RewardPool,
+        settings: SamplerSettings,
+        record: Record,
+        gate: Callable[[int], Any],
+    ) -> None:
+        self._bus = bus
+        self._pool = pool
+        self._prompts = prompts
+        self._rewards = rewards
+        self._settings = settings
+        self._record = record
+        self._gate = gate
+        self._staged: list[GroupRow] = []
+        self._flushing: asyncio.Task[None] | None = None
+        self._bursts: set[asyncio.Task[None]] = set()
+        self._failed: asyncio.Future[None] | None = None
+
+    async def run(self, reclaimed: Sequence[Admission]) -> None:
+        """Runs until the bus closes (BusClosed) or a burst fails (its error)."""
+        self._failed = asyncio.get_running_loop().create_future()
+        step = self._settings.prompts_per_step
+        for start in range(0, len(reclaimed), step):
+            await self._launch(reclaimed[start : start + step])
+        while True:
+            admit = asyncio.ensure_future(self._bus.admit_async(step, timeout_s=self._settings.admit_timeout_s))
+            await asyncio.wait({admit, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            if self._failed.done():
+                admit.cancel()
+                self._failed.result()
+            await self._launch(admit.result())
+
+    async def _launch(self, admissions: Sequence[Admission]) -> None:
+        await self._gate(max(admission.min_version for admission in admissions))
+        burst = asyncio.create_task(self._burst(admissions))
+        self._bursts.add(burst)
+        burst.add_done_callback(self._burst_done)
+
+    def _burst_done(self, burst: asyncio.Task[None]) -> None:
+        self._bursts.discard(burst)
+        error = None if burst.cancelled() else burst.exception()
+        if error is not None and self._failed is not None and not self._failed.done():
+            self._failed.set_exception(error)
+
+    def _in_hand(self, admission: Admission) -> PromptInHand:
+        row = self._prompts.source.row(admission.index)
+        return PromptInHand(
+            index=admission.index,
+            row=row,
+            request=PromptRequest(
+                rid=f"{admission.group_uid}-{admission.attempt}",
+                input_ids=self._prompts.tokens(row, what=f"data row {admission.index}"),
+                sampling_seed=sampling_seed(self._settings.seed, index=admission.index),
+                min_version=admission.min_version,
+            ),
+        )
+
+    async def _burst(self, admissions: Sequence[Admission]) -> None:
+        """One engine request for everything admitted together; groups leave as they complete."""
+        start = time.perf_counter()
+        prompts = [self._in_hand(admission) for admission in admissions]
+        samples = tokens = 0
+        reward_s = 0.0
+        version = 0
+        engine: list[StreamEnd] = []
+        async for place, responses in self._pool.generate(
+            [prompt.request for prompt in prompts],
+            self._settings.sampling,
+            places=[prompt.index for prompt in prompts],
+            on_end=engine.append,
+        ):
+            prompt = prompts[place]
+            began = time.perf_counter()
+            rewards = await self._score(prompt.row, responses)
+            reward_s += time.perf_counter() - began
+            samples += len(responses)
+            tokens += sum(len(response.output_ids) for response in responses)
+            version = max(version, responses[-1].weight_versions[-1].version)
+            await self._stage(prompt, responses, rewards)
+        if self._flushing is not None:
+            await self._flushing
+        self._record(
+            "rollout",
+            version,
+            {
+                "generate_ms": 1e3 * (time.perf_counter() - start),
+                "engine_ms": max((end.prefill_ms + end.decode_ms for end in engine), default=0.0),
+                "held_ms": max((end.held_ms for end in engine), default=0.0),
+                "reward_ms": 1e3 * reward_s,
+                "samples": samples,
+                "tokens": tokens,
+            },
+        )
+
+    async def _score(self, row: DataRow, responses: Sequence[Generated]) -> list[RewardOutput]:
+        inputs = [reward_input(row, response, tokenizer=self._prompts.tokenizer) for response in responses]
+        if self._rewards.isolated:
+            return await asyncio.to_thread(self._rewards.score, inputs)
+        return self._rewards.score(inputs)
+
+    async def _stage(
+        self, prompt: PromptInHand, responses: Sequence[Generated], rewards: Sequence[RewardOutput]
+    ) -> None:
+        done = complete_group(
+            index=prompt.index, prompt_ids=prompt.request.input_ids, generated=responses, rewards=rewards
+        )
+        if isinstance(done, DroppedGroup):
+            await self._bus.drop_async(done.group_uid, reason=done.reason, timeout_s=self._settings.call_timeout_s)
+            return
+        self._staged.append(done)
+        if self._flushing is None:
+            self._flushing = asyncio.create_task(self._flush())
+
+    async def _flush(self) -> None:
+        """Puts whatever is staged; what comes meanwhile goes with the next put, so a burst costs one or two."""
+        await asyncio.sleep(0)
+        try:
+            while self._staged:
+                rows, self._staged = self._staged, []
+                await self._bus.put_async(rows, timeout_s=self._settings.call_timeout_s)
+        finally:
+            self._flushing = None
+
+
+def reward_input(row: DataRow, response: Generated, *, tokenizer: PromptTokenizer) -> RewardInput:
+    """What the reward sees of a response: its text without the stop token."""
+    stopped = response.finish_reason == "stop"
+    ids = response.output_ids[:-1] if stopped else response.output_ids
+    return RewardInput(response=tokenizer.decode(ids), stopped=stopped, answer=str(row["answer"]), row=row)

@@ -1,0 +1,256 @@
+"""The builtin tiny model: a character-level tokenizer and a 2-layer Qwen3 with a short supervised warm start.
+
+It exists so that a laptop can run the whole system: about a hundred thousand parameters that GRPO teaches to solve a
+generated task in half a minute. `tiny_model_folder` makes it once and keeps it in the user's cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from relax_core.data.generated import Example, check_task, example, task_names
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+MODEL_NAMES = ("tiny_qwen3",)
+RECIPE_VERSION = 1  # raise it when anything below changes what is made
+_LIBRARIES = ("torch", "transformers", "tokenizers")
+_MAKE_DEADLINE_S = 600.0
+
+_SPECIAL_TOKENS = ("<pad>", "<unk>", "<|im_start|>", "<|im_end|>")
+_ROLES = ("user", "assistant", "system")
+_CHARACTERS = " \n0123456789abcdefghijklmnopqrstuvwxyz+-*/=?.,:'$"
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """The supervised steps before GRPO, AdamW on the answer's tokens. ``steps`` × ``batch_size`` examples.
+
+    ``seed`` sets the first weights too: with an unlucky one the same steps leave GRPO too little to start from.
+    """
+
+    steps: int
+    seed: int
+    batch_size: int = 64
+    lr: float = 2e-3
+    warmup_steps: int = 20
+    beta2: float = 0.99
+
+
+# So many steps that GRPO has something to start from and something left to learn.
+_WARM_STARTS = {
+    "reverse_digits": WarmStart(steps=58, seed=8),
+    "arithmetic": WarmStart(steps=240, seed=0, lr=3e-3),
+}
+
+
+def make_tiny_qwen3(folder: Path, *, task: str, seed: int) -> None:
+    """Writes model and tokenizer as a Hugging Face folder. With one torch thread the result is the same every time."""
+    check_task(task)
+    import torch
+
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    tokenizer = _build_tokenizer()
+    model = _build_model(tokenizer)
+    _train_warm_start(model, tokenizer, task=task, seed=seed)
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
+
+
+def _build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character, upper case folded; the chat marks and the role names are one token each."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: index for index, token in enumerate((*_SPECIAL_TOKENS, *_ROLES, *_CHARACTERS))}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    core.normalizer = normalizers.Lowercase()
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL_TOKENS])
+    core.add_tokens([AddedToken(role, single_word=True, normalized=False) for role in _ROLES])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        unk_token="<unk>",
+        eos_token="<|im_end|>",
+        model_max_length=4096,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = _CHAT_TEMPLATE
+    return tokenizer
+
+
+def write_tiny_tokenizer(folder: Path) -> None:
+    """Writes only the tokenizer's files."""
+    _build_tokenizer().save_pretrained(folder)
+
+
+def _build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=192,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            max_position_embeddings=4096,
+            tie_word_embeddings=True,
+            pad_token_id=tokenizer.pad_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            dtype="float32",
+        )
+    )
+
+
+def _train_warm_start(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, task: str, seed: int) -> None:
+    import torch
+
+    recipe = _WARM_STARTS[task]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, recipe.beta2), weight_decay=0.0)
+    for step in range(recipe.steps):
+        first = step * recipe.batch_size
+        examples = [
+            example(task, split="train", seed=seed, index=index) for index in range(first, first + recipe.batch_size)
+        ]
+        ids, targets = _batch(tokenizer, examples)
+        hidden = model.model(input_ids=ids).last_hidden_state
+        rows = targets >= 0
+        loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[rows]), targets[rows])
+        optimizer.param_groups[0]["lr"] = recipe.lr * min(1.0, (step + 1) / recipe.warmup_steps)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def _batch(tokenizer: PreTrainedTokenizerFast, examples: list[Example]) -> tuple[Tensor, Tensor]:
+    """Ids ``[batch, width]`` padded on the right, and the next token of each place, -1 where nothing is learned."""
+    import torch
+
+    prompts = tokenizer.apply_chat_template(
+        [[{"role": "user", "content": one.prompt}] for one in examples], add_generation_prompt=True, return_dict=False
+    )
+    answers = [[*tokenizer.encode(one.answer), tokenizer.eos_token_id] for one in examples]
+    width = max(len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True))
+    ids = torch.full((len(examples), width), tokenizer.pad_token_id)
+    targets = torch.full((len(examples), width), -1)
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        end = len(prompt) + len(answer)
+        ids[row, :end] = torch.tensor(prompt + answer)
+        targets[row, len(prompt) - 1 : end - 1] = torch.tensor(answer)
+    return ids, targets
+
+
+def default_cache_root() -> Path:
+    """``$XDG_CACHE_HOME/relax/models``, by default under ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relax" / "models"
+
+
+def tiny_model_folder(name: str, *, task: str, cache_root: Path | None = None) -> Path:
+    """The folder of a builtin model, made on first use in a process of its own (about ten seconds).
+
+    Processes that ask at the same time wait for the first. Raises ValueError for an unknown name or task.
+    """
+    if name not in MODEL_NAMES:
+        raise ValueError(f"model.builtin={name!r}: no such builtin model. Use one of: {', '.join(MODEL_NAMES)}.")
+    check_task(task)
+    root = cache_root or default_cache_root()
+    folder = root / f"{name}-{task}-{_cache_key(task)}"
+    if folder.is_dir():
+        return folder
+    root.mkdir(parents=True, exist_ok=True)
+    with _locked(root / f".{folder.name}.lock", deadline_s=_MAKE_DEADLINE_S):
+        if not folder.is_dir():
+            _make_in_subprocess(folder, task=task)
+    return folder
+
+
+def _cache_key(task: str) -> str:
+    parts = [str(RECIPE_VERSION), str(asdict(_WARM_STARTS[task]))]
+    parts += [f"{library}={importlib.metadata.version(library)}" for library in _LIBRARIES]
+    return hashlib.blake2b("/".join(parts).encode(), digest_size=6).hexdigest()
+
+
+@contextmanager
+def _locked(path: Path, *, deadline_s: float) -> Iterator[None]:
+    """Holds a lock file between processes; the kernel frees it when its holder dies."""
+    give_up = time.monotonic() + deadline_s
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > give_up:
+                    raise TimeoutError(
+                        f"waited {deadline_s:.0f} s for another process that makes the tiny model (lock {path})"
+                    ) from None
+                time.sleep(0.1)
+        yield
+
+
+def _make_in_subprocess(folder: Path, *, task: str) -> None:
+    """Makes the model beside its place and renames it there: a half-made folder is never seen."""
+    partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "relax_core.tools.make_tiny", "--task", task, "--into", str(partial)],
+            env=os.environ
+            | {
+                "OMP_NUM_THREADS": "1",
+                "OMP_WAIT_POLICY": "PASSIVE",
+                "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), *sys.path]),
+            },
+            capture_output=True,
+            text=True,
+            timeout=_MAKE_DEADLINE_S,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise RuntimeError(f"making the tiny model failed with exit code {done.returncode}:\n{done.stderr[-2000:]}")
+        partial.chmod(0o755)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Make the builtin tiny model and print its folder.")
+    parser.add_argument("--task", required=True, choices=task_names(), help="generated task of the warm start")
+    parser.add_argument("--cache-root", type=Path, default=None, help="default: the user's cache folder")
+    parser.add_argument("--into", type=Path, default=None, help="write into this folder, past the cache")
+    arguments = parser.parse_args()
+    if arguments.into is not None:
+        make_tiny_qwen3(arguments.into, task=arguments.task, seed=_WARM_STARTS[arguments.task].seed)
+        print(arguments.into)
+    else:
+        print(tiny_model_folder(MODEL_NAMES[0], task=arguments.task, cache_root=arguments.cache_root))
+
+
+if __name__ == "__main__":
+    main()

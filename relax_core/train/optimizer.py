@@ -1,0 +1,58 @@
+"""The optimizer as configured, and the learning rate of each step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+
+from relax_core.config.schema import OptimizerConfig, Schedule
+from relax_core.train.gpt import TreeGPTModel
+
+
+def learning_rate(config: OptimizerConfig, *, step: int, total_steps: int) -> float:
+    """Linear warm-up, (step + 1) / warmup_steps of lr, then constant or a half cosine down to min_lr at the end."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule is Schedule.constant:
+        return config.lr
+    done = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
+    return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+
+def wrap_for_training(model: TreeGPTModel, *, distributed_optimizer: bool, dtype: torch.dtype) -> Any:
+    """Megatron's data-parallel wrapper: gradients gather in one buffer, float32 also for a bfloat16 model."""
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=distributed_optimizer,
+        grad_reduce_in_fp32=dtype != torch.float32,
+    )
+    return DistributedDataParallel(model.config, config, model)
+
+
+def build_optimizer(
+    config: OptimizerConfig, chunks: list[Any], *, distributed_optimizer: bool, dtype: torch.dtype
+) -> Any:
+    """AdamW with decoupled weight decay (none on norms), gradient clipping by global norm."""
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.min_lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.beta1,
+            adam_beta2=config.beta2,
+            adam_eps=config.eps,
+            clip_grad=config.clip_grad,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=distributed_optimizer,
+        ),
+        chunks,
+    )
+    for group in optimizer.param_groups:
+        group["weight_decay"] = config.weight_decay * group["wd_mult"]  # what Megatron's scheduler would do
+    return optimizer

@@ -1,0 +1,57 @@
+"""The AST pass that turns CUDA words in Megatron's source into CPU ones."""
+
+from __future__ import annotations
+
+import ast
+from types import CodeType
+
+NAMESPACE = "__relax_cpu_namespace__"  # the name under which a module sees its stand-in for torch.cuda
+
+_STRINGS = {
+    "cuda": "cpu",
+    "torch.cuda.FloatTensor": "torch.FloatTensor",
+    "torch.cuda.HalfTensor": "torch.HalfTensor",
+    "torch.cuda.BFloat16Tensor": "torch.BFloat16Tensor",
+}
+
+
+class _Retarget(ast.NodeTransformer):
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        """``torch.cuda`` → the stand-in; ``x.is_cuda`` → ``x.is_cpu``."""
+        self.generic_visit(node)
+        if node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id == "torch":
+            return ast.copy_location(ast.Name(NAMESPACE, node.ctx), node)
+        if node.attr == "is_cuda":
+            node.attr = "is_cpu"
+        return node
+
+    def visit_keyword(self, node: ast.keyword) -> ast.AST:
+        """``pin_memory=True`` needs a GPU."""
+        self.generic_visit(node)
+        if node.arg == "pin_memory" and isinstance(node.value, ast.Constant):
+            node.value = ast.copy_location(ast.Constant(False), node.value)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        """``x.cuda(...)`` → ``x.cpu()``."""
+        self.generic_visit(node)
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
+            node.func.attr = "cpu"
+            node.args, node.keywords = [], []
+        return node
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        if isinstance(node.value, str) and node.value in _STRINGS:
+            return ast.copy_location(ast.Constant(_STRINGS[node.value]), node)
+        return node
+
+
+def compile_for_cpu(source: bytes, filename: str) -> CodeType:
+    """Compiles one module of Megatron for a CPU; line numbers stay those of the source."""
+    tree = ast.parse(source, filename)
+    if b"cuda" in source or b"pin_memory" in source:
+        _Retarget().visit(tree)
+        ast.fix_missing_locations(tree)
+    code = compile(tree, filename, "exec", dont_inherit=True)
+    assert isinstance(code, CodeType)
+    return code

@@ -1,0 +1,65 @@
+"""From leased bus rows to the trainer's groups."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from relax_core.contracts import columns as c
+from relax_core.contracts.bus import LeasedRow
+from relax_core.contracts.sample import VersionSpan
+from relax_core.contracts.train import TrainGroup
+
+
+def token_versions(spans: list[list[VersionSpan]], lengths: np.ndarray) -> np.ndarray:
+    """Weight version of every response token, int64 ``[tokens]``; ``spans``: one list a sample."""
+    if all(len(sample) == 1 for sample in spans):
+        return np.repeat([sample[0].version for sample in spans], lengths)
+    parts = [np.repeat([s.version for s in sample], [s.end - s.start for s in sample]) for sample in spans]
+    return np.concatenate(parts)
+
+
+def decode_prompt_and_responses(row: LeasedRow) -> TrainGroup:
+    """What a log-prob pass needs of a row: token ids only."""
+    responses = c.decode_ragged(row.columns[c.RESPONSE_IDS])
+    tokens = responses.flat()
+    return TrainGroup(
+        group_uid=row.group_uid,
+        prompt_ids=c.decode_array(row.columns[c.PROMPT_IDS]),
+        lengths=np.asarray(responses.lengths, dtype=np.int64),
+        response_ids=tokens,
+        loss_mask=np.ones(len(tokens), dtype=bool),
+        rollout_logprobs=np.zeros(len(tokens), dtype=np.float32),
+    )
+
+
+def decode_train_group(row: LeasedRow, *, step: int, oldest_version: int) -> tuple[TrainGroup, list[str]]:
+    """A row as the trainer sees it at ``step``, and the uids whose every token is older than ``oldest_version``.
+
+    Tokens older than that are masked (mode.on_stale=mask; with drop the bus never hands such a row out).
+    """
+    responses = c.decode_ragged(row.columns[c.RESPONSE_IDS])
+    lengths = np.asarray(responses.lengths, dtype=np.int64)
+    loss_mask = c.decode_ragged(row.columns[c.LOSS_MASK]).flat().astype(bool)
+    fully_masked: list[str] = []
+    # A token counts as fresh only with its whole sample: later ones attend to what older weights left in the cache.
+    fresh = np.repeat([version == step for version in row.versions], lengths)
+    if min(row.versions) < oldest_version:
+        versions = token_versions(c.decode_weight_versions(row.columns[c.WEIGHT_VERSIONS]), lengths)
+        loss_mask &= versions >= oldest_version
+        kept = np.add.reduceat(loss_mask.astype(np.int64), np.cumsum(lengths) - lengths)
+        fully_masked = [uid for uid, tokens in zip(row.uids, kept, strict=True) if tokens == 0]
+    old = row.columns.get(c.OLD_LOGPROBS)
+    reference = row.columns.get(c.REFERENCE_LOGPROBS)
+    group = TrainGroup(
+        group_uid=row.group_uid,
+        prompt_ids=c.decode_array(row.columns[c.PROMPT_IDS]),
+        lengths=lengths,
+        response_ids=responses.flat(),
+        loss_mask=loss_mask,
+        rollout_logprobs=c.decode_ragged(row.columns[c.ROLLOUT_LOGPROBS]).flat(),
+        fresh=fresh,
+        advantages=c.decode_ragged(row.columns[c.ADVANTAGES]).flat(),
+        old_logprobs=None if old is None else c.decode_ragged(old).flat(),
+        reference_logprobs=None if reference is None else c.decode_ragged(reference).flat(),
+    )
+    return group, fully_masked

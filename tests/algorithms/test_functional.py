@@ -1,0 +1,190 @@
+"""The shared maths against a plain-Python derivation, finite differences, and properties."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from algorithms import functional as F
+from relax_core.contracts.algorithm import StepTotals
+from tests.algorithms import reference
+
+LOGPROB = st.floats(-6.0, 0.0)
+REWARDS = st.lists(st.floats(-4, 4, width=32), min_size=2, max_size=16)
+
+
+@pytest.mark.parametrize("normalize_std", [True, False])
+@pytest.mark.parametrize("rewards", [[1.0, 0.0], [0.3, 0.5, 1.0, 0.3], [5.0, -1.0, 2.5]])
+def test_advantages_equal_the_reference(rewards: list[float], normalize_std: bool) -> None:
+    got = F.group_relative_advantages(rewards=torch.tensor(rewards), normalize_std=normalize_std, std_epsilon=1e-6)
+    wanted = reference.group_advantages(rewards, normalize_std=normalize_std, std_epsilon=1e-6)
+    assert got.dtype == torch.float32
+    assert got.tolist() == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+
+
+def test_two_samples_by_hand() -> None:
+    # mean 0.5, unbiased std sqrt(0.5): ±0.5 / 0.70710678 = ±0.70710678
+    got = F.group_relative_advantages(rewards=torch.tensor([1.0, 0.0]), normalize_std=True, std_epsilon=0.0)
+    assert got.tolist() == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5)])
+
+
+@given(reward=st.floats(-1e3, 1e3, width=32), count=st.integers(2, 32))
+@settings(deadline=None)  # the first call may wait for a busy machine
+def test_equal_rewards_give_exactly_zero(reward: float, count: int) -> None:
+    got = F.group_relative_advantages(rewards=torch.full((count,), reward), normalize_std=True, std_epsilon=1e-6)
+    assert torch.equal(got, torch.zeros(count))
+
+
+@given(eighths=st.lists(st.integers(-32, 32), min_size=2, max_size=16), shift=st.integers(-64, 64))
+@settings(deadline=None)  # the first call may wait for a busy machine
+def test_a_constant_added_to_all_rewards_changes_nothing(eighths: list[int], shift: int) -> None:
+    rewards = torch.tensor(eighths) / 8  # eighths are exact, so the shift is too
+    plain, shifted = (
+        F.group_relative_advantages(rewards=values, normalize_std=True, std_epsilon=1e-6)
+        for values in (rewards, rewards + shift / 8)
+    )
+    torch.testing.assert_close(shifted, plain, rtol=1e-5, atol=1e-6)
+
+
+@given(rewards=REWARDS, data=st.data())
+@settings(deadline=None)  # the first call may wait for a busy machine
+def test_the_order_of_samples_does_not_matter(rewards: list[float], data: st.DataObject) -> None:
+    order = data.draw(st.permutations(range(len(rewards))))
+    values = torch.tensor(rewards)
+    plain = F.group_relative_advantages(rewards=values, normalize_std=True, std_epsilon=1e-6)
+    permuted = F.group_relative_advantages(rewards=values[order], normalize_std=True, std_epsilon=1e-6)
+    torch.testing.assert_close(permuted, plain[order], rtol=1e-5, atol=1e-6)
+
+
+def test_a_group_of_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="group of 1"):
+        F.group_relative_advantages(rewards=torch.tensor([1.0]), normalize_std=True, std_epsilon=1e-6)
+
+
+def _policy_gradient(log_ratio: float, advantage: float) -> float:
+    new = torch.tensor([-2.0 + log_ratio], requires_grad=True)
+    policy = F.clipped_policy_loss(
+        logprobs=new,
+        old_logprobs=torch.tensor([-2.0]),
+        advantages=torch.tensor([advantage]),
+        loss_mask=torch.tensor([True]),
+        clip_low=0.2,
+        clip_high=0.3,
+    )
+    policy.per_token.sum().backward()
+    assert new.grad is not None
+    return float(new.grad)
+
+
+@given(log_ratio=st.floats(math.log(1.3) + 1e-3, 5.0), advantage=st.floats(0.1, 3.0))
+@settings(deadline=None)  # the first call may wait for a busy machine
+def test_above_the_upper_clip_a_good_sample_has_no_gradient(log_ratio: float, advantage: float) -> None:
+    assert _policy_gradient(log_ratio, advantage) == 0.0
+    assert _policy_gradient(log_ratio, -advantage) == pytest.approx(advantage * math.exp(log_ratio), rel=1e-4)
+
+
+@given(log_ratio=st.floats(-5.0, math.log(0.8) - 1e-3), advantage=st.floats(0.1, 3.0))
+@settings(deadline=None)  # the first call may wait for a busy machine
+def test_below_the_lower_clip_a_bad_sample_has_no_gradient(log_ratio: float, advantage: float) -> None:
+    assert _policy_gradient(log_ratio, -advantage) == 0.0
+    assert _policy_gradient(log_ratio, advantage) == pytest.approx(-advantage * math.exp(log_ratio), rel=1e-4)
+
+
+@given(new=LOGPROB, old=LOGPROB)
+@settings(deadline=None)  # the first call may wait for a busy machine
+def test_k3_is_never_negative_and_all_estimators_equal_the_reference(new: float, old: float) -> None:
+    x = new - old
+    wanted = {"k1": x, "k2": x * x / 2, "k3": math.exp(-x) + x - 1}
+    for estimator, value in wanted.items():
+        got = F.kl_estimate(
+            logprobs=torch.tensor([new]),
+            reference_logprobs=torch.tensor([old]),
+            loss_mask=torch.tensor([True]),
+            estimator=estimator,
+        )
+        assert got.item() == pytest.approx(value, rel=1e-4, abs=1e-5)
+        assert estimator != "k3" or got.item() >= -1e-7
+
+
+def test_importance_weights_are_clamped_and_detached() -> None:
+    old = torch.tensor([-1.0, -1.0, -5.0, -1.0], requires_grad=True)
+    got = F.truncated_importance_weights(
+        old_logprobs=old,
+        rollout_logprobs=torch.tensor([-1.0, -3.0, -1.0, float("nan")]),
+        loss_mask=torch.tensor([True, True, True, False]),
+        low=0.1,
+        high=2.0,
+    )
+    assert not got.requires_grad
+    assert got.tolist() == pytest.approx([1.0, 2.0, 0.1, 1.0])
+
+
+def test_extreme_log_probs_stay_finite() -> None:
+    new = torch.tensor([0.0, -1e4, -1e4], requires_grad=True)
+    policy = F.clipped_policy_loss(
+        logprobs=new,
+        old_logprobs=torch.tensor([-1e4, 0.0, -1e4]),
+        advantages=torch.tensor([-1.0, 1.0, 1.0]),
+        loss_mask=torch.ones(3, dtype=torch.bool),
+        clip_low=0.2,
+        clip_high=0.2,
+    )
+    policy.per_token.sum().backward()
+    assert new.grad is not None
+    assert bool(torch.isfinite(policy.per_token).all())
+    assert bool(torch.isfinite(new.grad).all())
+
+
+TOTALS = StepTotals(tokens=5, samples=3, groups=1)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "numerator", "denominator"),
+    # values 1 2 3 | 4 5 | (6), the last token masked: sums 6, 9 and 0; means 2, 4.5 and 0
+    [
+        ("token_mean", 15.0, 5.0),
+        ("seq_mean_token_mean", 6.5, 3.0),
+        ("seq_mean_token_sum_norm", 15.0, 24.0),
+    ],
+)
+def test_aggregation_by_hand(aggregation: str, numerator: float, denominator: float) -> None:
+    got = F.aggregate_sum(
+        per_token=torch.tensor([1.0, 2, 3, 4, 5, 6]),
+        loss_mask=torch.tensor([True] * 5 + [False]),
+        sample_ids=torch.tensor([0, 0, 0, 1, 1, 2]),
+        num_samples=3,
+        aggregation=aggregation,
+    )
+    assert got.item() == pytest.approx(numerator)
+    assert F.aggregate_denominator(totals=TOTALS, aggregation=aggregation, norm_length=8.0) == denominator
+
+
+@pytest.mark.parametrize("aggregation", F.AGGREGATIONS)
+def test_an_empty_mask_gives_zero_loss_and_gradient(aggregation: str) -> None:
+    values = torch.tensor([1.0, float("nan")], requires_grad=True)
+    total = F.aggregate_sum(
+        per_token=values,
+        loss_mask=torch.tensor([False, False]),
+        sample_ids=torch.tensor([0, 1]),
+        num_samples=2,
+        aggregation=aggregation,
+    )
+    total.backward()
+    assert values.grad is not None
+    assert total.item() == 0.0
+    assert values.grad.tolist() == [0.0, 0.0]
+    nothing = StepTotals(tokens=0, samples=0, groups=0)
+    assert F.aggregate_denominator(totals=nothing, aggregation=aggregation, norm_length=8.0) > 0
+
+
+def test_unknown_choices_are_named() -> None:
+    with pytest.raises(ValueError, match="'mean' is not one of token_mean"):
+        F.aggregate_denominator(totals=TOTALS, aggregation="mean", norm_length=0.0)
+    with pytest.raises(ValueError, match="'k4' is not one of k1"):
+        F.kl_estimate(
+            logprobs=torch.zeros(1), reference_logprobs=torch.zeros(1), loss_mask=torch.ones(1).bool(), estimator="k4"
+        )

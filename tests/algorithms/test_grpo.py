@@ -1,0 +1,231 @@
+"""GRPO as a whole: golden vectors, finite differences, masks, splits and knobs."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from algorithms.grpo import SPEC, GrpoKnobs
+from relax_core.contracts.algorithm import AdvantageInputs, LossInputs, StepTotals
+from tests.algorithms import reference
+from tests.algorithms.reference import Token
+
+KNOBS = GrpoKnobs(clip_low=0.2, clip_high=0.28)
+VARIANTS = [
+    KNOBS,
+    dataclasses.replace(KNOBS, aggregation="seq_mean_token_mean"),
+    dataclasses.replace(KNOBS, aggregation="seq_mean_token_sum_norm", norm_length=8.0),
+    dataclasses.replace(KNOBS, kl_coef=0.1),
+    dataclasses.replace(KNOBS, kl_coef=0.1, kl_estimator="k2"),
+    dataclasses.replace(KNOBS, old_logprobs="actor_fwd", tis_low=0.5, tis_high=1.5),
+    dataclasses.replace(KNOBS, old_logprobs="actor_fwd", kl_coef=0.05, aggregation="seq_mean_token_mean"),
+]
+LOGPROB = st.floats(-3.0, -0.0078125, width=32)
+TOKEN = st.builds(
+    Token,
+    sample=st.integers(0, 2),
+    trained=st.booleans(),
+    new=LOGPROB,
+    old=LOGPROB,
+    rollout=LOGPROB,
+    reference=LOGPROB,
+    advantage=st.floats(-2, 2, width=32),
+)
+TOKENS = st.lists(TOKEN, min_size=1, max_size=12).filter(lambda tokens: any(token.trained for token in tokens))
+
+
+def _inputs(tokens: list[Token], *, dtype: torch.dtype = torch.float32) -> LossInputs:
+    def column(name: str) -> torch.Tensor:
+        return torch.tensor([getattr(token, name) for token in tokens], dtype=dtype)
+
+    ids = torch.tensor([token.sample for token in tokens])
+    return LossInputs(
+        logprobs=column("new").requires_grad_(),
+        old_logprobs=column("old"),
+        rollout_logprobs=column("rollout"),
+        reference_logprobs=column("reference"),
+        advantages=column("advantage"),
+        loss_mask=torch.tensor([token.trained for token in tokens]),
+        sample_ids=ids,
+        num_samples=3,
+    )
+
+
+def _totals(tokens: list[Token]) -> StepTotals:
+    return StepTotals(
+        tokens=sum(token.trained for token in tokens), samples=len({token.sample for token in tokens}), groups=1
+    )
+
+
+def _reference_loss(tokens: list[Token], knobs: GrpoKnobs) -> float:
+    tis = (knobs.tis_low, knobs.tis_high) if knobs.old_logprobs == "actor_fwd" else None
+    losses = [
+        reference.token_loss(
+            token,
+            clip_low=knobs.clip_low,
+            clip_high=knobs.clip_high,
+            kl_coef=knobs.kl_coef,
+            kl_estimator=knobs.kl_estimator,
+            tis=tis,
+        )
+        for token in tokens
+    ]
+    return reference.mean_loss(tokens, losses, aggregation=knobs.aggregation, norm_length=knobs.norm_length)
+
+
+@pytest.mark.parametrize("knobs", VARIANTS, ids=str)
+@given(tokens=TOKENS)
+@settings(max_examples=40, deadline=None)
+def test_the_loss_equals_the_reference(knobs: GrpoKnobs, tokens: list[Token]) -> None:
+    got = SPEC.loss(_inputs(tokens), knobs).loss_sum.item() / SPEC.denominator(_totals(tokens), knobs)
+    assert got == pytest.approx(_reference_loss(tokens, knobs), rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("knobs", VARIANTS, ids=str)
+def test_the_gradient_equals_finite_differences(knobs: GrpoKnobs) -> None:
+    # ratios e^0.1, e^-0.1, e^0.6 (clipped), e^-0.6 (clipped), e^0.2, e^0.15: none within 0.01 of a clip's edge
+    tokens = [
+        Token(sample=0, trained=True, new=-0.9, old=-1.0, rollout=-1.1, reference=-0.7, advantage=1.3),
+        Token(sample=0, trained=True, new=-1.1, old=-1.0, rollout=-1.0, reference=-0.5, advantage=1.3),
+        Token(sample=1, trained=True, new=-0.4, old=-1.0, rollout=-0.9, reference=-1.0, advantage=0.8),
+        Token(sample=1, trained=True, new=-1.6, old=-1.0, rollout=-0.5, reference=-1.2, advantage=-0.8),
+        Token(sample=2, trained=False, new=-0.8, old=-1.0, rollout=-1.0, reference=-1.0, advantage=-0.5),
+        Token(sample=2, trained=True, new=-0.85, old=-1.0, rollout=-1.3, reference=-1.4, advantage=-0.5),
+    ]
+    inputs = _inputs(tokens)
+    SPEC.loss(inputs, knobs).loss_sum.backward()
+    assert inputs.logprobs.grad is not None
+    got = inputs.logprobs.grad / SPEC.denominator(_totals(tokens), knobs)
+    step = 1e-6
+    for place, token in enumerate(tokens):
+        up, down = (
+            _reference_loss(
+                [*tokens[:place], dataclasses.replace(token, new=token.new + by), *tokens[place + 1 :]], knobs
+            )
+            for by in (step, -step)
+        )
+        assert got[place].item() == pytest.approx((up - down) / (2 * step), rel=1e-4, abs=1e-6)
+
+
+@given(tokens=TOKENS, noise=st.sampled_from([float("nan"), float("inf"), float("-inf"), -7.0]))
+@settings(deadline=None)  # the first call may wait for a busy machine
+def test_masked_tokens_have_no_influence(tokens: list[Token], noise: float) -> None:
+    knobs = dataclasses.replace(KNOBS, old_logprobs="actor_fwd", kl_coef=0.1, aggregation="seq_mean_token_mean")
+    spoilt = [
+        token
+        if token.trained
+        else dataclasses.replace(token, new=noise, old=noise, rollout=noise, reference=-noise, advantage=9.0)
+        for token in tokens
+    ]
+    results: list[tuple[float, list[float], dict[str, Any]]] = []
+    for version in (tokens, spoilt):
+        inputs = _inputs(version)
+        outputs = SPEC.loss(inputs, knobs)
+        outputs.loss_sum.backward()
+        assert inputs.logprobs.grad is not None
+        metrics = {name: (total.item(), count.item()) for name, (total, count) in outputs.metric_sums.items()}
+        results.append((outputs.loss_sum.item(), inputs.logprobs.grad.tolist(), metrics))
+    assert results[0] == results[1]
+    masked = [grad for grad, token in zip(results[1][1], spoilt, strict=True) if not token.trained]
+    assert masked == [0.0] * len(masked)
+
+
+@given(tokens=TOKENS, knobs=st.sampled_from(VARIANTS), data=st.data())
+@settings(deadline=None)  # the first call may wait for a busy machine
+def test_numerators_add_up_over_micro_batches_in_any_order(
+    tokens: list[Token], knobs: GrpoKnobs, data: st.DataObject
+) -> None:
+    whole = SPEC.loss(_inputs(tokens), knobs).loss_sum.item()
+    samples = data.draw(st.permutations(sorted({token.sample for token in tokens})))
+    parts = [[token for token in tokens if token.sample == sample] for sample in samples]
+    split = sum(SPEC.loss(_inputs(part), knobs).loss_sum.item() for part in parts)
+    assert split == pytest.approx(whole, rel=1e-4, abs=1e-4)
+
+
+def test_metrics_by_hand() -> None:
+    tokens = [
+        Token(sample=0, trained=True, new=-1.0, old=-1.0, rollout=-1.0, reference=-1.0, advantage=1.0),
+        Token(sample=0, trained=True, new=-0.5, old=-1.0, rollout=-1.0, reference=-1.0, advantage=1.0),
+        Token(sample=1, trained=True, new=-1.5, old=-1.0, rollout=-1.0, reference=-1.0, advantage=-1.0),
+        Token(sample=1, trained=False, new=-9.0, old=-1.0, rollout=-1.0, reference=-1.0, advantage=-1.0),
+    ]
+    sums = SPEC.loss(_inputs(tokens), KNOBS).metric_sums
+    assert set(sums) == {"ratio", "clip_low", "clip_high", "old_kl"}
+    assert all(count.item() == 3 for _, count in sums.values())
+    # e^0 + e^0.5 + e^-0.5, and for the KL the same minus 3, as the log-ratios add up to 0
+    assert sums["ratio"][0].item() == pytest.approx(3.2552519)
+    assert sums["old_kl"][0].item() == pytest.approx(0.2552519, rel=1e-5)
+    assert (sums["clip_low"][0].item(), sums["clip_high"][0].item()) == (1.0, 1.0)
+    more = SPEC.loss(_inputs(tokens), dataclasses.replace(KNOBS, old_logprobs="actor_fwd", kl_coef=0.1)).metric_sums
+    assert set(more) == {*sums, "tis_weight", "reference_kl"}
+
+
+def test_advantages_reach_every_token_of_a_sample() -> None:
+    got = SPEC.advantages(
+        AdvantageInputs(
+            rewards=torch.tensor([1.0, 0.0]),
+            lengths=torch.tensor([1, 2]),
+            loss_mask=torch.tensor([True, True, True]),
+            sample_ids=torch.tensor([0, 1, 1]),
+        ),
+        GrpoKnobs(normalize_std=False),
+    )
+    assert got.tolist() == [0.5, -0.5, -0.5]
+    assert got.dtype == torch.float32
+
+
+def test_needs_follow_the_knobs() -> None:
+    assert SPEC.needs(KNOBS).old_logprobs == "rollout"
+    assert not SPEC.needs(KNOBS).reference
+    more = SPEC.needs(GrpoKnobs(old_logprobs="actor_fwd", kl_coef=0.01))
+    assert more.old_logprobs == "actor_fwd"
+    assert more.reference
+
+
+@pytest.mark.parametrize("knobs", VARIANTS, ids=str)
+def test_sensible_knobs_pass(knobs: GrpoKnobs) -> None:
+    SPEC.check(knobs)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"group_size": 1}, "algo.group_size=1"),
+        ({"clip_low": 0.0}, "algo.clip_low=0.0"),
+        ({"clip_low": 1.5}, "algo.clip_low=1.5"),
+        ({"clip_high": -0.1}, "algo.clip_high=-0.1"),
+        ({"std_epsilon": 0.0}, "algo.std_epsilon=0.0"),
+        ({"aggregation": "mean"}, "algo.aggregation=mean: no such choice"),
+        ({"kl_estimator": "k4"}, "algo.kl_estimator=k4"),
+        ({"kl_coef": 0.1, "kl_estimator": "k1"}, "zero expected gradient"),
+        ({"kl_coef": -1.0}, "algo.kl_coef=-1.0"),
+        ({"old_logprobs": "critic"}, "algo.old_logprobs=critic"),
+        ({"tis_low": 3.0}, "algo.tis_low=3.0"),
+        ({"aggregation": "seq_mean_token_sum_norm"}, "algo.norm_length=0.0"),
+        ({"norm_length": 8.0}, "algo.norm_length=8.0"),
+    ],
+)
+def test_wrong_knobs_are_named(wrong: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        SPEC.check(dataclasses.replace(GrpoKnobs(), **wrong))
+
+
+def test_every_wrong_knob_is_listed_at_once() -> None:
+    with pytest.raises(ValueError) as caught:
+        SPEC.check(GrpoKnobs(group_size=1, clip_high=0.0, kl_coef=-1.0))
+    assert len(str(caught.value).splitlines()) == 3
+
+
+def test_checking_knobs_needs_no_torch() -> None:
+    code = (
+        "import sys; from algorithms.grpo import SPEC, GrpoKnobs;SPEC.check(GrpoKnobs()); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "False"

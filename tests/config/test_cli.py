@@ -1,0 +1,103 @@
+"""The command line as a user meets it: a real process."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from relax_core.config import compose
+from relax_core.config.help import help_text
+from relax_core.config.options import groups
+from relax_core.config.schema import RelaxConfig
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def relax(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "relax_core", *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=60
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["model=qwen3_omni"], "relax: model=qwen3_omni is not built yet. What exists for model: qwen3, tiny_qwen3."),
+        (["run.stesp=3"], "relax: run.stesp is not a key."),
+        (["rollout.temperature=0", "seed=-1"], "relax: 2 problems in the configuration"),
+        (["seed=[1"], "relax: 'seed=[1' is not key=value."),
+        (["--nonsense"], "unrecognized arguments: --nonsense"),
+    ],
+)
+def test_a_mistake_is_one_screen_and_exit_code_2(arguments: list[str], text: str) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result = relax(*arguments)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert result.returncode == 2
+    assert text in result.stderr
+    assert "Traceback" not in result.stderr
+    assert len(result.stderr.splitlines()) < 24
+    assert result.stdout == ""
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2.0
+
+
+def test_validation_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from relax_core.config.compose import load_config; from relax_core.preflight import CHECKS; "
+        "load_config(checks=CHECKS); "
+        "print([name for name in ('torch', 'ray', 'transformers', 'megatron') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert result.stdout.strip() == "[]", result.stderr
+
+
+def test_cfg_prints_the_configuration() -> None:
+    result = relax("--cfg", "job", "seed=7")
+    assert result.returncode == 0
+    assert yaml.safe_load(result.stdout)["seed"] == 7
+
+
+def test_help_names_every_group_and_the_usual_keys() -> None:
+    result = relax("--help")
+    assert result.returncode == 0
+    assert result.stdout.strip() == help_text().strip()
+    for word in (*groups(), "seed", "run.steps", "optimizer.lr", "mode.max_staleness", "model.path", "resume", "-m"):
+        assert f"  {word}" in result.stdout or f" {word}," in result.stdout
+
+
+def test_a_sweep_runs_one_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen: list[tuple[int, int]] = []
+
+    def job(config: RelaxConfig) -> int:
+        seen.append((config.seed, config.mode.max_staleness))
+        return 3 if config.seed == 2 else 0
+
+    assert compose.run(["-m", "seed=1,2", "mode.max_staleness=0,4"], job) == 3
+    assert seen == [(1, 0), (1, 4), (2, 0), (2, 4)]
+
+
+def test_a_bad_run_of_a_sweep_does_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen: list[float] = []
+
+    def job(config: RelaxConfig) -> int:
+        seen.append(config.rollout.temperature)
+        return 0
+
+    assert compose.run(["-m", "rollout.temperature=1,0,0.5"], job) == 2
+    assert seen == [1.0, 0.5]
+    assert "rollout.temperature=0.0" in capsys.readouterr().err
+
+
+def test_a_single_run_leaves_no_folder_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert compose.run([], lambda config: 0) == 0
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,82 @@
+"""Every YAML in conf/ composes, validates, and explains its values."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from relax_core.config.compose import compose, load_config
+from relax_core.config.options import conf_folder, groups, yaml_options
+from relax_core.config.ranges import RANGES
+from relax_core.config.schema import ModeName
+from relax_core.config.schema_keys import section_types
+from relax_core.preflight import CHECKS
+from relax_core.registry import KINDS, Kind, find, names
+
+OPTIONS = [(group, option) for group in groups() for option in yaml_options(group)]
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS, ids=[f"{group}={option}" for group, option in OPTIONS])
+def test_every_option_runs(
+    group: str, option: str, model_folder: Path, data_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)  # experiment=math_file names a file of the checkout
+    extra = {
+        "model=qwen3": [f"model.path={model_folder}"],
+        "data=file": [f"data.path={data_file}", "model.task=arithmetic"],
+        "data=arithmetic": ["reward=math"],
+        "algo=plugin": ["algo.name=grpo"],
+        "reward=plugin": ["reward.name=math"],
+        "env=plugin": ["env.name=single_turn"],
+    }
+    load_config([f"{group}={option}", *extra.get(f"{group}={option}", [])], checks=CHECKS)
+
+
+def test_the_demo() -> None:
+    config = load_config()
+    assert config.mode.name is ModeName.asynchronous
+    assert (config.mode.max_staleness, config.run.steps, config.eval.every, config.eval.rows) == (1, 180, 50, 256)
+    assert (config.optimizer.lr, config.optimizer.warmup_steps, config.optimizer.beta2) == (1e-3, 10, 0.99)
+    assert (config.rollout.prompts_per_step, config.algo.group_size, config.rollout.max_new_tokens) == (8, 16, 8)
+    assert re.fullmatch(r"runs/tiny_qwen3-reverse_digits/[\d_-]+", str(Path(config.run.dir).relative_to(Path.cwd())))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plugins_yaml_has_its_knobs_and_their_defaults(kind: Kind) -> None:
+    """algo=grpo and algo.name=grpo must be one and the same."""
+    for name in set(names(kind)) & set(yaml_options(kind)):
+        values = OmegaConf.load(conf_folder() / kind / f"{name}.yaml")
+        fields = {field.name: field for field in dataclasses.fields(find(kind, name).knobs)}
+        assert isinstance(values, DictConfig)
+        assert set(values) == set(fields)
+        for key, value in {str(key): value for key, value in values.items()}.items():
+            default = fields[key].default
+            if key != "name" and default is not dataclasses.MISSING:
+                assert value == pytest.approx(default), f"{kind}={name}: {key}"
+
+
+def test_every_value_is_explained_beside_it() -> None:
+    bare = [
+        f"{file.relative_to(conf_folder())}: {line}"
+        for file in sorted(conf_folder().rglob("*.yaml"))
+        if file.parent.name != "experiment"
+        for line in file.read_text().split("\nhydra:")[0].split("\ndefaults:")[-1].splitlines()
+        if re.match(r"\s*\w+: \S", line) and "#" not in line and not line.startswith("name: ")
+    ]
+    assert bare == []
+
+
+def test_every_number_has_a_range() -> None:
+    config = compose([])
+    numbers = {
+        f"{section}.{field.name}"
+        for section, section_type in section_types().items()
+        for field in dataclasses.fields(section_type)
+        if isinstance(config[section][field.name], int | float) and not isinstance(config[section][field.name], bool)
+    }
+    assert numbers | {"seed"} == set(RANGES)

@@ -1,0 +1,186 @@
+"""A user's mistakes, each answered in words that name key, value and fix."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from relax_core.config.compose import load_config
+from relax_core.config.errors import ConfigError
+from relax_core.preflight import CHECKS
+
+
+def problems(*overrides: str) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        load_config(overrides, checks=CHECKS)
+    return caught.value.problems
+
+
+@pytest.mark.parametrize(
+    ("override", "text"),
+    [
+        (
+            "model=qwen3_omni",
+            "model=qwen3_omni is not built yet. What exists for model: qwen3, tiny_qwen3.",
+        ),
+        ("algo=gspo", "algo=gspo is not built yet. What exists for algo: grpo, plugin."),
+        ("mode=foo", "mode=foo is not built yet. What exists for mode: async, colocate."),
+        ("engine=sglang", "engine=sglang is not built yet. What exists for engine: embedded."),
+        ("bus=transfer_queue", "bus=transfer_queue is not built yet. What exists for bus: ray."),
+        ("launcher=slurm", "launcher=slurm is not built yet. What exists for launcher: local."),
+        ("parallel=tp2", "parallel=tp2 is not built yet. What exists for parallel: single."),
+        ("mode=asinc", "Nearest: async."),
+        ("experiment=none", "experiment=none is not built yet. What exists for experiment: math_file."),
+        ("run.stesp=3", "run.stesp is not a key. Nearest: run.steps"),
+        ("lr=3", "lr is not a key. Nearest: optimizer.lr."),
+        ("max_stalenes=3", "Nearest: mode.max_staleness."),
+        ("zzzz=3", "zzzz is not a key. Root keys: name, seed,"),
+        ("run.zzzz=3", "run.zzzz is not a key. Keys of run: run.steps"),
+        ("+run.zzzz=3", "run.zzzz is not a key. Keys of run: run.steps"),
+        ("+zzzz=3", "zzzz is not a key. Root keys: name, seed,"),
+        ("algo.clip_hihg=0.3", "algo.clip_hihg is not a knob of grpo. Nearest: algo.clip_high"),
+        ("seed=x", "seed=x: expected a whole number."),
+        ("optimizer.lr=fast", "optimizer.lr=fast: expected a number."),
+        ("run.panel=maybe", "run.panel=maybe: expected true or false."),
+        ("algo.group_size=many", "algo.group_size=many: expected a whole number."),
+        ("seed=null", "seed=null: it needs a value."),
+        ("mode.name=async", "Choose it with mode=<option>: async, colocate."),
+        ("optimizer.schedule=linear", "optimizer.schedule=linear: expected one of constant, cosine."),
+        ("run=[1]", "run is a section, not a value. Its keys: run.steps,"),
+        ("foo", "'foo' is not key=value."),
+        ("seed=[1", "'seed=[1' is not key=value."),
+        ("seed=1,2", "seed=1,2: several values. Add -m"),
+        ("name=${nope}", "name: Interpolation key 'nope' not found."),
+        ("run.steps=???", "run.steps has no value: add run.steps=..."),
+        ("~run.steps", "run.steps cannot be removed, only set."),
+        ("algo=plugin", "algo.name has no value"),
+        ("env.name=nowhere", "env.name=nowhere is not known. What exists: single_turn."),
+        ("reward.name=maths", "Nearest: math."),
+        ("algo.name=/nowhere/x.py", "algo.name=/nowhere/x.py: no such file."),
+    ],
+)
+def test_what_cannot_be_composed(override: str, text: str) -> None:
+    found = problems(override)
+    assert len(found) == 1
+    assert text in found[0]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["mode=colocate", "mode.max_staleness=1"], "mode.max_staleness=1 with mode=colocate"),
+        (["algo.group_size=1"], "algo.group_size=1"),
+        (["parallel.tp=2"], "parallel.tp=2: not built yet; what exists: dp."),
+        (["parallel.dp=3"], "rollout.prompts_per_step=8 does not divide among parallel.dp=3 ranks."),
+        (["model=qwen3"], "model.path is not set: model=qwen3 needs model.path="),
+        (["model.path=/models/x"], "model.path=/models/x with model=tiny_qwen3, which is built in."),
+        (["model=qwen3", "model.path=/nowhere"], "model.path=/nowhere: no such folder."),
+        (["model=qwen3", "model.path=/usr"], "model.path=/usr: the folder has no config.json."),
+        (["model.family=llama"], "model.family=llama"),
+        (["model.dtype=float8"], "model.dtype=float8: expected one of float32, bfloat16."),
+        (["model.builtin=huge"], "model.builtin=huge"),
+        (["model.task=chess"], "model.task=chess: no such generated task. What exists: reverse_digits, arithmetic."),
+        (["data=file", "reward=math", "model.task=arithmetic"], "data.path is not set"),
+        (["data.path=/x.jsonl"], "data.path=/x.jsonl with data=reverse_digits, which is generated."),
+        (["data.task=chess", "model.task=arithmetic", "reward=math"], "data.task='chess': no such generated task."),
+        (["data=arithmetic"], "reward=reverse_digits does not score data=arithmetic. Add reward=math."),
+        (["eval.rows=999"], "eval.rows=999, but data.eval_size=256 holds out 256 rows"),
+        (["rollout.temperature=0"], "rollout.temperature=0.0: must be more than 0 (greedy samples"),
+        (["rollout.top_k=0"], "rollout.top_k=0 keeps no token."),
+        (["optimizer.lr=-1"], "optimizer.lr=-1.0: must be more than 0."),
+        (["optimizer.lr=nan"], "optimizer.lr=nan: must be more than 0."),
+        (["optimizer.min_lr=1"], "optimizer.min_lr=1.0 is above optimizer.lr=0.001."),
+        (["engine.port=70000"], "engine.port=70000: must be at least 0 and at most 65535"),
+        (["engine.port=65535", "engine.count=2"], "passes port 65535"),
+        (["engine.host=0.0.0.0"], "engine.host=0.0.0.0: engines listen on loopback only."),
+        (["engine.name=sglang"], "engine.name=sglang is not built yet. What exists for engine: embedded."),
+        (["engine.max_running_samples=8"], "engine.max_running_samples=8 cannot hold one group of algo.group_size=16."),
+        (["engine.context_length=8"], "engine.context_length=8 leaves no room for a prompt"),
+        (["engine.max_total_tokens=64"], "engine.max_total_tokens=64 cannot hold one group"),
+        (["launcher.object_store_mb=99999999"], "too little memory: the run needs about"),
+        (["resume=/nowhere"], "resume=/nowhere: no such folder. Use resume=auto"),
+        (["run.dir=/etc/passwd/x"], "run.dir=/etc/passwd/x: /etc/passwd is a file."),
+        (["reward.timeout_s=0"], "reward.timeout_s=0.0"),
+    ],
+)
+def test_what_cannot_run(overrides: list[str], text: str) -> None:
+    found = problems(*overrides)
+    assert any(text in problem for problem in found), found
+
+
+def test_all_problems_at_once() -> None:
+    found = problems("seed=-1", "rollout.temperature=0", "parallel.tp=2", "resume=/nowhere", "algo.group_size=1")
+    assert [any(key in p for p in found) for key in ("seed=-1", "temperature", "tp=2", "resume", "group_size")] == [
+        True
+    ] * 5
+    report = ConfigError(found).report()
+    assert report.startswith(f"relax: {len(found)} problems in the configuration\n  - ")
+
+
+def test_all_wrong_knobs_at_once() -> None:
+    assert len(problems("algo.clip_low=x", "algo.nope=1", "reward.nope=2", "+run.zzzz=1")) == 4
+
+
+def test_model_folder(model_folder: Path) -> None:
+    def found() -> list[str]:
+        return problems("model=qwen3", f"model.path={model_folder}")
+
+    config = json.loads((model_folder / "config.json").read_text())
+    (model_folder / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+    assert "'llama'" in found()[0]
+    (model_folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 100}))
+    assert "engine.context_length=512 is more than the model's 100 positions." in found()[0]
+    (model_folder / "config.json").write_text("{oops")
+    assert "config.json is not JSON" in found()[0]
+    (model_folder / "config.json").write_text(json.dumps(config))
+    (model_folder / "model.safetensors").unlink()
+    (model_folder / "tokenizer.json").unlink()
+    assert ["safetensors" in found()[0], "no tokenizer" in found()[1]] == [True, True]
+
+
+def test_data_file(tmp_path: Path, data_file: Path) -> None:
+    def found(path: Path) -> str:
+        return problems(
+            "experiment=math_file", f"data.path={path}", "data.prompt_key=prompt", "data.answer_key=answer"
+        )[0]
+
+    assert "none.jsonl: no such file." in found(tmp_path / "none.jsonl")
+    csv = tmp_path / "rows.csv"
+    csv.write_text("a,b\n")
+    assert "unknown suffix '.csv'. Use one of: .jsonl, .parquet." in found(csv)
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    assert "empty.jsonl: it has no rows." in found(empty)
+    data_file.write_text(data_file.read_text() + "{oops\n")
+    assert "rows.jsonl, line 301: not a JSON object" in found(data_file)
+
+
+def test_port_in_use() -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        port = held.getsockname()[1]
+        assert problems(f"engine.port={port}")[0].startswith(
+            f"engine.port={port} cannot be used (Address already in use)"
+        )
+
+
+def test_malformed_yaml_names_file_and_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "experiment"
+    folder.mkdir()
+    (folder / "mine.yaml").write_text("# @package _global_\nrun: {steps: 3\nseed: 1\n")
+    found = problems("experiment=mine", f"hydra.searchpath=[file://{tmp_path}]")[0]
+    assert "mine.yaml, line 3: not valid YAML" in found
+
+
+def test_unknown_key_in_an_experiment_file(tmp_path: Path) -> None:
+    folder = tmp_path / "experiment"
+    folder.mkdir()
+    (folder / "mine.yaml").write_text("# @package _global_\noptimizer: {lrr: 3}\n")
+    assert (
+        "in experiment/mine.yaml: optimizer.lrr is not a key. Nearest: optimizer.lr"
+        in problems("experiment=mine", f"hydra.searchpath=[file://{tmp_path}]")[0]
+    )

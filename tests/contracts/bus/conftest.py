@@ -1,0 +1,60 @@
+"""The bus contract suite runs against every backend that `create_bus` knows.
+
+Who writes another backend adds it to `relax_core.bus.factory.BACKENDS` and runs
+``pytest tests/contracts/bus``: nothing here knows how a backend works inside.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_core.bus.factory import BACKENDS, create_bus
+from relax_core.config.schema import BusConfig
+from relax_core.contracts.bus import Bus
+
+NAMESPACE = "bus-contract"
+
+_numbers = itertools.count()
+
+
+@pytest.fixture(params=BACKENDS)
+def make_bus(request: pytest.FixtureRequest, ray_session: str, tmp_path: Path) -> Iterator[Callable[..., Bus]]:
+    """``make_bus(**changes)``: a fresh bus of 2 groups of 2 samples a step, staleness 1, payloads inline up to 1 KB."""
+    made: list[Any] = []
+
+    def make(**changes: Any) -> Bus:
+        number = next(_numbers)
+        values: dict[str, Any] = {
+            "groups_per_step": 2,
+            "group_size": 2,
+            "max_staleness": 1,
+            "on_stale": "drop",
+            "total_steps": 100,
+            "max_row_bytes": 1 << 22,
+        } | changes
+        config = BusConfig(
+            name=request.param,
+            lease_s=600.0,
+            call_timeout_s=30.0,
+            inline_bytes=1024,
+            max_row_bytes=values.pop("max_row_bytes"),
+        )
+        bus = create_bus(
+            config,
+            ledger_path=tmp_path / f"ledger{number}.sqlite",
+            name=f"bus{number}",
+            namespace=NAMESPACE,
+            **values,
+        )
+        made.append(bus)
+        return bus
+
+    yield make
+    for bus in made:
+        bus.close(reason="the test is over", timeout_s=10.0)
+        bus.terminate()

@@ -1,0 +1,151 @@
+"""What the suite's tests share: the tiny model, a raw HTTP call, and ways to read an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams, WeightManifest
+from relax_core.engines.client import EngineClient
+from relax_core.engines.process import EngineProcess
+from relax_core.weights.files import write_weights
+
+TOKEN = "token-of-the-run"
+VOCAB = 50
+EOS = 3
+
+
+def make_model(folder: Path | None, *, seed: int, tied: bool = True) -> Any:
+    """A random Qwen3 whose distributions are far from flat; saved to ``folder`` where one is given."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=4096,
+        tie_word_embeddings=tied,
+        eos_token_id=EOS,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    model = Qwen3ForCausalLM(config).float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.copy_(1.0 + 0.2 * torch.randn_like(parameter))
+            else:
+                parameter.mul_(3.0)
+    if folder is not None:
+        model.save_pretrained(folder)
+    return model
+
+
+def hf_weights(model: Any) -> list[tuple[str, torch.Tensor]]:
+    """The model's weights as a trainer exports them: a tied head once."""
+    tied = model.config.tie_word_embeddings
+    return [(name, value) for name, value in model.state_dict().items() if not (tied and name == "lm_head.weight")]
+
+
+def publish(model: Any, path: Path, *, version: int) -> WeightManifest:
+    return write_weights(path, version=version, tensors=hf_weights(model))
+
+
+@dataclass
+class Engine:
+    process: EngineProcess
+    client: EngineClient = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.client = self.new_client()
+
+    def new_client(self, token: str = TOKEN) -> EngineClient:
+        return EngineClient(self.process.url, token, request_timeout_s=60.0, control_timeout_s=30.0)
+
+    def connection(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.process.port, timeout=60.0)
+
+    def call(
+        self, path: str, payload: Any = None, *, method: str = "POST", token: str | None = TOKEN, body: bytes | None = None
+    ) -> tuple[int, Any]:
+        """One request on a connection of its own: status and decoded answer."""
+        connection = self.connection()
+        headers = {"Content-Type": "application/json"}
+        if token is not None:
+            headers["Authorization"] = f"Bearer {token}"
+        data = json.dumps({} if payload is None else payload).encode() if body is None else body
+        connection.request(method, path, data, headers)
+        response = connection.getresponse()
+        status, answer = response.status, response.read()
+        connection.close()
+        return status, json.loads(answer)
+
+    def post(self, path: str, payload: Any = None) -> Any:
+        """The answer of a call that must succeed."""
+        status, answer = self.call(path, payload)
+        assert status == 200, answer
+        return answer
+
+    def generate(self, prompts: Sequence[PromptRequest], params: SamplingParams) -> list[Generated]:
+        """All responses, by prompt and sample."""
+
+        async def collect() -> list[Generated]:
+            client = self.new_client()
+            try:
+                return [one async for one in client.generate(prompts, params)]
+            finally:
+                await client.aclose()
+
+        return sorted(asyncio.run(collect()), key=lambda one: (one.prompt, one.sample))
+
+    @contextmanager
+    def stream(self, payload: dict[str, Any]) -> Iterator[Iterator[dict[str, Any]]]:
+        """Server-sent events of a /generate as they come; leaving early hangs up."""
+        connection = self.connection()
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {TOKEN}"}
+        connection.request("POST", "/generate", json.dumps({**payload, "stream": True}).encode(), headers)
+        response = connection.getresponse()
+        assert response.status == 200, response.read()
+
+        def events() -> Iterator[dict[str, Any]]:
+            while line := response.readline():
+                data = line.strip().removeprefix(b"data: ")
+                if data and data != b"[DONE]":
+                    yield json.loads(data)
+
+        try:
+            yield events()
+        finally:
+            response.close()
+            connection.close()
+
+
+def long_request(rid: str, *, tokens: int = 2000, **fields: Any) -> dict[str, Any]:
+    """A /generate body that runs for thousands of decode steps: long enough to be met in the middle."""
+    sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 1.0, "sampling_seed": 1}
+    return {"rid": rid, "input_ids": [5, 6, 7], "sampling_params": sampling, "return_logprob": True, **fields}
+
+
+def prompts_of(*token_ids: list[int], seed: int = 11, min_version: int = 0) -> list[PromptRequest]:
+    return [
+        PromptRequest(rid=f"prompt-{place}", input_ids=ids, sampling_seed=seed + place, min_version=min_version)
+        for place, ids in enumerate(token_ids)
+    ]
+
+
+def random_prompt(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(4, VOCAB, (length,), generator=generator).tolist()

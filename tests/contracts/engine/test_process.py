@@ -1,0 +1,177 @@
+"""An engine process starts with a word, ends with its owner, and tells its client apart from a dead one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from relax_core.contracts.engine import EngineError, EngineUnreachable, SamplingParams
+from relax_core.engines.client import EngineClient
+from relax_core.engines.process import ROOT, EngineLaunch, EngineProcess
+from tests.contracts.engine.harness import TOKEN, Engine, long_request, prompts_of
+
+
+def gone_within(pid: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_it_ends_when_its_stdin_ends_even_while_it_decodes(start_engine: Callable[..., Engine]) -> None:
+    engine = start_engine()
+    with engine.stream(long_request("running")) as events:
+        next(events)
+        started = time.monotonic()
+        engine.process.stop(timeout_s=10.0)
+        assert time.monotonic() - started < 5.0
+    assert engine.process.poll() == 0
+
+
+def test_it_ends_on_sigterm(start_engine: Callable[..., Engine]) -> None:
+    engine = start_engine()
+    os.kill(engine.process.pid, signal.SIGTERM)
+    assert gone_within(engine.process.pid, 10.0)
+
+
+def test_it_ends_with_an_owner_that_was_killed(launch: EngineLaunch, tmp_path: Path) -> None:
+    owner = f"""
+import json, pathlib, sys, time
+from relax_core.config.schema import EngineConfig
+from relax_core.engines.process import EngineLaunch, EngineProcess
+process = EngineProcess.start(EngineLaunch(model_folder=pathlib.Path({str(launch.model_folder)!r}),
+    engine=EngineConfig(**json.loads({json.dumps(vars(launch.engine))!r})), dtype="float32",
+    token_file=pathlib.Path({str(launch.token_file)!r}), log_file=pathlib.Path({str(tmp_path / "log")!r})))
+print(process.pid, flush=True)
+time.sleep(600)
+"""
+    child = subprocess.Popen(
+        [sys.executable, "-c", owner], stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert child.stdout is not None
+    pid = int(child.stdout.readline())
+    child.kill()
+    child.wait()
+    child.stdout.close()
+    assert gone_within(pid, 10.0)
+
+
+def test_a_restart_on_the_same_port_needs_no_new_client(start_engine: Callable[..., Engine]) -> None:
+    first = start_engine()
+    client = first.client
+    assert client.ready()
+    os.kill(first.process.pid, signal.SIGKILL)
+    assert gone_within(first.process.pid, 10.0)
+    with pytest.raises(EngineUnreachable, match=rf"{first.process.url} /model_info"):
+        client.model_info()
+    second = start_engine(port=first.process.port)
+    assert client.model_info()["weight_version"] == "0"
+    os.kill(second.process.pid, signal.SIGKILL)
+    assert gone_within(second.process.pid, 10.0)
+    start_engine(port=first.process.port)
+    assert client.ready()
+
+
+def test_an_engine_that_dies_in_the_middle_is_unreachable(start_engine: Callable[..., Engine]) -> None:
+    engine = start_engine()
+
+    async def scene() -> None:
+        client = engine.new_client()
+        try:
+            async for _ in client.generate(prompts_of([5, 6], [7, 8]), SamplingParams(n=32, max_new_tokens=1500)):
+                os.kill(engine.process.pid, signal.SIGKILL)
+        finally:
+            await client.aclose()
+
+    with pytest.raises(EngineUnreachable, match="/generate"):
+        asyncio.run(scene())
+
+
+def test_an_engine_that_is_stopped_runs_into_the_clients_deadlines(start_engine: Callable[..., Engine]) -> None:
+    engine = start_engine()
+    client = EngineClient(engine.process.url, TOKEN, request_timeout_s=1.0, control_timeout_s=1.0)
+
+    async def scene() -> None:
+        try:
+            async for _ in client.generate(prompts_of([5, 6]), SamplingParams()):
+                pass
+        finally:
+            await client.aclose()
+
+    os.kill(engine.process.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(EngineUnreachable, match=r"/ready: no answer within 1 s"):
+            client.ready()
+        with pytest.raises(EngineUnreachable, match=r"/generate: silent for 1 s"):
+            asyncio.run(scene())
+    finally:
+        os.kill(engine.process.pid, signal.SIGCONT)
+
+
+def test_a_wrong_token_is_the_engines_own_word(engine: Engine) -> None:
+    client = engine.new_client(token="wrong")
+    with pytest.raises(EngineError, match="401.*bearer token"):
+        client.pause("in_place")
+
+
+def run_engine(launch: EngineLaunch) -> subprocess.CompletedProcess[str]:
+    """Runs an engine that must end by itself; stdin stays open."""
+    with subprocess.Popen(
+        launch.command(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=launch.environment(),
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        code = process.wait(60)
+        return subprocess.CompletedProcess(process.args, code, process.stdout.read(), process.stderr.read())
+
+
+def test_a_taken_port_is_said(engine: Engine, launch: EngineLaunch) -> None:
+    ended = run_engine(replace(launch, port=engine.process.port))
+    assert ended.returncode == 2 and ended.stdout == ""
+    assert f"--port {engine.process.port}" in ended.stderr and "in use" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "llama"}, "model_type 'llama' is not a family of the embedded engine; known: qwen3"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type='yarn'"),
+        ({"max_position_embeddings": 100}, "the model has 100 positions"),
+    ],
+)
+def test_a_model_that_is_not_built_is_said(
+    launch: EngineLaunch, tmp_path: Path, change: dict[str, object], words: str
+) -> None:
+    config = json.loads((launch.model_folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    ended = run_engine(replace(launch, model_folder=tmp_path))
+    assert ended.returncode == 2
+    assert words in ended.stderr and "Traceback" not in ended.stderr
+
+
+def test_a_start_that_fails_shows_the_log(launch: EngineLaunch, tmp_path: Path) -> None:
+    failing = replace(launch, model_folder=tmp_path / "nothing", log_file=tmp_path / "log")
+    with pytest.raises(EngineError, match=r"ended with 2(.|\n)*no config.json there"):
+        EngineProcess.start(failing)

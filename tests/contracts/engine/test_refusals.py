@@ -1,0 +1,95 @@
+"""What an engine refuses, and that it says key, value and fix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.contracts.engine.harness import VOCAB, Engine
+
+OK = {"input_ids": [5, 6]}
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({}, "input_ids: missing"),
+        ({"input_ids": []}, "input_ids: missing or empty"),
+        ({"input_ids": [[5], []]}, "input_ids[1]: empty"),
+        ({"input_ids": [5, [6]]}, "mixed"),
+        ({"input_ids": [5, VOCAB]}, f"token id {VOCAB} is not in the vocabulary; ids go from 0 to {VOCAB - 1}"),
+        ({"input_ids": ["a"]}, "input_ids"),
+        ({"text": "hello", **OK}, "text='hello'"),
+        ({"stram": True, **OK}, "stram"),
+        ({"return_routed_experts": True, **OK}, "return_routed_experts=True"),
+        ({"sampling_params": {"temprature": 1.0}, **OK}, "temprature"),
+        ({"sampling_params": {"temperature": -1.0}, **OK}, "sampling_params.temperature: -1.0"),
+        ({"sampling_params": {"top_p": 0.0}, **OK}, "sampling_params.top_p: 0.0"),
+        ({"sampling_params": {"top_k": 0}, **OK}, "sampling_params.top_k: 0"),
+        ({"sampling_params": {"max_new_tokens": 0}, **OK}, "sampling_params.max_new_tokens: 0"),
+        ({"sampling_params": {"n": 0}, **OK}, "sampling_params.n: 0"),
+        ({"sampling_params": {"n": 129}, **OK}, "at most 128 run at one time"),
+        ({"sampling_params": {"n": 128, "max_new_tokens": 2000}, **OK}, "cache tokens"),
+        ({"sampling_params": {"stop_token_ids": [99]}, **OK}, "stop_token_ids: token id 99"),
+        ({"sampling_params": {"frequency_penalty": 0.5}, **OK}, "sampling_params.frequency_penalty=0.5"),
+        ({"sampling_params": [{}, {}], **OK}, "sampling_params: 2 entries for 1 prompts"),
+        ({"banned_token_ids": list(range(VOCAB)), **OK}, "every token of the vocabulary is banned"),
+        ({"min_version": [1, 2], **OK}, "min_version: 2 entries for 1 prompts"),
+        (
+            {"input_ids": [5] * 1950},
+            "prompt of 1950 tokens + max_new_tokens 128 = 2078 is longer than the context of 2048",
+        ),
+    ],
+)
+def test_malformed_requests_are_refused_in_words(engine: Engine, body: dict[str, Any], words: str) -> None:
+    status, answer = engine.call("/generate", body)
+    assert status == 400
+    assert words in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/generate", "/abort_request", "/pause_generation"])
+@pytest.mark.parametrize("body", [b"{", b"\xff\xfe", b"[1,2]", b'"a"'])
+def test_a_body_that_is_no_object_is_refused(engine: Engine, path: str, body: bytes) -> None:
+    assert engine.call(path, body=body)[0] == 400
+
+
+def test_unknown_pause_mode_and_empty_abort(engine: Engine) -> None:
+    assert engine.call("/pause_generation", {"mode": "softly"})[0] == 400
+    status, answer = engine.call("/abort_request", {})
+    assert status == 400 and "abort_all" in answer["error"]["message"]
+
+
+CHANGING = (
+    "/generate /abort_request /pause_generation /continue_generation /flush_cache /release_memory_occupation "
+    "/resume_memory_occupation /update_weights_from_shared_memory /update_weights_from_disk /begin_weight_update "
+    "/update_weights_from_tensor /update_weights_from_distributed /end_weight_update /update_weight_version "
+    "/init_weights_update_group /destroy_weights_update_group"
+).split()
+
+
+@pytest.mark.parametrize("path", CHANGING)
+@pytest.mark.parametrize("token", [None, "", "wrong", "token-of-the-ru"])
+def test_routes_that_change_something_want_the_token(engine: Engine, path: str, token: str | None) -> None:
+    status, answer = engine.call(path, OK, token=token)
+    assert status == 401
+    assert "bearer token" in answer["error"]["message"]
+
+
+def test_unknown_routes_list_the_known_ones(engine: Engine) -> None:
+    status, answer = engine.call("/generat", OK)
+    assert status == 404 and "/generate" in answer["error"]["message"]
+    assert engine.call("/generate", method="GET")[0] == 404
+
+
+def test_an_oversize_body_is_refused_before_it_is_read(engine: Engine) -> None:
+    for path in ("/generate", "/pause_generation", "/update_weights_from_tensor"):
+        connection = engine.connection()
+        connection.putrequest("POST", path)
+        connection.putheader("Authorization", "Bearer token-of-the-run")
+        connection.putheader("Content-Length", str(1 << 40))
+        connection.endheaders()
+        response = connection.getresponse()
+        assert response.status == 413
+        assert b"at most" in response.read()
+        connection.close()

@@ -1,0 +1,259 @@
+"""A version is served once its weights are in and attested, and not before."""
+
+from __future__ import annotations
+
+import base64
+import json
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import safetensors.torch
+import torch
+
+from relax_core.contracts.engine import EngineError, SamplingParams
+from relax_core.engines.weight_group import WeightGroup
+from relax_core.weights.files import tensors_digest
+from tests.contracts.engine.harness import Engine, hf_weights, make_model, prompts_of, publish, random_prompt
+
+GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0)
+PROMPT = random_prompt(12)
+
+
+@pytest.fixture(scope="module")
+def blank(launch: Any) -> Any:
+    """An engine that has no weights yet."""
+    from dataclasses import replace
+
+    from relax_core.engines.process import EngineProcess
+
+    process = EngineProcess.start(replace(launch, load_weights=False))
+    yield Engine(process)
+    process.stop(timeout_s=5.0)
+
+
+def serves(engine: Engine, model: Any, version: int) -> None:
+    """Its log-probs are this model's, under this version."""
+    one = engine.generate(prompts_of(PROMPT), GREEDY)[0]
+    with torch.no_grad():
+        logits = model(torch.tensor([PROMPT + one.output_ids])).logits[0, len(PROMPT) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(-1, torch.tensor(one.output_ids)[:, None])[:, 0]
+    assert float((expected - torch.tensor(one.logprobs)).abs().max()) <= 2e-5
+    assert [span.version for span in one.weight_versions] == [version]
+
+
+def test_nothing_is_served_before_the_first_attested_weights(blank: Engine, tmp_path: Path) -> None:
+    assert blank.client.model_info()["weight_version"] == "-1"
+    assert blank.call("/health_generate", method="GET")[0] == 503
+    model = make_model(None, seed=7)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(blank.generate, prompts_of(PROMPT), GREEDY)
+        later = pool.submit(blank.generate, prompts_of(PROMPT, min_version=3), GREEDY)
+        while blank.client.loads()["held"] < 2:
+            assert not waiting.done() and not later.done()
+        reply = blank.client.update_weights(publish(model, tmp_path / "w0", version=0))
+        assert reply["weight_version"] == 0 and reply["stall_ms"] > 0.0
+        assert waiting.result(30)[0].weight_versions[0].version == 0
+        assert blank.client.loads()["held"] == 1 and not later.done()
+        blank.client.update_weights(publish(model, tmp_path / "w3", version=3))
+        assert later.result(30)[0].weight_versions[0].version == 3
+    serves(blank, model, 3)
+
+
+def test_a_wrong_digest_keeps_a_version_out(blank: Engine, tmp_path: Path) -> None:
+    good = make_model(None, seed=8)
+    blank.client.update_weights(publish(good, tmp_path / "good", version=4))
+    manifest = publish(make_model(None, seed=9), tmp_path / "bad", version=5)
+    data = bytearray((tmp_path / "bad").read_bytes())
+    data[1000] ^= 1
+    (tmp_path / "bad").write_bytes(data)
+    with pytest.raises(EngineError, match=r"409.*version 5, bucket 0.*version 4 stays in force"):
+        blank.client.update_weights(manifest)
+    with pytest.raises(EngineError, match=r"409.*manifest's own digest"):
+        blank.client.update_weights(msgspec.structs.replace(manifest, digest="0" * 32))
+    with pytest.raises(EngineError, match=r"409.*No such file"):
+        blank.client.update_weights(msgspec.structs.replace(manifest, path=str(tmp_path / "gone")))
+    serves(blank, good, 4)
+
+
+def test_the_same_version_again_is_not_copied_again(blank: Engine, tmp_path: Path) -> None:
+    manifest = publish(make_model(None, seed=8), tmp_path / "twice", version=6)
+    assert blank.client.update_weights(manifest)["stall_ms"] > 0.0
+    assert blank.client.update_weights(manifest)["stall_ms"] == 0.0
+
+
+def test_an_update_needs_all_names_and_shapes(blank: Engine, tmp_path: Path) -> None:
+    from relax_core.weights.files import write_weights
+
+    model = make_model(None, seed=8)
+    blank.client.update_weights(publish(model, tmp_path / "w", version=7))
+    tensors = dict(hf_weights(model))
+    tensors["model.norm.weight"] = torch.ones(65)
+    tensors["stranger"] = torch.ones(2)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    manifest = write_weights(tmp_path / "faulty", version=8, tensors=tensors.items())
+    with pytest.raises(EngineError, match=r"400") as refusal:
+        blank.client.update_weights(manifest)
+    for words in (
+        "missing: model.layers.1.mlp.up_proj.weight",
+        "unknown: stranger",
+        "misshapen: model.norm.weight is [65], the model has [64]",
+        "version 7 stays in force",
+    ):
+        assert words in str(refusal.value)
+    serves(blank, model, 7)
+
+
+def test_from_disk(blank: Engine, tmp_path: Path) -> None:
+    model = make_model(tmp_path, seed=10)
+    blank.post("/update_weights_from_disk", {"model_path": str(tmp_path), "weight_version": "8"})
+    serves(blank, model, 8)
+    status, answer = blank.call("/update_weights_from_disk", {"model_path": "/nowhere", "weight_version": "9"})
+    assert status == 400 and "no *.safetensors" in answer["error"]["message"]
+    status, answer = blank.call("/update_weights_from_disk", {"model_path": str(tmp_path), "weight_version": "default"})
+    assert status == 400 and "versions are integers" in answer["error"]["message"]
+
+
+def test_from_tensor_in_a_session(blank: Engine) -> None:
+    model = make_model(None, seed=11)
+    tensors = hf_weights(model)
+    halves = [dict(tensors[:9]), dict(tensors[9:])]
+    payloads = [base64.b64encode(safetensors.torch.save(half)).decode() for half in halves]
+    status, answer = blank.call("/update_weights_from_tensor", {"serialized_named_tensors": payloads})
+    assert status == 400 and "/begin_weight_update" in answer["error"]["message"]
+    version = blank.client.model_info()["weight_version"]
+    blank.post("/begin_weight_update", {})
+    blank.post("/update_weights_from_tensor", {"serialized_named_tensors": payloads[:1], "weight_version": "9"})
+    assert blank.client.model_info()["weight_version"] == version
+    status, answer = blank.call("/end_weight_update", {})
+    assert status == 400 and "missing" in answer["error"]["message"]
+    blank.post("/begin_weight_update", {})
+    blank.post("/update_weights_from_tensor", {"serialized_named_tensors": payloads, "weight_version": "9"})
+    blank.post("/end_weight_update", {})
+    serves(blank, model, 9)
+
+
+def test_a_session_ends_with_its_digest(blank: Engine) -> None:
+    model = make_model(None, seed=12)
+    # safetensors orders a file's tensors itself: the digest is over the order of arrival, one tensor a payload here
+    tensors = hf_weights(model)
+    payloads = [base64.b64encode(safetensors.torch.save({name: value})).decode() for name, value in tensors]
+    before = blank.client.model_info()["weight_version"]
+    body = {"serialized_named_tensors": payloads, "weight_version": 10}
+    blank.post("/begin_weight_update")
+    blank.post("/update_weights_from_tensor", body)
+    status, answer = blank.call("/end_weight_update", {"digest": "0" * 32})
+    assert status == 409 and "stays in force" in answer["error"]["message"]
+    assert blank.client.model_info()["weight_version"] == before
+    blank.post("/begin_weight_update")
+    blank.post("/update_weights_from_tensor", body)
+    blank.post("/end_weight_update", {"digest": tensors_digest(tensors)})
+    serves(blank, model, 10)
+
+
+def test_a_pickle_is_never_taken(blank: Engine) -> None:
+    import pickle
+
+    payload = base64.b64encode(pickle.dumps({"model.norm.weight": [1.0]})).decode()
+    blank.post("/begin_weight_update")
+    status, answer = blank.call("/update_weights_from_tensor", {"serialized_named_tensors": [payload]})
+    assert status == 400 and "a pickle is never taken" in answer["error"]["message"]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def test_from_distributed_over_gloo(blank: Engine) -> None:
+    model = make_model(None, seed=13)
+    tensors = hf_weights(model)
+    port = free_port()
+    group: dict[str, Any] = {"group_name": "weights", "master_address": "127.0.0.1", "master_port": port}
+    with ThreadPoolExecutor() as pool:
+        joining = pool.submit(
+            blank.post, "/init_weights_update_group", {**group, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
+        )
+        ours = WeightGroup.join("weights", address="127.0.0.1", port=port, rank=0, world_size=2, timeout_s=20.0)
+        joining.result(20)
+        blank.post("/begin_weight_update")
+        body = {
+            "names": [name for name, _ in tensors],
+            "dtypes": ["float32"] * len(tensors),
+            "shapes": [list(value.shape) for _, value in tensors],
+            "group_name": "weights",
+            "weight_version": "11",
+        }
+        receiving = pool.submit(blank.post, "/update_weights_from_distributed", body)
+        ours.send([value for _, value in tensors])
+        receiving.result(20)
+    blank.post("/end_weight_update", {"digest": tensors_digest(tensors)})
+    blank.post("/destroy_weights_update_group", {"group_name": "weights"})
+    serves(blank, model, 11)
+    status, answer = blank.call("/destroy_weights_update_group", {"group_name": "weights"})
+    assert status == 400 and "unknown" in answer["error"]["message"]
+
+
+def test_a_sender_that_joins_as_sglangs_trainers_do(blank: Engine) -> None:
+    """Their ``init_custom_process_group`` uses torch's own helper: the store's names must come out the same."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _new_process_group_helper
+
+    port = free_port()
+    body = {
+        "group_name": "theirs",
+        "master_address": "127.0.0.1",
+        "master_port": port,
+        "rank_offset": 1,
+        "world_size": 2,
+        "backend": "gloo",
+        "timeout_s": 20.0,
+    }
+    answers: list[tuple[int, Any]] = []
+    thread = threading.Thread(target=lambda: answers.append(blank.call("/init_weights_update_group", body)))
+    thread.start()
+    store, rank, size = next(dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, 2))
+    _new_process_group_helper(
+        size, rank, [], "gloo", dist.PrefixStore("theirs", store), group_name="theirs", backend_options=None
+    )
+    thread.join(30)
+    assert answers and answers[0][0] == 200, answers
+    blank.post("/destroy_weights_update_group", {"group_name": "theirs"})
+
+
+def test_a_group_whose_trainer_never_comes_ends_in_words(blank: Engine) -> None:
+    body = {
+        "group_name": "alone",
+        "master_address": "127.0.0.1",
+        "master_port": free_port(),
+        "rank_offset": 1,
+        "world_size": 2,
+        "timeout_s": 1.0,
+    }
+    status, answer = blank.call("/init_weights_update_group", body)
+    assert status == 400 and "group alone: rank 1 of 2 joining" in answer["error"]["message"]
+
+
+def test_a_version_can_be_renamed(blank: Engine) -> None:
+    blank.post("/update_weight_version", {"new_version": "12"})
+    assert blank.client.model_info()["weight_version"] == "12"
+
+
+def test_weights_that_yield_nan_fail_the_request_and_nothing_else(blank: Engine, tmp_path: Path) -> None:
+    model = make_model(None, seed=14)
+    with torch.no_grad():
+        model.model.norm.weight[3] = float("nan")
+    blank.client.update_weights(publish(model, tmp_path / "nan", version=13))
+    with pytest.raises(EngineError, match=r"version 13.*not finite"):
+        blank.generate(prompts_of(PROMPT), GREEDY)
+    status, answer = blank.call("/generate", json.loads('{"input_ids": [5], "sampling_params": {"max_new_tokens": 4}}'))
+    assert status == 500 and "not finite" in answer["error"]["message"]
+    sane = make_model(None, seed=15)
+    blank.client.update_weights(publish(sane, tmp_path / "sane", version=14))
+    serves(blank, sane, 14)

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+
+from relax_core.data.generated import example, task_names
+
+
+@pytest.mark.parametrize("task", task_names())
+def test_examples_depend_on_seed_and_index_only(task: str) -> None:
+    first = [example(task, split="train", seed=3, index=index) for index in range(50)]
+    again = [example(task, split="train", seed=3, index=index) for index in reversed(range(50))]
+    assert first == again[::-1]
+    assert first != [example(task, split="train", seed=4, index=index) for index in range(50)]
+    assert len(set(first)) > 30
+
+
+@pytest.mark.parametrize("task", task_names())
+def test_no_training_prompt_is_held_out(task: str) -> None:
+    train = {example(task, split="train", seed=seed, index=i).prompt for seed in range(3) for i in range(700)}
+    held_out = {example(task, split="eval", seed=0, index=index).prompt for index in range(300)}
+    assert not train & held_out
+    assert [example(task, split="eval", seed=9, index=1)] == [example(task, split="eval", seed=0, index=1)]
+
+
+def test_reverse_digits_answers_are_reversed() -> None:
+    for index in range(100):
+        one = example("reverse_digits", split="train", seed=0, index=index)
+        word, digits = one.prompt.split()
+        assert (word, len(digits), one.answer) == ("rev", 5, digits[::-1])
+
+
+def test_arithmetic_answers_are_right() -> None:
+    kinds = set()
+    for index in range(300):
+        one = example("arithmetic", split="train", seed=0, index=index)
+        first, second = (int(word.strip(".")) for word in one.prompt.split() if word.strip(".").isdigit())
+        kind = next(word for word in ("more", "loses", "boxes") if word in one.prompt)
+        kinds.add(kind)
+        assert int(one.answer) == {"more": first + second, "loses": first - second, "boxes": first * second}[kind]
+    assert kinds == {"more", "loses", "boxes"}
+
+
+def test_an_unknown_task_is_named() -> None:
+    with pytest.raises(ValueError, match=r"data.task='poetry'.*reverse_digits, arithmetic"):
+        example("poetry", split="train", seed=0, index=0)

@@ -1,0 +1,114 @@
+"""The service behind a real Ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from relax_core.config.schema import TrackerConfig
+from relax_core.observe.metrics_actor import MetricsClient, MetricsUnavailable, connect_metrics, start_metrics
+from relax_core.observe.sinks import read_metrics
+
+NAMESPACE = "test-metrics"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    ray.init(
+        num_cpus=2, include_dashboard=False, namespace=NAMESPACE, log_to_driver=False, object_store_memory=80 << 20
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture
+def client(cluster: None, tmp_path: Path) -> Iterator[MetricsClient]:
+    tracker = TrackerConfig(name="local", tensorboard=True, jsonl=True)
+    client = start_metrics(tracker, tmp_path, name=tmp_path.name, namespace=NAMESPACE, max_restarts=1)
+    client.poll(0, timeout_s=60)  # it is up
+    yield client
+    ray.kill(ray.get_actor(tmp_path.name))
+
+
+@ray.remote(num_cpus=1)
+def report_from_another_process(name: str) -> int:
+    client = connect_metrics(name, namespace=NAMESPACE)
+    for step in range(5):
+        client.record("rollout", step, {"samples": 8})
+    client.poll(0)  # calls of one process keep their order: an answer says that its reports are in
+    return client.errors
+
+
+def test_any_process_reports_and_the_panel_polls(client: MetricsClient, tmp_path: Path) -> None:
+    client.record("actor", 0, {"reward": 0.5})
+    client.record_texts("eval", 0, [{"prompt": "12", "answer": "21", "response": "1", "exact": False}])
+    assert ray.get(report_from_another_process.remote(tmp_path.name), timeout=60) == 0
+    cursor, records = client.poll(0)
+    assert cursor == 6
+    assert sorted((record.source, record.step) for record in records) == [
+        ("actor", 0),
+        *(("rollout", step) for step in range(5)),
+    ]
+    assert client.poll(cursor) == (6, [])
+    assert client.texts("eval")[0].rows[0]["answer"] == "21"
+    assert client.problems() == []
+    assert client.close() == []
+    assert len(read_metrics(tmp_path)) == 6
+    assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_a_failed_report_is_counted_not_raised(client: MetricsClient, wait_until: Callable[..., None]) -> None:
+    client.close()
+    client.record("actor", 0, {"reward": 0.5})
+    wait_until(lambda: client.errors == 1, what="the count of the failed report")
+    assert "closed" in client.last_error
+    with pytest.raises(ValueError, match="many"):
+        client.record("actor", 0, {"samples": "many"})  # type: ignore[dict-item]
+
+
+def test_a_killed_actor_takes_up_what_the_files_hold(
+    client: MetricsClient, tmp_path: Path, wait_until: Callable[..., None]
+) -> None:
+    client.record("actor", 0, {"reward": 0.5})
+    client.record_texts("eval", 0, [{"response": "before"}])
+    wait_until(lambda: len(read_metrics(tmp_path)) == 1, what="the first line")
+    wait_until((tmp_path / "texts.jsonl").exists, what="the first text")
+    actor: Any = ray.get_actor(tmp_path.name)
+    pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
+    os.kill(pid, signal.SIGKILL)
+
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), what="the end of the actor's process")
+    wait_until(lambda: not unavailable(client), what="the restart")
+    assert client.poll(0)[0] == 1
+    client.mark_resume(1)
+    client.record("actor", 1, {"reward": 0.75})
+    assert [record.source for record in client.poll(0)[1]] == ["actor", "run", "actor"]
+    assert client.texts("eval")[0].rows == [{"response": "before"}]
+
+
+def unavailable(client: MetricsClient) -> bool:
+    try:
+        client.poll(0)
+    except MetricsUnavailable as error:
+        return "metrics actor is gone or restarts, poll had no answer" in str(error)
+    return False
+
+
+def test_a_dead_actor_is_named_and_reports_to_it_are_counted(
+    cluster: None, tmp_path: Path, wait_until: Callable[..., None]
+) -> None:
+    tracker = TrackerConfig(name="none", tensorboard=False, jsonl=False)
+    client = start_metrics(tracker, tmp_path, name="short-lived", namespace=NAMESPACE, max_restarts=0)
+    client.poll(0, timeout_s=60)
+    ray.kill(ray.get_actor("short-lived"))
+    wait_until(lambda: unavailable(client), what="the end of the actor")
+    client.record("actor", 0, {"reward": 0.5})
+    wait_until(lambda: client.errors == 1, what="the count of the failed report")
+    with pytest.raises(ValueError, match="nobody"):
+        connect_metrics("nobody", namespace=NAMESPACE)

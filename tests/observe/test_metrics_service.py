@@ -1,0 +1,146 @@
+"""The service on real sinks, and on one that is as slow as a hanging disk."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from relax_core.observe.metrics import MetricsService
+from relax_core.observe.records import ACTOR, by_step, without_undone
+from relax_core.observe.sinks import JsonlSink, Record, read_metrics, read_texts
+
+
+class HangingSink:
+    """Takes one batch and does not come back before it is let go."""
+
+    name = "hanging disk"
+
+    def __init__(self) -> None:
+        self.let_go = threading.Event()
+        self.entered = threading.Event()
+        self.written = 0
+
+    def write(self, batch: Sequence[Record]) -> None:
+        self.entered.set()
+        self.let_go.wait()
+        self.written += len(batch)
+
+    def close(self) -> None:
+        pass
+
+
+def test_poll_gives_every_record_once_and_in_order() -> None:
+    service = MetricsService([], head_records=3)
+    cursor, seen = 0, []
+    for step in range(10):
+        service.record("actor", step, {"reward": step / 10})
+        if step % 4 == 1:
+            cursor, new = service.poll(cursor)
+            seen += new
+    cursor, new = service.poll(cursor)
+    seen += new
+    assert [record.step for record in seen] == list(range(10))
+    assert seen[7].values == {"reward": 0.7}
+    assert service.poll(cursor) == (10, [])
+    service.close(timeout_s=5)
+
+
+def test_history_keeps_the_first_and_the_newest_records() -> None:
+    service = MetricsService([], head_records=3, tail_records=4)
+    for step in range(20):
+        service.record("actor", step, {})
+    cursor, records = service.poll(0)
+    assert cursor == 20
+    assert [record.step for record in records] == [0, 1, 2, 16, 17, 18, 19]
+    assert [record.step for record in service.poll(18)[1]] == [18, 19]
+    assert [record.step for record in service.poll(5)[1]] == [16, 17, 18, 19]
+    service.close(timeout_s=5)
+
+
+def test_texts_keep_the_first_and_the_newest_of_a_kind() -> None:
+    service = MetricsService([])
+    assert service.texts("eval") == []
+    for step in (0, 50, 100):
+        service.record_texts("eval", step, [{"prompt": "12", "response": str(step)}])
+        service.record_texts("other", step, [])
+    assert [text.step for text in service.texts("eval")] == [0, 100]
+    assert service.texts("eval")[1].rows == [{"prompt": "12", "response": "100"}]
+    service.close(timeout_s=5)
+
+
+def test_what_is_not_a_number_is_refused_to_the_caller() -> None:
+    service = MetricsService([])
+    with pytest.raises(ValueError, match="many"):
+        service.record("actor", 0, {"samples": "many"})  # type: ignore[dict-item]
+    assert service.poll(0) == (0, [])
+    service.close(timeout_s=5)
+
+
+def test_a_hanging_disk_never_blocks_the_caller_and_is_told_once(wait_until: Callable[..., None]) -> None:
+    sink = HangingSink()
+    service = MetricsService([sink], queue_records=100, batch_s=0.0)
+    service.record("actor", 0, {})
+    assert sink.entered.wait(5)
+    start = time.process_time()
+    for step in range(1, 1001):
+        service.record("actor", step, {"reward": 1.0})
+    assert time.process_time() - start < 1.0
+    assert service.poll(0)[0] == 1001
+    (problem,) = service.problems()
+    assert "hanging disk" in problem and "100 records" in problem
+    assert service.problems() == []
+    with pytest.raises(TimeoutError, match="hanging disk"):
+        service.close(timeout_s=0.05)
+    sink.let_go.set()
+    service.close(timeout_s=5)
+    assert sink.written == 101
+    assert service.problems() == ["metrics: hanging disk lacks up to 900 records"]
+    with pytest.raises(RuntimeError, match="closed"):
+        service.record("actor", 1001, {})
+
+
+def test_records_of_many_threads_reach_the_file(tmp_path: Path) -> None:
+    service = MetricsService([JsonlSink(tmp_path)], batch_s=0.0)
+
+    def report(source: str) -> None:
+        for step in range(200):
+            service.record(source, step, {"value": step})
+
+    threads = [threading.Thread(target=report, args=(f"role{number}",)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    service.record_texts("eval", 3, [{"prompt": "a", "exact": True}])
+    service.close(timeout_s=10)
+    assert service.problems() == []
+    records = read_metrics(tmp_path)
+    assert records == service.poll(0)[1]
+    for number in range(4):
+        assert list(by_step(records, f"role{number}")) == list(range(200))
+    (text,) = read_texts(tmp_path)
+    assert (text.kind, text.step, text.rows) == ("eval", 3, [{"prompt": "a", "exact": True}])
+
+
+def test_a_resume_takes_up_the_files_and_undoes_later_steps(tmp_path: Path) -> None:
+    first = MetricsService([JsonlSink(tmp_path)], batch_s=0.0)
+    for step in range(6):
+        first.record(ACTOR, step, {"reward": 0.1})
+    first.record_texts("eval", 0, [{"response": "before"}])
+    first.close(timeout_s=5)
+
+    second = MetricsService(
+        [JsonlSink(tmp_path)], history=read_metrics(tmp_path), texts=read_texts(tmp_path), batch_s=0.0
+    )
+    second.mark_resume(4)
+    second.record(ACTOR, 4, {"reward": 0.2})
+    second.record_texts("eval", 5, [{"response": "after"}])
+    second.close(timeout_s=5)
+    for records in (second.poll(0)[1], read_metrics(tmp_path)):
+        rewards = {step: values["reward"] for step, values in by_step(without_undone(records), ACTOR).items()}
+        assert rewards == {0: 0.1, 1: 0.1, 2: 0.1, 3: 0.1, 4: 0.2}
+    assert [text.rows for text in second.texts("eval")] == [[{"response": "before"}], [{"response": "after"}]]

@@ -1,0 +1,142 @@
+"""Every figure of the summary, worked out by hand from twelve steps."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from relax_core.contracts.bus import BusProgress, LedgerCounts
+from relax_core.observe.records import RESUMED, RUN, MetricRecord
+from relax_core.observe.summary import build_summary, library_versions, write_summary
+
+MakeRecord = Callable[..., MetricRecord]
+META = {"outcome": "finished", "wall_s": 30.0, "first_step_s": 12.5, "seed": 3}
+
+
+def step_values(step: int) -> dict[str, float]:
+    """Steps 0-4 are slow (1,000 ms); 5-11 take 40, 50, 40, 50, 40, 80, 40 ms: median 40, mean 48.6."""
+    step_ms = [1000, 1000, 1000, 1000, 1000, 40, 50, 40, 50, 40, 80, 40][step]
+    return {
+        "reward": step / 10,
+        "exact": step / 20,
+        "samples": 4,
+        "tokens": 20,
+        "step_ms": step_ms,
+        "wait_ms": step_ms - 36,
+        "decode_ms": 1,
+        "train_ms": 25,
+        "sync_ms": 2,
+        "bus_ms": 3,
+        "logprob_gap_max": 1e-6 * (step + 1),
+        "logprob_gap_mean": 1e-7 if step < 6 else 4e-7,
+        "logprob_gap_tokens": 20 if step < 6 else 10,
+    }
+
+
+def test_figures_of_a_run(make_record: MakeRecord, progress: BusProgress) -> None:
+    records = [make_record("eval", 0, exact=0.0, reward=0.25, rows=16)]
+    for step in range(12):
+        records.append(make_record("actor", step, **step_values(step)))
+        records.append(
+            make_record("rollout", step, generate_ms=500 if step < 5 else 21 + step, samples=4, version=step)
+        )
+    records.append(make_record("eval", 12, exact=0.5, reward=0.75, rows=16))
+    summary = build_summary(records, progress=progress, meta=META)
+    assert summary["outcome"] == "finished"
+    assert summary["steps"] == summary["steps_recorded"] == 12
+    assert (summary["wall_s"], summary["first_step_s"]) == (30.0, 12.5)
+    assert summary["samples_per_s"] == pytest.approx(100.0)  # 4 samples in 40 ms
+    assert summary["tokens_per_s"] == pytest.approx(500.0)
+    assert summary["reward"] == pytest.approx({"first": 0.45, "last": 0.65})  # means of 0..0.9 and 0.2..1.1
+    assert summary["exact"] == pytest.approx({"first": 0.225, "last": 0.325})
+    assert summary["eval"] == [
+        {"step": 0, "exact": 0.0, "reward": 0.25, "rows": 16},
+        {"step": 12, "exact": 0.5, "reward": 0.75, "rows": 16},
+    ]
+    assert summary["staleness"] == {"max": 1, "histogram": {"0": 4, "1": 44}}
+    assert summary["ledger"] == {
+        "issued": 56,
+        "trained": 48,
+        "dropped": {"stale": 3, "reward timeout": 1},
+        "open": 4,
+        "lost": 0,
+        "trained_twice": 0,
+    }
+    # 6 steps of 20 tokens at 1e-7, 6 of 10 at 4e-7: (120 + 240)e-7 over 180
+    assert summary["logprob_gap"] == pytest.approx({"max": 1.2e-5, "mean": 2e-7, "tokens": 180})
+    # after step 5: wait 4, 14, 4, 14, 4, 44, 4; rollout 26..32; other = step - (step - 36) - 1 - 25 - 2 - 3 = 5
+    assert summary["step_ms"] == {
+        "total": 40,
+        "rollout": 29,
+        "wait": 4,
+        "train": 25,
+        "sync": 2,
+        "bus": 4,
+        "other": 5,
+    }
+    assert summary["run"] == {"seed": 3}
+
+
+def test_a_step_without_bus_calls_of_its_own_still_adds_up(make_record: MakeRecord, progress: BusProgress) -> None:
+    records = []
+    for step in range(12):
+        values = step_values(step)
+        del values["bus_ms"]
+        records.append(make_record("actor", step, **values))
+    step_ms = build_summary(records, progress=progress, meta=META)["step_ms"]
+    assert (step_ms["bus"], step_ms["other"], step_ms["rollout"]) == (1, 8, None)
+
+
+def test_a_run_that_failed_before_its_first_step_has_nulls(tmp_path: Path) -> None:
+    ledger = LedgerCounts(issued=0, trained=0, dropped={}, open=0, lost=0, trained_twice=0)
+    progress = BusProgress(
+        version=0, admitted=0, in_flight=0, waiting=0, leased=0, credits=0, staleness_histogram={}, ledger=ledger
+    )
+    meta = {"outcome": "failed: engine 0 did not start", "wall_s": 3.0, "first_step_s": None}
+    summary = build_summary([], progress=progress, meta=meta)
+    path = write_summary(tmp_path, summary)
+    read = json.loads(path.read_text())
+    assert path == tmp_path / "summary.json"
+    assert read["outcome"] == "failed: engine 0 did not start"
+    assert read["samples_per_s"] is None and read["first_step_s"] is None
+    assert read["reward"] == {"first": None, "last": None}
+    assert read["staleness"] == {"max": None, "histogram": {}}
+    assert read["logprob_gap"] == {"max": None, "mean": None, "tokens": 0}
+    assert set(read["step_ms"].values()) == {None}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_steps_that_a_resume_undid_do_not_count(make_record: MakeRecord, progress: BusProgress) -> None:
+    records = [make_record("actor", step, reward=0.0) for step in range(6)]
+    records += [make_record(RUN, 4, **{RESUMED: 1.0}), make_record("actor", 4, reward=1.0)]
+    summary = build_summary(records, progress=progress, meta=META)
+    assert summary["steps_recorded"] == 5
+    assert summary["reward"]["last"] == pytest.approx(0.2)
+
+
+def test_nan_is_null_in_the_file(tmp_path: Path, make_record: MakeRecord, progress: BusProgress) -> None:
+    summary = build_summary(
+        [make_record("actor", 0, reward=float("nan"))], progress=progress, meta=META | {"limit": float("inf")}
+    )
+    read = json.loads(write_summary(tmp_path, summary).read_text())
+    assert read["reward"]["first"] is None and read["run"] == {"seed": 3, "limit": None}
+
+
+def test_versions_name_every_library() -> None:
+    versions = library_versions()
+    assert versions["python"] == platform.python_version()
+    assert "relax" in versions
+    assert {"ray", "torch", "rich", "msgspec", "megatron-core"} <= set(versions)
+
+
+def test_the_page_describes_every_field(make_record: MakeRecord, progress: BusProgress) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "summary.md").read_text()
+    summary = build_summary([], progress=progress, meta=META)
+    for key, value in summary.items():
+        names = [key] if not isinstance(value, dict) or key in ("run", "versions") else [f"{key}.{n}" for n in value]
+        for name in names:
+            assert f"`{name}" in page, f"docs/summary.md does not describe {name}"

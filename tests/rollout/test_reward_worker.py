@@ -1,0 +1,259 @@
+"""The reward pool with real worker processes, and plug-ins that hang, crash and lie."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_core.contracts.reward import RewardInput, RewardKnobs
+from relax_core.registry import find_reward
+from relax_core.rollout.reward_worker import RewardPool
+
+PLUGIN = """
+import os, signal, subprocess, sys, time
+from dataclasses import dataclass
+from relax_core.contracts.reward import RewardKnobs, RewardOutput, RewardSpec
+
+@dataclass(frozen=True)
+class Knobs(RewardKnobs):
+    name: str = "odd"
+    timeout_s: float = 1.0
+    scale: float = 1.0
+
+def score(given, knobs):
+    what, _, argument = given.response.partition(" ")
+    if what == "sleep":
+        time.sleep(float(argument))
+    if what == "spin":
+        10 ** 10 ** 10  # one C call that never lets go of the interpreter
+    if what == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "exit":
+        os._exit(3)
+    if what == "raise":
+        raise RuntimeError(argument)
+    if what == "print":
+        print("noise")
+        sys.stdout.flush()
+    if what == "nan":
+        return RewardOutput(reward=float("nan"))
+    if what == "child":
+        subprocess.Popen(["sleep", "60"])
+        time.sleep(60)
+    return RewardOutput(reward=knobs.scale * len(given.response), parts={"pid": float(os.getpid())})
+
+SPEC = RewardSpec(name="odd", summary="odd", knobs=Knobs, score=score, isolated=ISOLATED)
+"""
+
+
+@pytest.fixture
+def make_pool(tmp_path: Path) -> Any:
+    pools: list[RewardPool] = []
+
+    def make(*, workers: int = 1, isolated: bool = True, code: str = PLUGIN, **knobs: Any) -> RewardPool:
+        path = tmp_path / f"odd{len(pools)}.py"
+        path.write_text(code.replace("ISOLATED", str(isolated)))
+        spec = find_reward(str(path))
+        pools.append(RewardPool(spec, spec.knobs(name=str(path), **knobs), workers=workers))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def _given(*responses: str) -> list[RewardInput]:
+    return [RewardInput(response=text, stopped=True, answer="a", row={"level": 3}) for text in responses]
+
+
+def _pids(pool: RewardPool) -> set[int]:
+    return {worker._process.pid for worker in pool._workers}
+
+
+def _alive(pid: int) -> bool:
+    """False also for a zombie: it has ended, whoever has to collect it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def _wait_until(true: Callable[[], bool], *, seconds: float) -> None:
+    give_up = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < give_up, "waited too long"
+        time.sleep(0.02)
+
+
+def test_rewards_come_in_order_from_several_workers(make_pool: Any) -> None:
+    pool = make_pool(workers=2, scale=2.0, timeout_s=20.0)
+    outputs = pool.score(_given(*("x" * (n % 7) for n in range(60))))
+    assert [output.reward for output in outputs] == [2.0 * (n % 7) for n in range(60)]
+    assert {int(output.parts["pid"]) for output in outputs} <= _pids(pool)
+    assert os.getpid() not in _pids(pool)
+
+
+def test_a_reward_that_is_not_isolated_runs_here(make_pool: Any) -> None:
+    pool = make_pool(isolated=False)
+    assert pool.score(_given("abc"))[0].parts == {"pid": float(os.getpid())}
+    assert pool.isolated is False
+    with pytest.raises(RuntimeError, match="broken"):
+        pool.score(_given("raise broken"))
+
+
+@pytest.mark.parametrize(
+    ("response", "reason"),
+    [
+        ("sleep 30", "no answer within 1 s"),
+        ("spin", "no answer within 1 s"),
+        ("die", "worker process died (signal SIGKILL)"),
+        ("exit", "worker process died (exit code 3)"),
+        ("raise odd input", "RuntimeError: odd input"),
+    ],
+)
+def test_a_failed_score_is_no_reward_and_the_next_one_works(make_pool: Any, response: str, reason: str) -> None:
+    pool = make_pool()
+    first, second = pool.score(_given(response, "abc"))
+    assert first.reward is None
+    assert reason in first.reason
+    assert second.reward == 3.0
+
+
+def test_a_killed_worker_takes_its_children_along(make_pool: Any) -> None:
+    pool = make_pool()
+    (before,) = _pids(pool)
+    scored = threading.Thread(target=pool.score, args=(_given("child"),))
+    scored.start()
+    children = Path(f"/proc/{before}/task/{before}/children")
+    _wait_until(lambda: bool(children.read_text().split()), seconds=20)
+    (child,) = map(int, children.read_text().split())
+    scored.join()
+    _wait_until(lambda: not _alive(child), seconds=5)
+    assert not _alive(before)
+
+
+def test_what_a_reward_prints_does_not_disturb(make_pool: Any) -> None:
+    assert [output.reward for output in make_pool(timeout_s=20.0).score(_given("print", "ab"))] == [5.0, 2.0]
+
+
+def test_a_large_input_and_row_pass(make_pool: Any) -> None:
+    given = RewardInput(response="x" * 3_000_000, stopped=False, answer="", row={"list": list(range(1000))})
+    assert make_pool(timeout_s=20.0).score([given])[0].reward == 3_000_000
+
+
+@pytest.mark.parametrize("isolated", [True, False])
+def test_a_reward_that_is_not_finite_is_an_error(make_pool: Any, isolated: bool) -> None:
+    with pytest.raises(ValueError, match="it gave nan"):
+        make_pool(isolated=isolated, timeout_s=20.0).score(_given("nan"))
+
+
+def test_many_threads_may_score_at_once(make_pool: Any) -> None:
+    pool = make_pool(workers=2, timeout_s=20.0)
+    results: dict[int, list[float | None]] = {}
+
+    def score(length: int) -> None:
+        results[length] = [output.reward for output in pool.score(_given(*["x" * length] * 20))]
+
+    threads = [threading.Thread(target=score, args=(length,)) for length in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {length: [float(length)] * 20 for length in range(6)}
+
+
+def test_closing_ends_all_workers_also_in_the_middle_of_a_score(make_pool: Any) -> None:
+    pool = make_pool(workers=2, timeout_s=60.0)
+    pool.score(_given("a", "b"))
+    pids = _pids(pool)
+    raised: list[BaseException] = []
+
+    def score() -> None:
+        try:
+            pool.score(_given("sleep 60", "sleep 60", "sleep 60"))
+        except RuntimeError as error:
+            raised.append(error)
+
+    scoring = threading.Thread(target=score)
+    scoring.start()
+    _wait_until(lambda: pool._idle.empty(), seconds=10)
+    pool.close()
+    scoring.join(timeout=10)
+    assert not scoring.is_alive()
+    assert "closed" in str(raised[0])
+    assert not any(_alive(pid) for pid in pids | _pids(pool))
+    pool.close()
+
+
+def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
+    spec = find_reward("reverse_digits")
+    gone = RewardPool(
+        dataclasses.replace(spec, isolated=True), RewardKnobs(name="no_such_reward", timeout_s=1.0), workers=1
+    )
+    with gone, pytest.raises(RuntimeError, match=r"could not start: PluginError: .*no_such_reward"):
+        gone.score(_given("a"))
+
+
+@pytest.mark.parametrize("busy", ["idle", "sleep 600", "spin"])
+def test_no_worker_outlives_an_owner_that_is_killed(tmp_path: Path, busy: str) -> None:
+    path = tmp_path / "odd.py"
+    path.write_text(PLUGIN.replace("ISOLATED", "True"))
+    owner = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            textwrap.dedent(f"""
+            from relax_core.contracts.reward import RewardInput
+            from relax_core.registry import find_reward
+            from relax_core.rollout.reward_worker import RewardPool
+            spec = find_reward({str(path)!r})
+            pool = RewardPool(spec, spec.knobs(name={str(path)!r}, timeout_s=2.0), workers=1)
+            def score(text):
+                pool.score([RewardInput(response=text, stopped=True, answer="a", row={{}})])
+            score("idle")
+            print(pool._workers[0]._process.pid, flush=True)
+            score({busy!r}) if {busy!r} != "idle" else input()
+            """),
+        ],
+        stdout=subprocess.PIPE,
+        stdin=subprocess.PIPE,
+    )
+    assert owner.stdout is not None
+    assert owner.stdin is not None
+    try:
+        worker = int(owner.stdout.readline())
+        if busy == "spin":
+            used = _cpu_ticks(worker)
+            _wait_until(lambda: _cpu_ticks(worker) > used + 10, seconds=20)
+        os.kill(owner.pid, signal.SIGKILL)
+        owner.wait()
+        # A worker that never lets go of the interpreter ends by its own CPU timer, 1 s after the time limit.
+        _wait_until(lambda: not _alive(worker), seconds=30)
+    finally:
+        owner.kill()
+        owner.wait()
+        owner.stdout.close()
+        owner.stdin.close()
+
+
+def _cpu_ticks(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+def test_the_math_reward_runs_in_a_worker() -> None:
+    spec = find_reward("math")
+    with RewardPool(spec, spec.knobs(name="math", timeout_s=20.0), workers=1) as pool:
+        given = [RewardInput(response=text, stopped=True, answer="42", row={}) for text in ("it is 42", "41")]
+        assert [output.reward for output in pool.score(given)] == [1.0, 0.0]

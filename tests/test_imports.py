@@ -1,0 +1,137 @@
+"""Who may import whom (DESIGN §3), read from the source: module-level and local imports alike."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from relax_core.config.schema import RelaxConfig
+from relax_core.config.schema_keys import section_types
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PLUGINS = ("algorithms", "rewards", "envs")
+TOPS = ("relax_core", "launchers", *PLUGINS)
+
+LEVELS = {
+    "contracts": 0,
+    "config": 1,
+    "registry": 1,
+    "bus": 2,
+    "engines": 2,
+    "weights": 2,
+    "data": 2,
+    "observe": 2,
+    "rollout": 3,
+    "train": 3,
+    "tools": 3,
+    "roles": 4,
+    "control": 5,
+    "launchers": 6,
+    "preflight": 6,
+    "__main__": 7,
+}
+SIDEWAYS = {("config", "registry"), ("engines", "weights")}
+NO_RAY = ("relax_core/train", "relax_core/engines", "relax_core/contracts", "algorithms")
+
+
+@cache
+def sources() -> dict[str, Path]:
+    """Module name → file."""
+    found = {}
+    for top in TOPS:
+        for file in sorted((REPOSITORY / top).rglob("*.py")):
+            parts = file.relative_to(REPOSITORY).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return found
+
+
+@cache
+def imports(module: str) -> frozenset[str]:
+    """Absolute names that a module imports, anywhere in its source."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(sources()[module].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module is not None, f"{module}: write imports in full"
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in sources() else node.module for name in names}
+    return frozenset(found)
+
+
+def room(module: str) -> str | None:
+    """The room of one of our modules; None for a library's."""
+    parts = module.split(".")
+    if parts[0] == "relax_core":
+        return parts[1] if len(parts) > 1 else None
+    return parts[0] if parts[0] in TOPS else None
+
+
+def may_import(importer: str, imported: str) -> bool:
+    if importer in PLUGINS:
+        return imported in ("contracts", "registry", importer)
+    if imported in PLUGINS:
+        return False  # found by the registry, never imported by name
+    return importer == imported or LEVELS[importer] > LEVELS[imported] or (importer, imported) in SIDEWAYS
+
+
+def test_every_room_has_its_level() -> None:
+    assert {here for module in sources() if (here := room(module))} <= {*LEVELS, *PLUGINS}
+
+
+def test_imports_run_downward_only() -> None:
+    wrong = [
+        f"{module} imports {imported}"
+        for module in sources()
+        if (here := room(module))
+        for imported in imports(module)
+        if (there := room(imported)) and not may_import(here, there)
+    ]
+    assert wrong == []
+
+
+def reaches(module: str, seen: set[str]) -> set[str]:
+    """All libraries and modules behind ``module``, through our own ones."""
+    if module in seen:
+        return set()
+    seen.add(module)
+    found = set(imports(module))
+    for imported in imports(module):
+        if imported in sources():
+            found |= reaches(imported, seen)
+    return found
+
+
+@pytest.mark.parametrize("folder", NO_RAY)
+def test_no_ray_behind(folder: str) -> None:
+    prefix = folder.replace("/", ".")
+    modules = [module for module in sources() if module.startswith(prefix)]
+    assert modules
+    wrong = [m for m in modules for name in reaches(m, set()) if name.split(".")[0] == "ray"]
+    assert wrong == []
+
+
+def test_hydra_stays_in_config() -> None:
+    wrong = [m for m in sources() for name in imports(m) if name.split(".")[0] == "hydra" and room(m) != "config"]
+    assert wrong == []
+
+
+def test_every_key_is_read_by_something() -> None:
+    """A knob that nothing outside config/ reads is dead. ``name`` is how options are told apart."""
+    read = {
+        node.attr
+        for module, file in sources().items()
+        if room(module) != "config"
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute)
+    }
+    keys = [field.name for field in dataclasses.fields(RelaxConfig)]
+    keys += [
+        f"{section}.{field.name}" for section, kind in section_types().items() for field in dataclasses.fields(kind)
+    ]
+    dead = [key for key in keys if key.split(".")[-1] not in read and key.split(".")[-1] not in ("name", "modality")]
+    assert dead == []

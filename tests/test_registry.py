@@ -1,0 +1,121 @@
+"""Plug-ins: by name, by file, by entry point; and what a broken one says."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from relax_core.config.compose import load_config
+from relax_core.registry import KINDS, PluginError, find_algorithm, find_env, find_reward, known, names
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+REWARD = """
+from dataclasses import dataclass
+from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput, RewardSpec
+
+@dataclass(frozen=True)
+class LengthKnobs(RewardKnobs):
+    timeout_s: float = 1.0
+    target: int = 5
+
+def score(sample: RewardInput, knobs: LengthKnobs) -> RewardOutput:
+    return RewardOutput(reward=float(len(sample.response) == knobs.target))
+
+SPEC = RewardSpec(name="length", summary="Right length.", knobs=LengthKnobs, score=score)
+"""
+
+
+def write(folder: Path, text: str, name: str = "length.py") -> Path:
+    file = folder / name
+    file.write_text(text)
+    return file
+
+
+def test_builtin_plugins() -> None:
+    assert find_algorithm("grpo").name == "grpo"
+    assert find_reward("math").isolated
+    assert find_env("single_turn").name == "single_turn"
+    for kind in KINDS:
+        assert list(known(kind)) == names(kind)
+        assert all(known(kind).values())
+
+
+def test_listing_imports_no_torch() -> None:
+    code = (
+        "import sys; from relax_core.registry import KINDS, names; print([names(kind) for kind in KINDS]); "
+        "sys.exit(any(name in sys.modules for name in ('torch', 'algorithms.grpo')))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "grpo" in result.stdout
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(PluginError, match=r"algo.name=gpro is not known. What exists: .*grpo.*Nearest: grpo\."):
+        find_algorithm("gpro")
+
+
+def test_file_plugin_brings_its_knobs(tmp_path: Path) -> None:
+    file = write(tmp_path, REWARD)
+    config = load_config([f"reward.name={file}", "reward.target=7"])
+    assert (config.reward.target, config.reward.timeout_s) == (7, 1.0)
+
+
+def test_file_plugin_in_an_option_of_its_own(tmp_path: Path) -> None:
+    file = write(tmp_path, REWARD)
+    assert load_config(["reward=plugin", f"reward.name={file}"]).reward.target == 5
+
+
+def test_knobs_of_a_file_plugin_cross_to_another_process(tmp_path: Path) -> None:
+    file = write(tmp_path, REWARD)
+    knobs = load_config([f"reward.name={file}", "reward.target=7"]).reward
+    code = "import pickle, sys; print(pickle.loads(sys.stdin.buffer.read()).target)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], input=pickle.dumps(knobs), cwd=REPOSITORY, capture_output=True, timeout=60
+    )
+    assert result.stdout.strip() == b"7", result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1\ny = 1 / 0\n", r"length.py, line 2: ZeroDivisionError"),
+        ("x = 1\n\nimport no_such_library\n", r"length.py, line 3: ModuleNotFoundError: No module named 'no_such"),
+        ("x = 1\ndef f(:\n", r"length.py, line 2: SyntaxError"),
+        ("def f():\n    return g()\n\n\nx = f()\n", r"length.py, line 2: NameError"),
+        ("x = 1\n", r"length.py has no SPEC. Set SPEC = RewardSpec"),
+        ("SPEC = 3\n", r"length.py has a SPEC of type int"),
+        (REWARD.replace("knobs=LengthKnobs", "knobs=dict"), r"SPEC.knobs must be a dataclass under RewardKnobs"),
+    ],
+)
+def test_a_broken_plugin_names_file_and_line(tmp_path: Path, text: str, message: str) -> None:
+    file = write(tmp_path, text)
+    with pytest.raises(PluginError, match=message):
+        find_reward(str(file))
+
+
+def test_entry_point(tmp_path: Path) -> None:
+    """A real installed package, as far as importlib.metadata can tell: a module and its dist-info."""
+    write(tmp_path, REWARD, "length_reward.py")
+    info = tmp_path / "length_reward-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: length-reward\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[relax.rewards]\nlength = length_reward:SPEC\n")
+    code = (
+        "from relax_core.registry import find_reward, names; from relax_core.config.compose import load_config; "
+        "knobs = load_config(['reward=length']).reward; "
+        "print(find_reward('length').summary, 'length' in names('reward'), knobs.target)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=REPOSITORY,
+        env={"PYTHONPATH": f"{REPOSITORY}:{tmp_path}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.stdout.strip() == "Right length. True 5", result.stderr

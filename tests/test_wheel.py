@@ -1,0 +1,51 @@
+"""The wheel carries everything that the checkout has."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", str(folder), str(REPOSITORY)]
+    subprocess.run(command, check=True, timeout=300)
+    return next(folder.glob("relax_core-*.whl"))
+
+
+@pytest.mark.slow
+def test_wheel_has_code_and_conf(wheel: Path) -> None:
+    packed = set(zipfile.ZipFile(wheel).namelist())
+    conf = {f"relax_core/{path.relative_to(REPOSITORY).as_posix()}" for path in (REPOSITORY / "conf").rglob("*.yaml")}
+    code = {
+        path.relative_to(REPOSITORY).as_posix()
+        for top in ("relax_core", "algorithms", "rewards", "envs", "launchers")
+        for path in (REPOSITORY / top).rglob("*.py")
+    }
+    assert conf | code <= packed
+    assert not any(name.startswith(("tests/", "conf/", "docs/")) for name in packed)
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_finds_its_conf(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    code = (
+        "import relax_core, sys; from relax_core.config.options import conf_folder; "
+        "from relax_core.config.compose import load_config; load_config(); print(conf_folder())"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.stdout.strip() == str(tmp_path / "relax_core" / "conf"), result.stderr

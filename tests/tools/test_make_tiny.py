@@ -1,0 +1,117 @@
+"""The builtin model: loads, starts where it should, and is the same every time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from relax_core.contracts.reward import RewardInput, RewardOutput
+from relax_core.data.generated import example
+from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.tools.make_tiny import make_tiny_qwen3, tiny_model_folder
+from rewards.reverse_digits import SPEC
+
+EVAL_ROWS = 256
+MAX_NEW_TOKENS = 8
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def _sampled(folder: Path, *, task: str) -> list[RewardOutput]:
+    """Rewards of one sampled response to each held-out prompt, at temperature 1."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), PromptTokenizer(folder)
+    outputs = []
+    by_length: dict[int, list[tuple[list[int], str]]] = {}
+    for index in range(EVAL_ROWS):
+        one = example(task, split="eval", seed=0, index=index)
+        ids = tokenizer.encode([{"role": "user", "content": one.prompt}])
+        by_length.setdefault(len(ids), []).append((ids, one.answer))
+    for rows in by_length.values():
+        prompts = torch.tensor([ids for ids, _ in rows])
+        made = model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            max_new_tokens=MAX_NEW_TOKENS,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+        )
+        for (ids, answer), sequence in zip(rows, made.tolist(), strict=True):
+            response, stop = sequence[len(ids) :], tokenizer.stop_token_ids[0]
+            stopped = stop in response
+            text = tokenizer.decode(response[: response.index(stop)] if stopped else response)
+            outputs.append(SPEC.score(RewardInput(response=text, stopped=stopped, answer=answer, row={}), SPEC.knobs()))
+    return outputs
+
+
+@pytest.mark.parametrize(
+    ("task", "reward", "exact"),
+    [("reverse_digits", (0.28, 0.42), (0.0, 0.05)), ("arithmetic", (0.4, 0.75), (0.1, 0.55))],
+)
+def test_the_model_starts_where_grpo_has_something_to_climb(
+    cache: Path, task: str, reward: tuple[float, float], exact: tuple[float, float]
+) -> None:
+    outputs = _sampled(tiny_model_folder("tiny_qwen3", task=task, cache_root=cache), task=task)
+    mean = sum(output.reward or 0.0 for output in outputs) / EVAL_ROWS
+    share = sum(output.exact for output in outputs) / EVAL_ROWS
+    assert reward[0] < mean < reward[1], mean
+    assert exact[0] <= share < exact[1], share
+
+
+def test_the_folder_is_a_tied_qwen3_of_about_100k_parameters(cache: Path) -> None:
+    from safetensors import safe_open
+
+    folder = tiny_model_folder("tiny_qwen3", task="reverse_digits", cache_root=cache)
+    config = json.loads((folder / "config.json").read_text())
+    wanted = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "tie_word_embeddings": True}
+    assert {key: config[key] for key in wanted} == wanted
+    with safe_open(folder / "model.safetensors", framework="numpy") as tensors:
+        sizes = {name: tensors.get_tensor(name).size for name in tensors.keys()}  # noqa: SIM118
+    assert "lm_head.weight" not in sizes
+    assert 90_000 < sum(sizes.values()) < 120_000
+
+
+def test_the_same_seed_gives_the_same_bits(cache: Path, tmp_path: Path) -> None:
+    folder = tiny_model_folder("tiny_qwen3", task="reverse_digits", cache_root=cache)
+    make_tiny_qwen3(tmp_path, task="reverse_digits", seed=8)
+    for file in ("model.safetensors", "tokenizer.json", "config.json"):
+        assert (tmp_path / file).read_bytes() == (folder / file).read_bytes(), file
+
+
+def test_it_is_made_once_whoever_asks(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(3) as threads:
+        folders = list(
+            threads.map(lambda _: tiny_model_folder("tiny_qwen3", task="reverse_digits", cache_root=tmp_path), range(3))
+        )
+    assert len(set(folders)) == 1
+    assert [path for path in tmp_path.iterdir() if path.is_dir()] == folders[:1]
+    made = (folders[0] / "model.safetensors").stat().st_mtime_ns
+    tiny_model_folder("tiny_qwen3", task="reverse_digits", cache_root=tmp_path)
+    assert (folders[0] / "model.safetensors").stat().st_mtime_ns == made
+
+
+def test_the_command_prints_the_folder(cache: Path) -> None:
+    command = [sys.executable, "-m", "relax_core.tools.make_tiny", "--task", "reverse_digits", "--cache-root"]
+    done = subprocess.run([*command, str(cache)], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.strip() == str(tiny_model_folder("tiny_qwen3", task="reverse_digits", cache_root=cache))
+
+
+def test_unknown_names_and_tasks_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model.builtin='tiny_gpt'.*tiny_qwen3"):
+        tiny_model_folder("tiny_gpt", task="reverse_digits", cache_root=tmp_path)
+    with pytest.raises(ValueError, match=r"'poetry'.*reverse_digits, arithmetic"):
+        tiny_model_folder("tiny_qwen3", task="poetry", cache_root=tmp_path)

@@ -1,0 +1,51 @@
+"""One data-parallel rank as its own process: trains, saves or loads, trains on; rank 0 writes the weights.
+
+python checkpoint_rank.py <rank> <world size> <port> <model folder> <output> <distributed optimizer: 0|1>
+                          <checkpoint folder or -> <load|save|absent>
+
+``save``: 2 steps, save, 2 more. ``load``: load, then the 2 more. ``absent``: 2 steps, then leave without saving.
+"""
+
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+from safetensors.torch import save_file
+from tiny_trainer import dp_groups, make_backend, train_step
+
+from relax_core.train.micro_batches import split_over_ranks
+
+
+def main() -> None:
+    rank, world_size, port, folder, output, sharded, checkpoint, what = sys.argv[1:]
+    backend = make_backend(
+        Path(folder),
+        rank=int(rank),
+        world_size=int(world_size),
+        store_address=f"127.0.0.1:{port}",
+        distributed_optimizer=sharded == "1",
+        timeout_s=60.0 if what in ("save", "load") else 3.0,
+        optimizer={"eps": 1e-4},
+    )
+
+    def train(step: int) -> None:
+        train_step(backend, [split_over_ranks(groups, int(world_size))[int(rank)] for groups in dp_groups()], step=step)
+
+    if what == "load":
+        backend.load(Path(checkpoint))
+    else:
+        train(0)
+        train(1)
+        if what == "absent" and rank != "0":
+            return
+        backend.save(Path(checkpoint))
+    train(2)
+    train(3)
+    if rank == "0":
+        save_file({name: tensor.contiguous() for name, tensor in backend.export()}, output)
+    dist.barrier()
+    dist.destroy_process_group()  # else gloo's threads may still run when the interpreter ends, which aborts
+
+
+if __name__ == "__main__":
+    main()

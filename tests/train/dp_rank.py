@@ -1,0 +1,37 @@
+"""One data-parallel rank as its own process: trains some steps and leaves; rank 0 writes weights and metrics.
+
+python dp_rank.py <rank> <world size> <port> <model folder> <output> <distributed optimizer: 0|1> <steps> <timeout s>
+"""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from safetensors.torch import save_file
+from tiny_trainer import dp_groups, make_backend, train_step
+
+from relax_core.train.micro_batches import split_over_ranks
+
+
+def main() -> None:
+    rank, world_size, port, folder, output, sharded, steps, timeout_s = sys.argv[1:]
+    backend = make_backend(
+        Path(folder),
+        rank=int(rank),
+        world_size=int(world_size),
+        store_address=f"127.0.0.1:{port}",
+        distributed_optimizer=sharded == "1",
+        timeout_s=float(timeout_s),
+        optimizer={"eps": 1e-4},
+    )
+    for step in range(int(steps)):
+        micro_batches = [split_over_ranks(groups, int(world_size))[int(rank)] for groups in dp_groups()]
+        metrics = train_step(backend, micro_batches, step=step)
+    if rank == "0":
+        save_file({name: tensor.contiguous() for name, tensor in backend.export()}, f"{output}.safetensors")
+        Path(f"{output}.json").write_text(json.dumps(asdict(metrics)))
+
+
+if __name__ == "__main__":
+    main()

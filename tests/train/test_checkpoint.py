@@ -1,0 +1,196 @@
+"""A run that was stopped, saved and loaded must go on as if it never stopped, to the bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_trainer import dp_groups, make_backend, make_model, train_step
+
+from relax_core.train.checkpoint_store import CheckpointStore
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("model")
+    make_model(path)
+    return path
+
+
+def train(backend: Any, steps: range) -> Any:
+    for step in steps:
+        metrics = train_step(backend, dp_groups(), step=step)
+    return metrics
+
+
+def assert_same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_goes_on_to_the_bit(folder: Path, tmp_path: Path, sharded: bool, dtype: str) -> None:
+    settings: dict[str, Any] = {
+        "distributed_optimizer": sharded,
+        "dtype": dtype,
+        "optimizer": {"weight_decay": 0.1, "warmup_steps": 4},
+    }
+    straight = make_backend(folder, **settings)
+    train(straight, range(3))
+    straight.save(tmp_path / "checkpoint")
+    expected = train(straight, range(3, 6))
+
+    resumed = make_backend(folder, **settings)
+    train(resumed, range(1))  # it has a past of its own, which the checkpoint must wipe out
+    resumed.load(tmp_path / "checkpoint")
+    metrics = train(resumed, range(3, 6))
+    assert (metrics.loss, metrics.grad_norm, metrics.learning_rate) == (
+        expected.loss,
+        expected.grad_norm,
+        expected.learning_rate,
+    )
+    assert_same_bits(dict(resumed.export()), dict(straight.export()))
+
+
+def test_every_random_stream_goes_on(folder: Path, tmp_path: Path) -> None:
+    from megatron.core import tensor_parallel  # only once the back end has put the device loader in place
+
+    def draw() -> list[float]:
+        with tensor_parallel.get_cuda_rng_tracker().fork():
+            tracked = torch.rand(1).item()
+        return [
+            torch.rand(1).item(), random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), tracked
+        ]  # fmt: skip
+
+    backend = make_backend(folder)
+    train(backend, range(1))
+    random.gauss(0, 1)  # numpy and python each keep the second of a pair
+    np.random.randn()
+    backend.save(tmp_path / "checkpoint")
+    expected = draw()
+    assert draw() != expected
+    backend.load(tmp_path / "checkpoint")
+    assert draw() == expected
+
+
+def test_settings_of_the_optimizer_are_the_new_runs(folder: Path, tmp_path: Path) -> None:
+    before = make_backend(folder, optimizer={"weight_decay": 0.1, "beta2": 0.99})
+    train(before, range(1))
+    before.save(tmp_path / "checkpoint")
+    after = make_backend(folder, optimizer={"weight_decay": 0.3, "beta2": 0.9})
+    after.load(tmp_path / "checkpoint")
+    assert {group["weight_decay"] for group in after.optimizer.param_groups} == {0.3, 0.0}
+    assert {group["betas"][1] for group in after.optimizer.param_groups} == {0.9}
+
+
+def test_corrupt_file_is_a_valueerror(folder: Path, tmp_path: Path) -> None:
+    """Also without the digests of CheckpointStore.verify, which name the very file."""
+    backend = make_backend(folder)
+    train(backend, range(1))
+    for name in (".metadata", "__0_0.distcp", "common.pt", "metadata.json", "random_rank_00000.safetensors"):
+        checkpoint = tmp_path / name.strip(".")
+        backend.save(checkpoint)
+        path = checkpoint / name
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        with pytest.raises(ValueError, match=rf"checkpoint {checkpoint} cannot be read.*resume="):
+            backend.load(checkpoint)
+    with pytest.raises(ValueError, match=r"nothing_here cannot be read"):
+        backend.load(tmp_path / "nothing_here")
+
+
+def test_checkpoint_of_another_model_is_a_valueerror(folder: Path, tmp_path: Path) -> None:
+    make_model(tmp_path / "untied", tied=False)
+    backend = make_backend(folder)
+    train(backend, range(1))
+    backend.save(tmp_path / "checkpoint")
+    other = make_backend(tmp_path / "untied")
+    with pytest.raises(ValueError, match=r"cannot be read.*output_layer.*of another model"):
+        other.load(tmp_path / "checkpoint")
+
+
+def test_full_disk_is_an_oserror_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], capture_output=True, text=True, check=False
+    )
+    if mount.returncode:
+        pytest.skip(f"needs leave to mount a tmpfs: {mount.stderr.strip()}")
+    try:
+        backend = make_backend(folder)
+        train(backend, range(1))
+        store = CheckpointStore(disk / "checkpoints", keep_last=2)
+        old = store.write(1, writers=backend.save, meta={})
+        free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+        for room in (0, 4_096, 8_192, 400_000, 800_000, 1_330_000):
+            ballast = disk / "ballast"
+            ballast.write_bytes(b"b" * (free - room))
+            with pytest.raises(OSError, match=r"step_00000002 was not written: .* bytes are free"):
+                store.write(2, writers=backend.save, meta={})
+            ballast.unlink()
+            assert [path.name for path in (disk / "checkpoints").iterdir()] == ["step_00000001"]
+        store.verify(old)
+        backend.load(old)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def run_ranks(arguments: list[tuple[str, ...]], *, folder: Path, output: Path) -> list[tuple[int, str]]:
+    """Runs one process for each (world-wide arguments, …); returns exit status and stderr of each."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = os.environ | {
+        "PYTHONPATH": f"{HERE.parents[1]}:{os.environ.get('PYTHONPATH', '')}",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, str(HERE / "checkpoint_rank.py")]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(len(arguments)), str(port), str(folder), str(output), *rest],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, rest in enumerate(arguments)
+    ]
+    try:
+        errors = [process.communicate(timeout=120)[1] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    return [(process.returncode, error) for process, error in zip(ranks, errors, strict=True)]
+
+
+def test_two_ranks_go_on_to_the_bit_and_one_rank_can_read_them(folder: Path, tmp_path: Path) -> None:
+    checkpoint = str(tmp_path / "checkpoint")
+    weights = {}
+    for name, ranks in (("save", 2), ("load", 2), ("one", 1)):
+        what = "save" if name == "save" else "load"
+        output = tmp_path / f"{name}.safetensors"
+        ended = run_ranks([("1", checkpoint, what)] * ranks, folder=folder, output=output)
+        assert [status for status, _ in ended] == [0] * ranks, ended
+        weights[name] = load_file(output)
+        assert ("random streams start anew" in ended[0][1]) == (ranks == 1)
+    assert_same_bits(weights["load"], weights["save"])
+    for name, tensor in weights["one"].items():
+        torch.testing.assert_close(tensor, weights["save"][name], atol=1e-6, rtol=0, msg=name)
+
+
+def test_a_missing_rank_is_named(folder: Path, tmp_path: Path) -> None:
+    ended = run_ranks([("0", str(tmp_path / "checkpoint"), "absent")] * 2, folder=folder, output=tmp_path / "unused")
+    assert ended[0][0] != 0 and ended[1][0] == 0
+    assert "waited for the others to save" in ended[0][1] and "1" in ended[0][1].rsplit("waited for", 1)[1]

@@ -1,0 +1,206 @@
+"""Checkpoints on disk: whole or not at all, also on a full disk and after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from relax_core.train.atomic_folder import atomic_folder
+from relax_core.train.checkpoint_store import META, CheckpointStore
+
+
+def writes(name: str, data: bytes) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        (folder / "rank").mkdir()
+        (folder / "rank" / name).write_bytes(data)
+
+    return write
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_write_then_read(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "run" / "checkpoints", keep_last=2)
+    assert store.newest() is None
+    folder = store.write(100, writers=writes("weights", b"abc"), meta={"config_digest": "d1"})
+    assert folder == tmp_path / "run" / "checkpoints" / "step_00000100" == store.newest()
+    meta = store.verify(folder)
+    assert (meta.step, meta.sequence, meta.run) == (100, 0, {"config_digest": "d1"})
+    assert meta.libraries["torch"].startswith("2.") and meta.made_by.startswith("relax-core ")
+    assert {name: file.bytes for name, file in meta.files.items()} == {"rank/weights": 3}
+    assert (folder / "rank" / "weights").read_bytes() == b"abc"
+    assert json.loads((folder / META).read_text())["step"] == 100  # plain JSON for other tools
+
+
+def test_keeps_the_last(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=2)
+    for step in (10, 20, 30, 40):
+        store.write(step, writers=writes("w", b"x"), meta={})
+    assert names(tmp_path) == ["step_00000030", "step_00000040"]
+
+
+def test_newest_is_the_one_written_last(tmp_path: Path) -> None:
+    """A run that went back to step 10 and on to step 20 must not find the step 30 that it left."""
+    store = CheckpointStore(tmp_path, keep_last=2)
+    for step in (10, 30, 20):
+        store.write(step, writers=writes("w", b"x"), meta={})
+    assert store.newest() == tmp_path / "step_00000020"
+    assert names(tmp_path) == ["step_00000020", "step_00000030"]
+    store.write(30, writers=writes("w", b"new"), meta={})
+    assert (tmp_path / "step_00000030" / "rank" / "w").read_bytes() == b"new"
+    assert store.newest() == tmp_path / "step_00000030"
+    assert names(tmp_path) == ["step_00000020", "step_00000030"]
+
+
+def test_newest_ignores_what_is_not_whole(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=3)
+    good = store.write(10, writers=writes("w", b"x"), meta={})
+    for broken, text in (("step_00000020", None), ("step_00000030", "{"), ("step_00000040", '{"step": 40}')):
+        (tmp_path / broken).mkdir()
+        if text is not None:
+            (tmp_path / broken / META).write_text(text)
+    (tmp_path / ".step_00000050.partial").mkdir()
+    assert store.newest() == good
+    store.write(60, writers=writes("w", b"x"), meta={})
+    assert ".step_00000050.partial" not in names(tmp_path)
+
+
+def test_corrupt_checkpoint_names_the_file_and_the_way_out(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=3)
+    older = store.write(10, writers=writes("w", b"good"), meta={})
+    bad = store.write(20, writers=writes("w", b"good"), meta={})
+    (bad / "rank" / "w").write_bytes(b"goof")
+    with pytest.raises(ValueError, match=rf"{bad}/rank/w is corrupt.*resume={older}\."):
+        store.verify(bad)
+    (bad / "rank" / "w").write_bytes(b"goo")
+    with pytest.raises(ValueError, match=rf"{bad}/rank/w has 3 bytes, was written with 4.*resume={older}"):
+        store.verify(bad)
+    (bad / "rank" / "w").unlink()
+    with pytest.raises(ValueError, match=rf"{bad}/rank/w: No such file.*resume={older}"):
+        store.verify(bad)
+    (bad / META).write_text('{"step": "x"}')
+    with pytest.raises(ValueError, match=rf"{bad}/meta.json cannot be read.*resume={older}"):
+        store.read_meta(bad)
+    with pytest.raises(ValueError, match=r"meta\.json is not there"):
+        store.read_meta(tmp_path / "step_00000099")
+
+
+def test_no_other_checkpoint_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"There is no other checkpoint in {tmp_path}"):
+        CheckpointStore.read_meta(tmp_path / "step_00000010")
+
+
+def test_keep_last_must_keep_something(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"run\.keep_last=0: keep at least 1"):
+        CheckpointStore(tmp_path, keep_last=0)
+
+
+def test_a_failing_writer_leaves_the_old_ones(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=1)
+    store.write(10, writers=writes("w", b"old"), meta={})
+
+    def fail(folder: Path) -> None:
+        (folder / "half").write_bytes(b"half")
+        raise RuntimeError("rank 1 was lost")
+
+    for step in (10, 20):
+        with pytest.raises(RuntimeError, match="rank 1 was lost"):
+            store.write(step, writers=fail, meta={})
+        assert names(tmp_path) == ["step_00000010"]
+    assert store.verify(tmp_path / "step_00000010").step == 10
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True, text=True, check=False
+    )
+    if mount.returncode:
+        pytest.skip(f"needs leave to mount a tmpfs: {mount.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_full_disk_at_any_moment(small_disk: Path) -> None:
+    """The free room grows page by page from none at all, so that every write of a checkpoint fails once."""
+    root = small_disk / "checkpoints"
+    store = CheckpointStore(root, keep_last=1)
+    old = store.write(10, writers=writes("w", b"o" * 50_000), meta={})
+    # Its meta.json is longer than a page, so that it can fail half-way.
+    meta = {"config": "c" * 10_000}
+    ballast = small_disk / "ballast"
+    failures = 0
+    while True:
+        ballast.unlink(missing_ok=True)
+        free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
+        room = failures * 4096
+        ballast.write_bytes(b"b" * (free - room))
+        try:
+            store.write(20, writers=writes("w", b"n" * 20_000), meta=meta)
+            break
+        except OSError as error:
+            failures += 1
+            text = str(error)
+        assert f"{root}/step_00000020 was not written: No space left on device" in text
+        assert f"bytes are free in {root}" in text
+        assert names(root) == ["step_00000010"]
+        assert store.newest() == old and store.verify(old).step == 10
+    assert failures >= 6  # five pages of payload, at least one of meta.json
+    assert names(root) == ["step_00000020"]
+    assert store.verify(root / "step_00000020").step == 20
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from relax_core.train import atomic_folder as module
+real_rename = os.rename
+left = int(sys.argv[2])
+def rename(source, target):
+    global left
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    left -= 1
+    real_rename(source, target)
+module.os.rename = rename
+with module.atomic_folder(Path(sys.argv[1])) as folder:
+    (folder / "file").write_text("new")
+"""
+
+
+@pytest.mark.parametrize("renames_before_the_kill", [0, 1])
+def test_killed_while_replacing(tmp_path: Path, renames_before_the_kill: int) -> None:
+    """Killed before each of the two renames that put a new folder in the place of an old one."""
+    target = tmp_path / "folder"
+    with atomic_folder(target) as folder:
+        (folder / "file").write_text("old")
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(target), str(renames_before_the_kill)],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL
+    with pytest.raises(RuntimeError, match="not now"), atomic_folder(target) as folder:
+        raise RuntimeError("not now")
+    assert (target / "file").read_text() == "old"
+    assert names(tmp_path) == ["folder"]
+
+
+def test_importing_the_store_does_not_import_torch() -> None:
+    code = "import sys, relax_core.train.checkpoint_store; sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)

@@ -1,0 +1,224 @@
+"""What must not change a train step, and what must stop it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_trainer import PPO_CLIP, dp_groups, make_backend, make_groups, make_model, train_step
+
+from relax_core.config.schema import OptimizerConfig, Schedule
+from relax_core.contracts.algorithm import LossInputs, LossOutputs
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("model")
+    make_model(path)
+    return path
+
+
+def weights(backend: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in backend.export()}
+
+
+def assert_same_weights(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], atol=1e-6, rtol=0, msg=name)
+
+
+def test_micro_batches_change_nothing(folder: Path) -> None:
+    micro_batches = dp_groups()
+    whole, split = (make_backend(folder, optimizer={"eps": 1e-4}) for _ in range(2))
+    together = train_step(whole, [[group for batch in micro_batches for group in batch]])
+    apart = train_step(split, [*micro_batches, []])
+    assert apart.loss == pytest.approx(together.loss, abs=1e-6)
+    assert apart.grad_norm == pytest.approx(together.grad_norm, rel=1e-5)
+    assert apart.algorithm["ratio"] == pytest.approx(together.algorithm["ratio"], rel=1e-5)
+    assert (apart.tokens, apart.samples, apart.logprob_gap_tokens) == (
+        together.tokens,
+        together.samples,
+        together.logprob_gap_tokens,
+    )
+    assert_same_weights(weights(split), weights(whole))
+
+
+def run_ranks(
+    folder: Path, output: Path, *, steps: list[int], world_size: int = 2, sharded: bool = False, timeout_s: float = 60.0
+) -> list[tuple[int, str]]:
+    """Runs one process a rank, each for its own number of steps; returns exit status and stderr of each."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = os.environ | {"PYTHONPATH": f"{HERE.parents[1]}:{os.environ.get('PYTHONPATH', '')}"}
+    ranks = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                str(HERE / "dp_rank.py"),
+                *map(str, (rank, world_size, port, folder, output, int(sharded), rank_steps, timeout_s)),
+            ],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, rank_steps in enumerate(steps)
+    ]
+    try:
+        errors = [rank.communicate(timeout=120)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [(rank.returncode, error) for rank, error in zip(ranks, errors, strict=True)]
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_two_ranks_are_one(folder: Path, tmp_path: Path, sharded: bool) -> None:
+    one = make_backend(folder, optimizer={"eps": 1e-4})
+    for step in range(2):
+        expected = train_step(one, dp_groups(), step=step)
+    for status, error in run_ranks(folder, tmp_path / "two", steps=[2, 2], sharded=sharded):
+        assert status == 0, error
+    seen = json.loads((tmp_path / "two.json").read_text())
+    assert seen["loss"] == pytest.approx(expected.loss, abs=1e-6)
+    assert seen["grad_norm"] == pytest.approx(expected.grad_norm, rel=1e-5)
+    assert seen["algorithm"]["ratio"] == pytest.approx(expected.algorithm["ratio"], rel=1e-5)
+    assert seen["logprob_gap_max"] == pytest.approx(expected.logprob_gap_max, abs=1e-5)
+    for count in ("tokens", "samples", "logprob_gap_tokens"):
+        assert seen[count] == getattr(expected, count)
+    assert_same_weights(load_file(tmp_path / "two.safetensors"), weights(one))
+
+
+def test_a_rank_that_leaves_is_named(folder: Path, tmp_path: Path) -> None:
+    (status, error), (other, _) = run_ranks(folder, tmp_path / "two", steps=[2, 1])
+    assert status == 1 and other == 0
+    assert "train step 1: trainer rank 0 waited for the others, at most 60 s, and:" in error
+    assert "Ranks 1 failed" in error
+
+
+def test_a_rank_that_never_comes_is_waited_for_only_so_long(folder: Path, tmp_path: Path) -> None:
+    ((status, error),) = run_ranks(folder, tmp_path / "two", steps=[1], timeout_s=1.0)
+    assert status == 1
+    assert "TimeoutError: trainer rank 0 waited 1 s at 127.0.0.1:" in error
+    assert "for all 2 ranks" in error
+
+
+def test_the_gap_counts_fresh_trained_tokens_only(folder: Path) -> None:
+    backend = make_backend(folder)
+    (group,) = make_groups([[6, 4]], prompt_lengths=[5])
+    rollout = backend.logprobs([group])[0].copy()
+    rollout[[1, 4, 8]] += [0.25, 0.5, 1.0]
+    mask, fresh = np.ones(10, dtype=bool), np.ones(10, dtype=bool)
+    fresh[4] = False
+    mask[8] = False
+    metrics = train_step(backend, [[dataclasses.replace(group, rollout_logprobs=rollout, loss_mask=mask, fresh=fresh)]])
+    assert metrics.logprob_gap_tokens == 8
+    assert metrics.logprob_gap_max == pytest.approx(0.25, abs=1e-5)
+    assert metrics.logprob_gap_mean == pytest.approx(0.25 / 8, abs=1e-5)
+    assert metrics.tokens == 9
+
+
+def test_samples_and_groups_without_trained_tokens_are_not_counted(folder: Path) -> None:
+    totals = []
+    spec = dataclasses.replace(PPO_CLIP, denominator=lambda total, knobs: totals.append(total) or 1.0)
+    first, second = make_groups([[2, 3], [4, 4]], prompt_lengths=[5, 5])
+    masked = dataclasses.replace(first, loss_mask=np.array([False, False, True, False, True]))
+    gone = dataclasses.replace(second, loss_mask=np.zeros(8, dtype=bool))
+    train_step(make_backend(folder, algorithm=spec), [[masked, gone]])
+    assert (totals[0].tokens, totals[0].samples, totals[0].groups) == (2, 1, 1)
+
+
+def test_a_step_without_trained_tokens_is_refused(folder: Path) -> None:
+    (group,) = make_groups([[3]], prompt_lengths=[5], masked=2.0)
+    with pytest.raises(ValueError, match="train step 7: every token is masked"):
+        train_step(make_backend(folder), [[group]], step=7)
+
+
+def test_a_broken_gradient_stops_before_the_update(folder: Path) -> None:
+    def explode(inputs: LossInputs, knobs: Any) -> LossOutputs:
+        return LossOutputs(loss_sum=inputs.logprobs.sum() * math.inf)
+
+    backend = make_backend(folder, algorithm=dataclasses.replace(PPO_CLIP, loss=explode))
+    before = weights(backend)
+    with pytest.raises(FloatingPointError, match=r"train step 3: the gradient is not finite on rank\(s\) \[0\]"):
+        train_step(backend, [make_groups([[3]], prompt_lengths=[5])], step=3)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in backend.export())
+
+
+def test_old_and_reference_logprobs_reach_the_loss(folder: Path) -> None:
+    seen: list[LossInputs] = []
+
+    def spy(inputs: LossInputs, knobs: Any) -> LossOutputs:
+        seen.append(inputs)
+        return PPO_CLIP.loss(inputs, knobs)
+
+    groups = make_groups([[2, 3], [1]], prompt_lengths=[5, 2])
+    old, reference = ([np.full(len(g.response_ids), value, dtype=np.float32) for g in groups] for value in (-1.0, -2.0))
+    full = [
+        dataclasses.replace(g, old_logprobs=o, reference_logprobs=r)
+        for g, o, r in zip(groups, old, reference, strict=True)
+    ]
+    backend = make_backend(folder, algorithm=dataclasses.replace(PPO_CLIP, loss=spy))
+    train_step(backend, [groups])
+    train_step(backend, [full])
+    assert torch.equal(seen[0].old_logprobs, seen[0].rollout_logprobs)
+    assert seen[0].reference_logprobs is None
+    assert seen[1].old_logprobs.tolist() == [-1.0] * 6
+    assert seen[1].reference_logprobs is not None
+    assert seen[1].reference_logprobs.tolist() == [-2.0] * 6
+    assert seen[0].sample_ids.tolist() == [0, 0, 1, 1, 1, 2]
+    assert seen[0].num_samples == 3
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        (Schedule.constant, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0]),
+        (Schedule.cosine, [0.25, 0.5, 0.75, 1.0, 1.0, 0.1 + 0.9 * (0.5 + math.sqrt(2) / 4), 0.55]),
+    ],
+)
+def test_learning_rate(schedule: Schedule, expected: list[float]) -> None:
+    from relax_core.train.optimizer import learning_rate
+
+    config = OptimizerConfig(lr=1.0, min_lr=0.1, schedule=schedule, warmup_steps=4)
+    assert [learning_rate(config, step=step, total_steps=8) for step in range(7)] == pytest.approx(expected)
+
+
+def test_bfloat16_trains(folder: Path) -> None:
+    """Close to float32 in log-probs; the update is made on a float32 copy and shows in the bfloat16 weights."""
+    plain, half = make_backend(folder), make_backend(folder, dtype="bfloat16")
+    groups = dp_groups()[0]
+    np.testing.assert_allclose(
+        np.concatenate(half.logprobs(groups)), np.concatenate(plain.logprobs(groups)), atol=0.15, rtol=0
+    )
+    before = weights(half)
+    metrics = train_step(half, [groups])
+    assert metrics.grad_norm == pytest.approx(train_step(plain, [groups]).grad_norm, rel=0.1)
+    after = weights(half)
+    assert all(tensor.dtype == torch.bfloat16 for tensor in after.values())
+    assert any(not torch.equal(before[name], tensor) for name, tensor in after.items())
+
+
+def test_a_forward_only_back_end_takes_published_weights(folder: Path, tmp_path: Path) -> None:
+    make_model(tmp_path, seed=1)
+    trainer, reader = make_backend(folder), make_backend(tmp_path, trainable=False)
+    groups = dp_groups()[0]
+    assert not np.allclose(reader.logprobs(groups)[0], trainer.logprobs(groups)[0])
+    reader.load_weights(trainer.export())
+    np.testing.assert_array_equal(reader.logprobs(groups)[0], trainer.logprobs(groups)[0])
+    assert reader.optimizer is None
+    assert not any(parameter.requires_grad for parameter in reader.model.parameters())

@@ -1,0 +1,159 @@
+"""A tiny random Qwen3, random groups, and a plain PPO-clip algorithm: what the trainer's tests and scripts share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from relax_core.config.schema import OptimizerConfig, ParallelConfig, Schedule
+from relax_core.contracts.algorithm import AlgorithmKnobs, AlgorithmSpec, LossInputs, LossOutputs, Needs, StepTotals
+from relax_core.contracts.train import TrainGroup
+
+VOCABULARY = 50
+
+
+@dataclass(frozen=True)
+class ClipKnobs(AlgorithmKnobs):
+    clip: float = 0.2
+
+
+def clip_loss(inputs: LossInputs, knobs: ClipKnobs) -> LossOutputs:
+    ratio = (inputs.logprobs - inputs.old_logprobs).exp()
+    clipped = ratio.clamp(1 - knobs.clip, 1 + knobs.clip)
+    loss = -torch.minimum(ratio * inputs.advantages, clipped * inputs.advantages) * inputs.loss_mask
+    metrics = {"ratio": ((ratio.detach() * inputs.loss_mask).sum(), inputs.loss_mask.sum())}
+    return LossOutputs(loss_sum=loss.sum(), metric_sums=metrics)
+
+
+def _tokens(totals: StepTotals, knobs: ClipKnobs) -> float:
+    return float(totals.tokens)
+
+
+PPO_CLIP = AlgorithmSpec(
+    name="ppo_clip",
+    summary="PPO-clip over all tokens, for tests",
+    knobs=ClipKnobs,
+    needs=lambda knobs: Needs(old_logprobs="rollout"),
+    check=lambda knobs: None,
+    advantages=lambda inputs, knobs: inputs.rewards,
+    loss=clip_loss,
+    denominator=_tokens,
+)
+KNOBS = ClipKnobs("ppo_clip", 16)
+
+
+def make_model(folder: Path, *, tied: bool = True, seed: int = 0) -> Any:
+    """Writes a tiny random Qwen3 to a folder and returns it."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=512,
+        rope_theta=1000000.0,
+        tie_word_embeddings=tied,
+        attn_implementation="sdpa",
+    )
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn_like(parameter) * 0.1
+            parameter.copy_(parameter + noise if "norm" in name else noise)
+    model.save_pretrained(folder)
+    return model
+
+
+def make_groups(
+    lengths: list[list[int]], *, prompt_lengths: list[int], seed: int = 0, masked: float = 0.0
+) -> list[TrainGroup]:
+    """Random groups; ``lengths``: response lengths, one list a group; ``masked``: share of tokens left untrained."""
+    random = np.random.default_rng(seed)
+    groups = []
+    for index, (group_lengths, prompt) in enumerate(zip(lengths, prompt_lengths, strict=True)):
+        tokens = sum(group_lengths)
+        logprobs = -random.random(tokens, dtype=np.float32) * 4
+        groups.append(
+            TrainGroup(
+                group_uid=f"g{index}",
+                prompt_ids=random.integers(0, VOCABULARY, prompt, dtype=np.int32),
+                lengths=np.array(group_lengths, dtype=np.int64),
+                response_ids=random.integers(0, VOCABULARY, tokens, dtype=np.int32),
+                loss_mask=random.random(tokens) >= masked,
+                rollout_logprobs=logprobs,
+                fresh=np.ones(tokens, dtype=bool),
+                advantages=random.standard_normal(tokens).astype(np.float32),
+            )
+        )
+    return groups
+
+
+def make_backend(folder: Path, **overrides: Any) -> Any:
+    """A back end on one rank unless told otherwise; optimizer settings under ``optimizer``."""
+    from relax_core.train.backend import MegatronBackend
+
+    parallel = ParallelConfig(
+        name="test",
+        dp=overrides.get("world_size", 1),
+        tp=1,
+        pp=1,
+        cp=1,
+        ep=1,
+        micro_batch_tokens=8192,
+        logprob_chunk_tokens=1024,
+        distributed_optimizer=overrides.pop("distributed_optimizer", False),
+        threads_per_rank=1,
+    )
+    optimizer = OptimizerConfig(
+        **{
+            "lr": 1e-3,
+            "min_lr": 0.0,
+            "schedule": Schedule.constant,
+            "warmup_steps": 0,
+            "beta1": 0.9,
+            "beta2": 0.99,
+            "eps": 1e-8,
+            "weight_decay": 0.0,
+            "clip_grad": 1.0,
+            **overrides.pop("optimizer", {}),
+        }
+    )
+    arguments: dict[str, Any] = {
+        "model_folder": folder,
+        "family": "qwen3",
+        "parallel": parallel,
+        "optimizer": optimizer,
+        "total_steps": 10,
+        "temperature": 1.0,
+        "dtype": "float32",
+        "algorithm": PPO_CLIP,
+        "knobs": KNOBS,
+        "rank": 0,
+        "world_size": 1,
+        "store_address": "127.0.0.1:0",
+        "timeout_s": 60.0,
+        "seed": 0,
+    }
+    return MegatronBackend(**(arguments | overrides))
+
+
+def train_step(backend: Any, micro_batches: list[list[TrainGroup]], *, step: int = 0) -> Any:
+    backend.begin_step(step)
+    for groups in micro_batches:
+        backend.accumulate(groups)
+    return backend.finish_step()
+
+
+def dp_groups() -> list[list[TrainGroup]]:
+    """Three micro-batches of uneven groups; the last has a single group, so a second rank gets none."""
+    groups = make_groups([[5, 1, 8], [7, 2], [3, 3, 3, 3], [9]], prompt_lengths=[9, 4, 12, 6], masked=0.3)
+    return [groups[:2], groups[2:3], groups[3:]]
