@@ -3,6 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+TORCH_ARGS ?=
 # One torch thread a process: services share the cores, and a spinning thread takes one from its neighbour.
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
@@ -37,9 +38,9 @@ $(BIN)/python:
 	  echo "relax: $(PYTHON) is not Python 3.11. Name one: make env PYTHON=/path/to/python3.11" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# torch first and alone: where pip is given an index or a folder with CPU wheels, the CPU wheel is taken.
+# torch first and alone, so that TORCH_ARGS="--index-url URL" can point pip at CPU wheels.
 $(VENV)/.relax-env: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install -q -c constraints.txt torch
+	$(BIN)/python -m pip install -q -c constraints.txt $(TORCH_ARGS) torch
 	$(BIN)/python -m pip install -q -c constraints.txt -e .
 	@touch $@
 

@@ -120,7 +120,7 @@ class Journal:
             self._hurry.set()
             self._pending.set()
             self._thread.join(timeout_s)
-        self._database.close()
+            self._database.close()
 
     def _enqueue(self, item: _Events | _RollBack | _Flushed) -> None:
         self._queue.append(item)

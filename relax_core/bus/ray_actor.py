@@ -90,9 +90,9 @@ class BusActor:
         wire_rows = _row_decoder.decode(body)
         sized = [_row(wire, _sized(wire.large, blocks)) for wire in wire_rows]
         self._core.check_rows(sized)
-        if any(self._core.accepts(row.group_uid) for row in sized):
-            refs = [ray.put(block) for block in blocks]
-            self._core.put([_row(wire, _stored(wire.large, blocks, refs)) for wire in wire_rows])
+        accepted = [wire for wire in wire_rows if self._core.accepts(wire.group_uid)]
+        refs = [ray.put(block) for block in blocks] if accepted else []
+        self._core.put([_row(wire, _stored(wire.large, blocks, refs)) for wire in accepted])
         self._changed()
 
     @_answers

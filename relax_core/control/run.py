@@ -38,7 +38,7 @@ def run_local(config: RelaxConfig) -> int:
         print(f"relax: {error}", file=sys.stderr)
         return USAGE
     run_dir = Path(config.run.dir)
-    namespace = f"relax-{secrets.token_hex(4)}"
+    namespace = f"relax-{os.getpid()}-{secrets.token_hex(4)}"  # tells whose a folder is that a kill left behind
     session = RaySession(config.launcher, namespace=namespace, log_dir=run_dir / "logs")
     with StopSignals() as signals, _weights_folder(namespace) as weights_folder, ThreadPoolExecutor(1) as pool:
         model = pool.submit(_model_folder, config)

@@ -1,4 +1,4 @@
-"""The one client of every engine: SGLang's HTTP protocol, and the embedded engine's compact frames where it has them."""
+"""The one client of every engine: SGLang's HTTP protocol, and compact frames where the engine has them."""
 
 from __future__ import annotations
 

@@ -103,7 +103,8 @@ class EngineProcess:
         if not line.endswith(b"\n"):
             ended = process.poll() is not None or not _kill(process)
             why = f"ended with {process.returncode}" if ended else f"no answer in {launch.engine.start_timeout_s:.0f} s"
-            raise EngineError(f"embedded engine did not start: {why}; {launch.log_file} ends with:\n{_tail(launch.log_file)}")
+            log_end = f"{launch.log_file} ends with:\n{_tail(launch.log_file)}"
+            raise EngineError(f"embedded engine did not start: {why}; {log_end}")
         return cls(process, msgspec.json.decode(line, type=_Ready))
 
     def poll(self) -> int | None:

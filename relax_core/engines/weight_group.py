@@ -19,19 +19,18 @@ class WeightGroup:
         self._group = group
 
     @classmethod
-    def join(
-        cls, name: str, *, address: str, port: int, rank: int, world_size: int, timeout_s: float
-    ) -> WeightGroup:
+    def join(cls, name: str, *, address: str, port: int, rank: int, world_size: int, timeout_s: float) -> WeightGroup:
         """Waits for the others at ``address``:``port``, which rank 0 opens. Raises RuntimeError past ``timeout_s``."""
         timeout = timedelta(seconds=timeout_s)
-        store = dist.TCPStore(address, port, world_size, rank == 0, timeout, wait_for_workers=False)
+        store = dist.TCPStore(address, port, world_size, rank == 0, timeout)
         prefixed = dist.PrefixStore("cpu/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
         return cls(dist.ProcessGroupGloo(prefixed, rank, world_size, timeout))
 
     def _broadcast(self, tensors: list[Tensor]) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        for work in [self._group.broadcast([tensor], options) for tensor in tensors]:
+        broadcast = self._group.broadcast  # type: ignore[attr-defined]  # torch's stubs lack it
+        for work in [broadcast([tensor], options) for tensor in tensors]:
             work.wait()
 
     def send(self, tensors: list[Tensor]) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import xxhash
+
+from relax_core.config.saved import to_yaml
 from relax_core.contracts.bus import Bus
 from relax_core.roles.context import RunContext
 from relax_core.roles.gang import Gang
@@ -22,6 +25,7 @@ class RunCheckpoints:
         self._bus = bus
         self._gang = gang
         self._saved = context.start_step
+        self._config_digest = xxhash.xxh3_128_hexdigest(to_yaml(context.config).encode())
 
     def save(self, version: int) -> None:
         """Saves the state after ``version`` steps, unless that is what the newest checkpoint holds."""
@@ -32,5 +36,5 @@ class RunCheckpoints:
             (folder / BUS_SNAPSHOT).write_bytes(self._bus.snapshot(timeout_s=self._timeout_s))
             self._gang.save(folder / TRAIN)
 
-        self._store.write(version, writers=write, meta={"version": version})
+        self._store.write(version, writers=write, meta={"version": version, "config_digest": self._config_digest})
         self._saved = version

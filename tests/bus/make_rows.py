@@ -52,7 +52,7 @@ def make_row(
     dropped: Mapping[str, str] | None = None,
     columns: Mapping[str, bytes] | None = None,
 ) -> GroupRow:
-    """A row of the admission with every sample at ``version`` (default: its min_version); column "a" names its group."""
+    """A row of the admission with every sample at ``version`` (default: its min_version). Column "a" holds its uid."""
     dropped = dict(dropped or {})
     kept = [uid for uid in uids_of(admission, group_size) if uid not in dropped]
     return GroupRow(

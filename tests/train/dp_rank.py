@@ -8,6 +8,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+import torch.distributed as dist
 from safetensors.torch import save_file
 from tiny_trainer import dp_groups, make_backend, train_step
 
@@ -31,6 +32,7 @@ def main() -> None:
     if rank == "0":
         save_file({name: tensor.contiguous() for name, tensor in backend.export()}, f"{output}.safetensors")
         Path(f"{output}.json").write_text(json.dumps(asdict(metrics)))
+    dist.destroy_process_group()  # gloo's threads must not outlive the interpreter
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 import torch
 
@@ -45,7 +46,7 @@ def build_app(arguments: argparse.Namespace) -> tuple[EngineApp, Scheduler]:
         version = arguments.weight_version
     _warm_up(decoder)
     scheduler = Scheduler(decoder, version=version, admission_window_s=arguments.admission_window_ms / 1e3)
-    info = {name: str(value) if name in ("model_path", "token_file") else value for name, value in vars(arguments).items()}
+    info = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
     info["weight_bytes"] = weights.nbytes
     limits = RequestLimits(
         context_length=arguments.context_length,

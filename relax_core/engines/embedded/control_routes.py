@@ -10,7 +10,7 @@ import msgspec
 
 from relax_core.contracts.engine import PauseMode, WeightManifest
 from relax_core.engines.embedded.asgi import HttpError
-from relax_core.engines.embedded.calls import Call, Prompt, waiting_prompts
+from relax_core.engines.embedded.calls import Call, Progress, Prompt, waiting_prompts
 from relax_core.engines.embedded.sampler import SamplingSettings
 from relax_core.engines.embedded.scheduler import NOTHING_ATTESTED, Scheduler
 from relax_core.engines.embedded.weight_updates import WeightUpdates
@@ -146,7 +146,7 @@ class ControlRoutes:
         """There is no cache between requests: only tells, as SGLang, whether samples hold cache now."""
         load = await self._on_decode_thread(self._scheduler.load)
         if load.running:
-            raise HttpError(400, f"/flush_cache: {load.running} samples are in the cache; pause with retract or abort first")
+            raise HttpError(400, f"/flush_cache: {load.running} samples hold cache; pause with retract or abort first")
         return {"success": True}
 
     async def _release(self, body: bytes) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class ControlRoutes:
         await self._on_decode_thread(self._scheduler.resume_memory)
         return {"success": True}
 
-    # -- weights --------------------------------------------------------------------------------------------------------
+    # -- weights ----------------------------------------------------------------------------------------------------
     async def _from_shared_memory(self, body: bytes) -> dict[str, Any]:
         manifest = _decode(body, WeightManifest)
         _version(manifest.version)
@@ -223,11 +223,14 @@ class ControlRoutes:
         failed: list[str] = []
         loop = asyncio.get_running_loop()
 
+        def sink(news: list[Progress]) -> None:
+            loop.call_soon_threadsafe(done.set)
+
         def fail(message: str) -> None:
             failed.append(message)
             loop.call_soon_threadsafe(done.set)
 
-        call = Call(lambda news: loop.call_soon_threadsafe(done.set), fail)
+        call = Call(sink, fail)
         greedy = SamplingSettings(
             max_new_tokens=1, temperature=0.0, top_p=1.0, top_k=-1, stop_token_ids=(), banned_token_ids=()
         )
@@ -236,7 +239,7 @@ class ControlRoutes:
             await asyncio.wait_for(done.wait(), HEALTH_GENERATE_S)
         except TimeoutError as error:
             self._scheduler.post(lambda: self._scheduler.abort(lambda sample: sample.prompt.call is call))
-            raise HttpError(503, f"/health_generate: no token within {HEALTH_GENERATE_S} s; is it paused or full?") from error
+            raise HttpError(503, f"/health_generate: no token in {HEALTH_GENERATE_S} s; paused or full?") from error
         if failed:
             raise HttpError(503, f"/health_generate: {failed[0]}")
         return {"status": "ok"}

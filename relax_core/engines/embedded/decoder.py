@@ -31,9 +31,7 @@ class Decoder:
         self.max_samples = max_samples
         self._max_tokens = max_tokens
         self._dtype = dtype
-        self.cache = KVCache(
-            config, dtype, max_tokens=max_tokens, max_slots=max_samples, max_columns=context_length
-        )
+        self.cache = KVCache(config, dtype, max_tokens=max_tokens, max_slots=max_samples, max_columns=context_length)
         self.slots = SlotTable(max_samples, vocab_size=config.vocab_size)
         self._columns = torch.arange(context_length)
         self._layers: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -88,7 +86,7 @@ class Decoder:
         padded = np.zeros((count, width), dtype=np.int64)
         for row, ids in enumerate(token_ids):
             padded[row, : len(ids)] = ids
-        ids = torch.from_numpy(padded)
+        rows = torch.from_numpy(padded)
         shape = (config.num_layers, 2, count, config.num_kv_heads, width, config.head_dim)
         kv = torch.zeros(shape, dtype=self._dtype)
         last = torch.tensor(lengths) - 1
@@ -98,7 +96,7 @@ class Decoder:
             stop = min(start + chunk, width)
             positions = self._columns[start:stop].repeat(count)
             attend = _prefill_attention(kv, start, stop)
-            hidden = self._model.hidden(ids[:, start:stop].reshape(-1), positions, attend).view(count, stop - start, -1)
+            hidden = self._model.hidden(rows[:, start:stop].reshape(-1), positions, attend).view(count, stop - start, -1)
             ends = ((last >= start) & (last < stop)).nonzero()[:, 0]
             output[ends] = hidden[ends, last[ends] - start]
         return kv, output

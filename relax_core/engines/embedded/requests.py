@@ -125,7 +125,7 @@ def parse_generate(body: bytes, *, msgpack: bool, model: ModelConfig, limits: Re
     sampling = _sampling(raw.sampling_params, count)
     n = sampling[0].n
     if any(one.n != n for one in sampling):
-        raise HttpError(400, "sampling_params.n: differs between the prompts of one request; send one request for each n")
+        raise HttpError(400, "sampling_params.n: differs between the prompts of a request; send one request for each n")
     if n < 1 or n * count > MAX_SAMPLES:
         raise HttpError(400, f"sampling_params.n: {n} for {count} prompts; 1 to {MAX_SAMPLES} samples a request")
     rids = _rids(raw.rid, count)
@@ -155,7 +155,8 @@ def _neutral(raw: Any, defaults: Any, names: tuple[str, ...], *, where: str) -> 
         value, neutral = getattr(raw, name), getattr(defaults, name)
         if value != neutral and value is not None:
             raise HttpError(
-                400, f"{where}{name}={value!r}: the embedded engine does not do this; leave it out, or use engine=sglang"
+                400,
+                f"{where}{name}={value!r}: the embedded engine has none; leave it out, or use engine=sglang",
             )
 
 
@@ -254,14 +255,14 @@ def _check_lengths(place: int, prompt: int, new: int, *, n: int, limits: Request
     if total > limits.context_length:
         raise HttpError(
             400,
-            f"input_ids[{place}]: prompt of {prompt} tokens + max_new_tokens {new} = {total} is longer than the context "
-            f"of {limits.context_length}; shorten one of them or raise engine.context_length",
+            f"input_ids[{place}]: prompt of {prompt} tokens + max_new_tokens {new} = {total} is longer than the "
+            f"context of {limits.context_length}; shorten one of them or raise engine.context_length",
         )
     if n > limits.max_running_samples:
         raise HttpError(
             400,
-            f"sampling_params.n: {n} samples of one prompt, at most {limits.max_running_samples} run at one time; lower n "
-            f"or raise engine.max_running_samples",
+            f"sampling_params.n: {n} samples of one prompt, at most {limits.max_running_samples} run at one time; "
+            f"lower n or raise engine.max_running_samples",
         )
     if n * total > limits.max_total_tokens:
         raise HttpError(

@@ -82,7 +82,8 @@ class WeightUpdates:
         async with self._lock:
             session = self._open_session("/update_weights_from_distributed")
             if not len(names) == len(dtypes) == len(shapes):
-                raise HttpError(400, f"names, dtypes, shapes: {len(names)}, {len(dtypes)}, {len(shapes)} entries; one each")
+                counts = f"{len(names)}, {len(dtypes)}, {len(shapes)}"
+                raise HttpError(400, f"names, dtypes, shapes: {counts} entries; give one of each for a tensor")
             buffers = _buffers(names, dtypes, shapes)
             group = self._group(group_name)
             await _timed(lambda: group.receive(list(buffers.values())), f"group {group_name}: broadcast")

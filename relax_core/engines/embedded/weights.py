@@ -123,5 +123,5 @@ def read_safetensors_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
         raise ValueError(f"model_path {folder}: no *.safetensors there; give a Hugging Face model folder")
     for path in files:
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():
+            for name in file.keys():  # noqa: SIM118 - it is no mapping
                 yield name, file.get_tensor(name)

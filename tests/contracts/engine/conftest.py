@@ -1,4 +1,4 @@
-"""The engine under test: a real process over a tiny random Qwen3, one for the whole session and fresh ones on demand."""
+"""The engine under test: a real process over a tiny random Qwen3, one for the session and fresh ones on demand."""
 
 from __future__ import annotations
 

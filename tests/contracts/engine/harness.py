@@ -79,7 +79,13 @@ class Engine:
         return http.client.HTTPConnection("127.0.0.1", self.process.port, timeout=60.0)
 
     def call(
-        self, path: str, payload: Any = None, *, method: str = "POST", token: str | None = TOKEN, body: bytes | None = None
+        self,
+        path: str,
+        payload: Any = None,
+        *,
+        method: str = "POST",
+        token: str | None = TOKEN,
+        body: bytes | None = None,
     ) -> tuple[int, Any]:
         """One request on a connection of its own: status and decoded answer."""
         connection = self.connection()

@@ -126,7 +126,7 @@ def test_an_engine_that_is_stopped_runs_into_the_clients_deadlines(start_engine:
 
 def test_a_wrong_token_is_the_engines_own_word(engine: Engine) -> None:
     client = engine.new_client(token="wrong")
-    with pytest.raises(EngineError, match="401.*bearer token"):
+    with pytest.raises(EngineError, match=r"401.*bearer token"):
         client.pause("in_place")
 
 

@@ -60,12 +60,24 @@ def test_unknown_pause_mode_and_empty_abort(engine: Engine) -> None:
     assert status == 400 and "abort_all" in answer["error"]["message"]
 
 
-CHANGING = (
-    "/generate /abort_request /pause_generation /continue_generation /flush_cache /release_memory_occupation "
-    "/resume_memory_occupation /update_weights_from_shared_memory /update_weights_from_disk /begin_weight_update "
-    "/update_weights_from_tensor /update_weights_from_distributed /end_weight_update /update_weight_version "
-    "/init_weights_update_group /destroy_weights_update_group"
-).split()
+CHANGING = [
+    "/generate",
+    "/abort_request",
+    "/pause_generation",
+    "/continue_generation",
+    "/flush_cache",
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
+    "/update_weights_from_shared_memory",
+    "/update_weights_from_disk",
+    "/begin_weight_update",
+    "/update_weights_from_tensor",
+    "/update_weights_from_distributed",
+    "/end_weight_update",
+    "/update_weight_version",
+    "/init_weights_update_group",
+    "/destroy_weights_update_group",
+]
 
 
 @pytest.mark.parametrize("path", CHANGING)

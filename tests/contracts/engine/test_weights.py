@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -218,10 +219,10 @@ def test_a_sender_that_joins_as_sglangs_trainers_do(blank: Engine) -> None:
     answers: list[tuple[int, Any]] = []
     thread = threading.Thread(target=lambda: answers.append(blank.call("/init_weights_update_group", body)))
     thread.start()
-    store, rank, size = next(dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, 2))
-    _new_process_group_helper(
-        size, rank, [], "gloo", dist.PrefixStore("theirs", store), group_name="theirs", backend_options=None
-    )
+    deadline = timedelta(seconds=20)
+    store, rank, size = next(dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, 2, timeout=deadline))
+    prefixed = dist.PrefixStore("theirs", store)
+    _new_process_group_helper(size, rank, [], "gloo", prefixed, group_name="theirs", timeout=deadline)
     thread.join(30)
     assert answers and answers[0][0] == 200, answers
     blank.post("/destroy_weights_update_group", {"group_name": "theirs"})

@@ -1,0 +1,154 @@
+"""The yardstick of `benchmarks.throughput`: GRPO in one process with transformers alone, on the same task and model.
+
+    python -m benchmarks.plain_loop [--steps 40 --seed 0]
+
+What a public single-process trainer does: ``generate`` with its KV cache for all samples of the step at once, rewards,
+one padded forward for the log-probs of the responses, backward, clipping, AdamW. One thread, no other process, nothing
+of Relax but the task, its reward and the GRPO loss. Prints one line of JSON: one entry a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PROMPTS, GROUP_SIZE, NEW_TOKENS = 8, 16, 8
+LEARNING_RATE, WARMUP_STEPS, CLIP, CLIP_GRAD = 1e-3, 10, 0.2, 1.0
+TASK = "reverse_digits"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    loop = PlainLoop(arguments.seed)
+    print(json.dumps([loop.step(step) for step in range(arguments.steps)]))
+
+
+class PlainLoop:
+    """Model, tokenizer and optimizer of the loop."""
+
+    def __init__(self, seed: int) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        from relax_core.tools.make_tiny import tiny_model_folder
+
+        torch.set_num_threads(1)
+        torch.manual_seed(seed)
+        folder = tiny_model_folder("tiny_qwen3", task=TASK)
+        self._seed = seed
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, padding_side="left")
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0
+        )
+
+    def step(self, step: int) -> dict[str, float]:
+        """One train step: its parts in milliseconds, its number of samples and their mean reward."""
+        began = time.perf_counter()
+        inputs, answers = self._prompts(step)
+        sequences = self._generate(inputs)
+        generated = time.perf_counter()
+        width = inputs["input_ids"].shape[1]
+        rewards, mask = self._score(sequences[:, width:], answers)
+        scored = time.perf_counter()
+        self._train(sequences, inputs["attention_mask"], rewards, mask, step=step)
+        ended = time.perf_counter()
+        return {
+            "step_ms": 1e3 * (ended - began),
+            "generate_ms": 1e3 * (generated - began),
+            "reward_ms": 1e3 * (scored - generated),
+            "train_ms": 1e3 * (ended - scored),
+            "samples": float(len(sequences)),
+            "reward": float(rewards.mean()),
+        }
+
+    def _prompts(self, step: int) -> tuple[dict[str, Tensor], list[str]]:
+        from relax_core.data.generated import example
+
+        examples = [
+            example(TASK, split="train", seed=self._seed, index=step * PROMPTS + place) for place in range(PROMPTS)
+        ]
+        inputs = self._tokenizer.apply_chat_template(
+            [[{"role": "user", "content": one.prompt}] for one in examples],
+            add_generation_prompt=True,
+            padding=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+        return dict(inputs), [one.answer for one in examples]
+
+    def _generate(self, inputs: dict[str, Tensor]) -> Tensor:
+        """``[samples, width + new]``, the samples of a prompt beside each other."""
+        import torch
+
+        with torch.inference_mode():
+            sequences: Tensor = self._model.generate(
+                input_ids=inputs["input_ids"],
+                attention_mask=inputs["attention_mask"],
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                max_new_tokens=NEW_TOKENS,
+                num_return_sequences=GROUP_SIZE,
+            )
+        return sequences.clone()  # out of inference mode, for autograd
+
+    def _score(self, responses: Tensor, answers: list[str]) -> tuple[Tensor, Tensor]:
+        """Rewards ``[samples]``, and which tokens of the responses count ``[samples, new]``."""
+        import torch
+
+        from relax_core.contracts.reward import RewardInput
+        from rewards.reverse_digits import ReverseDigitsKnobs, score
+
+        stop = responses == self._tokenizer.eos_token_id
+        before = stop.cumsum(dim=1) - stop.to(torch.int64)
+        texts = self._tokenizer.batch_decode(responses, skip_special_tokens=True)
+        knobs = ReverseDigitsKnobs()
+        rewards = [
+            score(RewardInput(response=text, stopped=stopped, answer=answers[i // GROUP_SIZE], row={}), knobs).reward
+            for i, (text, stopped) in enumerate(zip(texts, stop.any(dim=1).tolist(), strict=True))
+        ]
+        return torch.tensor(rewards), before == 0
+
+    def _train(self, sequences: Tensor, prompt_mask: Tensor, rewards: Tensor, mask: Tensor, *, step: int) -> None:
+        """On-policy GRPO: the old log-probs are the new ones without their gradient."""
+        import torch
+
+        from algorithms.functional import clipped_policy_loss, group_relative_advantages
+
+        advantages = torch.cat(
+            [
+                group_relative_advantages(rewards=group, normalize_std=True, std_epsilon=1e-6)
+                for group in rewards.split(GROUP_SIZE)
+            ]
+        )
+        new = mask.shape[1]
+        attention = torch.cat([prompt_mask.repeat_interleave(GROUP_SIZE, dim=0), mask.to(prompt_mask.dtype)], dim=1)
+        logits = self._model(input_ids=sequences, attention_mask=attention, logits_to_keep=new + 1).logits[:, :-1]
+        logprobs = torch.log_softmax(logits, dim=-1).gather(2, sequences[:, -new:, None])[..., 0]
+        loss = clipped_policy_loss(
+            logprobs=logprobs[mask],
+            old_logprobs=logprobs.detach()[mask],
+            advantages=advantages[:, None].expand_as(mask)[mask],
+            loss_mask=mask[mask],
+            clip_low=CLIP,
+            clip_high=CLIP,
+        )
+        self._optimizer.param_groups[0]["lr"] = LEARNING_RATE * min(1.0, (step + 1) / WARMUP_STEPS)
+        self._optimizer.zero_grad()
+        loss.per_token.mean().backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), CLIP_GRAD)
+        self._optimizer.step()
+
+
+if __name__ == "__main__":
+    main()

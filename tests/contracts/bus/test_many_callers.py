@@ -1,0 +1,122 @@
+"""Many callers at once, in threads: everybody gets served, and nobody hangs."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import pytest
+
+from relax_core.contracts.bus import Bus, BusClosed, LeaseLost, LeaseRequest
+from tests.bus.make_rows import for_actor, for_worker, make_row
+
+MakeBus = Callable[..., Bus]
+T = 30.0
+
+STEPS, GROUPS = 12, 4
+
+
+def _produce(bus: Bus) -> None:
+    try:
+        while True:
+            for admission in bus.admit(3, timeout_s=T):
+                while bus.progress(timeout_s=T).version < admission.min_version:
+                    bus.wait_progress(admission.min_version - 1, timeout_s=T)  # type: ignore[attr-defined]
+                bus.put([make_row(admission)], timeout_s=T)
+    except BusClosed:
+        return
+
+
+def _work(bus: Bus, seen: list[str]) -> None:
+    request = LeaseRequest(task="advantages", columns=("a",), max_groups=3)
+    try:
+        lease = bus.lease(request, timeout_s=T)
+        while True:
+            seen += [row.group_uid for row in lease.rows]
+            columns = {row.group_uid: {"b": row.columns["a"][::-1]} for row in lease.rows}
+            following = bus.write(lease.lease_id, columns, then=request, timeout_s=T)
+            assert following is not None
+            lease = following
+    except BusClosed:
+        return
+
+
+def _train(bus: Bus, max_staleness: int) -> list[str]:
+    trained = []
+    for step in range(STEPS):
+        request = LeaseRequest(task="actor", columns=("a", "b"), max_groups=GROUPS, min_groups=GROUPS, step=step)
+        lease = bus.lease(request, timeout_s=T)
+        for row in lease.rows:
+            assert bytes(row.columns["b"]) == row.group_uid.encode()[::-1]
+            assert min(row.versions) >= step - max_staleness
+            trained += row.uids
+        bus.ack([lease.lease_id], step=step, dropped={}, timeout_s=T)
+    return trained
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_every_sample_is_trained_exactly_once(make_bus: MakeBus, max_staleness: int) -> None:
+    bus = make_bus(groups_per_step=GROUPS, max_staleness=max_staleness, total_steps=STEPS)
+    seen: list[str] = []
+    with ThreadPoolExecutor(8) as pool:
+        others: list[Future[None]] = [pool.submit(_produce, bus) for _ in range(4)]
+        others += [pool.submit(_work, bus, seen) for _ in range(3)]
+        trained = pool.submit(_train, bus, max_staleness).result(timeout=120)
+        for future in others:
+            future.result(timeout=T)
+    assert Counter(trained) == Counter(f"g{index:08d}.{k}" for index in range(STEPS * GROUPS) for k in range(2))
+    assert len(seen) == len(set(seen)) == STEPS * GROUPS
+    books = bus.progress(timeout_s=T).ledger
+    assert (books.issued, books.trained, books.open, books.lost, books.trained_twice) == (96, 96, 0, 0, 0)
+
+
+def _start(pool: ThreadPoolExecutor, call: Callable[[], object]) -> Future[object]:
+    """Runs ``call`` in a thread and returns once that thread is about to make it."""
+    started = threading.Event()
+
+    def run() -> object:
+        started.set()
+        return call()
+
+    future = pool.submit(run)
+    started.wait()
+    return future
+
+
+def test_close_wakes_everybody_who_waits(make_bus: MakeBus) -> None:
+    bus = make_bus(groups_per_step=1)
+    bus.admit(10, timeout_s=T)
+    with ThreadPoolExecutor(6) as pool:
+        waiting = [_start(pool, lambda: bus.admit(1, timeout_s=T)) for _ in range(2)]
+        waiting += [_start(pool, lambda: bus.lease(for_actor(0, groups=1), timeout_s=T)) for _ in range(2)]
+        waiting += [_start(pool, lambda: bus.lease(for_worker(), timeout_s=T)) for _ in range(2)]
+        assert not wait(waiting, timeout=0.3).done, "there is nothing yet to return"
+        bus.close(reason="stopped by the user", timeout_s=T)
+        for future in waiting:
+            with pytest.raises(BusClosed, match="stopped by the user"):
+                future.result(timeout=5.0)
+
+
+def test_a_put_wakes_only_who_can_go_on(make_bus: MakeBus) -> None:
+    bus = make_bus()
+    first, second = bus.admit(2, timeout_s=T)
+    with ThreadPoolExecutor(2) as pool:
+        for_two = _start(pool, lambda: bus.lease(for_actor(0, groups=2), timeout_s=T))
+        for_one = _start(pool, lambda: bus.lease(for_worker(), timeout_s=T))
+        bus.put([make_row(first)], timeout_s=T)
+        for_one.result(timeout=5.0)
+        assert not wait([for_two], timeout=0.2).done
+        bus.put([make_row(second)], timeout_s=T)
+        for_two.result(timeout=5.0)
+
+
+def test_revoke_ends_the_waits_of_a_lost_worker(make_bus: MakeBus) -> None:
+    bus = make_bus()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = _start(pool, lambda: bus.lease(for_worker(), timeout_s=T))
+        assert not wait([waiting], timeout=0.3).done
+        bus.revoke("advantages", timeout_s=T)
+        with pytest.raises(LeaseLost, match="leases of task advantages were revoked"):
+            waiting.result(timeout=5.0)

@@ -1,0 +1,17 @@
+"""Finished runs that several tests look at, one each for the whole session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.live_run import FinishedRun, run_to_end
+
+STRICT = ("mode=async", "mode.max_staleness=0", "run.steps=60", "eval.every=25", "eval.rows=64", "run.save_every=0")
+
+
+@pytest.fixture(scope="session")
+def strict(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    """mode=async with max_staleness=0, straight through."""
+    return run_to_end(tmp_path_factory.mktemp("strict") / "run", *STRICT)

@@ -1,0 +1,189 @@
+"""A real run: `python -m relax_core …` as a process in its own session, watched from outside, with nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 300.0
+GONE_S = 15.0  # Ray's daemons get their SIGTERM a moment before the run's own process ends
+POLL_S = 0.02
+MARK = "RELAX_TEST_RUN"  # in the environment of every process of the run
+
+ENGINE = "relax_core.engines.embedded"
+ROLLOUT = "ray::RolloutWorker"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedRun:
+    """What a run left: its exit code, what it printed, its folder and its summary."""
+
+    code: int
+    output: str
+    folder: Path
+    summary: dict[str, Any]
+
+    def steps(self) -> list[dict[str, float]]:
+        """The trainer's values of each step, in order; a step that was undone by a resume counts once, as redone."""
+        return [values for _, values in sorted(_actor_steps(self.folder).items())]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        return load_file(self.folder / "hf" / "model.safetensors")
+
+    def booked(self, event: str) -> Counter[str]:
+        """Uid → how often the ledger's file has this event ("issued", "trained", "dropped") for it."""
+        with closing(sqlite3.connect(self.folder / "ledger.sqlite")) as database:
+            return Counter(uid for (uid,) in database.execute("SELECT uid FROM events WHERE event = ?", (event,)))
+
+    def assert_books_closed(self) -> None:
+        """Every sample that was issued was trained once or dropped with a reason, in the counts and uid by uid."""
+        books = self.summary["ledger"]
+        assert books["lost"] == books["trained_twice"] == books["open"] == 0, books
+        assert books["issued"] == books["trained"] + sum(books["dropped"].values()), books
+        trained, dropped = self.booked("trained"), self.booked("dropped")
+        assert set((trained + dropped).values()) == {1}
+        assert set(trained + dropped) == set(self.booked("issued"))
+        assert len(trained) == books["trained"]
+
+    def checkpoints(self) -> list[int]:
+        """Steps of the checkpoints that are complete."""
+        return sorted(
+            int(file.parent.name.removeprefix("step_")) for file in self.folder.glob("checkpoints/*/meta.json")
+        )
+
+
+class LiveRun:
+    """One run under way. Use as a context manager: whatever happens, its processes are gone afterwards."""
+
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        self.folder = folder
+        self._mark = secrets.token_hex(8)
+        # Short, because of the socket names below it. Everything that the run makes under /tmp is in here.
+        self._temporary = Path(tempfile.mkdtemp(prefix="rt", dir="/tmp"))
+        self._log = self._temporary.with_suffix(".log")
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "relax_core", f"run.dir={folder}", "run.panel=false", *overrides],
+                cwd=ROOT,
+                env={**os.environ, "TMPDIR": str(self._temporary), MARK: self._mark},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> LiveRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends what a failed test leaves; a run that ended well has nothing here."""
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        for pid in self.processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for folder in self._shared_memory():
+            shutil.rmtree(folder)
+        shutil.rmtree(self._temporary, ignore_errors=True)
+        self._log.unlink()
+
+    # -- watching -----------------------------------------------------------------------------------------------------
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def processes(self) -> dict[int, str]:
+        """Pid → command line of every living process of the run: by its session, or by the mark in its environment."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdecimal() and self._is_ours(int(entry.name)):
+                with suppress(OSError):
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+        return found
+
+    def _is_ours(self, pid: int) -> bool:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+            marked = f"{MARK}={self._mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+            return state != "Z" and (marked or os.getsid(pid) == self._process.pid)
+        except OSError:  # it ended meanwhile, or is another user's
+            return False
+
+    def wait_for(self, what: str, condition: Callable[[], bool]) -> None:
+        """Waits for something outside to come true; fails with the run's output where the run ended before."""
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert self._process.poll() is None, f"the run ended before {what}:\n{self.output()}"
+            assert time.monotonic() < deadline, f"{what}: not within {DEADLINE_S:.0f} s:\n{self.output()}"
+            time.sleep(POLL_S)
+
+    def wait_step(self, step: int) -> None:
+        """Waits until the trainer has reported train step ``step``."""
+        self.wait_for(f"step {step}", lambda: max(_actor_steps(self.folder), default=-1) >= step)
+
+    # -- doing harm ---------------------------------------------------------------------------------------------------
+    def kill(self, command: str) -> int:
+        """SIGKILL to the one process whose command line has ``command`` in it; returns its pid."""
+        (pid,) = (pid for pid, line in self.processes().items() if command in line)
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def interrupt(self) -> None:
+        """What Ctrl-C in a terminal does: SIGINT to every process of the foreground group."""
+        os.killpg(self._process.pid, signal.SIGINT)
+
+    def terminate(self) -> None:
+        """What a scheduler does first: SIGTERM to the process that it started."""
+        self._process.terminate()
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+    def finish(self) -> FinishedRun:
+        """Waits for the end, and asserts that no process, no shared memory and no temporary folder is left."""
+        code = self._process.wait(DEADLINE_S)
+        deadline = time.monotonic() + GONE_S
+        while self.processes() and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        assert not self.processes(), f"left behind: {self.processes()}\n{self.output()}"
+        assert not self._shared_memory(), f"left behind: {self._shared_memory()}\n{self.output()}"
+        left = [path.name for path in self._temporary.iterdir()]
+        assert not left, f"left behind in the temporary folder: {left}\n{self.output()}"
+        summary_file = self.folder / "summary.json"
+        summary = json.loads(summary_file.read_text()) if summary_file.exists() else {}
+        return FinishedRun(code=code, output=self.output(), folder=self.folder, summary=summary)
+
+    def _shared_memory(self) -> list[Path]:
+        return list(Path("/dev/shm").glob(f"relax-{self._process.pid}-*"))
+
+
+def run_to_end(folder: Path, *overrides: str) -> FinishedRun:
+    """Runs `python -m relax_core` with these overrides and waits for it."""
+    with LiveRun(folder, *overrides) as live:
+        return live.finish()
+
+
+def _actor_steps(folder: Path) -> Mapping[int, dict[str, float]]:
+    """Step → the trainer's values, from the whole lines of metrics.jsonl."""
+    try:
+        text = (folder / "metrics.jsonl").read_text()
+    except FileNotFoundError:
+        return {}
+    records = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return {record["step"]: record["values"] for record in records if record["source"] == "actor"}

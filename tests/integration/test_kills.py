@@ -1,0 +1,45 @@
+"""kill -9 of the engine and of the rollout's worker in mid-run: the run goes on and the books close."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.live_run import ENGINE, ROLLOUT, FinishedRun, LiveRun
+
+pytestmark = [pytest.mark.integration, pytest.mark.chaos]
+
+
+def run_with_kills(folder: Path, *, max_staleness: int, steps: int) -> FinishedRun:
+    """The engine is killed after some steps, and its owner's rollout worker once training goes on."""
+    overrides = (f"mode.max_staleness={max_staleness}", f"run.steps={steps}", "eval.every=0", "run.save_every=0")
+    with LiveRun(folder, *overrides) as live:
+        live.wait_step(2)
+        engine = live.kill(ENGINE)
+        live.wait_step(steps // 3)
+        rollout = live.kill(ROLLOUT)
+        run = live.finish()
+    assert run.code == 0, run.output
+    assert run.summary["steps"] == steps
+    assert engine != rollout
+    return run
+
+
+def test_on_policy_the_same_samples_are_drawn_again(strict: FinishedRun, tmp_path: Path) -> None:
+    run = run_with_kills(tmp_path / "run", max_staleness=0, steps=60)
+    run.assert_books_closed()
+    assert run.summary["ledger"]["dropped"] == {}
+    assert run.summary["staleness"]["max"] == 0
+    # Seeds belong to samples. Only rounding may differ: a group drawn again has other batch-mates.
+    for values, expected in zip(run.steps(), strict.steps(), strict=True):
+        assert values["loss"] == pytest.approx(expected["loss"], abs=1e-4)
+        assert values["reward"] == pytest.approx(expected["reward"], abs=1e-3)
+
+
+def test_in_a_window_every_sample_is_trained_or_dropped_with_a_reason(tmp_path: Path) -> None:
+    run = run_with_kills(tmp_path / "run", max_staleness=1, steps=90)
+    run.assert_books_closed()
+    assert run.summary["ledger"]["trained"] == 90 * 8 * 16
+    assert set(run.summary["ledger"]["dropped"]) <= {"stale"}
+    assert run.summary["staleness"]["max"] <= 1

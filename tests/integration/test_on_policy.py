@@ -1,0 +1,60 @@
+"""Strict on-policy is one run, whichever way it is made: time-shared, side by side, or stopped and resumed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.conftest import STRICT
+from tests.integration.live_run import FinishedRun, LiveRun, run_to_end
+
+pytestmark = pytest.mark.integration
+
+FROM_TOKENS = ("reward", "exact", "reward_position", "reward_length", "response_tokens", "truncated", "tokens")
+FROM_WEIGHTS = ("loss", "grad_norm", "logprob_gap_max", "algorithm/ratio")
+
+
+def assert_same_run(one: FinishedRun, other: FinishedRun) -> None:
+    """The same tokens, losses and weights, to the bit."""
+    assert len(one.steps()) == len(other.steps()) == one.summary["steps"]
+    for step, (values, expected) in enumerate(zip(one.steps(), other.steps(), strict=True)):
+        for name in (*FROM_TOKENS, *FROM_WEIGHTS):
+            assert values[name] == expected[name], f"{name} differs at step {step}"
+    assert one.summary["eval"][-1] == other.summary["eval"][-1]
+    weights, expected_weights = one.weights(), other.weights()
+    assert weights.keys() == expected_weights.keys()
+    assert all(tensor.equal(expected_weights[name]) for name, tensor in weights.items())
+
+
+def test_a_strict_run_trains_every_sample_at_staleness_0(strict: FinishedRun) -> None:
+    assert strict.code == 0, strict.output
+    assert strict.summary["outcome"] == "finished" and strict.summary["steps"] == 60
+    assert strict.summary["staleness"] == {"max": 0, "histogram": {"0": 60 * 8 * 16}}
+    assert strict.summary["ledger"]["trained"] == 60 * 8 * 16
+    strict.assert_books_closed()
+    assert [one["step"] for one in strict.summary["eval"]] == [0, 25, 50, 60]
+
+
+def test_colocate_is_the_same_run_to_the_bit(strict: FinishedRun, tmp_path: Path) -> None:
+    colocate = run_to_end(tmp_path / "run", *STRICT, "mode=colocate")
+    assert colocate.code == 0, colocate.output
+    colocate.assert_books_closed()
+    assert_same_run(colocate, strict)
+
+
+def test_ctrl_c_then_resume_is_the_same_run_to_the_bit(strict: FinishedRun, tmp_path: Path) -> None:
+    with LiveRun(tmp_path / "run", *STRICT) as live:
+        live.wait_step(2)
+        live.interrupt()
+        stopped = live.finish()
+    assert stopped.code == 130, stopped.output
+    assert stopped.summary["outcome"] == "stopped"
+    at = stopped.summary["steps"]
+    assert 3 <= at < 60 and stopped.checkpoints() == [at]
+
+    resumed = run_to_end(tmp_path / "run", *STRICT, "resume=auto")
+    assert resumed.code == 0, resumed.output
+    resumed.assert_books_closed()
+    assert resumed.summary["ledger"]["trained"] == 60 * 8 * 16
+    assert_same_run(resumed, strict)

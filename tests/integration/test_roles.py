@@ -1,0 +1,41 @@
+"""Runs that need more than the demo's roles: recomputed old log-probs, a reference, more than one trainer rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.live_run import run_to_end
+
+pytestmark = pytest.mark.integration
+
+SHORT = ("run.steps=6", "eval.every=0", "run.save_every=0")
+
+
+def test_actor_fwd_and_reference_feed_the_trainer(tmp_path: Path) -> None:
+    run = run_to_end(tmp_path / "run", *SHORT, "algo.old_logprobs=actor_fwd", "algo.kl_coef=0.01", "optimizer.lr=3e-3")
+    assert run.code == 0, run.output
+    run.assert_books_closed()
+    assert run.summary["ledger"]["trained"] == 6 * 8 * 16
+    assert run.summary["logprob_gap"]["max"] <= 2e-5
+    first, last = run.steps()[0], run.steps()[-1]
+    assert first["algorithm/reference_kl"] == pytest.approx(0.0, abs=1e-6)  # the trainer is the reference as yet
+    assert last["algorithm/reference_kl"] > 1e-5
+    assert all(0.9 < values["algorithm/tis_weight"] < 1.1 for values in run.steps())
+
+
+def test_two_trainer_ranks_train_what_one_does(tmp_path: Path) -> None:
+    # Adam divides by the gradient's size: with its usual epsilon, rounding of a near-zero gradient becomes a full step.
+    strict = (*SHORT, "mode.max_staleness=0", "optimizer.eps=1e-2", "optimizer.lr=1e-2")
+    one = run_to_end(tmp_path / "one", *strict)
+    two = run_to_end(tmp_path / "two", *strict, "parallel.dp=2")
+    for run in (one, two):
+        assert run.code == 0, run.output
+        run.assert_books_closed()
+    for values, expected in zip(two.steps(), one.steps(), strict=True):
+        assert values["reward"] == expected["reward"] and values["tokens"] == expected["tokens"]
+        assert values["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+        assert values["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+    expected_weights = one.weights()
+    assert max(float((tensor - expected_weights[name]).abs().max()) for name, tensor in two.weights().items()) <= 1e-5
