@@ -1,6 +1,6 @@
 """What the data bus costs: ``python -m benchmarks.bus`` (about a minute; ``--quick`` for a look).
 
-Prints round trips at the demo's size, rows and bytes a second against memcpy, and the cost of a row as the ledger grows.
+Prints round trips at the demo's size, rows and bytes a second against memcpy, and a row's cost as the ledger grows.
 """
 
 from __future__ import annotations
@@ -95,10 +95,10 @@ def ray_bus(folder: Path, name: str, *, groups: int) -> Iterator[Bus]:
 
 
 def run_cycles(bus: Bus, *, steps: int, groups: int, columns: dict[str, bytes]) -> np.ndarray:
-    """Seconds of (put, lease, ack), ``[steps, 3]``; the first tenth is warm-up and left out."""
+    """Seconds of (put, lease, ack), ``[steps, 3]``; the first quarter is warm-up and left out."""
     seconds = np.empty((steps, 3))
     for step in range(steps):
-        admissions = [a for a in bus.admit(groups, timeout_s=T)]
+        admissions = bus.admit(groups, timeout_s=T)
         rows = [make_row(admission, version=step, columns=columns) for admission in admissions]
         start = time.perf_counter()
         bus.put(rows, timeout_s=T)
@@ -107,7 +107,7 @@ def run_cycles(bus: Bus, *, steps: int, groups: int, columns: dict[str, bytes]) 
         after_lease = time.perf_counter()
         bus.ack([lease.lease_id], step=step, dropped={}, timeout_s=T)
         seconds[step] = (after_put - start, after_lease - after_put, time.perf_counter() - after_lease)
-    return seconds[steps // 10 :]
+    return seconds[steps // 4 :]
 
 
 def measure_round_trips(folder: Path, *, steps: int) -> None:
@@ -220,7 +220,7 @@ def main() -> None:
             measure_round_trips(folder, steps=100 if quick else 500)
             measure_small_rows(folder, steps=30 if quick else 150)
             for nbytes in (200_000, 1_000_000):
-                measure_large_rows(folder, nbytes=nbytes, steps=10 if quick else 40)
+                measure_large_rows(folder, nbytes=nbytes, steps=16 if quick else 60)
         measure_ledger(
             folder, sizes=(1_000, 100_000) if quick else (1_000, 100_000, 1_000_000), rounds=5 if quick else 40
         )

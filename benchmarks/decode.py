@@ -1,9 +1,9 @@
 """Decode speed of the embedded engine, over HTTP, against transformers' generate on the same weights and one thread.
 
-    python benchmarks/decode.py [--batches 1 16 64 256] [--new-tokens 64] [--rounds 5] [--profile]
+    python -m benchmarks.decode [--batches 1 16 64 256] [--new-tokens 64] [--rounds 5] [--profile]
 
-The two take turns in every round, so that a loaded machine slows both; what counts is the ratio. Process CPU time is
-told beside it: the engine's covers its HTTP, scheduling and decoding.
+The two take turns in every round, so that a loaded machine slows both; what counts is the ratio, of wall time and of
+process CPU time: the engine's covers its HTTP, scheduling and decoding, not the client.
 """
 
 from __future__ import annotations
@@ -63,30 +63,34 @@ async def generate_with_engine(client: EngineClient, prompts: torch.Tensor, new_
 
 async def measure(model: Any, process: EngineProcess, token: str, arguments: argparse.Namespace) -> None:
     client = EngineClient(process.url, token, request_timeout_s=120.0, control_timeout_s=30.0)
-    print(f"{'batch':>6} {'transformers':>13} {'embedded':>10} {'ratio':>6} {'target':>6} {'engine CPU':>11}   tokens/s")
+    print("tokens/s; ratios are embedded over transformers, by wall time and by process CPU time")
+    print(f"{'batch':>6} {'transformers':>13} {'embedded':>10} {'ratio':>6} {'CPU ratio':>10} {'target':>7}")
     for batch in arguments.batches:
+        repeats = max(1, 32 // batch)  # /proc counts CPU time in hundredths of a second
         prompts = torch.randint(4, VOCAB, (batch, PROMPT_TOKENS))
-        rates: dict[str, list[float]] = {"transformers": [], "embedded": [], "engine CPU": []}
-        for turn in range(arguments.rounds + 1):
-            start = time.perf_counter()
-            tokens = generate_with_transformers(model, prompts, arguments.new_tokens)
-            middle, busy = time.perf_counter(), cpu_seconds(process.pid)
-            repeats = max(1, round(1.0 / batch**0.25))
-            found = sum(
-                [await generate_with_engine(client, prompts, arguments.new_tokens, turn) for _ in range(repeats)]
-            )
-            end, spent = time.perf_counter(), cpu_seconds(process.pid) - busy
-            assert found == repeats * tokens, (found, tokens)
-            if turn:  # the first is warm-up
-                rates["transformers"].append(tokens / (middle - start))
-                rates["embedded"].append(found / (end - middle))
-                rates["engine CPU"].append(found / max(spent, 0.01))
-        hf, ours, cpu = (statistics.median(values) for values in rates.values())
-        ratio = statistics.median(
-            one / other for one, other in zip(rates["embedded"], rates["transformers"], strict=True)
-        )
-        print(f"{batch:>6} {hf:>13.0f} {ours:>10.0f} {ratio:>6.2f} {TARGETS.get(batch, 0.0):>6.1f} {cpu:>11.0f}")
+        rounds = [
+            await one_round(model, process.pid, client, prompts, arguments.new_tokens, seed=turn, repeats=repeats)
+            for turn in range(arguments.rounds + 1)
+        ][1:]  # the first is warm-up
+        hf, ours, ratio, cpu = (statistics.median(values) for values in zip(*rounds, strict=True))
+        print(f"{batch:>6} {hf:>13.0f} {ours:>10.0f} {ratio:>6.2f} {cpu:>10.2f} {TARGETS.get(batch, 0.0):>7.1f}")
     await client.aclose()
+
+
+async def one_round(
+    model: Any, pid: int, client: EngineClient, prompts: torch.Tensor, new_tokens: int, *, seed: int, repeats: int
+) -> tuple[float, float, float, float]:
+    """Tokens/s of transformers and of the engine, and the engine's gain in wall time and in CPU time."""
+    start, start_cpu = time.perf_counter(), time.process_time()
+    tokens = sum(generate_with_transformers(model, prompts, new_tokens) for _ in range(repeats))
+    middle, hf_cpu, before = time.perf_counter(), time.process_time() - start_cpu, cpu_seconds(pid)
+    found = 0
+    for _ in range(repeats):
+        found += await generate_with_engine(client, prompts, new_tokens, seed)
+    end, engine_cpu = time.perf_counter(), cpu_seconds(pid) - before
+    assert found == tokens, (found, tokens)
+    hf_wall, wall = middle - start, end - middle
+    return tokens / hf_wall, tokens / wall, hf_wall / wall, hf_cpu / max(engine_cpu, 0.01)
 
 
 def profile(folder: Path, batch: int, new_tokens: int) -> None:
@@ -115,9 +119,8 @@ def profile(folder: Path, batch: int, new_tokens: int) -> None:
         max_new_tokens=new_tokens, temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=(), banned_token_ids=()
     )
     prompt = list(range(4, 4 + PROMPT_TOKENS))
-    decoder.admit([Prefix(token_ids=prompt, settings=settings, keys=sample_keys(0, range(batch)))])
-    decoder.step()
-    with torch_profile(activities=[ProfilerActivity.CPU]) as found:
+    with torch.inference_mode(), torch_profile(activities=[ProfilerActivity.CPU]) as found:
+        decoder.admit([Prefix(token_ids=prompt, settings=settings, keys=sample_keys([0], batch)[0])])
         for _ in range(new_tokens - 2):
             decoder.step()
     print(found.key_averages().table(sort_by="self_cpu_time_total", row_limit=16, max_name_column_width=32))

@@ -1,18 +1,20 @@
-"""Samples a second of whole runs, where a step's milliseconds go, and a plain transformers loop beside them.
+"""Samples a second of whole runs, where a step's milliseconds go, and single-process trainers beside them.
 
-    python -m benchmarks.throughput [--repeats 3 --steps 120 --json FILE]
+    python -m benchmarks.throughput [--repeats 3 --steps 120 --json FILE] [--trl-path FOLDER]
     taskset -c 0,1 python -m benchmarks.throughput       # the same on two cores
 
-Each repeat runs, one after the other: the plain loop (`benchmarks.plain_loop`, one thread), then ``python -m relax_core``
-with mode=colocate, with mode=async mode.max_staleness=0, and with mode=async mode.max_staleness=1, each with everything
-on (ledger, tokens, all roles, metrics files). So the ratios hold on any machine, loaded or not. Figures are medians over
-the steps after the tenth, then medians over the repeats.
+Each repeat runs, one after the other: the plain loop (`benchmarks.plain_loop`, one thread), TRL where it is given
+(`benchmarks.trl_loop`), then ``python -m relax_core`` with mode=colocate, with mode=async mode.max_staleness=0, and
+with mode=async mode.max_staleness=1, each with everything on (ledger, tokens, all roles, metrics files). So the ratios
+hold on any machine; on a loaded one take more repeats. Figures are medians over the steps after the tenth, then over
+the repeats; a ratio is the median of the repeats' own ratios.
 
 How a step is split. ``train``: forward, backward, optimizer. ``sync``: publishing the weights; with mode=colocate also
 telling the engines to give up their memory and to take it back. Without overlap (staleness 0) ``engine`` (prefill and
-decode) and ``reward`` stand on the step path, and ``bus+control`` is the rest of the step: every hop between processes,
-decoding of rows, the trainer's record. At staleness 1 generation runs beside the trainer: ``wait`` is what the trainer
-spent on the bus and on rows that were not ready, and ``bus+control`` is that and the rest, so it is an upper bound.
+decode), ``reward`` and the whole push of the weights stand on the step path, and ``bus+control`` is the rest of the
+step: every hop between processes, decoding of rows, the trainer's record. At staleness 1 generation and push run beside
+the trainer: ``sync`` is what the trainer waited for, ``wait`` what it spent on the bus and on rows that were not ready;
+``bus+control`` is that and the rest, so it is an upper bound.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -33,7 +35,7 @@ from relax_core.observe.sinks import read_metrics
 
 SKIPPED_STEPS = 10  # warm-up of caches and allocators; the pipeline fills
 DEADLINE_S = 900
-PLAIN, COLOCATE, STRICT, ASYNC = "plain loop", "colocate", "async s=0", "async s=1"
+PLAIN, TRL, COLOCATE, STRICT, ASYNC = "plain loop", "TRL", "colocate", "async s=0", "async s=1"
 OVERRIDES = {
     COLOCATE: ("mode=colocate",),
     STRICT: ("mode=async", "mode.max_staleness=0"),
@@ -48,16 +50,19 @@ Figures = dict[str, float]
 def main() -> None:
     arguments = _parse()
     print(_machine_line())
-    found: dict[str, list[Figures]] = {name: [] for name in (PLAIN, *OVERRIDES)}
+    single = (PLAIN,) if arguments.trl_path is None else (PLAIN, TRL)
+    found: dict[str, list[Figures]] = {name: [] for name in (*single, *OVERRIDES)}
     for repeat in range(arguments.repeats):
-        found[PLAIN].append(_plain(arguments.plain_steps, seed=repeat))
-        for name, overrides in OVERRIDES.items():
-            found[name].append(_run(overrides, steps=arguments.steps, seed=repeat))
+        for name in single:
+            found[name].append(_single(name, arguments.plain_steps, seed=repeat, trl_path=arguments.trl_path))
+        for name in OVERRIDES:
+            found[name].append(_run(name, steps=arguments.steps, seed=repeat))
         print(f"repeat {repeat + 1} of {arguments.repeats}: " + _speeds(found), flush=True)
     medians = {name: _medians(repeats) for name, repeats in found.items()}
-    print(table(medians))
+    ratios = {base: ratios_to(base, found) for base in single}
+    print(table(medians, ratios))
     if arguments.json is not None:
-        report = {"machine": _machine(), "medians": medians, "repeats": found}
+        report = {"machine": _machine(), "medians": medians, "ratios": ratios, "repeats": found}
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")
 
 
@@ -66,6 +71,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=120, help="train steps of a run")
     parser.add_argument("--plain-steps", type=int, default=60, help="train steps of the plain loop")
+    parser.add_argument("--trl-path", type=Path, default=None, help="folder with TRL, see benchmarks/trl_loop.py")
     parser.add_argument("--json", type=Path, default=None, help="write all figures here")
     arguments = parser.parse_args()
     if min(arguments.steps, arguments.plain_steps) <= 2 * SKIPPED_STEPS or arguments.repeats < 1:
@@ -74,22 +80,26 @@ def _parse() -> argparse.Namespace:
 
 
 # -- measuring --------------------------------------------------------------------------------------------------------
-def _plain(steps: int, *, seed: int) -> Figures:
-    output = _python("benchmarks.plain_loop", f"--steps={steps}", f"--seed={seed}")
-    records: list[Figures] = json.loads(output)
-    return plain_figures(records)
+def _single(name: str, steps: int, *, seed: int, trl_path: Path | None) -> Figures:
+    flags = [f"--steps={steps}", f"--seed={seed}"]
+    if name == TRL:
+        output = _python("benchmarks.trl_loop", *flags, f"--trl-path={trl_path}")
+    else:
+        output = _python("benchmarks.plain_loop", *flags)
+    return single_figures(json.loads(output))
 
 
-def _run(overrides: Sequence[str], *, steps: int, seed: int) -> Figures:
+def _run(name: str, *, steps: int, seed: int) -> Figures:
     with tempfile.TemporaryDirectory(prefix="relax-throughput-") as folder:
         run_dir = Path(folder) / "run"
-        _python("relax_core", *overrides, *QUIET_RUN, f"run.steps={steps}", f"seed={seed}", f"run.dir={run_dir}")
+        _python("relax_core", *OVERRIDES[name], *QUIET_RUN, f"run.steps={steps}", f"seed={seed}", f"run.dir={run_dir}")
         records = read_metrics(run_dir)
         summary = json.loads((run_dir / "summary.json").read_text())
     if summary["outcome"] != "finished" or summary["steps_recorded"] != steps:
-        raise SystemExit(f"the run ended with {summary['outcome']!r} and {summary['steps_recorded']} of {steps} records")
-    overlapped = ASYNC in OVERRIDES and tuple(overrides) == OVERRIDES[ASYNC]
-    figures = run_figures(by_step(records, ACTOR), by_step(records, ROLLOUT), overlapped=overlapped)
+        raise SystemExit(
+            f"the run ended with {summary['outcome']!r} and {summary['steps_recorded']} of {steps} records"
+        )
+    figures = run_figures(name, by_step(records, ACTOR), by_step(records, ROLLOUT))
     return figures | {"first_step_s": summary["first_step_s"], "staleness_max": summary["staleness"]["max"]}
 
 
@@ -103,47 +113,56 @@ def _python(module: str, *arguments: str) -> str:
         check=False,
     )
     if ended.returncode:
-        raise SystemExit(f"python -m {module} {' '.join(arguments)} ended with {ended.returncode}:\n{ended.stderr[-4000:]}")
+        raise SystemExit(
+            f"python -m {module} {' '.join(arguments)} ended with {ended.returncode}:\n{ended.stderr[-4000:]}"
+        )
     return ended.stdout
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------
-def plain_figures(steps: Sequence[Mapping[str, float]]) -> Figures:
-    """Medians over the plain loop's steps after the warm-up."""
+def single_figures(steps: Sequence[Mapping[str, float]]) -> Figures:
+    """Medians over a single-process trainer's steps after the warm-up; its parts where it tells them."""
     measured = steps[SKIPPED_STEPS:]
+    parts = {"step": "step_ms", "engine": "generate_ms", "reward": "reward_ms", "train": "train_ms"}
     return _speed(measured) | {
-        "step": _over(measured, lambda one: one["step_ms"]),
-        "engine": _over(measured, lambda one: one["generate_ms"]),
-        "reward": _over(measured, lambda one: one["reward_ms"]),
-        "train": _over(measured, lambda one: one["train_ms"]),
+        part: median(one[name] for one in measured) for part, name in parts.items() if name in measured[0]
     }
 
 
 def run_figures(
-    actor: Mapping[int, Mapping[str, float]], rollout: Mapping[int, Mapping[str, float]], *, overlapped: bool
+    name: str, actor: Mapping[int, Mapping[str, float]], rollout: Mapping[int, Mapping[str, float]]
 ) -> Figures:
     """A run's figures from the trainer's and the rollout's records, by step; milliseconds.
 
-    ``overlapped``: generation runs beside the trainer. Otherwise step t's burst is the one of weight version t.
+    Without overlap the burst of step t is the one of weight version t, and so is the push that its record tells.
     """
-    # The last step has no next one to ask for rows for, so its time is not like the others'.
-    measured = [dict(actor[step]) for step in sorted(actor)[SKIPPED_STEPS:-1]]
-    bursts = [rollout[step] for step in sorted(actor)[SKIPPED_STEPS:-1] if step in rollout]
-    for one, burst in zip(measured, bursts, strict=True) if not overlapped else ():
-        one["on_path_ms"] = burst["engine_ms"] + burst["reward_ms"]
+    steps = sorted(actor)[
+        SKIPPED_STEPS:-1
+    ]  # the last has no next one to ask rows for: its time is not like the others'
+    bursts = [rollout[step] for step in steps if step in rollout]
+    sync, other = [], []
+    for step in steps:
+        one = actor[step]
+        sync.append(one["sync_ms"] + (one["push_ms"] if name == STRICT else 0.0))
+        on_path = 0.0 if name == ASYNC else rollout[step]["engine_ms"] + rollout[step]["reward_ms"]
+        other.append(one["step_ms"] - one["train_ms"] - sync[-1] - on_path)
+    return _speed([actor[step] for step in steps]) | {
+        "step": median(actor[step]["step_ms"] for step in steps),
+        "engine": median(one["engine_ms"] for one in bursts),
+        "reward": median(one["reward_ms"] for one in bursts),
+        "train": median(actor[step]["train_ms"] for step in steps),
+        "sync": median(sync),
+        "bus+control": median(other),
+        "of which wait": median(actor[step]["wait_ms"] for step in steps),
+        "control+bus+sync": median(a + b for a, b in zip(sync, other, strict=True)),
+    }
 
-    def bus_and_control(one: Mapping[str, float]) -> float:
-        return one["step_ms"] - one.get("on_path_ms", 0.0) - one["train_ms"] - one["sync_ms"]
 
-    return _speed(measured) | {
-        "step": _over(measured, lambda one: one["step_ms"]),
-        "engine": _over(bursts, lambda one: one["engine_ms"]),
-        "reward": _over(bursts, lambda one: one["reward_ms"]),
-        "train": _over(measured, lambda one: one["train_ms"]),
-        "sync": _over(measured, lambda one: one["sync_ms"]),
-        "bus+control": _over(measured, bus_and_control),
-        "of which wait": _over(measured, lambda one: one["wait_ms"]),
-        "control+bus+sync": _over(measured, lambda one: bus_and_control(one) + one["sync_ms"]),
+def ratios_to(base: str, found: Mapping[str, Sequence[Figures]]) -> Figures:
+    """Samples a second over those of ``base`` in the same repeat; the median of the repeats."""
+    return {
+        name: median(one["samples/s"] / of["samples/s"] for one, of in zip(repeats, found[base], strict=True))
+        for name, repeats in found.items()
     }
 
 
@@ -151,13 +170,9 @@ def _speed(measured: Sequence[Mapping[str, float]]) -> Figures:
     """``samples/s``: of the median step. ``samples/s, mean``: all samples by all the time, slow steps included."""
     samples, milliseconds = (sum(one[name] for one in measured) for name in ("samples", "step_ms"))
     return {
-        "samples/s": _over(measured, lambda one: 1e3 * one["samples"] / one["step_ms"]),
+        "samples/s": median(1e3 * one["samples"] / one["step_ms"] for one in measured),
         "samples/s, mean": 1e3 * samples / milliseconds,
     }
-
-
-def _over(records: Sequence[Mapping[str, float]], value: Callable[[Mapping[str, float]], float]) -> float:
-    return median(value(one) for one in records)
 
 
 def _medians(repeats: Sequence[Figures]) -> Figures:
@@ -165,18 +180,17 @@ def _medians(repeats: Sequence[Figures]) -> Figures:
 
 
 # -- print-out --------------------------------------------------------------------------------------------------------
-def table(medians: Mapping[str, Figures]) -> str:
+def table(medians: Mapping[str, Figures], ratios: Mapping[str, Figures]) -> str:
     """One column a way, one row a figure."""
-    plain = medians[PLAIN]["samples/s"]
     rows = ["samples/s", "samples/s, mean", "step", "engine", "reward", "train", "sync", "bus+control"]
     rows += ["of which wait", "control+bus+sync", "first_step_s"]
     lines = ["", f"{'':24}" + "".join(f"{name:>12}" for name in medians)]
     for row in rows:
-        cells = "".join(f"{one[row]:12.0f}" if row.startswith("samples") else f"{one[row]:12.1f}" if row in one else f"{'':12}"
-                        for one in medians.values())
-        unit = "" if row.startswith("samples") or row == "first_step_s" else ", ms"
-        lines.append(f"{row + unit:24}" + cells)
-    lines.append(f"{'of the plain loop':24}" + "".join(f"{one['samples/s'] / plain:11.2f}×" for one in medians.values()))
+        rate = row.startswith("samples")
+        cells = [f"{one[row]:{'12.0f' if rate else '12.1f'}}" if row in one else " " * 12 for one in medians.values()]
+        lines.append(f"{row if rate or row == 'first_step_s' else row + ', ms':24}" + "".join(cells))
+    for base, of in ratios.items():
+        lines.append(f"{'of the ' + base:24}" + "".join(f"{of[name]:11.2f}×" for name in medians))
     return "\n".join(lines)
 
 

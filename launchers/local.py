@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 from relax_core.config.saved import to_yaml
 from relax_core.config.schema import RelaxConfig
 
+USAGE = 2
+
 
 def launch(config: RelaxConfig) -> int:
-    """Makes the run's folder, writes config.yaml into it, and runs. Returns the exit code."""
+    """Makes the run's folder, writes config.yaml into it, and runs. Returns the exit code: the run's own, or 2 for a
+    checkpoint that cannot be resumed and a folder that cannot be written; nothing was started then."""
+    from relax_core.control.resume import find_resume_point
     from relax_core.control.run import run_local
 
     folder = run_folder(config)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_config(config, folder)
-    return run_local(replace(config, run=replace(config.run, dir=str(folder))))
+    in_folder = replace(config, run=replace(config.run, dir=str(folder)))
+    try:
+        resume = find_resume_point(in_folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_config(config, folder)
+    except (ValueError, OSError) as error:
+        print(f"relax: {error}", file=sys.stderr)
+        return USAGE
+    return run_local(in_folder, resume)
 
 
 def run_folder(config: RelaxConfig) -> Path:

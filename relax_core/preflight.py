@@ -13,7 +13,7 @@ from relax_core.config.model_folder import read_model_config
 from relax_core.config.schema import RelaxConfig
 from relax_core.data import generated
 from relax_core.data.sources import make_source
-from relax_core.tools.make_tiny import MODEL_NAMES
+from relax_core.tools.make_tiny import MAX_POSITIONS, MODEL_NAMES
 from relax_core.train.layout import check_layout
 from relax_core.train.models.registry import find_family, read_model
 
@@ -49,12 +49,17 @@ def family_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def builtin_model_problems(config: RelaxConfig) -> Iterator[str]:
-    """A built-in model, or a task for its warm start, that does not exist."""
+    """A built-in model, or a task for its warm start, that does not exist; a context longer than its positions."""
     model = config.model
     if model.builtin is None or model.path is not None:
         return
     if model.builtin not in MODEL_NAMES:
         yield f"model.builtin={model.builtin}: no such built-in model. What exists: {', '.join(MODEL_NAMES)}."
+    if config.engine.context_length > MAX_POSITIONS:
+        yield (
+            f"engine.context_length={config.engine.context_length} is more than the model's {MAX_POSITIONS} positions. "
+            f"Use engine.context_length={MAX_POSITIONS} or less."
+        )
     if model.task is not None and model.task not in generated.task_names():
         tasks = ", ".join(generated.task_names())
         yield f"model.task={model.task}: no such generated task. What exists: {tasks}."

@@ -32,6 +32,7 @@ from relax_core.contracts.reward import RewardKnobs, RewardSpec
 
 Kind = Literal["algo", "reward", "env"]
 KINDS: tuple[Kind, ...] = ("algo", "reward", "env")
+_FILE_MODULE = "relax_plugin_"
 Spec = AlgorithmSpec | RewardSpec | EnvSpec
 
 
@@ -86,6 +87,13 @@ def names(kind: Kind) -> list[str]:
 def known(kind: Kind) -> dict[str, str]:
     """Name → one line on what it is. Imports every plug-in of this kind."""
     return {name: find(kind, name).summary for name in names(kind)}
+
+
+def is_plugin_module(name: str) -> bool:
+    """Whether a module of this name holds a plug-in: one of Relax's own, an installed package's, or a file's."""
+    installed = {point.module for kind in KINDS for point in _entry_points(kind).values()}
+    packages = {home.package for home in _HOMES.values()}
+    return name.startswith(_FILE_MODULE) or name.split(".")[0] in packages or name in installed
 
 
 @cache
@@ -158,7 +166,7 @@ def _load_file(path: Path, *, where: str, kind: Kind) -> Spec:
     if not path.is_file():
         raise PluginError(f"{where}: no such file. Give the path of a Python file with a SPEC.")
     path = path.resolve()
-    module_name = f"relax_plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    module_name = f"{_FILE_MODULE}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     source = importlib.util.spec_from_file_location(module_name, path)
     assert source is not None and source.loader is not None
     module = importlib.util.module_from_spec(source)

@@ -35,12 +35,12 @@ def ray_session(pytestconfig: pytest.Config) -> Iterator[str]:
     """Starts Ray on this machine, behind a token, without a dashboard; yields its address."""
     import ray
 
-    context = ray.init(
+    ray.init(
         num_cpus=8,
         include_dashboard=False,
         object_store_memory=200 * 1024 * 1024,
         _temp_dir=str(pytestconfig.stash[RAY_FOLDER]),
         _node_ip_address="127.0.0.1",
     )
-    yield context.address_info["address"]
+    yield ray.get_runtime_context().gcs_address
     ray.shutdown()

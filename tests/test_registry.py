@@ -55,8 +55,8 @@ def test_listing_imports_no_torch() -> None:
 
 
 def test_unknown_name() -> None:
-    with pytest.raises(PluginError, match=r"algo.name=gpro is not known. What exists: .*grpo.*Nearest: grpo\."):
-        find_algorithm("gpro")
+    with pytest.raises(PluginError, match=r"algo.name=grppo is not known. What exists: .*grpo.*Nearest: grpo\."):
+        find_algorithm("grppo")
 
 
 def test_file_plugin_brings_its_knobs(tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ import msgspec
 from relax_core.bus.admission import plan_admissions
 from relax_core.bus.checks import ACTOR, check_lease_request, check_samples, check_size
 from relax_core.bus.groups import HeldLease, OpenGroup
-from relax_core.bus.ledger import Ledger, LedgerState
+from relax_core.bus.ledger import Ledger
 from relax_core.bus.selection import choose_for_actor, choose_for_worker
 from relax_core.bus.settings import BusSettings
+from relax_core.bus.snapshot import Snapshot
 from relax_core.contracts.bus import (
     Admission,
     BusClosed,
@@ -30,14 +31,6 @@ from relax_core.contracts.columns import payload_bytes
 from relax_core.contracts.sample import group_uid, sample_uid
 
 STALE = "stale"
-
-
-class _Snapshot(msgspec.Struct, frozen=True):
-    version: int
-    next_index: int
-    open_groups: list[tuple[int, int]]  # (index, attempt), in order of issue
-    staleness_histogram: dict[int, int]
-    ledger: LedgerState
 
 
 class BusCore:
@@ -313,7 +306,7 @@ class BusCore:
         yield from self._reissue
 
     def snapshot(self) -> bytes:
-        state = _Snapshot(
+        state = Snapshot(
             version=self.version,
             next_index=self._next_index,
             open_groups=list(self._open_indices()),
@@ -325,7 +318,7 @@ class BusCore:
     def restore(self, snapshot: bytes) -> None:
         """Goes back to a snapshot: its open groups are admitted again, each before any fresh one."""
         self._require_open()
-        state = msgspec.msgpack.decode(snapshot, type=_Snapshot)
+        state = msgspec.msgpack.decode(snapshot, type=Snapshot)
         self.ledger.restore(state.ledger)
         self.version = state.version
         self.groups.clear()
@@ -343,7 +336,8 @@ class BusCore:
         row = group.row
         assert row is not None
         trained = [(uid, version) for uid, version in zip(row.uids, row.versions, strict=True) if uid not in masked]
-        self._staleness.update(step - version for _, version in trained)
+        # Of a row older than the window only younger tokens were trained (on_stale=mask): those at its edge are oldest.
+        self._staleness.update(min(step - version, self.settings.max_staleness) for _, version in trained)
         self.ledger.train(row.index, row.group_uid, [uid for uid, _ in trained], [v for _, v in trained], step=step)
         drops = {uid: masked[uid] for uid in row.uids if uid in masked} | row.dropped
         self.ledger.drop(row.index, row.group_uid, drops, step=step)

@@ -23,6 +23,7 @@ from relax_core.bus.waiting import WaitingRoom
 from relax_core.bus.wire import ERRORS, Block, BlockPlace, Reply, WireColumns, WireLease, WireRow, encode
 from relax_core.contracts.bus import BusProgress, BusTimeout, GroupRow, Lease, LeaseLost, LeaseRequest
 
+ROLLOUT = "rollout"  # whose waits `reclaim` ends
 Answer = bytes | tuple[Any, ...]  # a Reply's bytes, and the refs of its blocks if there are any
 
 _row_decoder = msgspec.msgpack.Decoder(list[WireRow])
@@ -79,11 +80,15 @@ class BusActor:
             lambda: self._core.admit(max_groups) or None,
             explain=lambda waited_s: explain_admit(self._core, waited_s=waited_s),
             timeout_s=timeout_s,
+            task=ROLLOUT,
         )
 
     @_answers
     async def reclaim(self) -> Any:
-        return self._core.reclaim()
+        reclaimed = self._core.reclaim()
+        # Ray lets a call of a process that was killed wait on: it would take credits that nobody then uses.
+        self._room.fail_task(ROLLOUT, LeaseLost("the admissions of an earlier rollout worker were reclaimed"))
+        return reclaimed
 
     @_answers
     async def put(self, body: bytes, blocks: list[Block]) -> None:

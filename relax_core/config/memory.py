@@ -12,27 +12,28 @@ GIB = 1 << 30
 _SERVICES_BYTES = int(1.6 * GIB)  # Ray, Serve, the imports of all services; measured on the demo
 _RANK_BYTES = GIB // 2  # one more trainer rank's or engine's imports
 _TRAIN_BYTES_A_PARAMETER = 16  # float32 weight, gradient and Adam's two moments
+_TINY_CACHE_VALUES = 2 * 2 * 2 * 16  # keys and values, layers, heads, head size of the built-in tiny models
 _CGROUP = Path("/sys/fs/cgroup")
 
 
 def estimate_bytes(config: RelaxConfig) -> dict[str, int]:
     """Bytes by what they are for. An upper estimate for the weights, none for the activations."""
     dtype_bytes = 2 if config.model.dtype == "bfloat16" else 4
-    weight_file_bytes, cache_bytes_a_token = 0, 0
+    weight_file_bytes, cache_bytes_a_token = 0, _TINY_CACHE_VALUES * dtype_bytes
     if config.model.path is not None:
         folder = Path(config.model.path)
         weight_file_bytes = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         cache_bytes_a_token = _cache_values_a_token(folder) * dtype_bytes
     parameters = weight_file_bytes // 2  # bfloat16 on disk, as models are published
     ranks, engines = config.parallel.dp, config.engine.count
+    # The cache is a rectangle of running samples by context, and grows to no more than its budget.
+    cache_tokens = min(config.engine.max_total_tokens, config.engine.max_running_samples * config.engine.context_length)
     return {
         "services": _SERVICES_BYTES + (ranks - 1 + engines - 1) * _RANK_BYTES,
         f"trainer ({ranks} ranks)": ranks * parameters * (_TRAIN_BYTES_A_PARAMETER + dtype_bytes),
         f"engine weights ({engines})": engines * parameters * dtype_bytes,
         "weight sync": parameters * dtype_bytes,
-        f"KV cache ({config.engine.max_total_tokens} tokens)": (
-            engines * config.engine.max_total_tokens * cache_bytes_a_token
-        ),
+        f"KV cache ({cache_tokens} tokens)": engines * cache_tokens * cache_bytes_a_token,
         "launcher.object_store_mb": config.launcher.object_store_mb << 20,
     }
 
@@ -58,7 +59,8 @@ def memory_problems(config: RelaxConfig) -> Iterator[str]:
         sums = ", ".join(f"{name} {size / GIB:.1f}" for name, size in parts.items() if size)
         yield (
             f"too little memory: the run needs about {need / GIB:.1f} GiB ({sums}), {free / GIB:.1f} GiB are free. "
-            "Close other programs, or lower engine.max_total_tokens, engine.count, parallel.dp, or the model's size."
+            "Close other programs, or lower engine.max_total_tokens, engine.max_running_samples, engine.count, "
+            "parallel.dp, or the model's size."
         )
 
 

@@ -67,7 +67,7 @@ RANGES: dict[str, Range] = {
     "launcher.ray_logical_cpus": _COUNT,
     "launcher.object_store_mb": Range(80, why="Ray starts with no less"),
     "optimizer.lr": _POSITIVE,
-    "optimizer.min_lr": _FROM_ZERO,
+    "optimizer.min_lr_ratio": Range(0, 1),
     "optimizer.warmup_steps": _FROM_ZERO,
     "optimizer.beta1": Range(0, 1, below=True),
     "optimizer.beta2": Range(0, 1, below=True),

@@ -124,7 +124,7 @@ class LauncherConfig:
 @dataclass
 class OptimizerConfig:
     lr: float = MISSING
-    min_lr: float = MISSING
+    min_lr_ratio: float = MISSING
     schedule: Schedule = MISSING
     warmup_steps: int = MISSING
     beta1: float = MISSING

@@ -97,14 +97,6 @@ def _check_engine(config: RelaxConfig) -> Iterator[str]:
         )
 
 
-def _check_optimizer(config: RelaxConfig) -> Iterator[str]:
-    if config.optimizer.min_lr > config.optimizer.lr:
-        yield (
-            f"optimizer.min_lr={config.optimizer.min_lr} is above optimizer.lr={config.optimizer.lr}. "
-            "The schedule goes down from lr to min_lr."
-        )
-
-
 def _check_data(config: RelaxConfig) -> Iterator[str]:
     data = config.data
     if data.task is None and data.path is None:
@@ -133,7 +125,6 @@ _CHECKS: tuple[Check, ...] = (
     _check_reward_fits_data,
     _check_batch,
     _check_engine,
-    _check_optimizer,
     _check_data,
     model_problems,
     _check_run_folder,

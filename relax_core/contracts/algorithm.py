@@ -8,7 +8,7 @@ train step, after every micro-batch and every rank has added its part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -29,7 +29,10 @@ class Needs:
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageInputs:
-    """One whole group. ``rewards`` ``[samples]``; log-prob tensors are None unless `Needs` asked for them."""
+    """One whole group. ``rewards`` ``[samples]``; log-prob tensors are None unless `Needs` asked for them.
+
+    ``old_logprobs`` are those of `LossInputs`: recomputed, or the engine's own where a reference is asked for.
+    """
 
     rewards: Tensor
     lengths: Tensor  # [samples] int64, response tokens
@@ -56,10 +59,12 @@ class LossInputs:
 @dataclass(frozen=True, kw_only=True)
 class LossOutputs:
     """``loss_sum``: scalar, the numerator. ``metric_sums``: name → (sum, count) scalars; the trainer adds them over
-    micro-batches and ranks and reports sum / count."""
+    micro-batches and ranks and reports sum / count. ``per_token`` ``[tokens]``: what was aggregated, detached, for
+    whoever compares implementations."""
 
     loss_sum: Tensor
     metric_sums: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    per_token: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +90,11 @@ class AlgorithmSpec:
 
     ``check`` raises ValueError (key, value, fix) for knobs that make no sense together.
     ``advantages`` → ``[tokens]`` float32. ``denominator``: from the step's global counts.
+    ``normalize``: of an algorithm whose advantages need statistics beyond one group. It gets the advantages and the
+    loss masks of as many groups as a train step has, ``[tokens]`` each, and returns the advantages to train with.
+    ``drop_group``: may refuse a complete group before it enters the bus; the prompt is replaced by the next. It gets
+    the rewards of the group's samples and how many groups were refused since the last that was kept, and returns the
+    reason for the ledger, or None to keep the group.
     """
 
     name: str
@@ -95,3 +105,5 @@ class AlgorithmSpec:
     advantages: Callable[[AdvantageInputs, Any], Tensor]
     loss: Callable[[LossInputs, Any], LossOutputs]
     denominator: Callable[[StepTotals, Any], float]
+    normalize: Callable[[Sequence[Tensor], Sequence[Tensor], Any], list[Tensor]] | None = None
+    drop_group: Callable[[Sequence[float], int, Any], str | None] | None = None

@@ -125,7 +125,8 @@ class Bus(Protocol):
         """Waits for credit, then lets 1..max_groups prompt groups in. Opens their samples in the ledger."""
 
     def reclaim(self, *, timeout_s: float) -> list[Admission]:
-        """The admissions whose rows never came: what a restarted rollout role has to do again, in order of issue."""
+        """The admissions whose rows never came: what a restarted rollout role has to do again, in order of issue.
+        A waiting `admit`, which only its predecessor can have left, gets `LeaseLost`."""
 
     def put(self, rows: Sequence[GroupRow], *, timeout_s: float) -> None:
         """Enters complete groups. A group that is already in, trained or dropped is ignored (at-least-once)."""

@@ -118,14 +118,15 @@ def decode_value(payload: bytes) -> Any:
 def encode_group(group: Group) -> Columns:
     """The rollout's columns of a complete group. Every sample must have a reward: drop the others first."""
     samples = group.samples
-    assert samples and all(sample.reward is not None for sample in samples)
+    rewards = [sample.reward for sample in samples if sample.reward is not None]
+    assert samples and len(rewards) == len(samples)
     return {
         PROMPT_IDS: encode_array(group.prompt_ids, dtype="int32"),
         RESPONSE_IDS: encode_ragged([s.response_ids for s in samples], dtype="int32"),
         LOSS_MASK: encode_ragged([s.loss_mask for s in samples], dtype="uint8"),
         ROLLOUT_LOGPROBS: encode_ragged([s.rollout_logprobs for s in samples], dtype="float32"),
         WEIGHT_VERSIONS: _encoder.encode([s.weight_versions for s in samples]),
-        REWARDS: encode_array([s.reward for s in samples], dtype="float32"),
+        REWARDS: encode_array(rewards, dtype="float32"),
         SAMPLE_INFO: _encoder.encode([SampleInfo(s.uid, s.finish_reason, s.reward_parts) for s in samples]),
     }
 

@@ -1,4 +1,4 @@
-"""What the rollout asks of an inference engine. The wire is SGLang's HTTP protocol; these are its fields that we use."""
+"""What the rollout asks of an inference engine, by the fields of SGLang's HTTP protocol that we use."""
 
 from __future__ import annotations
 

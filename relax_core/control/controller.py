@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from relax_core.control.watch import RoleWatch, RunFailed
+from relax_core.contracts.bus import BusLost, BusProgress, BusTimeout
+from relax_core.control.watch import RoleWatch, RunFailed, run_failed
 from relax_core.observe.metrics_actor import MetricsUnavailable
 from relax_core.observe.panel import Panel, PanelState
 from relax_core.observe.records import MetricRecord
@@ -44,6 +45,7 @@ class Controller:
         self._cursor = 0
         self._step = context.start_step
         self._moved = time.monotonic()
+        self.progress: BusProgress | None = None  # the newest that was seen
 
     def run(self) -> RunEnd:
         """Returns when the trainer is done; raises `RunFailed` with the first cause, or past a deadline."""
@@ -66,16 +68,27 @@ class Controller:
         self._show("")
         finished = self._step >= settings.steps
         if finished and self._context.config.eval.every:
-            self._services.wait_evaluated(settings.stop_timeout_s)
+            self._await_last_evaluation()
         self._show("")
         return RunEnd(stopped=not finished)
+
+    def _await_last_evaluation(self) -> None:
+        """Returns when it is in, or at once where a stop was asked for; raises `RunFailed` where it does not come."""
+        limit = self._context.config.run.stall_timeout_s
+        deadline = time.monotonic() + limit
+        while not (self._stop_requested() or self._services.wait_evaluated(STATUS_S)):
+            if time.monotonic() > deadline:
+                raise RunFailed(f"the last evaluation did not come within run.stall_timeout_s={limit:.0f} s")
+            self._look()
+            self._show("the last evaluation is under way")
+            time.sleep(TICK_S)
 
     def _look(self) -> bool:
         """Takes the workers' statuses; True once the trainer is done. Serve's failure to start ends the run too."""
         statuses = self._services.statuses()
         self._roles = self._watch.roles(statuses)
-        if self._services.fronts.done():
-            self._services.fronts.result()
+        if self._services.fronts.done() and (error := self._services.fronts.exception()) is not None:
+            raise run_failed("Ray Serve did not start the roles' fronts", error)
         actor = statuses[worker_name("actor", 0)]
         return isinstance(actor, WorkerStatus) and actor.state == "done"
 
@@ -85,7 +98,11 @@ class Controller:
             self._cursor, records = self._services.metrics.poll(self._cursor)
         except MetricsUnavailable as error:
             message = message or str(error)
-        progress = self._services.bus.progress(timeout_s=self._context.config.bus.call_timeout_s)
+        try:
+            progress = self._services.bus.progress(timeout_s=self._context.config.bus.call_timeout_s)
+        except (BusLost, BusTimeout) as error:
+            raise RunFailed(str(error)) from error
+        self.progress = progress
         if progress.version != self._step:
             self._step, self._moved = progress.version, time.monotonic()
         self._panel.update(

@@ -12,9 +12,10 @@ from rich.console import Console
 
 from relax_core.contracts.bus import BusProgress
 from relax_core.observe.curves import CURVES_FILE, plot_curves
-from relax_core.observe.metrics_actor import MetricsClient
+from relax_core.observe.metrics_actor import MetricsClient, MetricsUnavailable
 from relax_core.observe.records import ACTOR, MetricRecord, TextRecord
 from relax_core.observe.report import print_report
+from relax_core.observe.sinks import read_metrics, read_texts
 from relax_core.observe.summary import build_summary, write_summary
 
 
@@ -28,11 +29,17 @@ class RunRecords:
     problems: list[str]
 
 
-def collect(metrics: MetricsClient, progress: BusProgress) -> RunRecords:
-    """Takes the reports and closes the metrics service, so that every sink is on disk."""
-    _, records = metrics.poll(0)
-    texts = metrics.texts("eval")
-    return RunRecords(records=records, texts=texts, progress=progress, problems=metrics.close())
+def collect(metrics: MetricsClient, progress: BusProgress, *, run_dir: Path) -> RunRecords:
+    """Takes the reports and closes the metrics service, so that every sink is on disk. Where the service is gone, the
+    reports are those on disk, and that is told as a problem."""
+    try:
+        _, records = metrics.poll(0)
+        texts = metrics.texts("eval")
+        return RunRecords(records=records, texts=texts, progress=progress, problems=metrics.close())
+    except MetricsUnavailable as error:
+        problem = f"{error}; the summary has only what was written to the run's folder"
+        texts = [text for text in read_texts(run_dir) if text.kind == "eval"]
+        return RunRecords(records=read_metrics(run_dir), texts=texts, progress=progress, problems=[problem])
 
 
 def write_end(run_dir: Path, end: RunRecords, *, meta: Mapping[str, Any], started: float) -> dict[str, Any]:

@@ -8,7 +8,9 @@ import logging
 import os
 import secrets
 import shutil
+import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -21,6 +23,7 @@ QUIET = {
     "RAY_enable_metrics_collection": "0",
     "RAY_prestart_worker_first_driver": "0",
     "RAY_DEDUP_LOGS": "0",
+    "RAY_worker_niceness": "0",  # as urgent as what started the run: by default whatever else runs here goes first
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 ONE_THREAD = {  # every process says its own number later; this is what a library takes that nobody told
@@ -49,54 +52,69 @@ def _process_token() -> Path:
 
 
 class RaySession:
-    """Use as a context manager. ``folder``: the run's private folder under /tmp, short because of socket names."""
+    """Use as a context manager. ``folder``: the run's private folder under /tmp, short because of socket names.
+    ``token_file``: the run's bearer token, in there."""
+
+    folder: Path
+    token_file: Path
 
     def __init__(self, launcher: LauncherConfig, *, namespace: str, log_dir: Path) -> None:
         self._launcher = launcher
         self._namespace = namespace
         self._log_dir = log_dir
-        self.folder = Path(tempfile.mkdtemp(prefix="rlx-"))
-        self.token_file = new_token_file(self.folder / "token")
+        self._undo = ExitStack()
 
     def __enter__(self) -> Self:
+        with ExitStack() as undo:
+            self.folder = Path(tempfile.mkdtemp(prefix="rlx-"))
+            # Errors ignored: a Ray daemon may still be writing its last log line.
+            undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
+            self.token_file = new_token_file(self.folder / "token")
+            self._init_ray(undo)
+            self._undo = undo.pop_all()
+        return self
+
+    def _init_ray(self, undo: ExitStack) -> None:
         own = self._launcher.ray_address is None
         os.environ.update(ONE_THREAD)
-        if own:  # Ray reads these when it is imported
+        if own:
+            assert "ray" not in sys.modules or os.environ.get("RAY_AUTH_MODE") == "token", "Ray reads it when imported"
             os.environ.update(QUIET, RAY_AUTH_TOKEN_PATH=str(_process_token()))
         import ray
 
-        if own:
+        where = {
+            "num_cpus": self._launcher.ray_logical_cpus,
+            "num_gpus": 0,
+            "object_store_memory": self._launcher.object_store_mb << 20,
+            "include_dashboard": False,
+            "_temp_dir": str(self.folder / "ray"),
+            "_node_ip_address": "127.0.0.1",
+        }
+        undo.callback(ray.shutdown)
+        try:
             ray.init(
-                num_cpus=self._launcher.ray_logical_cpus,
-                num_gpus=0,
-                object_store_memory=self._launcher.object_store_mb << 20,
-                include_dashboard=False,
-                _temp_dir=str(self.folder / "ray"),
+                **(where if own else {"address": self._launcher.ray_address}),
                 namespace=self._namespace,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
-        else:
-            ray.init(
-                address=self._launcher.ray_address,
-                namespace=self._namespace,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
-        return self
+        except ray.exceptions.RayError as error:
+            raise RuntimeError(f"Ray did not start: {error}") from error
 
     def keep_logs(self) -> None:
         """Copies what the worker processes wrote into the run's folder; for a run that failed."""
         logs = self.folder / "ray" / "session_latest" / "logs"
-        for file in logs.glob("worker-*"):
-            if file.stat().st_size:
-                self._log_dir.mkdir(parents=True, exist_ok=True)
-                shutil.copy(file, self._log_dir / file.name)
+        try:
+            for file in logs.glob("worker-*"):
+                if file.stat().st_size:
+                    self._log_dir.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(file, self._log_dir / file.name)
+        except OSError as error:  # a full disk must not hide why the run failed
+            print(f"relax: not all logs were kept: {error}", file=sys.stderr)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        import ray
-
-        ray.shutdown()
-        shutil.rmtree(self.folder, ignore_errors=True)  # a Ray daemon may still be writing its last log line
+        if error is not None:
+            self.keep_logs()
+        self._undo.close()

@@ -34,4 +34,7 @@ def find_resume_point(config: RelaxConfig) -> ResumePoint | None:
         raise ValueError(
             f"resume={folder}: it holds {meta.step} train steps, but run.steps={config.run.steps}. Raise run.steps."
         )
-    return ResumePoint(folder=folder, step=meta.step, snapshot=(folder / "bus.msgpack").read_bytes())
+    snapshot = folder / "bus.msgpack"
+    if not snapshot.is_file():
+        raise ValueError(f"resume={folder}: {snapshot} is not there: it is no checkpoint of a whole run.")
+    return ResumePoint(folder=folder, step=meta.step, snapshot=snapshot.read_bytes())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from relax_core.bus.factory import create_bus
 from relax_core.bus.ray_backend import RayBus
 from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import Needs
+from relax_core.contracts.bus import BusLost
 from relax_core.observe.metrics_actor import MetricsClient, start_metrics
 from relax_core.registry import find_algorithm
 from relax_core.roles.actor import ActorWorker
@@ -57,15 +59,18 @@ class Services:
         self._context = context
         self._roles = roles_of(find_algorithm(config.algo.name).needs(config.algo), engines=config.engine.count)
         self._pool = ThreadPoolExecutor(max_workers=3, thread_name_prefix="services")
-        bus = self._pool.submit(self._create_bus, snapshot)
-        metrics = self._pool.submit(self._create_metrics)
-        self.workers = {
-            worker_name(role, rank): self._start(role, rank)
-            for role, count in self._roles.items()
-            for rank in range(count)
-        }
-        self.bus: RayBus = bus.result(timeout=config.run.start_timeout_s)
-        self.metrics: MetricsClient = metrics.result(timeout=config.run.start_timeout_s)
+        with ExitStack() as on_failure:
+            on_failure.callback(self._pool.shutdown)  # a call under way would wait for a Ray that is gone
+            bus = self._pool.submit(self._create_bus, snapshot)
+            metrics = self._pool.submit(self._create_metrics)
+            self.workers = {
+                worker_name(role, rank): self._start(role, rank)
+                for role, count in self._roles.items()
+                for rank in range(count)
+            }
+            self.bus: RayBus = bus.result(timeout=config.run.start_timeout_s)
+            self.metrics: MetricsClient = metrics.result(timeout=config.run.start_timeout_s)
+            on_failure.pop_all()
         self.fronts: Future[None] = self._pool.submit(self._deploy_fronts)
 
     def _create_bus(self, snapshot: bytes | None) -> RayBus:
@@ -141,7 +146,7 @@ class Services:
         self.workers[worker_name("actor", 0)].request_stop.remote()
 
     def wait_evaluated(self, timeout_s: float) -> bool:
-        """Waits for the last evaluation; False where it did not come."""
+        """Waits for the last evaluation; False where it is not in, or the role restarts."""
         rollout = self.workers[worker_name("rollout", 0)]
         try:
             return bool(ray.get(rollout.wait_evaluated.remote(timeout_s), timeout=timeout_s + 5.0))
@@ -151,7 +156,8 @@ class Services:
     def close(self, reason: str) -> None:
         """Ends every process of the run: the bus first, so that nobody waits; then the engines by their owners."""
         timeout_s = self._context.config.run.stop_timeout_s
-        self.bus.close(reason=reason, timeout_s=timeout_s)
+        with suppress(BusLost):  # nobody waits on a bus that is gone
+            self.bus.close(reason=reason, timeout_s=timeout_s)
         for worker in self.workers.values():
             worker.request_stop.remote()
         ends = [worker.join.remote(timeout_s / 2) for worker in self.workers.values()]

@@ -6,6 +6,8 @@ import signal
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 
 class StopSignals:
     """Use as a context manager in the main thread. ``received``: the first signal's number."""
@@ -15,9 +17,14 @@ class StopSignals:
         self._earlier: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._earlier[number] = signal.signal(number, self._take)
+        self._earlier = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        self.arm()
         return self
+
+    def arm(self) -> None:
+        """Takes the signals; again after ray.init, whose own SIGTERM handler ends the process without a checkpoint."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._take)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Mapping
 
 from relax_core.observe.states import RoleState, RoleStateName
+from relax_core.roles.failure import failure_line
 from relax_core.roles.worker import WorkerStatus
 
 
 class RunFailed(RuntimeError):
-    """The run cannot go on; the text is the first cause, with its role."""
+    """The run cannot go on; the text is the first cause in one line, with its role. ``log``: its traceback, for the
+    run's logs."""
+
+    def __init__(self, text: str, *, log: str = "") -> None:
+        super().__init__(text)
+        self.log = log
+
+
+def run_failed(what: str, error: BaseException) -> RunFailed:
+    """What a user reads of an error that ended the run outside of any worker."""
+    return RunFailed(f"{what}: {failure_line(error)}", log="".join(traceback.format_exception(error)))
 
 
 class RoleWatch:
@@ -22,14 +34,14 @@ class RoleWatch:
 
     def roles(self, statuses: Mapping[str, WorkerStatus | str]) -> list[RoleState]:
         """The workers' states; raises `RunFailed` for the first that failed or is dead for good."""
-        failures = [
-            f"{name} failed: {status.detail}\n{status.error}"
-            for name, status in sorted(statuses.items(), key=lambda item: _since(item[1]))
-            if isinstance(status, WorkerStatus) and status.state == "failed"
+        failed = [
+            status for status in statuses.values() if isinstance(status, WorkerStatus) and status.state == "failed"
         ]
-        failures += [f"{name} is {status}" for name, status in statuses.items() if str(status).startswith("dead")]
-        if failures:
-            raise RunFailed(failures[0])
+        for status in sorted(failed, key=lambda status: status.since):
+            raise RunFailed(f"{status.name} failed: {status.detail}", log=status.error or "")
+        for name, words in statuses.items():
+            if isinstance(words, str) and words.startswith("dead"):
+                raise RunFailed(f"{name} is {words.splitlines()[0]}", log=words)
         return [self._role(name, status) for name, status in statuses.items()]
 
     def _role(self, name: str, status: WorkerStatus | str) -> RoleState:
@@ -46,7 +58,3 @@ class RoleWatch:
             restarts=self._restarts.get(name, 0) + status.restarts,
             detail=status.detail,
         )
-
-
-def _since(status: WorkerStatus | str) -> float:
-    return status.since if isinstance(status, WorkerStatus) else 0.0

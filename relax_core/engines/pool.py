@@ -36,7 +36,7 @@ class EnginePool:
         """Yields (prompt, its ``params.n`` responses) as soon as all of them are in, in order of completion.
 
         ``places[i]`` chooses prompt i's engine (modulo the number of engines). When an engine dies, the prompts whose
-        groups are not complete are asked for again, until ``patience_s`` seconds passed without any engine's reply.
+        groups are not complete are asked for again, until ``patience_s`` seconds passed after its loss without a reply.
         ``on_end`` gets each engine's own times.
         """
         queue: asyncio.Queue[Item] = asyncio.Queue()
@@ -71,27 +71,27 @@ class EnginePool:
     ) -> None:
         """One engine's prompts; ends with None, or with the error that nobody here can mend."""
         open_prompts = list(share)
-        alive = time.monotonic()
-        fresh = False
+        lost_since: float | None = None
         try:
             while open_prompts:
                 try:
-                    client = await self._client_for(engine, fresh)
+                    client = await self._client_for(engine, lost_since is not None)
                     parts: dict[int, list[Generated]] = {i: [] for i in open_prompts}
                     order = list(open_prompts)
                     async for one in client.generate([prompts[i] for i in order], params, on_end=on_end):
-                        alive = time.monotonic()
+                        lost_since = None
                         place = order[one.prompt]
                         parts[place].append(one)
                         if len(parts[place]) == params.n:
                             open_prompts.remove(place)
                             queue.put_nowait((place, parts[place]))
                 except EngineUnreachable as error:
-                    if time.monotonic() - alive > self._patience_s:
+                    if lost_since is None:  # a long silence before, while it worked, is not held against it
+                        lost_since = time.monotonic()
+                    if time.monotonic() - lost_since > self._patience_s:
                         raise EngineUnreachable(
-                            f"engine {engine} has answered nothing for {self._patience_s:.0f} s; last: {error}"
+                            f"engine {engine} has answered nothing for {self._patience_s:g} s; last: {error}"
                         ) from error
-                    fresh = True
                     await asyncio.sleep(0.1)  # its owner restarts it; do not hammer a port that nobody listens on
             queue.put_nowait(None)
         except Exception as error:  # crosses to the consumer, who raises it

@@ -87,7 +87,7 @@ class EngineProcess:
     @classmethod
     def start(cls, launch: EngineLaunch) -> EngineProcess:
         """Starts it and waits until it answers, ``launch.engine.start_timeout_s`` seconds at most. Raises EngineError
-        with the log's tail where it does not come up. The log is appended to."""
+        with the log's last line where it does not come up. The log is appended to."""
         launch.log_file.parent.mkdir(parents=True, exist_ok=True)
         with launch.log_file.open("ab") as log:
             process = subprocess.Popen(
@@ -102,9 +102,9 @@ class EngineProcess:
         line = _first_line(process.stdout, deadline=time.monotonic() + launch.engine.start_timeout_s)
         if not line.endswith(b"\n"):
             ended = process.poll() is not None or not _kill(process)
-            why = f"ended with {process.returncode}" if ended else f"no answer in {launch.engine.start_timeout_s:.0f} s"
-            log_end = f"{launch.log_file} ends with:\n{_tail(launch.log_file)}"
-            raise EngineError(f"embedded engine did not start: {why}; {log_end}")
+            why = f"ended with {process.returncode}" if ended else f"no answer in {launch.engine.start_timeout_s:g} s"
+            last = f"{launch.log_file} ends with: {_last_line(launch.log_file)}"
+            raise EngineError(f"embedded engine did not start: {why}; {last}")
         return cls(process, msgspec.json.decode(line, type=_Ready))
 
     def poll(self) -> int | None:
@@ -148,7 +148,9 @@ def _kill(process: subprocess.Popen[bytes]) -> bool:
         return True
 
 
-def _tail(path: Path) -> str:
+def _last_line(path: Path) -> str:
+    """Of a Python failure that is its cause."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
-        return file.read().decode(errors="replace").strip()
+        lines = file.read().decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "nothing"

@@ -11,6 +11,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
+from relax_core.weights.rendezvous import open_store
+
 
 class WeightGroup:
     """One rank's end. A broadcast that waits longer than the group's deadline raises RuntimeError."""
@@ -21,10 +23,9 @@ class WeightGroup:
     @classmethod
     def join(cls, name: str, *, address: str, port: int, rank: int, world_size: int, timeout_s: float) -> WeightGroup:
         """Waits for the others at ``address``:``port``, which rank 0 opens. Raises RuntimeError past ``timeout_s``."""
-        timeout = timedelta(seconds=timeout_s)
-        store = dist.TCPStore(address, port, world_size, rank == 0, timeout)
+        store = open_store(address, port, rank=rank, world_size=world_size, timeout_s=timeout_s)
         prefixed = dist.PrefixStore("cpu/", dist.PrefixStore(f"{name}/", dist.PrefixStore(name, store)))
-        return cls(dist.ProcessGroupGloo(prefixed, rank, world_size, timeout))
+        return cls(dist.ProcessGroupGloo(prefixed, rank, world_size, timedelta(seconds=timeout_s)))
 
     def _broadcast(self, tensors: list[Tensor]) -> None:
         options = dist.BroadcastOptions()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ from relax_core.contracts.engine import EngineUnreachable
 from relax_core.contracts.train import StepMetrics, TrainGroup
 from relax_core.engines.client import EngineClient
 from relax_core.registry import find_algorithm
-from relax_core.roles.backend import build_backend, free_store_address
+from relax_core.roles.backend import build_backend, store_address
 from relax_core.roles.checkpoint import RunCheckpoints
 from relax_core.roles.context import RunContext, worker_name
 from relax_core.roles.engines import EngineDirectory
@@ -29,7 +30,6 @@ from relax_core.roles.gang import ActorPeer, Gang
 from relax_core.roles.meet import meet_bus, meet_metrics
 from relax_core.roles.step_record import StepClock, StepRows, step_values
 from relax_core.roles.worker import Worker
-from relax_core.train.hf_export import export_hf_folder
 from relax_core.train.micro_batches import MicroBatcher
 from relax_core.train.rows import decode_train_group
 from relax_core.weights.publisher import SyncReport, WeightPublisher
@@ -68,6 +68,7 @@ class ActorWorker(Worker):
         self._metrics = meet_metrics(context)
         self._directory = EngineDirectory(context)
         self._publisher = WeightPublisher(context.weights_folder, self._directory.reachable)
+        self._push: Future[SyncReport] | None = None
         self._checkpoints = RunCheckpoints(context, bus=self._bus, gang=self._gang)
         try:
             if self.context.resume_from is not None:
@@ -79,17 +80,17 @@ class ActorWorker(Worker):
 
     def _build_gang(self) -> Gang:
         context, dp = self.context, self._config.parallel.dp
-        store_address = free_store_address()
+        address = store_address(dp)
         peers: list[Any] = []
         if dp > 1:
             remote = ray.remote(ActorPeer)
             peers = [
                 remote.options(name=worker_name("actor", rank), namespace=context.namespace, num_cpus=0).remote(
-                    context, rank, store_address
+                    context, rank, address
                 )
                 for rank in range(1, dp)
             ]
-        lead = build_backend(context, rank=0, world_size=dp, store_address=store_address, trainable=True)
+        lead = build_backend(context, rank=0, world_size=dp, store_address=address, trainable=True)
         return Gang(lead, peers, timeout_s=self._config.run.stall_timeout_s)
 
     # -- the loop ---------------------------------------------------------------------------------------------------
@@ -104,6 +105,8 @@ class ActorWorker(Worker):
             log.info("stopped after step %d", self._version)
         self._checkpoints.save(self._version)
         if self._config.run.export_hf:
+            from relax_core.train.hf_export import export_hf_folder
+
             export_hf_folder(
                 self._gang.lead.export(), source_folder=self.context.model_folder, target=self.context.run_dir / "hf"
             )
@@ -113,10 +116,9 @@ class ActorWorker(Worker):
         step, clock = self._version, self._clock
         consumed = self._consume(step, lease, clock)
         metrics = _timed(clock, "train_ms", self._gang.finish_step)
-        report = self._publish(step + 1)
-        clock.write_ms, clock.push_ms = report.write_ms, report.push_ms
+        _timed(clock, "sync_ms", partial(self._publish, step + 1))
         if self._time_sharing:
-            _timed(clock, "push_ms", lambda: self._tell_engines(EngineClient.resume_memory))
+            _timed(clock, "sync_ms", lambda: self._tell_engines(EngineClient.resume_memory))
         self._version = step + 1
         self._report(consumed, metrics, clock, step=step)
         return self._acknowledge(consumed, step=step)
@@ -132,7 +134,7 @@ class ActorWorker(Worker):
                 request = self._request(step, remaining)
                 lease = _timed(clock, "wait_ms", partial(self._lease, request))
             if self._time_sharing:
-                _timed(clock, "push_ms", lambda: self._tell_engines(EngineClient.release_memory))
+                _timed(clock, "sync_ms", lambda: self._tell_engines(EngineClient.release_memory))
             remaining -= len(lease.rows)
             groups = _timed(clock, "decode_ms", partial(self._decode, lease, step, consumed))
             lease = None
@@ -167,7 +169,7 @@ class ActorWorker(Worker):
         )
 
     def _lease(self, request: LeaseRequest) -> Lease:
-        """Waits for rows in slices, so that a stop is heard; past ``run.stall_timeout_s`` the bus says who owes them."""
+        """Waits in slices, so that a stop is heard; past ``run.stall_timeout_s`` the bus says who owes the rows."""
         deadline = time.monotonic() + self._stall_s
         while True:
             try:
@@ -206,15 +208,23 @@ class ActorWorker(Worker):
         self.set_state("running", f"step {step + 1} of {self._config.run.steps}")
 
     # -- engines ----------------------------------------------------------------------------------------------------
-    def _publish(self, version: int) -> SyncReport:
-        report = self._publisher.publish(version, self._gang.lead.export())
+    def _publish(self, version: int) -> None:
+        """Writes the weights; their push goes on beside the trainer, and the next version waits for its end."""
+        self._end_push()
+        self._push = self._publisher.publish(version, self._gang.lead.export())
+
+    def _end_push(self) -> None:
+        if self._push is None:
+            return
+        report, self._push = self._push.result(), None
+        self._clock.push_ms = report.push_ms
         for url, why in report.refused.items():
-            log.warning("weights %d: %s does not serve them: %s", version, url, why)
+            log.warning("weights %d: %s does not serve them: %s", report.version, url, why)
             self._directory.forget(url)
-        return report
 
     def _tell_engines(self, call: Callable[[EngineClient], object]) -> None:
-        """Time-sharing: an engine that is gone has no memory to give back; its owner restarts it."""
+        """Time-sharing: after a push has ended; an engine that is gone has no memory, and its owner restarts it."""
+        self._end_push()
         for client in self._directory.reachable():
             try:
                 call(client)

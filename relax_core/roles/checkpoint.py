@@ -17,7 +17,7 @@ BUS_SNAPSHOT = "bus.msgpack"
 
 
 class RunCheckpoints:
-    """Writes the cut after a train step was acknowledged: what the ledger calls trained is what the weights have seen."""
+    """Writes the cut after a train step was acknowledged: what the ledger calls trained, the weights have seen."""
 
     def __init__(self, context: RunContext, *, bus: Bus, gang: Gang) -> None:
         self._store = CheckpointStore(context.run_dir / "checkpoints", keep_last=context.config.run.keep_last)

@@ -98,7 +98,7 @@ class EngineHost(Worker):
                 time.sleep(WATCH_S / 5)  # the trainer's push may be on its way right now
                 if int(client.model_info()["weight_version"]) < latest.version:
                     client.update_weights(latest)
-        except (EngineError, FileNotFoundError) as error:
+        except EngineError as error:
             self.set_state("waiting", str(error))
             return
         self.set_state("running", f"{self._url} weights {max(serving, latest.version)}")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from relax_core.contracts import columns as c
-from relax_core.contracts.bus import LeaseRequest
+from relax_core.contracts.bus import Lease, LeaseRequest
 from relax_core.contracts.train import TrainBackend
-from relax_core.roles.backend import build_backend, free_store_address
+from relax_core.roles.backend import build_backend, store_address
 from relax_core.roles.context import RunContext
 from relax_core.roles.meet import meet_bus, meet_metrics
 from relax_core.roles.worker import Worker
 from relax_core.train.rows import decode_prompt_and_responses
-from relax_core.weights.files import read_weights
 from relax_core.weights.publisher import read_latest
 
 
@@ -27,7 +26,7 @@ class ForwardWorker(Worker):
 
     def work(self) -> None:
         config = self.context.config
-        backend = build_backend(self.context, rank=0, world_size=1, store_address=free_store_address(), trainable=False)
+        backend = build_backend(self.context, rank=0, world_size=1, store_address=store_address(1), trainable=False)
         bus = meet_bus(self.context)
         metrics = meet_metrics(self.context)
         request = LeaseRequest(
@@ -40,23 +39,32 @@ class ForwardWorker(Worker):
         timeout_s = config.run.stall_timeout_s
         bus.revoke(request.task, timeout_s=timeout_s)  # what a predecessor that was killed had in hand
         version = -1
-        lease = bus.lease(request, timeout_s=timeout_s)
+        lease: Lease | None = bus.lease(request, timeout_s=timeout_s)
         while lease is not None:
             if self._follow:
                 version = self._catch_up(backend, version)
             groups = [decode_prompt_and_responses(row) for row in lease.rows]
             logprobs = backend.logprobs(groups)
             columns = {
-                group.group_uid: {self._column: c.encode_flat(values.astype(np.float32), group.lengths)}
+                group.group_uid: {self._column: c.encode_flat(values.astype(np.float32), group.lengths.tolist())}
                 for group, values in zip(groups, logprobs, strict=True)
             }
             metrics.record(self._task, version, {"groups": len(groups), "version": version})
             lease = bus.write(lease.lease_id, columns, then=request, timeout_s=timeout_s)
 
     def _catch_up(self, backend: TrainBackend, version: int) -> int:
-        """Loads the newest published weights where they are newer than ``version``."""
-        latest = read_latest(self.context.weights_folder)
-        assert latest is not None, "rows exist, so weights were published"
-        if latest.version > version:
-            backend.load_weights(read_weights(latest))
-        return latest.version
+        """Loads the newest published weights where they are newer than ``version``; returns their version."""
+        from relax_core.weights.files import read_weights
+
+        while True:
+            latest = read_latest(self.context.weights_folder)
+            assert latest is not None, "rows exist, so weights were published"
+            if latest.version == version:
+                return version
+            try:
+                backend.load_weights(read_weights(latest))
+                return latest.version
+            except FileNotFoundError:
+                if read_latest(self.context.weights_folder) == latest:
+                    raise
+                # else newer versions have replaced it meanwhile

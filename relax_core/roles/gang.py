@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError
@@ -12,8 +12,10 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from relax_core.contracts.train import StepMetrics, TrainGroup
 from relax_core.roles.backend import build_backend
 from relax_core.roles.context import RunContext
-from relax_core.train.backend import MegatronBackend
 from relax_core.train.micro_batches import split_over_ranks
+
+if TYPE_CHECKING:
+    from relax_core.train.backend import MegatronBackend
 
 
 class RankLost(RuntimeError):

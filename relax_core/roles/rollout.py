@@ -8,21 +8,23 @@ import time
 from collections.abc import Sequence
 
 from relax_core.bus.ray_backend import RayBus
+from relax_core.contracts.algorithm import AlgorithmSpec
 from relax_core.contracts.bus import Admission, BusClosed
 from relax_core.contracts.engine import SamplingParams
 from relax_core.data.sources import make_source
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.pool import EnginePool
 from relax_core.observe.metrics_actor import MetricsClient
-from relax_core.registry import find_env, find_reward
+from relax_core.registry import find_algorithm, find_env, find_reward
 from relax_core.roles.context import RunContext
 from relax_core.roles.engines import EngineDirectory
+from relax_core.roles.failure import first_cause
 from relax_core.roles.meet import meet_bus, meet_metrics
 from relax_core.roles.worker import Worker
 from relax_core.rollout.evaluation import Evaluator, eval_versions
+from relax_core.rollout.groups import GroupFilter
 from relax_core.rollout.reward_worker import RewardPool
 from relax_core.rollout.sampler import PromptMaker, Sampler, SamplerSettings
-
 
 CLOSED_S = 0.2
 
@@ -62,6 +64,7 @@ class RolloutWorker(Worker):
             settings=self._settings(prompts.tokenizer),
             record=metrics.record,
             gate=evaluator.gate,
+            refuse=group_filter(find_algorithm(config.algo.name), config.algo),
         )
         self.set_state("running")
         try:
@@ -70,7 +73,7 @@ class RolloutWorker(Worker):
                 group.create_task(self._evaluate(evaluator))
                 group.create_task(self._sample(sampler, reclaimed))
         except* Exception as failures:
-            raise first_failure(failures) from failures
+            raise first_cause(failures) from failures
         finally:
             rewards.close()
 
@@ -81,8 +84,16 @@ class RolloutWorker(Worker):
             self.set_state("running", str(closed))
 
     async def _evaluate(self, evaluator: Evaluator) -> None:
-        await evaluator.run()
-        self._evaluated.set()
+        """A stop ends it: the weights that an evaluation waits for at the engine may never come."""
+        running = asyncio.create_task(evaluator.run())
+        try:
+            while not running.done() and not self.stopping:
+                await asyncio.wait({running}, timeout=CLOSED_S)
+            if running.done():
+                running.result()
+                self._evaluated.set()
+        finally:
+            running.cancel()
 
     def wait_evaluated(self, timeout_s: float) -> bool:
         """Waits until the last evaluation is in; False past the deadline or when the loop has ended without it."""
@@ -149,9 +160,9 @@ class RolloutWorker(Worker):
         )
 
 
-def first_failure(failures: BaseExceptionGroup) -> BaseException:
-    """The first leaf of a task group's failures: the cause, not the tasks that were cancelled after it."""
-    error: BaseException = failures
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
+def group_filter(spec: AlgorithmSpec, knobs: object) -> GroupFilter | None:
+    """What refuses complete groups; None for an algorithm that trains on all."""
+    drop_group = spec.drop_group
+    if drop_group is None:
+        return None
+    return GroupFilter(lambda rewards, dropped_in_a_row: drop_group(rewards, dropped_in_a_row, knobs))

@@ -13,12 +13,13 @@ from relax_core.contracts.train import StepMetrics
 
 @dataclass(kw_only=True)
 class StepClock:
-    """Milliseconds of one step on the lead rank, by part."""
+    """Milliseconds of one step on the lead rank, by part. ``push_ms``: how long the last push took; it goes on beside
+    the trainer, and only what was waited for is in ``sync_ms``."""
 
     wait_ms: float = 0.0
     decode_ms: float = 0.0
     train_ms: float = 0.0
-    write_ms: float = 0.0
+    sync_ms: float = 0.0
     push_ms: float = 0.0
     checkpoint_ms: float = 0.0
 
@@ -72,7 +73,7 @@ def step_values(
         "wait_ms": clock.wait_ms,
         "decode_ms": clock.decode_ms,
         "train_ms": clock.train_ms,
-        "sync_ms": clock.write_ms + clock.push_ms,
+        "sync_ms": clock.sync_ms,
         "push_ms": clock.push_ms,
         "checkpoint_ms": clock.checkpoint_ms,
         **{f"algorithm/{name}": value for name, value in metrics.algorithm.items()},

@@ -17,6 +17,7 @@ from typing import Literal
 
 from relax_core.contracts.bus import BusClosed
 from relax_core.roles.context import RunContext
+from relax_core.roles.failure import failure_line
 
 State = Literal["starting", "running", "waiting", "done", "failed"]
 log = logging.getLogger(__name__)
@@ -24,7 +25,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStatus:
-    """``since``: Unix time of the last change of state. ``error``: the failure with its traceback, once failed."""
+    """``since``: Unix time of the last change of state. ``detail``: of a failed worker, the cause in one line.
+    ``error``: its traceback."""
 
     name: str
     state: State
@@ -92,4 +94,4 @@ class Worker(ABC):
         except Exception as error:  # the first failure is kept for the controller, which ends the run with it
             self._error = "".join(traceback.format_exception(error))
             log.error("%s failed\n%s", self.name, self._error)
-            self.set_state("failed", f"{type(error).__name__}: {error}")
+            self.set_state("failed", failure_line(error))

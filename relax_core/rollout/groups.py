@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from relax_core.contracts.bus import GroupRow
@@ -20,6 +20,20 @@ class DroppedGroup:
 
     group_uid: str
     reason: str
+
+
+class GroupFilter:
+    """An algorithm's `drop_group`, and how many groups it refused since the last that it kept."""
+
+    def __init__(self, drop_group: Callable[[Sequence[float], int], str | None]) -> None:
+        self._drop_group = drop_group
+        self._dropped_in_a_row = 0
+
+    def __call__(self, rewards: Sequence[float]) -> str | None:
+        """Why a group with these rewards is refused; None for a group to keep."""
+        reason = self._drop_group(rewards, self._dropped_in_a_row)
+        self._dropped_in_a_row = 0 if reason is None else self._dropped_in_a_row + 1
+        return reason
 
 
 def to_sample(generated: Generated, output: RewardOutput, *, uid: str) -> Sample:
@@ -41,10 +55,12 @@ def complete_group(
     prompt_ids: list[int],
     generated: Sequence[Generated],
     rewards: Sequence[RewardOutput],
+    refuse: GroupFilter | None = None,
 ) -> GroupRow | DroppedGroup:
     """The bus row of a group whose every response is in, or the reason why there is none.
 
     A response that was aborted, or whose reward is None, is dropped alone; with fewer than two left the group is.
+    ``refuse`` may drop a group that is complete.
     """
     uid = group_uid(index)
     kept: list[Sample] = []
@@ -60,6 +76,9 @@ def complete_group(
     if len(kept) < MIN_SAMPLES:
         reasons = sorted(set(dropped.values()))
         return DroppedGroup(group_uid=uid, reason="+".join(reasons) or "too_few_samples")
+    refused = None if refuse is None else refuse([sample.reward for sample in kept if sample.reward is not None])
+    if refused is not None:
+        return DroppedGroup(group_uid=uid, reason=refused)
     group = Group(group_uid=uid, index=index, prompt_ids=prompt_ids, samples=kept)
     return GroupRow(
         group_uid=uid,

@@ -19,7 +19,7 @@ from relax_core.contracts.reward import RewardInput, RewardOutput
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.pool import EnginePool
 from relax_core.engines.wire import StreamEnd
-from relax_core.rollout.groups import DroppedGroup, complete_group
+from relax_core.rollout.groups import DroppedGroup, GroupFilter, complete_group
 from relax_core.rollout.reward_worker import RewardPool
 from relax_core.rollout.seeds import sampling_seed
 
@@ -93,6 +93,7 @@ class Sampler:
         settings: SamplerSettings,
         record: Record,
         gate: Callable[[int], Any],
+        refuse: GroupFilter | None = None,
     ) -> None:
         self._bus = bus
         self._pool = pool
@@ -101,36 +102,26 @@ class Sampler:
         self._settings = settings
         self._record = record
         self._gate = gate
+        self._refuse = refuse
         self._staged: list[GroupRow] = []
-        self._flushing: asyncio.Task[None] | None = None
-        self._bursts: set[asyncio.Task[None]] = set()
-        self._failed: asyncio.Future[None] | None = None
+        self._flushing = False
 
     async def run(self, reclaimed: Sequence[Admission]) -> None:
-        """Runs until the bus closes (BusClosed) or a burst fails (its error)."""
-        self._failed = asyncio.get_running_loop().create_future()
+        """Runs until the bus closes (BusClosed) or a burst fails (its error); no burst is left behind."""
         step = self._settings.prompts_per_step
-        for start in range(0, len(reclaimed), step):
-            await self._launch(reclaimed[start : start + step])
-        while True:
-            admit = asyncio.ensure_future(self._bus.admit_async(step, timeout_s=self._settings.admit_timeout_s))
-            await asyncio.wait({admit, self._failed}, return_when=asyncio.FIRST_COMPLETED)
-            if self._failed.done():
-                admit.cancel()
-                self._failed.result()
-            await self._launch(admit.result())
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for start in range(0, len(reclaimed), step):
+                    await self._launch(reclaimed[start : start + step], tasks)
+                while True:
+                    admissions = await self._bus.admit_async(step, timeout_s=self._settings.admit_timeout_s)
+                    await self._launch(admissions, tasks)
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from failures  # the first one ended the others
 
-    async def _launch(self, admissions: Sequence[Admission]) -> None:
+    async def _launch(self, admissions: Sequence[Admission], tasks: asyncio.TaskGroup) -> None:
         await self._gate(max(admission.min_version for admission in admissions))
-        burst = asyncio.create_task(self._burst(admissions))
-        self._bursts.add(burst)
-        burst.add_done_callback(self._burst_done)
-
-    def _burst_done(self, burst: asyncio.Task[None]) -> None:
-        self._bursts.discard(burst)
-        error = None if burst.cancelled() else burst.exception()
-        if error is not None and self._failed is not None and not self._failed.done():
-            self._failed.set_exception(error)
+        tasks.create_task(self._burst(admissions, tasks))
 
     def _in_hand(self, admission: Admission) -> PromptInHand:
         row = self._prompts.source.row(admission.index)
@@ -145,7 +136,7 @@ class Sampler:
             ),
         )
 
-    async def _burst(self, admissions: Sequence[Admission]) -> None:
+    async def _burst(self, admissions: Sequence[Admission], tasks: asyncio.TaskGroup) -> None:
         """One engine request for everything admitted together; groups leave as they complete."""
         start = time.perf_counter()
         prompts = [self._in_hand(admission) for admission in admissions]
@@ -166,9 +157,7 @@ class Sampler:
             samples += len(responses)
             tokens += sum(len(response.output_ids) for response in responses)
             version = max(version, responses[-1].weight_versions[-1].version)
-            await self._stage(prompt, responses, rewards)
-        if self._flushing is not None:
-            await self._flushing
+            await self._stage(prompt, responses, rewards, tasks)
         self._record(
             "rollout",
             version,
@@ -189,27 +178,34 @@ class Sampler:
         return self._rewards.score(inputs)
 
     async def _stage(
-        self, prompt: PromptInHand, responses: Sequence[Generated], rewards: Sequence[RewardOutput]
+        self,
+        prompt: PromptInHand,
+        responses: Sequence[Generated],
+        rewards: Sequence[RewardOutput],
+        tasks: asyncio.TaskGroup,
     ) -> None:
         done = complete_group(
-            index=prompt.index, prompt_ids=prompt.request.input_ids, generated=responses, rewards=rewards
+            index=prompt.index,
+            prompt_ids=prompt.request.input_ids,
+            generated=responses,
+            rewards=rewards,
+            refuse=self._refuse,
         )
         if isinstance(done, DroppedGroup):
             await self._bus.drop_async(done.group_uid, reason=done.reason, timeout_s=self._settings.call_timeout_s)
             return
         self._staged.append(done)
-        if self._flushing is None:
-            self._flushing = asyncio.create_task(self._flush())
+        if not self._flushing:
+            self._flushing = True
+            tasks.create_task(self._flush())
 
     async def _flush(self) -> None:
         """Puts whatever is staged; what comes meanwhile goes with the next put, so a burst costs one or two."""
         await asyncio.sleep(0)
-        try:
-            while self._staged:
-                rows, self._staged = self._staged, []
-                await self._bus.put_async(rows, timeout_s=self._settings.call_timeout_s)
-        finally:
-            self._flushing = None
+        while self._staged:
+            rows, self._staged = self._staged, []
+            await self._bus.put_async(rows, timeout_s=self._settings.call_timeout_s)
+        self._flushing = False
 
 
 def reward_input(row: DataRow, response: Generated, *, tokenizer: PromptTokenizer) -> RewardInput:

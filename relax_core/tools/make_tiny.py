@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 MODEL_NAMES = ("tiny_qwen3",)
+MAX_POSITIONS = 4096  # prompt and response tokens of one sample at most
 RECIPE_VERSION = 1  # raise it when anything below changes what is made
 _LIBRARIES = ("torch", "transformers", "tokenizers")
 _MAKE_DEADLINE_S = 600.0
@@ -119,7 +120,7 @@ def _build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=16,
-            max_position_embeddings=4096,
+            max_position_embeddings=MAX_POSITIONS,
             tie_word_embeddings=True,
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=tokenizer.eos_token_id,

@@ -15,13 +15,14 @@ from relax_core.train.gpt import TreeGPTModel
 
 
 def learning_rate(config: OptimizerConfig, *, step: int, total_steps: int) -> float:
-    """Linear warm-up, (step + 1) / warmup_steps of lr, then constant or a half cosine down to min_lr at the end."""
+    """Linear warm-up, (step + 1) / warmup_steps of lr; then constant, or a half cosine down to lr * min_lr_ratio."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.schedule is Schedule.constant:
         return config.lr
     done = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
-    return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    share = config.min_lr_ratio + (1 - config.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    return config.lr * share
 
 
 def wrap_for_training(model: TreeGPTModel, *, distributed_optimizer: bool, dtype: torch.dtype) -> Any:
@@ -41,7 +42,6 @@ def build_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
             lr=config.lr,
-            min_lr=config.min_lr,
             weight_decay=config.weight_decay,
             adam_beta1=config.beta1,
             adam_beta2=config.beta2,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from datetime import timedelta
 
 import torch
@@ -13,6 +11,7 @@ from megatron.core import parallel_state, tensor_parallel
 from relax_core.config.schema import ParallelConfig
 from relax_core.train.device import has_cuda
 from relax_core.train.layout import check_layout
+from relax_core.weights.rendezvous import open_store
 
 
 def join(
@@ -28,22 +27,13 @@ def join(
         assert (dist.get_rank(), dist.get_world_size()) == (rank, world_size), "one layout a process"
         return
     host, port = store_address.rsplit(":", 1)
-    if host.startswith("127.") or host == "localhost":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo would listen on the host name's address
-    timeout = timedelta(seconds=timeout_s)
-    listener = None
-    if rank == 0:
-        # Left alone the store listens on every interface, and it asks nobody for a token.
-        server = socket.create_server((host, int(port)))
-        port, listener = server.getsockname()[1], server.detach()
     try:
-        store = dist.TCPStore(
-            host, int(port), world_size, is_master=rank == 0, timeout=timeout, master_listen_fd=listener
-        )
+        store = open_store(host, int(port), rank=rank, world_size=world_size, timeout_s=timeout_s)
     except dist.DistStoreError as error:
         raise TimeoutError(
             f"trainer rank {rank} waited {timeout_s:g} s at {store_address} for all {world_size} ranks: {error}"
         ) from error
+    timeout = timedelta(seconds=timeout_s)
     backend = "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     parallel_state.initialize_model_parallel(

@@ -5,6 +5,7 @@ On one host the file lies in shared memory, so that publishing is one copy and r
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 from collections.abc import Iterable, Iterator
@@ -37,7 +38,7 @@ def _bucket_digests(buffer: memoryview, bucket_bytes: int) -> list[str]:
 def write_weights(
     path: Path, *, version: int, tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int = BUCKET_BYTES
 ) -> WeightManifest:
-    """Writes all tensors to ``path``, one at a time, and says what was written. The file appears whole or not at all."""
+    """Writes all tensors to ``path``, one at a time, and says what was written. It appears whole or not at all."""
     specs: list[TensorSpec] = []
     offset = 0
     partial = path.with_name(path.name + ".partial")
@@ -49,7 +50,7 @@ def write_weights(
             specs.append(TensorSpec(name=name, dtype=dtype, shape=list(data.shape), offset=offset, nbytes=raw.nbytes))
             file.write(raw)
             offset += raw.nbytes
-    with partial.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+    with partial.open("rb") as written, mmap.mmap(written.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
         view = memoryview(mapped)
         digests = _bucket_digests(view, bucket_bytes)
         view.release()
@@ -74,21 +75,32 @@ def read_weights(manifest: WeightManifest) -> Iterator[tuple[str, torch.Tensor]]
     if _names_digest(manifest.tensors, manifest.digests) != manifest.digest:
         raise DigestMismatch(f"weights version {manifest.version}: the manifest's own digest does not agree")
     with open(manifest.path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != manifest.total_bytes:
+            raise DigestMismatch(
+                f"weights version {manifest.version}: {manifest.path} has {size} bytes, "
+                f"published as {manifest.total_bytes}"
+            )
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     found = _bucket_digests(memoryview(mapped), manifest.bucket_bytes)
-    for bucket, (expected, got) in enumerate(zip(manifest.digests, found, strict=False)):
+    if len(found) != len(manifest.digests):
+        raise DigestMismatch(
+            f"weights version {manifest.version}: {len(found)} buckets, published as {len(manifest.digests)}"
+        )
+    for bucket, (expected, got) in enumerate(zip(manifest.digests, found, strict=True)):
         if expected != got:
             raise DigestMismatch(
                 f"weights version {manifest.version}, bucket {bucket}: digest {got}, published as {expected}"
             )
-    if len(mapped) != manifest.total_bytes:
-        raise DigestMismatch(
-            f"weights version {manifest.version}: {len(mapped)} bytes, published as {manifest.total_bytes}"
-        )
-    for spec in manifest.tensors:
+    offset = 0
+    for spec in manifest.tensors:  # they follow each other; an offset of its own is no part of the digest
         dtype = getattr(torch, spec.dtype)
-        count = spec.nbytes // dtype.itemsize
-        yield spec.name, torch.frombuffer(mapped, dtype=dtype, count=count, offset=spec.offset).view(spec.shape)
+        count = math.prod(spec.shape)
+        tensor = (
+            torch.frombuffer(mapped, dtype=dtype, count=count, offset=offset) if count else torch.empty(0, dtype=dtype)
+        )
+        yield spec.name, tensor.view(spec.shape)
+        offset += count * dtype.itemsize
 
 
 def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]], *, bucket_bytes: int = BUCKET_BYTES) -> str:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
-import torch
 
 from relax_core.contracts.engine import EngineError, WeightManifest
-from relax_core.weights.files import write_weights
+
+if TYPE_CHECKING:
+    import torch
 
 KEPT_VERSIONS = 2  # a reader that has just read the newest manifest must still find its file
 LATEST = "latest.json"
@@ -58,36 +59,41 @@ class WeightPublisher:
         self._pool = ThreadPoolExecutor(max_workers=8, thread_name_prefix="weight-push")
         folder.mkdir(parents=True, exist_ok=True)
 
-    def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> SyncReport:
+    def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Future[SyncReport]:
+        """Writes a version and starts its push, which ends beside the caller; one push at a time, so take the result
+        before the next version. The tensors are read before this returns."""
+        from relax_core.weights.files import write_weights  # here: who only reads the newest manifest needs no torch
+
         start = time.perf_counter()
         path = self._folder / f"weights-{version:08d}.bin"
         manifest = write_weights(path, version=version, tensors=tensors)
         partial = self._folder / (LATEST + ".partial")
         partial.write_bytes(msgspec.json.encode(manifest))
         os.replace(partial, self._folder / LATEST)
-        written = time.perf_counter()
-        refused = self._push(manifest)
-        pushed = time.perf_counter()
         self._files.append(path)
         while len(self._files) > KEPT_VERSIONS:
             self._files.pop(0).unlink(missing_ok=True)
-        return SyncReport(
-            version=version,
-            bytes=manifest.total_bytes,
-            write_ms=1e3 * (written - start),
-            push_ms=1e3 * (pushed - written),
-            refused=refused,
-        )
+        write_ms = 1e3 * (time.perf_counter() - start)
+        return self._pool.submit(self._push, manifest, write_ms=write_ms)
 
-    def _push(self, manifest: WeightManifest) -> dict[str, str]:
+    def _push(self, manifest: WeightManifest, *, write_ms: float) -> SyncReport:
+        start = time.perf_counter()
         receivers = self._receivers()
         if len(receivers) == 1:
             outcomes = [_push_one(receivers[0], manifest)]
         else:
             outcomes = list(self._pool.map(lambda receiver: _push_one(receiver, manifest), receivers))
-        return {
-            receiver.url: outcome for receiver, outcome in zip(receivers, outcomes, strict=True) if outcome is not None
-        }
+        return SyncReport(
+            version=manifest.version,
+            bytes=manifest.total_bytes,
+            write_ms=write_ms,
+            push_ms=1e3 * (time.perf_counter() - start),
+            refused={
+                receiver.url: outcome
+                for receiver, outcome in zip(receivers, outcomes, strict=True)
+                if outcome is not None
+            },
+        )
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)

@@ -110,17 +110,86 @@ def test_k3_is_never_negative_and_all_estimators_equal_the_reference(new: float,
         assert estimator != "k3" or got.item() >= -1e-7
 
 
-def test_importance_weights_are_clamped_and_detached() -> None:
-    old = torch.tensor([-1.0, -1.0, -5.0, -1.0], requires_grad=True)
-    got = F.truncated_importance_weights(
-        old_logprobs=old,
+@pytest.mark.parametrize(
+    ("method", "level", "wanted", "outside"),
+    # ρ = 1, e², e^-4 and a masked one; samples [0, 1] and [2, 3], whose products are e² and e^-4
+    [
+        ("tis", "token", [1.0, 2.0, 0.1, 1.0], [False, True, True, False]),
+        ("mis", "token", [1.0, 0.0, 0.0, 1.0], [False, True, True, False]),
+        ("icepop", "token", [1.0, 0.0, 0.0, 1.0], [False, True, True, False]),
+        ("tis", "sequence", [2.0, 2.0, 0.1, 1.0], [True, True, True, False]),
+        ("mis", "sequence", [0.0, 0.0, 0.0, 1.0], [True, True, True, False]),
+    ],
+)
+def test_correction_weights_by_hand(method: str, level: str, wanted: list[float], outside: list[bool]) -> None:
+    weights, cut = F.correction_weights(
+        old_logprobs=torch.tensor([-1.0, -1.0, -5.0, -1.0], requires_grad=True),
         rollout_logprobs=torch.tensor([-1.0, -3.0, -1.0, float("nan")]),
         loss_mask=torch.tensor([True, True, True, False]),
+        sample_ids=torch.tensor([0, 0, 1, 1]),
+        num_samples=2,
+        method=method,
+        level=level,
         low=0.1,
         high=2.0,
     )
-    assert not got.requires_grad
-    assert got.tolist() == pytest.approx([1.0, 2.0, 0.1, 1.0])
+    assert not weights.requires_grad
+    assert weights.tolist() == pytest.approx(wanted)
+    assert cut.tolist() == outside
+
+
+def test_opsm_leaves_out_bad_samples_that_drifted() -> None:
+    kept = F.kept_by_opsm(
+        log_ratio=torch.tensor([-0.3, 0.1, -0.3, 0.1, 0.4, -0.2]),
+        advantages=torch.tensor([-1.0, -1.0, 1.0, 1.0, -1.0, -1.0]),
+        loss_mask=torch.ones(6).bool(),
+        sample_ids=torch.tensor([0, 0, 1, 1, 2, 2]),
+        num_samples=3,
+        threshold=1e-4,
+    )
+    assert kept.tolist() == [False, False, True, True, True, True]
+
+
+def test_overlong_penalty_by_hand() -> None:
+    got = F.overlong_penalty(lengths=torch.tensor([1, 12, 14, 16, 20]), max_length=16, buffer=4)
+    assert got.tolist() == [0.0, 0.0, -0.5, -1.0, -1.0]
+
+
+def test_sums_to_the_end_by_hand() -> None:
+    got = F.sums_to_the_end(
+        per_token=torch.tensor([1.0, 2.0, float("nan"), 4.0, 5.0]),
+        loss_mask=torch.tensor([True, True, False, True, True]),
+        sample_ids=torch.tensor([0, 0, 0, 1, 1]),
+    )
+    assert got.tolist() == [3.0, 2.0, 0.0, 9.0, 5.0]
+
+
+def test_normalisation_is_over_the_whole_step() -> None:
+    # trained: 1, 3, 5, 7: mean 4, population std sqrt(5)
+    got = F.normalize_over_step(
+        advantages=[torch.tensor([1.0, 3.0]), torch.tensor([5.0, 100.0, 7.0])],
+        loss_masks=[torch.tensor([True, True]), torch.tensor([True, False, True])],
+        std_epsilon=0.0,
+    )
+    root = math.sqrt(5)
+    assert got[0].tolist() == pytest.approx([-3 / root, -1 / root])
+    assert got[1].tolist()[::2] == pytest.approx([1 / root, 3 / root])
+    assert all(values.dtype == torch.float32 for values in got)
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_normalisation_without_spread_gives_zero(trained: bool) -> None:
+    (got,) = F.normalize_over_step(
+        advantages=[torch.full((3,), 0.1)], loss_masks=[torch.tensor([trained] * 3)], std_epsilon=1e-8
+    )
+    assert got.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_equal_rewards_are_dropped_until_the_limit() -> None:
+    same, different = [0.1] * 3, [0.1, 0.1, 0.2]
+    assert F.drop_all_equal(rewards=same, dropped_in_a_row=0, max_dropped=2) == "all_equal"
+    assert F.drop_all_equal(rewards=same, dropped_in_a_row=2, max_dropped=2) is None
+    assert F.drop_all_equal(rewards=different, dropped_in_a_row=0, max_dropped=2) is None
 
 
 def test_extreme_log_probs_stay_finite() -> None:

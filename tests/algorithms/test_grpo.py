@@ -24,7 +24,7 @@ VARIANTS = [
     dataclasses.replace(KNOBS, aggregation="seq_mean_token_sum_norm", norm_length=8.0),
     dataclasses.replace(KNOBS, kl_coef=0.1),
     dataclasses.replace(KNOBS, kl_coef=0.1, kl_estimator="k2"),
-    dataclasses.replace(KNOBS, old_logprobs="actor_fwd", tis_low=0.5, tis_high=1.5),
+    dataclasses.replace(KNOBS, old_logprobs="actor_fwd", correction_low=0.5, correction_high=1.5),
     dataclasses.replace(KNOBS, old_logprobs="actor_fwd", kl_coef=0.05, aggregation="seq_mean_token_mean"),
 ]
 LOGPROB = st.floats(-3.0, -0.0078125, width=32)
@@ -65,7 +65,7 @@ def _totals(tokens: list[Token]) -> StepTotals:
 
 
 def _reference_loss(tokens: list[Token], knobs: GrpoKnobs) -> float:
-    tis = (knobs.tis_low, knobs.tis_high) if knobs.old_logprobs == "actor_fwd" else None
+    tis = (knobs.correction_low, knobs.correction_high) if knobs.old_logprobs == "actor_fwd" else None
     losses = [
         reference.token_loss(
             token,
@@ -157,14 +157,20 @@ def test_metrics_by_hand() -> None:
         Token(sample=1, trained=False, new=-9.0, old=-1.0, rollout=-1.0, reference=-1.0, advantage=-1.0),
     ]
     sums = SPEC.loss(_inputs(tokens), KNOBS).metric_sums
-    assert set(sums) == {"ratio", "clip_low", "clip_high", "old_kl"}
+    assert set(sums) == {
+        *("ratio", "ratio_low", "ratio_high", "clip_low", "clip_high", "old_kl"),
+        *("surprisal", "advantage", "advantage_size"),
+    }
     assert all(count.item() == 3 for _, count in sums.values())
     # e^0 + e^0.5 + e^-0.5, and for the KL the same minus 3, as the log-ratios add up to 0
     assert sums["ratio"][0].item() == pytest.approx(3.2552519)
     assert sums["old_kl"][0].item() == pytest.approx(0.2552519, rel=1e-5)
     assert (sums["clip_low"][0].item(), sums["clip_high"][0].item()) == (1.0, 1.0)
+    assert sums["ratio_low"][0].item() == pytest.approx(3 * 0.6065307)
+    assert sums["ratio_high"][0].item() == pytest.approx(3 * 1.6487213)
+    assert (sums["surprisal"][0].item(), sums["advantage"][0].item(), sums["advantage_size"][0].item()) == (3, 1, 3)
     more = SPEC.loss(_inputs(tokens), dataclasses.replace(KNOBS, old_logprobs="actor_fwd", kl_coef=0.1)).metric_sums
-    assert set(more) == {*sums, "tis_weight", "reference_kl"}
+    assert set(more) == {*sums, "tis_weight", "tis_cut", "reference_kl"}
 
 
 def test_advantages_reach_every_token_of_a_sample() -> None:
@@ -207,7 +213,15 @@ def test_sensible_knobs_pass(knobs: GrpoKnobs) -> None:
         ({"kl_coef": 0.1, "kl_estimator": "k1"}, "zero expected gradient"),
         ({"kl_coef": -1.0}, "algo.kl_coef=-1.0"),
         ({"old_logprobs": "critic"}, "algo.old_logprobs=critic"),
-        ({"tis_low": 3.0}, "algo.tis_low=3.0"),
+        ({"old_logprobs": "current", "opsm_threshold": 1e-4}, "OPSM never acts"),
+        ({"opsm_threshold": -1.0}, "algo.opsm_threshold=-1.0"),
+        ({"correction_low": 3.0}, "algo.correction_low=3.0"),
+        ({"correction": "tis"}, "there is nothing to correct"),
+        ({"correction": "icepop", "old_logprobs": "actor_fwd", "correction_level": "sequence"}, "IcePop is per token"),
+        ({"correction": "pop"}, "algo.correction=pop: no such choice"),
+        ({"correction_level": "group"}, "algo.correction_level=group: no such choice"),
+        ({"kl_placement": "both"}, "algo.kl_placement=both: no such choice"),
+        ({"dual_clip": 1.1}, "algo.dual_clip=1.1"),
         ({"aggregation": "seq_mean_token_sum_norm"}, "algo.norm_length=0.0"),
         ({"norm_length": 8.0}, "algo.norm_length=8.0"),
     ],

@@ -27,8 +27,7 @@ def test_without_losses_the_place_in_the_queue_decides(
     version: int, gps: int, staleness: int, data: st.DataObject
 ) -> None:
     slots_left = data.draw(st.integers(0, gps))
-    queue = []
-    expected = []
+    expected: list[int] = []
     while True:
         fits = by_place(
             len(expected), version=version, slots_left=slots_left, gps=gps, staleness=staleness, total_steps=10

@@ -92,7 +92,7 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
         (["rollout.top_k=0"], "rollout.top_k=0 keeps no token."),
         (["optimizer.lr=-1"], "optimizer.lr=-1.0: must be more than 0."),
         (["optimizer.lr=nan"], "optimizer.lr=nan: must be more than 0."),
-        (["optimizer.min_lr=1"], "optimizer.min_lr=1.0 is above optimizer.lr=0.001."),
+        (["optimizer.min_lr_ratio=2"], "optimizer.min_lr_ratio=2.0"),
         (["engine.port=70000"], "engine.port=70000: must be at least 0 and at most 65535"),
         (["engine.port=65535", "engine.count=2"], "passes port 65535"),
         (["engine.host=0.0.0.0"], "engine.host=0.0.0.0: engines listen on loopback only."),

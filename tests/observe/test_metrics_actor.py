@@ -18,22 +18,13 @@ from relax_core.observe.sinks import read_metrics
 NAMESPACE = "test-metrics"
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    ray.init(
-        num_cpus=2, include_dashboard=False, namespace=NAMESPACE, log_to_driver=False, object_store_memory=80 << 20
-    )
-    yield
-    ray.shutdown()
-
-
 @pytest.fixture
-def client(cluster: None, tmp_path: Path) -> Iterator[MetricsClient]:
+def client(ray_session: str, tmp_path: Path) -> Iterator[MetricsClient]:
     tracker = TrackerConfig(name="local", tensorboard=True, jsonl=True)
     client = start_metrics(tracker, tmp_path, name=tmp_path.name, namespace=NAMESPACE, max_restarts=1)
     client.poll(0, timeout_s=60)  # it is up
     yield client
-    ray.kill(ray.get_actor(tmp_path.name))
+    ray.kill(ray.get_actor(tmp_path.name, namespace=NAMESPACE))
 
 
 @ray.remote(num_cpus=1)
@@ -101,7 +92,7 @@ def unavailable(client: MetricsClient) -> bool:
 
 
 def test_a_dead_actor_is_named_and_reports_to_it_are_counted(
-    cluster: None, tmp_path: Path, wait_until: Callable[..., None]
+    ray_session: str, tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:
     tracker = TrackerConfig(name="none", tensorboard=False, jsonl=False)
     client = start_metrics(tracker, tmp_path, name="short-lived", namespace=NAMESPACE, max_restarts=0)

@@ -194,7 +194,7 @@ def test_old_and_reference_logprobs_reach_the_loss(folder: Path) -> None:
 def test_learning_rate(schedule: Schedule, expected: list[float]) -> None:
     from relax_core.train.optimizer import learning_rate
 
-    config = OptimizerConfig(lr=1.0, min_lr=0.1, schedule=schedule, warmup_steps=4)
+    config = OptimizerConfig(lr=1.0, min_lr_ratio=0.1, schedule=schedule, warmup_steps=4)
     assert [learning_rate(config, step=step, total_steps=8) for step in range(7)] == pytest.approx(expected)
 
 

@@ -116,7 +116,7 @@ def make_backend(folder: Path, **overrides: Any) -> Any:
     optimizer = OptimizerConfig(
         **{
             "lr": 1e-3,
-            "min_lr": 0.0,
+            "min_lr_ratio": 0.0,
             "schedule": Schedule.constant,
             "warmup_steps": 0,
             "beta1": 0.9,

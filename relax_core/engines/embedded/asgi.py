@@ -35,9 +35,7 @@ async def read_body(scope: Scope, receive: Receive, *, limit: int) -> bytes:
     """The request's body; 413 past ``limit`` bytes."""
     announced = int(headers(scope).get(b"content-length", b"0"))
     if announced > limit:
-        raise HttpError(
-            413, f"{scope['path']}: body of {announced} bytes, at most {limit} are taken; send less"
-        )
+        raise HttpError(413, f"{scope['path']}: body of {announced} bytes, at most {limit} are taken; send less")
     parts: list[bytes] = []
     size = 0
     while True:

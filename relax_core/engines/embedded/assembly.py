@@ -44,7 +44,8 @@ def build_app(arguments: argparse.Namespace) -> tuple[EngineApp, Scheduler]:
     if arguments.load_weights:
         weights.apply(weights.checked(read_safetensors_folder(arguments.model_path)))
         version = arguments.weight_version
-    _warm_up(decoder)
+    with torch.inference_mode():
+        _warm_up(decoder)
     scheduler = Scheduler(decoder, version=version, admission_window_s=arguments.admission_window_ms / 1e3)
     info = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
     info["weight_bytes"] = weights.nbytes
@@ -82,7 +83,7 @@ def _warm_up(decoder: Decoder) -> None:
         max_new_tokens=2, temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=(), banned_token_ids=()
     )
     if decoder.fits(samples=samples, columns=3):
-        decoder.admit([Prefix(token_ids=[0], settings=settings, keys=sample_keys(0, range(samples)))])
+        decoder.admit([Prefix(token_ids=[0], settings=settings, keys=sample_keys([0], samples)[0])])
         decoder.step()
         decoder.remove(range(samples))
     decoder.free_cache()

@@ -114,8 +114,8 @@ class Call:
 def waiting_prompts(prompts: Sequence[Prompt], *, n: int) -> list[Waiting]:
     """A call's prompts as they enter the queue, ``n`` samples each."""
     groups: list[Waiting] = []
-    for prompt in prompts:
-        keys = sample_keys(prompt.sampling_seed, range(n))
+    all_keys = sample_keys([prompt.sampling_seed for prompt in prompts], n)
+    for prompt, keys in zip(prompts, all_keys, strict=True):
         groups.append(Waiting(prompt, [Sample(prompt, index, keys[index : index + 1]) for index in range(n)]))
         prompt.call.open_samples += n
     return groups

@@ -1,6 +1,7 @@
 """Continuous batching over slots: prefill prefixes, decode one token for every running sample, drop finished ones.
 
-Knows nothing of requests, versions or HTTP. A slot is a row of the `SlotTable` and of the `KVCache`.
+Knows nothing of requests, versions or HTTP. A slot is a row of the `SlotTable` and of the `KVCache`. To be called under
+``torch.inference_mode``, entered once by the caller: entering it for each token would cost more than an operator.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from relax_core.engines.embedded.model import Attend, Qwen3Model
 from relax_core.engines.embedded.sampler import NonFiniteLogits, sample
 from relax_core.engines.embedded.slots import Prefix, SlotTable
 
-PREFILL_ROWS = 2048  # token rows, pads included, of one forward pass of a prefill
+PREFILL_ROWS = 512  # token rows, pads included, of one pass of a prefill: its products then stay in the cache
 
 
 class Decoder:
@@ -34,9 +35,9 @@ class Decoder:
         self.cache = KVCache(config, dtype, max_tokens=max_tokens, max_slots=max_samples, max_columns=context_length)
         self.slots = SlotTable(max_samples, vocab_size=config.vocab_size)
         self._columns = torch.arange(context_length)
-        self._layers: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._keys = self._values = torch.empty(0)
+        self._rows: list[Tensor] = []
         self._row_base = torch.empty(0, dtype=torch.int64)
-        self._no_bias = torch.zeros(1, dtype=dtype)
 
     # -- admission ------------------------------------------------------------------------------------------------
     def fits(self, *, samples: int, columns: int) -> bool:
@@ -46,16 +47,13 @@ class Decoder:
             columns = max(columns, int(self.slots.columns[: self.slots.count].max()))
         return slots <= self.max_samples and slots * columns <= self._max_tokens
 
-    @torch.inference_mode()
     def admit(self, prefixes: Sequence[Prefix]) -> np.ndarray:
         """Prefills, gives each sample the next free slot in the order of ``prefixes`` and its next token.
         Returns the slots that are finished already."""
         first = self.slots.count
         self.slots.add(prefixes)
         count = self.slots.count
-        columns = int(self.slots.columns[:count].max())
-        if self.cache.reserve(count, columns, used_slots=first):
-            self._bind_cache()
+        self._reserve(int(self.slots.position[: self.slots.count].max()) + 1, used_slots=first)
         hidden = torch.empty(len(prefixes), self._model.config.hidden_size, dtype=self._dtype)
         starts = np.cumsum([first] + [len(prefix.keys) for prefix in prefixes])
         for batch in _batches(prefixes):
@@ -96,13 +94,14 @@ class Decoder:
             stop = min(start + chunk, width)
             positions = self._columns[start:stop].repeat(count)
             attend = _prefill_attention(kv, start, stop)
-            hidden = self._model.hidden(rows[:, start:stop].reshape(-1), positions, attend).view(count, stop - start, -1)
+            hidden = self._model.hidden(rows[:, start:stop].reshape(-1), positions, attend).view(
+                count, stop - start, -1
+            )
             ends = ((last >= start) & (last < stop)).nonzero()[:, 0]
             output[ends] = hidden[ends, last[ends] - start]
         return kv, output
 
     # -- decoding -------------------------------------------------------------------------------------------------
-    @torch.inference_mode()
     def step(self) -> np.ndarray:
         """One more token for every running sample; returns the slots that are finished by it."""
         count = self.slots.count
@@ -122,13 +121,19 @@ class Decoder:
             raise NonFiniteLogits("the weights in force yield logits that are not finite")
         return self.slots.record(first, ids.numpy(), values)
 
+    def _reserve(self, columns: int, *, used_slots: int) -> None:
+        """Room for all slots, of which ``used_slots`` hold something, in ``columns``. Admission counts with the most
+        that they may come to need; memory follows as they need it."""
+        if self.cache.reserve(self.slots.count, columns, used_slots=used_slots):
+            self._bind_cache()
+
     def _bind_cache(self) -> None:
-        """Views of each layer's keys, values and rows, made once for each rectangle."""
+        """Views of all layers' keys (transposed), values and rows, made once for each rectangle."""
         data, config = self.cache.data, self._model.config
         slots, columns, heads, dim = self.cache.slots, self.cache.columns, config.num_kv_heads, config.head_dim
         flat = data.view(config.num_layers, 2, slots * heads, columns, dim)
-        rows = data.view(config.num_layers, 2 * slots * heads * columns, dim)
-        self._layers = [(flat[layer, 0], flat[layer, 1], rows[layer]) for layer in range(config.num_layers)]
+        self._keys, self._values = flat[:, 0].transpose(2, 3), flat[:, 1]
+        self._rows = list(data.view(config.num_layers, 2 * slots * heads * columns, dim).unbind(0))
         head = torch.arange(slots * heads).view(slots, heads)
         self._row_base = torch.cat((head, head + slots * heads), 1) * columns  # [slots, 2 * kv_heads]
 
@@ -137,28 +142,31 @@ class Decoder:
         fused kernel, which pads the query."""
         config = self._model.config
         heads, dim = config.num_kv_heads, config.head_dim
-        group, scale, used = config.num_heads // heads, dim**-0.5, count * heads
+        group, used = config.num_heads // heads, count * heads
         slot_positions = self.slots.position[:count]
         width = int(slot_positions.max()) + 1
-        bias, beta = self._no_bias, 0.0
+        if width > self.cache.columns:
+            self._reserve(width, used_slots=count)
+        bias: Tensor | None = None
         if int(slot_positions.min()) + 1 < width:
             hidden = self._columns[:width] > positions[:, None]
             bias = torch.zeros(count, width, dtype=self._dtype).masked_fill_(hidden, float("-inf"))
-            bias, beta = bias.repeat_interleave(heads, 0)[:, None], 1.0
+            bias = bias.repeat_interleave(heads, 0)[:, None]
         rows = (self._row_base[:count] + positions[:, None]).view(-1)
-        layers = self._layers
+        keys = self._keys[:, :used, :, :width].unbind(0)
+        values = self._values[:, :used, :width].unbind(0)
+        layer_rows = self._rows
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values, flat = layers[layer]
-            flat.index_copy_(0, rows, torch.cat((k, v), 1).view(-1, dim))
-            query = q.reshape(used, group, dim)
-            scores = torch.baddbmm(bias, query, keys[:used, :width].transpose(1, 2), beta=beta, alpha=scale)
-            return torch.bmm(scores.softmax(-1), values[:used, :width]).view(count, -1)
+            layer_rows[layer].index_copy_(0, rows, torch.cat((k, v), 1).view(-1, dim))
+            scores = torch.bmm(q.reshape(used, group, dim), keys[layer])
+            if bias is not None:
+                scores.add_(bias)
+            return torch.bmm(scores.softmax(-1), values[layer]).view(count, -1)
 
         return attend
 
     # -- leaving --------------------------------------------------------------------------------------------------
-    @torch.inference_mode()
     def remove(self, slots: Sequence[int]) -> list[tuple[int, int]]:
         """Frees slots; the last ones move into the gaps. Returns the moves as (from, to)."""
         moves = self.slots.remove(slots)
@@ -172,7 +180,7 @@ class Decoder:
         """Gives the cache's memory back; nothing may be running."""
         assert self.slots.count == 0
         self.cache.free()
-        self._layers = []
+        self._bind_cache()
 
 
 def _batches(prefixes: Sequence[Prefix]) -> Iterator[list[int]]:
@@ -201,7 +209,13 @@ def _prefill_attention(kv: Tensor, start: int, stop: int) -> Attend:
         values[:, :, start:stop] = v.reshape(count, -1, heads, dim).transpose(1, 2)
         query = q.reshape(count, stop - start, -1, dim).transpose(1, 2)
         found = F.scaled_dot_product_attention(
-            query, keys[:, :, :stop], values[:, :, :stop], attn_mask=mask, is_causal=mask is None, enable_gqa=True
+            query,
+            keys[:, :, :stop],
+            values[:, :, :stop],
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=True,
+            scale=1.0,
         )
         return found.transpose(1, 2).reshape(count * (stop - start), -1)
 

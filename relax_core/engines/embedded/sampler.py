@@ -106,10 +106,11 @@ def _mix(values: np.ndarray) -> np.ndarray:
     return values ^ (values >> _S31)
 
 
-def sample_keys(sampling_seed: int, samples: Sequence[int]) -> np.ndarray:
-    """One uint64 key for each sample index of a prompt."""
-    seed = np.full(len(samples), sampling_seed & 0xFFFFFFFFFFFFFFFF, dtype=np.uint64)
-    return _mix(_mix(seed + _GOLDEN) ^ _mix(np.asarray(samples, dtype=np.uint64) * _GOLDEN + _MIX_1))
+def sample_keys(sampling_seeds: Sequence[int], n: int) -> np.ndarray:
+    """One key for each of ``n`` samples of prompts with these seeds: uint64 ``[prompts, n]``."""
+    seeds = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in sampling_seeds], dtype=np.uint64)
+    samples = np.arange(n, dtype=np.uint64)
+    return _mix(_mix(seeds + _GOLDEN)[:, None] ^ _mix(samples * _GOLDEN + _MIX_1))
 
 
 def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:

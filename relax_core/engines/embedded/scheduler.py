@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
+import torch
 
 from relax_core.contracts.engine import PauseMode
 from relax_core.contracts.sample import FinishReason
@@ -49,6 +50,7 @@ class Scheduler(threading.Thread):
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: list[Waiting] = []
         self._running: list[Sample] = []  # by slot
+        self._streaming = False  # whether one of them may want news before it is finished
         self._news: dict[Call, list[Progress]] = defaultdict(list)
         self._pause: PauseMode | None = None
         self._released = False
@@ -139,13 +141,14 @@ class Scheduler(threading.Thread):
     # -- the loop ---------------------------------------------------------------------------------------------------
     def run(self) -> None:
         try:
-            while True:
-                self._receive()
-                if self._pause is None and not self._released:
-                    start = time.perf_counter()
-                    self._work()
-                    self._busy_s += time.perf_counter() - start
-                    self._deliver()
+            with torch.inference_mode():
+                while True:
+                    self._receive()
+                    if self._pause is None and not self._released:
+                        start = time.perf_counter()
+                        self._work()
+                        self._busy_s += time.perf_counter() - start
+                        self._deliver()
         except BaseException as error:
             self.failure = error  # the server sees it and ends the process
             raise
@@ -204,6 +207,7 @@ class Scheduler(threading.Thread):
         start = time.perf_counter()
         for group in groups:
             self._running.extend(group.samples)
+            self._streaming |= group.prompt.call.stream_interval > 0
             for sample in group.samples:
                 sample.mark(len(sample.done), self.version)
         finished = self._decoder.admit([group.prefix() for group in groups])
@@ -218,7 +222,7 @@ class Scheduler(threading.Thread):
     # -- leaving ----------------------------------------------------------------------------------------------------
     def _finish(self, slots: Sequence[int] | np.ndarray, *, reason: FinishReason | None = None) -> None:
         """Reports the finished slots, and news of the others where their call streams; then frees the slots."""
-        if len(slots) == 0 and not any(sample.prompt.call.stream_interval for sample in self._running):
+        if len(slots) == 0 and not self._streaming:
             return
         gone = [int(slot) for slot in slots]
         for slot in gone:
@@ -227,7 +231,7 @@ class Scheduler(threading.Thread):
             stops = sample.prompt.settings.stop_token_ids
             ended = reason or ("stop" if ids[-1] in stops else "length")
             self._report(sample, ids, logprobs, finish=ended)
-        if reason is None:
+        if reason is None and self._streaming:
             self._stream(set(gone))
         self._free(gone)
 
@@ -236,6 +240,7 @@ class Scheduler(threading.Thread):
             for source, target in self._decoder.remove(slots):
                 self._running[target] = self._running[source]
             del self._running[self._decoder.slots.count :]
+            self._streaming = self._streaming and bool(self._running)
 
     def _stream(self, gone: set[int]) -> None:
         for slot, sample in enumerate(self._running):

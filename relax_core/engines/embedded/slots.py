@@ -10,6 +10,8 @@ import torch
 
 from relax_core.engines.embedded.sampler import SamplingPlan, SamplingSettings, sampling_plan, uniforms
 
+FIRST_TOKENS = 16
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prefix:
@@ -46,15 +48,19 @@ class SlotTable:
         self._length = np.zeros(capacity, dtype=np.int64)  # tokens generated
         self._limit = np.zeros(capacity, dtype=np.int64)
         self._stop = np.full((capacity, 1), -1, dtype=np.int64)
-        self._ids = np.zeros((capacity, 16), dtype=np.int64)
-        self._logprobs = np.zeros((capacity, 16), dtype=np.float32)
+        self._ids = np.zeros((capacity, FIRST_TOKENS), dtype=np.int64)
+        self._logprobs = np.zeros((capacity, FIRST_TOKENS), dtype=np.float32)
+        self._room = FIRST_TOKENS  # tokens that every row can take at least before the two are full
 
     def add(self, prefixes: Sequence[Prefix]) -> None:
         """Appends the samples of ``prefixes``, in order."""
         for prefix in prefixes:
             rows = slice(self.count, self.count + len(prefix.keys))
             done, settings = len(prefix.done), prefix.settings
-            self._widen(settings.max_new_tokens, len(settings.stop_token_ids))
+            self._widen_stops(len(settings.stop_token_ids))
+            if done >= self._ids.shape[1]:
+                self._widen_output(done + 1)
+            self._room = min(self._room, self._ids.shape[1] - done)
             self.position[rows] = len(prefix.token_ids) - 1
             self.columns[rows] = prefix.columns
             self._key[rows] = prefix.keys
@@ -68,12 +74,13 @@ class SlotTable:
             self.count = rows.stop
         self._plan = None
 
-    def _widen(self, tokens: int, stops: int) -> None:
+    def _widen_stops(self, stops: int) -> None:
         if stops > self._stop.shape[1]:
             self._stop = np.pad(self._stop, ((0, 0), (0, stops - self._stop.shape[1])), constant_values=-1)
-        if tokens > self._ids.shape[1]:
-            more = ((0, 0), (0, max(tokens, 2 * self._ids.shape[1]) - self._ids.shape[1]))
-            self._ids, self._logprobs = np.pad(self._ids, more), np.pad(self._logprobs, more)
+
+    def _widen_output(self, tokens: int) -> None:
+        more = ((0, 0), (0, max(tokens, 2 * self._ids.shape[1]) - self._ids.shape[1]))
+        self._ids, self._logprobs = np.pad(self._ids, more), np.pad(self._logprobs, more)
 
     def plan(self) -> SamplingPlan:
         if self._plan is None:
@@ -87,6 +94,12 @@ class SlotTable:
     def record(self, first: int, ids: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
         """Takes the next tokens of rows first..count-1; returns the rows that are finished by them."""
         rows = slice(first, self.count)
+        if self._room == 0:
+            longest = int(self._length[: self.count].max())
+            if longest == self._ids.shape[1]:
+                self._widen_output(longest + 1)
+            self._room = self._ids.shape[1] - longest
+        self._room -= 1
         length = self._length[rows]
         where = np.arange(first, self.count), length
         self._ids[where] = ids

@@ -52,6 +52,8 @@ class WeightUpdates:
         async with self._lock:
             if (manifest.version, manifest.digest) == (self._scheduler.version, self._digest):
                 return _report(manifest.version, manifest.digest, stall_ms=0.0)
+            if manifest.version < self._scheduler.version:  # two may push: the trainer, and the engine's owner
+                raise HttpError(409, f"weights version {manifest.version} is older; {self._kept()}")
             checked = await self._checked(lambda: dict(read_weights(manifest)))
             return await self._apply(checked, manifest.version, manifest.digest)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +17,7 @@ class LayerWeights(NamedTuple):
     """One layer. Query and key heads, and their norms, are stored with the two halves of each head interleaved, so
     that rotary embedding is one complex product; dot products and norms do not see the order."""
 
-    input_norm: Tensor  # [hidden]
+    input_norm: Tensor  # [hidden], as all norms: float32, with the factors of `Target.scale`
     qkv: Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden]
     qk_norm: Tensor  # [heads + kv_heads, head_dim]
     output_t: Tensor  # [heads * head_dim, hidden], a transposed view
@@ -26,11 +27,14 @@ class LayerWeights(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where a Hugging Face tensor goes: ``view`` takes it after ``reshape(view_shape)``; ``shape`` is the file's."""
+    """Where a Hugging Face tensor goes: ``view`` takes it after ``reshape(view_shape)``, times ``scale``; ``shape`` is
+    the file's. A norm's scale is the root of its width, so that x / |x| takes the place of x / rms(x); the query norm's
+    is 1, for attention divides by that same root."""
 
     shape: tuple[int, ...]
     view_shape: tuple[int, ...]
     view: Tensor
+    scale: float = 1.0
 
 
 class FusedWeights:
@@ -42,16 +46,16 @@ class FusedWeights:
         self.embedding = torch.zeros(vocab, hidden, dtype=dtype)
         self._whole("model.embed_tokens.weight", self.embedding)
         self.layers = [self._layer(index, config, dtype) for index in range(config.num_layers)]
-        self.final_norm = torch.zeros(hidden, dtype=dtype)
-        self._whole("model.norm.weight", self.final_norm)
+        self.final_norm = torch.zeros(hidden)
+        self._whole("model.norm.weight", self.final_norm, scale=math.sqrt(hidden))
         self.head = self.embedding
         if not config.tie_word_embeddings:
             self.head = torch.zeros(vocab, hidden, dtype=dtype)
             self._whole("lm_head.weight", self.head)
         self._tied = config.tie_word_embeddings
 
-    def _whole(self, name: str, tensor: Tensor) -> None:
-        self._targets[name] = Target(tuple(tensor.shape), tuple(tensor.shape), tensor)
+    def _whole(self, name: str, tensor: Tensor, *, scale: float = 1.0) -> None:
+        self._targets[name] = Target(tuple(tensor.shape), tuple(tensor.shape), tensor, scale)
 
     def _layer(self, index: int, config: ModelConfig, dtype: torch.dtype) -> LayerWeights:
         hidden, inter, half = config.hidden_size, config.intermediate_size, config.head_dim // 2
@@ -62,31 +66,31 @@ class FusedWeights:
             return torch.zeros(*shape, dtype=dtype)
 
         qkv = zeros((heads + 2 * kv_heads) * dim, hidden)
-        qk_norm = zeros(heads + kv_heads, dim)
+        qk_norm = torch.zeros(heads + kv_heads, dim)
         gate_up, output, down = zeros(2 * inter, hidden), zeros(hidden, heads * dim), zeros(hidden, inter)
-        input_norm, mlp_norm = zeros(hidden), zeros(hidden)
+        input_norm, mlp_norm = torch.zeros(hidden), torch.zeros(hidden)
         first = 0
-        for part, count in (("q", heads), ("k", kv_heads)):
+        for part, count, scale in (("q", heads, 1.0), ("k", kv_heads, math.sqrt(dim))):
             rows = qkv[first * dim : (first + count) * dim].view(count, half, 2, hidden).transpose(1, 2)
             norm = qk_norm[first : first + count].view(count, half, 2).transpose(1, 2)
             self._targets[f"{layer}self_attn.{part}_proj.weight"] = Target(
                 (count * dim, hidden), (count, 2, half, hidden), rows
             )
-            self._targets[f"{layer}self_attn.{part}_norm.weight"] = Target((dim,), (1, 2, half), norm)
+            self._targets[f"{layer}self_attn.{part}_norm.weight"] = Target((dim,), (1, 2, half), norm, scale)
             first += count
         self._whole(f"{layer}self_attn.v_proj.weight", qkv[first * dim :])
         self._whole(f"{layer}self_attn.o_proj.weight", output)
         self._whole(f"{layer}mlp.gate_proj.weight", gate_up[:inter])
         self._whole(f"{layer}mlp.up_proj.weight", gate_up[inter:])
         self._whole(f"{layer}mlp.down_proj.weight", down)
-        self._whole(f"{layer}input_layernorm.weight", input_norm)
-        self._whole(f"{layer}post_attention_layernorm.weight", mlp_norm)
+        self._whole(f"{layer}input_layernorm.weight", input_norm, scale=math.sqrt(hidden))
+        self._whole(f"{layer}post_attention_layernorm.weight", mlp_norm, scale=math.sqrt(hidden))
         return LayerWeights(input_norm, qkv, qk_norm, output.t(), mlp_norm, gate_up, down.t())
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors under their Hugging Face shapes."""
-        return sum(target.view.element_size() * target.view.numel() for target in self._targets.values())
+        return sum(target.view.element_size() * math.prod(target.shape) for target in self._targets.values())
 
     def checked(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """All tensors of an update by name; raises ValueError that names every missing, unknown or misshapen one."""
@@ -112,6 +116,8 @@ class FusedWeights:
             for name, tensor in tensors.items():
                 target = self._targets[name]
                 target.view.copy_(tensor.reshape(target.view_shape))
+                if target.scale != 1.0:
+                    target.view.mul_(target.scale)
 
 
 def read_safetensors_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:

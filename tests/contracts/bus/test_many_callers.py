@@ -120,3 +120,16 @@ def test_revoke_ends_the_waits_of_a_lost_worker(make_bus: MakeBus) -> None:
         bus.revoke("advantages", timeout_s=T)
         with pytest.raises(LeaseLost, match="leases of task advantages were revoked"):
             waiting.result(timeout=5.0)
+
+
+def test_reclaim_ends_the_wait_that_a_lost_rollout_left(make_bus: MakeBus) -> None:
+    """A waiting admit of a killed process lives on in the bus: it must not take the successor's credits."""
+    bus = make_bus()
+    while len(bus.admit(100, timeout_s=T)) == 100:
+        pass
+    with ThreadPoolExecutor(1) as pool:
+        waiting = _start(pool, lambda: bus.admit(1, timeout_s=T))
+        assert not wait([waiting], timeout=0.3).done
+        assert bus.reclaim(timeout_s=T)
+        with pytest.raises(LeaseLost, match="were reclaimed"):
+            waiting.result(timeout=5.0)

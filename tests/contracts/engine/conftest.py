@@ -10,7 +10,7 @@ import pytest
 
 from relax_core.config.schema import EngineConfig
 from relax_core.engines.process import EngineLaunch, EngineProcess
-from tests.contracts.engine.harness import TOKEN, Engine, make_model
+from tests.contracts.engine.harness import CONTEXT, TOKEN, Engine, make_model
 
 ENGINES = ("embedded",)
 
@@ -34,8 +34,8 @@ def launch(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Engi
             host="127.0.0.1",
             port=0,
             max_running_samples=128,
-            max_total_tokens=64 * 2048,
-            context_length=2048,
+            max_total_tokens=64 * CONTEXT,
+            context_length=CONTEXT,
             admission_window_ms=1.0,
             threads=1,
             start_timeout_s=60.0,

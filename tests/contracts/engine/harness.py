@@ -21,6 +21,8 @@ from relax_core.weights.files import write_weights
 TOKEN = "token-of-the-run"
 VOCAB = 50
 EOS = 3
+CONTEXT = 32768
+LONG = 30000  # tokens: decoding them takes many seconds, so that a test can meet a request in the middle
 
 
 def make_model(folder: Path | None, *, seed: int, tied: bool = True) -> Any:
@@ -36,7 +38,7 @@ def make_model(folder: Path | None, *, seed: int, tied: bool = True) -> Any:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=16,
-        max_position_embeddings=4096,
+        max_position_embeddings=CONTEXT,
         tie_word_embeddings=tied,
         eos_token_id=EOS,
         pad_token_id=0,
@@ -139,8 +141,8 @@ class Engine:
             connection.close()
 
 
-def long_request(rid: str, *, tokens: int = 2000, **fields: Any) -> dict[str, Any]:
-    """A /generate body that runs for thousands of decode steps: long enough to be met in the middle."""
+def long_request(rid: str, *, tokens: int = LONG, **fields: Any) -> dict[str, Any]:
+    """A /generate body of one sample that stops only at ``tokens``."""
     sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 1.0, "sampling_seed": 1}
     return {"rid": rid, "input_ids": [5, 6, 7], "sampling_params": sampling, "return_logprob": True, **fields}
 

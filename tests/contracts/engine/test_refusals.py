@@ -30,15 +30,15 @@ OK = {"input_ids": [5, 6]}
         ({"sampling_params": {"max_new_tokens": 0}, **OK}, "sampling_params.max_new_tokens: 0"),
         ({"sampling_params": {"n": 0}, **OK}, "sampling_params.n: 0"),
         ({"sampling_params": {"n": 129}, **OK}, "at most 128 run at one time"),
-        ({"sampling_params": {"n": 128, "max_new_tokens": 2000}, **OK}, "cache tokens"),
+        ({"sampling_params": {"n": 128, "max_new_tokens": 30000}, **OK}, "cache tokens"),
         ({"sampling_params": {"stop_token_ids": [99]}, **OK}, "stop_token_ids: token id 99"),
         ({"sampling_params": {"frequency_penalty": 0.5}, **OK}, "sampling_params.frequency_penalty=0.5"),
         ({"sampling_params": [{}, {}], **OK}, "sampling_params: 2 entries for 1 prompts"),
         ({"banned_token_ids": list(range(VOCAB)), **OK}, "every token of the vocabulary is banned"),
         ({"min_version": [1, 2], **OK}, "min_version: 2 entries for 1 prompts"),
         (
-            {"input_ids": [5] * 1950},
-            "prompt of 1950 tokens + max_new_tokens 128 = 2078 is longer than the context of 2048",
+            {"input_ids": [5] * 32700},
+            "prompt of 32700 tokens + max_new_tokens 128 = 32828 is longer than the context of 32768",
         ),
     ],
 )

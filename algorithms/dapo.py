@@ -1,0 +1,72 @@
+"""DAPO (arXiv 2503.14476): GRPO with a higher upper clip, token mean, dynamic sampling and soft overlong punishment."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from algorithms import functional as F
+from algorithms import policy_gradient as P
+from relax_core.contracts.algorithm import AdvantageInputs, AlgorithmSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DapoKnobs(P.ClipKnobs):
+    """Values are documented in conf/algo."""
+
+    name: str = "dapo"
+    clip_high: float = 0.28
+    std_epsilon: float = 1e-6
+    max_dropped_in_a_row: int = 20
+    overlong_length: int = 0
+    overlong_buffer: int = 0
+
+
+def check(knobs: DapoKnobs) -> None:
+    """Raises ValueError that lists every knob that makes no sense, with its fix."""
+    problems = P.group_problems(knobs) + P.clip_problems(knobs, usual="DAPO uses 0.2 and 0.28.")
+    if knobs.max_dropped_in_a_row < 0:
+        problems.append(
+            f"algo.max_dropped_in_a_row={knobs.max_dropped_in_a_row}: must not be negative. "
+            "0 switches dynamic sampling off."
+        )
+    off = knobs.overlong_length == knobs.overlong_buffer == 0
+    if not off and not 0 < knobs.overlong_buffer < knobs.overlong_length:
+        problems.append(
+            f"algo.overlong_length={knobs.overlong_length} with algo.overlong_buffer={knobs.overlong_buffer}: need "
+            "0 < overlong_buffer < overlong_length (the paper: 4096 and 20480), or both 0 for no punishment."
+        )
+    P.refuse(problems + P.above_zero(knobs, std_epsilon=1e-6))
+
+
+def advantages(inputs: AdvantageInputs, knobs: DapoKnobs) -> Tensor:
+    """``[tokens]`` float32: GRPO's, of rewards that were punished for length."""
+    rewards = P.penalized_rewards(inputs, knobs)
+    if knobs.overlong_length:
+        rewards = rewards + F.overlong_penalty(
+            lengths=inputs.lengths, max_length=knobs.overlong_length, buffer=knobs.overlong_buffer
+        )
+    of_samples = F.group_relative_advantages(rewards=rewards, normalize_std=True, std_epsilon=knobs.std_epsilon)
+    return of_samples[inputs.sample_ids]
+
+
+def drop_group(rewards: Sequence[float], dropped_in_a_row: int, knobs: DapoKnobs) -> str | None:
+    """Dynamic sampling, on the rewards as they are, before any punishment."""
+    return F.drop_all_equal(rewards=rewards, dropped_in_a_row=dropped_in_a_row, max_dropped=knobs.max_dropped_in_a_row)
+
+
+SPEC = AlgorithmSpec(
+    name="dapo",
+    summary="GRPO with a higher upper clip, dynamic sampling and overlong punishment",
+    knobs=DapoKnobs,
+    needs=P.needs,
+    check=check,
+    advantages=advantages,
+    loss=P.clipped_loss,
+    denominator=P.denominator,
+    drop_group=drop_group,
+)

@@ -1,0 +1,50 @@
+"""Dr. GRPO (arXiv 2503.20783): GRPO without its two biases, the group's std and the response's own length.
+
+A = r - mean; each response's sum is divided by one constant length. The constant only scales the loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from algorithms import functional as F
+from algorithms import policy_gradient as P
+from relax_core.contracts.algorithm import AdvantageInputs, AlgorithmSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class DrGrpoKnobs(P.ClipKnobs):
+    """Values are documented in conf/algo."""
+
+    name: str = "dr_grpo"
+    aggregation: str = "seq_mean_token_sum_norm"
+    norm_length: float = 8.0
+
+
+def check(knobs: DrGrpoKnobs) -> None:
+    """Raises ValueError that lists every knob that makes no sense, with its fix."""
+    P.refuse(P.group_problems(knobs) + P.clip_problems(knobs, usual="Dr. GRPO uses 0.2 and 0.2."))
+
+
+def advantages(inputs: AdvantageInputs, knobs: DrGrpoKnobs) -> Tensor:
+    """``[tokens]`` float32: the sample's reward minus its group's mean."""
+    of_samples = F.group_relative_advantages(
+        rewards=P.penalized_rewards(inputs, knobs), normalize_std=False, std_epsilon=0.0
+    )
+    return of_samples[inputs.sample_ids]
+
+
+SPEC = AlgorithmSpec(
+    name="dr_grpo",
+    summary="GRPO without std and without length bias",
+    knobs=DrGrpoKnobs,
+    needs=P.needs,
+    check=check,
+    advantages=advantages,
+    loss=P.clipped_loss,
+    denominator=P.denominator,
+)

@@ -1,0 +1,89 @@
+"""From rewards to advantages: baselines, shaping, normalisation. Statistics in float64, results in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def group_relative_advantages(*, rewards: Tensor, normalize_std: bool, std_epsilon: float) -> Tensor:
+    """``[samples]`` rewards of one group → ``[samples]`` advantages, float32.
+
+    ``(r - mean) / (std + std_epsilon)`` with the unbiased std (GRPO); without ``normalize_std`` only ``r - mean``
+    (Dr. GRPO). Equal rewards give exactly 0. Raises ValueError for a group of one, which has no baseline.
+    """
+    _require_group(rewards)
+    if bool((rewards == rewards[0]).all()):  # rounding of the mean would be blown up by the tiny std
+        return rewards.new_zeros(rewards.shape).float()
+    values = rewards.double()
+    centred = values - values.mean()
+    if normalize_std:
+        centred = centred / (values.std(correction=1) + std_epsilon)
+    return centred.float()
+
+
+def leave_one_out_advantages(*, rewards: Tensor) -> Tensor:
+    """RLOO (arXiv 2402.14740): ``[samples]`` rewards → each reward minus the mean of the group's OTHER rewards.
+
+    That is n / (n - 1) × (r - mean). Raises ValueError for a group of one, which has no others.
+    """
+    _require_group(rewards)
+    values, count = rewards.double(), rewards.numel()
+    return (values - (values.sum() - values) / (count - 1)).float()
+
+
+def _require_group(rewards: Tensor) -> None:
+    if rewards.numel() < 2:
+        raise ValueError(f"a group of {rewards.numel()} has no baseline: group-relative advantages need 2 or more")
+
+
+def overlong_penalty(*, lengths: Tensor, max_length: int, buffer: int) -> Tensor:
+    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): ``[samples]`` float32 in -1..0, added to rewards.
+
+    ``lengths`` ``[samples]`` int64, response tokens. 0 up to ``max_length - buffer``, then falling linearly to -1 at
+    ``max_length`` and beyond.
+    """
+    return ((max_length - buffer - lengths.double()) / buffer).clamp(-1.0, 0.0).float()
+
+
+def sums_to_the_end(*, per_token: Tensor, loss_mask: Tensor, sample_ids: Tensor) -> Tensor:
+    """``[tokens]``: for each token the sum of ``per_token`` from it to its sample's end, itself included.
+
+    Tokens of a sample lie side by side, in order. Masked tokens count 0.
+    """
+    values = per_token.masked_fill(~loss_mask, 0.0).double()
+    before = values.cumsum(0) - values  # over all samples, without the token itself
+    num_samples = int(sample_ids.max()) + 1 if sample_ids.numel() else 0
+    totals = values.new_zeros(num_samples).index_add(0, sample_ids, values)
+    starts = totals.cumsum(0) - totals
+    return (totals[sample_ids] - (before - starts[sample_ids])).float()
+
+
+def normalize_over_step(
+    *, advantages: Sequence[Tensor], loss_masks: Sequence[Tensor], std_epsilon: float
+) -> list[Tensor]:
+    """REINFORCE++ (arXiv 2501.03262): (A - mean) / (std + std_epsilon) over all trained tokens of all groups.
+
+    One ``[tokens]`` tensor a group, in and out, float32; the std is that of the population. Equal advantages give
+    exactly 0, and so does a step without one trained token.
+    """
+    import torch  # here, because the knobs are checked in processes that have no torch
+
+    trained = torch.cat([values[mask] for values, mask in zip(advantages, loss_masks, strict=True)]).double()
+    if trained.numel() == 0 or bool((trained == trained[0]).all()):
+        return [values.new_zeros(values.shape).float() for values in advantages]
+    mean, std = trained.mean(), trained.std(correction=0)
+    return [((values.double() - mean) / (std + std_epsilon)).float() for values in advantages]
+
+
+def drop_all_equal(*, rewards: Sequence[float], dropped_in_a_row: int, max_dropped: int) -> str | None:
+    """DAPO's dynamic sampling (arXiv 2503.14476): "all_equal" for a group that teaches nothing, None for one to keep.
+
+    Rewards are compared as they are: a float std of equal rewards need not be 0. After ``max_dropped`` groups in a row
+    the next is kept whatever it is, so that a policy that has learnt everything does not sample for ever.
+    """
+    equal = all(reward == rewards[0] for reward in rewards)
+    return "all_equal" if equal and dropped_in_a_row < max_dropped else None

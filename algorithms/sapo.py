@@ -1,0 +1,62 @@
+"""SAPO, Soft Adaptive Policy Optimization (arXiv 2511.20347): a soft gate of the ratio in the place of a hard clip."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from algorithms import functional as F
+from algorithms import policy_gradient as P
+from relax_core.contracts.algorithm import AdvantageInputs, AlgorithmSpec, LossInputs, LossOutputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SapoKnobs(P.PolicyGradientKnobs):
+    """Values are documented in conf/algo."""
+
+    name: str = "sapo"
+    tau_positive: float = 1.0
+    tau_negative: float = 1.05
+    std_epsilon: float = 1e-6
+    aggregation: str = "seq_mean_token_mean"
+
+
+def check(knobs: SapoKnobs) -> None:
+    """Raises ValueError that lists every knob that makes no sense, with its fix."""
+    P.refuse(P.group_problems(knobs) + P.above_zero(knobs, tau_positive=1.0, tau_negative=1.05, std_epsilon=1e-6))
+
+
+def advantages(inputs: AdvantageInputs, knobs: SapoKnobs) -> Tensor:
+    """``[tokens]`` float32: relative to the group, as GRPO's."""
+    of_samples = F.group_relative_advantages(
+        rewards=P.penalized_rewards(inputs, knobs), normalize_std=True, std_epsilon=knobs.std_epsilon
+    )
+    return of_samples[inputs.sample_ids]
+
+
+def loss(inputs: LossInputs, knobs: SapoKnobs) -> LossOutputs:
+    """The soft-gated surrogate."""
+    policy = F.sapo_policy_loss(
+        logprobs=inputs.logprobs,
+        old_logprobs=P.old_logprobs(inputs, knobs),
+        advantages=inputs.advantages,
+        loss_mask=inputs.loss_mask,
+        tau_positive=knobs.tau_positive,
+        tau_negative=knobs.tau_negative,
+    )
+    return P.outputs(policy, inputs, knobs)
+
+
+SPEC = AlgorithmSpec(
+    name="sapo",
+    summary="a soft gate of the ratio instead of a clip",
+    knobs=SapoKnobs,
+    needs=P.needs,
+    check=check,
+    advantages=advantages,
+    loss=loss,
+    denominator=P.denominator,
+)

@@ -1,0 +1,140 @@
+"""Every built-in algorithm's record: knobs, needs, checks, hooks. What they compute is in tests/conformance."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from algorithms import cispo, dapo, gspo, sapo
+from algorithms.policy_gradient import PolicyGradientKnobs
+from relax_core.contracts.algorithm import AdvantageInputs, LossInputs
+from relax_core.registry import find_algorithm, names
+
+BUILT_IN = [name for name in names("algo") if issubclass(find_algorithm(name).knobs, PolicyGradientKnobs)]
+ALGORITHMS = Path(__file__).resolve().parents[2] / "algorithms"
+
+
+def knobs_of(algorithm: str, **changes: Any) -> Any:
+    return find_algorithm(algorithm).knobs(**changes)
+
+
+def test_the_papers_own_ranges() -> None:
+    assert (gspo.GspoKnobs().clip_low, gspo.GspoKnobs().clip_high) == (3e-4, 4e-4)
+    assert (sapo.SapoKnobs().tau_positive, sapo.SapoKnobs().tau_negative) == (1.0, 1.05)
+    assert (cispo.CispoKnobs().clip_low, cispo.CispoKnobs().clip_high) == (1.0, 4.0)
+    assert (dapo.DapoKnobs().clip_low, dapo.DapoKnobs().clip_high) == (0.2, 0.28)
+
+
+@pytest.mark.parametrize("algorithm", BUILT_IN)
+def test_defaults_pass_and_need_no_other_role(algorithm: str) -> None:
+    spec, knobs = find_algorithm(algorithm), knobs_of(algorithm)
+    spec.check(knobs)
+    needs = spec.needs(knobs)
+    assert (needs.old_logprobs, needs.reference, needs.critic) == ("rollout", False, False)
+    more = spec.needs(dataclasses.replace(knobs, old_logprobs="actor_fwd", kl_coef=0.1))
+    assert (more.old_logprobs, more.reference) == ("actor_fwd", True)
+
+
+@pytest.mark.parametrize("algorithm", BUILT_IN)
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"group_size": 1}, "algo.group_size=1: a group of one"),
+        ({"kl_coef": 0.1, "kl_placement": "loss", "kl_estimator": "k1"}, "zero expected gradient"),
+        ({"correction": "tis"}, "algo.correction=tis with algo.old_logprobs=rollout"),
+        ({"norm_length": 2.0, "aggregation": "token_mean"}, "algo.norm_length=2.0"),
+        ({"old_logprobs": "current", "opsm_threshold": 1e-4}, "OPSM never acts"),
+    ],
+)
+def test_impossible_combinations_are_refused(algorithm: str, wrong: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        find_algorithm(algorithm).check(knobs_of(algorithm, **wrong))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "wrong", "text"),
+    [
+        ("sapo", {"tau_positive": 0.0}, "algo.tau_positive=0.0: must be above 0. Use 1."),
+        ("sapo", {"tau_negative": -1.0}, "algo.tau_negative=-1.0: must be above 0. Use 1.05."),
+        ("gspo", {"clip_low": 0.0}, "GSPO uses 3e-4 and 4e-4"),
+        ("cispo", {"clip_low": 1.5}, "algo.clip_low=1.5"),
+        ("cispo", {"clip_high": 0.0}, "algo.clip_high=0.0: must be above 0. Use 4."),
+        ("dapo", {"overlong_length": 10}, "algo.overlong_buffer=0"),
+        ("dapo", {"overlong_length": 10, "overlong_buffer": 10}, "0 < overlong_buffer < overlong_length"),
+        ("dapo", {"max_dropped_in_a_row": -1}, "algo.max_dropped_in_a_row=-1"),
+        ("reinforce_pp", {"std_epsilon": 0.0}, "algo.std_epsilon=0.0: must be above 0. Use 1e-08."),
+        ("rloo", {"dual_clip": 1.0}, "algo.dual_clip=1.0"),
+    ],
+)
+def test_own_knobs_are_checked(algorithm: str, wrong: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        find_algorithm(algorithm).check(knobs_of(algorithm, **wrong))
+    assert text in str(caught.value)
+
+
+class Reads:
+    """Knobs that note which of them are read."""
+
+    def __init__(self, knobs: Any, read: set[str]) -> None:
+        self._knobs, self._read = knobs, read
+
+    def __getattr__(self, name: str) -> Any:
+        self._read.add(name)
+        return getattr(self._knobs, name)
+
+
+@pytest.mark.parametrize("algorithm", BUILT_IN)
+def test_every_knob_is_read(algorithm: str) -> None:
+    """By what computes, not by the check alone; with everything switched on that can be."""
+    spec, read = find_algorithm(algorithm), set[str]()
+    fields = {field.name for field in dataclasses.fields(spec.knobs)}
+    base = {"kl_coef": 0.1, "kl_estimator": "k3", "old_logprobs": "actor_fwd", "opsm_threshold": 1e-4}
+    base |= {name: value for name, value in (("overlong_length", 4), ("overlong_buffer", 2)) if name in fields}
+    tokens = torch.full((4,), -1.0)
+    mask, ids = torch.ones(4, dtype=torch.bool), torch.tensor([0, 0, 1, 1])
+    for placement in ("loss", "reward"):
+        knobs: Any = Reads(knobs_of(algorithm, **base, kl_placement=placement), read)
+        spec.needs(knobs)
+        loss_inputs = LossInputs(
+            logprobs=tokens.clone().requires_grad_(),
+            old_logprobs=tokens,
+            rollout_logprobs=tokens,
+            advantages=tokens,
+            loss_mask=mask,
+            sample_ids=ids,
+            num_samples=2,
+            reference_logprobs=tokens,
+        )
+        spec.loss(loss_inputs, knobs)
+        advantage_inputs = AdvantageInputs(
+            rewards=torch.tensor([0.0, 1.0]),
+            lengths=torch.tensor([2, 2]),
+            loss_mask=mask,
+            sample_ids=ids,
+            old_logprobs=tokens,
+            reference_logprobs=tokens,
+        )
+        values = spec.advantages(advantage_inputs, knobs)
+        if spec.normalize is not None:
+            spec.normalize([values], [mask], knobs)
+        if spec.drop_group is not None:
+            spec.drop_group([0.0, 1.0], 0, knobs)
+    # The rollout reads the group's size; the denominator reads the length that the sum is divided by.
+    assert fields - read == {"name", "group_size", "norm_length"}
+
+
+def test_dapo_drops_groups_that_teach_nothing() -> None:
+    assert dapo.SPEC.drop_group is not None
+    knobs = dapo.DapoKnobs(max_dropped_in_a_row=3)
+    assert dapo.SPEC.drop_group([0.3, 0.3], 2, knobs) == "all_equal"
+    assert dapo.SPEC.drop_group([0.3, 0.3], 3, knobs) is None
+    assert dapo.SPEC.drop_group([0.3, 0.4], 0, knobs) is None
+
+
+def test_files_are_short() -> None:
+    for name in BUILT_IN:
+        assert len((ALGORITHMS / f"{name}.py").read_text().splitlines()) <= 100, name

@@ -1,0 +1,79 @@
+"""The figures of `benchmarks.throughput`, worked out by hand; the runs themselves are no test."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.throughput import (
+    ASYNC,
+    COLOCATE,
+    OVERRIDES,
+    PLAIN,
+    QUIET_RUN,
+    SKIPPED_STEPS,
+    STRICT,
+    ratios_to,
+    run_figures,
+    single_figures,
+    table,
+)
+from relax_core.config.compose import load_config
+
+STEPS = SKIPPED_STEPS + 4  # three are measured: not the warm-up, not the last
+
+
+def actor_records(step_ms: list[float]) -> dict[int, dict[str, float]]:
+    """Warm-up and last step would spoil every figure if they counted."""
+    spoiled = {"step_ms": 1e6, "samples": 1.0, "train_ms": 1e6, "sync_ms": 1e6, "push_ms": 1e6, "wait_ms": 1e6}
+    fine = {"samples": 128.0, "train_ms": 20.0, "sync_ms": 1.0, "push_ms": 2.0, "wait_ms": 15.0}
+    records = {step: dict(spoiled) for step in range(STEPS)}
+    records |= {SKIPPED_STEPS + place: fine | {"step_ms": value} for place, value in enumerate(step_ms)}
+    return records
+
+
+BURSTS = {step: {"engine_ms": 10.0, "reward_ms": 1.0} for step in range(STEPS)}
+
+
+@pytest.mark.parametrize(
+    ("name", "sync", "other"),
+    [(COLOCATE, 1.0, 8.0), (STRICT, 3.0, 6.0), (ASYNC, 1.0, 19.0)],
+)
+def test_a_steps_parts_add_up(name: str, sync: float, other: float) -> None:
+    """A step of 40 ms: 20 train, 11 engine and reward where nothing overlaps; the push is on the path in one case."""
+    figures = run_figures(name, actor_records([40.0, 40.0, 64.0]), BURSTS)
+    assert figures["step"] == 40.0
+    assert figures["sync"] == pytest.approx(sync)
+    assert figures["bus+control"] == pytest.approx(other)
+    assert figures["control+bus+sync"] == pytest.approx(sync + other)
+    on_path = 0.0 if name == ASYNC else figures["engine"] + figures["reward"]
+    assert figures["train"] + on_path + figures["control+bus+sync"] == pytest.approx(40.0)
+
+
+def test_slow_steps_show_in_the_mean_only() -> None:
+    figures = run_figures(ASYNC, actor_records([32.0, 32.0, 128.0]), BURSTS)
+    assert figures["samples/s"] == pytest.approx(4000.0)
+    assert figures["samples/s, mean"] == pytest.approx(1e3 * 3 * 128 / 192)
+
+
+def test_ratios_are_taken_within_a_repeat() -> None:
+    """The machine was twice as slow in the second repeat: the ratio does not see it."""
+    found = {
+        PLAIN: [{"samples/s": 1000.0}, {"samples/s": 500.0}],
+        ASYNC: [{"samples/s": 3000.0}, {"samples/s": 1500.0}],
+    }
+    assert ratios_to(PLAIN, found) == {PLAIN: 1.0, ASYNC: 3.0}
+
+
+def test_the_table_has_a_column_for_each_way() -> None:
+    plain = single_figures([{"step_ms": 128.0, "samples": 128.0}] * (SKIPPED_STEPS + 2))
+    run = run_figures(ASYNC, actor_records([32.0, 32.0, 32.0]), BURSTS)
+    lines = table({PLAIN: plain, ASYNC: run}, {PLAIN: {PLAIN: 1.0, ASYNC: 4.0}}).splitlines()
+    assert lines[1].split() == ["plain", "loop", "async", "s=1"]
+    assert "samples/s                       1000        4000" in lines
+    assert lines[-1].split() == ["of", "the", "plain", "loop", "1.00×", "4.00×"]
+
+
+@pytest.mark.parametrize("name", OVERRIDES)
+def test_what_is_run_is_a_valid_configuration(name: str) -> None:
+    config = load_config([*OVERRIDES[name], *QUIET_RUN])
+    assert (config.mode.max_staleness, config.eval.every) == (1 if name == ASYNC else 0, 0)

@@ -1,0 +1,70 @@
+"""From a vector file's cases to what our algorithms take."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from relax_core.contracts.algorithm import AdvantageInputs, AlgorithmKnobs, LossInputs, StepTotals
+from relax_core.registry import find_algorithm
+
+VECTORS = Path(__file__).parent / "vectors"
+
+
+def read(algorithm: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((VECTORS / f"{algorithm}.json").read_text(encoding="utf-8"))
+    return loaded
+
+
+def knobs_of(algorithm: str, case: Mapping[str, Any]) -> AlgorithmKnobs:
+    return find_algorithm(algorithm).knobs(**case["knobs"])
+
+
+def flat(samples: Sequence[Mapping[str, Any]], name: str, dtype: torch.dtype) -> Tensor:
+    return torch.tensor([value for sample in samples for value in sample[name]], dtype=dtype)
+
+
+def sample_ids(samples: Sequence[Mapping[str, Any]]) -> Tensor:
+    return torch.tensor([place for place, sample in enumerate(samples) for _ in sample["mask"]])
+
+
+def loss_inputs(samples: Sequence[Mapping[str, Any]], *, knobs: Any, dtype: torch.dtype) -> LossInputs:
+    """``old_logprobs`` are the engine's where the knob says so: what the trainer hands over then."""
+    rollout = flat(samples, "rollout_logprobs", dtype)
+    return LossInputs(
+        logprobs=flat(samples, "logprobs", dtype).requires_grad_(),
+        old_logprobs=flat(samples, "old_logprobs", dtype) if knobs.old_logprobs == "actor_fwd" else rollout,
+        rollout_logprobs=rollout,
+        advantages=flat(samples, "advantages", dtype),
+        loss_mask=flat(samples, "mask", torch.bool),
+        sample_ids=sample_ids(samples),
+        num_samples=len(samples),
+        reference_logprobs=flat(samples, "reference_logprobs", dtype),
+    )
+
+
+def advantage_inputs(group: Mapping[str, Any], *, knobs: Any) -> AdvantageInputs:
+    samples = group["samples"]
+    old = "old_logprobs" if knobs.old_logprobs == "actor_fwd" else "rollout_logprobs"
+    return AdvantageInputs(
+        rewards=torch.tensor(group["rewards"], dtype=torch.float32),
+        lengths=torch.tensor([len(sample["mask"]) for sample in samples]),
+        loss_mask=flat(samples, "mask", torch.bool),
+        sample_ids=sample_ids(samples),
+        old_logprobs=flat(samples, old, torch.float32),
+        reference_logprobs=flat(samples, "reference_logprobs", torch.float32),
+    )
+
+
+def totals(samples: Sequence[Mapping[str, Any]]) -> StepTotals:
+    """The step's counts: samples without a trained token are not among them."""
+    return StepTotals(
+        tokens=sum(sum(sample["mask"]) for sample in samples),
+        samples=sum(any(sample["mask"]) for sample in samples),
+        groups=1,
+    )

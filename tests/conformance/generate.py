@@ -1,0 +1,146 @@
+"""Writes the golden vectors from the plain-Python reference.
+
+python -m tests.conformance.generate
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from relax_core.registry import find_algorithm
+from tests.conformance import reference
+
+VECTORS = Path(__file__).parent / "vectors"
+LENGTHS = (4, 1, 3, 2, 5)
+GROUPS = ((3, 1, 4), (2, 5, 2, 1))
+ACTOR_FWD = {"old_logprobs": "actor_fwd", "correction_low": 0.7, "correction_high": 1.4}
+COMMON: list[dict[str, Any]] = [
+    {},
+    {"aggregation": "token_mean", "norm_length": 0.0},
+    {"aggregation": "seq_mean_token_mean", "norm_length": 0.0},
+    {"aggregation": "seq_mean_token_sum_norm", "norm_length": 6.0},
+    {"kl_coef": 0.1, "kl_placement": "loss", "kl_estimator": "k2"},
+    {"kl_coef": 0.1, "kl_placement": "loss", "kl_estimator": "k3"},
+    {"old_logprobs": "current"},
+    {**ACTOR_FWD},
+    {**ACTOR_FWD, "correction": "none"},
+    {**ACTOR_FWD, "correction": "mis"},
+    {**ACTOR_FWD, "correction": "icepop"},
+    {**ACTOR_FWD, "correction_level": "sequence"},
+    {**ACTOR_FWD, "correction": "mis", "correction_level": "sequence"},
+    {"opsm_threshold": 1e-4},
+    {**ACTOR_FWD, "opsm_threshold": 1e-2, "kl_coef": 0.05, "kl_placement": "loss", "kl_estimator": "k3"},
+]
+OWN: dict[str, list[dict[str, Any]]] = {
+    "sapo": [{"tau_positive": 2.0, "tau_negative": 4.0}],
+    "cispo": [{"clip_low": 0.2, "clip_high": 0.3}],
+    "gspo": [{"clip_low": 0.1, "clip_high": 0.15}, {"dual_clip": 1.05}],
+}
+CLIPPED: list[dict[str, Any]] = [{"clip_low": 0.1, "clip_high": 0.4}, {"dual_clip": 1.5}]
+KL_IN_REWARD = {"kl_coef": 0.1, "kl_placement": "reward", "kl_estimator": "k1"}
+ADVANTAGES: dict[str, list[dict[str, Any]]] = {
+    "grpo": [{"normalize_std": False}],
+    "dapo": [{"overlong_length": 4, "overlong_buffer": 3}],
+    "reinforce_pp": [{"group_baseline": False}, {"group_baseline": False, **KL_IN_REWARD}],
+}
+
+
+def rounded(values: Any) -> Any:
+    """Twelve significant digits: what the reference can promise of a difference quotient is some nine."""
+    return [rounded(one) for one in values] if isinstance(values, list) else float(f"{values:.12g}")
+
+
+def make_samples(
+    source: random.Random, lengths: tuple[int, ...], *, spread: float, advantages: bool
+) -> list[dict[str, Any]]:
+    """Samples with some tokens masked, one of them whole. ``spread``: of log-probs around each other."""
+    samples = []
+    for place, length in enumerate(lengths):
+        base = [source.uniform(-3.0, -0.5) for _ in range(length)]
+
+        def near(centre: list[float] = base) -> list[float]:
+            return [round(min(-1e-3, one + source.uniform(-spread, spread)), 7) for one in centre]
+
+        masked = {2} if length > 2 and place % 2 == 0 else set(range(length)) if place == 3 else set()
+        sample = {
+            "mask": [0 if t in masked else 1 for t in range(length)],
+            **({"advantages": [round(source.uniform(-2, 2), 3)] * length} if advantages else {}),
+            **{
+                name: near()
+                for name in ("logprobs", "old_logprobs", "rollout_logprobs", "reference_logprobs")
+                if advantages or name != "logprobs"
+            },
+        }
+        samples.append(sample)
+    return samples
+
+
+def loss_case(algorithm: str, knobs: dict[str, Any], *, seed: int) -> dict[str, Any]:
+    """Inputs are drawn until no kink of the loss lies within the finite differences."""
+    source = random.Random(seed)
+    spread = 1e-3 if algorithm == "gspo" and knobs["clip_low"] < 0.01 and seed % 2 else 0.5
+    while True:
+        samples = make_samples(source, LENGTHS, spread=spread, advantages=True)
+        gradient = reference.gradient(algorithm, knobs, samples)
+        again = reference.gradient(algorithm, knobs, samples, step=5e-5)
+        if all(abs(a - b) < 1e-8 for x, y in zip(gradient, again, strict=True) for a, b in zip(x, y, strict=True)):
+            break
+    per_token = reference.losses(algorithm, knobs, samples, [sample["logprobs"] for sample in samples])
+    expected = {
+        "loss": rounded(reference.step_loss(knobs, samples, per_token)),
+        "per_token": rounded(per_token),
+        "gradient": rounded(gradient),
+    }
+    return {"knobs": knobs, "samples": samples, "expected": expected}
+
+
+def advantage_case(algorithm: str, knobs: dict[str, Any], *, seed: int) -> dict[str, Any]:
+    source = random.Random(seed)
+    groups = [
+        {
+            "rewards": [source.randrange(0, 9) / 8 for _ in lengths],
+            "samples": make_samples(source, lengths, spread=0.5, advantages=False),
+        }
+        for lengths in GROUPS
+    ]
+    return {"knobs": knobs, "groups": groups, "expected": rounded(reference.advantages(algorithm, knobs, groups))}
+
+
+def vectors(algorithm: str) -> dict[str, Any]:
+    """All cases of an algorithm. Every case carries all knobs, so that nothing hangs on a default."""
+    spec = find_algorithm(algorithm)
+    defaults = asdict(spec.knobs())  # type: ignore[call-arg]  # the built-in ones have a default for every knob
+    own = OWN.get(algorithm, []) + (CLIPPED if "dual_clip" in defaults and algorithm != "gspo" else [])
+    for_loss = [defaults | changes for changes in COMMON + own]
+    for_advantages = [defaults | changes for changes in [{}, KL_IN_REWARD, *ADVANTAGES.get(algorithm, [])]]
+    for knobs in for_loss + for_advantages:
+        spec.check(spec.knobs(**knobs))
+    return {
+        "algorithm": algorithm,
+        "loss": [loss_case(algorithm, knobs, seed=seed) for seed, knobs in enumerate(for_loss)],
+        "advantages": [advantage_case(algorithm, knobs, seed=seed) for seed, knobs in enumerate(for_advantages)],
+    }
+
+
+def render(algorithm: str) -> str:
+    """JSON with one case a line, so that a diff shows which case changed."""
+    made = vectors(algorithm)
+
+    def lines(key: str) -> str:
+        return ",\n".join("  " + json.dumps(case) for case in made[key])
+
+    parts = ",\n".join(f' "{key}": [\n{lines(key)}\n ]' for key in ("loss", "advantages"))
+    return f'{{\n "algorithm": "{algorithm}",\n{parts}\n}}\n'
+
+
+def main() -> None:
+    for algorithm in reference.ALGORITHMS:
+        (VECTORS / f"{algorithm}.json").write_text(render(algorithm), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

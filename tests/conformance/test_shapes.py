@@ -1,0 +1,128 @@
+"""Shapes and dtypes of the shared maths, checked at run time while the algorithms run (jaxtyping, beartype)."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jaxtyping
+import pytest
+import torch
+from beartype import beartype
+from beartype.roar import BeartypeCallHintViolation
+from jaxtyping import Bool, Float32, Int64, jaxtyped
+from torch import Tensor
+
+from algorithms import functional as F
+from algorithms.functional import aggregation, losses
+from relax_core.registry import find_algorithm
+from tests.conformance import cases
+from tests.conformance.reference import ALGORITHMS
+
+Tokens, Mask, Ids = Float32[Tensor, " tokens"], Bool[Tensor, " tokens"], Int64[Tensor, " tokens"]
+Samples, Lengths, Scalar = Float32[Tensor, " samples"], Int64[Tensor, " samples"], Float32[Tensor, ""]
+BY_NAME = {
+    **dict.fromkeys(("logprobs", "old_logprobs", "rollout_logprobs", "reference_logprobs"), Tokens),
+    **dict.fromkeys(("numerator", "denominator", "per_token", "log_ratio", "advantages"), Tokens),
+    "loss_mask": Mask,
+    "sample_ids": Ids,
+    "rewards": Samples,
+    "lengths": Lengths,
+}
+RETURNS: dict[str, Any] = {
+    "masked_log_ratio": Tokens,
+    "kl_estimate": Tokens,
+    "sums_to_the_end": Tokens,
+    "correction_weights": tuple[Tokens, Mask],
+    "kept_by_opsm": Mask,
+    "sum_of_samples": Samples,
+    "mean_of_samples": Samples,
+    "aggregate_sum": Scalar,
+    "overlong_penalty": Samples,
+    "group_relative_advantages": Samples,
+    "leave_one_out_advantages": Samples,
+    "clipped_policy_loss": F.PolicyLoss,
+    "gspo_policy_loss": F.PolicyLoss,
+    "sapo_policy_loss": F.PolicyLoss,
+    "cispo_policy_loss": F.PolicyLoss,
+    "normalize_over_step": list[Tensor],
+}
+OneGroup, OneMask = Float32[Tensor, " _"], Bool[Tensor, " _"]  # groups differ in length
+BY_FUNCTION: dict[str, dict[str, Any]] = {
+    "normalize_over_step": {"advantages": Sequence[OneGroup], "loss_masks": Sequence[OneMask]}
+}
+
+
+def checked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A copy of the function whose tensors are checked on every call."""
+    assert isinstance(function, types.FunctionType)
+    copy = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    shapes = BY_NAME | BY_FUNCTION.get(function.__name__, {})
+    copy.__annotations__ = {name: shapes[name] for name in function.__annotations__ if name in shapes}
+    copy.__annotations__["return"] = RETURNS[function.__name__]
+    typed: Callable[..., Any] = jaxtyped(typechecker=beartype)(copy)
+    return typed
+
+
+@pytest.fixture
+def called(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Puts checked copies in the place of the shared maths; the names that were called."""
+    names: set[str] = set()
+
+    def spied(name: str) -> Callable[..., Any]:
+        typed = checked(getattr(F, name))
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            names.add(name)
+            return typed(*args, **kwargs)
+
+        return call
+
+    for name in RETURNS:
+        replacement = spied(name)
+        for module in (F, losses, aggregation):
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, replacement)
+    return names
+
+
+@jaxtyped(typechecker=beartype)
+def check_outputs(
+    logprobs: Tokens, loss_sum: Scalar, per_token: Tokens, gradient: Tokens, metrics: list[Scalar]
+) -> None:
+    """Raises where a shape or a dtype is another one, or where two tensors disagree on the number of tokens."""
+
+
+def test_every_algorithm_keeps_to_the_shapes(called: set[str]) -> None:
+    for algorithm in ALGORITHMS:
+        spec, vectors = find_algorithm(algorithm), cases.read(algorithm)
+        for case in vectors["loss"]:
+            knobs = cases.knobs_of(algorithm, case)
+            inputs = cases.loss_inputs(case["samples"], knobs=knobs, dtype=torch.float32)
+            outputs = spec.loss(inputs, knobs)
+            outputs.loss_sum.backward()
+            metrics = [part for pair in outputs.metric_sums.values() for part in pair]
+            check_outputs(inputs.logprobs, outputs.loss_sum, outputs.per_token, inputs.logprobs.grad, metrics)
+        for case in vectors["advantages"]:
+            knobs = cases.knobs_of(algorithm, case)
+            groups = [cases.advantage_inputs(group, knobs=knobs) for group in case["groups"]]
+            values = [spec.advantages(group, knobs) for group in groups]
+            for one, group in zip(values, groups, strict=True):
+                assert one.dtype == torch.float32 and one.shape == group.sample_ids.shape
+            if spec.normalize is not None:
+                spec.normalize(values, [group.loss_mask for group in groups], knobs)
+    assert called == set(RETURNS)
+
+
+def test_a_wrong_shape_is_seen() -> None:
+    """The check itself: lengths that disagree, and float64."""
+    kl_estimate = checked(F.kl_estimate)
+    right = {"logprobs": torch.zeros(3), "reference_logprobs": torch.zeros(3), "loss_mask": torch.ones(3).bool()}
+    assert kl_estimate(**right, estimator="k3").shape == (3,)
+    for wrong in ({"loss_mask": torch.ones(2).bool()}, {"logprobs": torch.zeros(3).double()}):
+        with pytest.raises((jaxtyping.TypeCheckError, BeartypeCallHintViolation)):
+            kl_estimate(**(right | wrong), estimator="k3")

@@ -1,0 +1,174 @@
+"""Our algorithms against the golden vectors, and the vectors against the reference that they came from."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from relax_core.contracts.algorithm import LossInputs
+from relax_core.registry import find_algorithm
+from tests.conformance import cases, generate, reference
+
+LOSS_CASES = [
+    pytest.param(name, case, id=f"{name}-{place}")
+    for name in reference.ALGORITHMS
+    for place, case in enumerate(cases.read(name)["loss"])
+]
+ADVANTAGE_CASES = [
+    pytest.param(name, case, id=f"{name}-{place}")
+    for name in reference.ALGORITHMS
+    for place, case in enumerate(cases.read(name)["advantages"])
+]
+
+
+def joined(rows: list[list[float]]) -> list[float]:
+    return [value for row in rows for value in row]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize(("algorithm", "case"), LOSS_CASES)
+def test_loss_and_gradient(algorithm: str, case: dict[str, Any], dtype: torch.dtype) -> None:
+    spec, knobs, samples = find_algorithm(algorithm), cases.knobs_of(algorithm, case), case["samples"]
+    inputs = cases.loss_inputs(samples, knobs=knobs, dtype=dtype)
+    outputs = spec.loss(inputs, knobs)
+    outputs.loss_sum.backward()
+    denominator = spec.denominator(cases.totals(samples), knobs)
+    assert outputs.per_token is not None and inputs.logprobs.grad is not None
+    per_token = outputs.per_token.masked_fill(~inputs.loss_mask, 0.0)
+    expected = case["expected"]
+    close = {"rel": 1e-5, "abs": 2e-6} if dtype is torch.float32 else {"rel": 1e-8, "abs": 1e-9}
+    assert float(outputs.loss_sum.detach()) / denominator == pytest.approx(expected["loss"], **close)
+    assert per_token.tolist() == pytest.approx(joined(expected["per_token"]), **close)
+    assert (inputs.logprobs.grad / denominator).tolist() == pytest.approx(joined(expected["gradient"]), **close)
+
+
+@pytest.mark.parametrize(("algorithm", "case"), LOSS_CASES)
+def test_the_vectors_gradient_is_that_of_their_loss(algorithm: str, case: dict[str, Any]) -> None:
+    """With another step and another order than the generator's."""
+    knobs, samples, step = case["knobs"], case["samples"], 2e-6
+    for i, sample in enumerate(samples):
+        for t, expected in enumerate(case["expected"]["gradient"][i]):
+            ends = []
+            for by in (step, -step):
+                live = [list(one["logprobs"]) for one in samples]
+                live[i][t] += by
+                per_token = reference.losses(algorithm, knobs, samples, live)
+                ends.append(reference.step_loss(knobs, samples, per_token))
+            assert (ends[0] - ends[1]) / (2 * step) == pytest.approx(expected, rel=1e-6, abs=1e-8)
+            assert sample["mask"][t] or expected == 0.0
+
+
+@pytest.mark.parametrize(("algorithm", "case"), ADVANTAGE_CASES)
+def test_advantages(algorithm: str, case: dict[str, Any]) -> None:
+    spec, knobs = find_algorithm(algorithm), cases.knobs_of(algorithm, case)
+    inputs = [cases.advantage_inputs(group, knobs=knobs) for group in case["groups"]]
+    got = [spec.advantages(one, knobs) for one in inputs]
+    if spec.normalize is not None:
+        got = spec.normalize(got, [one.loss_mask for one in inputs], knobs)
+    for values, one, expected in zip(got, inputs, case["expected"], strict=True):
+        assert values.dtype == torch.float32
+        wanted = [a for row in expected for a in row]
+        trained = one.loss_mask.tolist()
+        pairs = [
+            pair for pair, counts in zip(zip(values.tolist(), wanted, strict=True), trained, strict=True) if counts
+        ]
+        assert [a for a, _ in pairs] == pytest.approx([b for _, b in pairs], rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("algorithm", reference.ALGORITHMS)
+def test_the_files_are_what_the_generator_writes(algorithm: str) -> None:
+    """Numbers to nine digits: another libm may round the last ones differently."""
+    assert_alike(cases.read(algorithm), json.loads(generate.render(algorithm)))
+
+
+def assert_alike(left: Any, right: Any) -> None:
+    if isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for key in left:
+            assert_alike(left[key], right[key])
+    elif isinstance(left, list):
+        assert len(left) == len(right)
+        for one, other in zip(left, right, strict=True):
+            assert_alike(one, other)
+    elif isinstance(left, float):
+        assert math.isclose(left, right, rel_tol=1e-9, abs_tol=1e-9)
+    else:
+        assert left == right
+
+
+@pytest.mark.parametrize("algorithm", reference.ALGORITHMS)
+def test_the_vectors_reach_every_branch(algorithm: str) -> None:
+    """Vectors that never clip would let a wrong clip pass."""
+    shares: dict[str, float] = {}
+    for case in cases.read(algorithm)["loss"]:
+        knobs = cases.knobs_of(algorithm, case)
+        inputs = cases.loss_inputs(case["samples"], knobs=knobs, dtype=torch.float32)
+        for name, (total, _) in find_algorithm(algorithm).loss(inputs, knobs).metric_sums.items():
+            shares[name] = shares.get(name, 0.0) + float(total)
+    unused = {"clip_low", "clip_high"} if algorithm == "sapo" else set()  # a ratio near e^±1 keeps half its weight
+    assert all(shares[name] > 0 for name in {"clip_low", "clip_high", "tis_cut", "opsm_cut", "reference_kl"} - unused)
+
+
+@pytest.mark.parametrize(("algorithm", "case"), LOSS_CASES)
+def test_micro_batches_in_any_order_add_up(algorithm: str, case: dict[str, Any]) -> None:
+    spec, knobs, samples = find_algorithm(algorithm), cases.knobs_of(algorithm, case), case["samples"]
+
+    def run(parts: list[list[int]]) -> tuple[float, dict[int, list[float]]]:
+        total, gradients = 0.0, {}
+        for part in parts:
+            inputs: LossInputs = cases.loss_inputs([samples[i] for i in part], knobs=knobs, dtype=torch.float32)
+            outputs = spec.loss(inputs, knobs)
+            outputs.loss_sum.backward()
+            assert inputs.logprobs.grad is not None
+            total += float(outputs.loss_sum.detach())
+            rows = inputs.logprobs.grad.split([len(samples[i]["mask"]) for i in part])
+            gradients.update({i: row.tolist() for i, row in zip(part, rows, strict=True)})
+        return total, gradients
+
+    whole, whole_gradients = run([[0, 1, 2, 3, 4]])
+    split, split_gradients = run([[4, 2], [0], [3], [1]])
+    assert split == pytest.approx(whole, rel=1e-5, abs=1e-6)
+    for i, row in whole_gradients.items():
+        assert split_gradients[i] == pytest.approx(row, rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("noise", [float("nan"), float("inf"), -7.0])
+@pytest.mark.parametrize(("algorithm", "case"), LOSS_CASES)
+def test_masked_tokens_have_no_influence(algorithm: str, case: dict[str, Any], noise: float) -> None:
+    spec, knobs = find_algorithm(algorithm), cases.knobs_of(algorithm, case)
+    clean = cases.loss_inputs(case["samples"], knobs=knobs, dtype=torch.float32)
+    masked = ~clean.loss_mask
+    spoilt = dataclasses.replace(
+        clean,
+        **{
+            name: getattr(clean, name).detach().masked_fill(masked, noise)
+            for name in ("logprobs", "old_logprobs", "rollout_logprobs", "reference_logprobs", "advantages")
+        },
+    )
+    spoilt.logprobs.requires_grad_()
+    results = []
+    for inputs in (clean, spoilt):
+        outputs = spec.loss(inputs, knobs)
+        outputs.loss_sum.backward()
+        assert inputs.logprobs.grad is not None
+        metrics = {name: (float(total), float(count)) for name, (total, count) in outputs.metric_sums.items()}
+        results.append((float(outputs.loss_sum.detach()), inputs.logprobs.grad.tolist(), metrics))
+    assert results[0] == results[1]
+    assert not torch.tensor(results[1][1])[masked].any()
+
+
+@pytest.mark.parametrize(("algorithm", "case"), LOSS_CASES)
+def test_a_batch_without_a_trained_token_is_zero(algorithm: str, case: dict[str, Any]) -> None:
+    spec, knobs = find_algorithm(algorithm), cases.knobs_of(algorithm, case)
+    inputs = cases.loss_inputs(case["samples"], knobs=knobs, dtype=torch.float32)
+    inputs = dataclasses.replace(inputs, loss_mask=torch.zeros_like(inputs.loss_mask))
+    outputs = spec.loss(inputs, knobs)
+    outputs.loss_sum.backward()
+    assert inputs.logprobs.grad is not None
+    assert float(outputs.loss_sum.detach()) == 0.0 and not inputs.logprobs.grad.any()
+    assert all(float(total) == float(count) == 0.0 for total, count in outputs.metric_sums.values())

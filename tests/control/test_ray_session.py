@@ -1,0 +1,107 @@
+"""Ray for one run, in a process of its own: private, behind a token, and gone without a trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from relax_core.control.ray_session import new_token_file
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SESSION = """
+import json, os, stat, sys
+from pathlib import Path
+from relax_core.config.compose import load_config
+from relax_core.control.ray_session import RaySession
+
+assert "ray" not in sys.modules, "Ray reads its token's place when it is imported"
+logs = Path(sys.argv[1])
+session = RaySession(load_config(["launcher.ray_logical_cpus=1"]).launcher, namespace="mine", log_dir=logs)
+try:
+    with session:
+        import ray
+        told = {
+            "folder": str(session.folder),
+            "folder_mode": stat.S_IMODE(session.folder.stat().st_mode),
+            "token_mode": stat.S_IMODE(session.token_file.stat().st_mode),
+            "token": session.token_file.read_text(),
+            "ray_token": os.environ["RAY_AUTH_TOKEN_PATH"],
+            "ray_token_mode": stat.S_IMODE(os.stat(os.environ["RAY_AUTH_TOKEN_PATH"]).st_mode),
+            "ray_token_text": Path(os.environ["RAY_AUTH_TOKEN_PATH"]).read_text(),
+            "namespace": ray.get_runtime_context().namespace,
+            "nodes": [node["NodeManagerAddress"] for node in ray.nodes()],
+        }
+
+        @ray.remote(num_cpus=0)
+        def speak():
+            print("a worker's words", flush=True)
+            return os.getpid()
+
+        told["worker"] = ray.get(speak.remote(), timeout=120)
+        print(json.dumps(told), flush=True)
+        if sys.argv[2] == "fail":
+            raise RuntimeError("the run failed")
+except RuntimeError as error:
+    assert str(error) == "the run failed"
+assert not session.folder.exists()
+"""
+
+
+def run_session(logs: Path, end: str, temporary: Path) -> dict:
+    done = subprocess.run(
+        [sys.executable, "-c", SESSION, str(logs), end],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(temporary)},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+    told: dict = json.loads(done.stdout.splitlines()[0])
+    return told
+
+
+@pytest.mark.parametrize("end", ["well", "fail"])
+def test_a_session_is_private_and_leaves_nothing(tmp_path_factory: pytest.TempPathFactory, end: str) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="rs", dir="/tmp") as name:  # short, because of socket names
+        temporary, logs = Path(name), tmp_path_factory.mktemp("run") / "logs"
+        told = run_session(logs, end, temporary)
+        assert Path(told["folder"]).parent == temporary
+        assert told["folder_mode"] == 0o700
+        assert told["token_mode"] == told["ray_token_mode"] == 0o600
+        assert len(told["token"]) == len(told["ray_token_text"]) == 64
+        assert told["token"] != told["ray_token_text"]
+        assert told["namespace"] == "mine"
+        assert len(told["nodes"]) == 1
+        assert list(temporary.iterdir()) == []
+        assert not Path(f"/proc/{told['worker']}").exists()
+        kept = "".join(file.read_text() for file in logs.glob("worker-*")) if logs.exists() else ""
+        assert ("a worker's words" in kept) == (end == "fail")
+
+
+def test_a_token_file_is_new_and_for_this_user_only(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        path = new_token_file(tmp_path / "token")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert len(path.read_text()) == 64
+    with pytest.raises(FileExistsError):
+        new_token_file(path)
+    assert new_token_file(tmp_path / "other").read_text() != path.read_text()
+
+
+def test_a_run_may_be_prepared_without_importing_ray() -> None:
+    code = "import sys, relax_core.control.run; print('ray' in sys.modules, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split()[0] == "False", done.stderr

@@ -1,0 +1,89 @@
+"""Where a run goes on, and why it cannot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from relax_core.config.compose import load_config
+from relax_core.config.schema import RelaxConfig
+from relax_core.control.resume import find_resume_point
+from relax_core.train.checkpoint_store import CheckpointStore
+
+STEPS = 100
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RelaxConfig:
+    return load_config([f"run.dir={tmp_path / 'run'}", f"run.steps={STEPS}"])
+
+
+def write_checkpoint(run: Path, step: int, *, snapshot: bytes = b"cut") -> Path:
+    def write(folder: Path) -> None:
+        (folder / "bus.msgpack").write_bytes(snapshot)
+        (folder / "train").mkdir()
+        (folder / "train" / "weights").write_bytes(b"w" * 100)
+
+    return CheckpointStore(run / "checkpoints", keep_last=5).write(step, writers=write, meta={})
+
+
+def test_null_starts_afresh_whatever_is_there(config: RelaxConfig) -> None:
+    write_checkpoint(Path(config.run.dir), 10)
+    assert find_resume_point(config) is None
+
+
+def test_auto_without_a_checkpoint_starts_afresh(config: RelaxConfig) -> None:
+    assert find_resume_point(replace(config, resume="auto")) is None
+
+
+def test_auto_takes_the_newest(config: RelaxConfig) -> None:
+    write_checkpoint(Path(config.run.dir), 10, snapshot=b"old")
+    newest = write_checkpoint(Path(config.run.dir), 20, snapshot=b"new")
+    point = find_resume_point(replace(config, resume="auto"))
+    assert point is not None
+    assert (point.folder, point.step, point.snapshot) == (newest, 20, b"new")
+
+
+def test_a_named_folder_counts_even_if_it_is_not_the_newest(config: RelaxConfig, tmp_path: Path) -> None:
+    older = write_checkpoint(tmp_path / "other", 10, snapshot=b"old")
+    write_checkpoint(tmp_path / "other", 20)
+    point = find_resume_point(replace(config, resume=str(older)))
+    assert point is not None and (point.folder, point.step, point.snapshot) == (older, 10, b"old")
+
+
+def test_all_steps_done_may_be_resumed_and_more_may_not(config: RelaxConfig) -> None:
+    folder = write_checkpoint(Path(config.run.dir), STEPS)
+    assert find_resume_point(replace(config, resume="auto")) is not None
+    folder = write_checkpoint(Path(config.run.dir), STEPS + 1)
+    with pytest.raises(ValueError, match=rf"{folder}: it holds 101 train steps, but run.steps=100. Raise run.steps"):
+        find_resume_point(replace(config, resume="auto"))
+
+
+@pytest.mark.parametrize("name", ["bus.msgpack", "train/weights"])
+@pytest.mark.parametrize("harm", ["flip", "cut", "remove"])
+def test_a_checkpoint_that_is_not_whole_is_refused_with_what_else_there_is(
+    config: RelaxConfig, name: str, harm: str
+) -> None:
+    older = write_checkpoint(Path(config.run.dir), 10)
+    newest = write_checkpoint(Path(config.run.dir), 20)
+    file = newest / name
+    data = file.read_bytes()
+    if harm == "remove":
+        file.unlink()
+    else:
+        file.write_bytes(data[:-1] if harm == "cut" else bytes([data[0] ^ 1]) + data[1:])
+    with pytest.raises(ValueError, match=rf"{newest}: {file}.*resume={older}"):
+        find_resume_point(replace(config, resume="auto"))
+
+
+def test_a_folder_that_is_no_checkpoint(config: RelaxConfig, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"meta.json is not there"):
+        find_resume_point(replace(config, resume=str(tmp_path)))
+
+
+def test_a_checkpoint_of_the_trainer_alone_is_refused(config: RelaxConfig, tmp_path: Path) -> None:
+    folder = CheckpointStore(tmp_path, keep_last=1).write(3, writers=lambda folder: None, meta={})
+    with pytest.raises(ValueError, match=r"bus.msgpack is not there"):
+        find_resume_point(replace(config, resume=str(folder)))

@@ -1,0 +1,30 @@
+"""An engine process starts fast and stays small: it loads neither Ray nor transformers nor Megatron."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+from relax_core.engines.process import ROOT
+
+
+def test_the_engine_process_loads_no_heavy_library() -> None:
+    code = (
+        "import sys, relax_core.engines.embedded.assembly, relax_core.engines.embedded.serving; "
+        "print([name for name in ('ray', 'transformers', 'megatron', 'hydra', 'aiohttp') if name in sys.modules])"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert found.stdout.strip() == "[]"
+
+
+def test_the_client_loads_neither_torch_nor_aiohttp() -> None:
+    code = (
+        "import sys, relax_core.engines.client, relax_core.engines.process; "
+        "print([name for name in ('torch', 'aiohttp', 'ray') if name in sys.modules])"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert found.stdout.strip() == "[]"

@@ -1,0 +1,198 @@
+"""What a user sees when something is wrong: the cause in one screen, an exit code, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.live_run import FinishedRun, run_to_end
+
+pytestmark = pytest.mark.integration
+
+SCREEN_LINES = 24
+NO_EVAL = ("eval.every=0", "run.export_hf=false")
+ROWS = [{"prompt": f"rev {number}", "answer": str(number)[::-1]} for number in range(10, 60)]
+OWN_DATA = ("data=file", "reward=reverse_digits", "model.task=reverse_digits", "data.eval_size=8", *NO_EVAL)
+
+REWARD = """
+from dataclasses import dataclass
+
+from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput, RewardSpec
+
+
+@dataclass(frozen=True)
+class Knobs(RewardKnobs):
+    pass
+
+
+def score(given: RewardInput, knobs: Knobs) -> RewardOutput:
+    return RewardOutput(reward=given.row["price"])
+
+
+SPEC = RewardSpec(name="mine", summary="reads a key that is not there", knobs=Knobs, score=score)
+"""
+
+
+def assert_told(run: FinishedRun, *words: str, code: int) -> None:
+    assert run.code == code, run.output
+    for word in words:
+        assert word in run.output, run.output
+    assert "Traceback" not in run.output, run.output
+    assert len(run.output.splitlines()) <= SCREEN_LINES, run.output
+
+
+def refused(folder: Path, *overrides: str, words: tuple[str, ...]) -> None:
+    """A mistake that is found before anything starts: not even the run's folder is made."""
+    run = run_to_end(folder, *overrides)
+    assert_told(run, *words, code=2)
+    assert run.output.startswith("relax: ")
+    assert not folder.exists()
+
+
+def failed(folder: Path, *overrides: str, words: tuple[str, ...]) -> FinishedRun:
+    """A failure of a run under way: its folder says more."""
+    run = run_to_end(folder, "run.steps=4", *overrides)
+    assert_told(run, *words, code=1)
+    assert run.summary.get("outcome", "failed").startswith("failed")
+    return run
+
+
+def write_rows(path: Path, rows: list[dict[str, str]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["rollout.temprature=1"], ("rollout.temprature is not a key", "rollout.temperature")),
+        (["run.steps=many"], ("run.steps", "many")),
+        (["model=qwen3_omni"], ("model=qwen3_omni is not built yet", "qwen3, tiny_qwen3")),
+        (["data=file", "data.path=/nowhere/rows.jsonl"], ("/nowhere/rows.jsonl: no such file",)),
+        (["model=qwen3", "model.path=/nowhere"], ("model.path=/nowhere: no such folder",)),
+        (["engine.max_total_tokens=1000000000000", "engine.max_running_samples=1000000000"], ("too little memory",)),
+        (["engine.context_length=100000"], ("engine.context_length=100000", "4096 positions")),
+        (["resume=/nowhere/step_00000010"], ("resume=/nowhere/step_00000010: no such folder",)),
+        (["reward.name=/nowhere/mine.py"], ("/nowhere/mine.py: no such file",)),
+    ],
+)
+def test_a_mistake_is_refused_before_anything_starts(
+    tmp_path: Path, overrides: list[str], words: tuple[str, ...]
+) -> None:
+    refused(tmp_path / "run", *overrides, words=words)
+
+
+def test_a_malformed_line_is_named(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", ROWS)
+    lines = rows.read_text().splitlines()
+    lines[6] = '{"prompt": "rev 1", "answer": '
+    rows.write_text("\n".join(lines))
+    words = (f"{rows}, line 7", "not a JSON object")
+    refused(tmp_path / "run", *OWN_DATA, f"data.path={rows}", words=words)
+
+
+def test_an_empty_data_set_is_named(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [])
+    refused(tmp_path / "run", *OWN_DATA, f"data.path={rows}", words=(f"{rows}: it has no rows",))
+
+
+def test_a_model_of_an_unknown_family_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"\0" * 10)
+    refused(tmp_path / "run", "model=qwen3", f"model.path={folder}", words=(str(folder), "llama", "qwen3"))
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        words = (f"engine.port={port} cannot be used", "engine.port=0")
+        refused(tmp_path / "run", f"engine.port={port}", words=words)
+
+
+def test_a_prompt_longer_than_the_context_is_named(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "rev " + "1 2 3 4 " * 400, "answer": "1"}, *ROWS])
+    words = ("rollout-0 failed: ValueError: data row 0: its prompt has 32", "engine.context_length leaves room for 504")
+    run = failed(tmp_path / "run", *OWN_DATA, f"data.path={rows}", "data.shuffle=false", words=words)
+    assert "Traceback" in (run.folder / "logs" / "failure.log").read_text()
+
+
+def test_a_reward_that_raises_is_named_with_its_file_and_line(tmp_path: Path) -> None:
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(REWARD)
+    line = 1 + REWARD.splitlines().index('    return RewardOutput(reward=given.row["price"])')
+    words = (f"rollout-0 failed: KeyError: 'price' ({plugin}, line {line})", "logs/failure.log")
+    run = failed(tmp_path / "run", f"reward.name={plugin}", "reward.timeout_s=5", *NO_EVAL, words=words)
+    assert "in score" in (run.folder / "logs" / "failure.log").read_text()
+    assert run.summary["ledger"]["trained"] == 0
+
+
+def test_an_engine_that_cannot_start_is_named_with_its_last_words(tmp_path: Path) -> None:
+    """Its deadline is over before it can be there."""
+    words = ("engine-0 failed: EngineError: embedded engine did not start: no answer in 0.01 s", "engine-0.log")
+    failed(tmp_path / "run", "engine.start_timeout_s=0.01", *NO_EVAL, words=words)
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A file system of its own with room for a few checkpoints; only root may mount one."""
+    folder = tmp_path_factory.mktemp("disk")
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", folder], capture_output=True, text=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"no small file system could be mounted: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+@pytest.fixture(scope="module")
+def full_disk_run(small_disk: Path) -> FinishedRun:
+    """A run whose disk is full before its third or fourth checkpoint."""
+    settings = ("run.save_every=2", "run.keep_last=100", "run.steps=40", *NO_EVAL)
+    return run_to_end(small_disk / "run", *settings)
+
+
+def test_a_full_disk_is_told_and_the_old_checkpoints_stay(full_disk_run: FinishedRun) -> None:
+    assert_told(full_disk_run, "actor-0 failed: OSError", "No space left on device", "was not written", code=1)
+    assert f"{full_disk_run.folder}/checkpoints/step_" in full_disk_run.output
+    assert 2 in full_disk_run.checkpoints()
+    assert not list((full_disk_run.folder / "checkpoints").glob(".*partial"))
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_the_disk_was_full(
+    full_disk_run: FinishedRun, small_disk: Path
+) -> None:
+    subprocess.run(["mount", "-o", "remount,size=100m", small_disk], check=True)
+    newest = full_disk_run.checkpoints()[-1]
+    settings = ("resume=auto", "run.save_every=0", f"run.steps={newest + 3}", *NO_EVAL)
+    run = run_to_end(full_disk_run.folder, *settings)
+    assert run.code == 0, run.output
+    assert run.summary["steps"] == newest + 3
+    assert run.summary["ledger"]["lost"] == run.summary["ledger"]["trained_twice"] == 0
+    assert newest + 3 in run.checkpoints()
+
+
+def test_a_corrupt_checkpoint_is_refused_with_what_else_there_is(full_disk_run: FinishedRun, tmp_path: Path) -> None:
+    source = full_disk_run.folder / "checkpoints"
+    newest = max(source.glob("step_*"))
+    copies = tmp_path / "old" / "checkpoints"
+    for name in ("step_00000002", "step_00000004"):
+        shutil.copytree(newest, copies / name)
+    corrupt = copies / "step_00000004"
+    victim = max(corrupt.rglob("*.distcp"), key=lambda file: os.path.getsize(file))
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    words = (f"checkpoint {corrupt}: {victim} is corrupt", f"resume={copies / 'step_00000002'}")
+    refused(tmp_path / "run", f"resume={corrupt}", words=words)

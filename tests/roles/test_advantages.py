@@ -1,0 +1,124 @@
+"""The advantages role's work on rows, and the wait for a whole train step's groups, on the bus's own state machine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from algorithms.grpo import SPEC as GRPO
+from algorithms.grpo import GrpoKnobs
+from algorithms.reinforce_pp import SPEC as REINFORCE_PP
+from algorithms.reinforce_pp import ReinforcePpKnobs
+from relax_core.bus.core import BusCore
+from relax_core.contracts import columns as c
+from relax_core.contracts.algorithm import Needs
+from relax_core.contracts.bus import BusProgress, BusTimeout, Lease, LeasedRow, LeaseRequest
+from relax_core.roles.advantages import advantage_columns, advantage_inputs, input_columns, lease_whole_step
+from tests.bus.make_rows import for_actor, for_worker, make_core, make_row
+
+
+def leased(uid: str, rewards: Sequence[float], lengths: Sequence[int], **columns: bytes) -> LeasedRow:
+    mask = c.encode_ragged([[1] * length for length in lengths], dtype="uint8")
+    return LeasedRow(
+        group_uid=uid,
+        index=0,
+        uids=[f"{uid}.{place}" for place in range(len(lengths))],
+        versions=[0] * len(lengths),
+        columns={c.REWARDS: c.encode_array(rewards, dtype="float32"), c.LOSS_MASK: mask, **columns},
+    )
+
+
+def flat(columns: Mapping[str, Mapping[str, bytes]], uid: str) -> list[float]:
+    values: list[float] = c.decode_ragged(columns[uid][c.ADVANTAGES]).flat().tolist()
+    return values
+
+
+def test_each_group_is_on_its_own_without_normalize() -> None:
+    rows = [leased("a", [1.0, 0.0], [1, 2]), leased("b", [5.0, 5.0], [1, 1])]
+    columns = advantage_columns(rows, GRPO, GrpoKnobs(normalize_std=False))
+    assert flat(columns, "a") == [0.5, -0.5, -0.5]
+    assert flat(columns, "b") == [0.0, 0.0]
+    assert c.decode_ragged(columns["a"][c.ADVANTAGES]).lengths == [1, 2]
+
+
+def test_normalize_sees_all_groups() -> None:
+    rows = [leased("a", [1.0, 0.0], [1, 1]), leased("b", [3.0, 0.0], [1, 1])]
+    columns = advantage_columns(rows, REINFORCE_PP, ReinforcePpKnobs())
+    # ±0.5 and ±1.5 around a mean of 0: population std sqrt(1.25)
+    root = 1.25**0.5
+    assert flat(columns, "a") == pytest.approx([0.5 / root, -0.5 / root])
+    assert flat(columns, "b") == pytest.approx([1.5 / root, -1.5 / root])
+
+
+def test_the_engines_logprobs_stand_for_the_old_ones() -> None:
+    assert input_columns(Needs(old_logprobs="rollout")) == (c.REWARDS, c.LOSS_MASK)
+    assert c.ROLLOUT_LOGPROBS in input_columns(Needs(old_logprobs="rollout", reference=True))
+    assert c.ROLLOUT_LOGPROBS not in input_columns(Needs(old_logprobs="actor_fwd", reference=True))
+    two = c.encode_flat(np.array([-1.0, -2.0], dtype=np.float32), [1, 1])
+    inputs = advantage_inputs(leased("a", [1.0, 0.0], [1, 1], **{c.ROLLOUT_LOGPROBS: two, c.REFERENCE_LOGPROBS: two}))
+    assert inputs.old_logprobs is not None and torch.equal(inputs.old_logprobs, torch.tensor([-1.0, -2.0]))
+    assert advantage_inputs(leased("a", [1.0, 0.0], [1, 1])).old_logprobs is None
+
+
+class CoreBus:
+    """The bus's state machine behind the calls that the role makes; what cannot come now counts as timed out."""
+
+    def __init__(self, core: BusCore) -> None:
+        self._core = core
+
+    def lease(self, request: LeaseRequest, *, timeout_s: float) -> Lease:
+        lease = self._core.lease(request)
+        if lease is None:
+            raise BusTimeout(f"nothing for {timeout_s} s")
+        return lease
+
+    def release(self, lease_ids: Sequence[int], *, timeout_s: float) -> None:
+        self._core.release(lease_ids)
+
+    def progress(self, *, timeout_s: float) -> BusProgress:
+        return self._core.progress()
+
+
+def whole_step(core: BusCore) -> list[str]:
+    bus: Any = CoreBus(core)
+    lease = lease_whole_step(bus, for_worker(groups=2), timeout_s=0.05, slice_s=0.01)
+    core.write(lease.lease_id, {row.group_uid: {"advantages": b"x"} for row in lease.rows})
+    return [row.group_uid for row in lease.rows]
+
+
+def test_a_whole_step_is_waited_for() -> None:
+    core = make_core(max_staleness=0)
+    first, second = core.admit(2)
+    core.put([make_row(first)])
+    with pytest.raises(BusTimeout):
+        whole_step(core)
+    assert not core.leases  # what it looked at went back
+    core.put([make_row(second)])
+    assert whole_step(core) == [first.group_uid, second.group_uid]
+
+
+def test_a_lost_groups_replacement_need_not_wait_for_company() -> None:
+    """One of a step's groups ages out after it had its advantages; what replaces it comes alone until the step ends."""
+    core = make_core(max_staleness=1)
+    old, fresh, *later = core.admit(4)
+    core.put([make_row(old), make_row(fresh)])
+    whole_step(core)
+    core.put([make_row(one) for one in later])
+    whole_step(core)
+    lease = core.lease(for_actor(0))
+    assert lease is not None
+    core.ack([lease.lease_id], step=0, dropped={})
+    # Of step 1's two groups the trainer holds one; the other is lost with its advantages.
+    held = core.lease(for_actor(1, groups=1))
+    assert held is not None
+    lost = next(uid for uid, group in core.groups.items() if group.actor_step is None)
+    core._end_as_dropped(core.groups[lost], dict.fromkeys(core.groups[lost].uids, "lost"))
+    replacement = core.admit(1)[0]
+    core.put([make_row(replacement, version=1)])
+    assert whole_step(core) == [replacement.group_uid]
+    rest = core.lease(for_actor(1, groups=1))
+    assert rest is not None and [row.group_uid for row in rest.rows] == [replacement.group_uid]

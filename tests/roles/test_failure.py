@@ -1,0 +1,64 @@
+"""What a user reads first of a failure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from relax_core.registry import find_reward
+from relax_core.roles.failure import failure_line, first_cause
+
+PLUGIN = """
+from dataclasses import dataclass
+from relax_core.contracts.reward import RewardKnobs, RewardSpec
+
+@dataclass(frozen=True)
+class Knobs(RewardKnobs):
+    pass
+
+def helper():
+    raise KeyError("price")
+
+def score(given, knobs):
+    return helper()
+
+SPEC = RewardSpec(name="mine", summary="", knobs=Knobs, score=score)
+"""
+
+
+def caught(call: object) -> BaseException:
+    with pytest.raises(BaseException) as found:
+        call()  # type: ignore[operator]
+    return found.value
+
+
+def test_a_plugins_failure_names_its_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(PLUGIN)
+    error = caught(lambda: find_reward(str(path)).score(None, None))  # type: ignore[arg-type]
+    assert failure_line(error) == f"KeyError: 'price' ({path}, line 10)"
+
+
+def test_a_failure_of_our_own_is_its_words_in_one_line() -> None:
+    assert failure_line(caught(lambda: int("x"))) == "ValueError: invalid literal for int() with base 10: 'x'"
+    assert failure_line(OSError("first\nsecond")) == "OSError: first"
+
+
+def test_of_a_task_group_the_first_failure_counts() -> None:
+    first, later = ValueError("the cause"), RuntimeError("what came of it")
+    group = ExceptionGroup("tasks", [ExceptionGroup("inner", [first]), later])
+    assert first_cause(group) is first
+    assert failure_line(group) == "ValueError: the cause"
+
+
+def test_an_error_that_came_through_ray_is_the_one_raised_there(ray_session: str) -> None:
+    import ray
+
+    @ray.remote(num_cpus=0)
+    def fails() -> None:
+        raise ValueError("the rank's own words")
+
+    error = caught(lambda: ray.get(fails.remote(), timeout=120))
+    assert len(str(error).splitlines()) > 1
+    assert failure_line(error) == "ValueError: the rank's own words"

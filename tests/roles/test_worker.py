@@ -1,0 +1,114 @@
+"""A worker's life: starts by itself, tells its state, keeps its first failure, ends when it is asked to."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from relax_core.config.compose import load_config
+from relax_core.contracts.bus import BusClosed
+from relax_core.roles.context import RunContext, worker_name
+from relax_core.roles.worker import Worker
+
+
+@pytest.fixture(scope="module")
+def context(tmp_path_factory: pytest.TempPathFactory) -> RunContext:
+    folder = tmp_path_factory.mktemp("run")
+    return RunContext(
+        config=load_config(),
+        namespace="test",
+        run_dir=folder,
+        model_folder=folder,
+        weights_folder=folder,
+        token_file=folder / "token",
+        resume_from=None,
+        start_step=0,
+    )
+
+
+class Scripted(Worker):
+    def __init__(self, context: RunContext, script: Callable[[Scripted], None]) -> None:
+        self._script = script
+        super().__init__("scripted-0", context)
+
+    def work(self) -> None:
+        self._script(self)
+
+
+def test_it_works_from_the_start_and_is_done_when_work_returns(context: RunContext) -> None:
+    go = threading.Event()
+
+    def script(worker: Scripted) -> None:
+        worker.set_state("running", "step 3")
+        assert go.wait(30.0)
+
+    before = time.time()
+    worker = Scripted(context, script)
+    assert not worker.join(0.01)
+    while worker.status().state == "starting":
+        time.sleep(0.001)
+    status = worker.status()
+    assert (status.name, status.state, status.detail, status.error) == ("scripted-0", "running", "step 3", None)
+    assert status.pid == os.getpid() and before <= status.since <= time.time()
+    go.set()
+    assert worker.join(30.0)
+    assert worker.status().state == "done"
+
+
+def test_a_stop_is_asked_for_and_not_forced(context: RunContext) -> None:
+    def script(worker: Scripted) -> None:
+        while not worker.stopping:
+            time.sleep(0.001)
+
+    worker = Scripted(context, script)
+    assert not worker.join(0.01)
+    worker.request_stop()
+    assert worker.join(30.0)
+    assert worker.status().state == "done"
+
+
+def test_a_closed_bus_is_an_end_and_no_failure(context: RunContext) -> None:
+    def script(worker: Scripted) -> None:
+        raise BusClosed("all 4 train steps are done")
+
+    worker = Scripted(context, script)
+    assert worker.join(30.0)
+    status = worker.status()
+    assert (status.state, status.detail, status.error) == ("done", "all 4 train steps are done", None)
+
+
+def test_a_failure_is_kept_with_its_traceback(context: RunContext) -> None:
+    def script(worker: Scripted) -> None:
+        raise ValueError("data row 3: too long")
+
+    worker = Scripted(context, script)
+    assert worker.join(30.0)
+    status = worker.status()
+    assert (status.state, status.detail) == ("failed", "ValueError: data row 3: too long")
+    assert status.error is not None and "Traceback" in status.error and "in script" in status.error
+
+
+def test_since_is_when_the_state_changed_not_its_detail(context: RunContext) -> None:
+    seen: list[float] = []
+
+    def script(worker: Scripted) -> None:
+        for detail in ("step 1", "step 2"):
+            worker.set_state("running", detail)
+            seen.append(worker.status().since)
+            time.sleep(0.002)
+        worker.set_state("waiting")
+        seen.append(worker.status().since)
+
+    worker = Scripted(context, script)
+    assert worker.join(30.0)
+    assert seen[0] == seen[1] < seen[2]
+
+
+def test_names_and_folders(context: RunContext, tmp_path: Path) -> None:
+    assert worker_name("engine", 1) == "engine-1"
+    assert context.log_dir == context.run_dir / "logs"

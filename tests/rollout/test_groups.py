@@ -1,0 +1,105 @@
+"""From responses and rewards to a bus row: who is kept, who is dropped and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import pytest
+
+from relax_core.contracts import columns as c
+from relax_core.contracts.engine import Generated
+from relax_core.contracts.reward import RewardOutput
+from relax_core.contracts.sample import VersionSpan
+from relax_core.rollout.groups import DroppedGroup, GroupFilter, complete_group
+
+
+def response(sample: int, finish_reason: Literal["stop", "length", "abort"] = "stop", *, version: int = 4) -> Generated:
+    tokens = sample + 2
+    return Generated(
+        rid="r",
+        prompt=0,
+        sample=sample,
+        output_ids=list(range(tokens)),
+        logprobs=[-0.25] * tokens,
+        weight_versions=[VersionSpan(0, 1, version), VersionSpan(1, tokens, 5)],
+        finish_reason=finish_reason,
+    )
+
+
+def completed(*pairs: tuple[Generated, float | None]) -> object:
+    return complete_group(
+        index=12,
+        prompt_ids=[1, 2, 3],
+        generated=[one for one, _ in pairs],
+        rewards=[RewardOutput(reward=reward, exact=reward == 1.0, parts={"format": 0.5}) for _, reward in pairs],
+    )
+
+
+def test_a_whole_group_is_in_the_order_of_its_samples() -> None:
+    """Responses come in the order of completion; uids, rewards and columns must not."""
+    row = completed((response(2), 0.2), (response(0), 1.0), (response(1, "length", version=5), 0.1))
+    assert not isinstance(row, DroppedGroup)
+    assert (row.group_uid, row.index, row.dropped) == ("g00000012", 12, {})
+    assert row.uids == ["g00000012.0", "g00000012.1", "g00000012.2"]
+    assert row.versions == [4, 5, 4]
+    assert c.decode_array(row.columns[c.REWARDS]).tolist() == pytest.approx([1.0, 0.1, 0.2])
+    assert c.decode_ragged(row.columns[c.RESPONSE_IDS]).lengths == [2, 3, 4]
+    assert c.decode_ragged(row.columns[c.LOSS_MASK]).flat().tolist() == [1] * 9
+    info = c.decode_sample_info(row.columns[c.SAMPLE_INFO])
+    assert [one.finish_reason for one in info] == ["stop", "length", "stop"]
+    assert [one.reward_parts for one in info] == [{"exact": float(place == 0), "format": 0.5} for place in range(3)]
+
+
+def test_a_reward_of_none_is_dropped_alone_and_never_becomes_0() -> None:
+    row = completed((response(0), None), (response(1), 0.0), (response(2), 0.7))
+    assert not isinstance(row, DroppedGroup)
+    assert row.uids == ["g00000012.1", "g00000012.2"]
+    assert row.dropped == {"g00000012.0": "reward_failed"}
+    assert c.decode_array(row.columns[c.REWARDS]).tolist() == pytest.approx([0.0, 0.7])
+    assert [one.uid for one in c.decode_sample_info(row.columns[c.SAMPLE_INFO])] == row.uids
+
+
+def test_an_aborted_response_is_dropped_alone_whatever_its_reward() -> None:
+    row = completed((response(0), 0.1), (response(1, "abort"), 1.0), (response(2), 0.7))
+    assert not isinstance(row, DroppedGroup)
+    assert row.dropped == {"g00000012.1": "aborted"}
+
+
+@pytest.mark.parametrize(
+    ("pairs", "reason"),
+    [
+        ([(response(0), 1.0), (response(1), None)], "reward_failed"),
+        ([(response(0), None), (response(1), None)], "reward_failed"),
+        ([(response(0, "abort"), 1.0), (response(1), 1.0)], "aborted"),
+        ([(response(0, "abort"), None), (response(1), None), (response(2), 1.0)], "aborted+reward_failed"),
+        ([(response(0), 1.0)], "too_few_samples"),
+    ],
+)
+def test_fewer_than_two_left_drop_the_group(pairs: list[tuple[Generated, float | None]], reason: str) -> None:
+    assert completed(*pairs) == DroppedGroup(group_uid="g00000012", reason=reason)
+
+
+def test_a_complete_group_may_be_refused_and_the_refusals_are_counted() -> None:
+    seen: list[tuple[list[float], int]] = []
+
+    def drop_group(rewards: Sequence[float], dropped_in_a_row: int) -> str | None:
+        seen.append((list(rewards), dropped_in_a_row))
+        return "all_equal" if len(set(rewards)) == 1 else None
+
+    refuse = GroupFilter(drop_group)
+    results = []
+    for rewards in ([0.5, 0.5], [0.5, 0.5], [0.5, 1.0], [1.0, 1.0], [None, 1.0]):
+        results.append(
+            complete_group(
+                index=12,
+                prompt_ids=[1],
+                generated=[response(0), response(1)],
+                rewards=[RewardOutput(reward=reward) for reward in rewards],
+                refuse=refuse,
+            )
+        )
+    reasons = [one.reason if isinstance(one, DroppedGroup) else None for one in results]
+    assert reasons == ["all_equal", "all_equal", None, "all_equal", "reward_failed"]
+    # The last one was incomplete, so it was not asked about.
+    assert seen == [([0.5, 0.5], 0), ([0.5, 0.5], 1), ([0.5, 1.0], 2), ([1.0, 1.0], 0)]
