@@ -84,14 +84,15 @@ class RolloutWorker(Worker):
             self.set_state("running", str(closed))
 
     async def _evaluate(self, evaluator: Evaluator) -> None:
-        """A stop ends it: the weights that an evaluation waits for at the engine may never come."""
+        """A stop ends it, and the sampling that waits for it: its weights may never come to the engine."""
         running = asyncio.create_task(evaluator.run())
         try:
             while not running.done() and not self.stopping:
                 await asyncio.wait({running}, timeout=CLOSED_S)
-            if running.done():
-                running.result()
-                self._evaluated.set()
+            if not running.done():
+                raise BusClosed("the run was stopped before its next evaluation")
+            running.result()
+            self._evaluated.set()
         finally:
             running.cancel()
 

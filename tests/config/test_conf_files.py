@@ -40,7 +40,7 @@ def test_every_option_runs(
 def test_the_demo() -> None:
     config = load_config()
     assert config.mode.name is ModeName.asynchronous
-    assert (config.mode.max_staleness, config.run.steps, config.eval.every, config.eval.rows) == (1, 280, 50, 256)
+    assert (config.mode.max_staleness, config.run.steps, config.eval.every, config.eval.rows) == (1, 320, 50, 256)
     assert (config.optimizer.lr, config.optimizer.warmup_steps, config.optimizer.beta2) == (1e-3, 10, 0.99)
     assert (config.rollout.prompts_per_step, config.algo.group_size, config.rollout.max_new_tokens) == (8, 16, 8)
     assert re.fullmatch(r"runs/tiny_qwen3-reverse_digits/[\d_-]+", str(Path(config.run.dir).relative_to(Path.cwd())))

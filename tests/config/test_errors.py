@@ -26,7 +26,11 @@ def problems(*overrides: str) -> list[str]:
             "model=qwen3_omni",
             "model=qwen3_omni is not built yet. What exists for model: qwen3, tiny_qwen3.",
         ),
-        ("algo=gspo", "algo=gspo is not built yet. What exists for algo: grpo, plugin."),
+        (
+            "algo=foo",
+            "algo=foo is not built yet. "
+            "What exists for algo: cispo, dapo, dr_grpo, grpo, gspo, plugin, reinforce_pp, rloo, sapo.",
+        ),
         ("mode=foo", "mode=foo is not built yet. What exists for mode: async, colocate."),
         ("engine=sglang", "engine=sglang is not built yet. What exists for engine: embedded."),
         ("bus=transfer_queue", "bus=transfer_queue is not built yet. What exists for bus: ray."),

@@ -15,7 +15,7 @@ from relax_core.contracts.engine import EngineError, EngineUnreachable, Generate
 from relax_core.engines.client import EngineClient
 from relax_core.engines.pool import EnginePool
 from relax_core.engines.wire import StreamEnd
-from tests.contracts.engine.harness import Engine, make_model, prompts_of, publish
+from tests.contracts.engine.harness import CONTEXT, Engine, make_model, prompts_of, publish
 
 SHORT = SamplingParams(n=3, max_new_tokens=4)
 
@@ -170,6 +170,6 @@ def test_a_long_silence_before_the_death_does_not_use_up_the_patience(start_engi
 def test_a_refusal_is_not_retried(start_engine: Callable[..., Engine]) -> None:
     directory = Directory(start_engine())
     with pytest.raises(EngineError, match="/generate") as refusal:
-        generate(directory, prompts_of([5] * 4000), SHORT)
+        generate(directory, prompts_of([5] * (CONTEXT + 1)), SHORT)
     assert not isinstance(refusal.value, EngineUnreachable)
     assert directory.asked == [(0, False)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from relax_core.contracts.engine import SamplingParams
 from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.pool import EnginePool
+from relax_core.engines.process import EngineLaunch
 from relax_core.registry import find_env, find_reward
 from relax_core.rollout.reward_worker import RewardPool
 from relax_core.rollout.sampler import PromptMaker, Sampler, SamplerSettings
@@ -147,13 +149,11 @@ async def sample(
 
 
 @pytest.fixture
-def engine(start_engine: Callable[..., Engine], tiny_folder: Path) -> Engine:
-    return start_engine(model_folder=tiny_folder)
+def engine(start_engine: Callable[..., Engine], launch: EngineLaunch, tiny_folder: Path) -> Engine:
+    return start_engine(model_folder=tiny_folder, engine=dataclasses.replace(launch.engine, context_length=CONTEXT))
 
 
 def scored(score: Callable[[RewardInput, Any], RewardOutput]) -> RewardSpec:
-    import dataclasses
-
     return dataclasses.replace(find_reward("reverse_digits"), score=score)
 
 

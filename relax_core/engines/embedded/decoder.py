@@ -52,7 +52,6 @@ class Decoder:
         Returns the slots that are finished already."""
         first = self.slots.count
         self.slots.add(prefixes)
-        count = self.slots.count
         self._reserve(int(self.slots.position[: self.slots.count].max()) + 1, used_slots=first)
         hidden = torch.empty(len(prefixes), self._model.config.hidden_size, dtype=self._dtype)
         starts = np.cumsum([first] + [len(prefix.keys) for prefix in prefixes])
