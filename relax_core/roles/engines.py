@@ -11,6 +11,7 @@ from ray.exceptions import RayError
 from relax_core.contracts.engine import EngineUnreachable
 from relax_core.engines.client import EngineClient
 from relax_core.roles.context import RunContext, worker_name
+from relax_core.roles.failure import failure_line
 
 
 class EngineDirectory:
@@ -33,7 +34,7 @@ class EngineDirectory:
             owner: Any = ray.get_actor(worker_name("engine", engine), namespace=self._context.namespace)
             url = ray.get(owner.endpoint.remote(timeout_s), timeout=timeout_s + 2.0)
         except (ValueError, RayError) as error:
-            raise EngineUnreachable(f"engine {engine}: its owner does not answer: {error}") from error
+            raise EngineUnreachable(f"engine {engine}: its owner does not answer: {failure_line(error)}") from error
         self._clients[engine] = EngineClient(
             url,
             self._token,

@@ -27,6 +27,7 @@ from relax_core.rollout.reward_worker import RewardPool
 from relax_core.rollout.sampler import PromptMaker, Sampler, SamplerSettings
 
 CLOSED_S = 0.2
+OWNER_FIRST_S = 10.0  # an engine that does not start is its owner's to report: it knows why
 
 
 class RolloutWorker(Worker):
@@ -45,7 +46,9 @@ class RolloutWorker(Worker):
         bus = meet_bus(self.context)
         metrics = meet_metrics(self.context)
         directory = EngineDirectory(context)
-        pool = EnginePool(config.engine.count, directory.client_async, patience_s=config.engine.start_timeout_s)
+        pool = EnginePool(
+            config.engine.count, directory.client_async, patience_s=config.engine.start_timeout_s + OWNER_FIRST_S
+        )
         reward = find_reward(config.reward.name)
         rewards = RewardPool(reward, config.reward, workers=config.rollout.reward_workers)
         prompts = PromptMaker(

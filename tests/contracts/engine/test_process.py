@@ -34,6 +34,15 @@ def gone_within(pid: int, seconds: float) -> bool:
     return False
 
 
+def kill(process: EngineProcess) -> None:
+    """Kills it and waits until it is gone with all its threads, so that its port is free."""
+    os.kill(process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 30.0
+    while process.poll() is None:
+        assert time.monotonic() < deadline, f"engine {process.pid} outlives SIGKILL"
+        time.sleep(0.01)
+
+
 def test_it_ends_when_its_stdin_ends_even_while_it_decodes(start_engine: Callable[..., Engine]) -> None:
     engine = start_engine()
     with engine.stream(long_request("running")) as events:
@@ -76,14 +85,12 @@ def test_a_restart_on_the_same_port_needs_no_new_client(start_engine: Callable[.
     first = start_engine()
     client = first.client
     assert client.ready()
-    os.kill(first.process.pid, signal.SIGKILL)
-    assert gone_within(first.process.pid, 10.0)
+    kill(first.process)
     with pytest.raises(EngineUnreachable, match=rf"{first.process.url} /model_info"):
         client.model_info()
     second = start_engine(port=first.process.port)
     assert client.model_info()["weight_version"] == "0"
-    os.kill(second.process.pid, signal.SIGKILL)
-    assert gone_within(second.process.pid, 10.0)
+    kill(second.process)
     start_engine(port=first.process.port)
     assert client.ready()
 
