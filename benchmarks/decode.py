@@ -103,11 +103,12 @@ def profile(folder: Path, batch: int, new_tokens: int) -> None:
     from relax_core.engines.embedded.model_config import read_model_config
     from relax_core.engines.embedded.sampler import SamplingSettings, sample_keys
     from relax_core.engines.embedded.slots import Prefix
-    from relax_core.engines.embedded.weights import FusedWeights, read_safetensors_folder
+    from relax_core.engines.embedded.weights import FusedWeights
+    from relax_core.weights.model_folder import read_safetensors
 
     config = read_model_config(folder)
     weights = FusedWeights(config, torch.float32)
-    weights.apply(weights.checked(read_safetensors_folder(folder)))
+    weights.apply(weights.checked(read_safetensors(folder)))
     decoder = Decoder(
         Qwen3Model(config, weights, context_length=512),
         dtype=torch.float32,

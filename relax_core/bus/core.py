@@ -336,8 +336,7 @@ class BusCore:
         row = group.row
         assert row is not None
         trained = [(uid, version) for uid, version in zip(row.uids, row.versions, strict=True) if uid not in masked]
-        # Of a row older than the window only younger tokens were trained (on_stale=mask): those at its edge are oldest.
-        self._staleness.update(min(step - version, self.settings.max_staleness) for _, version in trained)
+        self._staleness.update(step - version for _, version in trained)
         self.ledger.train(row.index, row.group_uid, [uid for uid, _ in trained], [v for _, v in trained], step=step)
         drops = {uid: masked[uid] for uid in row.uids if uid in masked} | row.dropped
         self.ledger.drop(row.index, row.group_uid, drops, step=step)

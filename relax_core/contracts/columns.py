@@ -7,7 +7,6 @@ without a copy; everything else is msgpack. No pickle anywhere.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -104,15 +103,6 @@ def decode_weight_versions(payload: bytes) -> list[list[VersionSpan]]:
 
 def decode_sample_info(payload: bytes) -> list[SampleInfo]:
     return _info_decoder.decode(payload)
-
-
-def encode_value(value: Any) -> bytes:
-    """Any msgpack-able value; for columns of plug-ins."""
-    return _encoder.encode(value)
-
-
-def decode_value(payload: bytes) -> Any:
-    return msgspec.msgpack.decode(payload)
 
 
 def encode_group(group: Group) -> Columns:

@@ -19,6 +19,8 @@ from relax_core.config.schema import LauncherConfig
 
 QUIET = {
     "RAY_AUTH_MODE": "token",
+    # Loopback only: the one switch that lets Ray keep 127.0.0.1, which it else swaps for the host's own address.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
     "RAY_prestart_worker_first_driver": "0",
@@ -88,7 +90,6 @@ class RaySession:
             "object_store_memory": self._launcher.object_store_mb << 20,
             "include_dashboard": False,
             "_temp_dir": str(self.folder / "ray"),
-            "_node_ip_address": "127.0.0.1",
         }
         undo.callback(ray.shutdown)
         try:

@@ -144,12 +144,23 @@ def _model_folder(config: RelaxConfig) -> Path:
 
 @contextmanager
 def _weights_folder(namespace: str) -> Iterator[Path]:
+    _remove_dead_runs_weights()
     folder = SHARED_MEMORY / namespace
     folder.mkdir(mode=0o700)
     try:
         yield folder
     finally:
         shutil.rmtree(folder)
+
+
+def _remove_dead_runs_weights() -> None:
+    """What a run left in memory whose controller was killed; its folder's name tells the process."""
+    import psutil
+
+    for left in SHARED_MEMORY.glob("relax-*-*"):
+        owner = left.name.split("-")[1]
+        if owner.isdigit() and not psutil.pid_exists(int(owner)) and left.stat().st_uid == os.getuid():
+            shutil.rmtree(left)
 
 
 def _process_start() -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,8 @@ def print_report(
         console.print()
         console.print(answers)
     console.print()
-    console.print(_places(run_dir))
+    for place in _places(run_dir):
+        console.print(place, soft_wrap=True)
     commands = next_commands(run_dir, summary)
     if commands:
         console.print()
@@ -164,15 +165,13 @@ def _ledger(ledger: Mapping[str, Any]) -> str:
     return " · ".join(counts)
 
 
-def _places(run_dir: Path) -> Table:
+def _places(run_dir: Path) -> Iterator[Text]:
+    """A line each, never folded: a path is to be copied or clicked."""
     shown = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
+    width = max(len(label) for label, _ in PLACES)
     for label, name in PLACES:
         if (run_dir / name).exists():
-            table.add_row(label, Text(str(shown / name)))
-    return table
+            yield Text.assemble((f"{label:<{width}}  ", "dim"), str(shown / name))
 
 
 def _answer(row: Row) -> Text:

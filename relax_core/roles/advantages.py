@@ -27,7 +27,7 @@ class AdvantagesWorker(Worker):
     the algorithm normalises over the step."""
 
     def __init__(self, name: str, context: RunContext, rank: int) -> None:
-        self._rank = rank
+        assert rank == 0, "one advantages worker keeps up with any trainer"
         super().__init__(name, context)
 
     def work(self) -> None:

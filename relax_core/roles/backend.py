@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from relax_core.registry import find_algorithm
@@ -23,7 +24,9 @@ def build_backend(
     return MegatronBackend(
         model_folder=context.model_folder,
         family=config.model.family,
-        parallel=config.parallel,
+        parallel=replace(
+            config.parallel, dp=world_size
+        ),  # actor_fwd and reference have one rank, whatever the actor has
         optimizer=config.optimizer,
         total_steps=config.run.steps,
         temperature=config.rollout.temperature,

@@ -22,7 +22,7 @@ from relax_core.contracts.train import StepMetrics, TrainGroup
 from relax_core.train import process_group
 from relax_core.train.device import has_cuda, training_device
 from relax_core.train.gpt import build_model
-from relax_core.train.hf_weights import HfWeights, read_safetensors
+from relax_core.train.hf_weights import HfWeights
 from relax_core.train.logprobs import chunked_logprobs
 from relax_core.train.micro_batches import MicroBatcher
 from relax_core.train.models.registry import read_model
@@ -30,6 +30,7 @@ from relax_core.train.optimizer import build_optimizer, learning_rate, wrap_for_
 from relax_core.train.step_sums import StepSums, add_over_ranks
 from relax_core.train.tree import TreeLayout, pack_tree
 from relax_core.train.tree_attention import TreeBatch
+from relax_core.weights.model_folder import read_safetensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

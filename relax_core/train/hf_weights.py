@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from relax_core.train.models.family import Attention, Family, HfConfig, Part, WeightRule
@@ -71,14 +69,3 @@ class HfWeights:
             del missing[name]
         if missing:
             raise ValueError(f"{len(missing)} weight(s) missing: {', '.join(list(missing)[:3])} …")
-
-
-def read_safetensors(model_folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a folder's *.safetensors files, one in memory at a time."""
-    files = sorted(model_folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"model.path={model_folder}: no *.safetensors file there. Give a folder with weights.")
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                yield name, file.get_tensor(name)

@@ -14,7 +14,8 @@ from relax_core.engines.embedded.model import Qwen3Model
 from relax_core.engines.embedded.model_config import ModelConfig, read_model_config
 from relax_core.engines.embedded.sampler import SamplingSettings, sample_keys
 from relax_core.engines.embedded.slots import Prefix
-from relax_core.engines.embedded.weights import FusedWeights, read_safetensors_folder
+from relax_core.engines.embedded.weights import FusedWeights
+from relax_core.weights.model_folder import read_safetensors
 from tests.contracts.engine.harness import VOCAB, make_model, random_prompt
 
 
@@ -33,7 +34,7 @@ def config(folder: Path) -> ModelConfig:
 @pytest.fixture(scope="module")
 def model(folder: Path, config: ModelConfig) -> Qwen3Model:
     weights = FusedWeights(config, torch.float32)
-    weights.apply(weights.checked(read_safetensors_folder(folder)))
+    weights.apply(weights.checked(read_safetensors(folder)))
     return Qwen3Model(config, weights, context_length=256)
 
 
@@ -139,7 +140,7 @@ def test_cache_grows_within_its_budget_and_keeps_what_it_holds(config: ModelConf
 
 def test_fused_weights_say_what_does_not_fit(folder: Path, config: ModelConfig) -> None:
     weights = FusedWeights(config, torch.float32)
-    tensors = dict(read_safetensors_folder(folder))
+    tensors = dict(read_safetensors(folder))
     assert weights.nbytes == sum(value.numel() * 4 for name, value in tensors.items() if name != "lm_head.weight")
     tensors["model.embed_tokens.weight"] = torch.zeros(VOCAB, 64, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"wrong dtype: model.embed_tokens.weight is torch.int64"):

@@ -70,7 +70,7 @@ def test_a_killed_actor_takes_up_what_the_files_hold(
     client.record_texts("eval", 0, [{"response": "before"}])
     wait_until(lambda: len(read_metrics(tmp_path)) == 1, what="the first line")
     wait_until((tmp_path / "texts.jsonl").exists, what="the first text")
-    actor: Any = ray.get_actor(tmp_path.name)
+    actor: Any = ray.get_actor(tmp_path.name, namespace=NAMESPACE)
     pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
     os.kill(pid, signal.SIGKILL)
 
@@ -97,7 +97,7 @@ def test_a_dead_actor_is_named_and_reports_to_it_are_counted(
     tracker = TrackerConfig(name="none", tensorboard=False, jsonl=False)
     client = start_metrics(tracker, tmp_path, name="short-lived", namespace=NAMESPACE, max_restarts=0)
     client.poll(0, timeout_s=60)
-    ray.kill(ray.get_actor("short-lived"))
+    ray.kill(ray.get_actor("short-lived", namespace=NAMESPACE))
     wait_until(lambda: unavailable(client), what="the end of the actor")
     client.record("actor", 0, {"reward": 0.5})
     wait_until(lambda: client.errors == 1, what="the count of the failed report")

@@ -18,7 +18,8 @@ from relax_core.engines.embedded.scheduler import NOTHING_ATTESTED, Scheduler
 from relax_core.engines.embedded.server import EngineApp
 from relax_core.engines.embedded.slots import Prefix
 from relax_core.engines.embedded.weight_updates import WeightUpdates
-from relax_core.engines.embedded.weights import FusedWeights, read_safetensors_folder
+from relax_core.engines.embedded.weights import FusedWeights
+from relax_core.weights.model_folder import read_safetensors
 
 BASE64_GROWTH = 1.5  # base64 takes 4/3 of the bytes; the rest is for names and for a wider dtype than ours
 
@@ -42,7 +43,7 @@ def build_app(arguments: argparse.Namespace) -> tuple[EngineApp, Scheduler]:
     )
     version = NOTHING_ATTESTED
     if arguments.load_weights:
-        weights.apply(weights.checked(read_safetensors_folder(arguments.model_path)))
+        weights.apply(weights.checked(read_safetensors(arguments.model_path)))
         version = arguments.weight_version
     with torch.inference_mode():
         _warm_up(decoder)

@@ -22,9 +22,10 @@ from torch import Tensor
 from relax_core.contracts.engine import WeightManifest
 from relax_core.engines.embedded.asgi import HttpError
 from relax_core.engines.embedded.scheduler import NOTHING_ATTESTED, Scheduler
-from relax_core.engines.embedded.weights import FusedWeights, read_safetensors_folder
+from relax_core.engines.embedded.weights import FusedWeights
 from relax_core.engines.weight_group import WeightGroup
 from relax_core.weights.files import DigestMismatch, read_weights, tensors_digest
+from relax_core.weights.model_folder import read_safetensors
 
 T = TypeVar("T")
 
@@ -59,7 +60,7 @@ class WeightUpdates:
 
     async def from_disk(self, model_path: str, version: int) -> dict[str, Any]:
         async with self._lock:
-            checked = await self._checked(lambda: dict(read_safetensors_folder(Path(model_path))))
+            checked = await self._checked(lambda: dict(read_safetensors(Path(model_path))))
             return await self._apply(checked, version, "")
 
     async def begin(self) -> dict[str, Any]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -118,16 +117,3 @@ class FusedWeights:
                 target.view.copy_(tensor.reshape(target.view_shape))
                 if target.scale != 1.0:
                     target.view.mul_(target.scale)
-
-
-def read_safetensors_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a Hugging Face folder's ``*.safetensors``; raises ValueError where there are none."""
-    from safetensors import safe_open
-
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"model_path {folder}: no *.safetensors there; give a Hugging Face model folder")
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - it is no mapping
-                yield name, file.get_tensor(name)

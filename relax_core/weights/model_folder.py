@@ -1,0 +1,20 @@
+"""Reading a Hugging Face folder's weights as a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import Tensor
+
+
+def read_safetensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of a folder's ``*.safetensors``, one in memory at a time; ValueError where there are none."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"model.path={folder}: no *.safetensors file there. Give a Hugging Face folder with weights.")
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                yield name, file.get_tensor(name)

@@ -1,0 +1,42 @@
+"""Nothing of a run's own Ray listens beyond loopback (DESIGN §7)."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SESSION = """
+import json, sys
+from pathlib import Path
+from relax_core.config.compose import load_config
+from relax_core.control.ray_session import RaySession
+
+with RaySession(load_config([]).launcher, namespace="loopback", log_dir=Path(sys.argv[1])):
+    import psutil, ray
+
+    @ray.remote
+    class Worker:
+        def here(self):
+            return True
+
+    worker = Worker.remote()
+    assert ray.get(worker.here.remote(), timeout=60)
+    own = {psutil.Process().pid, *(child.pid for child in psutil.Process().children(recursive=True))}
+    found = [c.laddr.ip for c in psutil.net_connections("inet") if c.status == "LISTEN" and c.pid in own]
+print(json.dumps(found))
+"""
+
+
+def test_ray_listens_on_loopback_only(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", SESSION, str(tmp_path)], cwd=root, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    addresses = [ipaddress.ip_address(one) for one in json.loads(done.stdout.splitlines()[-1])]
+    assert addresses, "Ray listens somewhere"
+    beyond = [str(one) for one in addresses if not (getattr(one, "ipv4_mapped", None) or one).is_loopback]
+    assert not beyond, f"Ray listens on {beyond}"
