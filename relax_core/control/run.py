@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import secrets
 import shutil
@@ -42,7 +43,7 @@ class _Outcome:
 def run_local(config: RelaxConfig, resume: ResumePoint | None) -> int:
     """Runs to the end. Returns 0; 1 where the run failed; 128 + signal where it was stopped. Leaves no process, no
     port and no folder but the run's own."""
-    started = _process_start()
+    started = next(_STARTS)()
     run_dir = Path(config.run.dir)
     with StopSignals() as signals:
         try:
@@ -168,3 +169,7 @@ def _process_start() -> float:
     import psutil
 
     return float(psutil.Process(os.getpid()).create_time())
+
+
+# A run's clock starts with its process; that of a sweep's later runs, which share it, when their turn comes.
+_STARTS = itertools.chain([_process_start], itertools.repeat(time.time))
