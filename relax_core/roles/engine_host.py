@@ -13,6 +13,7 @@ from relax_core.contracts.engine import EngineError
 from relax_core.engines.client import EngineClient
 from relax_core.engines.process import EngineLaunch, EngineProcess
 from relax_core.roles.context import RunContext
+from relax_core.roles.engines import engine_client
 from relax_core.roles.worker import Worker
 from relax_core.weights.publisher import read_latest
 
@@ -57,7 +58,7 @@ class EngineHost(Worker):
         process = self._launch(port)
         self._url = process.url
         self._address.set()
-        client = self._client()
+        client = engine_client(self.context, self._url)
         try:
             while not self.stopping:
                 code = process.poll()
@@ -71,20 +72,11 @@ class EngineHost(Worker):
                         )
                     self.set_state("starting", f"engine process ended with {code}; restart {self.restarts}")
                     process = self._launch(process.port)
-                    client = self._client()
+                    client = engine_client(self.context, self._url)
                 self._reconcile(client)
                 self._stopping.wait(WATCH_S)
         finally:
             process.stop(timeout_s=5.0)
-
-    def _client(self) -> EngineClient:
-        engine = self.context.config.engine
-        return EngineClient(
-            self._url,
-            self.context.token_file.read_text().strip(),
-            request_timeout_s=engine.request_timeout_s,
-            control_timeout_s=engine.sync_timeout_s,
-        )
 
     def _reconcile(self, client: EngineClient) -> None:
         """Gives the engine the newest published weights where the trainer's own push has not reached it."""

@@ -14,13 +14,23 @@ from relax_core.roles.context import RunContext, worker_name
 from relax_core.roles.failure import failure_line
 
 
+def engine_client(context: RunContext, url: str) -> EngineClient:
+    """A client with the run's token and deadlines."""
+    engine = context.config.engine
+    return EngineClient(
+        url,
+        context.token_file.read_text().strip(),
+        request_timeout_s=engine.request_timeout_s,
+        control_timeout_s=engine.sync_timeout_s,
+    )
+
+
 class EngineDirectory:
     """Clients of the run's engines, by number. Addresses come from the engines' owners, which may have been restarted:
     ask afresh for one that stopped answering."""
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
-        self._token = context.token_file.read_text().strip()
         self._clients: dict[int, EngineClient] = {}
 
     def client(self, engine: int) -> EngineClient:
@@ -35,12 +45,7 @@ class EngineDirectory:
             url = ray.get(owner.endpoint.remote(timeout_s), timeout=timeout_s + 2.0)
         except (ValueError, RayError) as error:
             raise EngineUnreachable(f"engine {engine}: its owner does not answer: {failure_line(error)}") from error
-        self._clients[engine] = EngineClient(
-            url,
-            self._token,
-            request_timeout_s=self._context.config.engine.request_timeout_s,
-            control_timeout_s=self._context.config.engine.sync_timeout_s,
-        )
+        self._clients[engine] = engine_client(self._context, url)
 
     def reachable(self) -> list[EngineClient]:
         """Clients of the engines that are up; nobody is waited for."""

@@ -113,7 +113,6 @@ class RolloutWorker(Worker):
             seed=config.seed,
             prompts_per_step=config.rollout.prompts_per_step,
             sampling=self._sampling(tokenizer, greedy=False),
-            context_length=config.engine.context_length,
             admit_timeout_s=config.run.stall_timeout_s,
             call_timeout_s=config.bus.call_timeout_s,
         )

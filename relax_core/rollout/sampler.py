@@ -41,7 +41,6 @@ class SamplerSettings:
     seed: int
     prompts_per_step: int
     sampling: SamplingParams
-    context_length: int
     admit_timeout_s: float
     call_timeout_s: float
 

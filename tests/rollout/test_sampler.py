@@ -130,7 +130,6 @@ async def sample(
                 seed=0,
                 prompts_per_step=STEP_GROUPS,
                 sampling=SamplingParams(n=GROUP_SIZE, max_new_tokens=8, stop_token_ids=tokenizer.stop_token_ids),
-                context_length=CONTEXT,
                 admit_timeout_s=60.0,
                 call_timeout_s=60.0,
             ),
