@@ -16,15 +16,31 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 OldLogprobs = Literal["rollout", "actor_fwd"]
+ServedBy = Literal["forward", "engine"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TeacherNeeds:
+    """Teachers of a distillation. ``models``: name → Hugging Face folder, or a builtin's name. ``key``: the data column
+    that names a prompt's teacher; empty where there is one teacher. ``top_k``: likeliest tokens whose log-probs are
+    wanted beside the sampled one's; 0: none. ``served_by``: a forward pass of the trainer's back end, or an engine."""
+
+    models: Mapping[str, str]
+    key: str = ""
+    top_k: int = 0
+    served_by: ServedBy = "forward"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """Roles and columns that an algorithm needs under given knobs."""
+    """Roles and columns that an algorithm needs under given knobs. ``entropy``: the loss wants the entropy of the
+    whole distribution at every token."""
 
     old_logprobs: OldLogprobs
     reference: bool = False
     critic: bool = False
+    teacher: TeacherNeeds | None = None
+    entropy: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +56,16 @@ class AdvantageInputs:
     sample_ids: Tensor  # [tokens] int64
     old_logprobs: Tensor | None = None
     reference_logprobs: Tensor | None = None
+    teacher_logprobs: Tensor | None = None  # [tokens], of the sampled tokens
+    values: Tensor | None = None  # [tokens], of the critic, in front of each token
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossInputs:
-    """One micro-batch. ``logprobs`` carries the gradient; everything else is detached."""
+    """One micro-batch. ``logprobs``, ``entropy`` and ``top_logprobs`` carry the gradient; everything else is detached.
+
+    The last four are None unless `Needs` asked for them. ``top``: the teacher's likeliest tokens at each position.
+    """
 
     logprobs: Tensor  # [tokens], of the current weights
     old_logprobs: Tensor  # [tokens], the proximal policy's
@@ -54,6 +75,23 @@ class LossInputs:
     sample_ids: Tensor  # [tokens] int64
     num_samples: int
     reference_logprobs: Tensor | None = None
+    teacher_logprobs: Tensor | None = None  # [tokens], of the sampled tokens
+    entropy: Tensor | None = None  # [tokens], nats, of the current weights
+    teacher_top_logprobs: Tensor | None = None  # [tokens, top_k]
+    top_logprobs: Tensor | None = None  # [tokens, top_k], of the current weights at the teacher's tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueInputs:
+    """One micro-batch of the critic. ``values`` carries the gradient. ``returns``: what they should be; ``old_values``:
+    the critic's own when the advantages were computed."""
+
+    values: Tensor  # [tokens]
+    old_values: Tensor  # [tokens]
+    returns: Tensor  # [tokens]
+    loss_mask: Tensor  # [tokens] bool
+    sample_ids: Tensor  # [tokens] int64
+    num_samples: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +116,13 @@ class StepTotals:
 
 @dataclass(frozen=True)
 class AlgorithmKnobs:
-    """What every algorithm has. ``group_size``: samples a prompt."""
+    """What every algorithm has. ``group_size``: samples a prompt. ``mini_batches``: optimizer updates that a train
+    step's groups are split into. ``epochs``: times that each of them is trained on."""
 
     name: str
     group_size: int
+    mini_batches: int = 1
+    epochs: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +136,8 @@ class AlgorithmSpec:
     ``drop_group``: may refuse a complete group before it enters the bus; the prompt is replaced by the next. It gets
     the rewards of the group's samples and how many groups were refused since the last that was kept, and returns the
     reason for the ledger, or None to keep the group.
+    ``value_loss``: the critic's loss, of an algorithm that needs one; its denominator is the policy's. The critic
+    learns the returns: the advantages as ``advantages`` gave them, plus the values.
     """
 
     name: str
@@ -107,3 +150,4 @@ class AlgorithmSpec:
     denominator: Callable[[StepTotals, Any], float]
     normalize: Callable[[Sequence[Tensor], Sequence[Tensor], Any], list[Tensor]] | None = None
     drop_group: Callable[[Sequence[float], int, Any], str | None] | None = None
+    value_loss: Callable[[ValueInputs, Any], LossOutputs] | None = None

@@ -25,6 +25,12 @@ SAMPLE_INFO = "sample_info"  # list[SampleInfo]
 OLD_LOGPROBS = "old_logprobs"  # Ragged float32, written by actor_fwd
 REFERENCE_LOGPROBS = "reference_logprobs"  # Ragged float32, written by reference
 ADVANTAGES = "advantages"  # Ragged float32, written by advantages
+RETURNS = "returns"  # Ragged float32, written by advantages where there is a critic
+VALUES = "values"  # Ragged float32, written by critic
+TEACHER = "teacher"  # msgpack str, the name of the prompt's teacher
+TEACHER_LOGPROBS = "teacher_logprobs"  # Ragged float32, written by teacher
+TEACHER_TOP_IDS = "teacher_top_ids"  # Ragged int32, top_k numbers a response token, written by teacher
+TEACHER_TOP_LOGPROBS = "teacher_top_logprobs"  # Ragged float32, the same
 
 ROLLOUT_COLUMNS = (
     PROMPT_IDS,

@@ -31,6 +31,11 @@ class TrainGroup:
     advantages: np.ndarray | None = None  # float32 [tokens]
     old_logprobs: np.ndarray | None = None  # float32 [tokens]; None: the rollout's are the old ones
     reference_logprobs: np.ndarray | None = None  # float32 [tokens]
+    teacher_logprobs: np.ndarray | None = None  # float32 [tokens]
+    teacher_top_ids: np.ndarray | None = None  # int32 [tokens, top_k]
+    teacher_top_logprobs: np.ndarray | None = None  # float32 [tokens, top_k]
+    values: np.ndarray | None = None  # float32 [tokens], the critic's when the advantages were computed
+    returns: np.ndarray | None = None  # float32 [tokens]
 
     @property
     def packed_tokens(self) -> int:
