@@ -19,6 +19,7 @@ def launch(config: RelaxConfig) -> int:
     checkpoint that cannot be resumed and a folder that cannot be written; nothing was started then."""
     from relax_core.control.resume import find_resume_point
     from relax_core.control.run import run_local
+    from relax_core.control.supervisor import supervise
 
     folder = run_folder(config)
     in_folder = replace(config, run=replace(config.run, dir=str(folder)))
@@ -29,7 +30,7 @@ def launch(config: RelaxConfig) -> int:
     except (ValueError, OSError) as error:
         print(f"relax: {error}", file=sys.stderr)
         return USAGE
-    return run_local(in_folder, resume)
+    return supervise(in_folder, resume, run_local)
 
 
 def run_folder(config: RelaxConfig) -> Path:

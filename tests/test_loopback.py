@@ -12,9 +12,10 @@ SESSION = """
 import json, sys
 from pathlib import Path
 from relax_core.config.compose import load_config
+from relax_core.control.place import run_place
 from relax_core.control.ray_session import RaySession
 
-with RaySession(load_config([]).launcher, namespace="loopback", log_dir=Path(sys.argv[1])):
+with run_place() as place, RaySession(load_config([]).launcher, place, log_dir=Path(sys.argv[1])):
     import psutil, ray
 
     @ray.remote

@@ -87,6 +87,9 @@ RANGES: dict[str, Range] = {
     "run.stall_timeout_s": _POSITIVE,
     "run.stop_timeout_s": _POSITIVE,
     "run.max_restarts": _FROM_ZERO,
+    "run.max_recoveries": _FROM_ZERO,
+    "run.heartbeat_timeout_s": _POSITIVE,
+    "run.watch_after_s": _POSITIVE,
     "eval.every": Range(0, why="0 never evaluates"),
     "eval.rows": _COUNT,
 }

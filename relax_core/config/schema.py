@@ -156,6 +156,9 @@ class RunSettings:
     stall_timeout_s: float = MISSING
     stop_timeout_s: float = MISSING
     max_restarts: int = MISSING
+    max_recoveries: int = MISSING
+    heartbeat_timeout_s: float = MISSING
+    watch_after_s: float = MISSING
 
 
 @dataclass

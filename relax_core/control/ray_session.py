@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import atexit
-import functools
 import logging
 import os
 import secrets
 import shutil
 import sys
-import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from relax_core.config.schema import LauncherConfig
+from relax_core.control.place import RunPlace
 
 QUIET = {
     "RAY_AUTH_MODE": "token",
@@ -45,33 +43,20 @@ def new_token_file(path: Path) -> Path:
     return path
 
 
-@functools.cache
-def _process_token() -> Path:
-    """Ray's own token: one a process, since Ray reads it once, also where a sweep runs several runs in one process."""
-    folder = Path(tempfile.mkdtemp(prefix="rlx-"))
-    atexit.register(shutil.rmtree, folder)
-    return new_token_file(folder / "ray-token")
-
-
 class RaySession:
-    """Use as a context manager. ``folder``: the run's private folder under /tmp, short because of socket names.
-    ``token_file``: the run's bearer token, in there."""
+    """Use as a context manager, once a process: Ray reads its token's place when it is imported.
+    ``token_file``: the run's bearer token."""
 
-    folder: Path
-    token_file: Path
-
-    def __init__(self, launcher: LauncherConfig, *, namespace: str, log_dir: Path) -> None:
+    def __init__(self, launcher: LauncherConfig, place: RunPlace, *, log_dir: Path) -> None:
         self._launcher = launcher
-        self._namespace = namespace
+        self._place = place
+        self.token_file = place.folder / "token"
         self._log_dir = log_dir
         self._undo = ExitStack()
 
     def __enter__(self) -> Self:
         with ExitStack() as undo:
-            self.folder = Path(tempfile.mkdtemp(prefix="rlx-"))
-            # Errors ignored: a Ray daemon may still be writing its last log line.
-            undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
-            self.token_file = new_token_file(self.folder / "token")
+            new_token_file(self.token_file)
             self._init_ray(undo)
             self._undo = undo.pop_all()
         return self
@@ -81,7 +66,7 @@ class RaySession:
         os.environ.update(ONE_THREAD)
         if own:
             assert "ray" not in sys.modules or os.environ.get("RAY_AUTH_MODE") == "token", "Ray reads it when imported"
-            os.environ.update(QUIET, RAY_AUTH_TOKEN_PATH=str(_process_token()))
+            os.environ.update(QUIET, RAY_AUTH_TOKEN_PATH=str(new_token_file(self._place.folder / "ray-token")))
         import ray
 
         where = {
@@ -89,13 +74,13 @@ class RaySession:
             "num_gpus": 0,
             "object_store_memory": self._launcher.object_store_mb << 20,
             "include_dashboard": False,
-            "_temp_dir": str(self.folder / "ray"),
+            "_temp_dir": str(self._place.folder / "ray"),
         }
         undo.callback(ray.shutdown)
         try:
             ray.init(
                 **(where if own else {"address": self._launcher.ray_address}),
-                namespace=self._namespace,
+                namespace=self._place.namespace,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
@@ -104,7 +89,7 @@ class RaySession:
 
     def keep_logs(self) -> None:
         """Copies what the worker processes wrote into the run's folder; for a run that failed."""
-        logs = self.folder / "ray" / "session_latest" / "logs"
+        logs = self._place.folder / "ray" / "session_latest" / "logs"
         try:
             for file in logs.glob("worker-*"):
                 if file.stat().st_size:

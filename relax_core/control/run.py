@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-import secrets
-import shutil
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,9 +12,11 @@ from typing import Any, Literal
 from relax_core.config.schema import RelaxConfig
 from relax_core.control.controller import Controller
 from relax_core.control.finish import RunRecords, collect, show_end, write_end
+from relax_core.control.place import RunPlace
 from relax_core.control.ray_session import RaySession
 from relax_core.control.resume import ResumePoint
 from relax_core.control.signals import StopSignals
+from relax_core.control.supervisor import Attempt
 from relax_core.control.watch import RunFailed, run_failed
 from relax_core.observe.panel import Panel
 from relax_core.roles.context import RunContext
@@ -28,7 +24,6 @@ from relax_core.tools.make_tiny import tiny_model_folder
 
 FAILED = 1
 FAILURE_LOG = "failure.log"
-SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +35,13 @@ class _Outcome:
     records: RunRecords | None = None
 
 
-def run_local(config: RelaxConfig, resume: ResumePoint | None) -> int:
-    """Runs to the end. Returns 0; 1 where the run failed; 128 + signal where it was stopped. Leaves no process, no
-    port and no folder but the run's own."""
-    started = next(_STARTS)()
+def run_local(config: RelaxConfig, resume: ResumePoint | None, place: RunPlace, attempt: Attempt) -> int:
+    """Runs to the end, in its own process. Returns 0; 1 where the run failed; 128 + signal where it was stopped."""
+    started = attempt.started
     run_dir = Path(config.run.dir)
     with StopSignals() as signals:
         try:
-            outcome = _in_session(config, resume, signals)
+            outcome = _in_session(config, resume, place, signals)
         except KeyboardInterrupt:
             assert signals.received is not None
             print("relax: ended at once, without a checkpoint", file=sys.stderr)
@@ -84,21 +78,20 @@ def _tell_failure(outcome: _Outcome, run_dir: Path, *, started: float) -> None:
         print(f"relax: the logs and the summary are not complete: {error}", file=sys.stderr)
 
 
-def _in_session(config: RelaxConfig, resume: ResumePoint | None, signals: StopSignals) -> _Outcome:
+def _in_session(config: RelaxConfig, resume: ResumePoint | None, place: RunPlace, signals: StopSignals) -> _Outcome:
     """The run between the start and the end of its Ray."""
     run_dir = Path(config.run.dir)
-    namespace = f"relax-{os.getpid()}-{secrets.token_hex(4)}"  # tells whose a folder is that a kill left behind
-    session = RaySession(config.launcher, namespace=namespace, log_dir=run_dir / "logs")
-    with _weights_folder(namespace) as weights_folder, ThreadPoolExecutor(1) as pool:
+    session = RaySession(config.launcher, place, log_dir=run_dir / "logs")
+    with ThreadPoolExecutor(1) as pool:
         model = pool.submit(_model_folder, config)
         with session:
             signals.arm()
             context = RunContext(
                 config=config,
-                namespace=namespace,
+                namespace=place.namespace,
                 run_dir=run_dir,
                 model_folder=model.result(timeout=config.run.start_timeout_s),
-                weights_folder=weights_folder,
+                weights_folder=place.weights_folder,
                 token_file=session.token_file,
                 resume_from=resume.folder if resume else None,
                 start_step=resume.step if resume else 0,
@@ -141,35 +134,3 @@ def _model_folder(config: RelaxConfig) -> Path:
         return Path(config.model.path)
     assert config.model.builtin is not None and config.model.task is not None, "validated"
     return tiny_model_folder(config.model.builtin, task=config.model.task)
-
-
-@contextmanager
-def _weights_folder(namespace: str) -> Iterator[Path]:
-    _remove_dead_runs_weights()
-    folder = SHARED_MEMORY / namespace
-    folder.mkdir(mode=0o700)
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder)
-
-
-def _remove_dead_runs_weights() -> None:
-    """What a run left in memory whose controller was killed; its folder's name tells the process."""
-    import psutil
-
-    for left in SHARED_MEMORY.glob("relax-*-*"):
-        owner = left.name.split("-")[1]
-        if owner.isdigit() and not psutil.pid_exists(int(owner)) and left.stat().st_uid == os.getuid():
-            shutil.rmtree(left)
-
-
-def _process_start() -> float:
-    """Unix time at which this process began."""
-    import psutil
-
-    return float(psutil.Process(os.getpid()).create_time())
-
-
-# A run's clock starts with its process; that of a sweep's later runs, which share it, when their turn comes.
-_STARTS = itertools.chain([_process_start], itertools.repeat(time.time))

@@ -19,23 +19,27 @@ SESSION = """
 import json, os, stat, sys
 from pathlib import Path
 from relax_core.config.compose import load_config
+from relax_core.control.place import run_place
 from relax_core.control.ray_session import RaySession
 
 assert "ray" not in sys.modules, "Ray reads its token's place when it is imported"
 logs = Path(sys.argv[1])
-session = RaySession(load_config(["launcher.ray_logical_cpus=1"]).launcher, namespace="mine", log_dir=logs)
 try:
-    with session:
+    with (
+        run_place() as place,
+        RaySession(load_config(["launcher.ray_logical_cpus=1"]).launcher, place, log_dir=logs) as session,
+    ):
         import ray
         told = {
-            "folder": str(session.folder),
-            "folder_mode": stat.S_IMODE(session.folder.stat().st_mode),
+            "folder": str(place.folder),
+            "folder_mode": stat.S_IMODE(place.folder.stat().st_mode),
             "token_mode": stat.S_IMODE(session.token_file.stat().st_mode),
             "token": session.token_file.read_text(),
             "ray_token": os.environ["RAY_AUTH_TOKEN_PATH"],
             "ray_token_mode": stat.S_IMODE(os.stat(os.environ["RAY_AUTH_TOKEN_PATH"]).st_mode),
             "ray_token_text": Path(os.environ["RAY_AUTH_TOKEN_PATH"]).read_text(),
             "namespace": ray.get_runtime_context().namespace,
+            "place_namespace": place.namespace,
             "nodes": [node["NodeManagerAddress"] for node in ray.nodes()],
         }
 
@@ -50,7 +54,7 @@ try:
             raise RuntimeError("the run failed")
 except RuntimeError as error:
     assert str(error) == "the run failed"
-assert not session.folder.exists()
+assert not place.folder.exists()
 """
 
 
@@ -80,7 +84,7 @@ def test_a_session_is_private_and_leaves_nothing(tmp_path_factory: pytest.TempPa
         assert told["token_mode"] == told["ray_token_mode"] == 0o600
         assert len(told["token"]) == len(told["ray_token_text"]) == 64
         assert told["token"] != told["ray_token_text"]
-        assert told["namespace"] == "mine"
+        assert told["namespace"] == told["place_namespace"]
         assert len(told["nodes"]) == 1
         assert list(temporary.iterdir()) == []
         assert not Path(f"/proc/{told['worker']}").exists()

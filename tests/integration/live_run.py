@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from relax_core.control.supervisor import CONTROLLER
+
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 300.0
 GONE_S = 15.0  # Ray's daemons get their SIGTERM a moment before the run's own process ends
@@ -145,6 +147,11 @@ class LiveRun:
         (pid,) = (pid for pid, line in self.processes().items() if command in line)
         os.kill(pid, signal.SIGKILL)
         return pid
+
+    def kill_controller(self) -> None:
+        """SIGKILL to the controller; its supervisor, which has the same command line, lives on."""
+        (pid,) = (pid for pid in self.processes() if Path(f"/proc/{pid}/comm").read_text().strip() == CONTROLLER)
+        os.kill(pid, signal.SIGKILL)
 
     def interrupt(self) -> None:
         """What Ctrl-C in a terminal does: SIGINT to every process of the foreground group."""

@@ -43,3 +43,17 @@ def test_in_a_window_every_sample_is_trained_or_dropped_with_a_reason(tmp_path: 
     assert run.summary["ledger"]["trained"] == 90 * 8 * 16
     assert set(run.summary["ledger"]["dropped"]) <= {"stale"}
     assert run.summary["staleness"]["max"] <= 1
+
+
+def test_another_controller_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    overrides = ("mode.max_staleness=1", "run.steps=60", "eval.every=0", "run.save_every=10")
+    with LiveRun(tmp_path / "run", *overrides) as live:
+        live.wait_for("a checkpoint", lambda: (live.folder / "checkpoints/step_00000020/meta.json").exists())
+        live.kill_controller()
+        run = live.finish()
+    assert run.code == 0, run.output
+    assert "the controller was killed by SIGKILL; another goes on from step" in run.output
+    run.assert_books_closed()
+    assert run.summary["steps"] == 60
+    assert run.summary["ledger"]["trained"] == 60 * 8 * 16
+    assert run.summary["staleness"]["max"] <= 1

@@ -1,0 +1,203 @@
+"""The process that the user started: above the controller, so that a controller's death is not the run's.
+
+It forks the controller, hands signals on, and knows each process that the run leaves: all orphans become its children.
+A controller that was killed, or that froze, starts again from the newest checkpoint. It never imports Ray.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from relax_core.config.schema import RelaxConfig
+from relax_core.control.place import RunPlace, run_place
+from relax_core.control.resume import ResumePoint, find_resume_point
+from relax_core.control.signals import STOP_SIGNALS
+
+FAILED = 1
+BEAT_S = 1.0
+LOOK_S = 0.2  # how late an end, a freeze or a signal is noticed
+ORPHANS_S = 10.0  # Ray's daemons get their SIGTERM a moment before the controller ends
+CONTROLLER = "relax-control"  # its name in `ps` and `top`; 15 characters at most
+_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
+
+RunOnce = Callable[[RelaxConfig, ResumePoint | None, RunPlace, "Attempt"], int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """``number``: 0, or how many controllers died before. ``started``: Unix time at which the user's process began, or
+    a sweep's turn came. ``causes``: how the earlier controllers ended, one line each."""
+
+    number: int
+    started: float
+    causes: tuple[str, ...] = ()
+
+
+def supervise(config: RelaxConfig, resume: ResumePoint | None, run_once: RunOnce) -> int:
+    """Runs ``run_once`` in a child until it ends by itself; returns its exit code. A killed one is repeated from the
+    newest checkpoint, ``run.max_recoveries`` times; then the code is 1. Nothing of the run is left afterwards."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    attempt = Attempt(number=0, started=next(_STARTS)())
+    with _Signals() as signals:
+        while True:
+            with run_place() as place:
+                controller = _Controller(partial(run_once, config, resume, place, attempt), signals)
+                code = controller.wait(frozen_after_s=config.run.heartbeat_timeout_s)
+                signals.controller = None
+                _end_orphans(grace_s=ORPHANS_S if code >= 0 else 0.0)  # the killed one's have nothing to end well
+            if code >= 0:
+                return code
+            if signals.received is not None:
+                return 128 + signals.received
+            how = f"the controller was killed by {signal.Signals(-code).name}"
+            if attempt.number >= config.run.max_recoveries:
+                print(f"relax: failed: {how}; run.max_recoveries={config.run.max_recoveries}", file=sys.stderr)
+                return FAILED
+            attempt = replace(attempt, number=attempt.number + 1, causes=(*attempt.causes, how))
+            resume = find_resume_point(replace(config, resume="auto")) or resume
+            step = resume.step if resume is not None else 0
+            print(f"relax: {how}; another goes on from step {step}", file=sys.stderr, flush=True)
+
+
+class _Signals:
+    """Hands SIGINT and SIGTERM on to the controller, each once. ``received``: the first one's number."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self.controller: int | None = None  # process id
+        self._earlier: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._earlier = {number: signal.signal(number, self._take) for number in STOP_SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._earlier.items():
+            signal.signal(number, handler)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        self.received = self.received or number
+        if self.controller is not None:
+            os.kill(self.controller, number)
+
+
+class _Controller:
+    """A forked child. It writes a byte to a pipe each second while its interpreter runs."""
+
+    def __init__(self, main: Callable[[], int], signals: _Signals) -> None:
+        assert threading.active_count() == 1, "a fork copies the calling thread alone"
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._beats, beats = os.pipe()
+        parent = os.getpid()
+        # Blocked, so that a signal meets a child that has its own handlers, and a parent that knows its child.
+        unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        self._pid = os.fork()
+        if self._pid == 0:
+            os.close(self._beats)
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+            _as_controller(main, beats, parent)
+        signals.controller = self._pid
+        signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+        os.close(beats)
+
+    def wait(self, *, frozen_after_s: float) -> int:
+        """The exit code, or the negative number of the signal that killed it."""
+        last = time.monotonic()
+        while True:
+            ended, status = os.waitpid(self._pid, os.WNOHANG)
+            if ended:
+                os.close(self._beats)
+                return os.waitstatus_to_exitcode(status)
+            if select.select([self._beats], [], [], LOOK_S)[0]:
+                if not os.read(self._beats, 4096):
+                    time.sleep(LOOK_S)  # its end is closed: it is ending
+                last = time.monotonic()
+            elif time.monotonic() - last > frozen_after_s:
+                os.kill(self._pid, signal.SIGKILL)
+
+
+def _as_controller(main: Callable[[], int], beats: int, parent: int) -> None:
+    """The child's life; never returns."""
+    code = FAILED
+    try:
+        os.setpgid(0, 0)  # a terminal's Ctrl-C goes to the supervisor alone, which hands it on once
+        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # without a supervisor it ends with a checkpoint
+        _prctl(_PR_SET_NAME, ctypes.c_char_p(CONTROLLER.encode()))
+        if os.getppid() != parent:
+            os._exit(FAILED)
+        threading.Thread(target=_beat, args=(beats,), name="heartbeat", daemon=True).start()
+        code = main()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _beat(beats: int) -> None:
+    with suppress(BrokenPipeError):
+        while True:
+            os.write(beats, b".")
+            time.sleep(BEAT_S)
+
+
+def _end_orphans(*, grace_s: float) -> None:
+    """Waits for what the controller left, kills what does not end by itself, and names what not even that ends."""
+    import psutil
+
+    began = time.monotonic()
+    while orphans := psutil.Process().children(recursive=True):
+        waited_s = time.monotonic() - began
+        if waited_s > grace_s + ORPHANS_S:
+            left = ", ".join(f"{orphan.pid} ({orphan.name()})" for orphan in orphans)
+            print(f"relax: processes that do not die: {left}", file=sys.stderr)
+            return
+        if waited_s >= grace_s:
+            for orphan in orphans:
+                with suppress(psutil.NoSuchProcess):
+                    orphan.kill()
+        _reap()
+        time.sleep(LOOK_S / 10)
+
+
+def _reap() -> None:
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _prctl(option: int, value: int | ctypes.c_char_p) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option})")
+
+
+def _process_start() -> float:
+    """Unix time at which this process began."""
+    import psutil
+
+    return float(psutil.Process(os.getpid()).create_time())
+
+
+# A run's clock starts with its process; that of a sweep's later runs, which share it, when their turn comes.
+_STARTS: Any = itertools.chain([_process_start], itertools.repeat(time.time))

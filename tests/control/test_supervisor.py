@@ -1,0 +1,155 @@
+"""The process above the controller, with real forks, signals and orphans; no Ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 30.0
+
+PROGRAM = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from relax_core.config.compose import load_config
+from relax_core.control.supervisor import supervise
+
+folder = Path(sys.argv[1])
+config = load_config([f"run.dir={folder}", "run.max_recoveries=2", "run.heartbeat_timeout_s=2", *sys.argv[3:]])
+
+def killed_once(config, resume, place, attempt):
+    (folder / f"place{attempt.number}").write_text(f"{place.folder}\\n{place.weights_folder}")
+    (place.folder / "left").touch()
+    if attempt.number == 0:
+        subprocess.Popen(["setsid", "sleep", "600"])
+        os.kill(os.getpid(), signal.SIGKILL)
+    print(attempt.causes, flush=True)
+    return 7
+
+def always_killed(config, resume, place, attempt):
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+def frozen_once(config, resume, place, attempt):
+    if attempt.number == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return 0
+
+def waits_for_signals(config, resume, place, attempt):
+    got = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: got.append(number))
+    (folder / "ready").touch()
+    deadline = time.monotonic() + 20
+    while len(got) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.5)  # a signal that came twice would be in by now
+    print(got, flush=True)
+    return 130
+
+def fails(config, resume, place, attempt):
+    raise RuntimeError("no such luck")
+
+def no_handlers(config, resume, place, attempt):
+    (folder / "ready").touch()
+    time.sleep(20)
+    return 0
+
+assert "ray" not in sys.modules and "torch" not in sys.modules
+sys.exit(supervise(config, None, globals()[sys.argv[2]]))
+"""
+
+
+def start(folder: Path, case: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, str(folder), case],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_ready(folder: Path) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not (folder / "ready").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def members(session: int) -> list[str]:
+    """Command lines of the processes of a session; a dead one's is empty."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                if os.getsid(int(entry.name)) == session:
+                    found.append((entry / "cmdline").read_text())
+            except OSError:
+                continue
+    return found
+
+
+def test_a_killed_controller_is_repeated_and_its_orphans_and_folders_are_gone(tmp_path: Path) -> None:
+    process = start(tmp_path, "killed_once")
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 7, err
+    assert "killed by SIGKILL" in out and "goes on from step 0" in err
+    places = [Path(line) for number in (0, 1) for line in (tmp_path / f"place{number}").read_text().splitlines()]
+    assert len(set(places)) == 4 and not any(place.exists() for place in places)
+    # The orphan sleeps for 600 s in a session of its own: only a parent that adopted it can have ended it.
+    orphans = subprocess.run(["pgrep", "-f", "^sleep 600$"], capture_output=True, text=True, check=False, timeout=5)
+    assert orphans.stdout == ""
+
+
+def test_the_limit_ends_it(tmp_path: Path) -> None:
+    process = start(tmp_path, "always_killed")
+    _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 1
+    assert err.count("another goes on") == 2
+    assert "run.max_recoveries=2" in err and "SIGSEGV" in err
+
+
+def test_a_frozen_controller_is_killed_and_repeated(tmp_path: Path) -> None:
+    process = start(tmp_path, "frozen_once")
+    _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0
+    assert "SIGKILL" in err
+
+
+def test_each_signal_arrives_once(tmp_path: Path) -> None:
+    process = start(tmp_path, "waits_for_signals")
+    wait_ready(tmp_path)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 130, err
+    assert sorted(eval(out)) == [signal.SIGINT, signal.SIGTERM]
+
+
+def test_a_controller_that_dies_of_the_stop_is_not_repeated(tmp_path: Path) -> None:
+    process = start(tmp_path, "no_handlers")
+    wait_ready(tmp_path)
+    process.terminate()
+    _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 128 + signal.SIGTERM, err
+
+
+def test_an_exception_is_shown_and_not_repeated(tmp_path: Path) -> None:
+    process = start(tmp_path, "fails")
+    _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 1
+    assert err.count("no such luck") == 1
+
+
+def test_without_its_supervisor_the_controller_is_told_to_stop(tmp_path: Path) -> None:
+    process = start(tmp_path, "waits_for_signals")
+    wait_ready(tmp_path)
+    process.kill()
+    out, _ = process.communicate(timeout=DEADLINE_S)  # the pipes close when the controller has ended
+    assert f"[{int(signal.SIGTERM)}]" in out.replace("<Signals.SIGTERM: 15>", "15")
+    assert "".join(members(process.pid)) == ""
