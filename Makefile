@@ -1,4 +1,4 @@
-# make run · make test · make env · make test-env · make lint · make clean
+# make run · make test · make test-slurm · make env · make test-env · make lint · make clean
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,7 @@ TORCH_ARGS ?=
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: env test-env run test lint clean
+.PHONY: env test-env run test test-slurm lint clean
 .DEFAULT_GOAL := run
 
 env: $(VENV)/.relax-env
@@ -19,7 +19,18 @@ run: env
 	$(BIN)/python -m relax_core $(ARGS)
 
 test: test-env
-	@$(BIN)/python -m pytest -q -m "not slow" $(ARGS)
+	@$(BIN)/python -m pytest -q -m "not slow and not slurm" $(ARGS)
+
+# A throw-away Slurm of two nodes on this machine; it needs root, as its daemons do.
+test-slurm: test-env
+	@command -v slurmctld >/dev/null && command -v slurmd >/dev/null && command -v munged >/dev/null || { \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq slurm-wlm munge >/dev/null; \
+	  else \
+	    echo "relax: Slurm is missing. Install it as root (Debian, Ubuntu: apt-get install slurm-wlm munge) and run" \
+	         "make test-slurm as root" >&2; exit 1; \
+	  fi; }
+	@$(BIN)/python -m pytest -q -m slurm tests/slurm $(ARGS)
 
 lint: test-env
 	$(BIN)/ruff check .

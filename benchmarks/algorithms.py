@@ -1,13 +1,19 @@
-"""Every algorithm on the demo (reverse_digits, mode=async), from the same warm start: how far, and in how many steps.
+"""Every algorithm on the demo (reverse_digits), from the same warm start: how far, and in how many steps.
 
-    python -m benchmarks.algorithms --seeds 3                 # prints the table
-    python -m benchmarks.algorithms --seeds 3 --docs          # and puts it into docs/algorithms.md
+    python -m benchmarks.algorithms --results /tmp/algorithms.jsonl           # prints the table
+    python -m benchmarks.algorithms --results /tmp/algorithms.jsonl --docs    # and puts it into docs/algorithms.md
     python -m benchmarks.algorithms --seeds 1 --only gspo sapo --override optimizer.lr=3e-3
+
+Each run takes some twenty seconds. Its figures are a line of --results as soon as it has ended, and a run that has its
+line is not done again: so a benchmark that was stopped, or of which a run failed, goes on with the same command.
 
 ``reward``: mean of the first and of the last ten train steps. ``exact``: share of exact greedy answers of the held-out
 split before and after training. ``steps``: train steps until the mean share of exact sampled answers of the last ten
 steps reached 0.9; of an algorithm that drops groups it counts what was trained on. ``cut``: share of tokens whose
-gradient the loss held back. ``groups``: prompt groups that were generated for one that was trained on.
+gradient the loss held back. ``groups``: prompt groups that were generated for one that was trained on. All of
+mode=async with seeds 0, 1, …; ``colocate``: exact after training with mode=colocate and seed 0. ``teacher``: of
+distillation, its teacher's own share of exact greedy answers. ``distill_grpo``: the teacher is what grpo made of the
+student with the same seed, read from that run's hf/ folder.
 """
 
 from __future__ import annotations
@@ -18,7 +24,9 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -34,33 +42,74 @@ DEADLINE_S = 1200
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "algorithms.md"
 BEGIN, END = "<!-- benchmarks.algorithms: begin -->", "<!-- benchmarks.algorithms: end -->"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-HEADINGS = ("algorithm", "reward first → last", "exact before → after", "steps to exact ≥ 0.9", "cut", "groups")
+ASYNC, COLOCATE = "async", "colocate"
+DISTILL, FROM_GRPO = "distill", "distill_grpo"
+ROWS = sorted([*names("algo"), FROM_GRPO])
+HEADINGS = (
+    "algorithm",
+    "reward first → last",
+    "exact before → after",
+    "steps to exact ≥ 0.9",
+    "colocate",
+    "teacher",
+    "cut",
+    "groups",
+)
 
 Figures = dict[str, float]
 
 
-def main() -> None:
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run of the table, or two where a teacher has to be trained first."""
+
+    row: str
+    mode: str
+    seed: int
+    steps: int
+    overrides: tuple[str, ...] = ()
+
+
+class RunFailed(RuntimeError):
+    """A run did not end with 0; the text has its last words."""
+
+
+def main() -> int:
     arguments = _parse()
-    found: dict[str, list[Figures]] = {}
-    for algorithm in arguments.only or names("algo"):
-        found[algorithm] = []
-        for seed in range(arguments.seeds):
-            found[algorithm].append(_run(algorithm, arguments.override, steps=arguments.steps, seed=seed))
-            print(f"{algorithm} seed {seed}: {json.dumps(found[algorithm][-1])}", file=sys.stderr, flush=True)
-    written = table(found, steps=arguments.steps, seeds=arguments.seeds, overrides=arguments.override)
+    overrides = tuple(arguments.override)
+    runs = list(planned(arguments.only or ROWS, seeds=arguments.seeds, steps=arguments.steps, overrides=overrides))
+    done = read_results(arguments.results) if arguments.results else {}
+    failed = []
+    for run in runs:
+        if run in done:
+            continue
+        try:
+            done[run] = _figures(run)
+        except (RunFailed, subprocess.TimeoutExpired) as error:
+            failed.append(run)
+            print(f"{run.row} {run.mode} seed {run.seed} failed: {error}", file=sys.stderr, flush=True)
+            continue
+        print(f"{run.row} {run.mode} seed {run.seed}: {json.dumps(done[run])}", file=sys.stderr, flush=True)
+        if arguments.results:
+            write_result(arguments.results, run, done[run])
+    written = table({run: done[run] for run in runs if run in done}, seeds=arguments.seeds)
     print(written)
-    if arguments.docs:
+    if failed:
+        print(f"{len(failed)} runs failed: the table lacks them. The same command tries them again.", file=sys.stderr)
+    elif arguments.docs:
         text = DOCS.read_text()
         before, rest = text.split(BEGIN)
         DOCS.write_text(f"{before}{BEGIN}\n{written}\n{END}{rest.split(END)[1]}")
+    return 1 if failed else 0
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each algorithm, with seeds 0, 1, …")
     parser.add_argument("--steps", type=int, default=compose([]).run.steps, help="train steps of a run")
-    parser.add_argument("--only", nargs="+", choices=names("algo"), help="these algorithms alone")
+    parser.add_argument("--only", nargs="+", choices=ROWS, help="these rows alone")
     parser.add_argument("--override", nargs="+", default=[], help="more keys for every run, as on the command line")
+    parser.add_argument("--results", type=Path, help="JSON lines: what is in it is not run again")
     parser.add_argument("--docs", action="store_true", help="write the table into docs/algorithms.md")
     arguments = parser.parse_args()
     if arguments.seeds < 1 or arguments.steps < 2 * WINDOW:
@@ -70,27 +119,83 @@ def _parse() -> argparse.Namespace:
     return arguments
 
 
-def _run(algorithm: str, overrides: Sequence[str], *, steps: int, seed: int) -> Figures:
-    with tempfile.TemporaryDirectory(prefix="relax-algorithms-") as folder:
-        run_dir = Path(folder) / "run"
-        keys = [f"algo={algorithm}", "mode=async", f"run.steps={steps}", f"seed={seed}", f"run.dir={run_dir}"]
-        keys += [f"eval.every={steps}", "run.save_every=0", "run.export_hf=false", "run.panel=false", *overrides]
-        ended = subprocess.run(
-            [sys.executable, "-m", "relax_core", *keys],
-            env=os.environ | ONE_THREAD,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            check=False,
+# -- what is run ------------------------------------------------------------------------------------------------------
+def planned(rows: Sequence[str], *, seeds: int, steps: int, overrides: tuple[str, ...]) -> Iterator[Run]:
+    """Seed by seed, so that a benchmark that was stopped has a whole table of fewer seeds."""
+    for seed in range(seeds):
+        for row in rows:
+            yield Run(row=row, mode=ASYNC, seed=seed, steps=steps, overrides=overrides)
+    for row in rows:
+        yield Run(row=row, mode=COLOCATE, seed=0, steps=steps, overrides=overrides)
+
+
+def read_results(file: Path) -> dict[Run, Figures]:
+    """The runs that a file of results has; an unfinished last line is none of them."""
+    if not file.exists():
+        return {}
+    lines = [line for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    found = [json.loads(line) for line in lines]
+    return {Run(**{**one["run"], "overrides": tuple(one["run"]["overrides"])}): one["figures"] for one in found}
+
+
+def write_result(file: Path, run: Run, figures: Figures) -> None:
+    """Adds a line, in the place of an unfinished one."""
+    whole = file.read_text().rpartition("\n")[:2] if file.exists() else ()
+    partial = file.with_suffix(".partial")
+    partial.write_text("".join(whole) + json.dumps({"run": asdict(run), "figures": figures}) + "\n")
+    partial.replace(file)
+
+
+def _figures(run: Run) -> Figures:
+    with tempfile.TemporaryDirectory(prefix="relax-algorithms-") as name:
+        folder = Path(name)
+        keys = [f"algo={run.row}"]
+        level: float | None = _level_of_builtin_teacher() if run.row == DISTILL else None
+        if run.row == FROM_GRPO:
+            grpo = [*_common(run), "algo=grpo", f"eval.every={run.steps}", "run.export_hf=true"]
+            level = _relax(folder / "grpo", run, grpo)[1][-1]["exact"]
+            keys = [f"algo={DISTILL}", f"algo.teachers.default={folder / 'grpo' / 'hf'}"]
+        actor, evaluations, summary = _relax(
+            folder / "run", run, [*_common(run), *keys, f"eval.every={run.steps}", "run.export_hf=false"]
         )
-        if ended.returncode:
-            raise SystemExit(f"python -m relax_core {' '.join(keys)} ended with {ended.returncode}:\n{ended.stderr}")
-        records = read_metrics(run_dir)
-        summary = json.loads((run_dir / "summary.json").read_text())
-    actor = list(by_step(records, ACTOR).values())
-    return run_figures(actor, list(by_step(records, EVAL).values()), summary)
+        figures = run_figures(actor, evaluations, summary)
+    return figures if level is None else figures | {"teacher": level}
 
 
+@cache
+def _level_of_builtin_teacher() -> float:
+    """It is evaluated as a model before the first step of a run."""
+    run = Run(row="grpo", mode=COLOCATE, seed=0, steps=1)
+    with tempfile.TemporaryDirectory(prefix="relax-algorithms-") as name:
+        keys = [*_common(run), "model.builtin=tiny_qwen3_teacher", "eval.every=1", "run.export_hf=false"]
+        return _relax(Path(name) / "run", run, keys)[1][0]["exact"]
+
+
+def _common(run: Run) -> list[str]:
+    return [f"mode={run.mode}", f"run.steps={run.steps}", f"seed={run.seed}", "run.save_every=0", "run.panel=false"]
+
+
+def _relax(
+    run_dir: Path, run: Run, keys: Sequence[str]
+) -> tuple[list[Mapping[str, float]], list[Mapping[str, float]], Mapping[str, Any]]:
+    """The trainer's records, the evaluations and the summary of `python -m relax_core` with these keys."""
+    words = [f"run.dir={run_dir}", *keys, *run.overrides]
+    ended = subprocess.run(
+        [sys.executable, "-m", "relax_core", *words],
+        env=os.environ | ONE_THREAD,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    if ended.returncode:
+        raise RunFailed(f"python -m relax_core {' '.join(words)} ended with {ended.returncode}:\n{ended.stderr}")
+    records = read_metrics(run_dir)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    return list(by_step(records, ACTOR).values()), list(by_step(records, EVAL).values()), summary
+
+
+# -- figures ----------------------------------------------------------------------------------------------------------
 def run_figures(
     actor: Sequence[Mapping[str, float]], evaluations: Sequence[Mapping[str, float]], summary: Mapping[str, Any]
 ) -> Figures:
@@ -117,25 +222,35 @@ def steps_to(level: float, values: Sequence[float]) -> int | None:
 
 
 # -- print-out --------------------------------------------------------------------------------------------------------
-def table(found: Mapping[str, Sequence[Figures]], *, steps: int, seeds: int, overrides: Sequence[str]) -> str:
-    """A Markdown table: means over the seeds, of the steps each seed's own figure."""
+def table(done: Mapping[Run, Figures], *, seeds: int) -> str:
+    """A Markdown table: means over the seeds, of the steps each seed's own figure; "—" where there is none."""
     rows = [HEADINGS, ("---",) * len(HEADINGS)]
-    for algorithm, runs in found.items():
-        mean = {name: fmean(run[name] for run in runs) for name in runs[0] if name != "steps"}
+    for name in sorted({run.row for run in done}):
+        runs = [done[run] for run in sorted(done, key=lambda run: run.seed) if (run.row, run.mode) == (name, ASYNC)]
+        if not runs:
+            continue
+        mean = {key: fmean(run[key] for run in runs) for key in runs[0] if key not in ("steps", "teacher")}
+        taking_turns = [
+            figures["exact_after"] for run, figures in done.items() if (run.row, run.mode) == (name, COLOCATE)
+        ]
+        teachers = [run["teacher"] for run in runs if "teacher" in run]
         rows.append(
             (
-                algorithm,
+                name,
                 f"{mean['reward_first']:.2f} → {mean['reward_last']:.2f}",
                 f"{mean['exact_before']:.2f} → {mean['exact_after']:.2f}",
                 ", ".join(f"{run['steps']:.0f}" if "steps" in run else "—" for run in runs),
+                f"{taking_turns[0]:.2f}" if taking_turns else "—",
+                f"{fmean(teachers):.2f}" if teachers else "—",
                 f"{100 * mean['cut']:.1f} %",
                 f"{mean['groups']:.2f}",
             )
         )
+    steps, overrides = next(((run.steps, run.overrides) for run in done), (0, ()))
     with_keys = f" With {' '.join(overrides)}." if overrides else ""
     head = f"{steps} train steps of the demo, {'one seed' if seeds == 1 else f'{seeds} seeds'}.{with_keys}"
     return "\n".join([head, "", *("| " + " | ".join(row) + " |" for row in rows)])
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,21 +15,27 @@ USAGE = 2
 
 
 def launch(config: RelaxConfig) -> int:
-    """Makes the run's folder, writes config.yaml into it, and runs. Returns the exit code: the run's own, or 2 for a
-    checkpoint that cannot be resumed and a folder that cannot be written; nothing was started then."""
+    """Plans, makes the run's folder, writes config.yaml and plan.json into it, and runs. Returns the exit code: the
+    run's own, or 2 for a plan that cannot work, a checkpoint that cannot be resumed and a folder that cannot be
+    written; nothing was started then."""
     from relax_core.control.resume import find_resume_point
     from relax_core.control.run import run_local
     from relax_core.control.supervisor import supervise
+    from relax_core.plan.command import plan_run, save_plan
 
     folder = run_folder(config)
     in_folder = replace(config, run=replace(config.run, dir=str(folder)))
     try:
+        plan = plan_run(in_folder)
         resume = find_resume_point(in_folder)
         folder.mkdir(parents=True, exist_ok=True)
         save_config(config, folder)
+        save_plan(plan, folder)
     except (ValueError, OSError) as error:
         print(f"relax: {error}", file=sys.stderr)
         return USAGE
+    for note in resume.notes if resume is not None else ():
+        print(f"relax: resume: {note}", file=sys.stderr)
     return supervise(in_folder, resume, run_local)
 
 

@@ -1,4 +1,4 @@
-"""`python -m relax_core`: compose → validate → hand to a launcher. Nothing else."""
+"""`python -m relax_core`: compose → validate → plan, or hand to a launcher. And the commands beside a run."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections.abc import Sequence
 from relax_core.config.compose import run
 from relax_core.config.help import help_text
 from relax_core.config.schema import RelaxConfig
+from relax_core.plan.command import show_plan
 from relax_core.preflight import CHECKS
 
 
 def launch(config: RelaxConfig) -> int:
     """Runs a validated configuration where ``launcher`` says. Returns the exit code."""
-    from launchers import local
+    from launchers import choose
 
-    return local.launch(config)
+    return choose.launch(config)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,7 +25,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "--help" in words or "-h" in words:
         print(help_text())
         return 0
-    return run(words, launch, checks=CHECKS)
+    if words[:1] == ["list"]:
+        from relax_core.cli.listing import list_command
+
+        return list_command(words[1:])
+    if words == ["doctor"]:
+        from relax_core.cli.doctor import doctor_command
+
+        return doctor_command()
+    from launchers.sweep import Sweep
+
+    return run(words, launch, checks=CHECKS, show_plan=show_plan, sweep=Sweep())
 
 
 if __name__ == "__main__":

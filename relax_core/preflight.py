@@ -9,10 +9,16 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from relax_core.config.errors import NotYet
 from relax_core.config.model_folder import read_model_config
-from relax_core.config.schema import RelaxConfig
+from relax_core.config.schema import DataConfig, RelaxConfig
+from relax_core.contracts.algorithm import TeacherNeeds
+from relax_core.control.teachers import teacher_model_problems
 from relax_core.data import generated
-from relax_core.data.sources import make_source
+from relax_core.data.sources import GENERATED_KEYS, file_rows, make_source
+from relax_core.plan.models import shape_dimensions
+from relax_core.registry import find_algorithm
+from relax_core.rollout.teachers import named_teacher
 from relax_core.tools.make_tiny import MAX_POSITIONS, MODEL_NAMES
 from relax_core.train.layout import check_layout
 from relax_core.train.models.registry import find_family, read_model
@@ -25,15 +31,20 @@ def layout_problems(config: RelaxConfig) -> Iterator[str]:
     try:
         check_layout(config.parallel, config.parallel.dp)
     except ValueError as error:
-        yield str(error)
+        yield NotYet(error)
 
 
 def family_problems(config: RelaxConfig) -> Iterator[str]:
     """A model family that is not built, or a model folder that is not of it."""
     try:
-        find_family(config.model.family)
+        planned = shape_dimensions(config.model.shape).family if config.model.shape is not None else None
     except ValueError as error:
         yield str(error)
+        return
+    try:
+        find_family(config.model.family)
+    except ValueError as error:
+        yield NotYet(error) if config.model.family == planned else str(error)
         return
     folder = Path(config.model.path) if config.model.path is not None else None
     if folder is None or not (folder / "config.json").is_file():
@@ -90,4 +101,36 @@ def port_problems(config: RelaxConfig) -> Iterator[str]:
                 yield f"engine.port={port} cannot be used ({error.strerror}). Use engine.port=0 for any free port."
 
 
-CHECKS = (layout_problems, family_problems, builtin_model_problems, data_problems, port_problems)
+def teacher_problems(config: RelaxConfig) -> Iterator[str]:
+    """Teachers that are not there or do not fit the model, and data that does not say which is whose."""
+    needs = find_algorithm(config.algo.name).needs(config.algo)
+    teachers = needs.teacher
+    if teachers is None:
+        return
+    truncated = config.rollout.top_p < 1.0 or config.rollout.top_k > 0
+    if truncated and needs.old_logprobs == "rollout" and not teachers.top_k:
+        yield (
+            f"rollout.top_p={config.rollout.top_p}, rollout.top_k={config.rollout.top_k} with algo.name="
+            f"{config.algo.name}: the engine's log-probs are those of the tokens that were left, the teacher's those "
+            "of all. Use algo.old_logprobs=actor_fwd, or leave the two alone."
+        )
+    for name, model in teachers.models.items():
+        yield from teacher_model_problems(config, name, model, top_k=teachers.top_k)
+    if teachers.key and config.data.path is not None:
+        yield from _teacher_column_problems(config.data, teachers)
+    elif teachers.key and teachers.key not in GENERATED_KEYS:
+        has = ", ".join(GENERATED_KEYS)
+        yield f"algo.teacher_key={teachers.key}: data={config.data.name} has only {has}. Use data=file."
+
+
+def _teacher_column_problems(data: DataConfig, teachers: TeacherNeeds) -> Iterator[str]:
+    """The first row that is trained on and names no teacher."""
+    try:
+        rows, count = file_rows(data)
+        for number in range(count):
+            named_teacher(rows[number], teachers.key, known=teachers.models, what=rows.where(number))
+    except ValueError as error:
+        yield str(error)
+
+
+CHECKS = (layout_problems, family_problems, builtin_model_problems, data_problems, teacher_problems, port_problems)

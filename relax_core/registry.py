@@ -89,6 +89,12 @@ def known(kind: Kind) -> dict[str, str]:
     return {name: find(kind, name).summary for name in names(kind)}
 
 
+def package_of(kind: Kind, name: str) -> str | None:
+    """The installed package whose entry point gives ``name``; None for Relax's own."""
+    point = None if name in _builtin_names(kind) else _entry_points(kind).get(name)
+    return point.dist.name if point is not None and point.dist is not None else None
+
+
 def is_plugin_module(name: str) -> bool:
     """Whether a module of this name holds a plug-in: one of Relax's own, an installed package's, or a file's."""
     installed = {point.module for kind in KINDS for point in _entry_points(kind).values()}

@@ -30,9 +30,11 @@ LEVELS = {
     "tools": 3,
     "roles": 4,
     "control": 5,
-    "launchers": 6,
-    "preflight": 6,
-    "__main__": 7,
+    "plan": 6,
+    "preflight": 7,
+    "cli": 7,
+    "launchers": 8,
+    "__main__": 9,
 }
 SIDEWAYS = {("config", "registry"), ("engines", "weights")}
 NO_RAY = ("relax_core/train", "relax_core/engines", "relax_core/contracts", "algorithms")

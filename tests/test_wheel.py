@@ -29,7 +29,9 @@ def test_wheel_has_code_and_conf(wheel: Path) -> None:
         for top in ("relax_core", "algorithms", "rewards", "envs", "launchers")
         for path in (REPOSITORY / top).rglob("*.py")
     }
-    assert conf | code <= packed
+    shapes = {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "relax_core").rglob("*.json")}
+    assert shapes
+    assert conf | code | shapes <= packed
     assert not any(name.startswith(("tests/", "conf/", "docs/")) for name in packed)
 
 

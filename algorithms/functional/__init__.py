@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from algorithms.functional.advantages import (
     drop_all_equal,
+    generalized_advantages,
     group_relative_advantages,
     leave_one_out_advantages,
     normalize_over_step,
     overlong_penalty,
+    rewards_of_tokens,
     sums_to_the_end,
 )
 from algorithms.functional.aggregation import (
@@ -24,10 +26,13 @@ from algorithms.functional.aggregation import (
     sum_of_samples,
 )
 from algorithms.functional.corrections import CORRECTION_LEVELS, CORRECTIONS, correction_weights, kept_by_opsm
+from algorithms.functional.distillation import TOP_K_DIVERGENCES, teacher_log_ratio, top_k_divergence, with_tail
 from algorithms.functional.losses import (
     PolicyLoss,
+    ValueLoss,
     cispo_policy_loss,
     clipped_policy_loss,
+    clipped_value_loss,
     gspo_policy_loss,
     sapo_policy_loss,
 )
@@ -39,13 +44,17 @@ __all__ = [
     "CORRECTION_LEVELS",
     "KL_ESTIMATORS",
     "MAX_LOG_RATIO",
+    "TOP_K_DIVERGENCES",
     "PolicyLoss",
+    "ValueLoss",
     "aggregate_denominator",
     "aggregate_sum",
     "cispo_policy_loss",
     "clipped_policy_loss",
+    "clipped_value_loss",
     "correction_weights",
     "drop_all_equal",
+    "generalized_advantages",
     "group_relative_advantages",
     "gspo_policy_loss",
     "kept_by_opsm",
@@ -55,7 +64,11 @@ __all__ = [
     "mean_of_samples",
     "normalize_over_step",
     "overlong_penalty",
+    "rewards_of_tokens",
     "sapo_policy_loss",
     "sum_of_samples",
     "sums_to_the_end",
+    "teacher_log_ratio",
+    "top_k_divergence",
+    "with_tail",
 ]

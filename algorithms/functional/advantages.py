@@ -62,6 +62,57 @@ def sums_to_the_end(*, per_token: Tensor, loss_mask: Tensor, sample_ids: Tensor)
     return (totals[sample_ids] - (before - starts[sample_ids])).float()
 
 
+def generalized_advantages(
+    *,
+    token_rewards: Tensor,
+    values: Tensor,
+    loss_mask: Tensor,
+    sample_ids: Tensor,
+    num_samples: int,
+    gamma: float,
+    gae_lambda: float,
+) -> Tensor:
+    """GAE (Schulman et al. 2016, arXiv 1506.02438, eq. 16): ``[tokens]`` float32 advantages.
+
+    δ_t = r_t + gamma · V_{t+1} - V_t and A_t = δ_t + gamma · gae_lambda · A_{t+1}; beyond a sample's end V and A are 0.
+    ``values`` ``[tokens]``: of the state in front of each token. t + 1 is the sample's next TRAINED token: masked ones
+    are stepped over, as no decision of the policy's, and have advantage 0.
+    """
+    import torch  # here, because the knobs are checked in processes that have no torch
+
+    trained = loss_mask.nonzero()[:, 0]
+    samples = sample_ids[trained]
+    counts = torch.bincount(samples, minlength=num_samples)
+    place = torch.arange(trained.numel()) - (counts.cumsum(0) - counts)[samples]
+    # One line a sample, trained tokens only, zeros after its end; the last column is the state after the longest one.
+    longest = int(counts.max()) if trained.numel() else 0
+    grid = torch.zeros(2, num_samples, longest + 1, dtype=torch.float64)
+    grid[0, samples, place], grid[1, samples, place] = token_rewards[trained].double(), values[trained].double()
+    advantages = grid[0] - grid[1] + gamma * torch.nn.functional.pad(grid[1, :, 1:], (0, 1))
+    # The sum of a geometric tail by doubling: after round k each entry holds its own and the next 2^k - 1 terms.
+    reach, decay = 1, gamma * gae_lambda
+    while reach <= longest:
+        advantages[:, :-reach] += decay * advantages[:, reach:]
+        reach, decay = 2 * reach, decay * decay
+    result = values.new_zeros(values.shape).float()
+    result[trained] = advantages[samples, place].float()
+    return result
+
+
+def rewards_of_tokens(*, rewards: Tensor, penalties: Tensor | None, loss_mask: Tensor, sample_ids: Tensor) -> Tensor:
+    """``[tokens]``: each sample's reward at its last trained token, less ``penalties`` ``[tokens]`` if there are any.
+
+    A sample without a trained token has no reward. Tokens of a sample lie side by side, in order.
+    """
+    result = rewards.new_zeros(sample_ids.shape)
+    trained = loss_mask.nonzero()[:, 0]
+    samples = sample_ids[trained]
+    last = samples != samples.roll(-1)
+    last[-1:] = True
+    result[trained[last]] = rewards[samples[last]]
+    return result if penalties is None else result - penalties.masked_fill(~loss_mask, 0.0)
+
+
 def normalize_over_step(
     *, advantages: Sequence[Tensor], loss_masks: Sequence[Tensor], std_epsilon: float
 ) -> list[Tensor]:

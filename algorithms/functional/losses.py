@@ -1,4 +1,4 @@
-"""Policy losses, one value a token, of r = π / π_old."""
+"""Policy losses of r = π / π_old and the critic's loss, one value a token."""
 
 from __future__ import annotations
 
@@ -117,3 +117,25 @@ def cispo_policy_loss(
     weight = value.clamp(1.0 - clip_low, 1.0 + clip_high)
     per_token = -weight * advantages * logprobs.masked_fill(~loss_mask, 0.0)
     return PolicyLoss(per_token, log_ratio, ratio, value < 1.0 - clip_low, value > 1.0 + clip_high)
+
+
+class ValueLoss(NamedTuple):
+    """Per token ``[tokens]``: the loss, 0 where masked; bool: where the clip holds the gradient back."""
+
+    per_token: Tensor
+    cut: Tensor
+
+
+def clipped_value_loss(
+    *, values: Tensor, old_values: Tensor, returns: Tensor, loss_mask: Tensor, clip: float
+) -> ValueLoss:
+    """½ · max((V - R)², (clip(V, V_old ± clip) - R)²), the value loss of PPO's reference implementation; all inputs
+    ``[tokens]``. ``clip`` 0: ½ · (V - R)² alone."""
+    error = (values - returns).masked_fill(~loss_mask, 0.0)
+    if clip == 0:
+        return ValueLoss(0.5 * error.square(), loss_mask.new_zeros(loss_mask.shape))
+    moved = (values - old_values).masked_fill(~loss_mask, 0.0)
+    start = (old_values - returns).masked_fill(~loss_mask, 0.0)
+    clipped = start + moved.clamp(-clip, clip)
+    cut = (moved.detach().abs() > clip) & (clipped.detach().abs() > error.detach().abs())
+    return ValueLoss(0.5 * error.square().maximum(clipped.square()), cut)

@@ -27,7 +27,7 @@ from relax_core.contracts.bus import (
     LeaseLost,
     LeaseRequest,
 )
-from relax_core.contracts.columns import payload_bytes
+from relax_core.contracts.columns import booked_payloads, payload_bytes
 from relax_core.contracts.sample import group_uid, sample_uid
 
 STALE = "stale"
@@ -122,7 +122,7 @@ class BusCore:
             group = self.groups.get(row.group_uid)
             if group is None or not group.in_flight:
                 continue
-            self.ledger.put(row.group_uid, row.uids, row.versions)
+            self.ledger.put(row.group_uid, row.uids, row.versions, booked=booked_payloads(row.columns))
             if row.uids:
                 group.row = msgspec.structs.replace(row, columns=dict(row.columns))
                 self._drop_if_stale(group)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 from relax_core.bus.checks import ACTOR
 from relax_core.bus.core import BusCore
 from relax_core.bus.groups import HeldLease, OpenGroup
+from relax_core.contracts import columns as c
 from relax_core.contracts.bus import LeaseRequest
+
+WRITERS = {  # of the columns that do not come with the rollout's row
+    c.OLD_LOGPROBS: "actor_fwd",
+    c.REFERENCE_LOGPROBS: "reference",
+    c.ADVANTAGES: "advantages",
+    c.RETURNS: "advantages",
+    c.VALUES: "critic",
+    c.TEACHER_LOGPROBS: "teacher",
+    c.TEACHER_TOP_IDS: "teacher",
+    c.TEACHER_TOP_LOGPROBS: "teacher",
+}
+ROLLOUT = "rollout"  # the task of admissions; a `reclaim` ends its waits
 
 
 def explain_admit(core: BusCore, *, waited_s: float) -> str:
@@ -44,6 +55,17 @@ def explain_lease(core: BusCore, request: LeaseRequest, *, waited_s: float) -> s
     return f"{head}: {', '.join(parts) if parts else 'rollout has no group in flight and owes new ones'}"
 
 
+def lease_owed_by(core: BusCore, request: LeaseRequest) -> list[str]:
+    """The tasks that have to act before this lease can be given."""
+    if request.task == ACTOR and request.step != core.version:
+        return [ACTOR]
+    waiting = [g for g in core.groups.values() if g.actor_step is None and not g.in_flight]
+    lacking = {column for group in waiting for column in request.columns if not group.has_columns((column,))}
+    writers = sorted({WRITERS.get(column, ROLLOUT) for column in lacking} - {request.task})
+    sampled = [g for g in core.groups.values() if g.in_flight and g.admission.min_version <= core.version]
+    return [*([ROLLOUT] if sampled or not writers else []), *writers]
+
+
 def _in_flight(core: BusCore, groups: list[OpenGroup]) -> list[str]:
     if not groups:
         return []
@@ -57,10 +79,12 @@ def _in_flight(core: BusCore, groups: list[OpenGroup]) -> list[str]:
 
 
 def _lacking(groups: list[OpenGroup], columns: tuple[str, ...]) -> list[str]:
-    lacking = Counter(
-        column for group in groups if group.row is not None for column in columns if column not in group.row.columns
-    )
-    return [f"{count} lack column {column}" for column, count in sorted(lacking.items())]
+    lacking: dict[str, list[str]] = {}
+    for group in groups:
+        for column in columns:
+            if not group.has_columns((column,)):
+                lacking.setdefault(column, []).append(group.admission.group_uid)
+    return [f"{len(uids)} lack column {column} (first {uids[0]})" for column, uids in sorted(lacking.items())]
 
 
 def _leases(core: BusCore, task: str) -> list[str]:

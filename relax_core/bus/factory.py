@@ -11,13 +11,14 @@ from relax_core.bus.settings import BusSettings
 
 if TYPE_CHECKING:
     from relax_core.bus.ray_backend import RayBus
+    from relax_core.bus.transfer_queue.plane import DataPlane
     from relax_core.config.schema import BusConfig
 
-BACKENDS = ("ray",)
+BACKENDS = ("ray", "transfer_queue")
 
 # Every waiting call holds one place in Ray's queue of the actor: there must always be room for the call that wakes it.
 _MAX_CALLS = 10_000
-_START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 60.0
 
 
 def create_bus(
@@ -31,10 +32,14 @@ def create_bus(
     ledger_path: Path,
     name: str,
     namespace: str,
+    socket_folder: Path = Path("/tmp"),
+    plane: DataPlane | None = None,
 ) -> RayBus:
     """Starts the bus process and waits until it answers.
 
     ``name`` and ``namespace`` are what `connect_bus` finds it by. It ends with the process that called this.
+    ``plane``: where bus=transfer_queue puts its payloads; None starts one that ends with the bus, with its sockets
+    below ``socket_folder``, a short path: a socket's may have 107 bytes.
     Raises ValueError for an unknown backend or settings that make no sense.
     """
     if config.name not in BACKENDS:
@@ -51,9 +56,6 @@ def create_bus(
 
     import ray
 
-    from relax_core.bus.ray_actor import BusActor
-    from relax_core.bus.ray_backend import RayBus, describe
-
     options = {
         "name": name,
         "namespace": namespace,
@@ -61,9 +63,21 @@ def create_bus(
         "max_concurrency": _MAX_CALLS,
         "max_restarts": 0,
     }
+    if config.name == "transfer_queue":
+        from relax_core.bus.transfer_queue.backend import start_bus
+        from relax_core.bus.transfer_queue.plane import DataPlane
+
+        owned = None
+        if plane is None:
+            assert config.storage_units is not None
+            plane = owned = DataPlane(storage_units=config.storage_units, folder=socket_folder)
+        return start_bus(settings, ledger_path, options=options, plane=plane, owned=owned)
+    from relax_core.bus.ray_actor import BusActor
+    from relax_core.bus.ray_backend import RayBus, describe
+
     remote = ray.remote(BusActor).options(**options)
     actor = remote.remote(msgspec.msgpack.encode(settings), str(ledger_path))
-    describe(actor, timeout_s=_START_TIMEOUT_S)
+    describe(actor, timeout_s=START_TIMEOUT_S)
     return RayBus(actor, settings=settings)
 
 
@@ -77,4 +91,13 @@ def connect_bus(name: str, namespace: str) -> RayBus:
         actor = ray.get_actor(name, namespace=namespace)
     except ValueError:
         raise ValueError(f"no bus named {name!r} runs in namespace {namespace!r}: create it first") from None
-    return RayBus(actor, settings=describe(actor, timeout_s=_START_TIMEOUT_S)[1])
+    _, settings, place = describe(actor, timeout_s=START_TIMEOUT_S)
+    if msgspec.msgpack.decode(place) is None:
+        return RayBus(actor, settings=settings)
+
+    from relax_core.bus.transfer_queue.backend import TransferQueueBus
+    from relax_core.bus.transfer_queue.wire import PayloadPlace
+
+    bus = TransferQueueBus(actor, settings=settings, place=msgspec.msgpack.decode(place, type=PayloadPlace))
+    bus.open()  # now, while everything starts, and not in the first step
+    return bus

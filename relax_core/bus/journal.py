@@ -12,15 +12,25 @@ from pathlib import Path
 from typing import NamedTuple
 
 from relax_core.contracts.bus import BusTimeout
+from relax_core.contracts.columns import BOOKED_COLUMNS
 
 GATHER_S = 0.2  # how long the thread gathers events before it writes them
 
 _COLUMNS = "id, event, uid, group_uid, step, version, reason, time"
 _FIELDS = "event TEXT, uid TEXT, group_uid TEXT, step INTEGER, version INTEGER, reason TEXT, time REAL"
+_GENERATED_FIELDS = ", ".join(f"{column} BLOB" for column in BOOKED_COLUMNS)
 _TABLES = f"""
     CREATE TABLE IF NOT EXISTS events (id INTEGER PRIMARY KEY, {_FIELDS});
     CREATE TABLE IF NOT EXISTS rolled_back (id INTEGER, {_FIELDS});
+    CREATE TABLE IF NOT EXISTS restores (id INTEGER PRIMARY KEY, back_to INTEGER);
+    CREATE TABLE IF NOT EXISTS generated (id INTEGER PRIMARY KEY, {_GENERATED_FIELDS});
 """
+_INSERT_GENERATED = f"INSERT INTO generated VALUES (?{', ?' * len(BOOKED_COLUMNS)})"
+_LAST_ID = (
+    "SELECT IFNULL(MAX(id), 0) FROM ("
+    + " UNION ALL ".join(f"SELECT MAX(id) AS id FROM {table}" for table in ("events", "rolled_back", "restores"))
+    + ")"
+)
 
 
 class LedgerUnwritable(RuntimeError):
@@ -37,6 +47,7 @@ class _Events(NamedTuple):
     version: int | None
     reason: str
     time: float
+    booked: tuple[bytes, ...] | None
 
     def rows(self) -> Iterator[tuple[object, ...]]:
         versions = self.versions if self.versions is not None else repeat(self.version)
@@ -45,7 +56,8 @@ class _Events(NamedTuple):
 
 
 class _RollBack(NamedTuple):
-    last_id: int
+    restore_id: int
+    back_to: int
 
 
 class _Flushed(NamedTuple):
@@ -53,7 +65,9 @@ class _Flushed(NamedTuple):
 
 
 class Journal:
-    """Appends to table ``events`` of ``path``. Events that a restore undid move to table ``rolled_back``.
+    """Appends to table ``events`` of ``path``. Events that a restore undid move to table ``rolled_back``; one to a
+    checkpoint that an earlier restore had gone behind brings its events back. Table ``generated`` has the rollout's
+    words on a row's samples, in order of uids, under the id of the first ``put`` event.
 
     A failed write (disk full) stops the writing, not the bus: the next `flush` raises `LedgerUnwritable`.
     """
@@ -65,7 +79,7 @@ class Journal:
         self._database.execute("PRAGMA journal_mode=WAL")
         self._database.execute("PRAGMA synchronous=NORMAL")
         self._database.executescript(_TABLES)
-        self.position: int = self._database.execute("SELECT COALESCE(MAX(id), 0) FROM events").fetchone()[0]
+        self.position: int = self._database.execute(_LAST_ID).fetchone()[0]
         self._queue: deque[_Events | _RollBack | _Flushed] = deque()
         self._pending = threading.Event()
         self._hurry = threading.Event()
@@ -84,16 +98,19 @@ class Journal:
         versions: Sequence[int] | None = None,
         version: int | None = None,
         reason: str = "",
+        booked: tuple[bytes, ...] | None = None,
     ) -> None:
-        """One event for each uid; ``versions`` one a uid, or ``version`` for all. Never waits for the disk."""
+        """One event for each uid; ``versions`` one a uid, or ``version`` for all; ``booked``: the payloads of
+        `BOOKED_COLUMNS`, one row of table ``generated``. Never waits for the disk."""
         first_id = self.position + 1
         self.position += len(uids)
-        self._enqueue(_Events(first_id, event, group_uid, uids, step, versions, version, reason, time.time()))
+        self._enqueue(_Events(first_id, event, group_uid, uids, step, versions, version, reason, time.time(), booked))
 
-    def roll_back(self, last_id: int) -> None:
-        """Sets aside every event after ``last_id``; later events get higher ids than any before."""
-        self.position = max(self.position, last_id)
-        self._enqueue(_RollBack(last_id))
+    def roll_back(self, position: int) -> None:
+        """Goes back to what was in force when `position` had this value: everything else is set aside. The restore
+        itself takes an id, and later events get higher ones."""
+        self.position = max(self.position, position) + 1
+        self._enqueue(_RollBack(self.position, position))
 
     def flush(self, *, timeout_s: float) -> None:
         """Waits until everything appended so far is on disk. After `close` there is nothing to wait for."""
@@ -150,8 +167,30 @@ class Journal:
                     self._database.executemany(
                         f"INSERT INTO events ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", item.rows()
                     )
+                    if item.booked is not None:
+                        self._database.execute(_INSERT_GENERATED, (item.first_id, *item.booked))
                 elif isinstance(item, _RollBack):
-                    self._database.execute(
-                        f"INSERT INTO rolled_back SELECT {_COLUMNS} FROM events WHERE id > ?", (item.last_id,)
-                    )
-                    self._database.execute("DELETE FROM events WHERE id > ?", (item.last_id,))
+                    self._roll_back(item)
+
+    def _roll_back(self, item: _RollBack) -> None:
+        restores = self._database.execute("SELECT id, back_to FROM restores ORDER BY id").fetchall()
+        spans = history(item.back_to, restores)
+        in_force = " OR ".join(f"(id > {after} AND id <= {upto})" for after, upto in spans) or "FALSE"
+        for source, target, which in (
+            ("events", "rolled_back", f"NOT ({in_force})"),
+            ("rolled_back", "events", in_force),
+        ):
+            self._database.execute(f"INSERT INTO {target} SELECT {_COLUMNS} FROM {source} WHERE {which}")
+            self._database.execute(f"DELETE FROM {source} WHERE {which}")
+        self._database.execute("INSERT INTO restores VALUES (?, ?)", item)
+
+
+def history(position: int, restores: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The ids that were in force at ``position``, as spans (after, up to), the newest first. ``restores``: (its id, the
+    position it went back to), in order. What came after a restore stands on what it went back to."""
+    spans = []
+    for restore_id, back_to in reversed(restores):
+        if restore_id <= position:
+            spans.append((restore_id, position))
+            position = back_to
+    return [*spans, (0, position)]

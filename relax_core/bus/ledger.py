@@ -52,13 +52,18 @@ class Ledger:
         assert start <= len(self._ends)
         if start == len(self._ends):
             self._ends.extend([0] * self._group_size)
+            if index == 0 and self._journal and self._journal.position:
+                self._journal.roll_back(0)  # what an earlier start left in the file is not of this run
         if self._journal:
             reason = f"attempt {attempt}" if attempt else ""
             self._journal.append("issued", group_uid, uids, version=min_version, reason=reason)
 
-    def put(self, group_uid: str, uids: Sequence[str], versions: Sequence[int]) -> None:
+    def put(
+        self, group_uid: str, uids: Sequence[str], versions: Sequence[int], *, booked: tuple[bytes, ...] | None
+    ) -> None:
+        """``booked``: the payloads of `BOOKED_COLUMNS`, kept as they are: whoever reads the file decodes them."""
         if self._journal:
-            self._journal.append("put", group_uid, uids, versions=versions)
+            self._journal.append("put", group_uid, uids, versions=versions, booked=booked)
 
     def lease(self, group_uid: str, uids: Sequence[str], *, step: int, delivery: int) -> None:
         if self._journal:

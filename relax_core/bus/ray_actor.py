@@ -14,16 +14,16 @@ from typing import Any, cast
 import msgspec
 import ray
 
+from relax_core.bus.checks import ACTOR
 from relax_core.bus.core import BusCore
-from relax_core.bus.explain import explain_admit, explain_lease
+from relax_core.bus.explain import ROLLOUT, explain_admit, explain_lease, lease_owed_by
 from relax_core.bus.journal import Journal
 from relax_core.bus.ledger import Ledger
 from relax_core.bus.settings import BusSettings
 from relax_core.bus.waiting import WaitingRoom
 from relax_core.bus.wire import ERRORS, Block, BlockPlace, Reply, WireColumns, WireLease, WireRow, encode
-from relax_core.contracts.bus import BusProgress, BusTimeout, GroupRow, Lease, LeaseLost, LeaseRequest
+from relax_core.contracts.bus import BusLost, BusProgress, BusTimeout, GroupRow, Lease, LeaseLost, LeaseRequest
 
-ROLLOUT = "rollout"  # whose waits `reclaim` ends
 Answer = bytes | tuple[Any, ...]  # a Reply's bytes, and the refs of its blocks if there are any
 
 _row_decoder = msgspec.msgpack.Decoder(list[WireRow])
@@ -43,19 +43,21 @@ class _StoredPayload:
         return self.nbytes
 
 
-def _answers(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Answer]]:
+def answers(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Answer]]:
     """Sends a method's value, or one of the contract's errors, as a `Reply`."""
 
     @functools.wraps(method)
     async def answer(self: BusActor, *args: Any) -> Answer:
         try:
+            if self._lost is not None:
+                raise self._lost
             value = await method(self, *args)
         except tuple(ERRORS.values()) as error:
             name = next(name for name, kind in ERRORS.items() if isinstance(error, kind))
             return encode(Reply(name, str(error), msgspec.Raw(encode(None))))
         blocks: tuple[Any, ...] = ()
         if isinstance(value, Lease):
-            value, blocks = _pack_lease(value)
+            value, blocks = self.pack_lease(value)
         reply = encode(Reply("", "", msgspec.Raw(encode(value))))
         return (reply, *blocks) if blocks else reply
 
@@ -72,25 +74,27 @@ class BusActor:
         self._core = BusCore(self._settings, ledger=ledger, clock=time.monotonic)
         self._room = WaitingRoom()
         self._expiry: asyncio.TimerHandle | None = None
+        self._lost: BusLost | None = None  # set by a backend whose payloads are in processes of their own
 
     # -- rollout's side -----------------------------------------------------------------------------------------
-    @_answers
+    @answers
     async def admit(self, max_groups: int, timeout_s: float) -> Any:
         return await self._room.wait(
             lambda: self._core.admit(max_groups) or None,
             explain=lambda waited_s: explain_admit(self._core, waited_s=waited_s),
             timeout_s=timeout_s,
+            owed_by=lambda: [ACTOR],  # it frees credits, by its ack
             task=ROLLOUT,
         )
 
-    @_answers
+    @answers
     async def reclaim(self) -> Any:
         reclaimed = self._core.reclaim()
         # Ray lets a call of a process that was killed wait on: it would take credits that nobody then uses.
         self._room.fail_task(ROLLOUT, LeaseLost("the admissions of an earlier rollout worker were reclaimed"))
         return reclaimed
 
-    @_answers
+    @answers
     async def put(self, body: bytes, blocks: list[Block]) -> None:
         wire_rows = _row_decoder.decode(body)
         sized = [_row(wire, _sized(wire.large, blocks)) for wire in wire_rows]
@@ -100,17 +104,17 @@ class BusActor:
         self._core.put([_row(wire, _stored(wire.large, blocks, refs)) for wire in accepted])
         self._changed()
 
-    @_answers
+    @answers
     async def drop(self, group_uid: str, reason: str) -> None:
         self._core.drop(group_uid, reason=reason)
         self._changed()
 
     # -- workers' side ------------------------------------------------------------------------------------------
-    @_answers
+    @answers
     async def lease(self, request: bytes, timeout_s: float) -> Any:
         return await self._lease(request, timeout_s)
 
-    @_answers
+    @answers
     async def write(self, lease_id: int, body: bytes, blocks: list[Block], then: bytes | None, timeout_s: float) -> Any:
         rows = _columns_decoder.decode(body)
         refs = [ray.put(block) for block in blocks]
@@ -119,7 +123,7 @@ class BusActor:
         self._changed()
         return await self._lease(then, timeout_s, after=f"the write of lease {lease_id} is booked; ") if then else None
 
-    @_answers
+    @answers
     async def ack(
         self, lease_ids: list[int], step: int, dropped: dict[str, str], then: bytes | None, timeout_s: float
     ) -> Any:
@@ -127,12 +131,12 @@ class BusActor:
         self._changed()
         return await self._lease(then, timeout_s, after=f"the ack of step {step} is booked; ") if then else None
 
-    @_answers
+    @answers
     async def release(self, lease_ids: list[int]) -> None:
         self._core.release(lease_ids)
         self._changed()
 
-    @_answers
+    @answers
     async def revoke(self, task: str) -> None:
         self._core.revoke(task)
         self._room.fail_task(task, LeaseLost(f"the leases of task {task} were revoked"))
@@ -144,17 +148,22 @@ class BusActor:
             lambda: self._core.lease(request),
             explain=lambda waited_s: after + explain_lease(self._core, request, waited_s=waited_s),
             timeout_s=timeout_s,
+            owed_by=lambda: lease_owed_by(self._core, request),
             task=request.task,
         )
         self._arm_expiry()
         return lease
 
     # -- the run's side -----------------------------------------------------------------------------------------
-    @_answers
+    @answers
     async def progress(self) -> Any:
         return self._core.progress()
 
-    @_answers
+    @answers
+    async def waits(self) -> Any:
+        return self._room.waits()
+
+    @answers
     async def wait_progress(self, since_version: int, timeout_s: float) -> Any:
         def attempt() -> BusProgress | None:
             moved = self._core.version != since_version or self._core.closed_because is not None
@@ -165,26 +174,41 @@ class BusActor:
         except BusTimeout:
             return self._core.progress()
 
-    @_answers
+    @answers
     async def snapshot(self, timeout_s: float) -> Any:
         snapshot = self._core.snapshot()
         await asyncio.to_thread(self._journal.flush, timeout_s=timeout_s)
         return snapshot
 
-    @_answers
+    @answers
     async def restore(self, snapshot: bytes) -> None:
         self._core.restore(snapshot)
         self._changed()
 
-    @_answers
+    @answers
     async def close(self, reason: str, timeout_s: float) -> None:
         self._core.close(reason=reason)
         self._changed()
         await asyncio.to_thread(self._journal.close, timeout_s=timeout_s)
 
-    async def describe(self) -> tuple[int, bytes]:
-        """(process id, settings as msgpack)."""
-        return os.getpid(), encode(self._settings)
+    async def describe(self) -> tuple[int, bytes, bytes]:
+        """(process id, settings, where the payloads are if not here), the last two as msgpack."""
+        return os.getpid(), encode(self._settings), encode(None)
+
+    def pack_lease(self, lease: Lease) -> tuple[Any, tuple[Any, ...]]:
+        """Returns the lease for the wire and the refs of the blocks that it points into."""
+        numbers: dict[ray.ObjectRef, int] = {}
+        rows = []
+        for row in lease.rows:
+            small: dict[str, bytes] = {}
+            large: dict[str, BlockPlace] = {}
+            for column, payload in cast(Mapping[str, bytes | _StoredPayload], row.columns).items():
+                if isinstance(payload, _StoredPayload):
+                    large[column] = (numbers.setdefault(payload.block, len(numbers)), payload.place)
+                else:
+                    small[column] = payload
+            rows.append(WireRow(row.group_uid, row.index, row.uids, row.versions, small, large))
+        return WireLease(lease.lease_id, lease.task, rows), tuple(numbers)
 
     # -- changes and time ---------------------------------------------------------------------------------------
     def _changed(self) -> None:
@@ -226,19 +250,3 @@ def _stored(large: Mapping[str, BlockPlace], blocks: list[Block], refs: list[ray
         column: _StoredPayload(refs[number], place, len(blocks[number][place]))
         for column, (number, place) in large.items()
     }
-
-
-def _pack_lease(lease: Lease) -> tuple[WireLease, tuple[Any, ...]]:
-    """Returns the lease for the wire and the refs of the blocks that it points into."""
-    numbers: dict[ray.ObjectRef, int] = {}
-    rows = []
-    for row in lease.rows:
-        small: dict[str, bytes] = {}
-        large: dict[str, BlockPlace] = {}
-        for column, payload in cast(Mapping[str, bytes | _StoredPayload], row.columns).items():
-            if isinstance(payload, _StoredPayload):
-                large[column] = (numbers.setdefault(payload.block, len(numbers)), payload.place)
-            else:
-                small[column] = payload
-        rows.append(WireRow(row.group_uid, row.index, row.uids, row.versions, small, large))
-    return WireLease(lease.lease_id, lease.task, rows), tuple(numbers)

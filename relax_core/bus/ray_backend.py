@@ -17,6 +17,7 @@ from relax_core.contracts.bus import (
     BusLost,
     BusProgress,
     BusTimeout,
+    BusWait,
     GroupRow,
     Lease,
     LeasedRow,
@@ -115,6 +116,9 @@ class RayBus:
     def progress(self, *, timeout_s: float) -> BusProgress:
         return _decode(self._call("progress", timeout_s=timeout_s), BusProgress)
 
+    def waits(self, *, timeout_s: float) -> list[BusWait]:
+        return _decode(self._call("waits", timeout_s=timeout_s), list[BusWait])
+
     def wait_progress(self, since_version: int, *, timeout_s: float) -> BusProgress:
         """Returns once the version is not ``since_version`` any more, the bus is closed, or ``timeout_s`` is over."""
         return _decode(self._call("wait_progress", since_version, timeout_s, timeout_s=timeout_s), BusProgress)
@@ -138,15 +142,15 @@ class RayBus:
 
     # -- transport ----------------------------------------------------------------------------------------------
     def _call(self, method: str, *args: Any, timeout_s: float) -> msgspec.Raw:
-        return _open_answer(_get(getattr(self._actor, method).remote(*args), timeout_s=timeout_s, what=method))[0]
+        return open_answer(get(getattr(self._actor, method).remote(*args), timeout_s=timeout_s, what=method))[0]
 
     def _call_for_lease(self, method: str, *args: Any, timeout_s: float) -> Lease | None:
-        answer = _get(getattr(self._actor, method).remote(*args), timeout_s=timeout_s, what=method)
-        value, refs = _open_answer(answer)
+        answer = get(getattr(self._actor, method).remote(*args), timeout_s=timeout_s, what=method)
+        value, refs = open_answer(answer)
         wire = _lease_decoder.decode(value)
         if wire is None:
             return None
-        blocks: list[Block] = _get(refs, timeout_s=timeout_s, what=f"the payloads of a {method}") if refs else []
+        blocks: list[Block] = get(refs, timeout_s=timeout_s, what=f"the payloads of a {method}") if refs else []
         return Lease(lease_id=wire.lease_id, task=wire.task, rows=[_leased_row(row, blocks) for row in wire.rows])
 
     async def _call_async(self, method: str, *args: Any, timeout_s: float) -> msgspec.Raw:
@@ -157,20 +161,20 @@ class RayBus:
             raise _no_answer(method, timeout_s) from None
         except (ActorDiedError, ActorUnavailableError) as error:
             raise _lost(method, error) from error
-        return _open_answer(answer)[0]
+        return open_answer(answer)[0]
 
 
-def describe(actor: Any, *, timeout_s: float) -> tuple[int, BusSettings]:
-    """(process id, settings) of a bus process."""
-    process_id, settings = _get(actor.describe.remote(), timeout_s=timeout_s, what="describe")
-    return process_id, msgspec.msgpack.decode(settings, type=BusSettings)
+def describe(actor: Any, *, timeout_s: float) -> tuple[int, BusSettings, bytes]:
+    """(process id, settings, where the payloads are, as msgpack) of a bus process."""
+    process_id, settings, place = get(actor.describe.remote(), timeout_s=timeout_s, what="describe")
+    return process_id, msgspec.msgpack.decode(settings, type=BusSettings), place
 
 
 async def _awaited(reference: Any) -> Any:
     return await reference
 
 
-def _get(references: Any, *, timeout_s: float, what: str) -> Any:
+def get(references: Any, *, timeout_s: float, what: str) -> Any:
     try:
         return ray.get(references, timeout=timeout_s + ANSWER_GRACE_S)
     except GetTimeoutError:
@@ -189,7 +193,7 @@ def _lost(what: str, error: Exception) -> BusLost:
     return BusLost(f"the bus process is gone (call: {what}): {str(error).splitlines()[0]}")
 
 
-def _open_answer(answer: Any) -> tuple[msgspec.Raw, list[Any]]:
+def open_answer(answer: Any) -> tuple[msgspec.Raw, list[Any]]:
     """Returns (the value, the refs of its blocks); raises the error that the answer carries."""
     body, *refs = answer if isinstance(answer, tuple) else (answer,)
     reply = _reply_decoder.decode(body)

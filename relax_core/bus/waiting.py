@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from relax_core.contracts.bus import BusTimeout
+from relax_core.contracts.bus import BusTimeout, BusWait
 
 T = TypeVar("T")
 
@@ -16,7 +16,9 @@ T = TypeVar("T")
 class _Waiter:
     attempt: Callable[[], Any | None]
     explain: Callable[[float], str]
+    owed_by: Callable[[], list[str]]
     timeout_s: float
+    since: float  # on the event loop's clock
     task: str | None
     future: asyncio.Future[Any]
 
@@ -33,17 +35,27 @@ class WaitingRoom:
         *,
         explain: Callable[[float], str],
         timeout_s: float,
+        owed_by: Callable[[], list[str]] = list,
         task: str | None = None,
     ) -> T:
         """Returns what ``attempt`` gives as soon as it is not None; it is tried now and after each `wake`.
 
-        After ``timeout_s`` raises `BusTimeout` with ``explain(timeout_s)``. ``task``: whom `fail_task` reaches.
+        After ``timeout_s`` raises `BusTimeout` with ``explain(timeout_s)``. ``task``: whom `fail_task` reaches, and
+        under which name `waits` has it, with ``owed_by``.
         """
         result = attempt()
         if result is not None:
             return result
         loop = asyncio.get_running_loop()
-        waiter = _Waiter(attempt=attempt, explain=explain, timeout_s=timeout_s, task=task, future=loop.create_future())
+        waiter = _Waiter(
+            attempt=attempt,
+            explain=explain,
+            owed_by=owed_by,
+            timeout_s=timeout_s,
+            since=loop.time(),
+            task=task,
+            future=loop.create_future(),
+        )
         self._waiters[waiter] = None
         deadline = loop.call_later(timeout_s, self._time_out, waiter)
         try:
@@ -67,6 +79,25 @@ class WaitingRoom:
         """Ends the waits of a task whose worker was lost."""
         for waiter in [waiter for waiter in self._waiters if waiter.task == task]:
             self._finish(waiter, error=error)
+
+    def fail_all(self, error: Exception) -> None:
+        """Ends every wait."""
+        for waiter in list(self._waiters):
+            self._finish(waiter, error=error)
+
+    def waits(self) -> list[BusWait]:
+        """The waits that belong to a task, the longest first."""
+        now = asyncio.get_running_loop().time()
+        return [
+            BusWait(
+                task=waiter.task,
+                since_s=now - waiter.since,
+                text=waiter.explain(now - waiter.since),
+                owed_by=waiter.owed_by(),
+            )
+            for waiter in self._waiters
+            if waiter.task is not None
+        ]
 
     def _time_out(self, waiter: _Waiter) -> None:
         if waiter in self._waiters:  # else it was woken in this very turn of the loop

@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 
 from relax_core.bus.journal import LedgerUnwritable
-from relax_core.contracts.bus import BusClosed, BusTimeout, LeaseLost
+from relax_core.contracts.bus import BusClosed, BusLost, BusTimeout, LeaseLost
+from relax_core.contracts.columns import BOOKED_COLUMNS
 
 BLOCK_BYTES = 64 * 1024 * 1024  # a block is closed at this size, so that few rows keep little memory alive
 
@@ -22,7 +23,7 @@ BlockPlace = tuple[int, int]  # (number of the block, place in it)
 
 # Errors that cross as themselves.
 ERRORS: dict[str, type[Exception]] = {
-    error.__name__: error for error in (BusTimeout, BusClosed, LeaseLost, LedgerUnwritable, ValueError)
+    error.__name__: error for error in (BusTimeout, BusClosed, BusLost, LeaseLost, LedgerUnwritable, ValueError)
 }
 
 
@@ -72,7 +73,7 @@ class BlockPacker:
         small: dict[str, bytes] = {}
         large: dict[str, BlockPlace] = {}
         for column, payload in columns.items():
-            if len(payload) <= self._inline_bytes:
+            if len(payload) <= self._inline_bytes or column in BOOKED_COLUMNS:
                 small[column] = payload
             else:
                 large[column] = self._place(column, payload)

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -18,13 +18,25 @@ from relax_core.config.errors import ConfigError
 from relax_core.config.explain import explain
 from relax_core.config.options import conf_folder, plugin_options
 from relax_core.config.plugins import typed_knobs
-from relax_core.config.schema import RelaxConfig
+from relax_core.config.schema import LAUNCHERS, RelaxConfig
 from relax_core.config.schema_keys import section_types, unknown_key
-from relax_core.config.validate import Check, problems_of
+from relax_core.config.validate import PLANS, Check, problems_of
 from relax_core.registry import KINDS
 
 _VERSION_BASE = "1.3"
-_PATHS = (("model", "path"), ("data", "path"), ("data", "eval_path"), ("run", "dir"))
+_PATHS = (("model", "path"), ("data", "path"), ("data", "eval_path"), ("run", "dir"), ("launcher", "token_file"))
+
+
+class SweepRuns(Protocol):
+    """What takes the runs of a sweep."""
+
+    def take(self, config: RelaxConfig, overrides: Sequence[str], folder: Path) -> object: ...
+
+    def finish(self) -> int: ...
+
+
+class SweepFailed(RuntimeError):
+    """A run failed whose value the sweeper wants."""
 
 
 def register_schema() -> None:
@@ -39,6 +51,8 @@ def register_schema() -> None:
         for name in plugin_options(kind):
             store.store(group=kind, name=name, node={"name": name})
     store.store(group="schema", name="root", node=root, package="_global_")
+    for name, launcher in LAUNCHERS.items():
+        store.store(group="schema/launcher", name=name, node=launcher)
 
 
 def compose(overrides: Sequence[str]) -> DictConfig:
@@ -60,12 +74,36 @@ def load_config(overrides: Sequence[str] = (), *, checks: Iterable[Check] = ()) 
     return to_run_config(compose(overrides), checks=checks)
 
 
+def config_from_yaml(text: str, *, checks: Iterable[Check] = ()) -> RelaxConfig:
+    """What `relax_core.config.saved.to_whole_yaml` wrote, validated again. Raises `ConfigError`."""
+    values = OmegaConf.create(text)
+    root = OmegaConf.structured(RelaxConfig)
+    for kind in KINDS:
+        root[kind] = DictConfig({}, flags={"struct": False})
+    try:
+        assert isinstance(values, DictConfig)
+        root.launcher = OmegaConf.structured(LAUNCHERS[values.launcher.name])
+        merged = OmegaConf.merge(root, values)
+    except (OmegaConfBaseException, MarkedYAMLError) as error:
+        raise explain(error) from error
+    assert isinstance(merged, DictConfig)
+    return to_run_config(merged, checks=checks)
+
+
 def to_run_config(cfg: DictConfig, *, checks: Iterable[Check] = ()) -> RelaxConfig:
     """Typed objects from a composed configuration: knobs as instances, paths absolute, everything validated.
 
     Raises:
         ConfigError: unknown keys, missing values, wrong knobs; or, when all types fit, what `validate` finds.
     """
+    config = typed_config(cfg)
+    if found := problems_of(config, checks):
+        raise ConfigError(found)
+    return config
+
+
+def typed_config(cfg: DictConfig) -> RelaxConfig:
+    """`to_run_config` before anything is validated."""
     problems = _unknown_keys(cfg)
     try:
         problems += _missing_values(cfg)
@@ -81,14 +119,20 @@ def to_run_config(cfg: DictConfig, *, checks: Iterable[Check] = ()) -> RelaxConf
     if problems:
         raise ConfigError(problems)
     config = cast(RelaxConfig, OmegaConf.to_object(cfg))
-    config = _absolute(dataclasses.replace(config, **knobs))
-    if found := problems_of(config, checks):
-        raise ConfigError(found)
-    return config
+    return _absolute(dataclasses.replace(config, **knobs))
 
 
-def run(arguments: Sequence[str], job: Callable[[RelaxConfig], int], *, checks: Sequence[Check] = ()) -> int:
+def run(
+    arguments: Sequence[str],
+    job: Callable[[RelaxConfig], int],
+    *,
+    checks: Sequence[Check] = (),
+    show_plan: Callable[[RelaxConfig, Sequence[str]], int] | None = None,
+    sweep: SweepRuns | None = None,
+) -> int:
     """Runs ``job`` for the configuration on the command line, or for each one of a sweep (-m), one after another.
+    ``show_plan`` is run in its place with plan=true, and told what the checks have found. ``sweep`` takes the runs of a
+    sweep in ``job``'s place.
 
     Returns the exit code: the job's own (of a sweep: the first that is not 0), or 2 for a user's mistake, which is
     reported on stderr without a traceback.
@@ -100,17 +144,30 @@ def run(arguments: Sequence[str], job: Callable[[RelaxConfig], int], *, checks: 
 
     codes: list[int] = []
 
-    def one(cfg: DictConfig) -> None:
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
+    def one(cfg: DictConfig) -> object:
+        several = HydraConfig.get().mode == RunMode.MULTIRUN
+        if several:
             print(f"relax: run {len(codes) + 1} of the sweep: {' '.join(HydraConfig.get().overrides.task)}", flush=True)
         try:
-            config = to_run_config(cfg, checks=checks)
+            config = typed_config(cfg)
+            problems = problems_of(config, checks)
+            if config.plan in PLANS[1:] and show_plan is not None:
+                codes.append(show_plan(config, problems))
+                return None
+            if problems:
+                raise ConfigError(problems)
         except ConfigError as error:
             print(error.report(), file=sys.stderr)
             codes.append(2)
-        else:
-            codes.append(job(config))
+            return None
+        if several and sweep is not None:
+            codes.append(0)  # the sweep keeps its own
+            folder = Path(HydraConfig.get().sweep.dir).absolute()
+            return sweep.take(config, HydraConfig.get().overrides.task, folder)
+        codes.append(job(config))
+        return None
 
+    one.sweep = sweep  # type: ignore[attr-defined]  # for the launcher in hydra_plugins, which is given this function
     register_schema()
     decorated = hydra.main(version_base=_VERSION_BASE, config_path=str(conf_folder()), config_name="config")(one)
     try:
@@ -119,6 +176,11 @@ def run(arguments: Sequence[str], job: Callable[[RelaxConfig], int], *, checks: 
     except (HydraException, OmegaConfBaseException, MarkedYAMLError) as error:
         print(explain(error).report(), file=sys.stderr)
         return 2
+    except SweepFailed as error:
+        print(f"relax: the sweep ends: {error}", file=sys.stderr)
+        return 1
+    if sweep is not None:
+        codes.append(sweep.finish())
     return next((code for code in codes if code != 0), 0)
 
 
@@ -157,7 +219,8 @@ def _unknown_keys(cfg: DictConfig) -> list[str]:
     """Keys that were forced in with +key=value. The rest was refused while composing."""
     roots = {field.name for field in dataclasses.fields(RelaxConfig)}
     problems = [unknown_key(str(key)) for key in cfg if key not in roots]
-    for section, section_type in section_types().items():
+    for section in section_types():
+        section_type: Any = OmegaConf.get_type(cfg[section])  # of `launcher` the chosen one's
         fields = {field.name for field in dataclasses.fields(section_type)}
         problems += [unknown_key(f"{section}.{key}") for key in cfg[section] if key not in fields]
     return problems
@@ -173,7 +236,7 @@ def _absolute(config: RelaxConfig) -> RelaxConfig:
     """Services have working folders of their own, so every path is made absolute here."""
     for section, key in _PATHS:
         holder: Any = getattr(config, section)
-        if (path := getattr(holder, key)) is not None:
+        if (path := getattr(holder, key, None)) is not None:  # token_file is of one launcher only
             setattr(holder, key, str(Path(path).expanduser().absolute()))
     if config.resume is not None and config.resume != "auto":
         config.resume = str(Path(config.resume).expanduser().absolute())

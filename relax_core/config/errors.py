@@ -6,6 +6,13 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 
+class NotYet(str):
+    """A problem that is no mistake: something that Relax cannot do yet, or a value that is still to be given. A start
+    is refused with it like with any other; a plan is made, and says it at its top."""
+
+    __slots__ = ()
+
+
 class ConfigError(ValueError):
     """Everything that is wrong with a configuration. Each problem names the key, the value and the fix."""
 

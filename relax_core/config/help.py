@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from relax_core.config.options import conf_folder, groups, plugin_options, yaml_options
+from relax_core.config.options import conf_folder, first_comment, groups, plugin_options, yaml_options
 from relax_core.registry import KINDS, known
 
 _HEAD = """\
@@ -15,9 +15,31 @@ Examples
   python -m relax_core mode=colocate run.steps=60 seed=1     strict on-policy, another seed
   python -m relax_core data=file data.path=train.jsonl reward=math model=qwen3 model.path=/models/Qwen3-0.6B
   python -m relax_core -m mode.max_staleness=0,1,4           three runs, one after another
+  python -m relax_core plan=true experiment=qwen3_4b_async_8gpu   what would run, where, in how much memory
 
-Groups (the default is marked *)
+Commands (relax is python -m relax_core)
+  relax list [FILE.py ...]  algorithms, rewards, envs, models; your own files with their kind
+  relax doctor              whether a run could work on this machine, and what dead runs left on it
+
+Groups: each is a set of keys that belong together; group=option chooses a file of conf/group (the default is marked *)
 """
+
+_GROUPS = {
+    "algo": "how samples become a gradient",
+    "bus": "what carries samples between the roles",
+    "data": "where prompts come from",
+    "engine": "what generates",
+    "env": "what a sample does between prompt and reward",
+    "experiment": "settings of several groups under one name; what you type beside it wins",
+    "launcher": "where the run is started",
+    "modality": "what goes into the model beside text",
+    "mode": "whether rollout and trainer take turns, and how old a trained token may be",
+    "model": "what learns",
+    "parallel": "how the trainer is cut into ranks and micro-batches",
+    "placement": "which role is on which GPU",
+    "reward": "how an answer is scored",
+    "tracker": "where metrics go",
+}
 
 _KEYS = """
 Keys that everyone types
@@ -25,6 +47,7 @@ Keys that everyone types
   run.steps                train steps
   run.dir                  the run's folder
   resume                   auto, or a checkpoint's folder
+  plan                     true: print what would run and stop | json: the same for a program
   optimizer.lr             learning rate
   algo.group_size          samples a prompt
   rollout.prompts_per_step prompts a train step
@@ -40,6 +63,9 @@ Flags
   -m, --multirun           run every combination of comma-separated values, one after another
   --hydra-help             Hydra's own flags
 
+Completion with the tab key: put this line into ~/.bashrc (for other shells: install=zsh, install=fish)
+  eval "$(relax -sc install=bash)"
+
 Every key is explained beside its value in conf/. A plug-in of your own: algo.name=/path/my_algo.py (CONTRIBUTING.md).
 """
 
@@ -54,19 +80,13 @@ def help_text() -> str:
             defaults.update({str(key): str(value) for key, value in entry.items()})
     lines = []
     for group in groups():
-        lines.append(f"  {group}")
+        lines.append(f"  {group:<18} {_GROUPS[group]}")
+        width = max(15, *map(len, yaml_options(group)))
         for option in yaml_options(group):
             mark = "*" if defaults.get(group) == option else " "
-            lines.append(f"   {mark} {option:<15} {_first_comment(group, option)}")
+            lines.append(f"   {mark} {option:<{width}} {first_comment(group, option)}")
         for kind in KINDS:
             if kind == group and (options := plugin_options(group)):
                 summaries = known(kind)
-                lines += [f"     {option:<15} {summaries[option]}" for option in options]
+                lines += [f"     {option:<{width}} {summaries[option]}" for option in options]
     return _HEAD + "\n".join(lines) + "\n" + _KEYS
-
-
-def _first_comment(group: str, option: str) -> str:
-    """The option's first comment, Hydra's own directives aside."""
-    text = (conf_folder() / group / f"{option}.yaml").read_text(encoding="utf-8")
-    comments = [line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#")]
-    return next(comment for comment in comments if not comment.startswith("@package"))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from relax_core.config.errors import NotYet
 from relax_core.config.schema import RelaxConfig
 
 DTYPES = ("float32", "bfloat16")
@@ -33,15 +34,16 @@ def model_problems(config: RelaxConfig) -> Iterator[str]:
     if model.path is not None and model.builtin is not None:
         yield f"model.path={model.path} with model={model.name}, which is built in. Choose model=qwen3."
     elif model.path is not None:
-        yield from _folder_problems(config, Path(model.path))
+        yield from folder_problems(config, Path(model.path), key="model.path")
     elif model.builtin is None:
-        yield f"model.path is not set: model={model.name} needs model.path=<a Hugging Face folder>."
+        yield NotYet(f"model.path is not set: model={model.name} needs model.path=<a Hugging Face folder>.")
     elif model.task is None:
         yield f"model.task is not set: model={model.name} needs to know its warm start, e.g. model.task=arithmetic."
 
 
-def _folder_problems(config: RelaxConfig, folder: Path) -> Iterator[str]:
-    key = f"model.path={folder}"
+def folder_problems(config: RelaxConfig, folder: Path, *, key: str) -> Iterator[str]:
+    """What a Hugging Face folder lacks; ``key``: where the configuration names it."""
+    key = f"{key}={folder}"
     if not folder.exists():
         yield f"{key}: no such folder."
         return
@@ -62,5 +64,5 @@ def _folder_problems(config: RelaxConfig, folder: Path) -> Iterator[str]:
     if isinstance(longest, int) and config.engine.context_length > longest:
         yield (
             f"engine.context_length={config.engine.context_length} is more than the model's {longest} positions. "
-            f"Use engine.context_length={longest} or less."
+            f"Use engine.context_length={longest} or less ({key})."
         )

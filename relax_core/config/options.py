@@ -27,6 +27,13 @@ def yaml_options(group: str) -> list[str]:
     return sorted(path.stem for path in (conf_folder() / group).glob("*.yaml"))
 
 
+def first_comment(group: str, option: str) -> str:
+    """An option's first comment: what it is, in one line. Hydra's own directives aside."""
+    text = (conf_folder() / group / f"{option}.yaml").read_text(encoding="utf-8")
+    comments = [line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#")]
+    return next(comment for comment in comments if not comment.startswith("@package"))
+
+
 def plugin_options(group: str) -> list[str]:
     """Plug-ins of a group without a YAML: their knobs keep their defaults."""
     return sorted(name for kind in KINDS if kind == group for name in set(names(kind)) - set(yaml_options(group)))

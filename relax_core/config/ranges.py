@@ -47,8 +47,12 @@ RANGES: dict[str, Range] = {
     "parallel.micro_batch_tokens": _COUNT,
     "parallel.logprob_chunk_tokens": _COUNT,
     "parallel.threads_per_rank": _COUNT,
+    "placement.nodes": _COUNT,
+    "placement.gpus_per_node": Range(0, why="0: CPU cores"),
+    "placement.gpu_memory_gib": _FROM_ZERO,
     "mode.max_staleness": _FROM_ZERO,
     "engine.count": _COUNT,
+    "engine.tp": _COUNT,
     "engine.port": Range(0, 65535, why="0 takes any free port"),
     "engine.max_running_samples": _COUNT,
     "engine.max_total_tokens": _COUNT,
@@ -64,6 +68,7 @@ RANGES: dict[str, Range] = {
     "bus.max_row_bytes": _COUNT,
     "data.size": _FROM_ZERO,
     "data.eval_size": _FROM_ZERO,
+    "launcher.nodes": _COUNT,
     "launcher.ray_logical_cpus": _COUNT,
     "launcher.object_store_mb": Range(80, why="Ray starts with no less"),
     "optimizer.lr": _POSITIVE,
@@ -94,6 +99,24 @@ RANGES: dict[str, Range] = {
     "eval.rows": _COUNT,
 }
 
+OF_LAUNCHER: dict[str, dict[str, Range]] = {
+    "local": {},
+    "slurm": {
+        "launcher.gpus_per_node": _FROM_ZERO,
+        "launcher.cpus_per_node": _COUNT,
+        "launcher.memory_gb": _POSITIVE,
+        "launcher.time_limit_min": _COUNT,
+        "launcher.checkpoint_s": _COUNT,
+        "launcher.max_requeues": _FROM_ZERO,
+        "launcher.array_parallelism": _COUNT,
+    },
+    "ray_job": {
+        "launcher.gpus_per_node": _FROM_ZERO,
+        "launcher.cpus_per_node": _COUNT,
+        "launcher.memory_gb": _POSITIVE,
+    },
+}
+
 
 def value_of(config: RelaxConfig, key: str) -> object:
     """The value at a dotted key."""
@@ -105,11 +128,16 @@ def value_of(config: RelaxConfig, key: str) -> object:
 
 def range_problems(config: RelaxConfig) -> Iterator[str]:
     """One sentence for every number out of its range."""
-    for key, allowed in RANGES.items():
+    for key, allowed in (RANGES | OF_LAUNCHER[config.launcher.name.value]).items():
         value = value_of(config, key)
+        if value is None and key == "launcher.memory_gb":
+            continue
         assert isinstance(value, int | float)
         if not allowed.holds(value):
             why = f" ({allowed.why})" if allowed.why else ""
             yield f"{key}={value}: must be {allowed.words()}{why}."
+    critic_lr = config.optimizer.critic_lr
+    if critic_lr is not None and not _POSITIVE.holds(critic_lr):
+        yield f"optimizer.critic_lr={critic_lr}: must be {_POSITIVE.words()}. null takes optimizer.lr."
     if config.rollout.top_k == 0:
         yield "rollout.top_k=0 keeps no token. Use -1 to keep all."

@@ -22,16 +22,25 @@ def to_yaml(config: RelaxConfig) -> str:
     return text
 
 
-def plain(value: Any, *, key: str = "") -> Any:
-    """The same as dicts, lists and scalars; enums by name, as YAML gives them."""
+def to_whole_yaml(config: RelaxConfig) -> str:
+    """The same with its secrets: for a file that only this user can read, and for `config_from_yaml`."""
+    text: str = yaml.safe_dump(plain(config, redact=False), sort_keys=False, allow_unicode=True)
+    return text
+
+
+def plain(value: Any, *, key: str = "", redact: bool = True) -> Any:
+    """The same as dicts, lists and scalars; enums by name, as YAML gives them. ``redact``: without secrets."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name), key=field.name) for field in dataclasses.fields(value)}
+        return {
+            field.name: plain(getattr(value, field.name), key=field.name, redact=redact)
+            for field in dataclasses.fields(value)
+        }
     if isinstance(value, dict):
-        return {str(name): plain(item, key=str(name)) for name, item in value.items()}
+        return {str(name): plain(item, key=str(name), redact=redact) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(item, key=key) for item in value]
+        return [plain(item, key=key, redact=redact) for item in value]
     if isinstance(value, Enum):
         return value.name
-    if isinstance(value, str):
+    if isinstance(value, str) and redact:
         return REDACTED if _SECRET_KEY.search(key) and value else _USER_INFO.sub(REDACTED, value)
     return value

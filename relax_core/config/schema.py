@@ -30,6 +30,8 @@ class Schedule(Enum):
 
 class LauncherKind(Enum):
     local = "local"
+    slurm = "slurm"
+    ray_job = "ray_job"
 
 
 @dataclass
@@ -39,6 +41,7 @@ class ModelConfig:
     path: str | None = None  # a Hugging Face folder
     builtin: str | None = None  # a tiny model that Relax makes itself
     task: str | None = None  # generated task of the builtin model's warm start
+    shape: str | None = None  # published dimensions to plan with while there is no path
     dtype: str = MISSING  # float32 | bfloat16
 
 
@@ -62,6 +65,15 @@ class ParallelConfig:
 
 
 @dataclass
+class PlacementConfig:
+    name: str = MISSING
+    nodes: int = MISSING
+    gpus_per_node: int = MISSING  # 0: CPU cores
+    gpu_memory_gib: float = MISSING
+    roles: dict[str, int] = field(default_factory=dict)  # role → GPUs; empty: all roles share all GPUs
+
+
+@dataclass
 class ModeConfig:
     name: ModeName = MISSING
     max_staleness: int = MISSING
@@ -72,6 +84,7 @@ class ModeConfig:
 class EngineConfig:
     name: str = MISSING
     count: int = MISSING
+    tp: int = MISSING  # GPUs that one engine spans
     host: str = MISSING
     port: int = MISSING
     max_running_samples: int = MISSING
@@ -91,6 +104,7 @@ class BusConfig:
     call_timeout_s: float = MISSING
     inline_bytes: int = MISSING
     max_row_bytes: int = MISSING
+    storage_units: int | None = None  # of bus=transfer_queue only
 
 
 @dataclass
@@ -115,15 +129,65 @@ class TrackerConfig:
 
 @dataclass
 class LauncherConfig:
+    """launcher=local, and what a run reads wherever it is. The other launchers' keys are in the classes below."""
+
     name: LauncherKind = MISSING
-    ray_address: str | None = None
+    ray_address: str | None = None  # of launcher=local; the other launchers set it themselves
+    nodes: int = MISSING
     ray_logical_cpus: int = MISSING
     object_store_mb: int = MISSING
 
 
 @dataclass
+class SlurmLauncherConfig(LauncherConfig):
+    partition: str | None = None
+    account: str | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    gpus_per_node: int = MISSING
+    cpus_per_node: int = MISSING
+    memory_gb: float | None = None
+    time_limit_min: int = MISSING
+    checkpoint_s: int = MISSING
+    max_requeues: int = MISSING
+    array_parallelism: int = MISSING
+    sbatch: list[str] = field(default_factory=list)
+    srun: list[str] = field(default_factory=list)
+    setup: list[str] = field(default_factory=list)
+    python: str | None = None
+    follow: bool = MISSING
+    dry_run: bool = MISSING
+
+
+@dataclass
+class RayJobLauncherConfig(LauncherConfig):
+    address: str = MISSING
+    token_file: str | None = None
+    working_dir: str | None = None
+    python: str = MISSING
+    env: list[str] = field(default_factory=list)
+    follow: bool = MISSING
+    manifest: bool = MISSING
+    image: str | None = None
+    gpus_per_node: int = MISSING
+    cpus_per_node: int = MISSING
+    memory_gb: float = MISSING
+    volume_claim: str | None = None
+    volume_path: str = MISSING
+    namespace: str = MISSING
+
+
+LAUNCHERS: dict[str, type[LauncherConfig]] = {
+    "local": LauncherConfig,
+    "slurm": SlurmLauncherConfig,
+    "ray_job": RayJobLauncherConfig,
+}
+
+
+@dataclass
 class OptimizerConfig:
     lr: float = MISSING
+    critic_lr: float | None = None  # of the critic; None: lr
     min_lr_ratio: float = MISSING
     schedule: Schedule = MISSING
     warmup_steps: int = MISSING
@@ -174,10 +238,12 @@ class RelaxConfig:
     name: str = MISSING
     seed: int = MISSING
     resume: str | None = None  # null | "auto" | a checkpoint folder
+    plan: bool | str = MISSING  # false | true | "json": print the plan instead of running
     algo: Any = MISSING
     model: ModelConfig = field(default_factory=ModelConfig)
     modality: ModalityConfig = field(default_factory=ModalityConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
     mode: ModeConfig = field(default_factory=ModeConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     bus: BusConfig = field(default_factory=BusConfig)

@@ -7,7 +7,7 @@ import typing
 from functools import cache
 
 from relax_core.config.errors import nearest
-from relax_core.config.schema import RelaxConfig
+from relax_core.config.schema import LAUNCHERS, RelaxConfig
 
 
 @cache
@@ -31,9 +31,24 @@ def section_keys(section: str) -> list[str]:
     return [f"{section}.{field.name}" for field in dataclasses.fields(section_types()[section])]
 
 
+@cache
+def launcher_keys() -> dict[str, tuple[str, ...]]:
+    """Dotted key of `launcher` → the launchers that have it."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name, launcher in LAUNCHERS.items():
+        for field in dataclasses.fields(launcher):
+            found[f"launcher.{field.name}"] = (*found.get(f"launcher.{field.name}", ()), name)
+    return found
+
+
 def unknown_key(key: str) -> str:
     """The message for a key that the schema does not have."""
     leaf = key.rsplit(".", 1)[-1]
+    if key.startswith("launcher."):
+        return _unknown_launcher_key(key)
+    parent = key.rpartition(".")[0]
+    if "." in parent and parent in known_keys():  # a dict, as placement.roles is
+        return f"{key} is not set yet. Add it with a plus: +{key}=..."
     same_leaf = [candidate for candidate in known_keys() if candidate.rsplit(".", 1)[-1] == leaf and leaf != "name"]
     near = same_leaf or nearest(key, known_keys()) or _by_leaf(leaf)
     if near:
@@ -43,6 +58,16 @@ def unknown_key(key: str) -> str:
         return f"{key} is not a key. Keys of {section}: {', '.join(section_keys(section))}."
     roots = ", ".join(field.name for field in dataclasses.fields(RelaxConfig))
     return f"{key} is not a key. Root keys: {roots}."
+
+
+def _unknown_launcher_key(key: str) -> str:
+    keys = launcher_keys()
+    if key in keys:
+        having = " and ".join(f"launcher={name}" for name in keys[key])
+        return f"{key} is a key of {having} only. Choose that, or drop it."
+    if near := nearest(key, keys):
+        return f"{key} is not a key. Nearest: {', '.join(near)}."
+    return f"{key} is not a key. Keys of launcher: {', '.join(keys)}."
 
 
 def _by_leaf(leaf: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Every check of a typed configuration that needs no other room: ranges, combinations, paths, memory.
+"""Every check of a typed configuration that needs no other room: ranges, combinations, paths.
 
 Each problem is one sentence with the key, the value and the fix. All are found at once.
 """
@@ -9,29 +9,44 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from relax_core.config.memory import memory_problems
+from relax_core.config.errors import NotYet
+from relax_core.config.launcher import launcher_problems
 from relax_core.config.model_folder import model_problems
 from relax_core.config.ranges import range_problems
-from relax_core.config.schema import ModeName, RelaxConfig
+from relax_core.config.schema import LauncherKind, ModeName, RelaxConfig
 from relax_core.registry import find_algorithm, find_reward
 
 Check = Callable[[RelaxConfig], Iterable[str]]
 
-_BUILT = {"engine": ("embedded",), "bus": ("ray",), "modality": ("text",), "tracker": ("default",)}
+_BUILT = {
+    "engine": ("embedded",),
+    "bus": ("ray", "transfer_queue"),
+    "modality": ("text",),
+    "tracker": ("default",),
+    "placement": ("cpu",),
+}
+PLANS = (False, True, "json")
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def problems_of(config: RelaxConfig, checks: Iterable[Check] = ()) -> list[str]:
     """Every problem of the configuration; ``checks`` are those of other rooms. Empty when it can run."""
-    problems = [problem for check in (range_problems, *_CHECKS, *checks) for problem in check(config)]
-    return problems or list(memory_problems(config))  # the estimate wants sane numbers and a readable model
+    if problems := list(launcher_problems(config)):
+        return problems
+    here = (*_FILE_CHECKS, *checks) if config.launcher.name is not LauncherKind.ray_job else ()  # its files are there
+    return [problem for check in (range_problems, *_CHECKS, *here) for problem in check(config)]
+
+
+def _check_plan(config: RelaxConfig) -> Iterator[str]:
+    if config.plan not in PLANS:
+        yield f"plan={config.plan}: expected true, json or false."
 
 
 def _check_names(config: RelaxConfig) -> Iterator[str]:
     for section, built in _BUILT.items():
         name = getattr(config, section).name
         if name not in built:
-            yield f"{section}.name={name} is not built yet. What exists for {section}: {', '.join(built)}."
+            yield NotYet(f"{section}.name={name} is not built yet. What exists for {section}: {', '.join(built)}.")
 
 
 def _check_mode(config: RelaxConfig) -> Iterator[str]:
@@ -52,10 +67,27 @@ def _check_plugins(config: RelaxConfig) -> Iterator[str]:
             check()
         except ValueError as error:
             yield from str(error).splitlines()
-    if config.algo.group_size < 1:
-        yield f"algo.group_size={config.algo.group_size}: at least one sample a prompt."
+    for key, what in (
+        ("group_size", "sample a prompt"),
+        ("mini_batches", "update a train step"),
+        ("epochs", "time that a prompt is trained on"),
+    ):
+        if getattr(config.algo, key) < 1:
+            yield f"algo.{key}={getattr(config.algo, key)}: at least one {what}."
     if not config.reward.timeout_s > 0:
         yield f"reward.timeout_s={config.reward.timeout_s}: must be more than 0 seconds."
+
+
+def _check_critic(config: RelaxConfig) -> Iterator[str]:
+    spec = find_algorithm(config.algo.name)
+    has_critic = spec.needs(config.algo).critic
+    if has_critic and spec.value_loss is None:
+        yield f"algo.name={config.algo.name}: it needs a critic, but its SPEC has no value_loss. Give it one."
+    if not has_critic and config.optimizer.critic_lr is not None:
+        yield (
+            f"optimizer.critic_lr={config.optimizer.critic_lr} with algo={config.algo.name}, which has no critic. "
+            "Drop it, or choose algo=ppo."
+        )
 
 
 def _check_reward_fits_data(config: RelaxConfig) -> Iterator[str]:
@@ -71,6 +103,24 @@ def _check_batch(config: RelaxConfig) -> Iterator[str]:
             f"rollout.prompts_per_step={prompts} does not divide among parallel.dp={ranks} ranks. "
             f"Use a multiple of {ranks}."
         )
+    mini_batches = config.algo.mini_batches
+    if mini_batches >= 1 and prompts % mini_batches != 0:
+        yield (
+            f"rollout.prompts_per_step={prompts} does not divide into algo.mini_batches={mini_batches}. "
+            f"Use a multiple of {mini_batches}."
+        )
+
+
+def _check_bus(config: RelaxConfig) -> Iterator[str]:
+    bus = config.bus
+    if bus.name == "transfer_queue":
+        if bus.storage_units is None or bus.storage_units < 1:
+            yield f"bus.storage_units={bus.storage_units}: must be at least 1."
+    elif bus.storage_units is not None:
+        yield (
+            f"bus.storage_units={bus.storage_units} with bus={bus.name}, which has no storage units. "
+            "Choose bus=transfer_queue."
+        )
 
 
 def _check_engine(config: RelaxConfig) -> Iterator[str]:
@@ -80,6 +130,8 @@ def _check_engine(config: RelaxConfig) -> Iterator[str]:
         yield f"engine.host={engine.host}: engines listen on loopback only. Use 127.0.0.1."
     if engine.port and engine.port + engine.count - 1 > 65535:
         yield f"engine.port={engine.port} with engine.count={engine.count} passes port 65535. Use engine.port=0."
+    if engine.name == "embedded" and engine.tp != 1:
+        yield f"engine.tp={engine.tp}: engine=embedded is one process on CPU cores. Use engine.tp=1, engine.count=N."
     if engine.max_running_samples < group_size:
         yield (
             f"engine.max_running_samples={engine.max_running_samples} cannot hold one group of "
@@ -100,7 +152,7 @@ def _check_engine(config: RelaxConfig) -> Iterator[str]:
 def _check_data(config: RelaxConfig) -> Iterator[str]:
     data = config.data
     if data.task is None and data.path is None:
-        yield "data.path is not set: data=file needs data.path=train.jsonl or train.parquet."
+        yield NotYet("data.path is not set: data=file needs data.path=train.jsonl or train.parquet.")
     elif data.task is not None and data.path is not None:
         yield f"data.path={data.path} with data={data.name}, which is generated. Choose data=file."
     elif config.rollout.max_new_tokens < 2:
@@ -119,13 +171,15 @@ def _check_run_folder(config: RelaxConfig) -> Iterator[str]:
 
 
 _CHECKS: tuple[Check, ...] = (
+    _check_plan,
     _check_names,
     _check_mode,
     _check_plugins,
+    _check_critic,
     _check_reward_fits_data,
     _check_batch,
+    _check_bus,
     _check_engine,
     _check_data,
-    model_problems,
-    _check_run_folder,
 )
+_FILE_CHECKS: tuple[Check, ...] = (model_problems, _check_run_folder)

@@ -117,6 +117,16 @@ class BusProgress(msgspec.Struct, frozen=True, kw_only=True):
     ledger: LedgerCounts
 
 
+class BusWait(msgspec.Struct, frozen=True, kw_only=True):
+    """A call that waits in the bus. ``task``: whose. ``text``: for what, and who owes it, with uids. ``owed_by``: the
+    tasks that have to act before it can go on."""
+
+    task: str
+    since_s: float
+    text: str
+    owed_by: list[str]
+
+
 class Bus(Protocol):
     """What every backend does. All arguments beyond the first are keyword-only."""
 
@@ -168,6 +178,9 @@ class Bus(Protocol):
 
     # -- the run's side -----------------------------------------------------------------------------------------
     def progress(self, *, timeout_s: float) -> BusProgress: ...
+
+    def waits(self, *, timeout_s: float) -> list[BusWait]:
+        """Who waits for admissions or leases right now, the longest wait first."""
 
     def snapshot(self, *, timeout_s: float) -> bytes:
         """The bus's part of a checkpoint's cut, as msgpack: ledger, cursor, what is open. Rows in flight are not in

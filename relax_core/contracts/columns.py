@@ -42,6 +42,8 @@ ROLLOUT_COLUMNS = (
     SAMPLE_INFO,
 )
 
+BOOKED_COLUMNS = (WEIGHT_VERSIONS, REWARDS, SAMPLE_INFO)  # the ledger's file keeps them of every row: they are small
+
 
 class Ragged(msgspec.Struct, frozen=True, array_like=True):
     """Rows of differing length, stored flat. ``dtype`` is a numpy name; ``data`` is little-endian and C-ordered."""
@@ -65,6 +67,7 @@ class SampleInfo(msgspec.Struct, frozen=True, array_like=True):
     uid: str
     finish_reason: str
     reward_parts: dict[str, float]
+    engine: str = ""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -123,8 +126,15 @@ def encode_group(group: Group) -> Columns:
         ROLLOUT_LOGPROBS: encode_ragged([s.rollout_logprobs for s in samples], dtype="float32"),
         WEIGHT_VERSIONS: _encoder.encode([s.weight_versions for s in samples]),
         REWARDS: encode_array(rewards, dtype="float32"),
-        SAMPLE_INFO: _encoder.encode([SampleInfo(s.uid, s.finish_reason, s.reward_parts) for s in samples]),
+        SAMPLE_INFO: _encoder.encode([SampleInfo(s.uid, s.finish_reason, s.reward_parts, s.engine) for s in samples]),
     }
+
+
+def booked_payloads(columns: Mapping[str, bytes]) -> tuple[bytes, ...] | None:
+    """What the ledger's file keeps of a row; None for a row without it, e.g. one whose samples were all dropped."""
+    if not all(column in columns for column in BOOKED_COLUMNS):
+        return None
+    return tuple(columns[column] for column in BOOKED_COLUMNS)
 
 
 def payload_bytes(columns: Mapping[str, bytes]) -> int:

@@ -45,7 +45,8 @@ class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Generated(msgspec.Struct, frozen=True, kw_only=True):
-    """One finished response. ``prompt``: place of its prompt in the call; ``sample``: 0..n-1 within the prompt."""
+    """One finished response. ``prompt``: place of its prompt in the call; ``sample``: 0..n-1 within the prompt.
+    ``engine``: which of a pool's engines it came from, for the ledger."""
 
     rid: str
     prompt: int
@@ -54,6 +55,7 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[float]
     weight_versions: list[VersionSpan]
     finish_reason: FinishReason
+    engine: str = ""
 
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,6 +23,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     ``response_ids``, ``rollout_logprobs`` and ``loss_mask`` have one entry a response token, the stop token included.
     ``rollout_logprobs`` are natural logs of the distribution that was sampled from.
     ``reward`` is None when it could not be computed; such a sample is dropped, never trained as 0.
+    ``engine``: which one generated it.
     """
 
     uid: str
@@ -33,6 +34,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: FinishReason
     reward: float | None
     reward_parts: dict[str, float] = {}
+    engine: str = ""
 
     @property
     def version(self) -> int:

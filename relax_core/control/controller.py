@@ -1,4 +1,4 @@
-"""The controller: watches the services, shows the panel, ends the run. It stands beside the step path."""
+"""The controller: watches one incarnation of the services until it ends. It stands beside the step path."""
 
 from __future__ import annotations
 
@@ -7,48 +7,63 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from relax_core.contracts.bus import BusLost, BusProgress, BusTimeout
-from relax_core.control.watch import RoleWatch, RunFailed, run_failed
-from relax_core.observe.metrics_actor import MetricsUnavailable
-from relax_core.observe.panel import Panel, PanelState
-from relax_core.observe.records import MetricRecord
-from relax_core.observe.states import RoleState
+from relax_core.contracts.bus import BusLost, BusProgress
+from relax_core.control.recoveries import Recoveries
+from relax_core.control.watch import RunFailed, ServicesLost, run_failed
 from relax_core.roles.context import RunContext, worker_name
-from relax_core.roles.worker import WorkerStatus
 
-if TYPE_CHECKING:
-    from relax_core.control.services import Services  # imports Ray, which must first be told its token
+if TYPE_CHECKING:  # these import Ray, which must first be told its token
+    from relax_core.control.bus_watch import BusWatch
+    from relax_core.control.fronts import Fronts
+    from relax_core.control.health import HealthManager
+    from relax_core.control.run_view import RunView
+    from relax_core.control.services import Services
+    from relax_core.control.watchdog import Watchdog
 
 TICK_S = 0.25  # how late the end, a failure or a signal is noticed
 STATUS_S = 1.0
+TRAINER = worker_name("actor", 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnd:
-    """``stopped``: the run was asked to end before its last step."""
+    """``stopped``: the run was asked to end before its last step. ``progress``: the bus's last words."""
 
     stopped: bool
+    progress: BusProgress
 
 
 class Controller:
-    """One run. ``stop_requested`` says whether the user or the machine asked for an early end."""
+    """``stop_requested`` says whether the user or the machine asked for an early end."""
 
     def __init__(
-        self, context: RunContext, services: Services, *, panel: Panel, stop_requested: Callable[[], bool]
+        self,
+        context: RunContext,
+        services: Services,
+        *,
+        bus: BusWatch,
+        fronts: Fronts,
+        book: Recoveries,
+        view: RunView,
+        health: HealthManager,
+        watchdog: Watchdog,
+        stop_requested: Callable[[], bool],
     ) -> None:
         self._context = context
         self._services = services
-        self._panel = panel
+        self._bus = bus
+        self._fronts = fronts
+        self._book = book
+        self._view = view
+        self._health = health
+        self._watchdog = watchdog
         self._stop_requested = stop_requested
-        self._watch = RoleWatch()
-        self._roles: list[RoleState] = []
-        self._cursor = 0
         self._step = context.start_step
         self._moved = time.monotonic()
-        self.progress: BusProgress | None = None  # the newest that was seen
 
     def run(self) -> RunEnd:
-        """Returns when the trainer is done; raises `RunFailed` with the first cause, or past a deadline."""
+        """Returns when the trainer is done. Raises `ServicesLost` where the services have to start again, `RunFailed`
+        with the first cause of what that would not mend."""
         settings = self._context.config.run
         stopping_since: float | None = None
         looked = 0.0
@@ -56,9 +71,11 @@ class Controller:
             if self._stop_requested() and stopping_since is None:
                 stopping_since = time.monotonic()
                 self._services.request_stop()
-            if time.monotonic() - looked >= STATUS_S or self._step >= settings.steps:
+            due = time.monotonic() - looked >= STATUS_S or self._step >= settings.steps or self._bus.lost is not None
+            if due:
                 looked = time.monotonic()
-                if self._look():
+                self._look()
+                if self._health.done(TRAINER):
                     break
             self._show("stopping: a checkpoint is written" if stopping_since is not None else "")
             if stopping_since is not None and time.monotonic() - stopping_since > settings.stop_timeout_s:
@@ -66,11 +83,17 @@ class Controller:
             self._check_stall()
             time.sleep(TICK_S)
         self._show("")
-        finished = self._step >= settings.steps
+        finished = self._last_progress().version >= settings.steps
         if finished and self._context.config.eval.every:
             self._await_last_evaluation()
         self._show("")
-        return RunEnd(stopped=not finished)
+        return RunEnd(stopped=not finished, progress=self._last_progress())
+
+    def _last_progress(self) -> BusProgress:
+        try:
+            return self._services.bus.progress(timeout_s=self._context.config.bus.call_timeout_s)
+        except BusLost as error:
+            raise ServicesLost("the bus died", log=str(error)) from error
 
     def _await_last_evaluation(self) -> None:
         """Returns when it is in, or at once where a stop was asked for; raises `RunFailed` where it does not come."""
@@ -83,36 +106,30 @@ class Controller:
             self._show("the last evaluation is under way")
             time.sleep(TICK_S)
 
-    def _look(self) -> bool:
-        """Takes the workers' statuses; True once the trainer is done. Serve's failure to start ends the run too."""
-        statuses = self._services.statuses()
-        self._roles = self._watch.roles(statuses)
-        if self._services.fronts.done() and (error := self._services.fronts.exception()) is not None:
+    def _look(self) -> None:
+        """Takes the signs of life. Serve's failure to start ends the run too."""
+        self._health.look(bus_lost=self._bus.lost, step=self._step)
+        self._services.note({name: beat.status for name, beat in self._health.beats.items() if beat.status})
+        if (error := self._fronts.error()) is not None:
             raise run_failed("Ray Serve did not start the roles' fronts", error)
-        actor = statuses[worker_name("actor", 0)]
-        return isinstance(actor, WorkerStatus) and actor.state == "done"
 
     def _show(self, message: str) -> None:
-        records: list[MetricRecord] = []
-        try:
-            self._cursor, records = self._services.metrics.poll(self._cursor)
-        except MetricsUnavailable as error:
-            message = message or str(error)
-        try:
-            progress = self._services.bus.progress(timeout_s=self._context.config.bus.call_timeout_s)
-        except (BusLost, BusTimeout) as error:
-            raise RunFailed(str(error)) from error
-        self.progress = progress
-        if progress.version != self._step:
+        progress = self._bus.progress
+        if progress is not None and progress.version != self._step:
             self._step, self._moved = progress.version, time.monotonic()
-        self._panel.update(
-            PanelState(step=self._step, records=records, progress=progress, roles=self._roles, message=message)
-        )
+            self._watchdog.moved()
+            self._book.step_done()
+            self._fronts.follow(self._context.namespace)
+        self._view.show(step=self._step, progress=progress, roles=self._health.roles, message=message)
 
     def _check_stall(self) -> None:
         settings = self._context.config.run
+        still_s = time.monotonic() - self._moved
+        self._watchdog.check(self._health.beats, step=self._step)
         first = self._step == self._context.start_step
         limit = settings.start_timeout_s + settings.stall_timeout_s if first else settings.stall_timeout_s
-        if time.monotonic() - self._moved > limit:
-            owed = "; ".join(f"{role.name} {role.state} {role.since_s:.0f} s {role.detail}" for role in self._roles)
-            raise RunFailed(f"no train step ended for {limit:.0f} s at step {self._step}: {owed}")
+        if still_s > limit:
+            owed = "; ".join(
+                f"{role.name} {role.state} {role.since_s:.0f} s {role.detail}" for role in self._health.roles
+            )
+            raise ServicesLost(f"no train step ended for {limit:.0f} s at step {self._step}: {owed}")

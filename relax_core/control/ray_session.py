@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -15,17 +16,19 @@ from typing import Self
 from relax_core.config.schema import LauncherConfig
 from relax_core.control.place import RunPlace
 
+# Loopback only: the one switch that lets Ray keep 127.0.0.1, which it else swaps for the host's own address.
+LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 QUIET = {
     "RAY_AUTH_MODE": "token",
-    # Loopback only: the one switch that lets Ray keep 127.0.0.1, which it else swaps for the host's own address.
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    LOOPBACK_SWITCH: "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
     "RAY_prestart_worker_first_driver": "0",
-    "RAY_DEDUP_LOGS": "0",
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed",  # the health manager says it in fewer words
     "RAY_worker_niceness": "0",  # as urgent as what started the run: by default whatever else runs here goes first
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
+NODES_S = 0.2  # how often a joined cluster's nodes are counted
 ONE_THREAD = {  # every process says its own number later; this is what a library takes that nobody told
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -47,10 +50,13 @@ class RaySession:
     """Use as a context manager, once a process: Ray reads its token's place when it is imported.
     ``token_file``: the run's bearer token."""
 
-    def __init__(self, launcher: LauncherConfig, place: RunPlace, *, log_dir: Path) -> None:
+    def __init__(
+        self, launcher: LauncherConfig, place: RunPlace, *, log_dir: Path, start_timeout_s: float = 300.0
+    ) -> None:
         self._launcher = launcher
+        self._start_timeout_s = start_timeout_s
         self._place = place
-        self.token_file = place.folder / "token"
+        self.token_file = place.token_folder / "token"
         self._log_dir = log_dir
         self._undo = ExitStack()
 
@@ -84,8 +90,22 @@ class RaySession:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
-        except ray.exceptions.RayError as error:
+        except (ray.exceptions.RayError, ConnectionError) as error:
             raise RuntimeError(f"Ray did not start: {error}") from error
+        if not own:
+            self._await_nodes()
+
+    def _await_nodes(self) -> None:
+        import ray
+
+        deadline = time.monotonic() + self._start_timeout_s
+        while (there := sum(node["Alive"] for node in ray.nodes())) < self._launcher.nodes:
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"{there} of launcher.nodes={self._launcher.nodes} Ray nodes are there after run.start_timeout_s="
+                    f"{self._start_timeout_s:.0f} s"
+                )
+            time.sleep(NODES_S)
 
     def keep_logs(self) -> None:
         """Copies what the worker processes wrote into the run's folder; for a run that failed."""

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from relax_core.config.schema import RelaxConfig
-from relax_core.control.controller import Controller
 from relax_core.control.finish import RunRecords, collect, show_end, write_end
 from relax_core.control.place import RunPlace
 from relax_core.control.ray_session import RaySession
+from relax_core.control.recoveries import FROM_CHECKPOINT, Recoveries
 from relax_core.control.resume import ResumePoint
 from relax_core.control.signals import StopSignals
 from relax_core.control.supervisor import Attempt
+from relax_core.control.teachers import teacher_folders
 from relax_core.control.watch import RunFailed, run_failed
+from relax_core.observe.metrics_actor import MetricsClient, start_metrics
 from relax_core.observe.panel import Panel
-from relax_core.roles.context import RunContext
+from relax_core.observe.records import last_step
+from relax_core.observe.sinks import read_metrics
+from relax_core.roles.context import METRICS, RunContext
 from relax_core.tools.make_tiny import tiny_model_folder
 
 FAILED = 1
@@ -33,6 +38,7 @@ class _Outcome:
     word: Literal["finished", "stopped", "failed"]
     failure: RunFailed | None = None
     records: RunRecords | None = None
+    recoveries: Sequence[Mapping[str, Any]] = ()
 
 
 def run_local(config: RelaxConfig, resume: ResumePoint | None, place: RunPlace, attempt: Attempt) -> int:
@@ -41,7 +47,7 @@ def run_local(config: RelaxConfig, resume: ResumePoint | None, place: RunPlace, 
     run_dir = Path(config.run.dir)
     with StopSignals() as signals:
         try:
-            outcome = _in_session(config, resume, place, signals)
+            outcome = _in_session(config, resume, place, attempt, signals)
         except KeyboardInterrupt:
             assert signals.received is not None
             print("relax: ended at once, without a checkpoint", file=sys.stderr)
@@ -60,6 +66,7 @@ def _write_end(outcome: _Outcome, run_dir: Path, *, started: float) -> dict[str,
     assert outcome.records is not None
     word = outcome.word if outcome.failure is None else f"{outcome.word}: {outcome.failure}"
     meta = {"outcome": word, "wall_s": time.time() - started, "overrides": sys.argv[1:]}
+    meta["recoveries"] = list(outcome.recoveries)
     return write_end(run_dir, outcome.records, meta=meta, started=started)
 
 
@@ -78,16 +85,20 @@ def _tell_failure(outcome: _Outcome, run_dir: Path, *, started: float) -> None:
         print(f"relax: the logs and the summary are not complete: {error}", file=sys.stderr)
 
 
-def _in_session(config: RelaxConfig, resume: ResumePoint | None, place: RunPlace, signals: StopSignals) -> _Outcome:
+def _in_session(
+    config: RelaxConfig, resume: ResumePoint | None, place: RunPlace, attempt: Attempt, signals: StopSignals
+) -> _Outcome:
     """The run between the start and the end of its Ray."""
     run_dir = Path(config.run.dir)
-    session = RaySession(config.launcher, place, log_dir=run_dir / "logs")
+    session = RaySession(config.launcher, place, log_dir=run_dir / "logs", start_timeout_s=config.run.start_timeout_s)
     with ThreadPoolExecutor(1) as pool:
         model = pool.submit(_model_folder, config)
+        teachers = pool.submit(lambda: teacher_folders(config, student=model.result()))
         with session:
             signals.arm()
             context = RunContext(
                 config=config,
+                run_namespace=place.namespace,
                 namespace=place.namespace,
                 run_dir=run_dir,
                 model_folder=model.result(timeout=config.run.start_timeout_s),
@@ -95,38 +106,58 @@ def _in_session(config: RelaxConfig, resume: ResumePoint | None, place: RunPlace
                 token_file=session.token_file,
                 resume_from=resume.folder if resume else None,
                 start_step=resume.step if resume else 0,
+                teacher_folders=teachers.result(timeout=config.run.start_timeout_s),
             )
-            return _run_services(context, resume, signals, session)
+            return _run_services(context, resume, attempt, signals, session)
 
 
 def _run_services(
-    context: RunContext, resume: ResumePoint | None, signals: StopSignals, session: RaySession
+    context: RunContext, resume: ResumePoint | None, attempt: Attempt, signals: StopSignals, session: RaySession
 ) -> _Outcome:
-    from relax_core.control.services import Services
+    from relax_core.control.fronts import Fronts
+    from relax_core.control.recovery import RunParts, run_services
+    from relax_core.control.run_view import RunView
 
     config = context.config
-    services = Services(context, resume.snapshot if resume else None)
+    metrics = _start_metrics(context)
+    fronts = Fronts(context)
+    title = f"{config.algo.name} · {config.model.name} · {config.data.name} · {config.mode.name.value}"
     try:
-        title = f"{config.algo.name} · {config.model.name} · {config.data.name} · {config.mode.name.value}"
         with Panel(config.run.steps, context.run_dir, title, live=config.run.panel) as panel:
-            controller = Controller(context, services, panel=panel, stop_requested=signals.requested)
+            view = RunView(panel, metrics, log_dir=context.log_dir, step=context.start_step)
+            book = Recoveries(context.log_dir / "recoveries.json", tell=view.tell)
+            if attempt.causes:
+                book.take_up()
+                at_step = max(last_step(metrics.poll(0)[1]), context.start_step)
+                book.begin(FROM_CHECKPOINT, attempt.causes[-1], at_step=at_step, from_step=context.start_step)
+            parts = RunParts(metrics=metrics, fronts=fronts, view=view, book=book, stop_requested=signals.requested)
             try:
-                end = controller.run()
+                end = run_services(context, resume, parts)
             except RunFailed as failure:
                 session.keep_logs()
-                progress = controller.progress
-                return _Outcome(
-                    word="failed",
-                    failure=failure,
-                    records=collect(services.metrics, progress, run_dir=context.run_dir) if progress else None,
-                )
-        progress = services.bus.progress(timeout_s=config.bus.call_timeout_s)
+                records = collect(metrics, view.progress, run_dir=context.run_dir) if view.progress else None
+                return _Outcome(word="failed", failure=failure, records=records, recoveries=book.as_records())
         return _Outcome(
             word="stopped" if end.stopped else "finished",
-            records=collect(services.metrics, progress, run_dir=context.run_dir),
+            records=collect(metrics, end.progress, run_dir=context.run_dir),
+            recoveries=book.as_records(),
         )
     finally:
-        services.close(reason="the run has ended")
+        fronts.close(timeout_s=config.run.stop_timeout_s)
+
+
+def _start_metrics(context: RunContext) -> MetricsClient:
+    """Marks where the run goes on, also from step 0 where a start before a first checkpoint had reported."""
+    client = start_metrics(
+        context.config.tracker,
+        context.run_dir,
+        name=METRICS,
+        namespace=context.run_namespace,
+        max_restarts=context.config.run.max_restarts,
+    )
+    if context.start_step or read_metrics(context.run_dir):
+        client.mark_resume(context.start_step)
+    return client
 
 
 def _model_folder(config: RelaxConfig) -> Path:

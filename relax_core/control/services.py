@@ -1,11 +1,10 @@
-"""The run's services: which roles an algorithm needs, their processes, their faces in Serve, their end."""
+"""The run's services: which roles an algorithm needs, their processes, their end."""
 
 from __future__ import annotations
 
-import logging
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from functools import partial
 from typing import Any
 
 import ray
@@ -13,20 +12,21 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 
 from relax_core.bus.factory import create_bus
 from relax_core.bus.ray_backend import RayBus
-from relax_core.contracts import columns as c
-from relax_core.contracts.algorithm import Needs
 from relax_core.contracts.bus import BusLost
-from relax_core.observe.metrics_actor import MetricsClient, start_metrics
+from relax_core.control.processes import kill, kill_trees
+from relax_core.control.role_counts import roles_of
 from relax_core.registry import find_algorithm
 from relax_core.roles.actor import ActorWorker
 from relax_core.roles.advantages import AdvantagesWorker
-from relax_core.roles.context import BUS, METRICS, RunContext, worker_name
+from relax_core.roles.context import BUS, TEACHER_ENGINE, RunContext, worker_name
+from relax_core.roles.critic import CriticWorker
 from relax_core.roles.engine_host import EngineHost
-from relax_core.roles.forward import ForwardWorker
+from relax_core.roles.forward import ActorFwdWorker, ReferenceWorker
+from relax_core.roles.placement import node_options
 from relax_core.roles.rollout import RolloutWorker
-from relax_core.roles.worker import WorkerStatus
+from relax_core.roles.teacher import TeacherEngineHost, TeacherWorker
+from relax_core.roles.worker import WorkerStatus, process_host
 
-STATUS_TIMEOUT_S = 10.0
 WORKER_CALLS = 8  # calls that a worker answers beside its loop: status, stop, endpoint, waits
 
 WORKERS: dict[str, Any] = {
@@ -34,44 +34,42 @@ WORKERS: dict[str, Any] = {
     "actor": ActorWorker,
     "rollout": RolloutWorker,
     "advantages": AdvantagesWorker,
-    "actor_fwd": partial(ForwardWorker, task="actor_fwd", column=c.OLD_LOGPROBS, follow=True),
-    "reference": partial(ForwardWorker, task="reference", column=c.REFERENCE_LOGPROBS, follow=False),
+    "critic": CriticWorker,
+    "actor_fwd": ActorFwdWorker,
+    "reference": ReferenceWorker,
+    "teacher": TeacherWorker,
+    TEACHER_ENGINE: TeacherEngineHost,
 }
-RESTARTED_IN_PLACE = ("engine", "rollout", "advantages", "actor_fwd", "reference")
-
-
-def roles_of(needs: Needs, *, engines: int) -> dict[str, int]:
-    """Role → how many workers it has, in the order in which they are started: the slowest to start first."""
-    roles = {"actor": 1, "engine": engines, "rollout": 1}
-    if needs.old_logprobs == "actor_fwd":
-        roles["actor_fwd"] = 1
-    if needs.reference:
-        roles["reference"] = 1
-    roles["advantages"] = 1
-    return roles
+AFTER_RESTORE = ("rollout",)  # what asks for admissions must not find a bus that is not what the checkpoint says yet
+RESTARTED_IN_PLACE = ("engine", "rollout", "advantages", "actor_fwd", "reference", "teacher", TEACHER_ENGINE)
 
 
 class Services:
-    """Starts everything at the same time; the workers find each other. Raises what the bus or the metrics raise."""
+    """The bus and the workers of one incarnation. They start at the same time and find each other.
+
+    Raises what the bus raises. Metrics and the fronts are the run's, and outlive it.
+    """
 
     def __init__(self, context: RunContext, snapshot: bytes | None) -> None:
         config = context.config
         self._context = context
-        self._roles = roles_of(find_algorithm(config.algo.name).needs(config.algo), engines=config.engine.count)
-        self._pool = ThreadPoolExecutor(max_workers=3, thread_name_prefix="services")
-        with ExitStack() as on_failure:
-            on_failure.callback(self._pool.shutdown)  # a call under way would wait for a Ray that is gone
-            bus = self._pool.submit(self._create_bus, snapshot)
-            metrics = self._pool.submit(self._create_metrics)
-            self.workers = {
-                worker_name(role, rank): self._start(role, rank)
-                for role, count in self._roles.items()
-                for rank in range(count)
-            }
+        self.roles = roles_of(find_algorithm(config.algo.name).needs(config.algo), engines=config.engine.count)
+        self._statuses: dict[str, WorkerStatus] = {}
+        self.workers: dict[str, Any] = {}
+        self._peers: dict[str, Any] = {}
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="bus-start") as pool, ExitStack() as on_failure:
+            on_failure.callback(self._abandon)
+            bus = pool.submit(self._create_bus, snapshot)
+            self._start_roles(role for role in self.roles if role not in AFTER_RESTORE)
             self.bus: RayBus = bus.result(timeout=config.run.start_timeout_s)
-            self.metrics: MetricsClient = metrics.result(timeout=config.run.start_timeout_s)
+            self._start_roles(role for role in self.roles if role in AFTER_RESTORE)
+            self.bus_pid = self.bus.process_id(timeout_s=config.bus.call_timeout_s)
             on_failure.pop_all()
-        self.fronts: Future[None] = self._pool.submit(self._deploy_fronts)
+
+    def _start_roles(self, roles: Iterable[str]) -> None:
+        for role in roles:
+            for rank in range(self.roles[role]):
+                self.workers[worker_name(role, rank)] = self._start(role, rank)
 
     def _create_bus(self, snapshot: bytes | None) -> RayBus:
         config = self._context.config
@@ -85,61 +83,40 @@ class Services:
             ledger_path=self._context.run_dir / "ledger.sqlite",
             name=BUS,
             namespace=self._context.namespace,
+            socket_folder=self._context.token_file.parent,
         )
         if snapshot is not None:
             bus.restore(snapshot, timeout_s=config.bus.call_timeout_s)
         return bus
 
-    def _create_metrics(self) -> MetricsClient:
-        context = self._context
-        client = start_metrics(
-            context.config.tracker,
-            context.run_dir,
-            name=METRICS,
-            namespace=context.namespace,
-            max_restarts=context.config.run.max_restarts,
-        )
-        if context.start_step:
-            client.mark_resume(context.start_step)
-        return client
-
     def _start(self, role: str, rank: int) -> Any:
         name = worker_name(role, rank)
-        factory = WORKERS[role]
-        extra = factory.keywords if isinstance(factory, partial) else {}
-        worker = factory.func if isinstance(factory, partial) else factory
         return (
-            ray.remote(worker)
+            ray.remote(WORKERS[role])
             .options(
                 name=name,
                 namespace=self._context.namespace,
                 num_cpus=0,
                 max_concurrency=WORKER_CALLS,
+                **node_options(self._context.config.launcher, role, rank),
                 max_restarts=self._context.config.run.max_restarts if role in RESTARTED_IN_PLACE else 0,
             )
-            .remote(name, self._context, rank, **extra)
+            .remote(name, self._context, rank)
         )
 
-    def _deploy_fronts(self) -> None:
-        """One Serve app a role, beside the running workers: nothing of a step waits for it."""
-        from ray import serve
+    def handles(self) -> Mapping[str, Any]:
+        """Every worker by its name: those started here, and the trainer's other ranks as far as its lead has started
+        them."""
+        for rank in range(1, self._context.config.parallel.dp):
+            name = worker_name("actor", rank)
+            if name not in self._peers:
+                with suppress(ValueError):  # not there yet
+                    self._peers[name] = ray.get_actor(name, namespace=self._context.namespace)
+        return self.workers | self._peers
 
-        from relax_core.roles.front import RoleFront
-
-        logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        serve.start(proxy_location="Disabled")
-        targets = []
-        for role, count in self._roles.items():
-            names = [worker_name(role, rank) for rank in range(count)]
-            front = RoleFront.bind(role, names, self._context.namespace)  # type: ignore[attr-defined]
-            targets.append(serve.RunTarget(front, name=self._app(role), route_prefix=None))
-        serve.run_many(targets)
-
-    def statuses(self) -> dict[str, WorkerStatus | str]:
-        """Every worker's status, or in words why it gave none: "restarting" or "dead: …"."""
-        asked = {name: worker.status.remote() for name, worker in self.workers.items()}
-        ray.wait(list(asked.values()), num_returns=len(asked), timeout=STATUS_TIMEOUT_S)
-        return {name: _answer(reference) for name, reference in asked.items()}
+    def note(self, statuses: Mapping[str, WorkerStatus]) -> None:
+        """Keeps which process is whose, for `kill`."""
+        self._statuses |= statuses
 
     def request_stop(self) -> None:
         """Asks the trainer to end after the step under way, with a checkpoint."""
@@ -153,8 +130,16 @@ class Services:
         except (GetTimeoutError, ActorDiedError, ActorUnavailableError):
             return False
 
+    def kill_frozen(self, name: str, status: WorkerStatus) -> None:
+        """Kills a worker that does not answer; Ray starts it again where it may. On another host by Ray's own kill,
+        which takes seconds on a stopped process."""
+        if status.host == process_host():
+            kill(status.pid)
+        else:
+            ray.kill(self.handles()[name], no_restart=False)
+
     def close(self, reason: str) -> None:
-        """Ends every process of the run: the bus first, so that nobody waits; then the engines by their owners."""
+        """Ends every process in good order: the bus first, so that nobody waits; then the engines by their owners."""
         timeout_s = self._context.config.run.stop_timeout_s
         with suppress(BusLost):  # nobody waits on a bus that is gone
             self.bus.close(reason=reason, timeout_s=timeout_s)
@@ -162,32 +147,28 @@ class Services:
             worker.request_stop.remote()
         ends = [worker.join.remote(timeout_s / 2) for worker in self.workers.values()]
         ray.wait(ends, num_returns=len(ends), timeout=timeout_s)
-        for worker in self.workers.values():
-            ray.kill(worker)
-        self._end_fronts(timeout_s)
+        self._kill_actors()
         self.bus.terminate()
-        self._pool.shutdown(wait=True)
 
-    def _app(self, role: str) -> str:
-        return f"{self._context.namespace}-{role}"
+    def kill(self) -> None:
+        """Ends every process at once, and returns when they are gone: none of them can then reach the run's files.
 
-    def _end_fronts(self, timeout_s: float) -> None:
-        """On a joined cluster only our apps end; a cluster of our own ends with Ray a moment later."""
-        failed = self.fronts.exception(timeout=timeout_s)
-        if failed is None and self._context.config.launcher.ray_address is not None:
-            from ray import serve
+        Raises RuntimeError for a process that does not end.
+        """
+        self._kill_actors()
+        self.bus.terminate()
+        here = [status for status in self._statuses.values() if status.host == process_host()]
+        pids = {pid for status in here for pid in (status.pid, *status.child_pids)}
+        if self._context.config.launcher.ray_address is None:  # else it may be on another host
+            pids.add(self.bus_pid)
+        kill_trees(pids)
 
-            for role in self._roles:
-                serve.delete(self._app(role))
+    def _kill_actors(self) -> None:
+        for worker in self.handles().values():
+            ray.kill(worker)
 
-
-def _answer(reference: Any) -> WorkerStatus | str:
-    try:
-        status: WorkerStatus = ray.get(reference, timeout=0)
-    except GetTimeoutError:
-        return "silent"
-    except ActorUnavailableError:
-        return "restarting"
-    except ActorDiedError as error:
-        return f"dead: {error}"
-    return status
+    def _abandon(self) -> None:
+        """The bus did not come up."""
+        self._kill_actors()
+        with suppress(ValueError):  # it was never there
+            ray.kill(ray.get_actor(BUS, namespace=self._context.namespace))

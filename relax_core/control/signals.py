@@ -1,12 +1,14 @@
-"""SIGINT and SIGTERM end a run with a checkpoint; a second one ends it at once."""
+"""SIGINT and SIGTERM end a run with a checkpoint; another one, a second later or more, ends it at once."""
 
 from __future__ import annotations
 
 import signal
+import time
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+AGAIN_S = 1.0  # what stops a whole tree of processes sends each its own signal, and our supervisor hands its on
 
 
 class StopSignals:
@@ -14,6 +16,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: int | None = None
+        self._received_at = 0.0
         self._earlier: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -36,6 +39,7 @@ class StopSignals:
         return self.received is not None
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None:
+        if self.received is None:
+            self.received, self._received_at = number, time.monotonic()
+        elif time.monotonic() - self._received_at > AGAIN_S:
             raise KeyboardInterrupt
-        self.received = number

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -54,7 +55,7 @@ def supervise(config: RelaxConfig, resume: ResumePoint | None, run_once: RunOnce
     attempt = Attempt(number=0, started=next(_STARTS)())
     with _Signals() as signals:
         while True:
-            with run_place() as place:
+            with run_place(shared=_shared_folder(config)) as place:
                 controller = _Controller(partial(run_once, config, resume, place, attempt), signals)
                 code = controller.wait(frozen_after_s=config.run.heartbeat_timeout_s)
                 signals.controller = None
@@ -71,6 +72,11 @@ def supervise(config: RelaxConfig, resume: ResumePoint | None, run_once: RunOnce
             resume = find_resume_point(replace(config, resume="auto")) or resume
             step = resume.step if resume is not None else 0
             print(f"relax: {how}; another goes on from step {step}", file=sys.stderr, flush=True)
+
+
+def _shared_folder(config: RelaxConfig) -> Path | None:
+    """A cluster that was joined may have several nodes: what they share is the run's own folder."""
+    return Path(config.run.dir) if config.launcher.ray_address is not None else None
 
 
 class _Signals:

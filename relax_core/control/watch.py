@@ -1,14 +1,20 @@
-"""Who is how: from the workers' statuses to what the panel shows, and to the first failure that ends a run."""
+"""Who is how: from the workers' signs of life to what the panel shows, and to the cause that ends an incarnation."""
 
 from __future__ import annotations
 
 import time
 import traceback
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from relax_core.observe.states import RoleState, RoleStateName
 from relax_core.roles.failure import failure_line
 from relax_core.roles.worker import WorkerStatus
+
+if TYPE_CHECKING:
+    from relax_core.control.heartbeats import Beat  # imports Ray, which must first be told its token
+
+STATES: Mapping[str, RoleStateName] = {"restarting": "restarting", "dead": "failed", "starting": "starting"}
 
 
 class RunFailed(RuntimeError):
@@ -18,6 +24,10 @@ class RunFailed(RuntimeError):
     def __init__(self, text: str, *, log: str = "") -> None:
         super().__init__(text)
         self.log = log
+
+
+class ServicesLost(RunFailed):
+    """The same, where the services can be started again from the newest checkpoint."""
 
 
 def run_failed(what: str, error: BaseException) -> RunFailed:
@@ -32,29 +42,59 @@ class RoleWatch:
         self._pids: dict[str, int] = {}
         self._restarts: dict[str, int] = {}
 
-    def roles(self, statuses: Mapping[str, WorkerStatus | str]) -> list[RoleState]:
-        """The workers' states; raises `RunFailed` for the first that failed or is dead for good."""
-        failed = [
-            status for status in statuses.values() if isinstance(status, WorkerStatus) and status.state == "failed"
-        ]
-        for status in sorted(failed, key=lambda status: status.since):
-            raise RunFailed(f"{status.name} failed: {status.detail}", log=status.error or "")
-        for name, words in statuses.items():
-            if isinstance(words, str) and words.startswith("dead"):
-                raise RunFailed(f"{name} is {words.splitlines()[0]}", log=words)
-        return [self._role(name, status) for name, status in statuses.items()]
+    def roles(self, beats: Mapping[str, Beat]) -> list[RoleState]:
+        """The workers' states, as the panel shows them."""
+        return [self._role(beat) for beat in beats.values()]
 
-    def _role(self, name: str, status: WorkerStatus | str) -> RoleState:
-        if isinstance(status, str):
-            state: RoleStateName = "restarting" if status == "restarting" else "waiting"
-            return RoleState(name=name, state=state, since_s=0.0, restarts=self._restarts.get(name, 0), detail=status)
-        if self._pids.setdefault(name, status.pid) != status.pid:
-            self._pids[name] = status.pid
-            self._restarts[name] = self._restarts.get(name, 0) + 1
+    def _role(self, beat: Beat) -> RoleState:
+        status = beat.status
+        if beat.life == "alive" and status is not None:
+            if self._pids.setdefault(beat.name, status.pid) != status.pid:
+                self._pids[beat.name] = status.pid
+                self._restarts[beat.name] = self._restarts.get(beat.name, 0) + 1
+            silent = f"silent for {beat.silent_s:.0f} s; " if beat.silent_s > 1.0 else ""
+            return RoleState(
+                name=beat.name,
+                state=status.state,
+                since_s=time.time() - status.since,
+                restarts=self._restarts.get(beat.name, 0) + status.restarts,
+                detail=silent + status.detail,
+            )
         return RoleState(
-            name=name,
-            state=status.state,
-            since_s=time.time() - status.since,
-            restarts=self._restarts.get(name, 0) + status.restarts,
-            detail=status.detail,
+            name=beat.name,
+            state=STATES[beat.life],
+            since_s=0.0,
+            restarts=self._restarts.get(beat.name, 0),
+            detail="its process is gone" if beat.life == "dead" else "",
         )
+
+
+def verdict(beats: Mapping[str, Beat], *, bus: str | None, killed: Mapping[str, str], sure: bool) -> RunFailed | None:
+    """The first cause for which these services cannot go on, or None.
+
+    ``bus``: how the bus was lost. ``killed``: workers that were killed because they froze, and how that showed.
+    A process that is gone comes before those that failed of it, and of those the earliest counts. What a role's own
+    code raised ends the run, but only when ``sure``: a death that is behind it may show a moment later.
+    """
+    if bus is not None:
+        return ServicesLost(f"the bus {bus}")
+    dead = [beat for beat in beats.values() if beat.life == "dead"]
+    if dead:
+        names = [beat.name for beat in dead]
+        first = next((beat for beat in dead if beat.name in killed), dead[0])
+        others = f" (and with it {', '.join(name for name in names if name != first.name)})" if names[1:] else ""
+        return ServicesLost(f"{first.name} {killed.get(first.name, 'died')}{others}", log=first.words)
+    failed = sorted((status for beat in beats.values() if (status := _failed(beat))), key=lambda status: status.since)
+    if not failed:
+        return None
+    first_failed = failed[0]
+    text = f"{first_failed.name} failed: {first_failed.detail}"
+    if first_failed.lost == "bus":
+        return ServicesLost("the bus died", log=first_failed.error or "")
+    if first_failed.lost is not None:
+        return ServicesLost(text, log=first_failed.error or "")
+    return RunFailed(text, log=first_failed.error or "") if sure else None
+
+
+def _failed(beat: Beat) -> WorkerStatus | None:
+    return beat.status if beat.life == "alive" and beat.status and beat.status.state == "failed" else None

@@ -23,6 +23,9 @@ class RowFile(Protocol):
 
     def __getitem__(self, number: int) -> DataRow: ...
 
+    def where(self, number: int) -> str:
+        """File and line, for an error about this row."""
+
 
 def open_rows(path: Path, *, prompt_key: str, answer_key: str) -> RowFile:
     """Opens a .jsonl or .parquet file. Raises ValueError: not there, another suffix, empty, malformed, missing keys."""
@@ -54,6 +57,9 @@ class JsonlRows:
 
     def __len__(self) -> int:
         return len(self._offsets)
+
+    def where(self, number: int) -> str:
+        return f"{self._path}, line {self._lines[number]}"
 
     def __getitem__(self, number: int) -> DataRow:
         self._file.seek(self._offsets[number])
@@ -93,6 +99,9 @@ class ParquetRows:
     def __len__(self) -> int:
         return self._starts[-1]
 
+    def where(self, number: int) -> str:
+        return f"{self._path}, row {number}"
+
     def __getitem__(self, number: int) -> DataRow:
         from bisect import bisect_right
 
@@ -100,8 +109,7 @@ class ParquetRows:
         if self._loaded is None or self._loaded[0] != group:
             self._loaded = (group, self._file.read_row_group(group))
         row = self._loaded[1].slice(number - self._starts[group], 1).to_pylist()[0]
-        where = f"{self._path}, row {number}"
-        return check_row(row, where=where, prompt_key=self._prompt_key, answer_key=self._answer_key)
+        return check_row(row, where=self.where(number), prompt_key=self._prompt_key, answer_key=self._answer_key)
 
 
 _READERS: dict[str, Callable[[Path, str, str], RowFile]] = {".jsonl": JsonlRows, ".parquet": ParquetRows}

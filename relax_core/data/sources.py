@@ -11,6 +11,8 @@ from relax_core.data import generated
 from relax_core.data.files import RowFile, open_rows
 from relax_core.data.order import row_of
 
+GENERATED_KEYS = ("prompt", "answer")
+
 
 def make_source(config: DataConfig, *, seed: int, eval_rows: int) -> PromptSource:
     """The source that ``config`` describes. ``eval_rows`` is how many held-out rows an evaluation scores.
@@ -65,6 +67,13 @@ def _eval_count(wanted: int, *, available: int, where: str) -> int:
             f"eval.rows={wanted}, but {where} holds out {available} rows: lower eval.rows or hold out more."
         )
     return wanted
+
+
+def file_rows(config: DataConfig) -> tuple[RowFile, int]:
+    """The file of ``data.path`` and how many of its first rows are trained on. Raises ValueError as `make_source`."""
+    assert config.path is not None
+    rows = open_rows(Path(config.path), prompt_key=config.prompt_key, answer_key=config.answer_key)
+    return rows, len(rows) if config.eval_path is not None else len(rows) - config.eval_size
 
 
 class GeneratedSource:

@@ -83,6 +83,21 @@ class PromptTokenizer:
         return sorted(found)
 
 
+def token_difference(one: Path, other: Path) -> str | None:
+    """Why token ids of two model folders do not mean the same, in words; None where they do."""
+    from tokenizers import Tokenizer
+
+    vocabularies = [
+        Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab(with_added_tokens=True) for folder in (one, other)
+    ]
+    if vocabularies[0] == vocabularies[1]:
+        return None
+    odd = min(set(vocabularies[0].items()) ^ set(vocabularies[1].items()), key=lambda pair: (pair[1], pair[0]))
+    ids = [vocabulary.get(odd[0], "not there") for vocabulary in vocabularies]
+    sizes = [len(vocabulary) for vocabulary in vocabularies]
+    return f"{odd[0]!r} is {ids[0]} in the one ({sizes[0]} tokens) and {ids[1]} in the other ({sizes[1]})"
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     """Of the files of a model folder, only tokenizer.json must exist."""
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -21,6 +21,7 @@ from relax_core.contracts.engine import (
     WeightManifest,
 )
 from relax_core.engines.events import EventReader
+from relax_core.engines.scores import TokenScores, TokensToScore, read_scores, score_body
 from relax_core.engines.wire import EVENT_STREAM, MSGPACK, Finished, FrameReader, StreamEnd, StreamFailure
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ _encoder = msgspec.json.Encoder()
 
 
 class EngineClient:
-    """``request_timeout_s``: longest silence in `generate`; ``control_timeout_s``: longest wait of any other call.
+    """``request_timeout_s``: longest silence in `generate` and `score`; ``control_timeout_s``: longest of other calls.
 
     `generate` belongs to one event loop, the other calls to one thread at a time. Raises EngineUnreachable where the
     process does not answer, EngineError with the engine's own words where it refuses.
@@ -146,6 +147,18 @@ class EngineClient:
         loads: dict[str, Any] = self._call("GET", "/v1/loads")["loads"][0]
         return loads
 
+    def score(self, rows: Sequence[TokensToScore], *, top_k: int, temperature: float) -> list[TokenScores]:
+        """How likely the engine's weights find given tokens, under logits / ``temperature``, and the ``top_k``
+        likeliest at each place. The embedded engine honours the temperature; SGLang's own scores are those at 1."""
+        body = score_body(rows, top_k=top_k, temperature=temperature)
+        status, data = self._answer("POST", "/generate", body, timeout_s=self._request_timeout_s)
+        if status != 200:
+            raise self._refusal("/generate", status, data)
+        try:
+            return read_scores(data, rows, top_k=top_k)
+        except (ValueError, msgspec.DecodeError) as error:
+            raise EngineError(f"engine {self.url} /generate: scores that cannot be read: {error}") from error
+
     def update_weights(self, manifest: WeightManifest) -> dict[str, Any]:
         """Brings a published version in: ``weight_version``, ``digest``, ``stall_ms``. Returns once it is served."""
         return self._call("POST", "/update_weights_from_shared_memory", manifest)
@@ -173,42 +186,45 @@ class EngineClient:
             self._hang_up()
 
     def _call(self, method: str, route: str, payload: Any = None) -> dict[str, Any]:
-        body = b"" if payload is None else _encoder.encode(payload)
-        with self._control:
-            reused = self._connection is not None
-            try:
-                status, data = self._exchange(method, route, body)
-            except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError) as error:
-                self._hang_up()
-                if not reused:
-                    raise EngineUnreachable(f"engine {self.url} {route}: {_words(error)}") from error
-                status, data = self._fresh_exchange(method, route, body)  # the engine was restarted since the last call
-            except TimeoutError as error:
-                self._hang_up()
-                raise EngineUnreachable(
-                    f"engine {self.url} {route}: no answer within {self._control_timeout_s:.0f} s"
-                ) from error
-            except (OSError, http.client.HTTPException) as error:
-                self._hang_up()
-                raise EngineUnreachable(f"engine {self.url} {route}: {_words(error)}") from error
+        status, data = self._answer(method, route, payload, timeout_s=self._control_timeout_s)
         if status != 200:
             raise self._refusal(route, status, data)
         reply: dict[str, Any] = msgspec.json.decode(data) if data else {}
         return reply
 
-    def _fresh_exchange(self, method: str, route: str, body: bytes) -> tuple[int, bytes]:
+    def _answer(self, method: str, route: str, payload: Any, *, timeout_s: float) -> tuple[int, bytes]:
+        body = b"" if payload is None else _encoder.encode(payload)
+        with self._control:
+            reused = self._connection is not None
+            try:
+                status, data = self._exchange(method, route, body, timeout_s)
+            except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError) as error:
+                self._hang_up()
+                if not reused:
+                    raise EngineUnreachable(f"engine {self.url} {route}: {_words(error)}") from error
+                # The engine was restarted since the last call.
+                status, data = self._fresh_exchange(method, route, body, timeout_s)
+            except TimeoutError as error:
+                self._hang_up()
+                raise EngineUnreachable(f"engine {self.url} {route}: no answer within {timeout_s:.0f} s") from error
+            except (OSError, http.client.HTTPException) as error:
+                self._hang_up()
+                raise EngineUnreachable(f"engine {self.url} {route}: {_words(error)}") from error
+        return status, data
+
+    def _fresh_exchange(self, method: str, route: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
         try:
-            return self._exchange(method, route, body)
+            return self._exchange(method, route, body, timeout_s)
         except (OSError, http.client.HTTPException) as error:
             self._hang_up()
             raise EngineUnreachable(f"engine {self.url} {route}: {_words(error)}") from error
 
-    def _exchange(self, method: str, route: str, body: bytes) -> tuple[int, bytes]:
+    def _exchange(self, method: str, route: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
         if self._connection is None:
             address = urlsplit(self.url)
-            self._connection = http.client.HTTPConnection(
-                address.hostname or "", address.port, timeout=self._control_timeout_s
-            )
+            self._connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=timeout_s)
+        if self._connection.sock is not None:
+            self._connection.sock.settimeout(timeout_s)
         headers = {"Content-Type": "application/json", "Authorization": self._authorization}
         self._connection.request(method, route, body, headers)
         response = self._connection.getresponse()

@@ -6,6 +6,8 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
+import msgspec
+
 from relax_core.contracts.engine import EngineUnreachable, Generated, PromptRequest, SamplingParams
 from relax_core.engines.client import EngineClient
 from relax_core.engines.wire import StreamEnd
@@ -81,7 +83,7 @@ class EnginePool:
                     async for one in client.generate([prompts[i] for i in order], params, on_end=on_end):
                         lost_since = None
                         place = order[one.prompt]
-                        parts[place].append(one)
+                        parts[place].append(msgspec.structs.replace(one, engine=f"engine-{engine}"))
                         if len(parts[place]) == params.n:
                             open_prompts.remove(place)
                             queue.put_nowait((place, parts[place]))

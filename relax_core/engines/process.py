@@ -18,6 +18,7 @@ from relax_core.contracts.engine import EngineError
 
 ROOT = Path(__file__).resolve().parents[2]
 LOG_TAIL_BYTES = 4000
+KILLED_S = 10.0  # a process that was killed is gone within this, or the kernel holds it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,7 @@ class EngineLaunch:
     """What one engine process is started with. ``port`` 0 takes a free one; give a restarted engine its old port.
 
     ``load_weights``: serve the folder's own weights at once, as version 0; else nothing is served until an update.
+    ``beyond_loopback``: ``engine.host`` may be any address of this machine; the bearer token is asked for there too.
     """
 
     model_folder: Path
@@ -34,6 +36,7 @@ class EngineLaunch:
     log_file: Path
     port: int = 0
     load_weights: bool = False
+    beyond_loopback: bool = False
 
     def command(self) -> list[str]:
         engine = self.engine
@@ -52,6 +55,8 @@ class EngineLaunch:
         words = [word for option, value in options.items() for word in (option, str(value))]
         if self.load_weights:
             words.append("--load-weights")
+        if self.beyond_loopback:
+            words.append("--beyond-loopback")
         return [sys.executable, "-m", "relax_core.engines.embedded", *words]
 
     def environment(self) -> dict[str, str]:
@@ -119,7 +124,7 @@ class EngineProcess:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
-            self._process.wait()
+            self._process.wait(KILLED_S)
         self._process.stdout.close()
 
 
@@ -144,7 +149,7 @@ def _kill(process: subprocess.Popen[bytes]) -> bool:
         return False
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait()
+        process.wait(KILLED_S)
         return True
 
 

@@ -93,6 +93,10 @@ class Panel:
             self._drawn = now
             self._live.update(picture(self._view()), refresh=True)
 
+    def tell(self, text: str) -> None:
+        """A line that stays: plain, or above the live panel."""
+        self._print(text)
+
     def _view(self) -> PanelView:
         return PanelView(
             title=self._title,
@@ -117,6 +121,7 @@ class Panel:
         if state.message and state.message != self._told_message:
             self._print(state.message)
         self._told_message = state.message
+        self._line_step = min(self._line_step, state.step)  # a recovery went back to a checkpoint
         steps = state.step - self._line_step
         if steps >= LINE_STEPS or (steps > 0 and now - self._line_time >= LINE_S):
             self._print_figures()

@@ -49,6 +49,11 @@ def without_undone(records: Iterable[MetricRecord]) -> list[MetricRecord]:
     return kept
 
 
+def last_step(records: Iterable[MetricRecord]) -> int:
+    """Train steps that were reported as done, as the newest report has it; 0 where there was none."""
+    return max((record.step + 1 for record in records if record.source == ACTOR), default=0)
+
+
 def by_step(records: Iterable[MetricRecord], source: str) -> dict[int, dict[str, float]]:
     """Values of ``source``, one entry a step in order of step; of a step told twice the later one."""
     values = {record.step: record.values for record in records if record.source == source}

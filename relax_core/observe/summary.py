@@ -18,6 +18,7 @@ from relax_core.observe.records import ACTOR, EVAL, ROLLOUT, MetricRecord, by_st
 SUMMARY_FILE = "summary.json"
 WARM_UP_STEPS = 5  # left out of medians: caches fill and pools grow in them
 PARTS_MS = ("wait_ms", "decode_ms", "train_ms", "sync_ms", "bus_ms")  # of a step, on the trainer's path
+OWN_PLACE = ("outcome", "wall_s", "first_step_s", "recoveries")  # of meta: not under "run"
 MEAN_STEPS = 10  # how many steps "first" and "last" are means of
 
 Values = Mapping[str, float]
@@ -61,7 +62,8 @@ def build_summary(records: Iterable[MetricRecord], *, progress: BusProgress, met
         },
         "logprob_gap": _logprob_gap(actor),
         "step_ms": _step_ms(settled, bursts[WARM_UP_STEPS:]),
-        "run": {key: value for key, value in meta.items() if key not in ("outcome", "wall_s", "first_step_s")},
+        "recoveries": list(meta.get("recoveries", ())),
+        "run": {key: value for key, value in meta.items() if key not in OWN_PLACE},
         "versions": library_versions(),
     }
 

@@ -19,19 +19,20 @@ from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import Needs
 from relax_core.contracts.bus import BusTimeout, Lease, LeaseRequest
 from relax_core.contracts.engine import EngineUnreachable
-from relax_core.contracts.train import StepMetrics, TrainGroup
+from relax_core.contracts.train import TrainGroup
 from relax_core.engines.client import EngineClient
 from relax_core.registry import find_algorithm
 from relax_core.roles.backend import build_backend, store_address
 from relax_core.roles.checkpoint import RunCheckpoints
 from relax_core.roles.context import RunContext, worker_name
 from relax_core.roles.engines import EngineDirectory
-from relax_core.roles.gang import ActorPeer, Gang
-from relax_core.roles.meet import meet_bus, meet_metrics
+from relax_core.roles.gang import STATUS_GROUPS, ActorPeer, Gang
+from relax_core.roles.meet import meet_bus, meet_metrics, meet_worker
+from relax_core.roles.placement import node_address, node_options
 from relax_core.roles.step_record import StepClock, StepRows, step_values
 from relax_core.roles.worker import Worker
-from relax_core.train.micro_batches import MicroBatcher
 from relax_core.train.rows import decode_train_group
+from relax_core.train.updates import StepResult, StepUpdates, UpdatePlan
 from relax_core.weights.publisher import SyncReport, WeightPublisher
 
 T = TypeVar("T")
@@ -60,11 +61,19 @@ class ActorWorker(Worker):
         self._config = config
         self._stall_s = config.run.stall_timeout_s
         self._time_sharing = config.mode.name is ModeName.colocate
-        self._columns = train_columns(find_algorithm(config.algo.name).needs(config.algo))
+        self._needs = find_algorithm(config.algo.name).needs(config.algo)
+        self._columns = train_columns(self._needs)
+        self._plan = UpdatePlan(
+            groups=config.rollout.prompts_per_step,
+            mini_batches=config.algo.mini_batches,
+            epochs=config.algo.epochs,
+            budget_tokens=config.parallel.micro_batch_tokens * config.parallel.dp,
+            seed=config.seed,
+        )
         self._group_tokens = 0
         self._clock = StepClock()
         self._gang = self._build_gang()
-        self._bus = meet_bus(context)
+        self._bus = meet_bus(context, self.waiting)
         self._metrics = meet_metrics(context)
         self._directory = EngineDirectory(context)
         self._publisher = WeightPublisher(context.weights_folder, self._directory.reachable)
@@ -72,7 +81,7 @@ class ActorWorker(Worker):
         self._checkpoints = RunCheckpoints(context, bus=self._bus, gang=self._gang)
         try:
             if self.context.resume_from is not None:
-                self._gang.load(self.context.resume_from / "train")
+                self._gang.load(self.context.resume_from)
             self._publish(self._version)
             self._train()
         finally:
@@ -80,18 +89,22 @@ class ActorWorker(Worker):
 
     def _build_gang(self) -> Gang:
         context, dp = self.context, self._config.parallel.dp
-        address = store_address(dp)
+        address = store_address(dp, host=node_address(self._config.launcher))
         peers: list[Any] = []
         if dp > 1:
-            remote = ray.remote(ActorPeer)
+            in_groups: dict[str, Any] = {"concurrency_groups": STATUS_GROUPS}  # Ray's own types do not know it
+            remote: Any = ray.remote(num_cpus=0, **in_groups)(ActorPeer)
             peers = [
-                remote.options(name=worker_name("actor", rank), namespace=context.namespace, num_cpus=0).remote(
-                    context, rank, address
-                )
+                remote.options(
+                    name=worker_name("actor", rank),
+                    namespace=context.namespace,
+                    **node_options(context.config.launcher, "actor", rank),
+                ).remote(context, rank, address)
                 for rank in range(1, dp)
             ]
         lead = build_backend(context, rank=0, world_size=dp, store_address=address, trainable=True)
-        return Gang(lead, peers, timeout_s=self._config.run.stall_timeout_s)
+        critic = meet_worker(context, worker_name("critic", 0)) if self._needs.critic else None
+        return Gang(lead, peers, critic=critic, timeout_s=self._config.run.stall_timeout_s)
 
     # -- the loop ---------------------------------------------------------------------------------------------------
     def _train(self) -> None:
@@ -114,21 +127,20 @@ class ActorWorker(Worker):
     def _step(self, lease: Lease | None) -> Lease | None:
         """One train step; returns the next step's first lease where it came with the acknowledgement."""
         step, clock = self._version, self._clock
-        consumed = self._consume(step, lease, clock)
-        metrics = _timed(clock, "train_ms", self._gang.finish_step)
+        updates = StepUpdates(self._gang, self._plan, step=step)
+        consumed = self._consume(updates, lease, clock, step=step)
+        result = _timed(clock, "train_ms", updates.finish)
         _timed(clock, "sync_ms", partial(self._publish, step + 1))
         if self._time_sharing:
             _timed(clock, "sync_ms", lambda: self._tell_engines(EngineClient.resume_memory))
         self._version = step + 1
-        self._report(consumed, metrics, clock, step=step)
+        self._report(consumed, result, clock, step=step)
         return self._acknowledge(consumed, step=step)
 
-    def _consume(self, step: int, lease: Lease | None, clock: StepClock) -> StepRows:
-        """Leases the step's groups and adds their gradients, micro-batch by micro-batch, while later ones generate."""
+    def _consume(self, updates: StepUpdates, lease: Lease | None, clock: StepClock, *, step: int) -> StepRows:
+        """Leases the step's groups and trains on them, micro-batch by micro-batch, while later ones generate."""
         consumed = StepRows()
-        batcher = MicroBatcher(self._config.parallel.micro_batch_tokens * self._config.parallel.dp)
-        self._gang.begin_step(step)
-        remaining = self._config.rollout.prompts_per_step
+        remaining = self._plan.groups
         while remaining:
             if lease is None:
                 request = self._request(step, remaining)
@@ -138,9 +150,7 @@ class ActorWorker(Worker):
             remaining -= len(lease.rows)
             groups = _timed(clock, "decode_ms", partial(self._decode, lease, step, consumed))
             lease = None
-            for batch in batcher.add(groups):
-                _timed(clock, "train_ms", partial(self._gang.accumulate, batch))
-        _timed(clock, "train_ms", partial(self._gang.accumulate, batcher.flush()))
+            _timed(clock, "train_ms", partial(updates.add, groups))
         return consumed
 
     def _decode(self, lease: Lease, step: int, consumed: StepRows) -> list[TrainGroup]:
@@ -157,8 +167,7 @@ class ActorWorker(Worker):
 
     def _request(self, step: int, remaining: int) -> LeaseRequest:
         """Asks for what is left of the step; it may come in pieces, but not in more than there are micro-batches."""
-        budget = self._config.parallel.micro_batch_tokens * self._config.parallel.dp
-        fitting = budget // self._group_tokens if self._group_tokens else 1
+        fitting = self._plan.budget_tokens // self._group_tokens if self._group_tokens else 1
         return LeaseRequest(
             task="actor",
             columns=self._columns,
@@ -200,10 +209,10 @@ class ActorWorker(Worker):
                 raise
             return None  # the step is booked; the next one's rows are waited for as usual
 
-    def _report(self, consumed: StepRows, metrics: StepMetrics, clock: StepClock, *, step: int) -> None:
+    def _report(self, consumed: StepRows, result: StepResult, clock: StepClock, *, step: int) -> None:
         now = time.perf_counter()
         step_ms = 1e3 * (now - self._step_ended)
-        self._metrics.record("actor", step, step_values(consumed, metrics, clock, step=step, step_ms=step_ms))
+        self._metrics.record("actor", step, step_values(consumed, result, clock, step=step, step_ms=step_ms))
         self._step_ended, self._clock = now, StepClock()
         self.set_state("running", f"step {step + 1} of {self._config.run.steps}")
 
@@ -216,7 +225,8 @@ class ActorWorker(Worker):
     def _end_push(self) -> None:
         if self._push is None:
             return
-        report, self._push = self._push.result(), None
+        with self.waiting("the end of the newest weights' push", on="engine"):
+            report, self._push = self._push.result(timeout=self._stall_s), None
         self._clock.push_ms = report.push_ms
         for url, why in report.refused.items():
             log.warning("weights %d: %s does not serve them: %s", report.version, url, why)
@@ -246,4 +256,10 @@ def train_columns(needs: Needs) -> tuple[str, ...]:
         extra.append(c.OLD_LOGPROBS)
     if needs.reference:
         extra.append(c.REFERENCE_LOGPROBS)
+    if needs.teacher is not None:
+        extra.append(c.TEACHER_LOGPROBS)
+        if needs.teacher.top_k:
+            extra += [c.TEACHER_TOP_IDS, c.TEACHER_TOP_LOGPROBS]
+    if needs.critic:
+        extra += [c.VALUES, c.RETURNS]
     return (*c.ROLLOUT_COLUMNS, *extra)

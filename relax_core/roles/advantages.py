@@ -1,25 +1,21 @@
-"""The advantages role's worker: whole groups in, one advantage a token out."""
+"""The advantages role's worker: whole groups in, one advantage a token out, and one return where there is a critic."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import AdvantageInputs, AlgorithmSpec, Needs
-from relax_core.contracts.bus import Bus, BusTimeout, Lease, LeasedRow, LeaseRequest
+from relax_core.contracts.bus import Lease, LeasedRow, LeaseRequest
 from relax_core.registry import find_algorithm
 from relax_core.roles.context import RunContext
 from relax_core.roles.meet import meet_bus
+from relax_core.roles.whole_step import lease_whole_step
 from relax_core.roles.worker import Worker
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-SLICE_S = 5.0  # how long a wait for a whole step's groups goes on before it looks whether the step lacks fewer
 
 
 class AdvantagesWorker(Worker):
@@ -36,7 +32,7 @@ class AdvantagesWorker(Worker):
         torch.set_num_threads(1)
         config = self.context.config
         spec = find_algorithm(config.algo.name)
-        bus = meet_bus(self.context)
+        bus = meet_bus(self.context, self.waiting)
         request = LeaseRequest(
             task="advantages",
             columns=input_columns(spec.needs(config.algo)),
@@ -48,7 +44,7 @@ class AdvantagesWorker(Worker):
         bus.revoke(request.task, timeout_s=timeout_s)  # what a predecessor that was killed had in hand
         if spec.normalize is not None:
             while True:
-                lease = lease_whole_step(bus, request, timeout_s=timeout_s, slice_s=SLICE_S)
+                lease = lease_whole_step(bus, request, timeout_s=timeout_s)
                 bus.write(lease.lease_id, advantage_columns(lease.rows, spec, config.algo), timeout_s=timeout_s)
         following: Lease | None = bus.lease(request, timeout_s=timeout_s)
         while following is not None:
@@ -63,54 +59,35 @@ def input_columns(needs: Needs) -> tuple[str, ...]:
         columns.append(c.OLD_LOGPROBS)
     if needs.reference:
         columns.append(c.REFERENCE_LOGPROBS)
-        if needs.old_logprobs == "rollout":
-            columns.append(c.ROLLOUT_LOGPROBS)
+    if needs.teacher is not None:
+        columns.append(c.TEACHER_LOGPROBS)
+    if needs.old_logprobs == "rollout" and (needs.reference or needs.teacher is not None):
+        columns.append(c.ROLLOUT_LOGPROBS)
+    if needs.critic:
+        columns.append(c.VALUES)
     return tuple(columns)
 
 
-def lease_whole_step(bus: Bus, request: LeaseRequest, *, timeout_s: float, slice_s: float) -> Lease:
-    """Leases ``request.max_groups`` groups, a train step's worth: statistics of a step need them together.
-
-    Fewer only where the step under way lacks fewer: after the loss of a group that had its advantages, nothing but its
-    replacement may come until that step is trained. Raises BusTimeout after ``timeout_s`` without groups.
-    """
-    deadline = time.monotonic() + timeout_s
-    whole = msgspec.structs.replace(request, min_groups=request.max_groups)
-    while True:
-        try:
-            return bus.lease(whole, timeout_s=slice_s)
-        except BusTimeout:
-            if time.monotonic() > deadline:
-                raise
-        rest = _lease_rest_of_step(bus, request, timeout_s=slice_s)
-        if rest is not None:
-            return rest
-
-
-def _lease_rest_of_step(bus: Bus, request: LeaseRequest, *, timeout_s: float) -> Lease | None:
-    """The rows that are ready, if they are all that the step under way still lacks."""
-    try:
-        ready = bus.lease(request, timeout_s=timeout_s)
-    except BusTimeout:
-        return None
-    progress = bus.progress(timeout_s=timeout_s)
-    with_advantages = progress.leased + progress.waiting - len(ready.rows)
-    if 0 < request.max_groups - with_advantages <= len(ready.rows):
-        return ready
-    bus.release([ready.lease_id], timeout_s=timeout_s)
-    return None
-
-
 def advantage_columns(rows: Sequence[LeasedRow], spec: AlgorithmSpec, knobs: object) -> dict[str, dict[str, bytes]]:
-    """The advantages column of each group, normalised over all of them where the algorithm does that."""
+    """The advantages column of each group, normalised over all of them where the algorithm does that; with a critic the
+    returns too: what advantages and values were together before that."""
     inputs = [advantage_inputs(row) for row in rows]
     values = [spec.advantages(one, knobs) for one in inputs]
+    of_critic = [None if one.values is None else raw + one.values for one, raw in zip(inputs, values, strict=True)]
     if spec.normalize is not None:
         values = spec.normalize(values, [one.loss_mask for one in inputs], knobs)
-    return {
-        row.group_uid: {c.ADVANTAGES: c.encode_flat(advantages.float().numpy(), one.lengths.tolist())}
+    columns = {
+        row.group_uid: {c.ADVANTAGES: _ragged(advantages, one)}
         for row, one, advantages in zip(rows, inputs, values, strict=True)
     }
+    for row, one, returns in zip(rows, inputs, of_critic, strict=True):
+        if returns is not None:
+            columns[row.group_uid][c.RETURNS] = _ragged(returns, one)
+    return columns
+
+
+def _ragged(of_tokens: Tensor, group: AdvantageInputs) -> bytes:
+    return c.encode_flat(of_tokens.float().numpy(), group.lengths.tolist())
 
 
 def advantage_inputs(row: LeasedRow) -> AdvantageInputs:
@@ -130,4 +107,6 @@ def advantage_inputs(row: LeasedRow) -> AdvantageInputs:
         sample_ids=torch.repeat_interleave(torch.arange(len(lengths)), lengths),
         old_logprobs=tensor(c.OLD_LOGPROBS if c.OLD_LOGPROBS in row.columns else c.ROLLOUT_LOGPROBS),
         reference_logprobs=tensor(c.REFERENCE_LOGPROBS),
+        teacher_logprobs=tensor(c.TEACHER_LOGPROBS),
+        values=tensor(c.VALUES),
     )

@@ -1,10 +1,9 @@
-"""A checkpoint of the run is one cut: model, optimizer and random states, and the bus's ledger and cursor."""
+"""A checkpoint of the run is one cut: models, optimizers and random states, and the bus's ledger and cursor. Beside
+them lies the configuration that they were made with."""
 
 from __future__ import annotations
 
 from pathlib import Path
-
-import xxhash
 
 from relax_core.config.saved import to_yaml
 from relax_core.contracts.bus import Bus
@@ -12,8 +11,8 @@ from relax_core.roles.context import RunContext
 from relax_core.roles.gang import Gang
 from relax_core.train.checkpoint_store import CheckpointStore
 
-TRAIN = "train"
 BUS_SNAPSHOT = "bus.msgpack"
+CONFIG = "config.yaml"
 
 
 class RunCheckpoints:
@@ -25,7 +24,7 @@ class RunCheckpoints:
         self._bus = bus
         self._gang = gang
         self._saved = context.start_step
-        self._config_digest = xxhash.xxh3_128_hexdigest(to_yaml(context.config).encode())
+        self._config = to_yaml(context.config)
 
     def save(self, version: int) -> None:
         """Saves the state after ``version`` steps, unless that is what the newest checkpoint holds."""
@@ -33,8 +32,9 @@ class RunCheckpoints:
             return
 
         def write(folder: Path) -> None:
+            (folder / CONFIG).write_text(self._config, encoding="utf-8")
             (folder / BUS_SNAPSHOT).write_bytes(self._bus.snapshot(timeout_s=self._timeout_s))
-            self._gang.save(folder / TRAIN)
+            self._gang.save(folder)
 
-        self._store.write(version, writers=write, meta={"version": version, "config_digest": self._config_digest})
+        self._store.write(version, writers=write, meta={"version": version})
         self._saved = version

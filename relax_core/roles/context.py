@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from relax_core.config.schema import RelaxConfig
@@ -10,13 +11,18 @@ from relax_core.config.schema import RelaxConfig
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
-    """One run, as its roles see it. Paths are absolute; ``namespace`` is the run's own in Ray.
+    """One run, as its roles see it. Paths are absolute.
 
+    ``run_namespace``: the run's own in Ray; metrics live there from its start to its end. ``namespace``: of this
+    incarnation. All other services live there; when they are started again it is a new one, so that whoever is left of
+    the old ones finds nobody.
     ``start_step``: train steps already done by the checkpoint in ``resume_from``, or 0.
-    ``weights_folder``: where published weight versions lie (shared memory). ``token_file``: the run's bearer token.
+    ``weights_folder``: where this incarnation's weight versions lie (shared memory). ``token_file``: the run's bearer
+    token.
     """
 
     config: RelaxConfig
+    run_namespace: str
     namespace: str
     run_dir: Path
     model_folder: Path
@@ -24,6 +30,7 @@ class RunContext:
     token_file: Path
     resume_from: Path | None
     start_step: int
+    teacher_folders: Mapping[str, Path] = field(default_factory=dict)  # of a distillation's teachers, by name
 
     @property
     def log_dir(self) -> Path:
@@ -32,6 +39,7 @@ class RunContext:
 
 BUS = "bus"
 METRICS = "metrics"
+TEACHER_ENGINE = "teacher_engine"  # the role that owns an engine a teacher
 
 
 def worker_name(role: str, rank: int) -> str:

@@ -6,14 +6,20 @@ When the owner dies, the engine's stdin closes and it ends too.
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
+from dataclasses import replace
+from functools import partial
 
-from relax_core.contracts.engine import EngineError
+from relax_core.contracts.engine import EngineError, EngineUnreachable
 from relax_core.engines.client import EngineClient
 from relax_core.engines.process import EngineLaunch, EngineProcess
 from relax_core.roles.context import RunContext
+from relax_core.roles.engine_health import EngineHealth, how_it_ended
 from relax_core.roles.engines import engine_client
+from relax_core.roles.placement import node_address
 from relax_core.roles.worker import Worker
 from relax_core.weights.publisher import read_latest
 
@@ -39,44 +45,68 @@ class EngineHost(Worker):
     def _log_file(self) -> str:
         return str(self.context.log_dir / f"{self.name}.log")
 
-    def _launch(self, port: int) -> EngineProcess:
+    def _engine_launch(self, port: int) -> EngineLaunch:
         config = self.context.config
-        return EngineProcess.start(
-            EngineLaunch(
-                model_folder=self.context.model_folder,
-                engine=config.engine,
-                dtype=config.model.dtype,
-                token_file=self.context.token_file,
-                log_file=self.context.log_dir / f"{self.name}.log",
-                port=port,
-            )
+        joined = config.launcher.ray_address is not None
+        return EngineLaunch(
+            model_folder=self.context.model_folder,
+            engine=replace(config.engine, host=node_address(config.launcher)) if joined else config.engine,
+            beyond_loopback=joined,
+            dtype=config.model.dtype,
+            token_file=self.context.token_file,
+            log_file=self.context.log_dir / f"{self.name}.log",
+            port=port,
         )
+
+    def _first_port(self) -> int:
+        port = self.context.config.engine.port
+        return port + self._rank if port else 0
+
+    def _launch(self, port: int) -> EngineProcess:
+        return EngineProcess.start(self._engine_launch(port))
 
     def work(self) -> None:
         engine = self.context.config.engine
-        port = engine.port + self._rank if engine.port else 0
-        process = self._launch(port)
+        process = self._launch(engine.port + self._rank if engine.port else 0)
         self._url = process.url
+        health = self._watch_over(process)
         self._address.set()
         client = engine_client(self.context, self._url)
         try:
             while not self.stopping:
                 code = process.poll()
                 if code is not None:
-                    self.restarts += 1
-                    limit = self.context.config.run.max_restarts
-                    if self.restarts > limit:
-                        raise EngineError(
-                            f"{self.name} ended {self.restarts} times (last exit {code}), more than "
-                            f"run.max_restarts={limit}; see {self._log_file}"
-                        )
-                    self.set_state("starting", f"engine process ended with {code}; restart {self.restarts}")
-                    process = self._launch(process.port)
+                    health.end()
+                    process = self._launch_again(process, how_it_ended(code, frozen_s=health.frozen_s))
+                    health = self._watch_over(process)
                     client = engine_client(self.context, self._url)
                 self._reconcile(client)
                 self._stopping.wait(WATCH_S)
         finally:
+            health.end()
             process.stop(timeout_s=5.0)
+
+    def _watch_over(self, process: EngineProcess) -> EngineHealth:
+        self.child_pids = (process.pid,)
+        timeout_s = self.context.config.run.heartbeat_timeout_s
+        return EngineHealth(
+            engine_client(self.context, process.url, control_timeout_s=timeout_s),
+            timeout_s=timeout_s,
+            kill=partial(os.kill, process.pid, signal.SIGKILL),
+        )
+
+    def _launch_again(self, process: EngineProcess, how: str) -> EngineProcess:
+        """Raises EngineUnreachable where it has ended too often."""
+        self.last_restart = how
+        self.restarts += 1
+        limit = self.context.config.run.max_restarts
+        if self.restarts > limit:
+            raise EngineUnreachable(
+                f"{self.name}: its engine process ended {self.restarts} times, more than run.max_restarts={limit}; "
+                f"the last one {how}; see {self._log_file}"
+            )
+        self.set_state("starting", f"its engine process {how}; restart {self.restarts}")
+        return self._launch(process.port)
 
     def _reconcile(self, client: EngineClient) -> None:
         """Gives the engine the newest published weights where the trainer's own push has not reached it."""

@@ -14,23 +14,26 @@ from relax_core.roles.context import RunContext, worker_name
 from relax_core.roles.failure import failure_line
 
 
-def engine_client(context: RunContext, url: str) -> EngineClient:
-    """A client with the run's token and deadlines."""
+def engine_client(context: RunContext, url: str, *, control_timeout_s: float | None = None) -> EngineClient:
+    """A client with the run's token and deadlines. ``control_timeout_s``: another one than engine.sync_timeout_s."""
     engine = context.config.engine
     return EngineClient(
         url,
         context.token_file.read_text().strip(),
         request_timeout_s=engine.request_timeout_s,
-        control_timeout_s=engine.sync_timeout_s,
+        control_timeout_s=control_timeout_s or engine.sync_timeout_s,
     )
 
 
 class EngineDirectory:
     """Clients of the run's engines, by number. Addresses come from the engines' owners, which may have been restarted:
-    ask afresh for one that stopped answering."""
+    ask afresh for one that stopped answering. ``role``: whose engines, by default those that sample; ``count``: how
+    many it has."""
 
-    def __init__(self, context: RunContext) -> None:
+    def __init__(self, context: RunContext, *, role: str = "engine", count: int | None = None) -> None:
         self._context = context
+        self._role = role
+        self._count = context.config.engine.count if count is None else count
         self._clients: dict[int, EngineClient] = {}
 
     def client(self, engine: int) -> EngineClient:
@@ -40,16 +43,17 @@ class EngineDirectory:
         return self._clients[engine]
 
     def _connect(self, engine: int, *, timeout_s: float) -> None:
+        name = worker_name(self._role, engine)
         try:
-            owner: Any = ray.get_actor(worker_name("engine", engine), namespace=self._context.namespace)
+            owner: Any = ray.get_actor(name, namespace=self._context.namespace)
             url = ray.get(owner.endpoint.remote(timeout_s), timeout=timeout_s + 2.0)
         except (ValueError, RayError) as error:
-            raise EngineUnreachable(f"engine {engine}: its owner does not answer: {failure_line(error)}") from error
+            raise EngineUnreachable(f"{name}: its owner does not answer: {failure_line(error)}") from error
         self._clients[engine] = engine_client(self._context, url)
 
     def reachable(self) -> list[EngineClient]:
         """Clients of the engines that are up; nobody is waited for."""
-        for engine in range(self._context.config.engine.count):
+        for engine in range(self._count):
             if engine not in self._clients:
                 try:
                     self._connect(engine, timeout_s=0.0)

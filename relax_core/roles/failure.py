@@ -3,8 +3,35 @@
 from __future__ import annotations
 
 import traceback
+from typing import Literal
 
+from relax_core.contracts.bus import BusLost
+from relax_core.contracts.engine import EngineUnreachable
 from relax_core.registry import is_plugin_module
+
+Lost = Literal["bus", "rank", "engine", "process", "time"]
+
+
+def what_was_lost(error: BaseException) -> Lost | None:
+    """What a worker failed of where that is no fault of its own: another process is gone, or did not do its part in
+    time. Starting the services again mends that. None for whatever a role's own code raised: it would raise it again.
+    """
+    from ray.exceptions import RayActorError
+
+    from relax_core.roles.gang import RankLost
+
+    match first_cause(error):
+        case BusLost():
+            return "bus"
+        case RankLost():
+            return "rank"
+        case EngineUnreachable():
+            return "engine"
+        case RayActorError():
+            return "process"
+        case TimeoutError():  # a BusTimeout among them: it names whom it waited for
+            return "time"
+    return None
 
 
 def first_cause(error: BaseException) -> BaseException:

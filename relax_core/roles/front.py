@@ -10,21 +10,31 @@ from ray import serve
 
 from relax_core.roles.worker import WorkerStatus
 
+ANSWER_S = 10.0  # a worker answers in milliseconds, also while it trains
+
 
 @serve.deployment(
     ray_actor_options={"num_cpus": 0.01}, health_check_period_s=5, health_check_timeout_s=30, max_ongoing_requests=16
 )
 class RoleFront:
-    """Adopts the workers of a role by name. A front that dies is restarted by Serve; its workers never notice."""
+    """Finds the workers of a role by name, when it is asked: Serve restarts a front that dies, whatever has become of
+    its workers, and they never notice."""
 
     def __init__(self, role: str, workers: list[str], namespace: str) -> None:
         self.role = role
-        self._workers: list[Any] = [ray.get_actor(name, namespace=namespace) for name in workers]
+        self._names = workers
+        self._namespace = namespace
 
     async def status(self) -> list[WorkerStatus]:
-        """One status a worker; raises RayActorError for a worker whose process is gone for good."""
-        return list(await asyncio.gather(*(worker.status.remote() for worker in self._workers)))
+        """One status a worker; raises RayActorError for a worker whose process is gone for good, ValueError where
+        there is none of its name any more, and TimeoutError for one that does not answer."""
+        async with asyncio.timeout(ANSWER_S):
+            return list(await asyncio.gather(*(worker.status.remote() for worker in self._workers())))
 
     async def request_stop(self) -> None:
-        """Asks every worker to end at its next safe place."""
-        await asyncio.gather(*(worker.request_stop.remote() for worker in self._workers))
+        """Asks every worker to end at its next safe place. Raises as `status` does."""
+        async with asyncio.timeout(ANSWER_S):
+            await asyncio.gather(*(worker.request_stop.remote() for worker in self._workers()))
+
+    def _workers(self) -> list[Any]:
+        return [ray.get_actor(name, namespace=self._namespace) for name in self._names]

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
 
 from relax_core.bus.ray_backend import RayBus
 from relax_core.contracts.algorithm import AlgorithmSpec
-from relax_core.contracts.bus import Admission, BusClosed
+from relax_core.contracts.bus import BusClosed
 from relax_core.contracts.engine import SamplingParams
 from relax_core.data.sources import make_source
 from relax_core.data.tokenizer import PromptTokenizer
@@ -20,11 +19,13 @@ from relax_core.roles.context import RunContext
 from relax_core.roles.engines import EngineDirectory
 from relax_core.roles.failure import first_cause
 from relax_core.roles.meet import meet_bus, meet_metrics
+from relax_core.roles.noted_rollout import NotedPool, NotedRewards
 from relax_core.roles.worker import Worker
 from relax_core.rollout.evaluation import Evaluator, eval_versions
 from relax_core.rollout.groups import GroupFilter
 from relax_core.rollout.reward_worker import RewardPool
 from relax_core.rollout.sampler import PromptMaker, Sampler, SamplerSettings
+from relax_core.rollout.teachers import teacher_chooser
 
 CLOSED_S = 0.2
 OWNER_FIRST_S = 10.0  # an engine that does not start is its owner's to report: it knows why
@@ -43,14 +44,19 @@ class RolloutWorker(Worker):
 
     async def _run(self) -> None:
         context, config = self.context, self.context.config
-        bus = meet_bus(self.context)
+        bus = meet_bus(self.context, self.waiting)
         metrics = meet_metrics(self.context)
         directory = EngineDirectory(context)
-        pool = EnginePool(
-            config.engine.count, directory.client_async, patience_s=config.engine.start_timeout_s + OWNER_FIRST_S
+        pool = NotedPool(
+            config.engine.count,
+            directory.client_async,
+            patience_s=config.engine.start_timeout_s + OWNER_FIRST_S,
+            waiting=self.waiting,
         )
         reward = find_reward(config.reward.name)
-        rewards = RewardPool(reward, config.reward, workers=config.rollout.reward_workers)
+        rewards = NotedRewards(
+            reward, config.reward, workers=config.rollout.reward_workers, waiting=self.waiting, name=self.name
+        )
         prompts = PromptMaker(
             source=make_source(config.data, seed=config.seed, eval_rows=config.eval.rows if config.eval.every else 0),
             env=find_env(config.env.name),
@@ -58,6 +64,7 @@ class RolloutWorker(Worker):
             tokenizer=PromptTokenizer(context.model_folder),
             max_prompt_tokens=config.engine.context_length - config.rollout.max_new_tokens,
         )
+        teachers = find_algorithm(config.algo.name).needs(config.algo).teacher
         evaluator = self._evaluator(bus=bus, metrics=metrics, pool=pool, prompts=prompts, rewards=rewards)
         sampler = Sampler(
             bus=bus,
@@ -68,20 +75,21 @@ class RolloutWorker(Worker):
             record=metrics.record,
             gate=evaluator.gate,
             refuse=group_filter(find_algorithm(config.algo.name), config.algo),
+            teacher_of=None if teachers is None else teacher_chooser(teachers),
         )
         self.set_state("running")
         try:
-            reclaimed = await asyncio.to_thread(bus.reclaim, timeout_s=config.bus.call_timeout_s)
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._evaluate(evaluator))
-                group.create_task(self._sample(sampler, reclaimed))
+                group.create_task(self._sample(sampler, bus))
         except* Exception as failures:
             raise first_cause(failures) from failures
         finally:
             rewards.close()
 
-    async def _sample(self, sampler: Sampler, reclaimed: Sequence[Admission]) -> None:
+    async def _sample(self, sampler: Sampler, bus: RayBus) -> None:
         try:
+            reclaimed = await asyncio.to_thread(bus.reclaim, timeout_s=self.context.config.bus.call_timeout_s)
             await sampler.run(reclaimed)
         except BusClosed as closed:  # nothing is left to sample; the last evaluation may still be ahead
             self.set_state("running", str(closed))

@@ -6,27 +6,45 @@ and the published weights say; nobody has to tell it.
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
+import sys
 import threading
 import time
 import traceback
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from relax_core.contracts.bus import BusClosed
 from relax_core.roles.context import RunContext
-from relax_core.roles.failure import failure_line
+from relax_core.roles.failure import Lost, failure_line, what_was_lost
 
 State = Literal["starting", "running", "waiting", "done", "failed"]
 log = logging.getLogger(__name__)
 
 
+STACK_FRAMES = 12  # of each thread, the innermost ones
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wait:
+    """``what`` is waited for. ``on``: who owes it, a worker's name or "bus". ``since``: Unix time."""
+
+    what: str
+    on: str
+    since: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class WorkerStatus:
     """``since``: Unix time of the last change of state. ``detail``: of a failed worker, the cause in one line.
-    ``error``: its traceback."""
+    ``error``: its traceback. ``lost``: what it failed of, where that was no fault of its own. ``host``: where ``pid``
+    means this process. ``child_pids``: processes that it owns. ``waits``: what it waits for, the oldest first."""
 
     name: str
     state: State
@@ -35,6 +53,27 @@ class WorkerStatus:
     detail: str
     error: str | None
     restarts: int = 0  # of a process that the worker itself owns
+    last_restart: str = ""  # how that process had ended
+    lost: Lost | None = None
+    host: str = ""
+    child_pids: tuple[int, ...] = ()
+    waits: tuple[Wait, ...] = ()
+
+
+@functools.cache
+def process_host() -> str:
+    """Names the set of processes in which a pid means the same one: a boot of a kernel, and a pid namespace of it."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
+
+
+def python_stacks() -> dict[str, str]:
+    """Of this process: thread name → the innermost frames of its stack; the thread that asks is left out."""
+    frames = sys._current_frames()
+    return {
+        thread.name: "".join(traceback.format_stack(frames[thread.ident])[-STACK_FRAMES:])
+        for thread in threading.enumerate()
+        if thread.ident in frames and thread.ident != threading.get_ident()
+    }
 
 
 class Worker(ABC):
@@ -47,7 +86,11 @@ class Worker(ABC):
         self._detail = ""
         self._since = time.time()
         self._error: str | None = None
+        self._lost: Lost | None = None
+        self._waits: dict[object, Wait] = {}
         self.restarts = 0
+        self.last_restart = ""
+        self.child_pids: tuple[int, ...] = ()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._main, name=f"{name}-loop", daemon=True)
         self._thread.start()
@@ -74,7 +117,25 @@ class Worker(ABC):
             detail=self._detail,
             error=self._error,
             restarts=self.restarts,
+            last_restart=self.last_restart,
+            lost=self._lost,
+            host=process_host(),
+            child_pids=self.child_pids,
+            waits=tuple(sorted(self._waits.copy().values(), key=lambda wait: wait.since)),
         )
+
+    @contextmanager
+    def waiting(self, what: str, *, on: str) -> Iterator[None]:
+        """Tells others what this worker waits for and on whom, for as long as the block runs; from any thread."""
+        place = object()
+        self._waits[place] = Wait(what=what, on=on, since=time.time())
+        try:
+            yield
+        finally:
+            del self._waits[place]
+
+    def stacks(self) -> dict[str, str]:
+        return python_stacks()
 
     def request_stop(self) -> None:
         """Asks the loop to end at its next safe place; returns at once."""
@@ -94,4 +155,5 @@ class Worker(ABC):
         except Exception as error:  # the first failure is kept for the controller, which ends the run with it
             self._error = "".join(traceback.format_exception(error))
             log.error("%s failed\n%s", self.name, self._error)
+            self._lost = what_was_lost(error)
             self.set_state("failed", failure_line(error))

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from relax_core.contracts.bus import GroupRow
-from relax_core.contracts.columns import encode_group
+from relax_core.contracts.columns import TEACHER, encode_group
 from relax_core.contracts.engine import Generated
 from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.sample import Group, Sample, group_uid, sample_uid
@@ -46,6 +48,7 @@ def to_sample(generated: Generated, output: RewardOutput, *, uid: str) -> Sample
         finish_reason=generated.finish_reason,
         reward=output.reward,
         reward_parts={"exact": float(output.exact), **(output.parts or {})},
+        engine=generated.engine,
     )
 
 
@@ -56,11 +59,13 @@ def complete_group(
     generated: Sequence[Generated],
     rewards: Sequence[RewardOutput],
     refuse: GroupFilter | None = None,
+    teacher: str | None = None,
 ) -> GroupRow | DroppedGroup:
     """The bus row of a group whose every response is in, or the reason why there is none.
 
-    A response that was aborted, or whose reward is None, is dropped alone; with fewer than two left the group is.
-    ``refuse`` may drop a group that is complete.
+    A response that was aborted, or whose reward is None, is dropped alone; with fewer than two left of several, or none
+    of one, the group is.
+    ``refuse`` may drop a group that is complete. ``teacher``: the name that travels with the row, where there is one.
     """
     uid = group_uid(index)
     kept: list[Sample] = []
@@ -73,18 +78,18 @@ def complete_group(
             dropped[one] = "reward_failed"
         else:
             kept.append(to_sample(response, output, uid=one))
-    if len(kept) < MIN_SAMPLES:
-        reasons = sorted(set(dropped.values()))
-        return DroppedGroup(group_uid=uid, reason="+".join(reasons) or "too_few_samples")
+    if len(kept) < min(MIN_SAMPLES, len(generated)):
+        return DroppedGroup(group_uid=uid, reason="+".join(sorted(set(dropped.values()))))
     refused = None if refuse is None else refuse([sample.reward for sample in kept if sample.reward is not None])
     if refused is not None:
         return DroppedGroup(group_uid=uid, reason=refused)
+    named = {} if teacher is None else {TEACHER: msgspec.msgpack.encode(teacher)}
     group = Group(group_uid=uid, index=index, prompt_ids=prompt_ids, samples=kept)
     return GroupRow(
         group_uid=uid,
         index=index,
         uids=[sample.uid for sample in kept],
         versions=[sample.version for sample in kept],
-        columns=encode_group(group),
+        columns=encode_group(group) | named,
         dropped=dropped,
     )

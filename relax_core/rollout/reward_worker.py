@@ -23,6 +23,7 @@ from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput, 
 from relax_core.rollout.reward_wire import HEADER_BYTES, Ready, payload_bytes, to_frame
 
 _START_DEADLINE_S = 120.0
+_END_DEADLINE_S = 10.0  # of a process that was killed, or that closed its pipe
 _READ_BYTES = 1 << 16
 
 
@@ -60,7 +61,7 @@ class RewardPool:
         return self._spec.score(given, self._knobs)
 
     def _score_isolated(self, given: RewardInput) -> RewardOutput:
-        worker = self._idle.get()
+        worker = self._idle.get_nowait()  # there are as many threads as workers
         try:
             return worker.score(given)
         finally:
@@ -143,7 +144,7 @@ class _Worker:
     def _kill(self) -> None:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            self._process.wait(_END_DEADLINE_S)
 
     def _wait_ready(self) -> None:
         if self._stopped:
@@ -191,6 +192,9 @@ class _Worker:
             raise _Gone(f"no answer within {self._knobs.timeout_s if self._ready else _START_DEADLINE_S:g} s")
 
     def _died(self) -> _Gone:
-        code = self._process.wait()  # its pipe is closed, so it has ended
+        try:
+            code = self._process.wait(_END_DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            return _Gone("its worker process closed its pipe and goes on")
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         return _Gone(f"its worker process died ({how})")

@@ -22,6 +22,7 @@ from relax_core.engines.wire import StreamEnd
 from relax_core.rollout.groups import DroppedGroup, GroupFilter, complete_group
 from relax_core.rollout.reward_worker import RewardPool
 from relax_core.rollout.seeds import sampling_seed
+from relax_core.rollout.teachers import TeacherOf
 
 Record = Callable[[str, int, Mapping[str, float]], None]
 
@@ -52,6 +53,7 @@ class PromptInHand:
     index: int
     row: DataRow
     request: PromptRequest
+    teacher: str | None
 
 
 class PromptMaker:
@@ -80,7 +82,7 @@ class PromptMaker:
 
 class Sampler:
     """One rollout worker's loop. ``gate(version)`` returns when nothing stands before prompts of that version (an
-    evaluation, in the modes that promise the same bits)."""
+    evaluation, in the modes that promise the same bits). ``teacher_of``: of an algorithm with teachers."""
 
     def __init__(
         self,
@@ -93,6 +95,7 @@ class Sampler:
         record: Record,
         gate: Callable[[int], Any],
         refuse: GroupFilter | None = None,
+        teacher_of: TeacherOf | None = None,
     ) -> None:
         self._bus = bus
         self._pool = pool
@@ -102,6 +105,7 @@ class Sampler:
         self._record = record
         self._gate = gate
         self._refuse = refuse
+        self._teacher_of = teacher_of
         self._staged: list[GroupRow] = []
         self._flushing = False
 
@@ -123,16 +127,17 @@ class Sampler:
         tasks.create_task(self._burst(admissions, tasks))
 
     def _in_hand(self, admission: Admission) -> PromptInHand:
-        row = self._prompts.source.row(admission.index)
+        row, what = self._prompts.source.row(admission.index), f"data row {admission.index}"
         return PromptInHand(
             index=admission.index,
             row=row,
             request=PromptRequest(
                 rid=f"{admission.group_uid}-{admission.attempt}",
-                input_ids=self._prompts.tokens(row, what=f"data row {admission.index}"),
+                input_ids=self._prompts.tokens(row, what=what),
                 sampling_seed=sampling_seed(self._settings.seed, index=admission.index),
                 min_version=admission.min_version,
             ),
+            teacher=None if self._teacher_of is None else self._teacher_of(row, what),
         )
 
     async def _burst(self, admissions: Sequence[Admission], tasks: asyncio.TaskGroup) -> None:
@@ -189,6 +194,7 @@ class Sampler:
             generated=responses,
             rewards=rewards,
             refuse=self._refuse,
+            teacher=prompt.teacher,
         )
         if isinstance(done, DroppedGroup):
             await self._bus.drop_async(done.group_uid, reason=done.reason, timeout_s=self._settings.call_timeout_s)

@@ -36,7 +36,7 @@ from relax_core.train.device import has_cuda
 from relax_core.train.megatron_workarounds import create_optimizer_state
 
 if TYPE_CHECKING:
-    from relax_core.train.backend import MegatronBackend
+    from relax_core.train.rank import MegatronRank
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 _CONTENT = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 
-def save_backend(backend: MegatronBackend, folder: Path) -> None:
+def save_backend(backend: MegatronRank, folder: Path) -> None:
     """Writes the state after the newest train step; every rank calls it, and all return when all files are there.
 
     ``folder`` may exist, but empty. Waits for other ranks at most as long as their process group does. Raises OSError
@@ -66,7 +66,7 @@ def save_backend(backend: MegatronBackend, folder: Path) -> None:
     _wait_for_ranks(backend, f"save {folder}")
 
 
-def load_backend(backend: MegatronBackend, folder: Path) -> None:
+def load_backend(backend: MegatronRank, folder: Path) -> None:
     """Sets weights, optimizer state and random states to those of `save_backend`; training goes on to the bit.
 
     The optimizer's settings (betas, weight decay, …) stay those of this run's configuration. Where another number of
@@ -95,7 +95,7 @@ def _unshare_step_counters(optimizer: Any) -> None:
         state["step"] = state["step"].clone()
 
 
-def _sharded_state(backend: MegatronBackend, *, is_loading: bool) -> ShardedStateDict:
+def _sharded_state(backend: MegatronRank, *, is_loading: bool) -> ShardedStateDict:
     """What Megatron saves or fills: each tensor with its place in the global one."""
     models = {
         f"model_{index}": chunk.module.sharded_state_dict(metadata=_CONTENT)
@@ -161,7 +161,7 @@ def _set_random_state(state: Mapping[str, Tensor]) -> None:
     tensor_parallel.get_cuda_rng_tracker().set_states(tracker)
 
 
-def _load_random_state(backend: MegatronBackend, folder: Path) -> None:
+def _load_random_state(backend: MegatronRank, folder: Path) -> None:
     with safe_open(_random_file(folder, 0), framework="pt") as file:
         ranks = int(file.metadata()["ranks"])
     if ranks != backend.world_size:
@@ -176,7 +176,7 @@ def _load_random_state(backend: MegatronBackend, folder: Path) -> None:
 
 
 # -- waits and errors -------------------------------------------------------------------------------------------------
-def _wait_for_ranks(backend: MegatronBackend, doing: str) -> None:
+def _wait_for_ranks(backend: MegatronRank, doing: str) -> None:
     """Names the ranks that do not come, where a plain collective would only time out."""
     if backend.world_size == 1:
         return

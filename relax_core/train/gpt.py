@@ -1,4 +1,5 @@
-"""The Megatron model: a GPTModel that reads a tree-packed stream and returns hidden states."""
+"""The Megatron model: a GPTModel that reads a tree-packed stream and returns hidden states; for a critic, a value head
+on top of it."""
 
 from __future__ import annotations
 
@@ -46,6 +47,24 @@ class TreeGPTModel(GPTModel):
         return self.output_layer.weight
 
 
+VALUE_HEAD = "value_head."  # how the names of its parameters begin
+
+
+class TreeValueModel(TreeGPTModel):
+    """A critic: the same trunk, and one number a row in the place of the output layer."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.value_head = torch.nn.Linear(config.hidden_size, 1)
+        torch.nn.init.zeros_(self.value_head.weight)
+        torch.nn.init.zeros_(self.value_head.bias)
+
+    def values(self, hidden: Tensor) -> Tensor:
+        """``[rows, hidden]`` → float32 ``[rows]``; 0 everywhere before the first update."""
+        weight, bias = self.value_head.weight.float(), self.value_head.bias.float()
+        return F.linear(hidden.float(), weight, bias)[:, 0]
+
+
 def transformer_config(family: Family, hf_config: HfConfig, *, dtype: torch.dtype) -> TransformerConfig:
     """Megatron's config: the family's arguments and ours. Every fusion that needs a GPU library is off."""
     arguments: dict[str, Any] = family.transformer_arguments(hf_config)
@@ -71,11 +90,16 @@ def transformer_config(family: Family, hf_config: HfConfig, *, dtype: torch.dtyp
     )
 
 
-def build_model(family: Family, hf_config: HfConfig, *, dtype: torch.dtype) -> TreeGPTModel:
-    """An uninitialised model on this process's device; its weights come from a Hugging Face folder."""
+def build_model(
+    family: Family, hf_config: HfConfig, *, dtype: torch.dtype, value_head: bool = False
+) -> TreeGPTModel | TreeValueModel:
+    """An uninitialised model on this process's device; its weights come from a Hugging Face folder.
+
+    With ``value_head`` it has no output layer of its own, tied or not.
+    """
     config = transformer_config(family, hf_config, dtype=dtype)
     shape = family.shape(hf_config)
-    model = TreeGPTModel(
+    model = (TreeValueModel if value_head else TreeGPTModel)(
         config,
         block_spec(config),
         shape.vocab_size,
@@ -84,7 +108,7 @@ def build_model(family: Family, hf_config: HfConfig, *, dtype: torch.dtype) -> T
         post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type="rope",
         rotary_base=shape.rotary_base,
-        share_embeddings_and_output_weights=shape.tied_embeddings,
+        share_embeddings_and_output_weights=shape.tied_embeddings or value_head,
     )
     _mark_shards(model, family, hf_config)
     return model.to(device="cuda" if has_cuda() else "cpu", dtype=dtype)
@@ -94,5 +118,7 @@ def _mark_shards(model: torch.nn.Module, family: Family, hf_config: HfConfig) ->
     """Tells Megatron which parameters tensor parallelism cuts: it does so itself only while initialising them."""
     parameters = dict(model.named_parameters())
     for name, shard in {parameter_name(rule.megatron): rule.shard for rule in family.weights(hf_config)}.items():
+        if name not in parameters:
+            continue  # a critic has no output layer
         if shard is not Shard.replicated and not hasattr(parameters[name], "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(parameters[name], True, shard.value, 1)

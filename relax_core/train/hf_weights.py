@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from relax_core.train.gpt import VALUE_HEAD
 from relax_core.train.models.family import Attention, Family, HfConfig, Part, WeightRule
 from relax_core.train.specs import parameter_name
 
@@ -32,10 +33,15 @@ def _hf_shape(view: Tensor, rule: WeightRule) -> tuple[int, ...]:
 
 
 class HfWeights:
-    """One model's weights under their Hugging Face names, as views into the Megatron parameters."""
+    """One model's weights under their Hugging Face names, as views into the Megatron parameters.
 
-    def __init__(self, model: torch.nn.Module, family: Family, hf_config: HfConfig) -> None:
-        parameters = dict(model.named_parameters())
+    ``value_head``: of a critic, whose head has no Hugging Face name and which has no output layer.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, family: Family, hf_config: HfConfig, *, value_head: bool = False
+    ) -> None:
+        parameters = {name: one for name, one in model.named_parameters() if not name.startswith(VALUE_HEAD)}
         attention = family.shape(hf_config).attention
         self._family = family
         self._ignored = family.ignored(hf_config)
@@ -43,6 +49,9 @@ class HfWeights:
         used = set()
         for rule in family.weights(hf_config):
             name = parameter_name(rule.megatron)
+            if value_head and name not in parameters:
+                self._ignored |= {rule.hf}
+                continue
             used.add(name)
             view = _view_of(parameters[name].detach(), rule.part, attention)
             self._views[rule.hf] = (view, _hf_shape(view, rule))

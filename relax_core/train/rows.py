@@ -48,8 +48,16 @@ def decode_train_group(row: LeasedRow, *, step: int, oldest_version: int) -> tup
         loss_mask &= versions >= oldest_version
         kept = np.add.reduceat(loss_mask.astype(np.int64), np.cumsum(lengths) - lengths)
         fully_masked = [uid for uid, tokens in zip(row.uids, kept, strict=True) if tokens == 0]
-    old = row.columns.get(c.OLD_LOGPROBS)
-    reference = row.columns.get(c.REFERENCE_LOGPROBS)
+
+    def column(name: str) -> np.ndarray | None:
+        payload = row.columns.get(name)
+        return None if payload is None else c.decode_ragged(payload).flat()
+
+    def top_column(name: str) -> np.ndarray | None:
+        """top_k numbers a response token → ``[tokens, top_k]``."""
+        flat = column(name)
+        return None if flat is None else flat.reshape(int(lengths.sum()), -1)
+
     group = TrainGroup(
         group_uid=row.group_uid,
         prompt_ids=c.decode_array(row.columns[c.PROMPT_IDS]),
@@ -59,7 +67,12 @@ def decode_train_group(row: LeasedRow, *, step: int, oldest_version: int) -> tup
         rollout_logprobs=c.decode_ragged(row.columns[c.ROLLOUT_LOGPROBS]).flat(),
         fresh=fresh,
         advantages=c.decode_ragged(row.columns[c.ADVANTAGES]).flat(),
-        old_logprobs=None if old is None else c.decode_ragged(old).flat(),
-        reference_logprobs=None if reference is None else c.decode_ragged(reference).flat(),
+        old_logprobs=column(c.OLD_LOGPROBS),
+        reference_logprobs=column(c.REFERENCE_LOGPROBS),
+        teacher_logprobs=column(c.TEACHER_LOGPROBS),
+        teacher_top_ids=top_column(c.TEACHER_TOP_IDS),
+        teacher_top_logprobs=top_column(c.TEACHER_TOP_LOGPROBS),
+        values=column(c.VALUES),
+        returns=column(c.RETURNS),
     )
     return group, fully_masked

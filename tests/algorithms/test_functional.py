@@ -257,3 +257,92 @@ def test_unknown_choices_are_named() -> None:
         F.kl_estimate(
             logprobs=torch.zeros(1), reference_logprobs=torch.zeros(1), loss_mask=torch.ones(1).bool(), estimator="k4"
         )
+
+
+# -- the critic: GAE and its loss -------------------------------------------------------------------------------------
+STATE = st.tuples(
+    st.floats(-2.0, 2.0, width=32), st.floats(-2.0, 2.0, width=32), st.booleans()
+)  # reward, value, trained
+SAMPLES = st.lists(st.lists(STATE, min_size=1, max_size=9), min_size=1, max_size=4)
+DISCOUNT = st.sampled_from([0.0, 0.5, 0.95, 1.0])
+
+
+def _generalized(
+    samples: list[list[tuple[float, float, bool]]], *, gamma: float, gae_lambda: float
+) -> list[list[float]]:
+    states = [state for sample in samples for state in sample]
+    got = F.generalized_advantages(
+        token_rewards=torch.tensor([reward for reward, _, _ in states]),
+        values=torch.tensor([value for _, value, _ in states]),
+        loss_mask=torch.tensor([trained for _, _, trained in states]),
+        sample_ids=torch.tensor([place for place, sample in enumerate(samples) for _ in sample]),
+        num_samples=len(samples),
+        gamma=gamma,
+        gae_lambda=gae_lambda,
+    )
+    assert got.dtype == torch.float32
+    return [part.tolist() for part in got.split([len(sample) for sample in samples])]
+
+
+@given(samples=SAMPLES, gamma=DISCOUNT, gae_lambda=DISCOUNT)
+@settings(deadline=None)  # the first call may wait for a busy machine
+def test_gae_is_its_recursion_over_trained_tokens(
+    samples: list[list[tuple[float, float, bool]]], gamma: float, gae_lambda: float
+) -> None:
+    got = _generalized(samples, gamma=gamma, gae_lambda=gae_lambda)
+    for sample, advantages in zip(samples, got, strict=True):
+        following, value_after = 0.0, 0.0
+        for place in reversed(range(len(sample))):
+            reward, value, trained = sample[place]
+            if not trained:
+                assert advantages[place] == 0.0
+                continue
+            following = reward + gamma * value_after - value + gamma * gae_lambda * following
+            value_after = value
+            assert advantages[place] == pytest.approx(following, rel=1e-5, abs=1e-5)
+
+
+@given(samples=SAMPLES, data=st.data())
+@settings(deadline=None)  # the first call may wait for a busy machine
+def test_gae_of_a_sample_does_not_know_the_others(
+    samples: list[list[tuple[float, float, bool]]], data: st.DataObject
+) -> None:
+    whole = _generalized(samples, gamma=0.9, gae_lambda=0.8)
+    order = data.draw(st.permutations(range(len(samples))))
+    shuffled = _generalized([samples[place] for place in order], gamma=0.9, gae_lambda=0.8)
+    for place, advantages in zip(order, shuffled, strict=True):
+        assert advantages == whole[place]
+
+
+def test_gae_at_its_ends_by_hand() -> None:
+    sample = [(0.0, 0.5, True), (9.0, 9.0, False), (0.0, 0.25, True), (1.0, 0.75, True)]
+    # lambda 1: what is still to come, less the value. lambda 0: the value's own error at each token.
+    assert _generalized([sample], gamma=1.0, gae_lambda=1.0) == [[0.5, 0.0, 0.75, 0.25]]
+    assert _generalized([sample], gamma=1.0, gae_lambda=0.0) == [[-0.25, 0.0, 0.5, 0.25]]
+
+
+def test_the_reward_stands_at_the_last_trained_token() -> None:
+    got = F.rewards_of_tokens(
+        rewards=torch.tensor([1.0, 2.0, 3.0]),
+        penalties=torch.tensor([0.5, 0.25, float("nan"), 0.125, float("inf")]),
+        loss_mask=torch.tensor([True, True, False, True, False]),
+        sample_ids=torch.tensor([0, 0, 0, 1, 2]),
+    )
+    assert got.tolist() == [-0.5, 0.75, 0.0, 1.875, 0.0]
+
+
+def test_the_value_loss_takes_the_larger_error_by_hand() -> None:
+    values = torch.tensor([0.5, 0.5, 0.1, 9.0], requires_grad=True)
+    loss = F.clipped_value_loss(
+        values=values,
+        old_values=torch.tensor([0.0, 0.0, 0.0, 0.0]),
+        returns=torch.tensor([1.0, -1.0, 1.0, float("nan")]),
+        loss_mask=torch.tensor([True, True, True, False]),
+        clip=0.2,
+    )
+    # The first runs towards its return faster than the clip allows, and is held; the second runs away, and is not.
+    assert loss.per_token.tolist() == pytest.approx([0.5 * 0.8**2, 0.5 * 1.5**2, 0.5 * 0.9**2, 0.0])
+    assert loss.cut.tolist() == [True, False, False, False]
+    loss.per_token.sum().backward()
+    assert values.grad is not None
+    assert values.grad.tolist() == pytest.approx([0.0, 1.5, -0.9, 0.0])

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from algorithms import cispo, dapo, gspo, sapo
+from algorithms import cispo, dapo, distill, gspo, sapo
 from algorithms.policy_gradient import PolicyGradientKnobs
-from relax_core.contracts.algorithm import AdvantageInputs, LossInputs
+from relax_core.contracts.algorithm import AdvantageInputs, AlgorithmKnobs, LossInputs, ValueInputs
 from relax_core.registry import find_algorithm, names
 
 BUILT_IN = [name for name in names("algo") if issubclass(find_algorithm(name).knobs, PolicyGradientKnobs)]
@@ -34,25 +35,39 @@ def test_defaults_pass_and_need_no_other_role(algorithm: str) -> None:
     spec, knobs = find_algorithm(algorithm), knobs_of(algorithm)
     spec.check(knobs)
     needs = spec.needs(knobs)
-    assert (needs.old_logprobs, needs.reference, needs.critic) == ("rollout", False, False)
+    assert (needs.old_logprobs, needs.reference, needs.entropy) == ("rollout", False, False)
+    assert needs.critic == (algorithm == "ppo") == (spec.value_loss is not None)
     more = spec.needs(dataclasses.replace(knobs, old_logprobs="actor_fwd", kl_coef=0.1))
     assert (more.old_logprobs, more.reference) == ("actor_fwd", True)
+    assert spec.needs(dataclasses.replace(knobs, entropy_coef=0.01)).entropy
 
 
 @pytest.mark.parametrize("algorithm", BUILT_IN)
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        ({"group_size": 1}, "algo.group_size=1: a group of one"),
         ({"kl_coef": 0.1, "kl_placement": "loss", "kl_estimator": "k1"}, "zero expected gradient"),
         ({"correction": "tis"}, "algo.correction=tis with algo.old_logprobs=rollout"),
         ({"norm_length": 2.0, "aggregation": "token_mean"}, "algo.norm_length=2.0"),
         ({"old_logprobs": "current", "opsm_threshold": 1e-4}, "OPSM never acts"),
+        ({"old_logprobs": "current", "mini_batches": 2, "epochs": 1}, "algo.mini_batches=2, algo.epochs=1: every"),
+        ({"old_logprobs": "current", "mini_batches": 1, "epochs": 3}, "algo.mini_batches=1, algo.epochs=3: every"),
+        ({"entropy_coef": -0.1}, "algo.entropy_coef=-0.1: must not be negative"),
     ],
 )
 def test_impossible_combinations_are_refused(algorithm: str, wrong: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         find_algorithm(algorithm).check(knobs_of(algorithm, **wrong))
+
+
+@pytest.mark.parametrize("algorithm", BUILT_IN)
+def test_a_group_of_one_needs_a_critic_or_a_teacher(algorithm: str) -> None:
+    spec, knobs = find_algorithm(algorithm), knobs_of(algorithm, group_size=1)
+    if spec.needs(knobs).critic or spec.needs(knobs).teacher is not None:
+        spec.check(knobs)
+        return
+    with pytest.raises(ValueError, match=r"algo\.group_size=1: a group of one"):
+        spec.check(knobs)
 
 
 @pytest.mark.parametrize(
@@ -68,6 +83,10 @@ def test_impossible_combinations_are_refused(algorithm: str, wrong: dict[str, An
         ("dapo", {"max_dropped_in_a_row": -1}, "algo.max_dropped_in_a_row=-1"),
         ("reinforce_pp", {"std_epsilon": 0.0}, "algo.std_epsilon=0.0: must be above 0. Use 1e-08."),
         ("rloo", {"dual_clip": 1.0}, "algo.dual_clip=1.0"),
+        ("ppo", {"gae_lambda": 1.1}, "algo.gae_lambda=1.1: must lie in [0, 1]"),
+        ("ppo", {"gamma": -0.1}, "algo.gamma=-0.1: must lie in [0, 1]"),
+        ("ppo", {"value_clip": -0.2}, "algo.value_clip=-0.2: must not be negative"),
+        ("ppo", {"clip_high": 0.0}, "PPO uses 0.2 and 0.2"),
     ],
 )
 def test_own_knobs_are_checked(algorithm: str, wrong: dict[str, Any], text: str) -> None:
@@ -93,11 +112,13 @@ def test_every_knob_is_read(algorithm: str) -> None:
     spec, read = find_algorithm(algorithm), set[str]()
     fields = {field.name for field in dataclasses.fields(spec.knobs)}
     base = {"kl_coef": 0.1, "kl_estimator": "k3", "old_logprobs": "actor_fwd", "opsm_threshold": 1e-4}
+    base |= {"entropy_coef": 0.1}
     base |= {name: value for name, value in (("overlong_length", 4), ("overlong_buffer", 2)) if name in fields}
     tokens = torch.full((4,), -1.0)
     mask, ids = torch.ones(4, dtype=torch.bool), torch.tensor([0, 0, 1, 1])
-    for placement in ("loss", "reward"):
-        knobs: Any = Reads(knobs_of(algorithm, **base, kl_placement=placement), read)
+    forms = [{"form": form} for form in distill.FORMS] if algorithm == "distill" else [{}]
+    for placement, form in itertools.product(("loss", "reward"), forms):
+        knobs: Any = Reads(knobs_of(algorithm, **base, **form, kl_placement=placement), read)
         spec.needs(knobs)
         loss_inputs = LossInputs(
             logprobs=tokens.clone().requires_grad_(),
@@ -108,6 +129,10 @@ def test_every_knob_is_read(algorithm: str) -> None:
             sample_ids=ids,
             num_samples=2,
             reference_logprobs=tokens,
+            entropy=tokens,
+            teacher_logprobs=tokens,
+            teacher_top_logprobs=tokens[:, None],
+            top_logprobs=tokens[:, None],
         )
         spec.loss(loss_inputs, knobs)
         advantage_inputs = AdvantageInputs(
@@ -117,14 +142,23 @@ def test_every_knob_is_read(algorithm: str) -> None:
             sample_ids=ids,
             old_logprobs=tokens,
             reference_logprobs=tokens,
+            values=tokens,
+            teacher_logprobs=tokens,
         )
         values = spec.advantages(advantage_inputs, knobs)
         if spec.normalize is not None:
             spec.normalize([values], [mask], knobs)
         if spec.drop_group is not None:
             spec.drop_group([0.0, 1.0], 0, knobs)
-    # The rollout reads the group's size; the denominator reads the length that the sum is divided by.
-    assert fields - read == {"name", "group_size", "norm_length"}
+        if spec.value_loss is not None:
+            value_inputs = ValueInputs(
+                values=tokens, old_values=tokens, returns=tokens, loss_mask=mask, sample_ids=ids, num_samples=2
+            )
+            spec.value_loss(value_inputs, knobs)
+    # Every algorithm's common knobs are the roles' to read: tests/config and tests/train/test_updates.py hold that. The
+    # denominator reads the length that a sample's sum is divided by.
+    of_all = {field.name for field in dataclasses.fields(AlgorithmKnobs)}
+    assert fields - read == {*of_all, "norm_length"}
 
 
 def test_dapo_drops_groups_that_teach_nothing() -> None:
@@ -136,5 +170,5 @@ def test_dapo_drops_groups_that_teach_nothing() -> None:
 
 
 def test_files_are_short() -> None:
-    for name in BUILT_IN:
-        assert len((ALGORITHMS / f"{name}.py").read_text().splitlines()) <= 100, name
+    for file in ALGORITHMS.rglob("*.py"):
+        assert len(file.read_text().splitlines()) <= 160, file

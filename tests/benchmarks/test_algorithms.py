@@ -1,8 +1,34 @@
-"""The figures of the algorithms' table."""
+"""The figures of the algorithms' table, and that a benchmark which was stopped goes on."""
 
 from __future__ import annotations
 
-from benchmarks.algorithms import BEGIN, DOCS, END, run_figures, steps_to, table
+from pathlib import Path
+
+from benchmarks.algorithms import (
+    BEGIN,
+    DOCS,
+    END,
+    Figures,
+    Run,
+    planned,
+    read_results,
+    run_figures,
+    steps_to,
+    table,
+    write_result,
+)
+
+
+def run_of(row: str, seed: int = 0, mode: str = "async") -> Run:
+    return Run(row=row, mode=mode, seed=seed, steps=30, overrides=("optimizer.lr=1e-3",))
+
+
+def some_figures() -> Figures:
+    actor = [
+        {"reward": 0.5 if step < 15 else 1.0, "exact": 1.0, "algorithm/clip_low": 0.1, "algorithm/clip_high": 0.2}
+        for step in range(30)
+    ]
+    return run_figures(actor, [{"exact": 0.25}, {"exact": 0.75}], {"ledger": {"issued": 30, "trained": 20}})
 
 
 def test_steps_to_is_the_first_window_that_is_good_enough() -> None:
@@ -14,16 +40,41 @@ def test_steps_to_is_the_first_window_that_is_good_enough() -> None:
 
 
 def test_figures_and_table() -> None:
-    actor = [
-        {"reward": 0.5 if step < 15 else 1.0, "exact": 1.0, "algorithm/clip_low": 0.1, "algorithm/clip_high": 0.2}
-        for step in range(30)
-    ]
-    figures = run_figures(actor, [{"exact": 0.25}, {"exact": 0.75}], {"ledger": {"issued": 30, "trained": 20}})
+    figures = some_figures()
     unsolved = {name: value for name, value in figures.items() if name != "steps"}
     assert abs(figures["cut"] - 0.3) < 1e-9
-    text = table({"grpo": [figures, unsolved]}, steps=30, seeds=2, overrides=["optimizer.lr=1e-3"])
-    assert "| grpo | 0.50 → 1.00 | 0.25 → 0.75 | 10, — | 30.0 % | 1.50 |" in text
+    done = {
+        run_of("grpo", 1): unsolved,
+        run_of("grpo", 0): figures,
+        run_of("grpo", mode="colocate"): {**figures, "exact_after": 0.9},
+        run_of("distill"): {**figures, "teacher": 0.97},
+        run_of("gspo", mode="colocate"): figures,  # its other runs failed
+    }
+    text = table(done, seeds=2)
+    assert "| grpo | 0.50 → 1.00 | 0.25 → 0.75 | 10, — | 0.90 | — | 30.0 % | 1.50 |" in text
+    assert "| distill | 0.50 → 1.00 | 0.25 → 0.75 | 10 | — | 0.97 | 30.0 % | 1.50 |" in text
+    assert "gspo" not in text
     assert text.startswith("30 train steps of the demo, 2 seeds. With optimizer.lr=1e-3.")
+
+
+def test_a_stopped_benchmark_goes_on(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    assert read_results(file) == {}
+    runs = list(planned(["grpo", "ppo"], seeds=2, steps=30, overrides=("optimizer.lr=1e-3",)))
+    assert [(run.row, run.mode, run.seed) for run in runs] == [
+        ("grpo", "async", 0),
+        ("ppo", "async", 0),
+        ("grpo", "async", 1),
+        ("ppo", "async", 1),
+        ("grpo", "colocate", 0),
+        ("ppo", "colocate", 0),
+    ]
+    write_result(file, runs[1], some_figures())
+    with file.open("a") as out:
+        out.write('{"run": {"row": "gr')  # it was killed in the middle of a line
+    assert read_results(file) == {runs[1]: some_figures()}
+    write_result(file, runs[0], some_figures())
+    assert [run for run in runs if run not in read_results(file)] == runs[2:]
 
 
 def test_the_docs_have_a_place_for_the_table() -> None:

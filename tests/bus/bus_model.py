@@ -1,50 +1,84 @@
-"""A plain model of a run, moved by random choices, that checks every answer of the bus's core against itself."""
+"""A plain model of a run, moved by random choices, that checks every answer of the bus's core against itself.
+
+Its ledger writes a real file, which must agree with the counts after every restore, every crash and at the end.
+"""
 
 from __future__ import annotations
 
 import copy
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import strategies as st
 
 from relax_core.bus.core import BusCore
-from relax_core.contracts.bus import Admission, GroupRow, Lease, LeaseLost, LeaseRequest
-from tests.bus.make_rows import Clock, make_core, uids_of
+from relax_core.bus.journal import Journal
+from relax_core.bus.ledger import Ledger
+from relax_core.bus.ledger_file import LedgerFile
+from relax_core.contracts.bus import Admission, BusClosed, GroupRow, Lease, LeaseLost, LeaseRequest
+from tests.bus.make_rows import Clock, make_settings, uids_of
 
 LEASE_S = 10.0
 TOTAL_STEPS = 12
 COLUMNS = st.sampled_from([("a",), ("a", "b")])
 
+FLUSH_S = 10.0
+
 Draw = Callable[[st.SearchStrategy[Any]], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A checkpoint: the bus's snapshot, what the model knew then, and the ledger's file as it was on disk."""
+
+    snapshot: bytes
+    issued: set[str]
+    trained: dict[str, int]
+    ended_rows: dict[str, GroupRow]
+    file: Path
 
 
 class BusModel:
     """What clients did, and what became of each sample. Actions take Hypothesis's ``draw``."""
 
-    def __init__(self, *, groups_per_step: int, group_size: int, max_staleness: int, on_stale: str) -> None:
+    def __init__(
+        self, folder: Path, *, groups_per_step: int, group_size: int, max_staleness: int, on_stale: str
+    ) -> None:
+        self.folder = folder
+        self.files = 0
         self.gps, self.group_size = groups_per_step, group_size
         self.max_staleness, self.on_stale = max_staleness, on_stale
         self.clock = Clock()
-        self.core = self.new_core()
+        self.start(self.new_file())
         self.in_flight: dict[str, Admission] = {}
         self.rows: dict[str, GroupRow] = {}  # every row that was put
         self.actor_leases: list[Lease] = []
         self.worker_leases: list[Lease] = []
         self.issued: set[str] = set()
         self.trained: dict[str, int] = {}  # uid → staleness
-        self.saved: tuple[bytes, Any] | None = None
+        self.saved: list[Saved] = []
 
-    def new_core(self) -> BusCore:
-        return make_core(
-            clock=self.clock,
+    def new_file(self) -> Path:
+        self.files += 1
+        return self.folder / f"ledger{self.files}.sqlite"
+
+    def start(self, file: Path) -> None:
+        """A bus process begins, on an empty file or on what an earlier one left."""
+        settings = make_settings(
             groups_per_step=self.gps,
             group_size=self.group_size,
             max_staleness=self.max_staleness,
             on_stale=self.on_stale,
             total_steps=TOTAL_STEPS,
         )
+        self.file = file
+        self.journal = Journal(file)
+        self.core = BusCore(settings, ledger=Ledger(group_size=self.group_size, journal=self.journal), clock=self.clock)
 
     # -- what clients do ----------------------------------------------------------------------------------------
     def admit(self, draw: Draw) -> None:
@@ -229,27 +263,111 @@ class BusModel:
             self.in_flight[admission.group_uid] = admission
 
     def save(self, draw: Draw) -> None:
-        model = (self.issued, self.trained, {uid: row for uid, row in self.rows.items() if self.has_ended(uid)})
-        self.saved = (self.core.snapshot(), copy.deepcopy(model))
+        snapshot = self.core.snapshot()
+        self.journal.flush(timeout_s=FLUSH_S)
+        file = self.new_file()
+        with closing(sqlite3.connect(self.file)) as source, closing(sqlite3.connect(file)) as target:
+            source.backup(target)
+        ended = {uid: row for uid, row in self.rows.items() if self.has_ended(uid)}
+        self.saved.append(
+            Saved(
+                snapshot=snapshot,
+                issued=set(self.issued),
+                trained=dict(self.trained),
+                ended_rows=copy.deepcopy(ended),
+                file=file,
+            )
+        )
 
     def has_ended(self, group_uid: str) -> bool:
         return group_uid not in self.core.groups and group_uid not in self.in_flight
 
     def crash_and_resume(self, draw: Draw) -> None:
-        if self.saved is None:
+        """The process is lost. Of what came after the checkpoint everything is on disk, or nothing."""
+        if not self.saved:
             return
-        snapshot, model = self.saved
-        self.core = self.new_core()
-        self.core.restore(snapshot)
-        self.issued, self.trained, self.rows = copy.deepcopy(model)
+        saved = draw(st.sampled_from(self.saved))
+        self.journal.close(timeout_s=FLUSH_S)
+        if saved is self.saved[-1] and draw(st.booleans()):
+            self.file.unlink()
+            self.file = saved.file.rename(self.new_file())
+            self.saved.pop()
+        self.start(self.file)
+        self.back_to(saved)
+
+    def restore(self, draw: Draw) -> None:
+        """The run goes back in the process that it has."""
+        if self.saved:
+            self.back_to(draw(st.sampled_from(self.saved)))
+
+    def start_afresh(self, draw: Draw) -> None:
+        """A crash before there was a checkpoint: nothing of the file counts any more."""
+        if self.saved:
+            return
+        self.journal.close(timeout_s=FLUSH_S)
+        self.start(self.file)
+        self.issued, self.trained, self.rows = set(), {}, {}
         self.in_flight, self.actor_leases, self.worker_leases = {}, [], []
+        self.admit_groups(1)
+        self.check_file()
+
+    def back_to(self, saved: Saved) -> None:
+        held = [lease.lease_id for lease in [*self.actor_leases, *self.worker_leases]]
+        self.core.restore(saved.snapshot)
+        assert not self.core.leases
+        for lease_id in held:
+            with pytest.raises(LeaseLost):
+                self.core.write(lease_id, {})
+        self.issued, self.trained = set(saved.issued), dict(saved.trained)
+        self.rows = copy.deepcopy(saved.ended_rows)
+        self.in_flight, self.actor_leases, self.worker_leases = {}, [], []
+        self.check_file()
         open_at_cut = self.core.progress().ledger.open // self.group_size
         again = self.core.admit(open_at_cut) if open_at_cut else []
         assert [a.index for a in again] == sorted(a.index for a in again)
         assert all(a.attempt > 0 for a in again), "fresh groups came before lost ones"
         self.in_flight = {a.group_uid: a for a in again}
 
+    def close(self) -> None:
+        """Whoever calls after this hears that the run has ended; the books stay as they are."""
+        before = self.core.progress()
+        self.core.close(reason="the test is over")
+        self.core.close(reason="again")
+        for call in (
+            lambda: self.core.admit(1),
+            lambda: self.core.reclaim(),
+            lambda: self.core.put([]),
+            lambda: self.core.drop("g00000000", reason="late"),
+            lambda: self.core.lease(LeaseRequest(task="advantages", columns=("a",), max_groups=1)),
+            lambda: self.core.write(1, {}),
+            lambda: self.core.ack([], step=self.core.version, dropped={}),
+            lambda: self.core.release([]),
+            lambda: self.core.revoke("actor"),
+            lambda: self.core.restore(b""),
+        ):
+            with pytest.raises(BusClosed, match="the test is over"):
+                call()
+        self.clock.now += 10 * LEASE_S
+        self.core.expire()
+        assert self.core.progress() == before
+        self.check_file()
+        self.journal.close(timeout_s=FLUSH_S)
+
     # -- what must always hold ----------------------------------------------------------------------------------
+    def check_file(self) -> None:
+        """The file's events alone tell the same as the counts, and as the model."""
+        self.journal.flush(timeout_s=FLUSH_S)
+        counts = self.core.progress().ledger
+        with LedgerFile(self.file) as file:
+            books = file.books(run_over=self.core.finished())
+        assert books.lost == books.trained_twice == []
+        assert (books.issued, books.trained, books.dropped) == (counts.issued, counts.trained, counts.dropped)
+        assert sum(books.open.values()) == counts.open
+        with closing(sqlite3.connect(self.file)) as database:
+            trained = {uid for (uid,) in database.execute("SELECT uid FROM events WHERE event = 'trained'")}
+            issued = {uid for (uid,) in database.execute("SELECT uid FROM events WHERE event = 'issued'")}
+        assert (issued, trained) == (self.issued, set(self.trained))
+
     def check_books(self) -> None:
         progress = self.core.progress()
         books = progress.ledger

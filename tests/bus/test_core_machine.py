@@ -1,10 +1,14 @@
 """Random histories of the bus's core, checked against a plain model of what happened to each sample.
 
-The actions do whatever clients and crashes may do, in any order. After each the books must agree with the model; at the
-end a well-behaved run must always be able to finish from wherever the history left the bus.
+The actions do whatever clients and crashes may do, in any order. After each the books must agree with the model, after
+each restore the ledger's file too; at the end a well-behaved run must always be able to finish from wherever the
+history left the bus.
 """
 
 from __future__ import annotations
+
+import tempfile
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -14,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from tests.bus.bus_model import BusModel
 
 WORK = ["roll_out", "train", "work", "lease"] * 4 + ["admit", "write", "ack", "put_again", "drop"] * 2
-TROUBLE = ["release", "revoke", "wait", "reclaim", "save", "crash_and_resume"]
+TROUBLE = ["release", "revoke", "wait", "reclaim", "save", "restore", "crash_and_resume", "start_afresh"]
 
 
 class BusMachine(RuleBasedStateMachine):
@@ -24,10 +28,13 @@ class BusMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.model: BusModel | None = None
+        # On shared memory: the journal is tested, not the disk.
+        self.folder = tempfile.TemporaryDirectory(prefix="relax-test-", dir="/dev/shm")
 
     @initialize(groups_per_step=st.integers(1, 4), group_size=st.integers(1, 3))
     def begin(self, groups_per_step: int, group_size: int) -> None:
         self.model = BusModel(
+            Path(self.folder.name),
             groups_per_step=groups_per_step,
             group_size=group_size,
             max_staleness=self.max_staleness,
@@ -47,6 +54,10 @@ class BusMachine(RuleBasedStateMachine):
             self.model.check_books()
 
     def teardown(self) -> None:
+        with self.folder:
+            self.finish()
+
+    def finish(self) -> None:
         if self.model is None:
             return
         self.model.core.revoke("actor")
@@ -55,6 +66,8 @@ class BusMachine(RuleBasedStateMachine):
         while not self.model.core.finished():
             self.model.train_fully()
             self.model.check_books()
+        self.model.check_file()
+        self.model.close()
 
 
 @pytest.mark.parametrize("on_stale", ["drop", "mask"])

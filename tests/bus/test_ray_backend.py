@@ -117,7 +117,7 @@ def test_names_that_do_not_exist(ray_session: str, tmp_path: Path) -> None:
         connect_bus("nobody", NAMESPACE)
     sizes: dict[str, Any] = {"group_size": 2, "max_staleness": 1, "on_stale": "drop", "total_steps": 1}
     place: dict[str, Any] = {"ledger_path": tmp_path / "ledger.sqlite", "name": "x", "namespace": NAMESPACE}
-    with pytest.raises(ValueError, match=r"bus=transfer_queue is not built\. What exists for bus: ray"):
-        create_bus(make_config("transfer_queue"), groups_per_step=1, **sizes, **place)
+    with pytest.raises(ValueError, match=r"bus=foo is not built\. What exists for bus: ray, transfer_queue"):
+        create_bus(make_config("foo"), groups_per_step=1, **sizes, **place)
     with pytest.raises(ValueError, match="groups_per_step=0 is too small"):
         create_bus(make_config(), groups_per_step=0, **sizes, **place)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
@@ -68,6 +69,24 @@ def test_help_names_every_group_and_the_usual_keys() -> None:
     assert result.stdout.strip() == help_text().strip()
     for word in (*groups(), "seed", "run.steps", "optimizer.lr", "mode.max_staleness", "model.path", "resume", "-m"):
         assert f"  {word}" in result.stdout or f" {word}," in result.stdout
+
+
+def test_the_tab_key_completes_groups_options_and_keys() -> None:
+    """What the shell asks `relax` for, by Hydra's own protocol."""
+    for line, words in (
+        ("relax placement=", ["placement=cpu", "placement=gpu"]),
+        ("relax rollout.temp", ["rollout.temperature="]),
+    ):
+        environment = {**os.environ, "COMP_LINE": line, "COMP_POINT": str(len(line)), "COMP_CWORD": "1"}
+        asked = subprocess.run(
+            [sys.executable, "-m", "relax_core", "-sc", "query=bash"],
+            cwd=REPOSITORY,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert asked.stdout.split() == words, asked.stderr
 
 
 def test_a_sweep_runs_one_after_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

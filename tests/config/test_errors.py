@@ -29,15 +29,19 @@ def problems(*overrides: str) -> list[str]:
         (
             "algo=foo",
             "algo=foo is not built yet. "
-            "What exists for algo: cispo, dapo, dr_grpo, grpo, gspo, plugin, reinforce_pp, rloo, sapo.",
+            "What exists for algo: cispo, dapo, distill, dr_grpo, grpo, gspo, plugin, ppo, reinforce_pp, rloo, sapo.",
         ),
         ("mode=foo", "mode=foo is not built yet. What exists for mode: async, colocate."),
         ("engine=sglang", "engine=sglang is not built yet. What exists for engine: embedded."),
-        ("bus=transfer_queue", "bus=transfer_queue is not built yet. What exists for bus: ray."),
-        ("launcher=slurm", "launcher=slurm is not built yet. What exists for launcher: local."),
+        ("bus=foo", "bus=foo is not built yet. What exists for bus: ray, transfer_queue."),
+        ("launcher=slrm", "launcher=slrm is not built yet. What exists for launcher: local, ray_job, slurm."),
+        ("launcher.partition=gpu", "launcher.partition is a key of launcher=slurm only."),
         ("parallel=tp2", "parallel=tp2 is not built yet. What exists for parallel: single."),
         ("mode=asinc", "Nearest: async."),
-        ("experiment=none", "experiment=none is not built yet. What exists for experiment: math_file."),
+        (
+            "experiment=none",
+            "experiment=none is not built yet. What exists for experiment: math_file, qwen3_30b_a3b_async_16gpu,",
+        ),
         ("run.stesp=3", "run.stesp is not a key. Nearest: run.steps"),
         ("lr=3", "lr is not a key. Nearest: optimizer.lr."),
         ("max_stalenes=3", "Nearest: mode.max_staleness."),
@@ -77,6 +81,19 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
     [
         (["mode=colocate", "mode.max_staleness=1"], "mode.max_staleness=1 with mode=colocate"),
         (["algo.group_size=1"], "algo.group_size=1"),
+        (["algo.mini_batches=0"], "algo.mini_batches=0: at least one update a train step."),
+        (["algo.epochs=0"], "algo.epochs=0: at least one time that a prompt is trained on."),
+        (["algo.mini_batches=3"], "rollout.prompts_per_step=8 does not divide into algo.mini_batches=3."),
+        (
+            ["algo.old_logprobs=current", "algo.epochs=2"],
+            "algo.old_logprobs=current with algo.mini_batches=1, algo.epochs=2",
+        ),
+        (["optimizer.critic_lr=1e-3"], "optimizer.critic_lr=0.001 with algo=grpo, which has no critic."),
+        (
+            ["algo=ppo", "optimizer.critic_lr=0"],
+            "optimizer.critic_lr=0.0: must be more than 0. null takes optimizer.lr.",
+        ),
+        (["algo=ppo", "algo.gae_lambda=2"], "algo.gae_lambda=2.0: must lie in [0, 1]."),
         (["parallel.tp=2"], "parallel.tp=2: not built yet; what exists: dp."),
         (["parallel.dp=3"], "rollout.prompts_per_step=8 does not divide among parallel.dp=3 ranks."),
         (["model=qwen3"], "model.path is not set: model=qwen3 needs model.path="),
@@ -101,10 +118,14 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
         (["engine.port=65535", "engine.count=2"], "passes port 65535"),
         (["engine.host=0.0.0.0"], "engine.host=0.0.0.0: engines listen on loopback only."),
         (["engine.name=sglang"], "engine.name=sglang is not built yet. What exists for engine: embedded."),
+        (["bus.storage_units=2"], "bus.storage_units=2 with bus=ray, which has no storage units."),
+        (["bus=transfer_queue", "bus.storage_units=0"], "bus.storage_units=0: must be at least 1."),
         (["engine.max_running_samples=8"], "engine.max_running_samples=8 cannot hold one group of algo.group_size=16."),
         (["engine.context_length=8"], "engine.context_length=8 leaves no room for a prompt"),
         (["engine.max_total_tokens=64"], "engine.max_total_tokens=64 cannot hold one group"),
-        (["launcher.object_store_mb=99999999"], "too little memory: the run needs about"),
+        (["engine.tp=2"], "engine.tp=2: engine=embedded is one process on CPU cores. Use engine.tp=1, engine.count=N."),
+        (["plan=ture"], "plan=ture: expected true, json or false."),
+        (["placement=gpu"], "placement.name=gpu is not built yet. What exists for placement: cpu."),
         (["resume=/nowhere"], "resume=/nowhere: no such folder. Use resume=auto"),
         (["run.dir=/etc/passwd/x"], "run.dir=/etc/passwd/x: /etc/passwd is a file."),
         (["reward.timeout_s=0"], "reward.timeout_s=0.0"),
@@ -188,3 +209,18 @@ def test_unknown_key_in_an_experiment_file(tmp_path: Path) -> None:
         "in experiment/mine.yaml: optimizer.lrr is not a key. Nearest: optimizer.lr"
         in problems("experiment=mine", f"hydra.searchpath=[file://{tmp_path}]")[0]
     )
+
+
+def test_a_critic_without_a_loss_is_refused(tmp_path: Path) -> None:
+    plugin = tmp_path / "no_value_loss.py"
+    plugin.write_text(
+        "import dataclasses\nfrom algorithms import ppo\n"
+        "SPEC = dataclasses.replace(ppo.SPEC, name='no_value_loss', value_loss=None)\n"
+    )
+    (problem,) = problems("algo=plugin", f"algo.name={plugin}")
+    assert problem == f"algo.name={plugin}: it needs a critic, but its SPEC has no value_loss. Give it one."
+
+
+def test_ppo_may_have_groups_of_one() -> None:
+    config = load_config(["algo=ppo", "algo.group_size=1", "optimizer.critic_lr=5e-3"], checks=CHECKS)
+    assert (config.algo.group_size, config.optimizer.critic_lr) == (1, 5e-3)

@@ -12,10 +12,12 @@ ROOT_KEYS = (
     "name",
     "seed",
     "resume",
+    "plan",
     "algo",
     "model",
     "modality",
     "parallel",
+    "placement",
     "mode",
     "engine",
     "bus",
@@ -30,7 +32,7 @@ ROOT_KEYS = (
     "eval",
 )
 GROUPS = {
-    *("algo", "model", "modality", "parallel", "mode", "engine", "bus", "data"),
+    *("algo", "model", "modality", "parallel", "placement", "mode", "engine", "bus", "data"),
     *("reward", "env", "tracker", "launcher", "experiment"),
 }
 

@@ -17,7 +17,9 @@ def test_a_saved_file_can_be_composed_again() -> None:
     config = load_config(["seed=5"])
     saved = yaml.safe_load(to_yaml(config))
     overrides = [
-        f"{section}.{key}={value}" for section in ("optimizer", "rollout") for key, value in saved[section].items()
+        f"{section}.{key}={'null' if value is None else value}"
+        for section in ("optimizer", "rollout")
+        for key, value in saved[section].items()
     ]
     assert load_config(overrides).optimizer == config.optimizer
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relax_core.contracts.algorithm import AdvantageInputs, AlgorithmKnobs, LossInputs, StepTotals
+from relax_core.contracts.algorithm import AdvantageInputs, AlgorithmKnobs, LossInputs, StepTotals, ValueInputs
 from relax_core.registry import find_algorithm
 
 VECTORS = Path(__file__).parent / "vectors"
@@ -45,6 +45,18 @@ def loss_inputs(samples: Sequence[Mapping[str, Any]], *, knobs: Any, dtype: torc
         sample_ids=sample_ids(samples),
         num_samples=len(samples),
         reference_logprobs=flat(samples, "reference_logprobs", dtype),
+        entropy=flat(samples, "entropy", dtype).requires_grad_() if "entropy" in samples[0] else None,
+    )
+
+
+def value_inputs(samples: Sequence[Mapping[str, Any]], *, dtype: torch.dtype) -> ValueInputs:
+    return ValueInputs(
+        values=flat(samples, "values", dtype).requires_grad_(),
+        old_values=flat(samples, "old_values", dtype),
+        returns=flat(samples, "returns", dtype),
+        loss_mask=flat(samples, "mask", torch.bool),
+        sample_ids=sample_ids(samples),
+        num_samples=len(samples),
     )
 
 
@@ -58,6 +70,7 @@ def advantage_inputs(group: Mapping[str, Any], *, knobs: Any) -> AdvantageInputs
         sample_ids=sample_ids(samples),
         old_logprobs=flat(samples, old, torch.float32),
         reference_logprobs=flat(samples, "reference_logprobs", torch.float32),
+        values=flat(samples, "values", torch.float32) if "values" in samples[0] else None,
     )
 
 

@@ -35,6 +35,10 @@ COMMON: list[dict[str, Any]] = [
     {"opsm_threshold": 1e-4},
     {**ACTOR_FWD, "opsm_threshold": 1e-2, "kl_coef": 0.05, "kl_placement": "loss", "kl_estimator": "k3"},
 ]
+ENTROPY: list[dict[str, Any]] = [
+    {"entropy_coef": 0.02},
+    {**ACTOR_FWD, "entropy_coef": 0.5, "aggregation": "seq_mean_token_mean", "norm_length": 0.0},
+]
 OWN: dict[str, list[dict[str, Any]]] = {
     "sapo": [{"tau_positive": 2.0, "tau_negative": 4.0}],
     "cispo": [{"clip_low": 0.2, "clip_high": 0.3}],
@@ -46,7 +50,15 @@ ADVANTAGES: dict[str, list[dict[str, Any]]] = {
     "grpo": [{"normalize_std": False}],
     "dapo": [{"overlong_length": 4, "overlong_buffer": 3}],
     "reinforce_pp": [{"group_baseline": False}, {"group_baseline": False, **KL_IN_REWARD}],
+    "ppo": [{"gamma": 0.9, "gae_lambda": 0.5}, {"gae_lambda": 1.0, **KL_IN_REWARD}, {"gae_lambda": 0.0}],
 }
+VALUE: list[dict[str, Any]] = [
+    {},
+    {"value_clip": 0.0},
+    {"aggregation": "seq_mean_token_mean"},
+    {"aggregation": "seq_mean_token_sum_norm", "norm_length": 6.0},
+]
+ONE_UPDATE = {"mini_batches": 1, "epochs": 1}  # how often a batch is trained on has no say in the maths
 
 
 def rounded(values: Any) -> Any:
@@ -85,6 +97,8 @@ def loss_case(algorithm: str, knobs: dict[str, Any], *, seed: int) -> dict[str, 
     spread = 1e-3 if algorithm == "gspo" and knobs["clip_low"] < 0.01 and seed % 2 else 0.5
     while True:
         samples = make_samples(source, LENGTHS, spread=spread, advantages=True)
+        if knobs["entropy_coef"]:
+            samples = [sample | {"entropy": numbers(source, len(sample["mask"]), 0.1, 3.0)} for sample in samples]
         gradient = reference.gradient(algorithm, knobs, samples)
         again = reference.gradient(algorithm, knobs, samples, step=5e-5)
         if all(abs(a - b) < 1e-8 for x, y in zip(gradient, again, strict=True) for a, b in zip(x, y, strict=True)):
@@ -95,7 +109,37 @@ def loss_case(algorithm: str, knobs: dict[str, Any], *, seed: int) -> dict[str, 
         "per_token": rounded(per_token),
         "gradient": rounded(gradient),
     }
+    if knobs["entropy_coef"]:
+        expected["entropy_gradient"] = rounded(reference.entropy_gradient(algorithm, knobs, samples))
     return {"knobs": knobs, "samples": samples, "expected": expected}
+
+
+def value_case(knobs: dict[str, Any], *, seed: int) -> dict[str, Any]:
+    """Values on both sides of the clip's range, and none within the finite differences of its edge or of a tie."""
+    source = random.Random(seed)
+    samples = []
+    for sample in make_samples(source, LENGTHS, spread=0.5, advantages=True):
+        count = len(sample["mask"])
+        old = numbers(source, count, -1.0, 1.0)
+        samples.append(
+            {
+                "mask": sample["mask"],
+                "old_values": old,
+                "values": [round(one + source.choice((-0.5, -0.3, -0.1, 0.1, 0.3, 0.5)), 7) for one in old],
+                "returns": numbers(source, count, -1.5, 1.5),
+            }
+        )
+    per_token = reference.value_losses(knobs, samples)
+    expected = {
+        "loss": rounded(reference.step_loss(knobs, samples, per_token)),
+        "per_token": rounded(per_token),
+        "gradient": rounded(reference.value_gradient(knobs, samples)),
+    }
+    return {"knobs": knobs, "samples": samples, "expected": expected}
+
+
+def numbers(source: random.Random, count: int, low: float, high: float) -> list[float]:
+    return [round(source.uniform(low, high), 7) for _ in range(count)]
 
 
 def advantage_case(algorithm: str, knobs: dict[str, Any], *, seed: int) -> dict[str, Any]:
@@ -107,7 +151,16 @@ def advantage_case(algorithm: str, knobs: dict[str, Any], *, seed: int) -> dict[
         }
         for lengths in GROUPS
     ]
-    return {"knobs": knobs, "groups": groups, "expected": rounded(reference.advantages(algorithm, knobs, groups))}
+    if algorithm != "ppo":
+        return {"knobs": knobs, "groups": groups, "expected": rounded(reference.advantages(algorithm, knobs, groups))}
+    for group in groups:
+        group["samples"] = [one | {"values": numbers(source, len(one["mask"]), -0.5, 1.0)} for one in group["samples"]]
+    return {
+        "knobs": knobs,
+        "groups": groups,
+        "expected": rounded(reference.advantages(algorithm, knobs, groups)),
+        "returns": rounded([reference.returns(knobs, group) for group in groups]),
+    }
 
 
 def vectors(algorithm: str) -> dict[str, Any]:
@@ -115,15 +168,20 @@ def vectors(algorithm: str) -> dict[str, Any]:
     spec = find_algorithm(algorithm)
     defaults = asdict(spec.knobs())  # type: ignore[call-arg]  # the built-in ones have a default for every knob
     own = OWN.get(algorithm, []) + (CLIPPED if "dual_clip" in defaults and algorithm != "gspo" else [])
-    for_loss = [defaults | changes for changes in COMMON + own]
+    defaults |= ONE_UPDATE
+    for_loss = [defaults | changes for changes in COMMON + own + ENTROPY]
     for_advantages = [defaults | changes for changes in [{}, KL_IN_REWARD, *ADVANTAGES.get(algorithm, [])]]
-    for knobs in for_loss + for_advantages:
+    for_value = [defaults | changes for changes in VALUE] if spec.value_loss is not None else []
+    for knobs in for_loss + for_advantages + for_value:
         spec.check(spec.knobs(**knobs))
-    return {
+    made = {
         "algorithm": algorithm,
         "loss": [loss_case(algorithm, knobs, seed=seed) for seed, knobs in enumerate(for_loss)],
         "advantages": [advantage_case(algorithm, knobs, seed=seed) for seed, knobs in enumerate(for_advantages)],
     }
+    if for_value:
+        made["value"] = [value_case(knobs, seed=seed) for seed, knobs in enumerate(for_value)]
+    return made
 
 
 def render(algorithm: str) -> str:
@@ -133,7 +191,7 @@ def render(algorithm: str) -> str:
     def lines(key: str) -> str:
         return ",\n".join("  " + json.dumps(case) for case in made[key])
 
-    parts = ",\n".join(f' "{key}": [\n{lines(key)}\n ]' for key in ("loss", "advantages"))
+    parts = ",\n".join(f' "{key}": [\n{lines(key)}\n ]' for key in made if key != "algorithm")
     return f'{{\n "algorithm": "{algorithm}",\n{parts}\n}}\n'
 
 

@@ -1,19 +1,20 @@
 """The algorithms' formulas in plain Python floats (float64), written from the papers and not from our code. No torch.
 
 A sample is a dict of equally long lists, one entry a response token: ``mask`` (1 = trained), ``advantages``,
-``logprobs``, ``old_logprobs``, ``rollout_logprobs``, ``reference_logprobs``. What stands under a stop-gradient in the
+``logprobs``, ``old_logprobs``, ``rollout_logprobs``, ``reference_logprobs``; ``entropy`` where there is a bonus; with a
+critic ``values``, and in the cases of its loss ``old_values`` and ``returns``. What stands under a stop-gradient in the
 papers is computed from the sample's own ``logprobs``; ``live`` are the log-probs that the gradient is taken of.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Sample = Mapping[str, Sequence[float]]
 Knobs = Mapping[str, Any]
-ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "sapo", "cispo", "rloo", "reinforce_pp")
+ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "sapo", "cispo", "rloo", "reinforce_pp", "ppo")
 LIMIT = 20.0  # on log-ratios
 
 
@@ -72,6 +73,8 @@ def _sample_losses(algorithm: str, knobs: Knobs, sample: Sample, live: Sequence[
         if knobs["kl_coef"] > 0 and knobs["kl_placement"] == "loss":
             x = log_ratio(live[t], sample["reference_logprobs"][t])
             value += knobs["kl_coef"] * kl(x, knobs["kl_estimator"])
+        if knobs["entropy_coef"] > 0:
+            value -= knobs["entropy_coef"] * sample["entropy"][t]
         out[t] = value
     return out
 
@@ -114,27 +117,83 @@ def step_loss(knobs: Knobs, samples: Sequence[Sample], per_token: Sequence[Seque
 
 
 def gradient(algorithm: str, knobs: Knobs, samples: Sequence[Sample], *, step: float = 1e-5) -> list[list[float]]:
-    """The step's loss by each log-prob, by central differences of fourth order."""
+    """The step's loss by each log-prob. What stands under a stop-gradient stays where it was."""
 
-    def at(place: tuple[int, int], by: float) -> float:
-        live = [list(sample["logprobs"]) for sample in samples]
-        live[place[0]][place[1]] += by
-        return step_loss(knobs, samples, losses(algorithm, knobs, samples, live))
+    def loss(moved: Sequence[Sample]) -> float:
+        return step_loss(knobs, samples, losses(algorithm, knobs, samples, [one["logprobs"] for one in moved]))
+
+    return differences(samples, "logprobs", loss, step=step)
+
+
+def differences(
+    samples: Sequence[Sample], name: str, loss: Callable[[Sequence[Sample]], float], *, step: float = 1e-5
+) -> list[list[float]]:
+    """A loss by each entry of the samples' lists ``name``, by central differences of fourth order."""
+
+    def at(i: int, t: int, by: float) -> float:
+        row = list(samples[i][name])
+        row[t] += by
+        return loss([*samples[:i], {**samples[i], name: row}, *samples[i + 1 :]])
 
     return [
         [
-            (8 * (at((i, t), step) - at((i, t), -step)) - (at((i, t), 2 * step) - at((i, t), -2 * step))) / (12 * step)
-            for t in range(len(sample["logprobs"]))
+            (8 * (at(i, t, step) - at(i, t, -step)) - (at(i, t, 2 * step) - at(i, t, -2 * step))) / (12 * step)
+            for t in range(len(sample[name]))
         ]
         for i, sample in enumerate(samples)
     ]
+
+
+def entropy_gradient(algorithm: str, knobs: Knobs, samples: Sequence[Sample]) -> list[list[float]]:
+    """The step's loss by each entropy."""
+
+    def loss(moved: Sequence[Sample]) -> float:
+        return step_loss(knobs, moved, losses(algorithm, knobs, moved, [sample["logprobs"] for sample in moved]))
+
+    return differences(samples, "entropy", loss)
+
+
+# -- the critic -----------------------------------------------------------------------------------------------------
+def value_losses(knobs: Knobs, samples: Sequence[Sample]) -> list[list[float]]:
+    """Of every token: half the larger of the two squared errors, the value's and that of the value held near its old
+    one; 0 where it is not trained."""
+    out = []
+    for sample in samples:
+        row = [0.0] * len(sample["mask"])
+        for t, one in enumerate(sample["mask"]):
+            if not one:
+                continue
+            value, old, target = sample["values"][t], sample["old_values"][t], sample["returns"][t]
+            near = clamp(value, old - knobs["value_clip"], old + knobs["value_clip"]) if knobs["value_clip"] else value
+            row[t] = max((value - target) ** 2, (near - target) ** 2) / 2
+        out.append(row)
+    return out
+
+
+def value_gradient(knobs: Knobs, samples: Sequence[Sample]) -> list[list[float]]:
+    """The critic's loss of the step by each value."""
+    return differences(samples, "values", lambda moved: step_loss(knobs, moved, value_losses(knobs, moved)))
+
+
+def _generalized_advantages(knobs: Knobs, reward: float, sample: Sample) -> list[float]:
+    """GAE as a sum, not as a recursion: A_t = Σ_l (γλ)^l δ_{t+l} over the sample's trained tokens."""
+    trained = [t for t, one in enumerate(sample["mask"]) if one]
+    charges = _charges(knobs, sample)
+    rewards = [-charges[t] + (reward if t == trained[-1] else 0.0) for t in trained]
+    values = [sample["values"][t] for t in trained] + [0.0]
+    deltas = [rewards[i] + knobs["gamma"] * values[i + 1] - values[i] for i in range(len(trained))]
+    decay = knobs["gamma"] * knobs["gae_lambda"]
+    out = [0.0] * len(sample["mask"])
+    for i, t in enumerate(trained):
+        out[t] = math.fsum(decay ** (j - i) * deltas[j] for j in range(i, len(trained)))
+    return out
 
 
 # -- advantages -----------------------------------------------------------------------------------------------------
 def advantages(algorithm: str, knobs: Knobs, groups: Sequence[Mapping[str, Any]]) -> list[list[list[float]]]:
     """Of every token of every sample of every group of a train step. A group: ``rewards``, and ``samples`` as above."""
     step = [_group_advantages(algorithm, knobs, group["rewards"], group["samples"]) for group in groups]
-    if algorithm != "reinforce_pp":
+    if algorithm not in ("reinforce_pp", "ppo"):
         return step
     trained = [
         a
@@ -148,9 +207,20 @@ def advantages(algorithm: str, knobs: Knobs, groups: Sequence[Mapping[str, Any]]
     return [[[(a - mean) / (std + knobs["std_epsilon"]) for a in row] for row in values] for values in step]
 
 
+def returns(knobs: Knobs, group: Mapping[str, Any]) -> list[list[float]]:
+    """What PPO's critic learns, of every token of a group: its advantage before whitening, plus the value."""
+    raw = _group_advantages("ppo", knobs, group["rewards"], group["samples"])
+    return [
+        [a + v for a, v in zip(row, sample["values"], strict=True)]
+        for row, sample in zip(raw, group["samples"], strict=True)
+    ]
+
+
 def _group_advantages(
     algorithm: str, knobs: Knobs, rewards: Sequence[float], samples: Sequence[Sample]
 ) -> list[list[float]]:
+    if algorithm == "ppo":
+        return [_generalized_advantages(knobs, reward, one) for reward, one in zip(rewards, samples, strict=True)]
     charges = [_charges(knobs, sample) for sample in samples]
     if algorithm == "reinforce_pp":
         mean = math.fsum(rewards) / len(rewards) if knobs["group_baseline"] else 0.0

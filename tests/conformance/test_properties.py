@@ -34,7 +34,7 @@ def _of_group(algorithm: str, rewards: Tensor) -> Tensor:
     return spec.advantages(inputs, spec.knobs())  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "ppo"])  # whose baseline is the critic
 @given(eighths=EIGHTHS, shift=st.integers(-64, 64))
 @patient
 def test_a_constant_added_to_all_rewards_changes_nothing(algorithm: str, eighths: list[int], shift: int) -> None:

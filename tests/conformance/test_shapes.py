@@ -25,6 +25,8 @@ Samples, Lengths, Scalar = Float32[Tensor, " samples"], Int64[Tensor, " samples"
 BY_NAME = {
     **dict.fromkeys(("logprobs", "old_logprobs", "rollout_logprobs", "reference_logprobs"), Tokens),
     **dict.fromkeys(("numerator", "denominator", "per_token", "log_ratio", "advantages"), Tokens),
+    **dict.fromkeys(("values", "old_values", "returns", "token_rewards"), Tokens),
+    "penalties": Tokens | None,
     "loss_mask": Mask,
     "sample_ids": Ids,
     "rewards": Samples,
@@ -47,6 +49,9 @@ RETURNS: dict[str, Any] = {
     "sapo_policy_loss": F.PolicyLoss,
     "cispo_policy_loss": F.PolicyLoss,
     "normalize_over_step": list[Tensor],
+    "generalized_advantages": Tokens,
+    "rewards_of_tokens": Tokens,
+    "clipped_value_loss": F.ValueLoss,
 }
 OneGroup, OneMask = Float32[Tensor, " _"], Bool[Tensor, " _"]  # groups differ in length
 BY_FUNCTION: dict[str, dict[str, Any]] = {
@@ -115,6 +120,13 @@ def test_every_algorithm_keeps_to_the_shapes(called: set[str]) -> None:
                 assert one.dtype == torch.float32 and one.shape == group.sample_ids.shape
             if spec.normalize is not None:
                 spec.normalize(values, [group.loss_mask for group in groups], knobs)
+        for case in vectors.get("value", []):
+            assert spec.value_loss is not None
+            values = cases.value_inputs(case["samples"], dtype=torch.float32)
+            of_critic = spec.value_loss(values, cases.knobs_of(algorithm, case))
+            of_critic.loss_sum.backward()
+            metrics = [part.float() for pair in of_critic.metric_sums.values() for part in pair]
+            check_outputs(values.values, of_critic.loss_sum, of_critic.per_token, values.values.grad, metrics)
     assert called == set(RETURNS)
 
 

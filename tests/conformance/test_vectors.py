@@ -25,6 +25,12 @@ ADVANTAGE_CASES = [
     for place, case in enumerate(cases.read(name)["advantages"])
 ]
 
+VALUE_CASES = [
+    pytest.param(name, case, id=f"{name}-{place}")
+    for name in reference.ALGORITHMS
+    for place, case in enumerate(cases.read(name).get("value", []))
+]
+
 
 def joined(rows: list[list[float]]) -> list[float]:
     return [value for row in rows for value in row]
@@ -45,6 +51,64 @@ def test_loss_and_gradient(algorithm: str, case: dict[str, Any], dtype: torch.dt
     assert float(outputs.loss_sum.detach()) / denominator == pytest.approx(expected["loss"], **close)
     assert per_token.tolist() == pytest.approx(joined(expected["per_token"]), **close)
     assert (inputs.logprobs.grad / denominator).tolist() == pytest.approx(joined(expected["gradient"]), **close)
+    assert (inputs.entropy is not None) == ("entropy_gradient" in expected) == spec.needs(knobs).entropy
+    if inputs.entropy is not None:
+        assert inputs.entropy.grad is not None
+        of_entropy = (inputs.entropy.grad / denominator).tolist()
+        assert of_entropy == pytest.approx(joined(expected["entropy_gradient"]), **close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize(("algorithm", "case"), VALUE_CASES)
+def test_value_loss_and_gradient(algorithm: str, case: dict[str, Any], dtype: torch.dtype) -> None:
+    spec, knobs, samples = find_algorithm(algorithm), cases.knobs_of(algorithm, case), case["samples"]
+    assert spec.value_loss is not None
+    inputs = cases.value_inputs(samples, dtype=dtype)
+    outputs = spec.value_loss(inputs, knobs)
+    outputs.loss_sum.backward()
+    denominator = spec.denominator(cases.totals(samples), knobs)
+    assert outputs.per_token is not None and inputs.values.grad is not None
+    expected = case["expected"]
+    close = {"rel": 1e-5, "abs": 2e-6} if dtype is torch.float32 else {"rel": 1e-8, "abs": 1e-9}
+    assert float(outputs.loss_sum.detach()) / denominator == pytest.approx(expected["loss"], **close)
+    assert outputs.per_token.tolist() == pytest.approx(joined(expected["per_token"]), **close)
+    assert (inputs.values.grad / denominator).tolist() == pytest.approx(joined(expected["gradient"]), **close)
+    pairs = zip(joined(expected["gradient"]), inputs.loss_mask.tolist(), strict=True)
+    held = sum(trained and value == 0.0 for value, trained in pairs)
+    assert float(outputs.metric_sums["clip"][0]) == held  # the clip's share is that of tokens without a gradient
+
+
+@pytest.mark.parametrize(("algorithm", "case"), VALUE_CASES)
+def test_masked_tokens_and_the_order_of_samples_have_no_say_in_the_value_loss(
+    algorithm: str, case: dict[str, Any]
+) -> None:
+    spec, knobs, samples = find_algorithm(algorithm), cases.knobs_of(algorithm, case), case["samples"]
+    assert spec.value_loss is not None
+
+    def run(parts: list[list[int]], noise: float) -> tuple[float, dict[int, list[float]]]:
+        total, gradients = 0.0, {}
+        for part in parts:
+            inputs = cases.value_inputs([samples[i] for i in part], dtype=torch.float32)
+            spoilt = {
+                name: getattr(inputs, name).detach().masked_fill(~inputs.loss_mask, noise)
+                for name in ("values", "old_values", "returns")
+            }
+            inputs = dataclasses.replace(inputs, **spoilt | {"values": spoilt["values"].requires_grad_()})
+            outputs = spec.value_loss(inputs, knobs)
+            outputs.loss_sum.backward()
+            assert inputs.values.grad is not None
+            assert not inputs.values.grad[~inputs.loss_mask].any()
+            total += float(outputs.loss_sum.detach())
+            rows = inputs.values.grad.split([len(samples[i]["mask"]) for i in part])
+            gradients.update({i: row.tolist() for i, row in zip(part, rows, strict=True)})
+        return total, gradients
+
+    whole, whole_gradients = run([[0, 1, 2, 3, 4]], 0.0)
+    for parts, noise in (([[0, 1, 2, 3, 4]], float("nan")), ([[4, 2], [0], [3], [1]], float("inf"))):
+        split, gradients = run(parts, noise)
+        assert split == pytest.approx(whole, rel=1e-5, abs=1e-6)
+        for i, row in whole_gradients.items():
+            assert gradients[i] == pytest.approx(row, rel=1e-6, abs=1e-6)
 
 
 @pytest.mark.parametrize(("algorithm", "case"), LOSS_CASES)
@@ -68,6 +132,9 @@ def test_advantages(algorithm: str, case: dict[str, Any]) -> None:
     spec, knobs = find_algorithm(algorithm), cases.knobs_of(algorithm, case)
     inputs = [cases.advantage_inputs(group, knobs=knobs) for group in case["groups"]]
     got = [spec.advantages(one, knobs) for one in inputs]
+    for raw, one, wanted in zip(got, inputs, case.get("returns", []), strict=False):
+        assert one.values is not None
+        assert (raw + one.values).tolist() == pytest.approx(joined(wanted), rel=1e-5, abs=1e-6)
     if spec.normalize is not None:
         got = spec.normalize(got, [one.loss_mask for one in inputs], knobs)
     for values, one, expected in zip(got, inputs, case["expected"], strict=True):
@@ -147,7 +214,8 @@ def test_masked_tokens_have_no_influence(algorithm: str, case: dict[str, Any], n
         clean,
         **{
             name: getattr(clean, name).detach().masked_fill(masked, noise)
-            for name in ("logprobs", "old_logprobs", "rollout_logprobs", "reference_logprobs", "advantages")
+            for name in ("logprobs", "old_logprobs", "rollout_logprobs", "reference_logprobs", "advantages", "entropy")
+            if getattr(clean, name) is not None
         },
     )
     spoilt.logprobs.requires_grad_()

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from relax_core.config.compose import load_config
+from relax_core.config.saved import plain, to_yaml
 from relax_core.config.schema import RelaxConfig
 from relax_core.control.resume import find_resume_point
 from relax_core.train.checkpoint_store import CheckpointStore
@@ -20,8 +21,9 @@ def config(tmp_path: Path) -> RelaxConfig:
     return load_config([f"run.dir={tmp_path / 'run'}", f"run.steps={STEPS}"])
 
 
-def write_checkpoint(run: Path, step: int, *, snapshot: bytes = b"cut") -> Path:
+def write_checkpoint(run: Path, step: int, *, snapshot: bytes = b"cut", config: RelaxConfig | None = None) -> Path:
     def write(folder: Path) -> None:
+        (folder / "config.yaml").write_text(to_yaml(config or load_config([])))
         (folder / "bus.msgpack").write_bytes(snapshot)
         (folder / "train").mkdir()
         (folder / "train" / "weights").write_bytes(b"w" * 100)
@@ -87,3 +89,44 @@ def test_a_checkpoint_of_the_trainer_alone_is_refused(config: RelaxConfig, tmp_p
     folder = CheckpointStore(tmp_path, keep_last=1).write(3, writers=lambda folder: None, meta={})
     with pytest.raises(ValueError, match=r"bus.msgpack is not there"):
         find_resume_point(replace(config, resume=str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["seed=7"], "seed was 0, is 7. Go on with seed=0, or start a new run"),
+        (["data.shuffle=false"], "data.shuffle was true, is false. Go on with data.shuffle=true"),
+        (["algo=gspo"], "algo.name was grpo, is gspo"),
+        (["algo.group_size=4"], "algo.group_size was 16, is 4"),
+        (["model.dtype=bfloat16"], "model.dtype was float32, is bfloat16"),
+        (["seed=7", "data.size=9"], "seed was 0, is 7; data.size was 0, is 9. Go on with seed=0 data.size=0"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(config: RelaxConfig, overrides: list[str], words: str) -> None:
+    made_with = load_config([f"run.dir={config.run.dir}"])
+    folder = write_checkpoint(Path(config.run.dir), 10, config=made_with)
+    before = plain(made_with)["data"]["size"]
+    other = load_config([f"run.dir={config.run.dir}", "resume=auto", *overrides])
+    with pytest.raises(ValueError, match="it was made by another run") as refused:
+        find_resume_point(other)
+    assert words.replace("data.size was 0", f"data.size was {before}").replace(
+        "data.size=0", f"data.size={before}"
+    ) in (str(refused.value))
+    assert str(folder) in str(refused.value)
+
+
+def test_knobs_that_are_tuned_on_the_way_are_told(config: RelaxConfig) -> None:
+    write_checkpoint(Path(config.run.dir), 10)
+    tuned = ["optimizer.lr=5e-4", "rollout.temperature=0.9", "mode.max_staleness=3", "algo.clip_high=0.3"]
+    point = find_resume_point(load_config([f"run.dir={config.run.dir}", "resume=auto", *tuned]))
+    assert point is not None
+    told = {note.split(" was ")[0]: note for note in point.notes}
+    assert told.keys() == {"optimizer.lr", "rollout.temperature", "mode.max_staleness", "algo.clip_high"}
+    assert told["optimizer.lr"] == "optimizer.lr was 0.001, is 0.0005 from step 10 on"
+
+
+def test_where_and_how_long_a_run_goes_is_nobodys_business(config: RelaxConfig) -> None:
+    write_checkpoint(Path(config.run.dir), 10)
+    moved = ["name=other", "run.steps=500", "run.save_every=7", "run.panel=false", "engine.threads=2", "eval.every=0"]
+    point = find_resume_point(load_config([f"run.dir={config.run.dir}", "resume=auto", *moved]))
+    assert point is not None and point.notes == ()

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from relax_core.engines.embedded.decoder import Decoder, _batches
+from relax_core.engines.embedded.decoder import Decoder
 from relax_core.engines.embedded.kv_cache import KVCache
 from relax_core.engines.embedded.model import Qwen3Model
 from relax_core.engines.embedded.model_config import ModelConfig, read_model_config
+from relax_core.engines.embedded.prefill import like_lengths
 from relax_core.engines.embedded.sampler import SamplingSettings, sample_keys
 from relax_core.engines.embedded.slots import Prefix
 from relax_core.engines.embedded.weights import FusedWeights
@@ -115,11 +116,11 @@ def test_a_group_is_prefilled_once(model: Qwen3Model, monkeypatch: pytest.Monkey
 
 def test_prefill_batches_hold_every_prefix_once_and_stay_small() -> None:
     rng = random.Random(0)
-    prefixes = [prefix(rng.choice([1, 5, 90, 700, 1500]), new=1) for _ in range(60)]
-    batches = list(_batches(prefixes))
+    lengths = [rng.choice([1, 5, 90, 700, 1500]) for _ in range(60)]
+    batches = list(like_lengths(lengths))
     assert sorted(index for batch in batches for index in batch) == list(range(60))
     for batch in batches:
-        width = max(len(prefixes[index].token_ids) for index in batch)
+        width = max(lengths[index] for index in batch)
         assert len(batch) == 1 or len(batch) * width <= 512
 
 

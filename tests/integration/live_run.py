@@ -108,6 +108,14 @@ class LiveRun:
         shutil.rmtree(self._temporary, ignore_errors=True)
         self._log.unlink()
 
+    @property
+    def pid(self) -> int:
+        """Of the process that was started: the supervisor."""
+        return self._process.pid
+
+    def running(self) -> bool:
+        return self._process.poll() is None
+
     # -- watching -----------------------------------------------------------------------------------------------------
     def output(self) -> str:
         return self._log.read_text(errors="replace")
@@ -144,14 +152,35 @@ class LiveRun:
     # -- doing harm ---------------------------------------------------------------------------------------------------
     def kill(self, command: str) -> int:
         """SIGKILL to the one process whose command line has ``command`` in it; returns its pid."""
+        return self._signal(command, signal.SIGKILL)
+
+    def freeze(self, command: str) -> int:
+        """The same with SIGSTOP."""
+        return self._signal(command, signal.SIGSTOP)
+
+    def thaw(self, pid: int) -> None:
+        """Lets a frozen process go on."""
+        os.kill(pid, signal.SIGCONT)
+
+    def _signal(self, command: str, number: int) -> int:
         (pid,) = (pid for pid, line in self.processes().items() if command in line)
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
         return pid
 
     def kill_controller(self) -> None:
         """SIGKILL to the controller; its supervisor, which has the same command line, lives on."""
         (pid,) = (pid for pid in self.processes() if Path(f"/proc/{pid}/comm").read_text().strip() == CONTROLLER)
         os.kill(pid, signal.SIGKILL)
+
+    def kill_everything(self) -> None:
+        """SIGKILL to every process of the run, as a machine's end does; returns when none is left."""
+        deadline = time.monotonic() + GONE_S
+        while processes := self.processes():
+            for pid in processes:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            self._process.poll()
+            assert time.monotonic() < deadline, f"not gone after {GONE_S:.0f} s: {processes}"
 
     def interrupt(self) -> None:
         """What Ctrl-C in a terminal does: SIGINT to every process of the foreground group."""

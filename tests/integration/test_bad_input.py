@@ -69,24 +69,36 @@ def write_rows(path: Path, rows: list[dict[str, str]]) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["rollout.temprature=1"], ("rollout.temprature is not a key", "rollout.temperature")),
-        (["run.steps=many"], ("run.steps", "many")),
-        (["model=qwen3_omni"], ("model=qwen3_omni is not built yet", "qwen3, tiny_qwen3")),
-        (["data=file", "data.path=/nowhere/rows.jsonl"], ("/nowhere/rows.jsonl: no such file",)),
-        (["model=qwen3", "model.path=/nowhere"], ("model.path=/nowhere: no such folder",)),
-        (["engine.max_total_tokens=1000000000000", "engine.max_running_samples=1000000000"], ("too little memory",)),
-        (["engine.context_length=100000"], ("engine.context_length=100000", "4096 positions")),
-        (["resume=/nowhere/step_00000010"], ("resume=/nowhere/step_00000010: no such folder",)),
-        (["reward.name=/nowhere/mine.py"], ("/nowhere/mine.py: no such file",)),
-    ],
-)
+MISTAKES = [
+    (["rollout.temprature=1"], ("rollout.temprature is not a key", "rollout.temperature")),
+    (["run.steps=many"], ("run.steps", "many")),
+    (["model=qwen3_omni"], ("model=qwen3_omni is not built yet", "qwen3, tiny_qwen3")),
+    (["data=file", "data.path=/nowhere/rows.jsonl"], ("/nowhere/rows.jsonl: no such file",)),
+    (["model=qwen3", "model.path=/nowhere"], ("model.path=/nowhere: no such folder",)),
+    (["engine.max_total_tokens=1000000000000", "engine.max_running_samples=1000000000"], ("too little memory",)),
+    (["engine.context_length=100000"], ("engine.context_length=100000", "4096 positions")),
+    (["resume=/nowhere/step_00000010"], ("resume=/nowhere/step_00000010: no such folder",)),
+    (["reward.name=/nowhere/mine.py"], ("/nowhere/mine.py: no such file",)),
+]
+
+
+@pytest.mark.parametrize(("overrides", "words"), MISTAKES)
 def test_a_mistake_is_refused_before_anything_starts(
     tmp_path: Path, overrides: list[str], words: tuple[str, ...]
 ) -> None:
     refused(tmp_path / "run", *overrides, words=words)
+
+
+@pytest.mark.parametrize(("overrides", "words"), MISTAKES)
+def test_the_plan_refuses_the_same_mistakes(tmp_path: Path, overrides: list[str], words: tuple[str, ...]) -> None:
+    run = run_to_end(tmp_path / "run", "plan=true", *overrides)
+    assert run.code in (1, 2)
+    told = run.output.split("\nModel ")[0]  # where there is a plan, its verdict
+    for word in words:
+        assert word in told, told
+    assert "Traceback" not in told
+    assert len(told.splitlines()) <= SCREEN_LINES
+    assert not run.folder.exists()
 
 
 def test_a_malformed_line_is_named(tmp_path: Path) -> None:

@@ -236,3 +236,14 @@ def test_records_told_twice_count_once_and_a_resume_undoes(make_record: MakeReco
     assert numbers.curve("reward") == [0.0, 1.0, 2.0, 9.0]
     numbers.merge([make_record("actor", 4, reward=float("nan"))])
     assert numbers.latest("reward") == 9.0
+
+
+def test_a_recovery_is_told_in_a_line_and_the_count_goes_on_from_its_checkpoint() -> None:
+    out = io.StringIO()
+    with Panel(40, Path("/runs/x"), "grpo", live=False, console=Console(file=out, width=200)) as panel:
+        panel.update(PanelState(step=20))
+        panel.tell("tier 2 at step 20: the bus died")
+        panel.update(PanelState(step=10))
+        panel.update(PanelState(step=20))
+    lines = [line.split("  ")[0] for line in out.getvalue().splitlines()[1:]]
+    assert lines == ["step 20/40", "tier 2 at step 20: the bus died", "step 20/40"]

@@ -79,6 +79,14 @@ def test_figures_of_a_run(make_record: MakeRecord, progress: BusProgress) -> Non
         "other": 5,
     }
     assert summary["run"] == {"seed": 3}
+    assert summary["recoveries"] == []
+
+
+def test_recoveries_have_a_place_of_their_own(progress: BusProgress) -> None:
+    recovery = {"tier": 2, "cause": "the bus died", "at_step": 12, "from_step": 10, "seconds": None}
+    summary = build_summary([], progress=progress, meta={**META, "recoveries": [recovery]})
+    assert summary["recoveries"] == [recovery]
+    assert "recoveries" not in summary["run"]
 
 
 def test_a_step_without_bus_calls_of_its_own_still_adds_up(make_record: MakeRecord, progress: BusProgress) -> None:

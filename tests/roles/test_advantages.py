@@ -11,13 +11,17 @@ import torch
 
 from algorithms.grpo import SPEC as GRPO
 from algorithms.grpo import GrpoKnobs
+from algorithms.ppo import SPEC as PPO
+from algorithms.ppo import PpoKnobs
 from algorithms.reinforce_pp import SPEC as REINFORCE_PP
 from algorithms.reinforce_pp import ReinforcePpKnobs
 from relax_core.bus.core import BusCore
 from relax_core.contracts import columns as c
-from relax_core.contracts.algorithm import Needs
+from relax_core.contracts.algorithm import Needs, TeacherNeeds
 from relax_core.contracts.bus import BusProgress, BusTimeout, Lease, LeasedRow, LeaseRequest
-from relax_core.roles.advantages import advantage_columns, advantage_inputs, input_columns, lease_whole_step
+from relax_core.roles.actor import train_columns
+from relax_core.roles.advantages import advantage_columns, advantage_inputs, input_columns
+from relax_core.roles.whole_step import lease_whole_step
 from tests.bus.make_rows import for_actor, for_worker, make_core, make_row
 
 
@@ -62,6 +66,38 @@ def test_the_engines_logprobs_stand_for_the_old_ones() -> None:
     inputs = advantage_inputs(leased("a", [1.0, 0.0], [1, 1], **{c.ROLLOUT_LOGPROBS: two, c.REFERENCE_LOGPROBS: two}))
     assert inputs.old_logprobs is not None and torch.equal(inputs.old_logprobs, torch.tensor([-1.0, -2.0]))
     assert advantage_inputs(leased("a", [1.0, 0.0], [1, 1])).old_logprobs is None
+
+
+def test_a_critics_returns_are_advantages_before_whitening_plus_values() -> None:
+    assert c.VALUES in input_columns(PPO.needs(PpoKnobs()))
+    values = c.encode_flat(np.array([0.25, 0.5, 0.75], dtype=np.float32), [1, 2])
+    rows = [leased("a", [1.0, 0.0], [1, 2], **{c.VALUES: values})]
+    columns = advantage_columns(rows, PPO, PpoKnobs(gae_lambda=1.0))
+    # lambda 1: advantages 0.75, -0.5, -0.75, and the return of each token is its sample's reward
+    assert c.decode_ragged(columns["a"][c.RETURNS]).flat().tolist() == [1.0, 0.0, 0.0]
+    assert c.decode_ragged(columns["a"][c.RETURNS]).lengths == [1, 2]
+    raw = np.array([0.75, -0.5, -0.75])
+    assert flat(columns, "a") == pytest.approx(((raw - raw.mean()) / raw.std()).tolist())
+    plain = advantage_columns([leased("a", [1.0, 0.0], [1, 2])], GRPO, GrpoKnobs())
+    assert set(plain["a"]) == {c.ADVANTAGES}
+
+
+def test_the_trainer_leases_what_the_algorithm_needs() -> None:
+    plain = {*c.ROLLOUT_COLUMNS, c.ADVANTAGES}
+    teacher = TeacherNeeds(models={"default": "x"})
+    top = TeacherNeeds(models={"default": "x"}, top_k=4)
+    for needs, more in (
+        (Needs(old_logprobs="rollout"), set()),
+        (Needs(old_logprobs="rollout", critic=True), {c.VALUES, c.RETURNS}),
+        (Needs(old_logprobs="actor_fwd", reference=True), {c.OLD_LOGPROBS, c.REFERENCE_LOGPROBS}),
+        (Needs(old_logprobs="rollout", teacher=teacher), {c.TEACHER_LOGPROBS}),
+        (
+            Needs(old_logprobs="rollout", teacher=top),
+            {c.TEACHER_LOGPROBS, c.TEACHER_TOP_IDS, c.TEACHER_TOP_LOGPROBS},
+        ),
+    ):
+        columns = train_columns(needs)
+        assert len(columns) == len(set(columns)) and set(columns) == plain | more
 
 
 class CoreBus:

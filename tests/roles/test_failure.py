@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from relax_core.contracts.bus import BusLost, BusTimeout
+from relax_core.contracts.engine import EngineError, EngineUnreachable
 from relax_core.registry import find_reward
-from relax_core.roles.failure import failure_line, first_cause
+from relax_core.roles.failure import failure_line, first_cause, what_was_lost
 
 PLUGIN = """
 from dataclasses import dataclass
@@ -62,3 +65,34 @@ def test_an_error_that_came_through_ray_is_the_one_raised_there(ray_session: str
     error = caught(lambda: ray.get(fails.remote(), timeout=120))
     assert len(str(error).splitlines()) > 1
     assert failure_line(error) == "ValueError: the rank's own words"
+
+
+def gone_actor() -> BaseException:
+    from ray.exceptions import ActorDiedError
+
+    return ActorDiedError()
+
+
+def lost_rank() -> BaseException:
+    from relax_core.roles.gang import RankLost
+
+    return RankLost("trainer rank 1 was lost")
+
+
+@pytest.mark.parametrize(
+    ("make", "lost"),
+    [
+        (lambda: BusLost("the bus process is gone"), "bus"),
+        (lambda: ExceptionGroup("tasks", [BusLost("gone"), ValueError("cancelled")]), "bus"),
+        (lost_rank, "rank"),
+        (lambda: EngineUnreachable("engine 0 has answered nothing"), "engine"),
+        (gone_actor, "process"),
+        (lambda: BusTimeout("actor waits for 8 groups"), "time"),
+        (lambda: TimeoutError("bus was not there"), "time"),
+        (lambda: EngineError("engine did not start: no such model"), None),
+        (lambda: ValueError("data row 3"), None),
+        (lambda: RuntimeError("loss is NaN"), None),
+    ],
+)
+def test_what_others_did_is_told_from_a_fault_of_ones_own(make: Callable[[], BaseException], lost: str | None) -> None:
+    assert what_was_lost(make()) == lost

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal
 
 import pytest
@@ -11,6 +12,7 @@ from relax_core.contracts.bus import LeasedRow
 from relax_core.contracts.sample import Group, Sample, VersionSpan
 from relax_core.contracts.train import StepMetrics
 from relax_core.roles.step_record import StepClock, StepRows, step_values
+from relax_core.train.updates import StepResult, UpdateMetrics
 
 
 def sample(
@@ -65,25 +67,54 @@ def test_means_are_over_samples_not_over_groups() -> None:
     )
 
 
-def test_a_record_holds_metrics_clock_and_prefixed_names() -> None:
-    metrics = StepMetrics(
-        loss=-0.5,
-        grad_norm=2.0,
-        learning_rate=1e-3,
-        tokens=18,
-        samples=5,
-        logprob_gap_max=1e-6,
-        logprob_gap_mean=1e-7,
-        logprob_gap_tokens=2,
-        algorithm={"kl": 0.1},
-        timings_ms={"pack": 3.0},
+METRICS = StepMetrics(
+    loss=-0.5,
+    grad_norm=2.0,
+    learning_rate=1e-3,
+    tokens=18,
+    samples=5,
+    logprob_gap_max=1e-6,
+    logprob_gap_mean=1e-7,
+    logprob_gap_tokens=2,
+    algorithm={"kl": 0.1},
+    timings_ms={"pack": 3.0},
+)
+
+
+def test_a_group_of_one_is_not_degenerate() -> None:
+    alone = StepRows(rows=[row(sample(1.0, 4, 9, parts={})), row(sample(0.5, 4, 9, parts={}))], lease_ids=[1])
+    assert alone.values(step=9)["degenerate_groups"] == 0.0
+
+
+def test_the_critics_figures_have_their_own_prefix() -> None:
+    # returns 1 and 3 (mean square 5, variance 1), errors 0.5 and -0.5: a quarter of it is left
+    moments = {"return": 2.0, "return_squared": 5.0, "error": 0.0, "error_squared": 0.25}
+    critic = dataclasses.replace(METRICS, loss=0.7, grad_norm=3.0, algorithm={"clip": 0.1, **moments})
+    result = StepResult(metrics=UpdateMetrics(policy=METRICS, critic=critic), updates=4)
+    values = step_values(ROWS, result, StepClock(), step=10, step_ms=48.0)
+    assert {name: value for name, value in values.items() if name.startswith("value/")} == {
+        "value/loss": 0.7,
+        "value/grad_norm": 3.0,
+        "value/clip": 0.1,
+        "value/return": 2.0,
+        "value/explained_variance": 0.75,
+    }
+    assert (values["loss"], values["updates"]) == (-0.5, 4)
+    equal = dataclasses.replace(
+        critic, algorithm={"return": 2.0, "return_squared": 4.0, "error": 1.0, "error_squared": 1.0}
     )
+    result = StepResult(metrics=UpdateMetrics(policy=METRICS, critic=equal), updates=4)
+    assert "value/explained_variance" not in step_values(ROWS, result, StepClock(), step=10, step_ms=48.0)
+
+
+def test_a_record_holds_metrics_clock_and_prefixed_names() -> None:
     clock = StepClock(wait_ms=1.0, decode_ms=2.0, train_ms=30.0, sync_ms=4.0, push_ms=5.0, checkpoint_ms=6.0)
-    values = step_values(ROWS, metrics, clock, step=10, step_ms=48.0)
+    result = StepResult(metrics=UpdateMetrics(policy=METRICS), updates=1)
+    values = step_values(ROWS, result, clock, step=10, step_ms=48.0)
     assert values.items() >= ROWS.values(step=10).items()
     told = {"loss": -0.5, "grad_norm": 2.0, "learning_rate": 1e-3, "tokens": 18, "samples": 5}
     gaps = {"logprob_gap_max": 1e-6, "logprob_gap_mean": 1e-7, "logprob_gap_tokens": 2}
     times = {"step_ms": 48.0, "wait_ms": 1.0, "decode_ms": 2.0, "train_ms": 30.0, "push_ms": 5.0, "checkpoint_ms": 6.0}
     assert values.items() >= (told | gaps | times).items()
-    assert values["sync_ms"] == 4.0
+    assert values["sync_ms"] == 4.0 and not any(name.startswith("value/") for name in values)
     assert (values["algorithm/kl"], values["train/pack"]) == (0.1, 3.0)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from relax_core.config.compose import load_config
-from relax_core.contracts.bus import BusClosed
+from relax_core.contracts.bus import BusClosed, BusLost
 from relax_core.roles.context import RunContext, worker_name
 from relax_core.roles.worker import Worker
 
@@ -21,7 +21,8 @@ def context(tmp_path_factory: pytest.TempPathFactory) -> RunContext:
     folder = tmp_path_factory.mktemp("run")
     return RunContext(
         config=load_config(),
-        namespace="test",
+        run_namespace="test",
+        namespace="test-0",
         run_dir=folder,
         model_folder=folder,
         weights_folder=folder,
@@ -112,3 +113,33 @@ def test_since_is_when_the_state_changed_not_its_detail(context: RunContext) -> 
 def test_names_and_folders(context: RunContext, tmp_path: Path) -> None:
     assert worker_name("engine", 1) == "engine-1"
     assert context.log_dir == context.run_dir / "logs"
+
+
+def test_what_it_waits_for_shows_while_it_waits(context: RunContext) -> None:
+    inside, go = threading.Event(), threading.Event()
+
+    def script(worker: Scripted) -> None:
+        with worker.waiting("8 groups", on="bus"), worker.waiting("a push", on="engine"):
+            inside.set()
+            assert go.wait(30.0)
+
+    before = time.time()
+    worker = Scripted(context, script)
+    assert inside.wait(30.0)
+    first, second = worker.status().waits
+    assert (first.what, first.on, second.what, second.on) == ("8 groups", "bus", "a push", "engine")
+    assert before <= first.since <= second.since <= time.time()
+    stack = worker.stacks()["scripted-0-loop"]
+    assert "in script" in stack and "go.wait(30.0)" in stack
+    go.set()
+    assert worker.join(30.0)
+    assert worker.status().waits == ()
+
+
+def test_a_worker_that_lost_another_says_so(context: RunContext) -> None:
+    def script(worker: Scripted) -> None:
+        raise BusLost("the bus process is gone")
+
+    worker = Scripted(context, script)
+    assert worker.join(30.0)
+    assert (worker.status().state, worker.status().lost) == ("failed", "bus")

@@ -73,11 +73,16 @@ def test_an_aborted_response_is_dropped_alone_whatever_its_reward() -> None:
         ([(response(0), None), (response(1), None)], "reward_failed"),
         ([(response(0, "abort"), 1.0), (response(1), 1.0)], "aborted"),
         ([(response(0, "abort"), None), (response(1), None), (response(2), 1.0)], "aborted+reward_failed"),
-        ([(response(0), 1.0)], "too_few_samples"),
+        ([(response(0), None)], "reward_failed"),
     ],
 )
 def test_fewer_than_two_left_drop_the_group(pairs: list[tuple[Generated, float | None]], reason: str) -> None:
     assert completed(*pairs) == DroppedGroup(group_uid="g00000012", reason=reason)
+
+
+def test_a_group_of_one_is_complete_with_one() -> None:
+    row = completed((response(0), 1.0))
+    assert not isinstance(row, DroppedGroup) and row.uids == ["g00000012.0"]
 
 
 def test_a_complete_group_may_be_refused_and_the_refusals_are_counted() -> None:

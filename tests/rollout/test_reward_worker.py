@@ -18,6 +18,7 @@ import pytest
 
 from relax_core.contracts.reward import RewardInput, RewardKnobs
 from relax_core.registry import find_reward
+from relax_core.rollout import reward_worker
 from relax_core.rollout.reward_worker import RewardPool
 
 PLUGIN = """
@@ -41,6 +42,9 @@ def score(given, knobs):
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "exit":
         os._exit(3)
+    if what == "close":
+        os.closerange(3, 256)
+        time.sleep(60)
     if what == "raise":
         raise RuntimeError(argument)
     if what == "print":
@@ -128,6 +132,14 @@ def test_a_failed_score_is_no_reward_and_the_next_one_works(make_pool: Any, resp
     assert first.reward is None
     assert reason in first.reason
     assert second.reward == 3.0
+
+
+def test_a_worker_that_closed_its_pipe_is_not_waited_for(make_pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reward_worker, "_END_DEADLINE_S", 0.2)
+    pool = make_pool(timeout_s=20.0)
+    (output,) = pool.score(_given("close"))
+    assert output.reward is None and "closed its pipe and goes on" in (output.reason or "")
+    assert pool.score(_given("abc"))[0].reward == 3.0
 
 
 def test_a_killed_worker_takes_its_children_along(make_pool: Any) -> None:

@@ -1,6 +1,7 @@
 """One data-parallel rank as its own process: trains some steps and leaves; rank 0 writes weights and metrics.
 
 python dp_rank.py <rank> <world size> <port> <model folder> <output> <distributed optimizer: 0|1> <steps> <timeout s>
+                  <policy|critic>
 """
 
 import json
@@ -10,14 +11,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 from safetensors.torch import save_file
-from tiny_trainer import dp_groups, make_backend, train_step
+from tiny_trainer import dp_groups, make_backend, make_critic, train_step
 
 from relax_core.train.micro_batches import split_over_ranks
 
 
 def main() -> None:
-    rank, world_size, port, folder, output, sharded, steps, timeout_s = sys.argv[1:]
-    backend = make_backend(
+    rank, world_size, port, folder, output, sharded, steps, timeout_s, what = sys.argv[1:]
+    backend = {"policy": make_backend, "critic": make_critic}[what](
         Path(folder),
         rank=int(rank),
         world_size=int(world_size),
@@ -30,7 +31,8 @@ def main() -> None:
         micro_batches = [split_over_ranks(groups, int(world_size))[int(rank)] for groups in dp_groups()]
         metrics = train_step(backend, micro_batches, step=step)
     if rank == "0":
-        save_file({name: tensor.contiguous() for name, tensor in backend.export()}, f"{output}.safetensors")
+        tensors = backend.export() if what == "policy" else backend.model.named_parameters()
+        save_file({name: tensor.detach().contiguous() for name, tensor in tensors}, f"{output}.safetensors")
         Path(f"{output}.json").write_text(json.dumps(asdict(metrics)))
     dist.destroy_process_group()  # gloo's threads must not outlive the interpreter
 

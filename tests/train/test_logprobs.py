@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from relax_core.train import logprobs
-from relax_core.train.logprobs import chunked_logprobs
+from relax_core.train.logprobs import chunked_logprobs, head_outputs, likeliest_tokens
 
 torch.set_num_threads(1)
 
@@ -167,6 +168,116 @@ def test_in_place_softmax_equals_out_of_place(shape: tuple[int, int], dtype: tor
 def test_memory_stays_at_one_chunk() -> None:
     """All logits would be 41 MB; a chunk is 2.6 MB, the weight's gradient as much again."""
     flags = ["--way=ours", "--rows=512", "--vocab=20000", "--hidden=32", "--chunk=32"]
+    command = [sys.executable, "-m", "benchmarks.logprobs", *flags]
+    printed = subprocess.run(
+        command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, check=True, timeout=60
+    ).stdout
+    assert json.loads(printed)["peak_mb"] < 16
+
+
+# -- entropy and other tokens beside the target -----------------------------------------------------------------------
+def naive_outputs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, gather: Tensor, inverse_temperature: float
+) -> list[Tensor]:
+    logprobs = torch.log_softmax(hidden @ weight.t() * inverse_temperature, dim=1)
+    entropy = torch.distributions.Categorical(logits=logprobs).entropy()
+    return [logprobs.gather(1, targets[:, None])[:, 0], entropy, logprobs.gather(1, gather)]
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("wanted", ["all", "entropy", "gather"])
+@pytest.mark.parametrize(("chunk_rows", "inverse_temperature"), [(1, 1.0), (4, 0.7), (10, 2.5), (64, 1.0)])
+def test_entropy_and_gathered_equal_naive(chunk_rows: int, inverse_temperature: float, wanted: str) -> None:
+    hidden, weight, targets, incoming = problem(10, 37, 8)
+    generator = torch.Generator().manual_seed(2)
+    gather = torch.randint(0, 37, (10, 5), generator=generator)
+    gather[0] = targets[0]  # a token may come several times, and may be the target
+    flows = [incoming, incoming.flip(0), torch.randn(10, 5, generator=generator, dtype=torch.float64)]
+    ours = head_outputs(
+        hidden,
+        weight,
+        targets,
+        inverse_temperature=inverse_temperature,
+        chunk_rows=chunk_rows,
+        gather=None if wanted == "entropy" else gather,
+        entropy=wanted != "gather",
+    )
+    theirs = naive_outputs(hidden, weight, targets, gather, inverse_temperature)
+    assert (ours.entropy is None) == (wanted == "gather") and (ours.gathered is None) == (wanted == "entropy")
+    pairs = [(mine, other, flow) for mine, other, flow in zip(ours, theirs, flows, strict=True) if mine is not None]
+    for mine, other, _ in pairs:
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-12)
+    got, expected = (
+        torch.autograd.grad(sum((pair[side] * pair[2]).sum() for pair in pairs), [hidden, weight]) for side in (0, 1)
+    )
+    for mine, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("chunk_rows", [2, 16])
+def test_gradcheck_of_entropy_and_gathered(chunk_rows: int) -> None:
+    hidden, weight, targets, _ = problem(5, 7, 4)
+    gather = torch.tensor([[0, 6], [1, 1], [2, 3], [5, 4], [6, 6]])
+    assert torch.autograd.gradcheck(
+        lambda h, w: tuple(
+            head_outputs(h, w, targets, inverse_temperature=0.6, chunk_rows=chunk_rows, gather=gather, entropy=True)
+        ),
+        (hidden, weight),
+    )
+
+
+@pytest.mark.usefixtures("way")
+def test_one_output_may_go_unused() -> None:
+    hidden, weight, targets, incoming = problem(6, 20, 4)
+    outputs = head_outputs(hidden, weight, targets, inverse_temperature=1.0, chunk_rows=4, entropy=True)
+    plain = chunked_logprobs(hidden, weight, targets, inverse_temperature=1.0, chunk_rows=4)
+    mine = torch.autograd.grad(outputs.logprobs, [hidden, weight], incoming, retain_graph=True)
+    for got, expected in zip(mine, torch.autograd.grad(plain, [hidden, weight], incoming), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-12)
+    assert outputs.entropy is not None
+    (of_entropy,) = torch.autograd.grad(outputs.entropy.sum(), [weight])
+    assert of_entropy.abs().sum() > 0
+
+
+@pytest.mark.usefixtures("way")
+def test_the_entropy_of_a_certain_row_is_zero_and_of_a_flat_one_log_vocab() -> None:
+    hidden = torch.tensor([[300.0], [0.0]], requires_grad=True)
+    weight = torch.tensor([[1.0], [0.0], [-1.0]], requires_grad=True)
+    outputs = head_outputs(hidden, weight, torch.tensor([0, 0]), inverse_temperature=1.0, chunk_rows=2, entropy=True)
+    assert outputs.entropy is not None
+    assert outputs.entropy.tolist() == pytest.approx([0.0, math.log(3)])
+    grads = torch.autograd.grad(outputs.entropy.sum(), [hidden, weight])
+    assert all(bool(torch.isfinite(grad).all()) for grad in grads)
+    assert grads[0].flatten().tolist() == pytest.approx([0.0, 0.0], abs=1e-7)
+
+
+def test_nothing_more_asked_for_is_the_plain_way_to_the_bit() -> None:
+    hidden, weight, targets, incoming = problem(300, 400, 16, dtype=torch.float32)
+    plain = chunked_logprobs(hidden, weight, targets, inverse_temperature=1.0, chunk_rows=64)
+    outputs = head_outputs(hidden, weight, targets, inverse_temperature=1.0, chunk_rows=64)
+    for mine, other in zip(
+        values_and_grads(outputs.logprobs, hidden, weight, incoming),
+        values_and_grads(plain, hidden, weight, incoming),
+        strict=True,
+    ):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("chunk_rows", [3, 64])
+def test_likeliest_tokens_are_those_of_the_whole_distribution(chunk_rows: int) -> None:
+    hidden, weight, targets, _ = problem(10, 37, 8)
+    got = likeliest_tokens(hidden, weight, targets, inverse_temperature=0.7, chunk_rows=chunk_rows, top_k=4)
+    logprobs = torch.log_softmax(hidden @ weight.t() * 0.7, dim=1).detach()
+    order = logprobs.argsort(dim=1, descending=True)[:, :4]
+    assert torch.equal(got.top_ids, order) and got.logprobs.grad_fn is None
+    torch.testing.assert_close(got.top_logprobs, logprobs.gather(1, order))
+    torch.testing.assert_close(got.logprobs, logprobs.gather(1, targets[:, None])[:, 0])
+
+
+@pytest.mark.parametrize("way", ["entropy", "top_8"])
+def test_memory_stays_at_one_chunk_with_more_outputs(way: str) -> None:
+    flags = [f"--way={way}", "--rows=512", "--vocab=20000", "--hidden=32", "--chunk=32"]
     command = [sys.executable, "-m", "benchmarks.logprobs", *flags]
     printed = subprocess.run(
         command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, check=True, timeout=60

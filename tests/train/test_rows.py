@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -58,6 +59,20 @@ def test_columns_of_other_roles_are_kept_apart() -> None:
     group, _ = decode_train_group(leased, step=0, oldest_version=0)
     assert group.old_logprobs is not None and group.old_logprobs.tolist() == [1, 2, 3]
     assert group.reference_logprobs is not None and group.reference_logprobs.tolist() == [2, 3, 4]
+
+
+def test_teachers_and_critics_columns_arrive() -> None:
+    leased = row(sample(0, [(2, 0)]), sample(1, [(1, 0)]), extra=(c.TEACHER_LOGPROBS, c.VALUES, c.RETURNS))
+    ids = c.encode_flat(np.arange(6, dtype=np.int32), [4, 2])  # two numbers a token
+    top = {c.TEACHER_TOP_IDS: ids, c.TEACHER_TOP_LOGPROBS: c.encode_flat(-np.arange(6, dtype=np.float32), [4, 2])}
+    leased = msgspec.structs.replace(leased, columns=leased.columns | top)
+    group, _ = decode_train_group(leased, step=0, oldest_version=0)
+    assert group.teacher_logprobs is not None and group.teacher_logprobs.tolist() == [1, 2, 3]
+    assert group.values is not None and group.values.tolist() == [2, 3, 4]
+    assert group.returns is not None and group.returns.tolist() == [3, 4, 5]
+    assert group.teacher_top_ids is not None and group.teacher_top_ids.tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert group.teacher_top_logprobs is not None
+    assert group.teacher_top_logprobs.tolist() == [[0, -1], [-2, -3], [-4, -5]]
 
 
 def test_a_sample_is_fresh_only_as_a_whole() -> None:

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_trainer import PPO_CLIP, dp_groups, make_backend, make_groups, make_model, train_step
+from tiny_trainer import PPO_CLIP, VOCABULARY, dp_groups, make_backend, make_groups, make_model, train_step
 
 from relax_core.config.schema import OptimizerConfig, Schedule
-from relax_core.contracts.algorithm import LossInputs, LossOutputs
+from relax_core.contracts.algorithm import LossInputs, LossOutputs, Needs
 
 HERE = Path(__file__).parent
 
@@ -58,7 +58,14 @@ def test_micro_batches_change_nothing(folder: Path) -> None:
 
 
 def run_ranks(
-    folder: Path, output: Path, *, steps: list[int], world_size: int = 2, sharded: bool = False, timeout_s: float = 60.0
+    folder: Path,
+    output: Path,
+    *,
+    steps: list[int],
+    world_size: int = 2,
+    sharded: bool = False,
+    timeout_s: float = 60.0,
+    what: str = "policy",
 ) -> list[tuple[int, str]]:
     """Runs one process a rank, each for its own number of steps; returns exit status and stderr of each."""
     with socket.socket() as probe:
@@ -70,7 +77,7 @@ def run_ranks(
             [
                 sys.executable,
                 str(HERE / "dp_rank.py"),
-                *map(str, (rank, world_size, port, folder, output, int(sharded), rank_steps, timeout_s)),
+                *map(str, (rank, world_size, port, folder, output, int(sharded), rank_steps, timeout_s, what)),
             ],
             env=environment,
             stderr=subprocess.PIPE,
@@ -182,6 +189,47 @@ def test_old_and_reference_logprobs_reach_the_loss(folder: Path) -> None:
     assert seen[1].reference_logprobs.tolist() == [-2.0] * 6
     assert seen[0].sample_ids.tolist() == [0, 0, 1, 1, 1, 2]
     assert seen[0].num_samples == 3
+
+
+def test_entropy_and_the_teachers_tokens_reach_the_loss_with_their_gradient(folder: Path) -> None:
+    """Against the whole distribution of the model that made the folder."""
+    seen: list[LossInputs] = []
+
+    def loss(inputs: LossInputs, knobs: Any) -> LossOutputs:
+        seen.append(inputs)
+        assert inputs.entropy is not None and inputs.top_logprobs is not None
+        return LossOutputs(loss_sum=inputs.entropy.sum() + inputs.top_logprobs.sum())
+
+    (group,) = make_groups([[2, 3]], prompt_lengths=[5])
+    top_ids = np.arange(15, dtype=np.int32).reshape(5, 3)
+    group = dataclasses.replace(
+        group,
+        teacher_logprobs=np.full(5, -1.5, dtype=np.float32),
+        teacher_top_ids=top_ids,
+        teacher_top_logprobs=np.full((5, 3), -2.5, dtype=np.float32),
+    )
+    needs = Needs(old_logprobs="rollout", entropy=True)
+    backend = make_backend(folder, algorithm=dataclasses.replace(PPO_CLIP, loss=loss, needs=lambda knobs: needs))
+    whole = backend.top_logprobs([group], top_k=VOCABULARY)[0]
+    ordered = np.take_along_axis(whole.top_logprobs, whole.top_ids.argsort(axis=1), axis=1)
+    train_step(backend, [[group]])
+    (inputs,) = seen
+    assert inputs.entropy is not None and inputs.top_logprobs is not None
+    np.testing.assert_allclose(inputs.entropy.detach(), -(np.exp(ordered) * ordered).sum(axis=1), atol=1e-5)
+    np.testing.assert_allclose(inputs.top_logprobs.detach(), np.take_along_axis(ordered, top_ids, axis=1), atol=1e-5)
+    np.testing.assert_allclose(inputs.logprobs.detach(), ordered[np.arange(5), group.response_ids], atol=1e-5)
+    assert inputs.entropy.requires_grad and inputs.top_logprobs.requires_grad
+    assert inputs.teacher_logprobs is not None and inputs.teacher_logprobs.tolist() == [-1.5] * 5
+    assert inputs.teacher_top_logprobs is not None and inputs.teacher_top_logprobs.shape == (5, 3)
+
+
+def test_the_likeliest_tokens_are_cut_by_group(folder: Path) -> None:
+    backend, groups = make_backend(folder), make_groups([[2, 3], [4]], prompt_lengths=[5, 7])
+    found = backend.top_logprobs(groups, top_k=4)
+    assert [one.top_ids.shape for one in found] == [(5, 4), (4, 4)]
+    for one, plain in zip(found, backend.logprobs(groups), strict=True):
+        np.testing.assert_allclose(one.logprobs, plain, atol=1e-6)
+        assert (np.diff(one.top_logprobs, axis=1) <= 0).all()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A tiny random Qwen3, random groups, and a plain PPO-clip algorithm: what the trainer's tests and scripts share."""
+"""A tiny random Qwen3, random groups, a plain PPO-clip algorithm, a critic: what the trainer's tests share."""
 
 from __future__ import annotations
 
@@ -92,6 +92,8 @@ def make_groups(
                 rollout_logprobs=logprobs,
                 fresh=np.ones(tokens, dtype=bool),
                 advantages=random.standard_normal(tokens).astype(np.float32),
+                values=random.standard_normal(tokens).astype(np.float32),
+                returns=random.standard_normal(tokens).astype(np.float32),
             )
         )
     return groups
@@ -100,6 +102,21 @@ def make_groups(
 def make_backend(folder: Path, **overrides: Any) -> Any:
     """A back end on one rank unless told otherwise; optimizer settings under ``optimizer``."""
     from relax_core.train.backend import MegatronBackend
+
+    own = {"temperature": overrides.pop("temperature", 1.0), "trainable": overrides.pop("trainable", True)}
+    return MegatronBackend(_setup(folder, overrides), **own)
+
+
+def make_critic(folder: Path, **overrides: Any) -> Any:
+    """PPO's critic, as `make_backend` makes a policy."""
+    from algorithms.ppo import SPEC, PpoKnobs
+    from relax_core.train.critic_backend import CriticBackend
+
+    return CriticBackend(_setup(folder, {"algorithm": SPEC, "knobs": PpoKnobs(), **overrides}))
+
+
+def _setup(folder: Path, overrides: dict[str, Any]) -> Any:
+    from relax_core.train.rank import RankSetup
 
     parallel = ParallelConfig(
         name="test",
@@ -133,7 +150,6 @@ def make_backend(folder: Path, **overrides: Any) -> Any:
         "parallel": parallel,
         "optimizer": optimizer,
         "total_steps": 10,
-        "temperature": 1.0,
         "dtype": "float32",
         "algorithm": PPO_CLIP,
         "knobs": KNOBS,
@@ -143,7 +159,7 @@ def make_backend(folder: Path, **overrides: Any) -> Any:
         "timeout_s": 60.0,
         "seed": 0,
     }
-    return MegatronBackend(**(arguments | overrides))
+    return RankSetup(**(arguments | overrides))
 
 
 def train_step(backend: Any, micro_batches: list[list[TrainGroup]], *, step: int = 0) -> Any:

@@ -23,7 +23,8 @@ DTYPES = ("float32", "bfloat16")
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m relax_core.engines.embedded", description=__doc__)
     parser.add_argument("--model-path", type=Path, required=True, help="Hugging Face folder")
-    parser.add_argument("--host", default="127.0.0.1", help="loopback address")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--beyond-loopback", action="store_true", help="allow a --host that other machines can reach")
     parser.add_argument("--port", type=int, default=0, help="0 takes any free port")
     parser.add_argument("--token-file", type=Path, required=True, help="file with the bearer token")
     parser.add_argument("--max-running-samples", type=int, default=256)
@@ -37,9 +38,9 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    if host != "localhost" and not ipaddress.ip_address(host).is_loopback:
-        raise ValueError(f"--host {host}: not a loopback address; give 127.0.0.1")
+def _listen(host: str, port: int, *, beyond_loopback: bool) -> socket.socket:
+    if not beyond_loopback and host != "localhost" and not ipaddress.ip_address(host).is_loopback:
+        raise ValueError(f"--host {host}: not a loopback address; give 127.0.0.1, or add --beyond-loopback")
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -65,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _arguments(argv)
     _end_with_stdin()
     try:
-        listener = _listen(arguments.host, arguments.port)
+        listener = _listen(arguments.host, arguments.port, beyond_loopback=arguments.beyond_loopback)
         from relax_core.engines.embedded.assembly import build_app
 
         app, scheduler = build_app(arguments)

@@ -6,19 +6,18 @@ Knows nothing of requests, versions or HTTP. A slot is a row of the `SlotTable` 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from relax_core.engines.embedded.kv_cache import KVCache
 from relax_core.engines.embedded.model import Attend, Qwen3Model
+from relax_core.engines.embedded.prefill import empty_kv, like_lengths, prefill_passes
 from relax_core.engines.embedded.sampler import NonFiniteLogits, sample
+from relax_core.engines.embedded.scoring import ScoreItem, Scores, score
 from relax_core.engines.embedded.slots import Prefix, SlotTable
-
-PREFILL_ROWS = 512  # token rows, pads included, of one pass of a prefill: its products then stay in the cache
 
 
 class Decoder:
@@ -55,7 +54,7 @@ class Decoder:
         self._reserve(int(self.slots.position[: self.slots.count].max()) + 1, used_slots=first)
         hidden = torch.empty(len(prefixes), self._model.config.hidden_size, dtype=self._dtype)
         starts = np.cumsum([first] + [len(prefix.keys) for prefix in prefixes])
-        for batch in _batches(prefixes):
+        for batch in like_lengths([len(prefix.token_ids) for prefix in prefixes]):
             kv, last = self._prefill([prefixes[index].token_ids for index in batch])
             hidden[torch.tensor(batch)] = last
             self._fill(kv, batch, starts)
@@ -77,28 +76,18 @@ class Decoder:
 
     def _prefill(self, token_ids: list[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """Keys and values [layers, 2, prefixes, kv_heads, columns, head_dim] and the last tokens' output."""
-        config = self._model.config
-        lengths = [len(ids) for ids in token_ids]
-        count, width = len(lengths), max(lengths)
-        padded = np.zeros((count, width), dtype=np.int64)
-        for row, ids in enumerate(token_ids):
-            padded[row, : len(ids)] = ids
-        rows = torch.from_numpy(padded)
-        shape = (config.num_layers, 2, count, config.num_kv_heads, width, config.head_dim)
-        kv = torch.zeros(shape, dtype=self._dtype)
-        last = torch.tensor(lengths) - 1
-        output = torch.empty(count, config.hidden_size, dtype=self._dtype)
-        chunk = max(1, PREFILL_ROWS // count)
-        for start in range(0, width, chunk):
-            stop = min(start + chunk, width)
-            positions = self._columns[start:stop].repeat(count)
-            attend = _prefill_attention(kv, start, stop)
-            hidden = self._model.hidden(rows[:, start:stop].reshape(-1), positions, attend).view(
-                count, stop - start, -1
-            )
+        count, width = len(token_ids), max(len(ids) for ids in token_ids)
+        kv = empty_kv(self._model, count=count, width=width, dtype=self._dtype)
+        last = torch.tensor([len(ids) for ids in token_ids]) - 1
+        output = torch.empty(count, self._model.config.hidden_size, dtype=self._dtype)
+        for start, stop, hidden in prefill_passes(self._model, token_ids, kv):
             ends = ((last >= start) & (last < stop)).nonzero()[:, 0]
             output[ends] = hidden[ends, last[ends] - start]
         return kv, output
+
+    def score(self, items: Sequence[ScoreItem]) -> list[Scores]:
+        """How likely the given tokens are; touches no slot. Raises NonFiniteLogits."""
+        return score(self._model, items, dtype=self._dtype)
 
     # -- decoding -------------------------------------------------------------------------------------------------
     def step(self) -> np.ndarray:
@@ -180,42 +169,3 @@ class Decoder:
         assert self.slots.count == 0
         self.cache.free()
         self._bind_cache()
-
-
-def _batches(prefixes: Sequence[Prefix]) -> Iterator[list[int]]:
-    """Prefixes, by number, that go through prefill together: of like length, so that few rows are pads."""
-    order = sorted(range(len(prefixes)), key=lambda index: len(prefixes[index].token_ids))
-    batch: list[int] = []
-    for index in order:
-        if batch and (len(batch) + 1) * len(prefixes[index].token_ids) > PREFILL_ROWS:
-            yield batch
-            batch = []
-        batch.append(index)
-    yield batch
-
-
-def _prefill_attention(kv: Tensor, start: int, stop: int) -> Attend:
-    """Causal attention of columns [start, stop) over all columns before them; writes them into ``kv``. Pads stand
-    behind their prefix, so nothing real looks at them."""
-    count, heads, dim = kv.shape[2], kv.shape[3], kv.shape[5]
-    mask = None
-    if start:
-        mask = torch.ones(stop - start, stop, dtype=torch.bool).tril_(start)
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        keys, values = kv[layer]
-        keys[:, :, start:stop] = k.reshape(count, -1, heads, dim).transpose(1, 2)
-        values[:, :, start:stop] = v.reshape(count, -1, heads, dim).transpose(1, 2)
-        query = q.reshape(count, stop - start, -1, dim).transpose(1, 2)
-        found = F.scaled_dot_product_attention(
-            query,
-            keys[:, :, :stop],
-            values[:, :, :stop],
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=True,
-            scale=1.0,
-        )
-        return found.transpose(1, 2).reshape(count * (stop - start), -1)
-
-    return attend

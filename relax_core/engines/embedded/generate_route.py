@@ -12,8 +12,10 @@ from relax_core.engines.embedded.asgi import HttpError, Receive, Scope, Send
 from relax_core.engines.embedded.calls import Call, Progress, Prompt, waiting_prompts
 from relax_core.engines.embedded.model_config import ModelConfig
 from relax_core.engines.embedded.replies import generated, sglang_reply, stream_end
-from relax_core.engines.embedded.requests import GenerateRequest, RequestLimits, parse_generate
+from relax_core.engines.embedded.requests import GenerateRequest, RequestLimits, parse_body, parse_generate
 from relax_core.engines.embedded.scheduler import Scheduler
+from relax_core.engines.embedded.score_requests import asks_for_scores, parse_score
+from relax_core.engines.embedded.score_route import answer_scores
 from relax_core.engines.wire import EVENT_STREAM, MSGPACK, Finished, Frame, StreamFailure, encode_frames
 
 MAX_BODY_BYTES = 64 << 20
@@ -41,13 +43,19 @@ class GenerateRoute:
         accept = fields.get(b"accept", b"").decode()
         packed = fields.get(b"content-type", b"").startswith(MSGPACK.encode())
         body = await asgi.read_body(scope, receive, limit=MAX_BODY_BYTES)
-        request = parse_generate(body, msgpack=packed, model=self._model, limits=self._limits)
+        parsed = parse_body(body, msgpack=packed, model=self._model)
+        whole_msgpack = MSGPACK in accept or (packed and not accept)
+        if asks_for_scores(parsed):
+            scores = parse_score(parsed, model=self._model, limits=self._limits)
+            await answer_scores(scores, self._scheduler, receive, send, msgpack=whole_msgpack)
+            return
+        request = parse_generate(parsed, model=self._model, limits=self._limits)
         inbox: asyncio.Queue[News] = asyncio.Queue()
         call = self._submit(request, inbox, compact=MSGPACK in accept)
         watcher = asyncio.create_task(_watch(receive, inbox))
         try:
             if not request.stream:
-                await self._whole(request, call, inbox, send, msgpack=MSGPACK in accept or (packed and not accept))
+                await self._whole(request, call, inbox, send, msgpack=whole_msgpack)
             elif MSGPACK in accept:
                 await self._frames(request, call, inbox, send)
             else:

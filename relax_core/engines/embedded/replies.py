@@ -7,6 +7,7 @@ from typing import Any
 
 from relax_core.contracts.engine import Generated
 from relax_core.engines.embedded.calls import Call, Progress
+from relax_core.engines.embedded.scoring import ScoreItem, Scores
 from relax_core.engines.wire import StreamEnd
 
 
@@ -55,6 +56,35 @@ def sglang_reply(news: Progress, *, n: int, version: int, return_logprob: bool) 
             [logprob, token, None] for logprob, token in zip(news.logprobs, news.ids, strict=True)
         ]
     return {"text": "", "output_ids": news.ids, "meta_info": meta, "index": prompt.place * n + sample.index}
+
+
+def score_reply(item: ScoreItem, scores: Scores, *, rid: str, version: int, latency_s: float) -> dict[str, Any]:
+    """Scores in SGLang's shape: one entry for each token from the start on; nothing says how likely the first is."""
+    scored = item.token_ids[item.start + 1 :]
+    meta: dict[str, Any] = {
+        "id": rid,
+        "finish_reason": {"type": "length", "length": 0},
+        "prompt_tokens": len(item.token_ids),
+        "completion_tokens": 0,
+        "cached_tokens": 0,
+        "weight_version": str(version),
+        "weight_versions": [],
+        "e2e_latency": latency_s,
+        "output_token_logprobs": [],
+        "input_token_logprobs": [
+            [None, item.token_ids[item.start], None],
+            *([logprob, token, None] for logprob, token in zip(scores.logprobs, scored, strict=True)),
+        ],
+    }
+    if item.top_k:
+        meta["input_top_logprobs"] = [
+            None,
+            *(
+                [[logprob, token, None] for logprob, token in zip(values, ids, strict=True)]
+                for values, ids in zip(scores.top_logprobs, scores.top_ids, strict=True)
+            ),
+        ]
+    return {"text": "", "output_ids": [], "meta_info": meta}
 
 
 def _finish_reason(news: Progress) -> dict[str, Any] | None:

@@ -48,7 +48,7 @@ class SamplingBody(msgspec.Struct, forbid_unknown_fields=True):
 
 class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
     """SGLang's GenerateReqInput, and ours: ``min_version``, ``sampling_seed``, ``banned_token_ids``. The last group is
-    taken only at its neutral value."""
+    taken only at its neutral value; the two before it only where tokens are scored (`score_requests`)."""
 
     input_ids: list[int | list[int]] | None = None
     rid: str | list[str] | None = None
@@ -58,6 +58,8 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
     min_version: int | list[int] = 0
     sampling_seed: int | list[int] | None = None
     banned_token_ids: list[int] = []
+    logprob_start_len: int | list[int] | None = -1
+    top_logprobs_num: int | list[int] | None = 0
     routing_key: str | None = None  # the router's business
     return_text_in_logprobs: bool = False  # text is never made here
     text: Any = None
@@ -70,19 +72,29 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
     session_params: Any = None
     priority: Any = None
     custom_logit_processor: Any = None
-    logprob_start_len: int | None = -1
-    top_logprobs_num: int | None = 0
     token_ids_logprob: Any = None
     return_hidden_states: bool = False
     return_routed_experts: bool = False
 
 
 _SAMPLING_NEUTRAL = tuple(SamplingBody.__struct_fields__[12:])
-_GENERATE_NEUTRAL = tuple(GenerateBody.__struct_fields__[10:])
+_SCORE_ONLY = ("logprob_start_len", "top_logprobs_num")
+_GENERATE_NEUTRAL = tuple(GenerateBody.__struct_fields__[12:])
 _defaults_sampling = SamplingBody()
 _defaults_generate = GenerateBody()
 _json_decoder = msgspec.json.Decoder(GenerateBody)
 _msgpack_decoder = msgspec.msgpack.Decoder(GenerateBody)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestBody:
+    """A body whose prompts and types are checked. ``single``: one prompt given alone."""
+
+    raw: GenerateBody
+    prompts: list[list[int]]
+    single: bool
+    sampling: list[SamplingBody]
+    rids: list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +125,7 @@ class RequestLimits:
     max_total_tokens: int
 
 
-def parse_generate(body: bytes, *, msgpack: bool, model: ModelConfig, limits: RequestLimits) -> GenerateRequest:
+def parse_body(body: bytes, *, msgpack: bool, model: ModelConfig) -> RequestBody:
     """Raises HttpError 400 that says key, value and fix."""
     try:
         raw = (_msgpack_decoder if msgpack else _json_decoder).decode(body)
@@ -121,15 +133,27 @@ def parse_generate(body: bytes, *, msgpack: bool, model: ModelConfig, limits: Re
         raise HttpError(400, f"/generate: {error}") from error
     _neutral(raw, _defaults_generate, _GENERATE_NEUTRAL, where="")
     prompts, single = _prompts(raw.input_ids, vocab_size=model.vocab_size)
+    sampling = _sampling(raw.sampling_params, len(prompts))
+    return RequestBody(raw=raw, prompts=prompts, single=single, sampling=sampling, rids=_rids(raw.rid, len(prompts)))
+
+
+def parse_generate(body: RequestBody, *, model: ModelConfig, limits: RequestLimits) -> GenerateRequest:
+    """Of a body that asks for tokens. Raises HttpError 400 that says key, value and fix."""
+    raw, prompts, sampling = body.raw, body.prompts, body.sampling
+    for name in _SCORE_ONLY:
+        if getattr(raw, name) not in (None, getattr(_defaults_generate, name)):
+            raise HttpError(
+                400,
+                f"{name}={getattr(raw, name)}: the embedded engine scores given tokens only by themselves; send "
+                "sampling_params.max_new_tokens=0, or leave it out",
+            )
     count = len(prompts)
-    sampling = _sampling(raw.sampling_params, count)
     n = sampling[0].n
     if any(one.n != n for one in sampling):
         raise HttpError(400, "sampling_params.n: differs between the prompts of a request; send one request for each n")
     if n < 1 or n * count > MAX_SAMPLES:
         raise HttpError(400, f"sampling_params.n: {n} for {count} prompts; 1 to {MAX_SAMPLES} samples a request")
-    rids = _rids(raw.rid, count)
-    versions = _per_prompt("min_version", raw.min_version, count)
+    versions = per_prompt("min_version", raw.min_version, count)
     seeds = _seeds(raw.sampling_seed, sampling, count)
     banned = _token_ids("banned_token_ids", raw.banned_token_ids, vocab_size=model.vocab_size)
     if len(banned) == model.vocab_size:
@@ -140,10 +164,10 @@ def parse_generate(body: bytes, *, msgpack: bool, model: ModelConfig, limits: Re
     return GenerateRequest(
         prompts=[
             ParsedPrompt(rid=rid, token_ids=ids, settings=one, sampling_seed=seed, min_version=version)
-            for rid, ids, one, seed, version in zip(rids, prompts, settings, seeds, versions, strict=True)
+            for rid, ids, one, seed, version in zip(body.rids, prompts, settings, seeds, versions, strict=True)
         ],
         n=n,
-        single=single,
+        single=body.single,
         return_logprob=raw.return_logprob,
         stream=raw.stream,
         stream_interval=sampling[0].stream_interval or 1,
@@ -205,7 +229,8 @@ def _same_length(key: str, found: int, count: int) -> None:
         raise HttpError(400, f"{key}: {found} entries for {count} prompts; give one for each, or a single value")
 
 
-def _per_prompt(key: str, value: int | list[int], count: int) -> list[int]:
+def per_prompt(key: str, value: int | list[int], count: int) -> list[int]:
+    """One value a prompt."""
     if isinstance(value, int):
         return [value] * count
     _same_length(key, len(value), count)
@@ -214,7 +239,7 @@ def _per_prompt(key: str, value: int | list[int], count: int) -> list[int]:
 
 def _seeds(given: int | list[int] | None, sampling: list[SamplingBody], count: int) -> list[int]:
     if given is not None:
-        return _per_prompt("sampling_seed", given, count)
+        return per_prompt("sampling_seed", given, count)
     return [secrets.randbits(63) if one.sampling_seed is None else one.sampling_seed for one in sampling]
 
 

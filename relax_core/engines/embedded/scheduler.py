@@ -19,6 +19,7 @@ from relax_core.contracts.sample import FinishReason
 from relax_core.engines.embedded.calls import Call, Progress, Sample, Waiting
 from relax_core.engines.embedded.decoder import Decoder
 from relax_core.engines.embedded.sampler import NonFiniteLogits
+from relax_core.engines.embedded.scoring import ScoreItem, Scores
 
 T = TypeVar("T")
 NOTHING_ATTESTED = -1  # the weight version before the first attested weights: nothing is served
@@ -71,6 +72,10 @@ class Scheduler(threading.Thread):
 
         self._inbox.put(run)
         return future
+
+    def score(self, items: Sequence[ScoreItem]) -> Future[tuple[int, list[Scores]]]:
+        """Scores given tokens with the weights in force; their version comes along."""
+        return self.post(lambda: (self.version, self._decoder.score(items)))
 
     def submit(self, groups: Sequence[Waiting]) -> None:
         self._inbox.put(lambda: self._waiting.extend(groups))

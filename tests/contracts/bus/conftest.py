@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,9 +17,22 @@ from relax_core.bus.factory import BACKENDS, create_bus
 from relax_core.config.schema import BusConfig
 from relax_core.contracts.bus import Bus
 
+if TYPE_CHECKING:
+    from relax_core.bus.transfer_queue.plane import DataPlane
+
 NAMESPACE = "bus-contract"
 
 _numbers = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def plane(ray_session: str) -> Iterator[DataPlane]:
+    """One for all buses of bus=transfer_queue: it takes seconds to start."""
+    from relax_core.bus.transfer_queue.plane import DataPlane  # late: it imports Ray
+
+    plane = DataPlane(storage_units=2, folder=Path("/tmp"))
+    yield plane
+    plane.close()
 
 
 @pytest.fixture(params=BACKENDS)
@@ -44,6 +57,8 @@ def make_bus(request: pytest.FixtureRequest, ray_session: str, tmp_path: Path) -
             inline_bytes=1024,
             max_row_bytes=values.pop("max_row_bytes"),
         )
+        if request.param == "transfer_queue":
+            values["plane"] = request.getfixturevalue("plane")
         bus = create_bus(
             config,
             ledger_path=tmp_path / f"ledger{number}.sqlite",
@@ -52,6 +67,8 @@ def make_bus(request: pytest.FixtureRequest, ray_session: str, tmp_path: Path) -
             **values,
         )
         made.append(bus)
+        if request.param == "transfer_queue":
+            bus.open()  # as `connect_bus` does
         return bus
 
     yield make

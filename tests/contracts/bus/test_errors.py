@@ -40,7 +40,7 @@ def test_a_deadline_is_kept_and_names_the_culprit(make_bus: MakeBus) -> None:
     assert 0.3 <= monotonic() - start < 5.0
     assert str(caught.value) == (
         "actor waits for 4 groups at step 0 for 0.3 s: "
-        "2 in flight in rollout (oldest g00000000, admitted 0 s ago), 2 lack column advantages"
+        "2 in flight in rollout (oldest g00000000, admitted 0 s ago), 2 lack column advantages (first g00000002)"
     )
 
 

@@ -1,0 +1,50 @@
+"""The knobs of all policy-gradient algorithms, and what follows from them alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from algorithms import functional as F
+from relax_core.contracts.algorithm import AlgorithmKnobs, Needs, StepTotals
+
+
+@dataclass(frozen=True)
+class PolicyGradientKnobs(AlgorithmKnobs):
+    """Values are documented in conf/algo."""
+
+    name: str = ""
+    group_size: int = 16
+    aggregation: str = "token_mean"
+    norm_length: float = 0.0
+    kl_coef: float = 0.0
+    kl_estimator: str = "k3"
+    kl_placement: str = "loss"
+    old_logprobs: str = "rollout"
+    correction: str = "auto"
+    correction_level: str = "token"
+    correction_low: float = 0.0
+    correction_high: float = 2.0
+    opsm_threshold: float = 0.0
+    entropy_coef: float = 0.0
+
+
+@dataclass(frozen=True)
+class ClipKnobs(PolicyGradientKnobs):
+    """Of algorithms with PPO's clip."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float = 0.0
+
+
+def needs(knobs: PolicyGradientKnobs) -> Needs:
+    """A reference only with a KL term; the entropy only with a bonus; old log-probs from where the knob says."""
+    return Needs(
+        old_logprobs="actor_fwd" if knobs.old_logprobs == "actor_fwd" else "rollout",
+        reference=knobs.kl_coef > 0,
+        entropy=knobs.entropy_coef > 0,
+    )
+
+
+def denominator(totals: StepTotals, knobs: PolicyGradientKnobs) -> float:
+    return F.aggregate_denominator(totals=totals, aggregation=knobs.aggregation, norm_length=knobs.norm_length)

@@ -1,0 +1,125 @@
+"""From a policy loss a token to a `LossOutputs`: correction, OPSM, KL, entropy bonus, aggregation, metrics."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from algorithms import functional as F
+from algorithms.policy_gradient.knobs import ClipKnobs, PolicyGradientKnobs
+from relax_core.contracts.algorithm import LossInputs, LossOutputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LOW_QUANTILE, HIGH_QUANTILE = 0.01, 0.99
+
+
+def old_logprobs(inputs: LossInputs, knobs: PolicyGradientKnobs) -> Tensor:
+    """``[tokens]`` log-probs of the proximal policy, the denominator of the ratio."""
+    return inputs.logprobs.detach() if knobs.old_logprobs == "current" else inputs.old_logprobs
+
+
+def clipped_loss(inputs: LossInputs, knobs: ClipKnobs) -> LossOutputs:
+    """PPO's clip per token, with everything that `outputs` adds."""
+    policy = F.clipped_policy_loss(
+        logprobs=inputs.logprobs,
+        old_logprobs=old_logprobs(inputs, knobs),
+        advantages=inputs.advantages,
+        loss_mask=inputs.loss_mask,
+        clip_low=knobs.clip_low,
+        clip_high=knobs.clip_high,
+        dual_clip=knobs.dual_clip,
+    )
+    return outputs(policy, inputs, knobs)
+
+
+def outputs(policy: F.PolicyLoss, inputs: LossInputs, knobs: PolicyGradientKnobs) -> LossOutputs:
+    """The policy loss, weighted by the correction, without what OPSM leaves out, plus the KL term, less the entropy
+    bonus; its metrics."""
+    per_token = policy.per_token
+    extra: dict[str, Tensor] = {}
+    method = _correction(knobs)
+    if method != "none":
+        extra["tis_weight"], extra["tis_cut"] = F.correction_weights(
+            old_logprobs=old_logprobs(inputs, knobs),
+            rollout_logprobs=inputs.rollout_logprobs,
+            loss_mask=inputs.loss_mask,
+            sample_ids=inputs.sample_ids,
+            num_samples=inputs.num_samples,
+            method=method,
+            level=knobs.correction_level,
+            low=knobs.correction_low,
+            high=knobs.correction_high,
+        )
+        per_token = per_token * extra["tis_weight"]
+    if knobs.opsm_threshold > 0:
+        kept = F.kept_by_opsm(
+            log_ratio=F.masked_log_ratio(inputs.logprobs, inputs.old_logprobs, inputs.loss_mask),
+            advantages=inputs.advantages,
+            loss_mask=inputs.loss_mask,
+            sample_ids=inputs.sample_ids,
+            num_samples=inputs.num_samples,
+            threshold=knobs.opsm_threshold,
+        )
+        per_token, extra["opsm_cut"] = per_token * kept, ~kept
+    if knobs.kl_coef > 0 and knobs.kl_placement == "loss":
+        assert inputs.reference_logprobs is not None, "needs() asked for a reference"
+        extra["reference_kl"] = F.kl_estimate(
+            logprobs=inputs.logprobs,
+            reference_logprobs=inputs.reference_logprobs,
+            loss_mask=inputs.loss_mask,
+            estimator=knobs.kl_estimator,
+        )
+        per_token = per_token + knobs.kl_coef * extra["reference_kl"]
+    if knobs.entropy_coef > 0:
+        assert inputs.entropy is not None, "needs() asked for the entropy"
+        extra["entropy"] = inputs.entropy
+        per_token = per_token - knobs.entropy_coef * inputs.entropy
+    return LossOutputs(
+        loss_sum=F.aggregate_sum(
+            per_token=per_token,
+            loss_mask=inputs.loss_mask,
+            sample_ids=inputs.sample_ids,
+            num_samples=inputs.num_samples,
+            aggregation=knobs.aggregation,
+        ),
+        per_token=per_token.detach(),
+        metric_sums=metric_sums(policy, inputs, extra=extra),
+    )
+
+
+def _correction(knobs: PolicyGradientKnobs) -> str:
+    """ "auto" is TIS wherever the trainer computed the old log-probs, and none where they are the engine's own."""
+    if knobs.correction != "auto":
+        return knobs.correction
+    return "none" if knobs.old_logprobs == "rollout" else "tis"
+
+
+def metric_sums(
+    policy: F.PolicyLoss, inputs: LossInputs, *, extra: dict[str, Tensor]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """One scheme for all algorithms, means over trained tokens; docs/algorithms.md explains each.
+
+    ``ratio_low``, ``ratio_high``: 1 % and 99 % quantile of each micro-batch, averaged over its tokens.
+    """
+    import torch  # here, because the knobs are checked in processes that have no torch
+
+    ratio, log_ratio, mask = policy.ratio.detach(), policy.log_ratio.detach(), inputs.loss_mask
+    per_token = {
+        "ratio": ratio,
+        "clip_low": policy.cut_low,
+        "clip_high": policy.cut_high,
+        "old_kl": log_ratio.expm1() - log_ratio,
+        "surprisal": -inputs.logprobs.detach(),
+        "advantage": inputs.advantages,
+        "advantage_size": inputs.advantages.abs(),
+        **{name: values.detach() for name, values in extra.items()},
+    }
+    rows = torch.stack([values.to(torch.float32) for values in per_token.values()])[:, mask]
+    count = rows.new_tensor(float(rows.shape[1]))
+    sums = {name: (value, count) for name, value in zip(per_token, rows.sum(dim=1).unbind(), strict=True)}
+    if rows.shape[1]:
+        ordered = rows[0].sort().values
+        for name, share in (("ratio_low", LOW_QUANTILE), ("ratio_high", HIGH_QUANTILE)):
+            sums[name] = (ordered[round(share * (len(ordered) - 1))] * count, count)
+    return sums

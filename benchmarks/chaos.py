@@ -1,0 +1,347 @@
+"""What a run survives: ``python -m benchmarks.chaos --kills 50 [--seed 0] [--kinds engine bus …]``.
+
+Real runs of the demo with every role on. At random moments under the seed, each after training has gone on since the
+last, one process gets SIGKILL; for the kind ``frozen`` a random one gets SIGSTOP, and the run must kill it for its
+silence. Measured is the time from the harm until a train step is done that was never done before (steps that are done
+again after going back to a checkpoint do not count), and until the third such step: at staleness 1 the rows of two
+may have been made already, so this one shows that everybody works again. The ledger's file is read back, event by
+event: nothing may be lost or trained twice. Prints the overrides, one line a harm, and a table by kind. Exit code 1
+where anything went wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import random
+import signal
+import sqlite3
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+
+import psutil
+
+from relax_core.bus.ledger_file import LedgerFile
+from tests.integration.live_run import LiveRun, run_to_end
+
+HEARTBEAT_S = 5
+NOTICE_S = 10.0  # after that deadline a stopped process is gone
+OVERRIDES = (
+    "mode.max_staleness=1",
+    "algo.old_logprobs=actor_fwd",
+    "algo.kl_coef=0.001",
+    "parallel.dp=2",
+    "run.save_every=10",
+    "run.max_restarts=100",
+    "run.max_recoveries=100",
+    f"run.heartbeat_timeout_s={HEARTBEAT_S}",
+    "run.export_hf=false",
+    "eval.every=0",
+)
+WITHOUT_END = "run.steps=1000000"
+CONTROLLER, FROZEN = "controller", "frozen"
+TITLES = {  # kind → what its process is called
+    "engine": "relax_core.engines.embedded",
+    "engine_owner": "ray::EngineHost",
+    "rollout": "ray::RolloutWorker",
+    "actor_rank_0": "ray::ActorWorker",
+    "actor_rank_1": "ray::ActorPeer",
+    "actor_fwd": "ray::ActorFwdWorker",
+    "reference": "ray::ReferenceWorker",
+    "advantages": "ray::AdvantagesWorker",
+    "bus": "ray::BusActor",
+    "metrics": "ray::MetricsActor",
+    CONTROLLER: "-m relax_core ",
+}
+KINDS = (*TITLES, FROZEN)
+QUIET_END = "quiet end"  # what goes wrong only when nobody is harmed any more
+ENDS = ("survived", "hung", "ended", "unnoticed")
+KILLS_A_RUN = 10
+HUNG_S = 180.0
+APPEAR_S = 60.0
+POLL_S = 0.02
+STEPS_BETWEEN = 5  # train steps after a recovery before the next harm may come
+IN_THE_PIPE = 2  # steps whose rows may exist at the moment of the harm: max_staleness + 1
+BOOKED_S = 0.5  # until what was done at that moment is in the ledger's file
+BREATH_S = (0.1, 1.5)  # and a random time more
+LAST_STEPS = 5  # of a run's quiet end, in which every open sample finds its own
+
+
+@dataclass(frozen=True, kw_only=True)
+class Harm:
+    """``victim``: the process's kind, and how it was harmed. ``at_step``: newest step done then. ``seconds``: until a
+    new step was done, ``settled_s``: until one was that the rows in the pipe cannot explain; None where it did not
+    come: ``end`` says how the run stood then. ``lost``, ``trained_twice``: samples, by the ledger's file after it."""
+
+    kind: str
+    victim: str
+    at_step: int
+    seconds: float | None
+    settled_s: float | None
+    end: str
+    lost: int = 0
+    trained_twice: int = 0
+
+
+class Training:
+    """A run's progress from outside: the train steps in its ledger's file, with the times of their booking."""
+
+    def __init__(self, folder: Path) -> None:
+        self._uri = f"{(folder / 'ledger.sqlite').absolute().as_uri()}?mode=ro"
+
+    def newest(self) -> int:
+        """The newest step in force; -1 before the first."""
+        row = self._one("SELECT step FROM events WHERE event = 'trained' ORDER BY id DESC LIMIT 1")
+        return -1 if row is None else int(row)
+
+    def last_event(self) -> int:
+        """Id of the newest event; 0 before the first. Later ones are higher, also after a restore."""
+        row = self._one("SELECT MAX(id) FROM events")
+        return int(row or 0)
+
+    def newest_at(self, when: float) -> int:
+        """The newest step that was done at Unix time ``when``; -1 before the first."""
+        row = self._one("SELECT step FROM events WHERE event = 'trained' AND time <= ? ORDER BY id DESC LIMIT 1", when)
+        return -1 if row is None else int(row)
+
+    def time_of(self, number: int, *, behind: int, event: int, since: float) -> float | None:
+        """Unix time at which the ``number``-th step behind step ``behind`` was done, counted from 0; only what was
+        booked after event number ``event`` and Unix time ``since``. None where it is not done yet."""
+        return self._one(
+            "SELECT MIN(time) FROM events WHERE id > ? AND event = 'trained' AND step > ? AND time > ? "
+            "GROUP BY step ORDER BY step LIMIT 1 OFFSET ?",
+            event, behind, since, number,
+        )  # fmt: skip
+
+    def _one(self, query: str, *values: float) -> float | None:
+        try:
+            database = sqlite3.connect(self._uri, uri=True, timeout=10.0)
+        except sqlite3.OperationalError:  # not made yet
+            return None
+        try:
+            row = database.execute(query, values).fetchone()
+        except sqlite3.OperationalError as error:
+            if "no such table" in str(error):
+                return None
+            raise
+        finally:
+            database.close()
+        return None if row is None else row[0]
+
+
+def find_process(live: LiveRun, kind: str) -> int:
+    """The pid of a kind's newest living process; waits for one that is just being restarted."""
+    deadline = time.monotonic() + APPEAR_S
+    while time.monotonic() < deadline:
+        found = [pid for pid, line in live.processes().items() if TITLES[kind] in f"{line} "]
+        if kind == CONTROLLER:
+            found = [pid for pid in found if _parent(pid) == live.pid]
+        if found:
+            return max(found, key=_born)
+        time.sleep(POLL_S)
+    raise TimeoutError(f"no process of kind {kind} within {APPEAR_S:.0f} s: {sorted(live.processes().values())}")
+
+
+def _parent(pid: int) -> int:
+    with suppress(psutil.NoSuchProcess):
+        return int(psutil.Process(pid).ppid())
+    return 0
+
+
+def _born(pid: int) -> float:
+    with suppress(psutil.NoSuchProcess):
+        return float(psutil.Process(pid).create_time())
+    return 0.0
+
+
+def do_harm(live: LiveRun, training: Training, kind: str, chance: random.Random) -> Harm:
+    """Harms one process and waits until training has gone on, the run has ended, or ``HUNG_S`` is over."""
+    victim = chance.choice([one for one in TITLES if one != CONTROLLER]) if kind == FROZEN else kind
+    pid = find_process(live, victim)
+    event, began = training.last_event(), time.time()
+    os.kill(pid, signal.SIGSTOP if kind == FROZEN else signal.SIGKILL)
+    time.sleep(BOOKED_S)
+    before = training.newest_at(began)
+    # What a killed controller leaves trains on for a moment; only its successor's steps tell of a recovery.
+    since = _await_successor(live, pid) if kind == CONTROLLER else began
+    end, third = "survived", None
+    while third is None:
+        third = training.time_of(IN_THE_PIPE, behind=before, event=event, since=since)
+        if third is None and (not live.running() or time.time() - began > HUNG_S):
+            end = "hung" if live.running() else "ended"
+            break
+        time.sleep(POLL_S)
+    first = training.time_of(0, behind=before, event=event, since=since)
+    if kind == FROZEN and third is not None and not _is_killed(pid, stopped_at=began):
+        end = "unnoticed"
+        os.kill(pid, signal.SIGCONT)
+    survived = first is not None and third is not None and end == "survived"
+    return Harm(
+        kind=kind,
+        victim=f"{victim}, stopped" if kind == FROZEN else victim,
+        at_step=before,
+        seconds=first - began if survived and first is not None else None,
+        settled_s=third - began if survived and third is not None else None,
+        end=end,
+    )
+
+
+def _await_successor(live: LiveRun, killed: int) -> float:
+    """Waits for the next controller; returns the Unix time. Whatever the killed one left has ended by then."""
+    deadline = time.monotonic() + HUNG_S
+    while live.running() and time.monotonic() < deadline:
+        if any(pid != killed and _parent(pid) == live.pid and _is_controller(pid) for pid in live.processes()):
+            break
+        time.sleep(POLL_S)
+    return time.time()
+
+
+def _is_controller(pid: int) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return TITLES[CONTROLLER] in f"{' '.join(psutil.Process(pid).cmdline())} "
+    return False
+
+
+def _is_killed(pid: int, *, stopped_at: float) -> bool:
+    """Whether the run ends a stopped process for its silence, soon after its deadline."""
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        if time.time() - stopped_at > HEARTBEAT_S + NOTICE_S:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def harm_run(folder: Path, kinds: Sequence[str], *, seed: int) -> Iterator[Harm]:
+    """One run that is harmed once for each of ``kinds``, in that order, and then goes to its end in peace."""
+    chance = random.Random(seed)
+    training = Training(folder)
+    lost = twice = 0
+    with LiveRun(folder, *OVERRIDES, WITHOUT_END) as live:
+        for kind in kinds:
+            stood = _let_train(live, training, chance)
+            harm = do_harm(live, training, kind, chance) if stood == "survived" else _none(kind, training, stood)
+            now_lost, now_twice = read_books(folder, run_over=False)
+            yield replace(harm, lost=max(0, now_lost - lost), trained_twice=max(0, now_twice - twice))
+            lost, twice = now_lost, now_twice
+            if harm.end in ("hung", "ended"):
+                print(live.output()[-4000:])
+                live.kill_everything()
+                break
+        else:
+            live.terminate()
+            live.finish()
+    steps = training.newest() + 1 + LAST_STEPS
+    finished = run_to_end(folder, *OVERRIDES, f"run.steps={steps}", "resume=auto")
+    at_end_lost, at_end_twice = read_books(folder, run_over=finished.code == 0)
+    books = finished.summary.get("ledger", {})
+    print(
+        f"     run of {steps} steps: {at_end_lost} lost, {at_end_twice} trained twice; its own books: {books}",
+        flush=True,
+    )
+    if (at_end_lost, at_end_twice) != (lost, twice) or finished.code != 0:
+        print(finished.output[-4000:])
+        yield Harm(
+            kind=QUIET_END,
+            victim=f"exit code {finished.code}",
+            at_step=steps,
+            seconds=None,
+            settled_s=None,
+            end="survived" if finished.code == 0 else "ended",
+            lost=at_end_lost - lost,
+            trained_twice=at_end_twice - twice,
+        )
+
+
+def _let_train(live: LiveRun, training: Training, chance: random.Random) -> str:
+    """Returns at a random moment after some more steps, with how the run stands: the last harm may show only now."""
+    goal, deadline = training.newest() + STEPS_BETWEEN, time.monotonic() + HUNG_S
+    while training.newest() < goal:
+        if not live.running():
+            return "ended"
+        if time.monotonic() > deadline:
+            return "hung"
+        time.sleep(POLL_S)
+    time.sleep(chance.uniform(*BREATH_S))
+    return "survived"
+
+
+def _none(kind: str, training: Training, end: str) -> Harm:
+    return Harm(kind=kind, victim=f"before {kind}", at_step=training.newest(), seconds=None, settled_s=None, end=end)
+
+
+def read_books(folder: Path, *, run_over: bool) -> tuple[int, int]:
+    """(samples lost, samples trained twice) by a run's ledger."""
+    if not (folder / "ledger.sqlite").exists():  # it ended before it began
+        return 0, 0
+    with LedgerFile(folder / "ledger.sqlite") as file:
+        books = file.books(run_over=run_over)
+    return len(books.lost), len(books.trained_twice)
+
+
+def schedule(kinds: Sequence[str], *, kills: int, seed: int) -> list[str]:
+    """``kills`` kinds, each as often as the others give or take one, in random order."""
+    chance = random.Random(seed)
+    planned = [kinds[number % len(kinds)] for number in range(kills)]
+    chance.shuffle(planned)
+    return planned
+
+
+def table(harms: Sequence[Harm]) -> str:
+    """By kind: how often, what came of it, and the seconds to the next new step."""
+    lines = [
+        "| kind | harms | survived | hung | ended | unnoticed | lost | trained twice "
+        "| next step, s: p50 | max | third: p50 | max |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for kind in (*dict.fromkeys(harm.kind for harm in harms), "all"):
+        own = [harm for harm in harms if kind in (harm.kind, "all")]
+        ends = [sum(harm.end == end for harm in own) for end in ENDS]
+        times = (*_p50_max([harm.seconds for harm in own]), *_p50_max([harm.settled_s for harm in own]))
+        counts = (len(own), *ends, sum(harm.lost for harm in own), sum(harm.trained_twice for harm in own))
+        lines.append(f"| {kind} | {' | '.join(str(count) for count in counts)} | {' | '.join(times)} |")
+    return "\n".join(lines)
+
+
+def _p50_max(found: Sequence[float | None]) -> tuple[str, str]:
+    seconds = [one for one in found if one is not None]
+    return (f"{median(seconds):.1f}", f"{max(seconds):.1f}") if seconds else ("", "")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    arguments = parser.parse_args()
+    print(f"overrides: {' '.join(OVERRIDES)}; {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    planned = schedule(arguments.kinds, kills=arguments.kills, seed=arguments.seed)
+    harms: list[Harm] = []
+    with tempfile.TemporaryDirectory(prefix="relax-chaos-") as folder:
+        for number in itertools.count():
+            if not planned:
+                break
+            run = harm_run(Path(folder) / f"run{number}", planned[:KILLS_A_RUN], seed=arguments.seed + number)
+            for harm in run:
+                harms.append(harm)
+                planned = planned[harm.kind != QUIET_END :]
+                print(f"{len(harms):>3}. {_words(harm)}", flush=True)
+    print(table(harms))
+    return int(any(harm.end != "survived" or harm.lost or harm.trained_twice for harm in harms))
+
+
+def _words(harm: Harm) -> str:
+    words = f"{harm.victim} at step {harm.at_step}: {harm.end}"
+    if harm.seconds is None or harm.settled_s is None:
+        return words
+    return f"{words}, next step after {harm.seconds:.1f} s, third after {harm.settled_s:.1f} s"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,195 @@
+"""Predicted against measured peak memory of every process of three runs on CPU cores.
+
+    python -m benchmarks.memory_plan [--json FILE]
+
+The prediction is the plan's (docs/plan.md). Measured is the peak resident memory that Linux keeps of each process
+(VmHWM), read until its end. Three runs: the demo; a model of 29M parameters; long responses, where activations, the
+attention mask and the KV cache rule. A few minutes in all; the figures hardly depend on how busy the machine is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from relax_core.config.compose import load_config
+from relax_core.plan.build import make_plan
+from relax_core.plan.memory import MIB
+
+DEADLINE_S = 600.0
+SAMPLE_S = 0.05
+REACH = 0.2
+MARK = "RELAX_MEMORY_PLAN"  # in the environment of every process of a run
+QUIET = ("eval.every=0", "run.panel=false", "run.steps=8", "optimizer.lr=1e-5")
+KINDS = {  # a part of the process's name or command line → the plan's name for it; the first that is found
+    "relax-control": "controller",
+    "relax_core.engines.embedded": "engine",
+    "gcs_server": "Ray gcs",
+    "raylet/raylet": "Ray raylet",
+    "autoscaler/_private/monitor": "Ray monitor",
+    "dashboard/dashboard.py": "Ray dashboard",
+    "log_monitor": "Ray log monitor",
+    "DashboardAgent": "Ray dashboard agent",
+    "RuntimeEnvAgent": "Ray runtime-env agent",
+    "ServeController": "Serve controller",
+    "ServeReplica": "Serve front of a role",
+    "BusActor": "bus",
+    "MetricsActor": "metrics",
+    "AdvantagesWorker": "advantages",
+    "RolloutWorker": "rollout",
+    "EngineHost": "owner of an engine",
+    "ActorWorker": "actor",
+    "reward_worker_main": "reward worker",
+    "CriticWorker": "critic",
+    "ReferenceWorker": "reference",
+    "ActorFwdWorker": "actor_fwd",
+    "-m relax_core": "supervisor",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """Sizes of a random Qwen3 with the built-in tokenizer."""
+
+    hidden: int
+    feed_forward: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+
+
+RUNS: dict[str, tuple[Model | None, tuple[str, ...]]] = {
+    "demo": (None, ()),
+    "29M parameters": (
+        Model(hidden=512, feed_forward=1536, layers=8, heads=8, kv_heads=4, head_dim=64, vocabulary=8192),
+        (),
+    ),
+    "long responses": (
+        Model(hidden=128, feed_forward=384, layers=2, heads=4, kv_heads=2, head_dim=32, vocabulary=4096),
+        (
+            "rollout.max_new_tokens=256",
+            "rollout.prompts_per_step=4",
+            "engine.context_length=1024",
+            "parallel.micro_batch_tokens=8192",
+        ),
+    ),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    arguments = parser.parse_args()
+    figures = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, (model, overrides) in RUNS.items():
+            words = [*QUIET, *overrides, f"run.dir={scratch}/{name.split()[0]}"]
+            if model is not None:
+                words += ["model=qwen3", "model.dtype=float32", f"model.path={_make(model, Path(scratch) / 'model')}"]
+            figures[name] = compare(predicted(words), measured(words))
+    print(table(figures))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(figures, indent=2))
+
+
+def predicted(overrides: Sequence[str]) -> dict[str, float]:
+    """Kind of process → MiB, all of that kind together."""
+    plan = make_plan(load_config(overrides))
+    return {holder.name: holder.count * holder.peak.bytes / MIB for holder in plan.memory}
+
+
+def measured(overrides: Sequence[str]) -> dict[str, float]:
+    """The same of a real run. Raises RuntimeError where it fails."""
+    mark = secrets.token_hex(8)
+    peaks: dict[int, tuple[str, float]] = {}
+    with tempfile.TemporaryFile() as log:
+        run = subprocess.Popen(
+            [sys.executable, "-m", "relax_core", *overrides],
+            env={**os.environ, MARK: mark},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        ours: dict[int, bool] = {}
+        deadline = time.monotonic() + DEADLINE_S
+        while run.poll() is None and time.monotonic() < deadline:
+            peaks |= _peaks(f"{MARK}={mark}".encode(), ours)
+            time.sleep(SAMPLE_S)
+        if run.poll() != 0:
+            run.terminate()
+            log.seek(0)
+            raise RuntimeError(f"the run ended with {run.wait(DEADLINE_S)}:\n{log.read().decode()[-2000:]}")
+    sums: dict[str, float] = defaultdict(float)
+    for kind, peak in peaks.values():
+        sums[kind] += peak
+    return dict(sums)
+
+
+def compare(plan: Mapping[str, float], truth: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Actor, engine, all others together, and the sum: both figures in MiB, and predicted / measured."""
+    rows = {}
+    for name in ("actor", "engine"):
+        rows[name] = {"predicted": plan[name], "measured": truth[name]}
+    others = [sum(size for name, size in one.items() if name not in rows) for one in (plan, truth)]
+    rows["others"] = dict(zip(("predicted", "measured"), others, strict=True))
+    rows["all"] = {"predicted": sum(plan.values()), "measured": sum(truth.values())}
+    for row in rows.values():
+        row["ratio"] = row["predicted"] / row["measured"]
+    return rows
+
+
+def table(figures: Mapping[str, Mapping[str, Mapping[str, float]]]) -> str:
+    """Markdown; a ratio beyond the reach is marked."""
+    lines = ["| Run | Process | Predicted, MiB | Measured, MiB | Ratio |", "|---|---|---|---|---|"]
+    for run, rows in figures.items():
+        for name, row in rows.items():
+            mark = "" if abs(row["ratio"] - 1) <= REACH else " (!)"
+            sizes = f"{row['predicted']:.0f} | {row['measured']:.0f}"
+            lines.append(f"| {run} | {name} | {sizes} | {row['ratio']:.2f}{mark} |")
+    return "\n".join(lines)
+
+
+def _peaks(mark: bytes, ours: dict[int, bool]) -> dict[int, tuple[str, float]]:
+    """Process id → kind and peak in MiB, of the run's processes that live. ``ours`` remembers which they are."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal():
+            continue
+        pid = int(entry.name)
+        try:
+            if pid not in ours:
+                ours[pid] = mark in (entry / "environ").read_bytes()
+            if not ours[pid]:
+                continue
+            status = dict(line.split(":", 1) for line in (entry / "status").read_text().splitlines() if ":" in line)
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:  # it ended meanwhile, or is another user's
+            continue
+        if "VmHWM" in status:
+            words = f"{status['Name'].strip()} {command}"
+            kind = next((kind for part, kind in KINDS.items() if part in words), words)
+            found[pid] = (kind, int(status["VmHWM"].split()[0]) / 1024)
+    return found
+
+
+def _make(model: Model, folder: Path) -> Path:
+    """A folder with random weights, made in a process of its own: transformers is large."""
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks.random_model", str(folder), *map(str, vars(model).values())], check=True
+    )
+    return folder
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""`-m hydra/launcher=relax`: a sweep that waits for its runs and gives their values to the sweeper.
+
+Hydra finds its plug-ins in the package hydra_plugins. What a sweeper chooses by results, such as Optuna's, needs this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+from hydra.core.utils import JobReturn, JobStatus, configure_log, run_job, setup_globals
+from hydra.plugins.launcher import Launcher
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig, open_dict
+
+from relax_core.config.compose import SweepFailed
+
+# ``metric``: the value of a run, a dotted place in its summary.json. No dataclass: Hydra loads this file unregistered.
+_CONFIG = {"_target_": "hydra_plugins.relax_launcher.RelaxLauncher", "metric": "reward.last"}
+ConfigStore.instance().store(group="hydra/launcher", name="relax", node=_CONFIG, provider="relax")
+
+
+class RelaxLauncher(Launcher):
+    """Starts all runs of a batch, waits for them, and returns the value of each."""
+
+    def __init__(self, metric: str) -> None:
+        self._metric = metric
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self._context, self._task, self._config = hydra_context, task_function, config
+
+    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        setup_globals()
+        configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
+        Path(str(self._config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)
+        returns = [
+            self._start(list(overrides), initial_job_idx + number) for number, overrides in enumerate(job_overrides)
+        ]
+        sweep: Any = self._task.sweep  # type: ignore[attr-defined]  # relax_core/config/compose.py puts it there
+        values = sweep.settle(self._metric)
+        for one in returns:
+            run = one._return_value
+            value = None if run is None else values[run.number]
+            if value is None:
+                one.status = JobStatus.FAILED
+                one.return_value = SweepFailed(
+                    "a run did not start" if run is None else f"the run in {run.folder} failed"
+                )
+            else:
+                one.return_value = value
+        return returns
+
+    def _start(self, overrides: list[str], number: int) -> JobReturn:
+        config = self._context.config_loader.load_sweep_config(self._config, overrides)
+        with open_dict(config):
+            config.hydra.job.id = config.hydra.job.num = number
+        done = run_job(
+            hydra_context=self._context,
+            task_function=self._task,
+            config=config,
+            job_dir_key="hydra.sweep.dir",
+            job_subdir_key="hydra.sweep.subdir",
+        )
+        configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
+        return done

@@ -1,0 +1,67 @@
+"""`python -m launchers.jobs`: looks after a run that nobody follows."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from launchers.slurm import SlurmRun
+from launchers.slurm_state import job_state
+from launchers.submitted import JOB_FILE
+
+USAGE = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 0; for ``follow`` the run's own exit code; 2 for a mistake."""
+    parser = argparse.ArgumentParser(prog="python -m launchers.jobs", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, what in (
+        ("status", "say in which state it is"),
+        ("follow", "print its output until it ends; the exit code is the run's own"),
+        ("stop", "end it after the step under way, with a checkpoint"),
+    ):
+        command = commands.add_parser(name, help=what)
+        command.add_argument("folder", type=Path, help="the run's folder")
+    words = parser.parse_args(arguments)
+    try:
+        return _act(words.command, words.folder.absolute())
+    except (ValueError, RuntimeError) as error:
+        print(f"relax: {error}", file=sys.stderr)
+        return USAGE
+
+
+def _act(command: str, folder: Path) -> int:
+    file = folder / JOB_FILE
+    if not file.is_file():
+        raise ValueError(f"{folder} has no {JOB_FILE}: it is no folder of a run that was submitted")
+    job = json.loads(file.read_text())
+    if job["launcher"] == "slurm":
+        return _slurm(command, SlurmRun(job_id=job["job_id"], run_dir=folder, output=Path(job["output"])))
+    from launchers import ray_job
+
+    return ray_job.look_after(command, job)
+
+
+def _slurm(command: str, run: SlurmRun) -> int:
+    from launchers.slurm_follow import follow
+
+    if command == "follow":
+        return follow(run)
+    state = job_state(run.job_id)
+    print(f"relax: job {run.job_id} {state.words()}")
+    if command == "stop" and not state.ended:
+        signal = ["--signal=USR1"] if state.state == "RUNNING" else []  # nothing to save before it runs
+        done = subprocess.run(["scancel", *signal, run.job_id], capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(done.stderr.strip())
+        print(f"relax: job {run.job_id} was told to end{' with a checkpoint' if signal else ''}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

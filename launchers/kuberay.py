@@ -1,0 +1,103 @@
+"""launcher=ray_job launcher.manifest=true: the same run as a RayJob of KubeRay."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+import yaml
+
+from launchers.ray_job import command, launcher_of, refuse_secrets, variables
+from launchers.submitted import CONFIG_FILE, submitted_text
+from relax_core.config.schema import RayJobLauncherConfig, RelaxConfig
+
+CONFIG_FOLDER = "/etc/relax"
+SHARED_MEMORY = "/dev/shm"
+NAME_LENGTH = 47  # KubeRay's own limit: it appends to the name
+
+
+def manifest(config: RelaxConfig, overrides: Sequence[str]) -> str:
+    """YAML of a ConfigMap with the run's configuration and of the RayJob that runs it (ray.io/v1). The cluster's token
+    is KubeRay's own secret (authOptions); nothing secret is written here. Raises ValueError for a configuration that
+    has a secret in it."""
+    refuse_secrets(config)
+    launcher = launcher_of(config)
+    name = _name(config.name)
+    metadata = {"name": name, "namespace": launcher.namespace, "labels": {"app.kubernetes.io/name": "relax"}}
+    config_map = {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata,
+        "data": {CONFIG_FILE: submitted_text(config, overrides)},
+    }
+    job = {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayJob",
+        "metadata": metadata,
+        "spec": {
+            "entrypoint": command(launcher, f"{CONFIG_FOLDER}/{CONFIG_FILE}"),
+            "runtimeEnvYAML": yaml.safe_dump({"env_vars": variables(config)}),
+            "shutdownAfterJobFinishes": True,
+            "backoffLimit": 0,  # the run recovers by itself; a second one would enter the same folder
+            "rayClusterSpec": _cluster(config, launcher, name),
+        },
+    }
+    return "---\n".join(yaml.safe_dump(part, sort_keys=False) for part in (config_map, job))
+
+
+def _cluster(config: RelaxConfig, launcher: RayJobLauncherConfig, name: str) -> dict[str, Any]:
+    start = {"num-cpus": str(launcher.ray_logical_cpus), "object-store-memory": str(launcher.object_store_mb << 20)}
+    cluster: dict[str, Any] = {
+        "rayVersion": ray.__version__,
+        "authOptions": {"mode": "token"},
+        "headGroupSpec": {
+            "rayStartParams": start,
+            "template": {"spec": _pod(launcher, name, "ray-head")},
+        },
+    }
+    if launcher.nodes > 1:
+        workers = launcher.nodes - 1
+        cluster["workerGroupSpecs"] = [
+            {
+                "groupName": "nodes",
+                "replicas": workers,
+                "minReplicas": workers,
+                "maxReplicas": workers,
+                "rayStartParams": start,
+                "template": {"spec": _pod(launcher, name, "ray-worker")},
+            }
+        ]
+    return cluster
+
+
+def _pod(launcher: RayJobLauncherConfig, name: str, container: str) -> dict[str, Any]:
+    memory = f"{round(launcher.memory_gb * 1024)}Mi"
+    resources = {"cpu": str(launcher.cpus_per_node), "memory": memory}
+    if launcher.gpus_per_node:
+        resources["nvidia.com/gpu"] = str(launcher.gpus_per_node)
+    volumes: list[dict[str, Any]] = [
+        {"name": "config", "configMap": {"name": name}},
+        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": memory}},
+    ]
+    mounts = [{"name": "config", "mountPath": CONFIG_FOLDER}, {"name": "shm", "mountPath": SHARED_MEMORY}]
+    if launcher.volume_claim is not None:
+        volumes.append({"name": "runs", "persistentVolumeClaim": {"claimName": launcher.volume_claim}})
+        mounts.append({"name": "runs", "mountPath": launcher.volume_path})
+    return {
+        "containers": [
+            {
+                "name": container,
+                "image": launcher.image,
+                "resources": {"requests": resources, "limits": resources},
+                "volumeMounts": mounts,
+            }
+        ],
+        "volumes": volumes,
+    }
+
+
+def _name(name: str) -> str:
+    """A name that Kubernetes takes: lower case letters, digits and dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", f"relax-{name}".lower())[:NAME_LENGTH].strip("-")

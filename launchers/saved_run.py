@@ -1,0 +1,84 @@
+"""`python -m launchers.saved_run`: a submitted run, where it was sent to. Slurm's first task and a Ray job use it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from launchers.local import USAGE, save_config
+from launchers.submitted import read_submitted
+from relax_core.config.errors import ConfigError
+from relax_core.config.schema import LauncherConfig, LauncherKind, RelaxConfig
+from relax_core.config.validate import problems_of
+from relax_core.preflight import CHECKS
+
+CONFIG_VARIABLE = "RELAX_SUBMITTED"  # the text of submitted.yaml, where no file can be sent along
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs it to its end. Returns the exit code: the run's own, or 2 where it cannot run here; nothing started then."""
+    parser = argparse.ArgumentParser(prog="python -m launchers.saved_run", description=__doc__)
+    parser.add_argument("file", type=Path, nargs="?", help=f"submitted.yaml; left out: what ${CONFIG_VARIABLE} holds")
+    parser.add_argument("--ray-address", help="join this Ray cluster; left out: start one on this machine")
+    parser.add_argument("--again", action="store_true", help="an earlier start may have left a checkpoint: go on there")
+    words = parser.parse_args(arguments)
+    if words.file is None and CONFIG_VARIABLE not in os.environ:
+        parser.error(f"give a file, or set {CONFIG_VARIABLE}")
+    try:
+        text = os.environ.pop(CONFIG_VARIABLE) if words.file is None else words.file.read_text(encoding="utf-8")
+        config, overrides = read_submitted(text)
+        config = as_run_here(config, ray_address=words.ray_address)
+        if problems := problems_of(config, CHECKS):
+            raise ConfigError(problems)
+    except ConfigError as error:
+        print(error.report(), file=sys.stderr)
+        return USAGE
+    sys.argv = ["relax", *overrides]  # what the summary says the run was started with
+    return run_saved(config, again=words.again)
+
+
+def as_run_here(config: RelaxConfig, *, ray_address: str | None) -> RelaxConfig:
+    """The same run with launcher=local."""
+    sent = config.launcher
+    here = LauncherConfig(
+        name=LauncherKind.local,
+        ray_address=ray_address,
+        nodes=sent.nodes if ray_address is not None else 1,
+        ray_logical_cpus=sent.ray_logical_cpus,
+        object_store_mb=sent.object_store_mb,
+    )
+    return replace(config, launcher=here, run=replace(config.run, panel=False))
+
+
+def run_saved(config: RelaxConfig, *, again: bool) -> int:
+    """``again``: the newest checkpoint goes before what ``resume`` says."""
+    from relax_core.control.resume import find_resume_point
+    from relax_core.control.run import run_local
+    from relax_core.control.supervisor import supervise
+    from relax_core.plan.command import plan_run, save_plan
+
+    folder = Path(config.run.dir)
+    try:
+        plan = plan_run(config)
+        newest = find_resume_point(replace(config, resume="auto")) if again else None
+        resume = newest or find_resume_point(config)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / "config.yaml").exists():  # sent from a machine that does not see it
+            save_config(config, folder)
+        save_plan(plan, folder)
+    except (ValueError, OSError) as error:
+        print(f"relax: {error}", file=sys.stderr)
+        return USAGE
+    for note in resume.notes if resume is not None else ():
+        print(f"relax: resume: {note}", file=sys.stderr)
+    if again:
+        print(f"relax: goes on from step {resume.step if resume is not None else 0}", flush=True)
+    return supervise(config, resume, run_local)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""Reads a run's ledger.sqlite, also while the run writes it: the life of any sample, and the books from its events."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from relax_core.contracts.columns import SampleInfo, decode_array, decode_sample_info, decode_weight_versions
+from relax_core.contracts.sample import VersionSpan
+
+BUSY_S = 10.0  # how long a read waits for a writer's lock
+SETTLE_S = 2.0  # a group's end is on disk as a whole after the journal's next batch
+FILTERS = ("uid", "group", "step", "reason")
+_FIELD_OF = {"uid": "uid", "group": "group_uid", "step": "step", "reason": "reason"}
+_EVENT = "id, event, uid, group_uid, step, version, reason, time"
+
+
+class Made(msgspec.Struct, frozen=True, kw_only=True):
+    """What the rollout told of a sample. ``weight_versions``: which weights made which of its tokens."""
+
+    engine: str
+    weight_versions: list[VersionSpan]
+    finish_reason: str
+    reward: float
+    reward_parts: dict[str, float]
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One thing that happened to a sample. ``time``: Unix seconds. ``version``: of ``issued`` the oldest weights that
+    may be used, of ``put`` and ``trained`` those of the oldest trained token. ``undone``: a resume went back behind it.
+    ``made``: of ``put``."""
+
+    event: str
+    time: float
+    step: int | None = None
+    version: int | None = None
+    reason: str = ""
+    undone: bool = False
+    made: Made | None = None
+
+
+class SampleLife(msgspec.Struct, frozen=True, kw_only=True):
+    """Every event of a sample, in order. ``state``: "trained", "dropped", or what happened last to an open one."""
+
+    uid: str
+    group: str
+    state: str
+    events: list[Event]
+
+
+class FileBooks(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts of samples, from the file's events alone. ``open``: by what happened last. ``lost``: without an end though
+    a sibling of its group has one (groups end whole), or though the run is over. ``trained_twice``: uids."""
+
+    issued: int
+    trained: int
+    dropped: dict[str, int]
+    open: dict[str, int]
+    lost: list[str]
+    trained_twice: list[str]
+
+
+class LedgerFile:
+    """Use as a context manager. Raises FileNotFoundError where there is no such file. It never writes."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_file():
+            raise FileNotFoundError(path)
+        # Without a log beside it nobody has the file open; read as immutable it needs no lock file in the run's folder.
+        immutable = "" if path.with_name(f"{path.name}-wal").exists() else "&immutable=1"
+        self._database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro{immutable}", uri=True, timeout=BUSY_S)
+        self._made: dict[int, dict[str, Made]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._database.close()
+
+    def lives(self, filters: Mapping[str, str | int]) -> list[SampleLife]:
+        """The samples that one event fits in all of ``filters`` (keys of `FILTERS`), in order of issue.
+
+        ``step`` and ``reason`` look at what is in force, ``uid`` and ``group`` also at what a resume has undone.
+        """
+        where = " AND ".join(f"{_FIELD_OF[key]} = ?" for key in filters)
+        values = tuple(filters.values())
+        tables = ["events"] if {"step", "reason"} & filters.keys() else ["events", "rolled_back"]
+        matching = " UNION ".join(f"SELECT uid FROM {table} WHERE {where}" for table in tables)
+        found: dict[str, list[tuple[Any, ...]]] = {}
+        rows = self._database.execute(
+            f"WITH matching AS ({matching}) "
+            f"SELECT {_EVENT}, 0 FROM events WHERE uid IN matching UNION ALL "
+            f"SELECT {_EVENT}, 1 FROM rolled_back WHERE uid IN matching ORDER BY id",
+            values * len(tables),
+        )
+        for row in rows:
+            found.setdefault(row[2], []).append(row)
+        return [self._life(uid, rows) for uid, rows in sorted(found.items(), key=lambda item: _place(item[0]))]
+
+    def _life(self, uid: str, rows: list[tuple[Any, ...]]) -> SampleLife:
+        events = [
+            Event(
+                event=event,
+                time=at,
+                step=step,
+                version=version,
+                reason=reason,
+                undone=bool(undone),
+                made=self._made_of(number, uid) if event == "put" else None,
+            )
+            for number, event, _, _, step, version, reason, at, undone in rows
+        ]
+        in_force = [event.event for event in events if not event.undone]
+        return SampleLife(uid=uid, group=rows[0][3], state=in_force[-1] if in_force else "undone", events=events)
+
+    def _made_of(self, event_id: int, uid: str) -> Made | None:
+        """``generated`` has one row for all samples of a group, under the id of the first."""
+        row = self._database.execute(
+            "SELECT id, weight_versions, rewards, sample_info FROM generated WHERE id <= ? ORDER BY id DESC LIMIT 1",
+            (event_id,),
+        ).fetchone()
+        if row is None:
+            return None
+        if row[0] not in self._made:
+            self._made[row[0]] = _decode(*row[1:])
+        return self._made[row[0]].get(uid)
+
+    def books(self, *, run_over: bool) -> FileBooks:
+        """One pass over all events. ``run_over``: every step is done, so no sample may be open."""
+        samples: dict[str, str] = {}  # uid → what happened last
+        trained: Counter[str] = Counter()
+        dropped: Counter[str] = Counter()
+        group_ended: dict[str, float] = {}
+        for event, uid, group, reason, at in self._all_events():
+            samples[uid] = event
+            if event == "trained":
+                trained[uid] += 1
+                group_ended[group] = at
+            elif event == "dropped":
+                dropped[reason] += 1
+                group_ended[group] = at
+        settled = time.time() - SETTLE_S
+        still_open = {uid: last for uid, last in samples.items() if last not in ("trained", "dropped")}
+        lost = [uid for uid in still_open if run_over or group_ended.get(uid.rpartition(".")[0], settled) < settled]
+        for uid in lost:
+            del still_open[uid]
+        return FileBooks(
+            issued=len(samples),
+            trained=len(trained),
+            dropped=dict(sorted(dropped.items())),
+            open=dict(sorted(Counter(still_open.values()).items())),
+            lost=sorted(lost, key=_place),
+            trained_twice=sorted((uid for uid, times in trained.items() if times > 1), key=_place),
+        )
+
+    def _all_events(self) -> Iterator[tuple[str, str, str, str, float]]:
+        return self._database.execute("SELECT event, uid, group_uid, reason, time FROM events ORDER BY id")
+
+    def last_uid(self) -> str | None:
+        """The uid issued last; None for an empty ledger."""
+        row = self._database.execute(
+            "SELECT uid FROM events WHERE event = 'issued' ORDER BY group_uid DESC, id DESC LIMIT 1"
+        ).fetchone()
+        return row[0] if row else None
+
+    def steps(self) -> tuple[int, int] | None:
+        """First and last train step that events name; None before any."""
+        first, last = self._database.execute("SELECT MIN(step), MAX(step) FROM events").fetchone()
+        return None if first is None else (first, last)
+
+    def reasons(self) -> dict[str, int]:
+        """Every reason that events give, and how many do."""
+        return dict(self._database.execute("SELECT reason, COUNT(*) FROM events WHERE reason != '' GROUP BY reason"))
+
+
+def _decode(weight_versions: bytes, rewards: bytes, sample_info: bytes) -> dict[str, Made]:
+    info: list[SampleInfo] = decode_sample_info(sample_info)
+    return {
+        one.uid: Made(
+            engine=one.engine,
+            weight_versions=spans,
+            finish_reason=one.finish_reason,
+            reward=float(reward),
+            reward_parts=one.reward_parts,
+        )
+        for one, spans, reward in zip(info, decode_weight_versions(weight_versions), decode_array(rewards), strict=True)
+    }
+
+
+def _place(uid: str) -> tuple[str, int]:
+    """Sorts in order of issue."""
+    group, _, place = uid.rpartition(".")
+    return group, int(place)

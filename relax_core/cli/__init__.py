@@ -1,0 +1,1 @@
+"""Commands of `relax` beside the run itself: list, doctor."""

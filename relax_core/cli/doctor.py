@@ -1,0 +1,157 @@
+"""`relax doctor`: whether a run could work on this machine, and what dead runs have left on it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from relax_core.cli.leftovers import leftovers
+from relax_core.cli.versions import versions
+from relax_core.config.compose import load_config
+from relax_core.config.memory import available_bytes
+from relax_core.plan.build import make_plan
+from relax_core.plan.text import size_words
+
+CORES, DISK_BYTES, SHARED_BYTES = 2, 2 << 30, 512 << 20
+_SHARED_MEMORY = Path("/dev/shm")
+_NVIDIA_S = 10.0
+
+
+class Verdict(Enum):
+    good = "ok"
+    note = "note"
+    bad = "BAD"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """``words``: what was found and, where it is not good, what to do."""
+
+    topic: str
+    verdict: Verdict
+    words: str
+
+
+def doctor_command() -> int:
+    """Prints every finding. Returns 1 where a run could not work, else 0."""
+    findings = [finding for look in _LOOKS for finding in look()]
+    for finding in findings:
+        print(f"{finding.verdict.value:<5} {finding.topic:<14} {finding.words}")
+    bad = sum(finding.verdict is Verdict.bad for finding in findings)
+    print(f"\n{bad} of {len(findings)} findings keep a run from working." if bad else "\nA run can work here.")
+    return 1 if bad else 0
+
+
+def _python() -> Iterator[Finding]:
+    found = ".".join(map(str, sys.version_info[:3]))
+    right = sys.version_info[:2] == (3, 11)
+    words = f"{found} at {sys.executable}" + (
+        "" if right else "; Relax needs 3.11: make env PYTHON=/path/to/python3.11"
+    )
+    yield Finding(topic="python", verdict=Verdict.good if right else Verdict.bad, words=words)
+
+
+def _libraries() -> Iterator[Finding]:
+    for one in versions():
+        if one.found is None:
+            words = f"{one.name} is missing. Install it: make env"
+            yield Finding(topic="library", verdict=Verdict.bad, words=words)
+        elif one.tested not in (None, one.found):
+            words = f"{one.name} {one.found}, tested with {one.tested} (constraints.txt)"
+            yield Finding(topic="library", verdict=Verdict.note, words=words)
+    count = len(versions())
+    yield Finding(topic="libraries", verdict=Verdict.good, words=f"{count} looked at; those not named are as tested")
+
+
+def _machine() -> Iterator[Finding]:
+    cores = len(os.sched_getaffinity(0))
+    words = f"{cores} cores" + ("" if cores >= CORES else f"; rollout and trainer want one each: give it {CORES}")
+    yield Finding(topic="cores", verdict=Verdict.good if cores >= CORES else Verdict.note, words=words)
+    free, demo = available_bytes(), make_plan(load_config()).total_bytes
+    words = f"{size_words(free)} free, the demo takes {size_words(demo)}"
+    verdict = Verdict.good if free >= demo else Verdict.bad
+    yield Finding(topic="memory", verdict=verdict, words=words + ("" if free >= demo else ". Close other programs"))
+
+
+def _shared_memory() -> Iterator[Finding]:
+    if not _SHARED_MEMORY.is_dir() or not os.access(_SHARED_MEMORY, os.W_OK):
+        words = f"{_SHARED_MEMORY} is not there or cannot be written to: weights travel by it. Mount a tmpfs"
+        yield Finding(topic="shared memory", verdict=Verdict.bad, words=words)
+        return
+    free = shutil.disk_usage(_SHARED_MEMORY).free
+    enough = free >= SHARED_BYTES
+    words = f"{size_words(free)} free in {_SHARED_MEMORY}"
+    more = f"; {size_words(SHARED_BYTES)} is little enough. In a container: --shm-size=2g"
+    yield Finding(
+        topic="shared memory",
+        verdict=Verdict.good if enough else Verdict.bad,
+        words=words + ("" if enough else more),
+    )
+
+
+def _disk() -> Iterator[Finding]:
+    for topic, folder in (("disk, runs", Path.cwd()), ("disk, /tmp", Path(tempfile.gettempdir()))):
+        free, writable = shutil.disk_usage(folder).free, os.access(folder, os.W_OK)
+        words = f"{size_words(free)} free in {folder}" + ("" if writable else ", which cannot be written to")
+        enough = Verdict.good if free >= DISK_BYTES else Verdict.note
+        verdict = enough if writable else Verdict.bad
+        yield Finding(topic=topic, verdict=verdict, words=words)
+
+
+def _ports() -> Iterator[Finding]:
+    try:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+    except OSError as error:
+        words = f"no free port on 127.0.0.1: {error.strerror}. Engines and Ray need loopback"
+        yield Finding(topic="ports", verdict=Verdict.bad, words=words)
+        return
+    yield Finding(topic="ports", verdict=Verdict.good, words=f"127.0.0.1 gives ports ({port}, for one)")
+
+
+def _gpus() -> Iterator[Finding]:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        yield Finding(topic="GPUs", verdict=Verdict.good, words="none (no nvidia-smi); runs are on CPU cores")
+        return
+    query = [tool, "--query-gpu=index,name,memory.total,memory.used", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=_NVIDIA_S, check=False)
+    except subprocess.TimeoutExpired:
+        yield Finding(topic="GPUs", verdict=Verdict.note, words=f"nvidia-smi gave no answer in {_NVIDIA_S:.0f} s")
+        return
+    if done.returncode != 0:
+        reason = (done.stdout + done.stderr).strip().split("\n")[0]
+        yield Finding(topic="GPUs", verdict=Verdict.note, words=f"nvidia-smi fails: {reason}")
+    for line in done.stdout.splitlines() if done.returncode == 0 else []:
+        yield Finding(topic="GPU", verdict=Verdict.good, words=f"{line.strip()}; not used yet, see placement=gpu")
+
+
+def _left() -> Iterator[Finding]:
+    found = leftovers()
+    for one in found:
+        words = f"{one.what}. Remove it: {one.removal}"
+        yield Finding(topic="left behind", verdict=Verdict.note, words=words)
+    if not found:
+        yield Finding(topic="left behind", verdict=Verdict.good, words="nothing of dead runs")
+
+
+_LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+    _python,
+    _libraries,
+    _machine,
+    _shared_memory,
+    _disk,
+    _ports,
+    _gpus,
+    _left,
+)

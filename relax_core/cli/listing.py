@@ -1,0 +1,76 @@
+"""`relax list`: algorithms, rewards, envs and models, one line each, plug-ins included."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+
+from relax_core.config.options import first_comment, yaml_options
+from relax_core.plan.models import shape_dimensions, shape_names
+from relax_core.registry import KINDS, Kind, PluginError, find, names, package_of
+from relax_core.train.models.registry import FAMILIES
+
+_TITLES: dict[Kind, str] = {"algo": "Algorithms", "reward": "Rewards", "env": "Envs"}
+_CANNOT = 2
+
+
+def list_command(files: Sequence[str]) -> int:
+    """Prints what can be chosen. ``files``: plug-in files of the user's, listed with the kind that they are.
+
+    Returns 0, or 2 where a plug-in is broken: it is named with its file and line, and the rest is listed all the same.
+    """
+    broken: list[str] = []
+    for kind, title in _TITLES.items():
+        print(f"{title} ({kind}=NAME, or {kind}.name=/path/my_{kind}.py)")
+        for name in names(kind):
+            print(_plugin_line(kind, name, broken))
+        print()
+    print("\n".join(_model_lines()))
+    if files:
+        print("\nYour files")
+        for file in files:
+            print(_file_line(file, broken))
+    for problem in broken:
+        print(f"relax: {problem}", file=sys.stderr)
+    return _CANNOT if broken else 0
+
+
+def _plugin_line(kind: Kind, name: str, broken: list[str]) -> str:
+    try:
+        summary = find(kind, name).summary
+    except PluginError as error:
+        broken.append(str(error))
+        summary = "broken, see below"
+    package = package_of(kind, name)
+    return _line(name, summary + (f" (from {package})" if package else ""))
+
+
+def _file_line(file: str, broken: list[str]) -> str:
+    problems = []
+    for kind in KINDS:
+        try:
+            return _line(f"{kind}.name={file}", find(kind, file).summary)
+        except PluginError as error:
+            problems.append(str(error))
+    broken.append(problems[0])
+    return _line(file, "broken, see below")
+
+
+def _model_lines() -> Iterator[str]:
+    yield "Models (model=NAME)"
+    for option in yaml_options("model"):
+        yield _line(option, first_comment("model", option))
+    yield f"  families that train: {', '.join(sorted(FAMILIES))} (model.family)"
+    yield ""
+    yield "Shapes to plan with (model.shape=NAME plan=true)"
+    for name in shape_names():
+        shape = shape_dimensions(name)
+        yield _line(name, f"{shape.parameters / 1e9:.1f}B parameters, {shape.layers} layers, {shape.family}")
+    yield ""
+    yield "Experiments (experiment=NAME)"
+    for option in yaml_options("experiment"):
+        yield _line(option, first_comment("experiment", option))
+
+
+def _line(name: str, summary: str) -> str:
+    return f"  {name:<30} {summary}"

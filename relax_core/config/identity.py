@@ -1,0 +1,67 @@
+"""What makes a resumed run the same run, and what a user may change on the way.
+
+Refused: whatever the checkpoint's own state was made for. With another seed or other data its cursor points into
+another order, so prompts would come twice or never; its tensors belong to one model, its ledger to one group size; and
+a curve that changes its algorithm, reward or environment half-way shows neither. Told, and then done: knobs that people
+tune on the way (learning rate, clip range, temperature, staleness). Not looked at: where and how long the run goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+REFUSED = (
+    "seed",
+    "data",
+    "model",
+    "modality",
+    "algo.name",
+    "algo.group_size",
+    "reward.name",
+    "env.name",
+)
+TOLD = ("algo", "optimizer", "rollout", "mode", "reward", "env", "parallel")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A key whose value is not what the checkpoint was made with."""
+
+    key: str
+    was: Any
+    now: Any
+
+    def words(self) -> str:
+        return f"{self.key} was {_word(self.was)}, is {_word(self.now)}"
+
+    def as_it_was(self) -> str:
+        """The override that takes the change back."""
+        return f"{self.key}={_word(self.was)}"
+
+
+def changes(saved: Mapping[str, Any], now: Mapping[str, Any], *, keys: tuple[str, ...]) -> list[Change]:
+    """The keys at or below one of ``keys`` that differ. Both are a configuration as `relax_core.config.saved.plain`
+    gives it; a key that only one has came or went with a version of Relax."""
+    before, after = dict(_leaves(saved)), dict(_leaves(now))
+    return [
+        Change(key=key, was=before[key], now=value)
+        for key, value in after.items()
+        if key in before and before[key] != value and any(key == one or key.startswith(f"{one}.") for one in keys)
+    ]
+
+
+def _leaves(values: Mapping[str, Any], *, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, prefix=f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _word(value: Any) -> str:
+    """As it is written on the command line."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,0 +1,110 @@
+"""What a launcher's keys must be to each other. Numbers by themselves are in ranges.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+from relax_core.config.schema import (
+    LAUNCHERS,
+    LauncherConfig,
+    LauncherKind,
+    RayJobLauncherConfig,
+    RelaxConfig,
+    SlurmLauncherConfig,
+)
+
+_NAMES_OF_OURS = ("job-name", "output", "error", "signal", "nodes", "ntasks-per-node", "time", "open-mode", "array")
+_KEYS_OF_OURS = {  # what has a key of its own
+    "partition": "partition",
+    "account": "account",
+    "qos": "qos",
+    "constraint": "constraint",
+    "gpus-per-node": "gpus_per_node",
+    "cpus-per-task": "cpus_per_node",
+    "mem": "memory_gb",
+    "time": "time_limit_min",
+    "nodes": "nodes",
+}
+
+
+def sbatch_arguments(words: list[str]) -> dict[str, str | bool]:
+    """``["--exclusive", "--reservation=mine"]`` → ``{"exclusive": True, "reservation": "mine"}``."""
+    split = [word.removeprefix("--").partition("=") for word in words]
+    return {name: value if equals else True for name, equals, value in split}
+
+
+def environment(words: list[str]) -> dict[str, str]:
+    """``["NAME=value"]`` → ``{"NAME": "value"}``."""
+    return dict(word.split("=", 1) for word in words)
+
+
+def launcher_problems(config: RelaxConfig) -> Iterator[str]:
+    """One sentence for each impossible combination. First the type: what follows reads the launcher's own keys."""
+    launcher = config.launcher
+    if type(launcher) is not LAUNCHERS[launcher.name.value]:
+        yield f"launcher.name={launcher.name.value}: choose it with launcher={launcher.name.value}."
+        return
+    several = launcher.nodes > 1 or launcher.name is LauncherKind.ray_job or launcher.ray_address is not None
+    if several and config.bus.name == "transfer_queue":
+        yield (
+            f"bus=transfer_queue with launcher={launcher.name.value} and launcher.nodes={launcher.nodes}: its sockets "
+            "are of one machine. Use bus=ray."
+        )
+    if launcher.name is LauncherKind.local:
+        yield from _local(launcher)
+    elif launcher.ray_address is not None:
+        yield (
+            f"launcher.ray_address={launcher.ray_address} with launcher={launcher.name.value}, which finds the address "
+            "itself. Drop it."
+        )
+    if isinstance(launcher, SlurmLauncherConfig):
+        yield from _slurm(launcher)
+    if isinstance(launcher, RayJobLauncherConfig):
+        yield from _ray_job(config, launcher)
+
+
+def _local(launcher: LauncherConfig) -> Iterator[str]:
+    if launcher.nodes > 1 and launcher.ray_address is None:
+        yield (
+            f"launcher.nodes={launcher.nodes} with a Ray of the run's own, which is this machine alone. Add "
+            "launcher.ray_address=auto, or choose launcher=slurm."
+        )
+
+
+def _slurm(launcher: SlurmLauncherConfig) -> Iterator[str]:
+    for word in launcher.sbatch:
+        name = word.removeprefix("--").partition("=")[0]
+        if not word.startswith("--") or not name:
+            yield f"launcher.sbatch has {word!r}: write it as --name or --name=value."
+        elif name in _KEYS_OF_OURS:
+            yield f"launcher.sbatch has {word!r}: use launcher.{_KEYS_OF_OURS[name]}."
+        elif name in _NAMES_OF_OURS:
+            yield f"launcher.sbatch has {word!r}, which Relax sets itself. Drop it."
+    if launcher.checkpoint_s >= launcher.time_limit_min * 60:
+        yield (
+            f"launcher.checkpoint_s={launcher.checkpoint_s} is not less than launcher.time_limit_min="
+            f"{launcher.time_limit_min} minutes: the run would be stopped when it starts. Raise the limit."
+        )
+
+
+def _ray_job(config: RelaxConfig, launcher: RayJobLauncherConfig) -> Iterator[str]:
+    for word in launcher.env:
+        if "=" not in word or word.startswith("="):
+            yield f"launcher.env has {word!r}: write it as NAME=value."
+    if not launcher.address.startswith(("http://", "https://")):
+        yield f"launcher.address={launcher.address}: give the dashboard's address, e.g. http://127.0.0.1:8265."
+    if not launcher.manifest:
+        return
+    if launcher.image is None:
+        yield "launcher.manifest=true needs launcher.image=..., a container image that has Relax installed."
+    if launcher.volume_claim is None and launcher.nodes > 1:
+        yield (
+            f"launcher.manifest=true with launcher.nodes={launcher.nodes} needs launcher.volume_claim=...: weights and "
+            "checkpoints travel by a folder that all pods see."
+        )
+    if launcher.volume_claim is not None and not PurePosixPath(config.run.dir).is_relative_to(launcher.volume_path):
+        yield (
+            f"run.dir={config.run.dir} is not below launcher.volume_path={launcher.volume_path}, where all pods see "
+            f"it. Use run.dir={launcher.volume_path}/runs/{config.name}."
+        )

@@ -1,0 +1,60 @@
+"""The roles' faces in Ray Serve, beside the workers: nothing of a step waits for them."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from relax_core.control.role_counts import roles_of
+from relax_core.registry import find_algorithm
+from relax_core.roles.context import RunContext, worker_name
+
+
+class Fronts:
+    """One Serve app a role, from the run's start to its end; they are pointed at new workers by a new deployment."""
+
+    def __init__(self, context: RunContext) -> None:
+        config = context.config
+        self._context = context
+        self._roles = roles_of(find_algorithm(config.algo.name).needs(config.algo), engines=config.engine.count)
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fronts")
+        self._namespace = ""
+        self._deployed: Future[None] | None = None
+
+    def follow(self, namespace: str) -> None:
+        """Points them at the workers of ``namespace``, where they do not already; returns at once."""
+        if namespace != self._namespace:
+            self._namespace = namespace
+            self._deployed = self._pool.submit(self._deploy, namespace)
+
+    def error(self) -> BaseException | None:
+        """Why Serve did not start them; None where it did, or is still at it."""
+        return self._deployed.exception() if self._deployed is not None and self._deployed.done() else None
+
+    def close(self, *, timeout_s: float) -> None:
+        """On a joined cluster our apps end; a cluster of our own ends with Ray a moment later. Raises TimeoutError
+        where Serve is still not done."""
+        started = self._deployed is not None and self._deployed.exception(timeout=timeout_s) is None
+        if started and self._context.config.launcher.ray_address is not None:
+            from ray import serve
+
+            for role in self._roles:
+                serve.delete(self._app(role))
+        self._pool.shutdown(wait=True)
+
+    def _deploy(self, namespace: str) -> None:
+        from ray import serve
+
+        from relax_core.roles.front import RoleFront
+
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        serve.start(proxy_location="Disabled")
+        targets = []
+        for role, count in self._roles.items():
+            names = [worker_name(role, rank) for rank in range(count)]
+            front = RoleFront.bind(role, names, namespace)  # type: ignore[attr-defined]
+            targets.append(serve.RunTarget(front, name=self._app(role), route_prefix=None))
+        serve.run_many(targets)
+
+    def _app(self, role: str) -> str:
+        return f"{self._context.run_namespace}-{role}"

@@ -1,0 +1,76 @@
+"""A /generate that asks for no token, only how likely the given ones are: SGLang's ``max_new_tokens`` 0."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from relax_core.engines.embedded.asgi import HttpError
+from relax_core.engines.embedded.model_config import ModelConfig
+from relax_core.engines.embedded.requests import RequestBody, RequestLimits, SamplingBody, per_prompt
+from relax_core.engines.embedded.scoring import ScoreItem
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreRequest:
+    """``single``: one prompt given alone, answered with an object and not with a list."""
+
+    items: list[ScoreItem]
+    rids: list[str]
+    min_version: int
+    single: bool
+
+
+def asks_for_scores(body: RequestBody) -> bool:
+    return any(one.max_new_tokens == 0 for one in body.sampling)
+
+
+def parse_score(body: RequestBody, *, model: ModelConfig, limits: RequestLimits) -> ScoreRequest:
+    """Raises HttpError 400 that says key, value and fix. ``temperature`` 0 is 1, as for greedy tokens."""
+    raw, count = body.raw, len(body.prompts)
+    _check(body)
+    starts = per_prompt("logprob_start_len", -1 if raw.logprob_start_len is None else raw.logprob_start_len, count)
+    tops = per_prompt("top_logprobs_num", raw.top_logprobs_num or 0, count)
+    items = []
+    for place, (ids, start, top_k, sampling) in enumerate(zip(body.prompts, starts, tops, body.sampling, strict=True)):
+        if len(ids) > limits.context_length:
+            raise HttpError(
+                400,
+                f"input_ids[{place}]: {len(ids)} tokens are longer than the context of {limits.context_length}; "
+                "shorten them or raise engine.context_length",
+            )
+        if not -1 <= start < len(ids):
+            raise HttpError(400, f"logprob_start_len: {start} for {len(ids)} tokens; give 0 to {len(ids) - 1}, or -1")
+        if not 0 <= top_k <= model.vocab_size:
+            raise HttpError(400, f"top_logprobs_num: {top_k}; give 0 to {model.vocab_size}, the vocabulary's size")
+        if sampling.temperature < 0:
+            raise HttpError(400, f"sampling_params.temperature: {sampling.temperature}; give 0 or more")
+        items.append(
+            ScoreItem(
+                token_ids=ids,
+                start=len(ids) - 1 if start == -1 else start,
+                top_k=top_k,
+                temperature=sampling.temperature or 1.0,
+            )
+        )
+    versions = per_prompt("min_version", raw.min_version, count)
+    return ScoreRequest(items=items, rids=body.rids, min_version=max(versions), single=body.single)
+
+
+def _check(body: RequestBody) -> None:
+    if any(one.max_new_tokens for one in body.sampling):
+        raise HttpError(400, "sampling_params.max_new_tokens: 0 for some prompts of a request only; send two requests")
+    if not body.raw.return_logprob:
+        raise HttpError(400, "sampling_params.max_new_tokens: 0 needs return_logprob=true; else give 1 or more")
+    if body.raw.stream:
+        raise HttpError(400, "stream=true with sampling_params.max_new_tokens: 0; scores come in one reply")
+    if body.raw.banned_token_ids:
+        raise HttpError(400, "banned_token_ids with sampling_params.max_new_tokens: 0; scores are of all tokens")
+    neutral = SamplingBody()
+    for one in body.sampling:
+        for key in ("n", "top_p", "top_k"):
+            if getattr(one, key) != getattr(neutral, key):
+                raise HttpError(
+                    400,
+                    f"sampling_params.{key}: {getattr(one, key)} with max_new_tokens 0; scores are of all tokens: "
+                    "leave it out",
+                )

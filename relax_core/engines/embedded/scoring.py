@@ -1,0 +1,81 @@
+"""Log-probs of tokens that are given, not sampled: a prefill whose every position is asked for its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from relax_core.engines.embedded.model import Qwen3Model
+from relax_core.engines.embedded.prefill import empty_kv, prefill_passes
+from relax_core.engines.embedded.sampler import NonFiniteLogits
+
+_CHUNK_ELEMENTS = 1 << 22  # logits that exist at one time; bounds them to 16 MiB, and their log-softmax to as much
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreItem:
+    """``token_ids`` from place ``start`` + 1 on are scored under softmax(logits / ``temperature``), each with the
+    ``top_k`` likeliest tokens at its place."""
+
+    token_ids: Sequence[int]
+    start: int
+    top_k: int
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """One entry a scored token; of the two tops ``top_k`` numbers each, likeliest first."""
+
+    logprobs: list[float]
+    top_ids: list[list[int]]
+    top_logprobs: list[list[float]]
+
+
+def score(model: Qwen3Model, items: Sequence[ScoreItem], *, dtype: torch.dtype) -> list[Scores]:
+    """Raises NonFiniteLogits where the weights yield none. Give together what `like_lengths` puts together."""
+    # The last token is scored by the position before it, so it is not computed itself.
+    rows = [item.token_ids[:-1] or item.token_ids for item in items]
+    kv = empty_kv(model, count=len(rows), width=max(map(len, rows)), dtype=dtype)
+    inverse = torch.tensor([1.0 / item.temperature for item in items])
+    top_k = max(item.top_k for item in items)
+    parts = []
+    for start, stop, hidden in prefill_passes(model, rows, kv):
+        owners, places, targets = _asked(items, start, stop)
+        step = max(1, _CHUNK_ELEMENTS // model.config.vocab_size)
+        for at in range(0, len(owners), step):
+            own = owners[at : at + step]
+            logits = model.logits(hidden[own, places[at : at + step]])
+            logprobs = F.log_softmax(logits.mul_(inverse[own, None]), -1)
+            chosen = logprobs.gather(-1, targets[at : at + step, None])[:, 0]
+            if bool(chosen.isnan().any()):
+                raise NonFiniteLogits("the weights in force yield logits that are not finite")
+            top = logprobs.topk(top_k, -1)
+            parts.append((own, chosen, top.indices, top.values))
+    if not parts:
+        return [Scores(logprobs=[], top_ids=[], top_logprobs=[]) for _ in items]
+    owner, *columns = (torch.cat(column).numpy() for column in zip(*parts, strict=True))
+    found = []
+    for row, item in enumerate(items):
+        logprobs, ids, values = (column[owner == row] for column in columns)
+        tops = ids[:, : item.top_k].tolist(), values[:, : item.top_k].tolist()
+        found.append(Scores(logprobs=logprobs.tolist(), top_ids=tops[0], top_logprobs=tops[1]))
+    return found
+
+
+def _asked(items: Sequence[ScoreItem], start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of the positions [start, stop) that predict a token to be scored: its row, its place there, the token."""
+    owners: list[int] = []
+    places: list[int] = []
+    targets: list[int] = []
+    for row, item in enumerate(items):
+        first, last = max(start, item.start), min(stop, len(item.token_ids) - 1)
+        if first < last:
+            owners += [row] * (last - first)
+            places += range(first - start, last - start)
+            targets += item.token_ids[first + 1 : last + 1]
+    return torch.tensor(owners, dtype=torch.int64), torch.tensor(places, dtype=torch.int64), torch.tensor(targets)

@@ -1,0 +1,70 @@
+"""Scoring of given tokens through SGLang's /generate: the body that asks for it, and what is read of the reply."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokensToScore:
+    """``input_ids`` from place ``first`` on are scored; 1 or more, since nothing says how likely the very first is."""
+
+    input_ids: list[int]
+    first: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenScores:
+    """One entry a scored token. ``top_ids``, ``top_logprobs``: the likeliest tokens at its place, likeliest first."""
+
+    logprobs: list[float]
+    top_ids: list[list[int]]
+    top_logprobs: list[list[float]]
+
+
+_Entry = tuple[float | None, int, str | None]
+
+
+class _Meta(msgspec.Struct):
+    input_token_logprobs: list[_Entry]
+    input_top_logprobs: list[list[_Entry] | None] | None = None
+
+
+class _Reply(msgspec.Struct):
+    meta_info: _Meta
+
+
+_decoder = msgspec.json.Decoder(list[_Reply])
+
+
+def score_body(rows: Sequence[TokensToScore], *, top_k: int, temperature: float) -> dict[str, Any]:
+    """SGLang scores from ``logprob_start_len`` on, whose own entry is empty: hence the place before the first."""
+    return {
+        "input_ids": [row.input_ids for row in rows],
+        "sampling_params": {"max_new_tokens": 0, "temperature": temperature},
+        "return_logprob": True,
+        "logprob_start_len": [row.first - 1 for row in rows],
+        "top_logprobs_num": [top_k for _ in rows],
+    }
+
+
+def read_scores(data: bytes, rows: Sequence[TokensToScore], *, top_k: int) -> list[TokenScores]:
+    """Raises ValueError for a reply that has not a number for every token asked for."""
+    replies = _decoder.decode(data)
+    if len(replies) != len(rows):
+        raise ValueError(f"{len(replies)} replies to {len(rows)} prompts")
+    return [_scores(reply.meta_info, row, top_k=top_k) for reply, row in zip(replies, rows, strict=True)]
+
+
+def _scores(meta: _Meta, row: TokensToScore, *, top_k: int) -> TokenScores:
+    expected = len(row.input_ids) - row.first
+    logprobs = [logprob for logprob, _, _ in meta.input_token_logprobs[1:] if logprob is not None]
+    tops = [top or [] for top in (meta.input_top_logprobs or [])[1:]] if top_k else [[]] * expected
+    if len(logprobs) != expected or [len(top) for top in tops] != [top_k] * expected:
+        raise ValueError(f"{len(logprobs)} log-probs and {len(tops)} lists of likeliest tokens for {expected} tokens")
+    values = [[logprob for logprob, _, _ in top if logprob is not None] for top in tops]
+    return TokenScores(logprobs=logprobs, top_ids=[[token for _, token, _ in top] for top in tops], top_logprobs=values)

@@ -1,0 +1,56 @@
+"""The arithmetic of a train step, in words: prompts to samples, groups, updates and micro-batches; credits."""
+
+from __future__ import annotations
+
+from relax_core.config.schema import ModeName, RelaxConfig
+from relax_core.plan.workload import Workload
+
+
+def plural(count: int, noun: str) -> str:
+    """``plural(2, "update")`` → "2 updates"."""
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count} {noun}es" if noun.endswith("batch") else f"{count} {noun}s"
+
+
+def batch_words(config: RelaxConfig, work: Workload) -> list[str]:
+    """One sentence a fact. What does not divide has been refused before."""
+    groups, size, ranks = work.groups, work.group_size, config.parallel.dp
+    mini_batches, epochs = config.algo.mini_batches, config.algo.epochs
+    budget = config.parallel.micro_batch_tokens
+    words = [
+        f"{groups} prompts x {size} samples = {groups} groups, {groups * size} samples a train step; "
+        f"{config.run.steps} steps train {config.run.steps * groups * size} samples of {config.run.steps * groups} "
+        "prompts.",
+        f"{groups} groups / {plural(mini_batches, 'mini-batch')} = {groups // mini_batches} groups an update; "
+        f"x {plural(epochs, 'epoch')} = {plural(mini_batches * epochs, 'update')} and one weight version a step.",
+        f"A group is {work.prompt_tokens} prompt tokens once + {size} x {work.new_tokens - 1} = {work.group_rows} "
+        f"token rows at most ({work.prompt_source}).",
+        f"A micro-batch holds {plural(work.micro_batch_groups, 'group')} = {work.micro_batch_rows} rows on "
+        f"{plural(work.busy_ranks, 'data-parallel rank')}; {plural(work.micro_batches, 'micro-batch')} a pass over the "
+        "step.",
+    ]
+    if work.busy_ranks < ranks:
+        words.append(
+            f"Only {work.busy_ranks} of {ranks} data-parallel ranks have work in a micro-batch. "
+            f"Use parallel.micro_batch_tokens={work.group_rows} or more."
+        )
+    if work.group_rows > budget * ranks:
+        words.append(
+            f"One group is more than a micro-batch, parallel.micro_batch_tokens={budget} x {ranks}: it goes alone, and "
+            "sets the peak."
+        )
+    return words
+
+
+def credit_words(config: RelaxConfig, work: Workload) -> list[str]:
+    """How much may be under way, and how old a trained token may be."""
+    staleness, groups = config.mode.max_staleness, work.groups
+    credits = (staleness + 1) * groups
+    turns = " Rollout and trainer take turns." if config.mode.name is ModeName.colocate else ""
+    return [
+        f"Credits: (max_staleness {staleness} + 1) x {groups} groups = {credits} groups, {credits * work.group_size} "
+        "samples, generated and not yet trained at most.",
+        f"A token is trained at most {plural(staleness, 'weight version')} after the one that sampled it.{turns}",
+        f"One engine runs up to {work.samples_in_flight} samples at one time.",
+    ]

@@ -1,0 +1,247 @@
+"""The dimensions of a model, read from its config.json, and how many parameters of which kind follow from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Values = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A mixture of experts in every layer. ``per_token``: experts that a token is routed to. ``shared_width``: of the
+    expert that every token goes through, 0 where there is none."""
+
+    count: int
+    per_token: int
+    width: int
+    shared_width: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearAttention:
+    """Gated delta net in ``layers`` of the layers: its state has one size, however long the context."""
+
+    layers: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    convolution: int
+
+    @property
+    def keys(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelDimensions:
+    """``family``: config.json's model_type. ``feed_forward``: width of a dense layer, 0 with experts. ``output_gate``:
+    the query projection also makes a gate of its own size. ``towers``: encoder of a modality → its parameters."""
+
+    name: str
+    family: str
+    layers: int
+    hidden: int
+    feed_forward: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    positions: int
+    tied_embeddings: bool
+    experts: Experts | None = None
+    linear: LinearAttention | None = None
+    output_gate: bool = False
+    towers: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def query(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def key(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def full_attention_layers(self) -> int:
+        return self.layers - (self.linear.layers if self.linear else 0)
+
+    @property
+    def embedding_matrices(self) -> int:
+        return 1 if self.tied_embeddings else 2
+
+    @property
+    def embedding_parameters(self) -> int:
+        return self.embedding_matrices * self.vocabulary * self.hidden
+
+    @property
+    def expert_parameters(self) -> int:
+        return self.layers * self.experts.count * 3 * self.hidden * self.experts.width if self.experts else 0
+
+    @property
+    def tower_parameters(self) -> int:
+        return sum(self.towers.values())
+
+    @property
+    def layer_parameters(self) -> int:
+        """All layers and the final norm, without the routed experts."""
+        attention = self.full_attention_layers * self._attention_parameters()
+        if self.linear is not None:
+            attention += self.linear.layers * self._linear_attention_parameters(self.linear)
+        return attention + self.layers * (self._dense_parameters() + 2 * self.hidden) + self.hidden
+
+    @property
+    def parameters(self) -> int:
+        return self.embedding_parameters + self.layer_parameters + self.expert_parameters + self.tower_parameters
+
+    @property
+    def cache_values_per_token(self) -> int:
+        """Numbers that an engine keeps of one token: keys and values of the layers with full attention."""
+        return 2 * self.full_attention_layers * self.key
+
+    @property
+    def state_values_per_sample(self) -> int:
+        """Numbers that an engine keeps of one running sample, however long: the states of linear attention."""
+        one = self.linear
+        if one is None:
+            return 0
+        convolution = (2 * one.keys + one.values) * (one.convolution - 1)
+        return one.layers * (one.value_heads * one.key_dim * one.value_dim + convolution)
+
+    def _attention_parameters(self) -> int:
+        projections = self.query * (2 if self.output_gate else 1) + 2 * self.key + self.query
+        return self.hidden * projections + 2 * self.head_dim
+
+    def _linear_attention_parameters(self, one: LinearAttention) -> int:
+        into = 2 * one.keys + 2 * one.values + 2 * one.value_heads
+        convolution = (2 * one.keys + one.values) * one.convolution
+        return self.hidden * (into + one.values) + convolution + 2 * one.value_heads + one.value_dim
+
+    def _dense_parameters(self) -> int:
+        if self.experts is None:
+            return 3 * self.hidden * self.feed_forward
+        shared = self.experts.shared_width
+        return self.hidden * self.experts.count + 3 * self.hidden * shared + (self.hidden if shared else 0)
+
+
+def read_dimensions(values: Values, *, name: str) -> ModelDimensions:
+    """From the content of a config.json. Raises ValueError for a family that is not known, and for a missing field."""
+    family = values.get("model_type")
+    reader = _READERS.get(str(family))
+    if reader is None:
+        raise ValueError(f"{name}: model_type={family!r} cannot be planned. What can: {', '.join(sorted(_READERS))}.")
+    try:
+        return reader(values, name)
+    except KeyError as error:
+        raise ValueError(f"{name}: config.json has no {error.args[0]}, which the plan needs.") from error
+
+
+def _language(values: Values, name: str, *, whole: Values) -> dict[str, Any]:
+    """What every family's language model has. ``whole``: the outermost level of config.json."""
+    heads = values["num_attention_heads"]
+    return {
+        "name": name,
+        "family": whole["model_type"],
+        "layers": values["num_hidden_layers"],
+        "hidden": values["hidden_size"],
+        "heads": heads,
+        "kv_heads": values.get("num_key_value_heads") or heads,
+        "head_dim": values.get("head_dim") or values["hidden_size"] // heads,
+        "vocabulary": values["vocab_size"],
+        "positions": values["max_position_embeddings"],
+        "tied_embeddings": bool(whole.get("tie_word_embeddings", False)),
+    }
+
+
+def _dense(values: Values, name: str) -> ModelDimensions:
+    return ModelDimensions(feed_forward=values["intermediate_size"], **_language(values, name, whole=values))
+
+
+def _mixture(values: Values, name: str) -> ModelDimensions:
+    return ModelDimensions(feed_forward=0, experts=_experts(values), **_language(values, name, whole=values))
+
+
+def _omni_mixture(values: Values, name: str) -> ModelDimensions:
+    """A mixture with encoders in front: of images, and in the omni family of sound."""
+    text = values["text_config"]
+    towers = {"vision": vision_parameters(values["vision_config"])}
+    if "audio_config" in values:
+        towers["audio"] = audio_parameters(values["audio_config"])
+    return ModelDimensions(feed_forward=0, experts=_experts(text), towers=towers, **_language(text, name, whole=values))
+
+
+def _hybrid_mixture(values: Values, name: str) -> ModelDimensions:
+    text = values["text_config"]
+    layers, interval = text["num_hidden_layers"], text["full_attention_interval"]
+    linear = LinearAttention(
+        layers=layers - layers // interval,
+        key_heads=text["linear_num_key_heads"],
+        value_heads=text["linear_num_value_heads"],
+        key_dim=text["linear_key_head_dim"],
+        value_dim=text["linear_value_head_dim"],
+        convolution=text["linear_conv_kernel_dim"],
+    )
+    return ModelDimensions(
+        feed_forward=0,
+        experts=_experts(text),
+        linear=linear,
+        output_gate=True,
+        towers={"vision": vision_parameters(values["vision_config"])},
+        **_language(text, name, whole=values),
+    )
+
+
+def _experts(values: Values) -> Experts:
+    return Experts(
+        count=values["num_experts"],
+        per_token=values["num_experts_per_tok"],
+        width=values["moe_intermediate_size"],
+        shared_width=values.get("shared_expert_intermediate_size") or 0,
+    )
+
+
+def vision_parameters(values: Values) -> int:
+    """A Qwen3-VL vision tower: patches, blocks, the merger and one more merger for each deepstack layer."""
+    hidden, wide, out = values["hidden_size"], values["intermediate_size"], values["out_hidden_size"]
+    patch = values["in_channels"] * values["temporal_patch_size"] * values["patch_size"] ** 2
+    merged = hidden * values["spatial_merge_size"] ** 2
+    block = 4 * hidden + 4 * hidden * hidden + 4 * hidden + 2 * hidden * wide + wide + hidden
+    merger = merged * merged + merged + merged * out + out
+    deepstack = len(values.get("deepstack_visual_indexes", ()))
+    return (
+        patch * hidden
+        + hidden
+        + values["num_position_embeddings"] * hidden
+        + values["depth"] * block
+        + merger
+        + 2 * hidden
+        + deepstack * (merger + 2 * merged)
+    )
+
+
+def audio_parameters(values: Values) -> int:
+    """A Qwen3-Omni audio tower: three convolutions that halve the mel bins, encoder layers, two projections."""
+    hidden, wide, channels = values["d_model"], values["encoder_ffn_dim"], values["downsample_hidden_size"]
+    bins = values["num_mel_bins"]
+    for _ in range(3):
+        bins = (bins + 1) // 2
+    convolutions = (9 * channels + channels) + 2 * (9 * channels * channels + channels) + channels * bins * hidden
+    layer = 4 * (hidden * hidden + hidden) + 4 * hidden + 2 * hidden * wide + wide + hidden
+    projections = 2 * hidden + (hidden * hidden + hidden) + hidden * values["output_dim"] + values["output_dim"]
+    return int(convolutions + values["encoder_layers"] * layer + projections)
+
+
+_READERS = {
+    "qwen3": _dense,
+    "qwen3_moe": _mixture,
+    "qwen3_vl_moe": _omni_mixture,
+    "qwen3_5_moe": _hybrid_mixture,
+    "qwen3_omni_moe_thinker": _omni_mixture,
+}

@@ -1,0 +1,202 @@
+"""Peak memory of every GPU of a placement, by phase.
+
+No run on GPUs exists to measure against: the bases are assumptions, named here and in docs/plan.md. Activations count
+as in the CPU build, in the model's dtype, cut by tensor and sequence parallelism; nothing is recomputed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from relax_core.config.schema import ModeName, RelaxConfig
+from relax_core.plan.dimensions import ModelDimensions
+from relax_core.plan.memory import (
+    FLOAT,
+    GIB,
+    MIB,
+    Holder,
+    Phase,
+    activation_values,
+    dtype_bytes,
+    head_bytes,
+    mask_bytes,
+    mask_making_bytes,
+    optimizer_bytes_a_parameter,
+)
+from relax_core.plan.placement import ROLLOUT
+from relax_core.plan.workload import Workload
+
+PROCESS_BYTES = 2 * GIB  # assumed: CUDA context, NCCL buffers, cuBLAS workspaces of one process
+ENGINE_BYTES = 4 * GIB  # assumed: the same for an engine, with its CUDA graphs and prefill activations
+FRAGMENTS = 0.1  # assumed: of what a micro-batch allocates
+SYNC_BUCKET_BYTES = 2 * 64 * MIB  # one bucket is filled while the other travels
+_TRAINER_FIX = (
+    "Raise parallel.tp or parallel.pp with more GPUs, or lower rollout.max_new_tokens, algo.group_size, "
+    "parallel.micro_batch_tokens; parallel.distributed_optimizer=true shares Adam's states where dp > 1"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Share:
+    """Parameters of one GPU of the trainer: ``dense`` are shared out by tp and pp, ``experts`` by ep and pp; ``whole``
+    (the towers) are on every rank of the first stage."""
+
+    dense: int
+    experts: int
+    whole: int
+
+    @property
+    def parameters(self) -> int:
+        return self.dense + self.experts + self.whole
+
+
+def gpu_holders(
+    config: RelaxConfig, gpus: Mapping[str, int], *, model: ModelDimensions, work: Workload
+) -> list[Holder]:
+    """One holder for each kind of GPU: of the trainer, the engines, the roles that only compute forward; or, where
+    roles share all GPUs, one for all."""
+    limit = round(config.placement.gpu_memory_gib * GIB)
+    if config.mode.name is ModeName.colocate:
+        return [_shared(config, gpus, model, work, limit=limit)]
+    holders = []
+    for role, count in gpus.items():
+        if role in ("actor", "critic"):
+            phases = _trainer_phases(config, model, work)
+            holders.append(Holder(name=role, count=count, phases=phases, limit=limit, room=_TRAINER_FIX))
+        elif role == ROLLOUT:
+            holders.append(_engine(config, model, work, count=count, limit=limit))
+        else:
+            holders.append(_forward(role, config, model, work, count=count, limit=limit))
+    return holders
+
+
+def cache_tokens_that_fit(config: RelaxConfig, model: ModelDimensions, work: Workload) -> int:
+    """KV-cache tokens of one engine that a GPU has room for beside the weights."""
+    size, tp = dtype_bytes(config), config.engine.tp
+    free = round(config.placement.gpu_memory_gib * GIB) - ENGINE_BYTES - model.parameters * size // tp
+    if config.mode.name is ModeName.colocate:
+        free -= PROCESS_BYTES
+    free -= work.samples_in_flight * model.state_values_per_sample * FLOAT // tp + SYNC_BUCKET_BYTES
+    return max(0, free // _cache_bytes_a_token(config, model))
+
+
+def _cache_bytes_a_token(config: RelaxConfig, model: ModelDimensions) -> int:
+    """On one GPU of an engine; with more GPUs than key-value heads the heads are copied."""
+    return model.cache_values_per_token * dtype_bytes(config) // min(config.engine.tp, model.kv_heads)
+
+
+def _share(config: RelaxConfig, model: ModelDimensions) -> _Share:
+    parallel = config.parallel
+    matrices = model.embedding_matrices if parallel.pp == 1 else 1  # with stages, each end holds one matrix
+    embeddings = matrices * model.vocabulary * model.hidden
+    return _Share(
+        dense=(model.layer_parameters // parallel.pp + embeddings) // parallel.tp,
+        experts=model.expert_parameters // (parallel.pp * parallel.ep),
+        whole=model.tower_parameters,
+    )
+
+
+def _state(config: RelaxConfig, model: ModelDimensions) -> dict[str, int]:
+    """What a trainer's GPU holds between steps."""
+    parallel, share = config.parallel, _share(config, model)
+    sharded = parallel.distributed_optimizer
+    copies = parallel.dp * parallel.cp if sharded else 1
+    expert_copies = parallel.tp * parallel.cp * parallel.dp // parallel.ep if sharded else 1
+    of_adam = (share.dense + share.whole) // copies + share.experts // expert_copies
+    return {
+        "process": PROCESS_BYTES,
+        "weights": share.parameters * dtype_bytes(config),
+        "gradients": share.parameters * FLOAT,
+        "Adam states": of_adam * optimizer_bytes_a_parameter(config),
+    }
+
+
+def _trainer_phases(config: RelaxConfig, model: ModelDimensions, work: Workload) -> tuple[Phase, ...]:
+    parallel, state = config.parallel, _state(config, model)
+    layers = model.layers // parallel.pp
+    in_flight = min(parallel.pp, work.micro_batches)  # 1F1B: the first stage holds most
+    rows = work.micro_batch_rows * in_flight // (parallel.cp * parallel.tp)
+    activations = {
+        "activations": rows * layers * activation_values(model) * dtype_bytes(config),
+        "attention mask": in_flight * mask_bytes(config, work) // parallel.cp,
+    }
+    forward = _with_fragments({**activations, "making the mask": mask_making_bytes(work) // parallel.cp})
+    backward = _with_fragments({**activations, "logits chunk": head_bytes(config, model, work, split=parallel.tp)})
+    return (
+        Phase(name="forward", terms=state | forward),
+        Phase(name="backward", terms=state | backward),
+        Phase(name="optimizer", terms=state),
+        Phase(name="sync", terms=state | {"sync buckets": SYNC_BUCKET_BYTES}),
+    )
+
+
+def _engine_terms(config: RelaxConfig, model: ModelDimensions, work: Workload) -> dict[str, int]:
+    tp, tokens = config.engine.tp, config.engine.max_total_tokens
+    terms = {
+        "engine process": ENGINE_BYTES,
+        "engine weights": model.parameters * dtype_bytes(config) // tp,
+        f"KV cache ({tokens} tokens)": tokens * _cache_bytes_a_token(config, model),
+    }
+    if model.linear is not None:
+        terms["linear-attention states"] = work.samples_in_flight * model.state_values_per_sample * FLOAT // tp
+    return terms
+
+
+def _engine(config: RelaxConfig, model: ModelDimensions, work: Workload, *, count: int, limit: int) -> Holder:
+    terms = _engine_terms(config, model, work)
+    phases = (
+        Phase(name="rollout", terms=terms),
+        Phase(name="sync", terms=terms | {"sync buckets": SYNC_BUCKET_BYTES}),
+    )
+    return Holder(name=ROLLOUT, count=count, phases=phases, limit=limit, room=_engine_fix(config, model, work))
+
+
+def _engine_fix(config: RelaxConfig, model: ModelDimensions, work: Workload) -> str:
+    fits = cache_tokens_that_fit(config, model, work)
+    return f"Set engine.max_total_tokens={fits} or less" if fits else "Raise engine.tp"
+
+
+def _forward(
+    role: str, config: RelaxConfig, model: ModelDimensions, work: Workload, *, count: int, limit: int
+) -> Holder:
+    """Its weights are cut over all of its GPUs, by tensor and by expert."""
+    size = dtype_bytes(config)
+    passing = {
+        "one layer": work.micro_batch_rows * activation_values(model) * size // count,
+        "attention mask": mask_bytes(config, work) + mask_making_bytes(work),
+        "logits chunk": head_bytes(config, model, work, split=count),
+    }
+    state = {
+        "process": PROCESS_BYTES,
+        "weights": (model.parameters - model.tower_parameters) * size // count + model.tower_parameters * size,
+    }
+    phases = [Phase(name="forward", terms=state | _with_fragments(passing))]
+    if role == "actor_fwd":
+        phases.append(Phase(name="sync", terms=state | {"sync buckets": SYNC_BUCKET_BYTES}))
+    room = f"Give it more GPUs: placement.roles.{role}={2 * count}"
+    return Holder(name=role, count=count, phases=tuple(phases), limit=limit, room=room)
+
+
+def _shared(
+    config: RelaxConfig, gpus: Mapping[str, int], model: ModelDimensions, work: Workload, *, limit: int
+) -> Holder:
+    """Roles take turns: while engines generate, the trainer's weights, gradients and states are on the host."""
+    engine = _engine_terms(config, model, work)
+    idle = {"engine process": ENGINE_BYTES}
+    trainer = [Phase(name=one.name, terms={**one.terms, **idle}) for one in _trainer_phases(config, model, work)[:3]]
+    weights = {key: engine[key] for key in ("engine process", "engine weights")}
+    sending = {"process": PROCESS_BYTES, "weights": _share(config, model).parameters * dtype_bytes(config)}
+    phases = (
+        Phase(name="rollout", terms={"process": PROCESS_BYTES, **engine}),
+        *trainer,
+        Phase(name="sync", terms={**weights, **sending, "sync buckets": SYNC_BUCKET_BYTES}),
+        Phase(name="wake-up", terms={"process": PROCESS_BYTES, **engine}),
+    )
+    worst = max(phases, key=lambda phase: phase.bytes)
+    room = _engine_fix(config, model, work) if worst.name in ("rollout", "wake-up") else _TRAINER_FIX
+    return Holder(name="every GPU", count=gpus["actor"], phases=phases, limit=limit, room=room)
+
+
+def _with_fragments(terms: Mapping[str, int]) -> dict[str, int]:
+    return {**terms, "fragments": round(FRAGMENTS * sum(terms.values()))}

@@ -1,0 +1,38 @@
+"""Bytes that travel or stay: a weight sync, a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from relax_core.config.schema import RelaxConfig
+from relax_core.contracts.algorithm import Needs
+from relax_core.plan.dimensions import ModelDimensions
+from relax_core.plan.memory import dtype_bytes, optimizer_bytes_a_parameter
+
+VERSIONS_KEPT = 2  # of published weights (weights/publisher.py)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfers:
+    """``sync_bytes``: one published version, which every receiver reads. ``published_bytes``: what the versions
+    kept take. ``checkpoint_bytes``: of one; ``checkpoints_kept`` stay."""
+
+    sync_bytes: int
+    receivers: int
+    published_bytes: int
+    checkpoint_bytes: int
+    checkpoints_kept: int
+
+
+def find_transfers(config: RelaxConfig, needs: Needs, *, model: ModelDimensions) -> Transfers:
+    """A checkpoint has the model's weights and Adam's states; with a critic twice that."""
+    sync = model.parameters * dtype_bytes(config)
+    trained = 2 if needs.critic else 1
+    checkpoint = trained * model.parameters * (dtype_bytes(config) + optimizer_bytes_a_parameter(config))
+    return Transfers(
+        sync_bytes=sync,
+        receivers=config.engine.count + (needs.old_logprobs == "actor_fwd"),
+        published_bytes=(VERSIONS_KEPT + 1) * sync,  # the next is written before the oldest goes
+        checkpoint_bytes=checkpoint,
+        checkpoints_kept=config.run.keep_last,
+    )

@@ -1,0 +1,55 @@
+"""Engines and rewards that show among the rollout worker's waits."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import cast
+
+from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
+from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput, RewardSpec
+from relax_core.engines.pool import ClientFor, EnginePool, OnEnd
+from relax_core.roles.noted_bus import Waiting
+from relax_core.rollout.reward_worker import RewardPool
+
+
+class NotedPool(EnginePool):
+    """Engines; the time until a next group of responses shows among the worker's waits."""
+
+    def __init__(self, count: int, client_for: ClientFor, *, patience_s: float, waiting: Waiting) -> None:
+        super().__init__(count, client_for, patience_s=patience_s)
+        self._waiting = waiting
+
+    async def generate(
+        self,
+        prompts: Sequence[PromptRequest],
+        params: SamplingParams,
+        *,
+        places: Sequence[int],
+        on_end: OnEnd | None = None,
+    ) -> AsyncIterator[tuple[int, list[Generated]]]:
+        generated = super().generate(prompts, params, places=places, on_end=on_end)
+        groups = cast(AsyncGenerator[tuple[int, list[Generated]], None], generated)  # to be closed with this one
+        what = f"responses to {len(prompts)} prompts (first {prompts[0].rid})" if prompts else "nothing"
+        try:
+            while True:
+                with self._waiting(what, on="engine"):
+                    try:
+                        group = await anext(groups)
+                    except StopAsyncIteration:
+                        return
+                yield group
+        finally:
+            await groups.aclose()
+
+
+class NotedRewards(RewardPool):
+    """Rewards; scoring shows among the worker's waits as its own work, since that is where it may hang."""
+
+    def __init__(self, spec: RewardSpec, knobs: RewardKnobs, *, workers: int, waiting: Waiting, name: str) -> None:
+        super().__init__(spec, knobs, workers=workers)
+        self._waiting = waiting
+        self._name = name
+
+    def score(self, inputs: Sequence[RewardInput]) -> list[RewardOutput]:
+        with self._waiting(f"rewards of {len(inputs)} responses", on=self._name):
+            return super().score(inputs)

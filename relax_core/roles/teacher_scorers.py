@@ -1,0 +1,120 @@
+"""The two ways to a teacher's log-probs: a forward pass of the trainer's back end, or an engine's scores."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+
+from relax_core.contracts.engine import EngineUnreachable
+from relax_core.contracts.train import TrainGroup
+from relax_core.engines.scores import TokenScores, TokensToScore
+from relax_core.roles.backend import build_backend, store_address
+from relax_core.roles.context import RunContext
+from relax_core.roles.engines import EngineDirectory
+
+if TYPE_CHECKING:
+    from relax_core.train.backend import MegatronBackend
+
+TOKENS_A_CALL = 16384  # that an engine scores in one call; with top_k = 16 some 10 MB of JSON
+RETRY_S = 0.1
+
+
+class TeacherScores(NamedTuple):
+    """Of a group's response tokens: their log-probs float32 ``[tokens]``; the teacher's likeliest tokens int32
+    ``[tokens, top_k]``, likeliest first, and their log-probs float32, both None where top_k is 0."""
+
+    logprobs: np.ndarray
+    top_ids: np.ndarray | None
+    top_logprobs: np.ndarray | None
+
+
+class TeacherScorer(Protocol):
+    """One teacher. Its log-probs are those of softmax(logits / rollout.temperature), as the student's are: a teacher
+    with the student's weights differs from it nowhere."""
+
+    def score(self, groups: Sequence[TrainGroup]) -> list[TeacherScores]: ...
+
+
+class ForwardTeacher:
+    """A Megatron model in this process, without gradient."""
+
+    def __init__(self, context: RunContext, folder: Path, *, top_k: int) -> None:
+        self._backend: MegatronBackend = build_backend(
+            replace(context, model_folder=folder),
+            rank=0,
+            world_size=1,
+            store_address=store_address(1),
+            trainable=False,
+        )
+        self._top_k = top_k
+
+    def score(self, groups: Sequence[TrainGroup]) -> list[TeacherScores]:
+        if not self._top_k:
+            return [TeacherScores(one.astype(np.float32), None, None) for one in self._backend.logprobs(groups)]
+        return [
+            TeacherScores(
+                one.logprobs.astype(np.float32), one.top_ids.astype(np.int32), one.top_logprobs.astype(np.float32)
+            )
+            for one in self._backend.top_logprobs(groups, top_k=self._top_k)
+        ]
+
+
+class EngineTeacher:
+    """Engine ``number`` of the teachers' own; one that died is waited for as long as its start may take."""
+
+    def __init__(self, context: RunContext, directory: EngineDirectory, number: int, *, top_k: int) -> None:
+        self._directory, self._number, self._top_k = directory, number, top_k
+        self._temperature = context.config.rollout.temperature
+        self._patience_s = context.config.engine.start_timeout_s
+
+    def score(self, groups: Sequence[TrainGroup]) -> list[TeacherScores]:
+        rows = [row for group in groups for row in _rows_of(group)]
+        scores = iter([one for call in _calls(rows) for one in self._ask(call)])
+        return [self._gathered([next(scores) for _ in group.lengths]) for group in groups]
+
+    def _ask(self, rows: list[TokensToScore]) -> list[TokenScores]:
+        lost_since: float | None = None
+        while True:
+            client = self._directory.client(self._number)
+            try:
+                return client.score(rows, top_k=self._top_k, temperature=self._temperature)
+            except EngineUnreachable:
+                lost_since = lost_since or time.monotonic()
+                if time.monotonic() - lost_since > self._patience_s:
+                    raise
+                self._directory.forget(client.url)
+                time.sleep(RETRY_S)  # its owner restarts it
+
+    def _gathered(self, samples: list[TokenScores]) -> TeacherScores:
+        logprobs = np.array([value for one in samples for value in one.logprobs], dtype=np.float32)
+        if not self._top_k:
+            return TeacherScores(logprobs, None, None)
+        ids = np.array([row for one in samples for row in one.top_ids], dtype=np.int32)
+        values = np.array([row for one in samples for row in one.top_logprobs], dtype=np.float32)
+        return TeacherScores(logprobs, ids, values)
+
+
+def _rows_of(group: TrainGroup) -> Iterator[TokensToScore]:
+    """Prompt and response of each sample, ids as they are."""
+    prompt = group.prompt_ids.tolist()
+    for response in np.split(group.response_ids, np.cumsum(group.lengths)[:-1]):
+        yield TokensToScore(input_ids=prompt + response.tolist(), first=len(prompt))
+
+
+def _calls(rows: Sequence[TokensToScore]) -> Iterator[list[TokensToScore]]:
+    """Rows that go to the engine together."""
+    call: list[TokensToScore] = []
+    tokens = 0
+    for row in rows:
+        if call and tokens + len(row.input_ids) > TOKENS_A_CALL:
+            yield call
+            call, tokens = [], 0
+        call.append(row)
+        tokens += len(row.input_ids)
+    if call:
+        yield call

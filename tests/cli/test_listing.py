@@ -1,0 +1,55 @@
+"""`relax list`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from relax_core.cli.listing import list_command
+from relax_core.registry import KINDS, names
+
+REWARD = """
+from dataclasses import dataclass
+
+from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput, RewardSpec
+
+
+@dataclass(frozen=True)
+class Knobs(RewardKnobs):
+    pass
+
+
+def score(given: RewardInput, knobs: Knobs) -> RewardOutput:
+    return RewardOutput(reward=1.0)
+
+
+SPEC = RewardSpec(name="mine", summary="always content", knobs=Knobs, score=score)
+"""
+
+
+def test_everything_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert list_command([]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for kind in KINDS:
+        for name in names(kind):
+            (line,) = (line for line in lines if line.split()[:1] == [name])
+            assert len(line.split()) > 2, line
+    for name in ("tiny_qwen3", "Qwen3-4B", "math_file"):
+        assert any(line.split()[:1] == [name] for line in lines)
+
+
+def test_a_file_is_listed_with_its_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(REWARD)
+    assert list_command([str(file)]) == 0
+    assert f"reward.name={file} always content" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_broken_file_is_named_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("\n\nraise RuntimeError('no')\n")
+    assert list_command([str(file)]) == 2
+    told = capsys.readouterr()
+    assert f"{file}, line 3: RuntimeError: no" in told.err
+    assert "grpo" in told.out

@@ -1,0 +1,202 @@
+"""Distillation in plain Python floats (float64), from full vocabularies, and the golden vectors made of it.
+
+python -m tests.conformance.distill_reference
+
+A sample is as in `reference`, with ``teacher_logprobs`` of the sampled tokens and, one list a token, ``top_logprobs``
+and ``teacher_top_logprobs`` at the teacher's likeliest tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from algorithms.distill import SPEC, DistillKnobs
+from tests.conformance import reference
+from tests.conformance.cases import VECTORS
+from tests.conformance.generate import rounded
+
+FILE = VECTORS / "distill.json"
+VOCABULARY = 9
+LENGTHS = (4, 1, 3, 2)
+Knobs = Mapping[str, Any]
+Sample = Mapping[str, Any]
+
+LOSS_CASES: list[dict[str, Any]] = [
+    {"form": "pure"},
+    {"form": "advantage", "aggregation": "seq_mean_token_mean"},
+    {"form": "topk_forward", "top_k": 3},
+    {"form": "topk_reverse", "top_k": 3},
+    {"form": "topk_mixed", "top_k": 4, "mix": 0.3, "teacher_coef": 2.0},
+    {"form": "topk_jsd", "top_k": 4, "mix": 0.2},
+    {"form": "topk_jsd", "top_k": 1, "mix": 0.5, "aggregation": "seq_mean_token_sum_norm", "norm_length": 5.0},
+    {"form": "topk_reverse", "top_k": 2, "kl_coef": 0.1, "kl_placement": "loss", "kl_estimator": "k2"},
+]
+ADVANTAGE_CASES: list[dict[str, Any]] = [
+    {"form": "pure", "teacher_coef": 0.5},
+    {"form": "advantage"},
+    {"form": "advantage", "teacher_coef": 0.1, "normalize_std": False},
+    {"form": "advantage", "kl_coef": 0.1, "kl_placement": "reward", "kl_estimator": "k1"},
+    {"form": "topk_forward"},
+    {"form": "pure", "kl_coef": 0.1, "kl_placement": "reward", "kl_estimator": "k2"},
+]
+
+
+def log_softmax(logits: Sequence[float]) -> list[float]:
+    total = math.log(math.fsum(math.exp(z) for z in logits))
+    return [z - total for z in logits]
+
+
+def kl(left: Sequence[float], right: Sequence[float]) -> float:
+    """KL(left ‖ right) of probabilities; a bucket of probability 0 on the left counts nothing."""
+    return math.fsum(a * (math.log(a) - math.log(b)) for a, b in zip(left, right, strict=True) if a > 0)
+
+
+def buckets(top_logprobs: Sequence[float]) -> list[float]:
+    top = [math.exp(x) for x in top_logprobs]
+    return [*top, 1 - math.fsum(top)]
+
+
+def divergence(student_top: Sequence[float], teacher_top: Sequence[float], form: str, mix: float) -> float:
+    q, p = buckets(student_top), buckets(teacher_top)
+    if form == "topk_forward":
+        return kl(p, q)
+    if form == "topk_reverse":
+        return kl(q, p)
+    if form == "topk_mixed":
+        return mix * kl(p, q) + (1 - mix) * kl(q, p)
+    middle = [mix * a + (1 - mix) * b for a, b in zip(p, q, strict=True)]
+    return mix * kl(p, middle) + (1 - mix) * kl(q, middle)
+
+
+def losses(
+    knobs: Knobs, samples: Sequence[Sample], live: Sequence[Sequence[float]], live_top: Sequence[Any]
+) -> list[list[float]]:
+    """Of every token before aggregation. ``live``, ``live_top``: what the gradient is taken of."""
+    policy = reference.losses("grpo", knobs, samples, live)  # PPO's clip and the KL to the reference
+    if not knobs["form"].startswith("topk_"):
+        return policy
+    out = []
+    for sample, values, tops in zip(samples, live, live_top, strict=True):
+        row = []
+        for t, one in enumerate(sample["mask"]):
+            value = 0.0
+            if one:
+                found = divergence(tops[t], sample["teacher_top_logprobs"][t], knobs["form"], knobs["mix"])
+                value = knobs["teacher_coef"] * found
+                if knobs["kl_coef"] > 0 and knobs["kl_placement"] == "loss":
+                    x = reference.log_ratio(values[t], sample["reference_logprobs"][t])
+                    value += knobs["kl_coef"] * reference.kl(x, knobs["kl_estimator"])
+            row.append(value)
+        out.append(row)
+    return out
+
+
+def _step_loss(knobs: Knobs, samples: Sequence[Sample], live: Any, top: Any) -> float:
+    return reference.step_loss(knobs, samples, losses(knobs, samples, live, top))
+
+
+def gradients(knobs: Knobs, samples: Sequence[Sample], *, step: float = 1e-5) -> dict[str, Any]:
+    """The step's loss by each sampled log-prob and by each of the student's top log-probs: central differences."""
+
+    def at(i: int, t: int, k: int | None, by: float) -> float:
+        live = [list(sample["logprobs"]) for sample in samples]
+        top = [[list(row) for row in sample["top_logprobs"]] for sample in samples]
+        if k is None:
+            live[i][t] += by
+        else:
+            top[i][t][k] += by
+        return _step_loss(knobs, samples, live, top)
+
+    def slope(i: int, t: int, k: int | None) -> float:
+        near, far = at(i, t, k, step) - at(i, t, k, -step), at(i, t, k, 2 * step) - at(i, t, k, -2 * step)
+        return (8 * near - far) / (12 * step)
+
+    return {
+        "gradient": [[slope(i, t, None) for t in range(len(sample["mask"]))] for i, sample in enumerate(samples)],
+        "top_gradient": [
+            [[slope(i, t, k) for k in range(len(row))] for t, row in enumerate(sample["top_logprobs"])]
+            for i, sample in enumerate(samples)
+        ],
+    }
+
+
+def advantages(knobs: Knobs, rewards: Sequence[float], samples: Sequence[Sample]) -> list[list[float]]:
+    """MiniLLM's reward of one step: - λ (log π_S - log π_T), where the form has one, upon the group's."""
+    if knobs["form"].startswith("topk_"):
+        return [[0.0] * len(sample["mask"]) for sample in samples]
+    base = [[-charge for charge in reference._charges(knobs, sample)] for sample in samples]
+    if knobs["form"] == "advantage":
+        base = reference._group_advantages("grpo", knobs, rewards, samples)
+    return [
+        [
+            a
+            - knobs["teacher_coef"] * reference.log_ratio(sample["rollout_logprobs"][t], sample["teacher_logprobs"][t])
+            for t, a in enumerate(row)
+        ]
+        for sample, row in zip(samples, base, strict=True)
+    ]
+
+
+def make_samples(source: random.Random, *, top_k: int) -> list[dict[str, Any]]:
+    samples = []
+    for place, length in enumerate(LENGTHS):
+        masked = {1} if length > 2 else set(range(length)) if place == 3 else set()
+        names = ("logprobs", "old_logprobs", "rollout_logprobs", "reference_logprobs", "teacher_logprobs")
+        sample: dict[str, Any] = {
+            "mask": [0 if t in masked else 1 for t in range(length)],
+            "advantages": [round(source.uniform(-2, 2), 3) for _ in range(length)],
+            **{name: [round(source.uniform(-2.0, -0.5), 7) for _ in range(length)] for name in names},
+            "top_logprobs": [],
+            "teacher_top_logprobs": [],
+        }
+        for _ in range(length):
+            student, teacher = (log_softmax([source.gauss(0, 1.5) for _ in range(VOCABULARY)]) for _ in range(2))
+            ids = sorted(range(VOCABULARY), key=lambda v: -teacher[v])[:top_k]
+            sample["top_logprobs"].append([round(student[v], 7) for v in ids])
+            sample["teacher_top_logprobs"].append([round(teacher[v], 7) for v in ids])
+        samples.append(sample)
+    return samples
+
+
+def vectors() -> dict[str, Any]:
+    defaults = asdict(DistillKnobs())
+    made: dict[str, Any] = {"loss": [], "advantages": []}
+    for seed, changes in enumerate(LOSS_CASES):
+        knobs = defaults | changes
+        SPEC.check(DistillKnobs(**knobs))
+        source = random.Random(f"distill loss {seed}")
+        while True:  # until no kink of the clip lies within the finite differences
+            samples = make_samples(source, top_k=knobs["top_k"])
+            found, again = gradients(knobs, samples), gradients(knobs, samples, step=5e-5)
+            rows = zip(found["gradient"], again["gradient"], strict=True)
+            if all(abs(a - b) < 1e-8 for x, y in rows for a, b in zip(x, y, strict=True)):
+                break
+        live, top = ([sample[name] for sample in samples] for name in ("logprobs", "top_logprobs"))
+        expected = {
+            "loss": rounded(_step_loss(knobs, samples, live, top)),
+            "per_token": rounded(losses(knobs, samples, live, top)),
+            **{name: rounded(values) for name, values in found.items()},
+        }
+        made["loss"].append({"knobs": knobs, "samples": samples, "expected": expected})
+    for seed, changes in enumerate(ADVANTAGE_CASES):
+        knobs, source = defaults | changes, random.Random(f"distill advantages {seed}")
+        samples = make_samples(source, top_k=2)
+        rewards = [source.randrange(0, 9) / 8 for _ in LENGTHS]
+        expected = rounded(advantages(knobs, rewards, samples))
+        made["advantages"].append({"knobs": knobs, "rewards": rewards, "samples": samples, "expected": expected})
+    return made
+
+
+def render() -> str:
+    made = vectors()
+    parts = (f' "{key}": [\n' + ",\n".join("  " + json.dumps(case) for case in made[key]) + "\n ]" for key in made)
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+if __name__ == "__main__":
+    FILE.write_text(render(), encoding="utf-8")

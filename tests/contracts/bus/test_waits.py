@@ -1,0 +1,59 @@
+"""Who waits in the bus, for what, and who owes it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+
+from relax_core.contracts.bus import Bus, BusWait
+from tests.bus.make_rows import for_actor, for_worker, make_row
+
+MakeBus = Callable[..., Bus]
+T = 20.0
+
+
+def waits_of(bus: Bus, count: int) -> dict[str, BusWait]:
+    deadline = time.monotonic() + T
+    while len(waits := bus.waits(timeout_s=T)) != count:
+        assert time.monotonic() < deadline, waits
+    assert [wait.since_s for wait in waits] == sorted((wait.since_s for wait in waits), reverse=True)
+    return {wait.task: wait for wait in waits}
+
+
+def test_each_wait_names_what_it_lacks_and_who_owes_it(make_bus: MakeBus) -> None:
+    bus = make_bus(groups_per_step=2, max_staleness=0)
+    assert bus.waits(timeout_s=T) == []
+    first, second, *early = bus.admit(100, timeout_s=T)
+    bus.put([make_row(first)], timeout_s=T)
+    with ThreadPoolExecutor(3) as threads:
+        wanted = msgspec.structs.replace(for_actor(0), columns=("a", "advantages"))
+        calls = [
+            threads.submit(bus.lease, wanted, timeout_s=T),
+            threads.submit(bus.lease, for_worker(("a", "old_logprobs")), timeout_s=T),
+            threads.submit(bus.admit, 1, timeout_s=T),
+        ]
+        waits = waits_of(bus, 3)
+        assert waits["actor"].owed_by == ["rollout", "advantages"]
+        assert f"in flight in rollout (oldest {second.group_uid}" in waits["actor"].text
+        assert f"1 lack column advantages (first {first.group_uid})" in waits["actor"].text
+        assert waits["advantages"].owed_by == ["rollout", "actor_fwd"]
+        assert waits["rollout"].owed_by == ["actor"]
+        assert all(0.0 <= wait.since_s < T for wait in waits.values())
+        bus.put([make_row(second)], timeout_s=T)
+        assert waits_of(bus, 3)["actor"].owed_by == ["advantages"]  # those held for later weights owe nothing yet
+        bus.close(reason="the end", timeout_s=T)
+        assert all(call.exception(timeout=T) is not None for call in calls)
+    assert bus.waits(timeout_s=T) == []
+    assert early, "groups that the next version may start were admitted"
+
+
+def test_a_step_that_is_not_due_waits_for_the_trainer(make_bus: MakeBus) -> None:
+    bus = make_bus()
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(bus.lease, for_actor(1), timeout_s=T)
+        assert waits_of(bus, 1)["actor"].owed_by == ["actor"]
+        bus.close(reason="the end", timeout_s=T)
+        assert call.exception(timeout=T) is not None

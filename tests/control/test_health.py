@@ -1,0 +1,152 @@
+"""The health manager on real Ray actors: what freezes is killed, what dies in place is booked, what is lost is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_core.control.health import HealthManager
+from relax_core.control.processes import kill
+from relax_core.control.recoveries import Recoveries
+from relax_core.control.watch import RunFailed, ServicesLost
+from relax_core.roles.worker import WorkerStatus, process_host
+
+DEADLINE_S = 30.0
+HEARTBEAT_S = 1.0
+
+
+class Role:
+    """A worker that can be told how it is."""
+
+    def __init__(self, name: str) -> None:
+        self.told: dict[str, Any] = {"name": name, "state": "running", "since": 0.0, "detail": "", "error": None}
+
+    def status(self) -> WorkerStatus:
+        return WorkerStatus(pid=os.getpid(), host=process_host(), **self.told)
+
+    def tell(self, **told: Any) -> None:
+        self.told |= told
+
+
+class Services:
+    """What the manager needs of the real ones."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, Any] = {}
+
+    def handles(self) -> Mapping[str, Any]:
+        return self.workers
+
+    def kill_frozen(self, name: str, status: WorkerStatus) -> None:
+        kill(status.pid)
+
+    def start(self, name: str, *, max_restarts: int) -> None:
+        import ray
+
+        self.workers[name] = ray.remote(Role).options(num_cpus=0, max_restarts=max_restarts).remote(name)
+
+
+@pytest.fixture
+def services(ray_session: str) -> Iterator[Services]:
+    import ray
+
+    services = Services()
+    yield services
+    for worker in services.workers.values():
+        ray.kill(worker)
+
+
+@pytest.fixture
+def health(services: Services, tmp_path: Path) -> HealthManager:
+    book = Recoveries(tmp_path / "recoveries.json", tell=lambda text: None)
+    return HealthManager(services, book, heartbeat_timeout_s=HEARTBEAT_S)
+
+
+def look_until(health: HealthManager, condition: Callable[[], bool], *, step: int = 5) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, health.beats
+        health.look(bus_lost=None, step=step)
+
+
+def pid_of(health: HealthManager, name: str) -> int:
+    look_until(health, lambda: name in health.beats and health.beats[name].life == "alive")
+    status = health.beats[name].status
+    assert status is not None
+    return status.pid
+
+
+def booked(health: HealthManager) -> list[dict[str, Any]]:
+    return health._book.as_records()
+
+
+def test_a_stopped_worker_is_killed_and_comes_back(services: Services, health: HealthManager) -> None:
+    services.start("advantages-0", max_restarts=1)
+    first = pid_of(health, "advantages-0")
+    os.kill(first, signal.SIGSTOP)
+    look_until(health, lambda: bool(booked(health)))
+    assert pid_of(health, "advantages-0") != first
+    (recovery,) = booked(health)
+    assert recovery["cause"].startswith("advantages-0 froze (no answer for ")
+    assert recovery["cause"].endswith("s, state T (stopped)) and was killed by SIGKILL")
+    assert (recovery["tier"], recovery["at_step"], recovery["from_step"]) == (1, 5, 5)
+    assert [role.restarts for role in health.roles] == [1]
+
+
+def test_a_stopped_worker_that_may_not_restart_is_a_loss(services: Services, health: HealthManager) -> None:
+    services.start("actor-0", max_restarts=0)
+    os.kill(pid_of(health, "actor-0"), signal.SIGSTOP)
+    with pytest.raises(ServicesLost, match=r"^actor-0 froze \(no answer for .* killed by SIGKILL$"):
+        look_until(health, lambda: False)
+    assert booked(health) == []
+
+
+def test_a_death_past_the_restarts_is_a_loss(services: Services, health: HealthManager) -> None:
+    services.start("rollout-0", max_restarts=1)
+    first = pid_of(health, "rollout-0")
+    kill(first)
+    look_until(health, lambda: bool(booked(health)))
+    assert booked(health)[0]["cause"] == "rollout-0 died"
+    second = pid_of(health, "rollout-0")
+    assert second != first
+    look_until(health, lambda: health.roles[0].restarts == 1)
+    kill(second)
+    with pytest.raises(ServicesLost, match=r"^rollout-0 died$"):
+        look_until(health, lambda: False)
+    assert len(booked(health)) == 1
+
+
+def test_a_process_that_a_worker_owns_is_booked_by_its_own_words(services: Services, health: HealthManager) -> None:
+    import ray
+
+    services.start("engine-0", max_restarts=1)
+    pid_of(health, "engine-0")
+    told = services.workers["engine-0"].tell.remote(restarts=1, last_restart="was killed by SIGSEGV")
+    ray.get(told, timeout=DEADLINE_S)
+    look_until(health, lambda: bool(booked(health)))
+    health.look(bus_lost=None, step=6)
+    assert [recovery["cause"] for recovery in booked(health)] == ["engine-0 was killed by SIGSEGV"]
+
+
+def test_an_own_failure_ends_the_run_at_the_second_look(services: Services, health: HealthManager) -> None:
+    import ray
+
+    services.start("rollout-0", max_restarts=1)
+    pid_of(health, "rollout-0")
+    told = {"state": "failed", "detail": "ValueError: row 3", "error": "Traceback"}
+    ray.get(services.workers["rollout-0"].tell.remote(**told), timeout=DEADLINE_S)
+    look_until(health, lambda: health.roles[0].state == "failed")
+    with pytest.raises(RunFailed, match="rollout-0 failed: ValueError: row 3") as failure:
+        health.look(bus_lost=None, step=5)
+    assert not isinstance(failure.value, ServicesLost)
+
+
+def test_a_lost_bus_is_told_at_once(services: Services, health: HealthManager) -> None:
+    with pytest.raises(ServicesLost, match=r"^the bus died$"):
+        health.look(bus_lost="died", step=5)

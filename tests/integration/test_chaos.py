@@ -1,0 +1,21 @@
+"""Every kind of process of one run dies, one after the other; one only freezes. `benchmarks.chaos` does it 50 times."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.chaos import harm_run
+
+pytestmark = [pytest.mark.integration, pytest.mark.chaos]
+
+HARMS = ("engine", "actor_rank_1", "rollout", "bus", "frozen", "controller")
+
+
+def test_a_run_outlives_its_processes(tmp_path: Path) -> None:
+    harms = list(harm_run(tmp_path / "run", HARMS, seed=4))
+    assert [harm.kind for harm in harms] == list(HARMS), "there is one more where the run did not end well"
+    for harm in harms:
+        assert harm.end == "survived", harm
+        assert harm.lost == harm.trained_twice == 0, harm

@@ -1,0 +1,93 @@
+"""PPO with its critic as whole runs: side by side and time-shared, stopped and resumed, and with its critic lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.live_run import FinishedRun, LiveRun, run_to_end
+
+pytestmark = pytest.mark.integration
+
+PPO = ("algo=ppo", "eval.every=0", "run.export_hf=true")
+UPDATES = ("algo.mini_batches=2", "algo.epochs=2")
+STRICT = (*PPO, *UPDATES, "mode.max_staleness=0", "run.steps=24", "run.save_every=8")
+OF_THE_RUN = ("reward", "tokens", "updates", "loss", "grad_norm", "algorithm/ratio")
+OF_THE_CRITIC = ("value/loss", "value/grad_norm", "value/return", "value/explained_variance")
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    run = run_to_end(tmp_path_factory.mktemp("strict") / "run", *STRICT)
+    assert run.code == 0, run.output
+    run.assert_books_closed()
+    return run
+
+
+def assert_same_run(one: FinishedRun, other: FinishedRun) -> None:
+    """The same rewards, losses of policy and critic, and weights, to the bit."""
+    assert len(one.steps()) == len(other.steps()) == 24
+    for step, (values, expected) in enumerate(zip(one.steps(), other.steps(), strict=True)):
+        for name in (*OF_THE_RUN, *OF_THE_CRITIC):
+            assert values[name] == expected[name], f"{name} differs at step {step}"
+    expected_weights = other.weights()
+    assert all(tensor.equal(expected_weights[name]) for name, tensor in one.weights().items())
+
+
+def test_a_strict_step_makes_its_updates_on_policy(strict: FinishedRun) -> None:
+    assert strict.summary["staleness"]["max"] == 0
+    for values in strict.steps():
+        assert values["updates"] == 4
+        assert values["logprob_gap_max"] <= 2e-5  # of the first update, whose weights the engine has
+        assert values["algorithm/advantage"] == pytest.approx(0.0, abs=1e-4)  # whitened over the step
+    first, last = strict.steps()[0], strict.steps()[-1]
+    assert first["value/explained_variance"] < 0.2
+    assert last["value/loss"] < 0.3 * first["value/loss"]
+
+
+def test_taking_turns_is_the_same_run_to_the_bit(strict: FinishedRun, tmp_path: Path) -> None:
+    colocate = run_to_end(tmp_path / "run", *STRICT, "mode=colocate")
+    assert colocate.code == 0, colocate.output
+    colocate.assert_books_closed()
+    assert_same_run(colocate, strict)
+
+
+def test_a_resumed_critic_goes_on_to_the_bit(strict: FinishedRun, tmp_path: Path) -> None:
+    with LiveRun(tmp_path / "run", *STRICT) as live:
+        live.wait_step(2)
+        live.interrupt()
+        stopped = live.finish()
+    assert stopped.code == 130, stopped.output
+    (at,) = stopped.checkpoints()
+    assert 3 <= at < 24
+    assert (stopped.folder / "checkpoints" / f"step_{at:08d}" / "critic" / "metadata.json").is_file()
+    resumed = run_to_end(tmp_path / "run", *STRICT, "resume=auto")
+    assert resumed.code == 0, resumed.output
+    resumed.assert_books_closed()
+    assert_same_run(resumed, strict)
+
+
+def test_a_lost_critic_is_a_lost_rank(strict: FinishedRun, tmp_path: Path) -> None:
+    """Its weights are state of the trainer: all services go back to the newest checkpoint, and the run is the same."""
+    with LiveRun(tmp_path / "run", *STRICT) as live:
+        live.wait_step(9)
+        live.kill("ray::CriticWorker")
+        run = live.finish()
+    assert run.code == 0, run.output
+    run.assert_books_closed()
+    assert_same_run(run, strict)
+
+
+def test_it_learns_with_groups_of_one(tmp_path: Path) -> None:
+    """The critic is the only baseline: 64 prompts a step, one sample each, at staleness 1."""
+    run = run_to_end(
+        tmp_path / "run", *PPO, "run.steps=100", "run.export_hf=false",
+        "algo.group_size=1", "rollout.prompts_per_step=64",
+    )  # fmt: skip
+    assert run.code == 0, run.output
+    run.assert_books_closed()
+    assert run.summary["ledger"]["trained"] == 100 * 64
+    rewards = [values["reward"] for values in run.steps()]
+    assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.2
+    assert all(values["degenerate_groups"] == 0 for values in run.steps())

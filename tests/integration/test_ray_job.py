@@ -1,0 +1,133 @@
+"""launcher=ray_job against a real Ray cluster with its dashboard and a token."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from relax_core.control.ray_session import new_token_file
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 120.0
+POLL_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayCluster:
+    address: str
+    token_file: Path
+
+    def relax(self, *overrides: str) -> subprocess.CompletedProcess[str]:
+        """Submits and, by default, follows."""
+        launcher = ["launcher=ray_job", f"launcher.address={self.address}", f"launcher.python={sys.executable}"]
+        return call("relax_core", *launcher, *overrides)
+
+
+def call(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    folder = Path(f"/tmp/rj{secrets.token_hex(2)}")  # short, because of socket names
+    folder.mkdir(mode=0o700)
+    token_file, port = new_token_file(folder / "token"), free_port()
+    environment = {
+        **os.environ,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token_file),
+        "TMPDIR": str(folder),
+    }
+    words = [
+        "start",
+        "--head",
+        "--block",
+        "--port=0",
+        "--num-cpus=4",
+        "--disable-usage-stats",
+        f"--temp-dir={folder}/ray",
+    ]
+    words += [f"--dashboard-port={port}", f"--dashboard-agent-listen-port={free_port()}", "--include-dashboard=true"]
+    with (folder / "head.log").open("wb") as log:
+        head = subprocess.Popen(
+            [sys.executable, "-m", "ray.scripts.scripts", *words, f"--object-store-memory={200 << 20}"],
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        wait_until_it_takes_jobs(f"http://127.0.0.1:{port}", token_file)
+        yield RayCluster(address=f"http://127.0.0.1:{port}", token_file=token_file)
+    finally:
+        head.send_signal(signal.SIGTERM)  # it ends its daemons, and they their workers
+        head.wait(30.0)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def wait_until_it_takes_jobs(address: str, token_file: Path) -> None:
+    from ray.job_submission import JobSubmissionClient
+
+    headers = {"Authorization": f"Bearer {token_file.read_text()}"}
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        try:
+            JobSubmissionClient(address, headers=headers).submit_job(entrypoint="true")
+            return
+        except (ConnectionError, RuntimeError):
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(POLL_S)
+
+
+def test_the_exit_code_is_the_runs_own(cluster: RayCluster, tmp_path: Path) -> None:
+    token = f"launcher.token_file={cluster.token_file}"
+    nowhere = ["model=qwen3", "model.path=/nowhere"]  # that is found out on the cluster
+    done = cluster.relax(token, f"run.dir={tmp_path}/run", *nowhere)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "model.path=/nowhere: no such folder." in done.stdout
+    assert "the run ended with exit code 2" in done.stdout
+
+
+def test_the_cluster_wants_its_token(cluster: RayCluster, tmp_path: Path) -> None:
+    done = cluster.relax(f"run.dir={tmp_path}/run")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "launcher.token_file=null: " in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_stop_writes_a_checkpoint(cluster: RayCluster, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    words = ["launcher.follow=false", f"launcher.token_file={cluster.token_file}", "run.steps=3000", "eval.every=0"]
+    done = cluster.relax(*words, "run.save_every=0", f"run.dir={folder}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    deadline = time.monotonic() + DEADLINE_S
+    metrics = folder / "metrics.jsonl"
+    while not (metrics.exists() and '"actor"' in metrics.read_text()):
+        assert time.monotonic() < deadline, call("launchers.jobs", "status", str(folder))
+        time.sleep(POLL_S)
+    stopped = call("launchers.jobs", "stop", str(folder))
+    assert stopped.returncode == 0 and "told to end with a checkpoint" in stopped.stdout, stopped.stderr
+    followed = call("launchers.jobs", "follow", str(folder))
+    assert followed.returncode == 128 + signal.SIGTERM, followed.stdout + followed.stderr
+    assert "step 1" in followed.stdout or "stopped after" in followed.stdout
+    (checkpoint,) = folder.glob("checkpoints/step_*/meta.json")
+    assert int(checkpoint.parent.name.removeprefix("step_")) > 0
+    assert not list(folder.glob("relax-*")), "published weights are gone"

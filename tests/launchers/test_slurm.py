@@ -1,0 +1,148 @@
+"""The batch script and Slurm's words, without a Slurm; tests/slurm has the real one."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launchers.slurm import script
+from launchers.slurm_follow import Output
+from launchers.slurm_place import TaskPlace
+from launchers.slurm_state import JobState, job_state
+from relax_core.config.compose import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def lines_of(*overrides: str, jobs: int = 1) -> list[str]:
+    config = load_config(["launcher=slurm", *overrides])
+    return script(config, Path("/shared/run one/slurm"), jobs=jobs).splitlines()
+
+
+def test_the_script_says_what_the_configuration_says() -> None:
+    lines = lines_of(
+        "launcher.nodes=4",
+        "launcher.partition=gpu",
+        "launcher.account=me",
+        "launcher.qos=high",
+        "launcher.constraint='h100&nvlink'",
+        "launcher.gpus_per_node=8",
+        "launcher.cpus_per_node=96",
+        "launcher.memory_gb=1.5",
+        "launcher.time_limit_min=90",
+        "launcher.checkpoint_s=240",
+        'launcher.sbatch=["--exclusive","--reservation=mine"]',
+        'launcher.srun=["--container-image=/images/relax.sqsh"]',
+        'launcher.setup=["module load cuda"]',
+        "launcher.python=apptainer exec x.sif python",
+        "name=demo",
+    )
+    asked = "nodes=4 ntasks-per-node=1 partition=gpu account=me qos=high gpus-per-node=8 cpus-per-task=96 mem=1536M"
+    others = "time=90 signal=USR2@240 reservation=mine job-name=demo open-mode=append"
+    assert {f"#SBATCH --{wanted}" for wanted in f"{asked} {others}".split()} <= set(lines)
+    assert "#SBATCH --exclusive" in lines and "#SBATCH --requeue" in lines
+    assert "#SBATCH --constraint='h100&nvlink'" in lines
+    assert not [line for line in lines if "wckey" in line or "array" in line]
+    assert lines.index("module load cuda") < len(lines) - 1
+    srun = next(shlex.split(line) for line in lines if line.startswith("srun "))
+    assert "--kill-on-bad-exit=1" in srun and "--container-image=/images/relax.sqsh" in srun
+    assert srun[-5:] == ["python", "-u", "-m", "submitit.core._submit", "/shared/run one/slurm"]
+
+
+def test_what_is_null_is_left_to_the_cluster() -> None:
+    text = "\n".join(lines_of())
+    for absent in ("partition", "account", "qos", "constraint", "mem", "gpus", "exclusive"):
+        assert f"#SBATCH --{absent}" not in text
+
+
+def test_a_sweep_is_an_array() -> None:
+    assert "#SBATCH --array=0-4%2" in lines_of("launcher.array_parallelism=2", jobs=5)
+
+
+def test_a_dry_run_needs_no_slurm(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "relax_core", "launcher=slurm", "launcher.dry_run=true", f"run.dir={tmp_path}/run"]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PATH": "/nonexistent"}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0 and done.stdout.startswith("#!/bin/bash"), done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_slurm_nothing_is_made(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "relax_core", "launcher=slurm", f"run.dir={tmp_path}/run"]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PATH": "/nonexistent"}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2 and done.stderr == (
+        "relax: launcher=slurm: there is no sbatch here. Submit on a login node of the cluster.\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+def put_command(folder: Path, name: str, text: str) -> None:
+    """A command that answers as Slurm's own did on a cluster."""
+    file = folder / name
+    file.write_text(f"#!/bin/sh\n{text}\n")
+    file.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("sacct", "state"),
+    [
+        ("echo 'CANCELLED by 1000|n[1-2]'", JobState(state="CANCELLED", nodes="n[1-2]")),
+        ("echo 'Slurm accounting storage is disabled' >&2; exit 1", JobState(state="GONE")),
+    ],
+)
+def test_a_job_that_the_controller_has_forgotten(
+    sacct: str, state: JobState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_command(tmp_path, "scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    put_command(tmp_path, "sacct", sacct)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert job_state("12") == state and state.ended
+
+
+def test_a_controller_that_does_not_answer_is_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_command(tmp_path, "scontrol", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    with pytest.raises(RuntimeError, match="Unable to contact slurm controller"):
+        job_state("12")
+
+
+def test_states_in_words() -> None:
+    assert JobState(state="PENDING", reason="Priority").words() == "waits in the queue (Priority)"
+    assert JobState(state="RUNNING", nodes="n1", restarts=2).words() == "running on n1, started again 2 times"
+    assert JobState(state="TIMEOUT").words() == "met its time limit"
+
+
+def test_place_of_an_arrays_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "SLURM_JOB_ID": "15",
+        "SLURM_ARRAY_JOB_ID": "12",
+        "SLURM_ARRAY_TASK_ID": "3",
+        "SLURM_PROCID": "0",
+        "SLURM_JOB_NUM_NODES": "1",
+        "SLURMD_NODENAME": "n1",
+        "SLURM_RESTART_COUNT": "2",
+    }.items():
+        monkeypatch.setenv(name, value)
+    place = TaskPlace.of_environment()
+    assert (place.job_id, place.raw_job_id, place.attempt) == ("12_3", "15", "12_3-r2")
+
+
+def test_output_is_shown_once_line_by_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "out"
+    output = Output(file)
+    output.show()
+    file.write_text("submitit INFO\nstep 1\nstep")
+    output.show()
+    file.write_text("submitit INFO\nstep 1\nstep 2\n")
+    output.show()
+    file.write_text("new\n")  # queued again
+    output.show()
+    assert capsys.readouterr().out == "  step 1\n  step 2\n  new\n"

@@ -1,0 +1,82 @@
+"""Sweeps: the runs one after the other here, and their values for a sweeper that chooses by them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from launchers.local import save_config
+from launchers.sweep import SWEEP_FILE, Sweep, read_metric
+from relax_core.config import compose
+from relax_core.config.schema import RelaxConfig
+
+
+def record(config: RelaxConfig) -> int:
+    """What a run leaves of itself; seed 3 fails."""
+    folder = Path(config.run.dir)
+    folder.mkdir(parents=True)
+    save_config(config, folder)
+    values = {
+        "outcome": "finished",
+        "steps": 1,
+        "reward": {"first": 0.0, "last": config.seed / 10},
+        "exact": {"first": 0.0, "last": 0.0},
+        "eval": [{"step": 0, "exact": 0.25, "reward": 0.5, "rows": 4}],
+        "samples_per_s": 100.0 * config.seed,
+    }
+    (folder / "summary.json").write_text(json.dumps(values))
+    actor = {"source": "actor", "step": 0, "time_s": 1.0, "values": {"reward": config.seed / 10, "exact": 0.0}}
+    (folder / "metrics.jsonl").write_text(json.dumps(actor) + "\n")
+    return 1 if config.seed == 3 else 0
+
+
+def sweep(folder: Path, *words: str) -> int:
+    common = [f"hydra.sweep.dir={folder}/sweep", f"run.dir={folder}/runs/${{seed}}"]
+    return compose.run(["-m", *common, *words], record, sweep=Sweep(record))
+
+
+def test_runs_here_end_with_their_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sweep(tmp_path, "seed=1,2") == 0
+    rows = json.loads((tmp_path / "sweep" / SWEEP_FILE).read_text())["runs"]
+    assert [row["folder"] for row in rows] == [f"{tmp_path}/runs/1", f"{tmp_path}/runs/2"]
+    printed = capsys.readouterr().out
+    assert "seed=2" in printed and "0.200*" in printed and "0.100 " in printed
+    assert (tmp_path / "sweep" / "compare.png").is_file()
+
+
+def test_a_failed_run_is_the_sweeps_exit_code(tmp_path: Path) -> None:
+    assert sweep(tmp_path, "seed=3,1") == 1
+
+
+def test_the_relax_launcher_gives_the_sweeper_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+
+    seen: list[object] = []
+    whole = BasicSweeper.sweep
+
+    def spy(self: BasicSweeper, arguments: list[str]) -> object:
+        returns = whole(self, arguments)
+        seen.extend(one.return_value for batch in returns for one in batch)
+        return returns
+
+    monkeypatch.setattr(BasicSweeper, "sweep", spy)
+    assert sweep(tmp_path, "hydra/launcher=relax", "seed=1,2") == 0
+    assert seen == [0.1, 0.2]
+    assert sweep(tmp_path / "other", "hydra/launcher=relax", "hydra.launcher.metric=samples_per_s", "seed=5") == 0
+    assert seen[2:] == [500.0]
+
+
+def test_a_failed_run_has_no_value(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert sweep(tmp_path, "hydra/launcher=relax", "seed=1,3") == 1
+    assert f"relax: the sweep ends: the run in {tmp_path}/runs/3 failed" in capsys.readouterr().err
+
+
+def test_metrics_of_a_summary(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text(json.dumps({"reward": {"last": None}, "eval": [{"exact": 1.0}]}))
+    assert read_metric(tmp_path, "reward.last") is None
+    assert read_metric(tmp_path, "eval.-1.exact") == 1.0
+    for metric in ("eval.1.exact", "nonsense", "reward.last.x", "reward"):
+        with pytest.raises(ValueError, match=r"hydra\.launcher\.metric="):
+            read_metric(tmp_path, metric)

@@ -1,0 +1,140 @@
+"""What a plan says of a run: that it agrees with the services, the batch, the placement; what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from relax_core.config.compose import compose, load_config, typed_config
+from relax_core.config.errors import ConfigError, NotYet
+from relax_core.config.schema import RelaxConfig
+from relax_core.config.validate import problems_of
+from relax_core.control.role_counts import roles_of
+from relax_core.plan.build import as_json_values, make_plan
+from relax_core.plan.command import plan_run, save_plan
+from relax_core.plan.text import as_text
+from relax_core.preflight import CHECKS
+from relax_core.registry import find_algorithm
+
+PRESETS = {
+    "qwen3_4b_colocate_8gpu": 8,
+    "qwen3_4b_async_8gpu": 8,
+    "qwen3_30b_a3b_async_16gpu": 16,
+    "qwen3_vl_30b_a3b_async_16gpu": 16,
+    "qwen3_5_35b_a3b_async_16gpu": 16,
+    "qwen3_omni_30b_a3b_async_16gpu": 16,
+}
+
+
+def planned(*overrides: str) -> RelaxConfig:
+    return typed_config(compose(overrides))
+
+
+@pytest.mark.parametrize("algo", ["grpo", "ppo", "distill"])
+def test_the_plan_has_the_roles_that_are_started(algo: str) -> None:
+    config = load_config([f"algo={algo}", "engine.count=2"])
+    assert make_plan(config).roles == roles_of(find_algorithm(algo).needs(config.algo), engines=2)
+
+
+@pytest.mark.parametrize(("name", "gpus"), PRESETS.items())
+def test_the_presets_plan_clean_and_cannot_start_yet(name: str, gpus: int) -> None:
+    config = planned(f"experiment={name}")
+    problems = problems_of(config, CHECKS)
+    assert problems and all(isinstance(problem, NotYet) for problem in problems), problems
+    plan = make_plan(config, problems)
+    assert plan.refused == []
+    used = {(place.node, gpu) for place in plan.places for gpu in place.gpus}
+    assert len(used) == gpus == config.placement.nodes * config.placement.gpus_per_node
+    assert as_text(plan).startswith(f"{name}: plans, but cannot start yet:\n  - engine.name=sglang is not built yet")
+    with pytest.raises(ConfigError):
+        load_config([f"experiment={name}"], checks=CHECKS)
+
+
+def test_an_asynchronous_layout_gives_each_gpu_to_one_role() -> None:
+    plan = make_plan(planned("experiment=qwen3_30b_a3b_async_16gpu"))
+    taken = [(place.node, gpu) for place in plan.places for gpu in place.gpus]
+    assert len(taken) == len(set(taken)) == 16
+    by_name = {place.name: place for place in plan.places}
+    assert by_name["actor-5"].coordinates == "pp1 tp1 ep1"
+    assert (by_name["engine-1"].node, by_name["engine-1"].gpus) == (1, (2, 3))
+    assert (by_name["actor_fwd-1"].node, by_name["actor_fwd-1"].gpus) == (1, (7,))
+
+
+def test_the_batch_in_words() -> None:
+    plan = make_plan(load_config(["algo.mini_batches=2", "algo.epochs=3", "mode.max_staleness=2"]))
+    words = " ".join([*plan.batch, *plan.credits])
+    assert "8 prompts x 16 samples = 8 groups, 128 samples a train step" in words
+    assert "8 groups / 2 mini-batches = 4 groups an update; x 3 epochs = 6 updates" in words
+    assert "17 prompt tokens once + 16 x 7 = 129 token rows" in words
+    assert "(max_staleness 2 + 1) x 8 groups = 24 groups, 384 samples" in words
+
+
+def test_ranks_without_work_are_told() -> None:
+    plan = make_plan(load_config(["parallel.dp=4", "parallel.micro_batch_tokens=64"]))
+    told = " ".join(plan.batch)
+    assert "Only 1 of 4 data-parallel ranks have work in a micro-batch. Use parallel.micro_batch_tokens=129" in told
+
+
+def test_a_sync_and_a_checkpoint_in_bytes() -> None:
+    plan = make_plan(load_config(["algo=ppo", "engine.count=3"]))
+    assert plan.transfers.sync_bytes == 4 * plan.model.parameters
+    assert plan.transfers.receivers == 3
+    assert plan.transfers.checkpoint_bytes == 2 * 12 * plan.model.parameters
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["placement.gpus_per_node=4"], "placement.roles ask for 8 GPUs, placement.nodes=1 x gpus_per_node=4 = 4."),
+        (["~placement.roles.reference"], "placement.roles.reference is not set"),
+        (["+placement.roles.critic=1", "placement.nodes=2"], "starts no such role"),
+        (["engine.count=3"], "engine.count=3 x engine.tp=1 = 3 GPUs, but rollout has 4. Set engine.count=4."),
+        (["engine.tp=3", "engine.count=1", "placement.roles.rollout=3"], "would straddle two machines"),
+        (["placement.gpu_memory_gib=24"], "actor: backward needs"),
+        (["placement.gpu_memory_gib=0"], "how much memory has a GPU?"),
+        (["engine.context_length=50000"], "more than the 40960 positions of model.shape=Qwen3-4B"),
+        (["mode=colocate"], "Set parallel.dp=4 or placement.gpus_per_node=2."),
+        (["mode=colocate"], "with mode=colocate, where all roles share all GPUs. Drop it."),
+    ],
+)
+def test_what_cannot_work_names_key_value_and_fix(overrides: list[str], text: str) -> None:
+    plan = make_plan(planned("experiment=qwen3_4b_async_8gpu", *overrides))
+    assert any(text in fault for fault in plan.refused), plan.refused
+
+
+def test_gpus_of_roles_without_gpus_are_refused() -> None:
+    (fault,) = make_plan(planned("+placement.roles={actor: 2}")).refused
+    assert "Choose placement=gpu" in fault
+
+
+def test_a_model_without_dimensions_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"model\.shape=<one of: Qwen3-30B-A3B"):
+        make_plan(planned("model=qwen3"))
+
+
+def test_rays_store_is_memory_too() -> None:
+    with pytest.raises(ConfigError, match=r"too little memory"):
+        plan_run(planned("launcher.object_store_mb=99999999"))
+
+
+def test_too_little_memory_is_refused_with_the_largest_sums() -> None:
+    with pytest.raises(ConfigError, match=r"too little memory: the run needs about .* GiB \(1 x engine"):
+        plan_run(planned("engine.max_running_samples=1000000000"))
+
+
+def test_unread_knobs_are_told() -> None:
+    told = " ".join(make_plan(load_config(["eval.every=0", "optimizer.schedule=constant"])).unread)
+    for key in ("eval.rows", "optimizer.min_lr_ratio", "rollout.reward_workers", "algo.kl_estimator"):
+        assert key in told
+    assert "algo.kl_estimator" not in " ".join(make_plan(load_config(["algo.kl_coef=0.1"])).unread)
+
+
+def test_the_plan_in_the_runs_folder(tmp_path: Path) -> None:
+    plan = make_plan(load_config())
+    save_plan(plan, tmp_path)
+    values = json.loads((tmp_path / "plan.json").read_text())
+    assert values == json.loads(json.dumps(as_json_values(plan)))
+    assert values["can_start"] and values["total_bytes"] == plan.total_bytes
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]

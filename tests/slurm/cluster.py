@@ -1,0 +1,210 @@
+"""A throw-away Slurm of two nodes on this machine: real daemons, own configuration, ports, key and folders."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+NODES = 2
+CPUS = 4
+DEADLINE_S = 30.0
+POLL_S = 0.05
+DAEMONS = ("munged", "slurmctld", "slurmd")
+
+CONFIG = """\
+ClusterName=relaxtest
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+# cred_expire is also how long a job that was queued again waits (120 s by default).
+AuthInfo=socket={root}/munge.sock,cred_expire=3
+StateSaveLocation={root}/state
+SlurmdSpoolDir={root}/spool/%n
+SlurmctldPidFile={root}/slurmctld.pid
+SlurmdPidFile={root}/slurmd.%n.pid
+SlurmctldLogFile={root}/log/slurmctld.log
+SlurmdLogFile={root}/log/slurmd.%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SwitchType=switch/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmctldParameters=preempt_send_user_signal
+JobRequeue=1
+KillWait=5
+MinJobAge=300
+ReturnToService=2
+SlurmctldTimeout=30
+SlurmdTimeout=15
+InactiveLimit=0
+OverTimeLimit=0
+AccountingStorageType=accounting_storage/none
+JobAcctGatherType=jobacct_gather/none
+NodeName=DEFAULT CPUs={cpus} Boards=1 SocketsPerBoard=1 CoresPerSocket={cpus} ThreadsPerCore=1 RealMemory=8000
+{nodes}
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=REQUEUE GraceTime=60
+PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=100 PreemptMode=OFF
+"""
+
+
+class Cluster:
+    """Use as a context manager. ``environment``: what a command needs to talk to it. ``scratch``: the nodes' /tmp."""
+
+    def __init__(self) -> None:
+        self.root = Path(tempfile.mkdtemp(prefix="slurm-test-", dir="/tmp"))
+        self.scratch = Path(f"/tmp/st{secrets.token_hex(2)}")  # short, because of socket names
+        self.scratch.mkdir(mode=0o700)
+        self.environment = {**os.environ, "SLURM_CONF": str(self.root / "slurm.conf"), "TMPDIR": str(self.scratch)}
+
+    def __enter__(self) -> Cluster:
+        try:
+            self._start()
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop()
+
+    def call(self, *command: str) -> str:
+        """Runs one of Slurm's commands; raises CalledProcessError where it fails."""
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60, check=True)
+        return done.stdout
+
+    def wait_empty(self) -> None:
+        """Until no job is there."""
+        deadline = time.monotonic() + DEADLINE_S
+        while queue := self.call("squeue", "--noheader"):
+            assert time.monotonic() < deadline, f"the queue does not empty: {queue}"
+            time.sleep(POLL_S)
+
+    def wait_idle(self) -> None:
+        """Until every node takes jobs."""
+        deadline = time.monotonic() + DEADLINE_S
+        while len(self.call("sinfo", "-h", "-N", "-t", "idle", "-p", "main", "-o", "%N").split()) < NODES:
+            assert time.monotonic() < deadline, self.call("sinfo", "-N", "-l") + self._logs()
+            time.sleep(POLL_S)
+
+    def clean(self) -> None:
+        """Ends what a failed case left in the queue."""
+        self.call("scancel", "--user=root")
+        self.wait_empty()
+
+    def processes(self) -> dict[int, str]:
+        """Pid → command line of every living process of a job, by its environment."""
+        mark = f"SLURM_CONF={self.root}/slurm.conf".encode()
+        found = {}
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError):
+                words = (entry / "environ").read_bytes().split(b"\0") if entry.name.isdecimal() else []
+                if (
+                    mark in words
+                    and any(word.startswith(b"SLURM_JOB_ID=") for word in words)
+                    and _is_alive(int(entry.name))
+                ):
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+        return found
+
+    def assert_nothing_left(self) -> None:
+        """No process of a job, no folder of one, no published weights."""
+        deadline = time.monotonic() + DEADLINE_S
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        assert not left, f"left behind: {left}"
+        folders = [path for path in self.scratch.iterdir() if path.name.startswith("r")]  # a cache of torch's may stay
+        assert not folders, f"left behind: {folders}"
+
+    def _start(self) -> None:
+        root = self.root
+        root.chmod(0o755)  # munged wants it so
+        for name in ("log", "state", "spool"):
+            (root / name).mkdir()
+        key = root / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o600)
+        ports = _free_ports(NODES + 1)
+        host = socket.gethostname().split(".")[0]
+        address = _own_address()
+        nodes = "\n".join(
+            f"NodeName=n{number} NodeHostname={host} NodeAddr={address} Port={port}"
+            for number, port in enumerate(ports[1:], start=1)
+        )
+        text = CONFIG.format(host=host, port=ports[0], root=root, cpus=CPUS, nodes=nodes)
+        (root / "slurm.conf").write_text(text)
+        munged = ["munged", "--force", f"--key-file={key}", f"--socket={root}/munge.sock"]
+        self.call(
+            *munged, f"--pid-file={root}/munged.pid", f"--log-file={root}/log/munged.log", f"--seed-file={root}/seed"
+        )
+        self.call("slurmctld", "-i")
+        for number in range(1, NODES + 1):
+            self.start_node(number)
+        self.wait_idle()
+
+    def start_node(self, number: int) -> None:
+        self.call("slurmd", "-N", f"n{number}")
+
+    def daemons(self) -> list[int]:
+        """Process ids of what was started here, first the nodes."""
+        files = [*self.root.glob("slurmd.*.pid"), self.root / "slurmctld.pid", self.root / "munged.pid"]
+        return [int(text) for file in files if file.is_file() and (text := file.read_text().strip())]
+
+    def _stop(self) -> None:
+        """Jobs first: what runs a job's step outlives its node's daemon by design."""
+        with suppress(subprocess.CalledProcessError, AssertionError, FileNotFoundError):
+            self.call("scancel", "--user=root")
+            self.wait_empty()
+        pids = self.daemons()
+        for number, wait_s in ((signal.SIGTERM, 10.0), (signal.SIGKILL, 10.0)):
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            deadline = time.monotonic() + wait_s
+            while any(map(_is_alive, pids)) and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+        shutil.rmtree(self.root)
+        shutil.rmtree(self.scratch)
+
+    def _logs(self) -> str:
+        return "\n".join(f"{file.name}\n{file.read_text()[-2000:]}" for file in (self.root / "log").iterdir())
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _own_address() -> str:
+    """What Ray, too, takes as this machine's address: it never keeps loopback for a cluster of several nodes."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 1))  # no packet is sent
+        return str(probe.getsockname()[0])
+
+
+def _free_ports(count: int) -> list[int]:
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()

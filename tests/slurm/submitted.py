@@ -1,0 +1,87 @@
+"""`python -m relax_core launcher=slurm …` on the throw-away cluster, watched from outside."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.slurm.cluster import Cluster
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 180.0
+POLL_S = 0.05
+FAST = ("eval.every=0", "launcher.cpus_per_node=2", "run.export_hf=false")
+
+
+class Submitted:
+    """The process that submits and follows. ``folder``: the run's."""
+
+    def __init__(self, cluster: Cluster, folder: Path, *overrides: str) -> None:
+        self.cluster = cluster
+        self.folder = folder
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "relax_core", "launcher=slurm", f"run.dir={folder}", *FAST, *overrides],
+            cwd=ROOT,
+            env=cluster.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def finish(self) -> tuple[int, str]:
+        """Exit code and what was printed."""
+        output, _ = self._process.communicate(timeout=DEADLINE_S)
+        return self._process.returncode, output
+
+    def interrupt(self) -> None:
+        os.kill(self._process.pid, 2)
+
+    def wait_for(self, what: str, condition: Callable[[], Any]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < deadline, f"{what}: not within {DEADLINE_S:.0f} s; {self.logs()}"
+            assert self._process.poll() is None, f"the run ended before {what}: {self.finish()}"
+            time.sleep(POLL_S)
+
+    def wait_step(self, step: int) -> None:
+        """Until the trainer has reported train step ``step``."""
+        self.wait_for(f"step {step}", lambda: max(self.steps(), default=-1) >= step)
+
+    def job_id(self) -> str:
+        """Waits until the job was submitted."""
+        self.wait_for("its submission", (self.folder / "job.json").exists)
+        return str(json.loads((self.folder / "job.json").read_text())["job_id"])
+
+    def start_again(self) -> None:
+        """Waits until the job was queued again. It would stand two minutes then, by Slurm's default; here not."""
+        job = self.job_id()
+        self.wait_for(
+            "its second turn", lambda: "Reason=BeginTime" in self.cluster.call("scontrol", "show", "job", job)
+        )
+        self.cluster.call("scontrol", "update", f"jobid={job}", "StartTime=now")
+
+    def steps(self) -> list[int]:
+        """Train steps in the order in which they were reported; one that was done again is there twice."""
+        file = self.folder / "metrics.jsonl"
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        records = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [record["step"] for record in records if record["source"] == "actor"]
+
+    def checkpoints(self) -> list[int]:
+        found = self.folder.glob("checkpoints/step_*/meta.json")
+        return sorted(int(file.parent.name.removeprefix("step_")) for file in found)
+
+    def summary(self) -> dict[str, Any]:
+        values: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
+        return values
+
+    def logs(self) -> str:
+        return "\n".join(file.read_text()[-3000:] for file in self.folder.glob("slurm/*.out"))

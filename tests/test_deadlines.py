@@ -1,0 +1,205 @@
+"""No wait without a deadline: every call that may wait for ever is bounded, or its reason stands here."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.deadlines import Finding, unbounded_waits, unbounded_waits_below
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("relax_core", "launchers", "rewards", "algorithms", "envs")
+
+# (file, function) → why it cannot hang anybody. An entry that nothing needs any more fails the test.
+REASONS = {
+    # A thread or task that waits for work; nobody waits for it without a deadline, and it ends with its process.
+    (
+        "relax_core/bus/journal.py",
+        "Journal._write_forever",
+    ): "a daemon thread at rest; close() joins it with a deadline",
+    ("relax_core/observe/metrics.py", "MetricsService._write_loop"): "a daemon thread at rest; close() wakes it",
+    ("relax_core/engines/embedded/scheduler.py", "Scheduler._receive"): "the engine's thread at rest; it alone reads",
+    # Work that is already done when it is asked for.
+    ("relax_core/roles/rollout.py", "RolloutWorker._evaluate"): "after done(): the task has ended",
+    ("relax_core/observe/metrics_actor.py", "MetricsClient._sent"): "a done callback: the future has ended",
+    ("relax_core/control/fronts.py", "Fronts.error"): "after done(): the deployment has ended",
+    ("relax_core/control/fronts.py", "Fronts.close"): "after exception(timeout): the pool's only task has ended",
+    # Whoever owes the answer has deadlines of its own, and ends this wait also when it fails.
+    ("relax_core/engines/pool.py", "EnginePool.generate"): "each share ends with None or its error within patience_s",
+    ("relax_core/engines/embedded/generate_route.py", "GenerateRoute._whole"): "ends with the samples, the failure of "
+    "the scheduler or the client's hang-up; the client has a longest silence",
+    ("relax_core/engines/embedded/generate_route.py", "GenerateRoute._frames"): "the same",
+    ("relax_core/engines/embedded/generate_route.py", "GenerateRoute._events"): "the same",
+    ("relax_core/engines/weight_group.py", "WeightGroup._broadcast"): "the group was made with a deadline",
+    ("relax_core/rollout/evaluation.py", "Evaluator.gate"): "run() sets it or fails, and its task group ends this one",
+    ("relax_core/rollout/reward_worker.py", "RewardPool.close"): "its threads wait for workers that were just killed",
+    ("relax_core/weights/publisher.py", "WeightPublisher.close"): "a push has the engine client's deadlines",
+    (
+        "relax_core/roles/critic.py",
+        "CriticWorker._run",
+    ): "the model's own thread computes; the lead's call has a deadline",
+    ("relax_core/control/run.py", "_in_session"): "makes or finds model folders: file work, no other process",
+    ("relax_core/control/services.py", "Services.__init__"): "a bus starts, answers and restores within deadlines",
+    # TransferQueue: a call's coroutine has the deadline, whoever waits for it waits on that.
+    ("relax_core/bus/transfer_queue/client.py", "PlaneClient.call"): "_guarded() ends within timeout_s",
+    ("relax_core/bus/transfer_queue/client.py", "PlaneClient._guarded"): "after done(): the task has ended",
+    ("relax_core/bus/transfer_queue/client.py", "PlaneClient.get"): "runs inside of _guarded()",
+    ("relax_core/bus/transfer_queue/client.py", "PlaneClient.close"): "the loop was told to stop, nothing runs in it",
+    ("relax_core/bus/transfer_queue/actor.py", "TransferQueueBusActor._watch"): "a task that waits for a death",
+    ("relax_core/bus/transfer_queue/actor.py", "TransferQueueBusActor._clear_freed"): "a task at rest",
+    ("relax_core/bus/transfer_queue/actor.py", "TransferQueueBusActor._tidy"): "the call takes its deadline along; a "
+    "task of its own, for which nobody waits",
+    ("relax_core/bus/transfer_queue/hosts.py", "_Host.stay"): "never returns: its failure tells that the process died",
+}
+
+
+def words(findings: list[Finding]) -> str:
+    return "\n".join(f"  {finding}" for finding in findings)
+
+
+def test_every_wait_has_a_deadline_or_a_reason() -> None:
+    unexplained = [one for one in unbounded_waits_below(ROOT, FOLDERS) if (one.file, one.function) not in REASONS]
+    assert not unexplained, f"give these a deadline that names its culprit:\n{words(unexplained)}"
+
+
+def test_no_reason_outlives_its_wait() -> None:
+    found = {(one.file, one.function) for one in unbounded_waits_below(ROOT, FOLDERS)}
+    assert not REASONS.keys() - found, "nothing there waits without a deadline any more: remove these reasons"
+
+
+def found(code: str) -> list[str]:
+    return [finding.call for finding in unbounded_waits(textwrap.dedent(code), file="a.py")]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "ray.get(reference)",
+        "ray.get([one, two], timeout=None)",
+        "ray.wait(references, num_returns=2)",
+        "subprocess.run(['ls'], check=True)",
+        "subprocess.check_output(['ls'])",
+        "future.result()",
+        "future.exception()",
+        "future.result(None)",
+        "thread.join()",
+        "process.wait()",
+        "event.wait()",
+        "condition.wait_for(lambda: ready)",
+        "lock.acquire()",
+        "lock.acquire(True)",
+        "queue.get()",
+        "queue.get(True)",
+        "queue.get(block=True)",
+        "process.communicate(b'x')",
+        "process.stdout.readline()",
+        "sys.stdin.read()",
+        "connection.recv()",
+        "listener.accept()",
+        "socket.create_connection(('127.0.0.1', 1))",
+        "select.select([one], [], [])",
+        "os.waitpid(pid, 0)",
+        "fcntl.flock(file, fcntl.LOCK_EX)",
+        "requests.get('http://127.0.0.1')",
+        "httpx.Client()",
+        "urllib.request.urlopen('http://127.0.0.1')",
+        "http.client.HTTPConnection('127.0.0.1', 80)",
+        "aiohttp.ClientSession()",
+        "asyncio.wait({task})",
+        "asyncio.wait_for(call, None)",
+        "asyncio.gather(one, two)",
+        "pool.shutdown()",
+        "pool.shutdown(wait=True)",
+        "dist.init_process_group('gloo', rank=0)",
+        "dist.new_group([0, 1])",
+        "parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)",
+        "dist.TCPStore('127.0.0.1', 1)",
+    ],
+)
+def test_what_may_wait_for_ever_is_found(call: str) -> None:
+    assert found(call) == [call]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "ray.get(reference, timeout=5)",
+        "subprocess.run(['ls'], timeout=deadline_s)",
+        "future.result(5)",
+        "future.result(timeout=5)",
+        "thread.join(5.0)",
+        "', '.join(words)",
+        "os.path.join('a', 'b')",
+        "lock.acquire(timeout=1.0)",
+        "lock.acquire(False)",
+        "lock.acquire(blocking=False)",
+        "queue.get(timeout=1.0)",
+        "queue.get(True, 1.0)",
+        "queue.get(block=False)",
+        "queue.get_nowait()",
+        "mapping.get('key')",
+        "mapping.get('key', None)",
+        "HydraConfig.get()",
+        "process.poll()",
+        "file.read()",
+        "file.readline()",
+        "child.wait(frozen_after_s=3.0)",
+        "select.select([one], [], [], 0.0)",
+        "os.waitpid(pid, os.WNOHANG)",
+        "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "fcntl.flock(file, fcntl.LOCK_UN)",
+        "asyncio.wait({task}, timeout=1.0)",
+        "asyncio.wait_for(event.wait(), 5.0)",
+        "pool.shutdown(wait=False)",
+        "ray.shutdown()",
+        "dist.init_process_group('gloo', timeout=deadline)",
+        "dist.all_reduce(tensor)",
+        "worker.status.remote()",
+    ],
+)
+def test_what_is_bounded_is_not_found(call: str) -> None:
+    assert found(call) == []
+
+
+def test_names_are_followed_through_imports() -> None:
+    assert found("from subprocess import run as go\ngo(['ls'])") == ["go(['ls'])"]
+    assert found("import subprocess as sp\nsp.run(['ls'])") == ["sp.run(['ls'])"]
+    assert found("from asyncio import gather\ngather(one)") == ["gather(one)"]
+
+
+def test_answers_of_actors_need_a_deadline_around_them() -> None:
+    assert found("async def f():\n    await worker.status.remote()") == ["await worker.status.remote()"]
+    assert found("async def f():\n    await asyncio.wait_for(worker.status.remote(), 5)") == []
+    inside = """
+        async def f():
+            async with asyncio.timeout(5):
+                await worker.status.remote()
+                await asyncio.gather(one, two)
+    """
+    assert found(inside) == []
+    assert found(inside.replace("timeout(5)", "timeout(None)")) != []
+
+
+def test_a_deadline_around_a_definition_is_none_inside_of_it() -> None:
+    code = """
+        async def f():
+            async with asyncio.timeout(5):
+                async def later():
+                    await event.wait()
+    """
+    assert found(code) == ["event.wait()"]
+
+
+def test_an_executor_as_a_context_waits_at_its_end() -> None:
+    assert found("with ThreadPoolExecutor(2) as pool:\n    pass") == ["with ThreadPoolExecutor(2)"]
+
+
+def test_a_loop_over_a_pipe_waits_for_each_line() -> None:
+    assert found("for line in process.stdout:\n    pass") == ["for … in process.stdout"]
+
+
+def test_a_finding_names_its_function() -> None:
+    (finding,) = unbounded_waits("class A:\n    def b(self):\n        self.c.wait()", file="x/a.py")
+    assert str(finding) == "x/a.py:3 in A.b: self.c.wait()"

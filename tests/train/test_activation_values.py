@@ -1,0 +1,37 @@
+"""The one formula of the memory plan that is not plain counting, against what autograd truly saves in Megatron."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_trainer import make_backend, make_groups, make_model
+
+from relax_core.plan.dimensions import read_dimensions
+from relax_core.plan.memory import FLOAT, activation_values
+from relax_core.train.tree import pack_tree
+
+
+def test_activations_are_what_autograd_saves(tmp_path: Path) -> None:
+    make_model(tmp_path)
+    backend = make_backend(tmp_path)
+    layout = pack_tree(make_groups([[30] * 4] * 3, prompt_lengths=[25] * 3))
+    tree = backend._to_device(layout)
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in backend.model.parameters()}
+    saved: dict[int, tuple[int, torch.Tensor]] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = (storage.nbytes(), tensor)  # the tensor, so that its address stays its own
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = backend.model_chunks[0](tree)
+    assert hidden.requires_grad
+    model = read_dimensions(json.loads((tmp_path / "config.json").read_text()), name="tiny")
+    layers = len(layout.token_ids) * model.layers * activation_values(model) * FLOAT
+    final_norm = len(layout.token_ids) * 2 * model.hidden * FLOAT
+    assert sum(size for size, _ in saved.values()) == pytest.approx(layers + final_norm + tree.mask.nbytes, rel=0.03)
