@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 USAGE = 2
 FAILED = 1
 INTERRUPTED = 130
+STOPPED = 128 + signal.SIGTERM
 LOOK_S = 1.0
 STOP_SPARE_S = 30  # beyond run.stop_timeout_s, before Ray kills a job that was told to stop
 
@@ -143,7 +145,7 @@ def look_after(command: str, record: dict[str, Any]) -> int:
 
 def _end(job: RayJob, info: Any) -> int:
     """Ray's own command says 1 for whatever code a driver ends with."""
-    code = info.driver_exit_code
+    code = STOPPED if info.status.value == "STOPPED" else info.driver_exit_code  # Ray keeps no code of a stopped one
     if code is None:
         print(f"relax: the run said no exit code: {info.message}", file=sys.stderr)
         return FAILED

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -34,12 +35,13 @@ def create_bus(
     namespace: str,
     socket_folder: Path = Path("/tmp"),
     plane: DataPlane | None = None,
+    node_options: Mapping[str, Any] | None = None,
 ) -> RayBus:
     """Starts the bus process and waits until it answers.
 
     ``name`` and ``namespace`` are what `connect_bus` finds it by. It ends with the process that called this.
     ``plane``: where bus=transfer_queue puts its payloads; None starts one that ends with the bus, with its sockets
-    below ``socket_folder``, a short path: a socket's may have 107 bytes.
+    below ``socket_folder``, a short path: a socket's may have 107 bytes. ``node_options``: Ray's, of where it runs.
     Raises ValueError for an unknown backend or settings that make no sense.
     """
     if config.name not in BACKENDS:
@@ -62,6 +64,7 @@ def create_bus(
         "num_cpus": 0,
         "max_concurrency": _MAX_CALLS,
         "max_restarts": 0,
+        **(node_options or {}),
     }
     if config.name == "transfer_queue":
         from relax_core.bus.transfer_queue.backend import start_bus

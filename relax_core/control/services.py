@@ -84,6 +84,7 @@ class Services:
             name=BUS,
             namespace=self._context.namespace,
             socket_folder=self._context.token_file.parent,
+            node_options=node_options(config.launcher, BUS, 0),
         )
         if snapshot is not None:
             bus.restore(snapshot, timeout_s=config.bus.call_timeout_s)
@@ -96,7 +97,6 @@ class Services:
             .options(
                 name=name,
                 namespace=self._context.namespace,
-                num_cpus=0,
                 max_concurrency=WORKER_CALLS,
                 **node_options(self._context.config.launcher, role, rank),
                 max_restarts=self._context.config.run.max_restarts if role in RESTARTED_IN_PLACE else 0,

@@ -8,6 +8,7 @@ from relax_core.config.schema import LauncherConfig
 from relax_core.roles.context import TEACHER_ENGINE
 
 LOOPBACK = "127.0.0.1"
+A_LITTLE = 0.01  # Ray puts an actor that asks for nothing on any node, whatever its strategy says
 ENGINE_ROLES = ("engine", TEACHER_ENGINE)
 
 
@@ -24,7 +25,7 @@ def node_options(launcher: LauncherConfig, role: str, rank: int) -> dict[str, An
     """Ray's options for a role's actor. Engines go to the nodes one after the other, the controller's node last; the
     rest stays with the controller. A process whose node is lost is started again wherever there is one."""
     if launcher.ray_address is None:
-        return {}
+        return {"num_cpus": 0}
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -32,4 +33,4 @@ def node_options(launcher: LauncherConfig, role: str, rank: int) -> dict[str, An
     others = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here)
     nodes = [*others, here]
     chosen = nodes[rank % len(nodes)] if role in ENGINE_ROLES else here
-    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(chosen, soft=True)}
+    return {"num_cpus": A_LITTLE, "scheduling_strategy": NodeAffinitySchedulingStrategy(chosen, soft=True)}

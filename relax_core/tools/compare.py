@@ -84,12 +84,14 @@ def draw(runs: Sequence[ComparedRun], path: Path) -> Path | None:
     """A PNG with all runs' curves; None where no run has a step yet."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(12, 4.8), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, len(CURVES))
     records = [without_undone(read_metrics(run.folder)) for run in runs]
     some = False
+    last = max((record.step for held in records for record in held), default=1) or 1
     for axis, (name, source, title) in zip(axes, CURVES, strict=True):
         for number, (run, held) in enumerate(zip(runs, records, strict=True)):
             points = {step: values[name] for step, values in by_step(held, source).items() if name in values}
@@ -105,11 +107,14 @@ def draw(runs: Sequence[ComparedRun], path: Path) -> Path | None:
                 )
         axis.set_title(title, loc="left", fontsize=12, fontweight="bold")
         axis.set_xlabel("train step")
+        axis.set_xlim(-0.02 * last, 1.02 * last)
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
         axis.grid(axis="y", color="#e3e3e3", linewidth=0.8)
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
     if not some:
         return None
+    axes[1].set_ylim(-0.04, 1.04)
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False)
     figure.savefig(path)

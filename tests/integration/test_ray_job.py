@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from relax_core.control.processes import kill_trees
 from relax_core.control.ray_session import new_token_file
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,8 +79,8 @@ def cluster() -> Iterator[RayCluster]:
         wait_until_it_takes_jobs(f"http://127.0.0.1:{port}", token_file)
         yield RayCluster(address=f"http://127.0.0.1:{port}", token_file=token_file)
     finally:
-        head.send_signal(signal.SIGTERM)  # it ends its daemons, and they their workers
-        head.wait(30.0)
+        kill_trees([head.pid])
+        head.wait()
         shutil.rmtree(folder, ignore_errors=True)
 
 
