@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from launchers.slurm import SlurmRun
-from launchers.slurm_state import job_state
+from launchers.slurm_state import job_state, slurm_call
 from launchers.submitted import JOB_FILE
 
 USAGE = 2
@@ -56,7 +55,7 @@ def _slurm(command: str, run: SlurmRun) -> int:
     print(f"relax: job {run.job_id} {state.words()}")
     if command == "stop" and not state.ended:
         signal = ["--signal=USR1"] if state.state == "RUNNING" else []  # nothing to save before it runs
-        done = subprocess.run(["scancel", *signal, run.job_id], capture_output=True, text=True)
+        done = slurm_call("scancel", *signal, run.job_id)
         if done.returncode:
             raise RuntimeError(done.stderr.strip())
         print(f"relax: job {run.job_id} was told to end{' with a checkpoint' if signal else ''}")

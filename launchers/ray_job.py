@@ -86,8 +86,8 @@ def command(launcher: RayJobLauncherConfig, *words: str) -> str:
 
 def variables(config: RelaxConfig) -> dict[str, str]:
     """Environment of the job's processes. A stop gives the run its time for a checkpoint; Ray's default is 3 s."""
-    stop_s = int(config.run.stop_timeout_s) + STOP_SPARE_S
-    return {**ONE_THREAD, "RAY_JOB_STOP_WAIT_TIME_S": str(stop_s), **environment(launcher_of(config).env)}
+    launcher, stop_s = launcher_of(config), int(config.run.stop_timeout_s) + STOP_SPARE_S
+    return {**ONE_THREAD, "RAY_JOB_STOP_WAIT_TIME_S": str(stop_s), **environment(launcher.env)}
 
 
 def refuse_secrets(config: RelaxConfig) -> None:

@@ -14,6 +14,7 @@ from launchers.submitted import read_submitted
 from relax_core.config.errors import ConfigError
 from relax_core.config.schema import LauncherConfig, LauncherKind, RelaxConfig
 from relax_core.config.validate import problems_of
+from relax_core.plan.command import plan_run, save_plan
 from relax_core.preflight import CHECKS
 
 CONFIG_VARIABLE = "RELAX_SUBMITTED"  # the text of submitted.yaml, where no file can be sent along
@@ -59,7 +60,6 @@ def run_saved(config: RelaxConfig, *, again: bool) -> int:
     from relax_core.control.resume import find_resume_point
     from relax_core.control.run import run_local
     from relax_core.control.supervisor import supervise
-    from relax_core.plan.command import plan_run, save_plan
 
     folder = Path(config.run.dir)
     try:

@@ -7,12 +7,13 @@ import re
 import secrets
 import shutil
 import socket
-import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from launchers.slurm_state import slurm_answer
 
 PREFIX = "rs"  # and the job's number
 BASE_BYTES = 11  # a socket's path has 107 bytes, of which Ray and what is made here take the rest
@@ -56,7 +57,7 @@ class TaskPlace:
 
 def _address(node: str) -> str:
     """The address by which Slurm's own daemons reach this node."""
-    told = subprocess.run(["scontrol", "show", "node", node, "-o"], capture_output=True, text=True, check=True).stdout
+    told = slurm_answer("scontrol", "show", "node", node, "-o")
     found = re.search(r"\bNodeAddr=(\S+)", told)
     return socket.gethostbyname(found[1] if found else node)
 
@@ -85,8 +86,7 @@ def _remove_dead(base: Path) -> None:
     }
     if not left:
         return
-    told = subprocess.run(["squeue", "--noheader", "--format=%A"], capture_output=True, text=True, check=True).stdout
-    alive = set(told.split())
+    alive = set(slurm_answer("squeue", "--noheader", "--format=%A").split())
     for folder, job in left.items():
         if job not in alive:
             shutil.rmtree(folder, ignore_errors=True)  # another task of this node may be at the same one

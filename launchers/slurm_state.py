@@ -49,12 +49,14 @@ class JobState:
 def job_state(job_id: str) -> JobState:
     """Asks the controller, which knows a job until some minutes after its end; then the accounting, where there is
     one. Raises RuntimeError where Slurm does not answer."""
-    shown = _call("scontrol", "show", "job", "--oneliner", job_id)
+    shown = slurm_call("scontrol", "show", "job", "--oneliner", job_id)
     if shown.returncode == 0:
         return _of_controller(shown.stdout)
     if "Invalid job id" not in shown.stderr:
         raise RuntimeError(f"Slurm does not answer: {shown.stderr.strip()}")
-    told = _call("sacct", "--jobs", job_id, "--allocations", "--noheader", "--parsable2", "--format=State,NodeList")
+    told = slurm_call(
+        "sacct", "--jobs", job_id, "--allocations", "--noheader", "--parsable2", "--format=State,NodeList"
+    )
     if told.returncode == 0 and told.stdout.strip():
         state, nodes = told.stdout.splitlines()[-1].split("|")
         return JobState(state=state.split()[0], nodes=nodes)  # "CANCELLED by 0"
@@ -73,10 +75,19 @@ def _of_controller(text: str) -> JobState:
     )
 
 
-def _call(*command: str) -> subprocess.CompletedProcess[str]:
+def slurm_call(*command: str) -> subprocess.CompletedProcess[str]:
+    """Runs one of Slurm's commands; raises RuntimeError where it does not answer."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=CALL_S)
     except FileNotFoundError:
         return subprocess.CompletedProcess(command, 127, stdout="", stderr=f"{command[0]} is not installed")
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(f"{command[0]} did not answer within {CALL_S:.0f} s") from error
+
+
+def slurm_answer(*command: str) -> str:
+    """What it prints; raises RuntimeError with its own words where it fails."""
+    done = slurm_call(*command)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout

@@ -13,7 +13,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from types import FrameType
 
 from launchers.processes import Child, adopt_orphans, end_children, remove_place
 from launchers.slurm_place import TaskPlace, task_folder
+from launchers.slurm_state import slurm_call
 from launchers.submitted import CONFIG_FILE, RunEnd, put, read_submitted, write_end
 from relax_core.config.schema import SlurmLauncherConfig
 from relax_core.control.ray_session import LOOPBACK_SWITCH, ONE_THREAD, QUIET, new_token_file
@@ -175,7 +175,7 @@ class _Task:
         print("relax: stopped by Slurm with a checkpoint; the job is queued again", flush=True)
         (self._attempt / DONE).touch()
         self._undo.close()  # before Slurm ends what is left
-        done = subprocess.run(["scontrol", "requeue", self._place.raw_job_id], capture_output=True, text=True)
+        done = slurm_call("scontrol", "requeue", self._place.raw_job_id)
         if done.returncode:
             return self._say_end(STOPPED, f"stopped by Slurm, which does not queue it again: {done.stderr.strip()}")
         deadline = time.monotonic() + REQUEUED_S

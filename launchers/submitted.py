@@ -16,6 +16,7 @@ from launchers.local import run_folder, save_config
 from relax_core.config.compose import config_from_yaml
 from relax_core.config.saved import to_whole_yaml
 from relax_core.config.schema import RelaxConfig
+from relax_core.plan.command import plan_run, save_plan
 
 CONFIG_FILE = "submitted.yaml"
 END_FILE = "end.json"
@@ -34,11 +35,14 @@ class RunEnd:
 
 
 def make_folder(config: RelaxConfig, overrides: Sequence[str]) -> RelaxConfig:
-    """Makes the run's folder with config.yaml and `submitted.yaml` in it. Returns the configuration with that folder.
-    Raises OSError where it cannot be written."""
+    """Plans, and makes the run's folder with config.yaml, plan.json and `submitted.yaml` in it. Returns the
+    configuration with that folder. Raises ValueError for a plan that cannot work, OSError for a folder that cannot be
+    written."""
     folder = run_folder(config)
+    plan = plan_run(config)
     folder.mkdir(parents=True, exist_ok=True)
     save_config(config, folder)
+    save_plan(plan, folder)
     config = replace(config, run=replace(config.run, dir=str(folder), panel=False))  # nobody looks at its terminal
     (folder / END_FILE).unlink(missing_ok=True)  # of the run that this one goes on with
     file = folder / CONFIG_FILE

@@ -16,8 +16,8 @@ from relax_core.config.schema import LauncherConfig, LauncherKind, RelaxConfig, 
 from relax_core.observe.summary import SUMMARY_FILE
 
 SWEEP_FILE = "sweep.json"
-FAILED = 1
 USAGE = 2
+STOPPED = (130, 143)  # by Ctrl-C or SIGTERM
 
 
 @dataclass(kw_only=True)
@@ -48,6 +48,10 @@ class Sweep:
         run = SweepRun(number=len(self._runs), overrides=tuple(overrides), config=config, folder=Path(config.run.dir))
         self._runs.append(run)
         if config.launcher.name is LauncherKind.local or _only_shows(config.launcher):
+            run.code = next((earlier.code for earlier in self._runs if earlier.code in STOPPED), None)
+            if run.code is not None:
+                print("relax: not started, since the sweep was stopped", file=sys.stderr)
+                return run
             run.folder = run_folder(config)
             run.code = self._launch(config)
             self._write()

@@ -6,7 +6,8 @@ import os
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,14 @@ def ray_session(pytestconfig: pytest.Config) -> Iterator[str]:
     )
     yield ray.get_runtime_context().gcs_address
     ray.shutdown()
+
+
+@pytest.fixture
+def wait_until() -> Callable[..., None]:
+    def wait(condition: Callable[[], bool], *, what: str, timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s} s"
+            time.sleep(0.005)
+
+    return wait

@@ -26,7 +26,7 @@ def test_wheel_has_code_and_conf(wheel: Path) -> None:
     conf = {f"relax_core/{path.relative_to(REPOSITORY).as_posix()}" for path in (REPOSITORY / "conf").rglob("*.yaml")}
     code = {
         path.relative_to(REPOSITORY).as_posix()
-        for top in ("relax_core", "algorithms", "rewards", "envs", "launchers")
+        for top in ("relax_core", "algorithms", "rewards", "envs", "launchers", "hydra_plugins")
         for path in (REPOSITORY / top).rglob("*.py")
     }
     shapes = {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "relax_core").rglob("*.json")}

@@ -124,7 +124,13 @@ def _run_services(
     title = f"{config.algo.name} · {config.model.name} · {config.data.name} · {config.mode.name.value}"
     try:
         with Panel(config.run.steps, context.run_dir, title, live=config.run.panel) as panel:
-            view = RunView(panel, metrics, log_dir=context.log_dir, step=context.start_step)
+            view = RunView(
+                panel,
+                metrics,
+                log_dir=context.log_dir,
+                step=context.start_step,
+                heartbeat_timeout_s=config.run.heartbeat_timeout_s,
+            )
             book = Recoveries(context.log_dir / "recoveries.json", tell=view.tell)
             if attempt.causes:
                 book.take_up()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,18 +13,25 @@ from relax_core.observe.records import MetricRecord
 from relax_core.observe.states import RoleState
 
 EVENTS_LOG = "recoveries.log"
+POLL_S = 2.0  # the controller has more to look at
+LATE_S = 10.0  # the user hears of metrics that are silent for longer
 
 
 class RunView:
-    """Feeds the panel. ``step``: train steps done; ``progress``: the newest that any incarnation's bus told."""
+    """Feeds the panel. ``step``: train steps done; ``progress``: the newest that any incarnation's bus told. Metrics
+    that give no answer for ``heartbeat_timeout_s`` seconds are started again; they take up what the files hold."""
 
-    def __init__(self, panel: Panel, metrics: MetricsClient, *, log_dir: Path, step: int) -> None:
+    def __init__(
+        self, panel: Panel, metrics: MetricsClient, *, log_dir: Path, step: int, heartbeat_timeout_s: float
+    ) -> None:
         self.step = step
         self.progress: BusProgress | None = None
         self._panel = panel
         self._metrics = metrics
         self._log = log_dir / EVENTS_LOG
         self._cursor = 0
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._answered = time.monotonic()
 
     def tell(self, event: str) -> None:
         """A line about the run itself, to the screen and to ``logs/recoveries.log``."""
@@ -36,9 +44,16 @@ class RunView:
         """Takes the newest state of the incarnation that runs now."""
         records: list[MetricRecord] = []
         try:
-            self._cursor, records = self._metrics.poll(self._cursor)
+            self._cursor, records = self._metrics.poll(self._cursor, timeout_s=POLL_S)
+            self._answered = time.monotonic()
         except MetricsUnavailable as error:
-            message = message or str(error)
+            silent_s = time.monotonic() - self._answered
+            if silent_s > LATE_S:
+                message = message or str(error)
+            if silent_s > self._heartbeat_timeout_s:
+                self.tell(f"the metrics actor gave no answer for {silent_s:.0f} s; started again in place")
+                self._metrics.restart()
+                self._answered = time.monotonic()  # the next one has as long
         self.step = step
         self.progress = progress or self.progress
         self._panel.update(PanelState(step=step, records=records, progress=progress, roles=roles, message=message))

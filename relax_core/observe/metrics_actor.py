@@ -95,6 +95,12 @@ class MetricsClient:
         """Flushes the sinks and ends the service; returns the problems not told yet."""
         return self._call("close", timeout_s / 2, timeout_s=timeout_s)
 
+    def restart(self) -> None:
+        """Kills the actor, also a stopped one (seconds then); Ray starts another as often as it may."""
+        import ray
+
+        ray.kill(self._handle, no_restart=False)
+
     def _send(self, method: Any, *args: Any) -> None:
         with self._lock:
             if self._in_flight >= MAX_IN_FLIGHT:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import stat
 from pathlib import Path
 
 import pytest
 import yaml
 
+import launchers
 from launchers.saved_run import as_run_here
 from launchers.submitted import CONFIG_FILE, RunEnd, make_folder, read_end, read_submitted, write_end
 from relax_core.config.compose import config_from_yaml, load_config
@@ -16,7 +18,7 @@ from relax_core.config.launcher import sbatch_arguments
 from relax_core.config.options import conf_folder, yaml_options
 from relax_core.config.ranges import OF_LAUNCHER, RANGES
 from relax_core.config.saved import to_whole_yaml
-from relax_core.config.schema import LAUNCHERS, LauncherKind
+from relax_core.config.schema import LAUNCHERS, LauncherConfig, LauncherKind
 
 
 @pytest.mark.parametrize(
@@ -96,3 +98,10 @@ def test_the_last_word(tmp_path: Path) -> None:
     end = RunEnd(code=143, cause="Slurm stopped it", attempt="12_3-r1")
     write_end(tmp_path, end)
     assert read_end(tmp_path) == end
+
+
+def test_every_key_of_a_launcher_is_read() -> None:
+    source = "".join(file.read_text() for file in (Path(launchers.__file__).parent).glob("*.py"))
+    keys = {field.name for launcher in LAUNCHERS.values() for field in dataclasses.fields(launcher)}
+    shared = {field.name for field in dataclasses.fields(LauncherConfig)}  # tests/test_imports.py looks at these
+    assert [key for key in sorted(keys - shared) if f"launcher.{key}" not in source] == []

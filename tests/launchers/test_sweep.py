@@ -50,6 +50,18 @@ def test_a_failed_run_is_the_sweeps_exit_code(tmp_path: Path) -> None:
     assert sweep(tmp_path, "seed=3,1") == 1
 
 
+def test_a_stopped_run_is_the_sweeps_last(tmp_path: Path) -> None:
+    started: list[int] = []
+
+    def stopped(config: RelaxConfig) -> int:
+        started.append(config.seed)
+        return 130
+
+    words = ["-m", f"hydra.sweep.dir={tmp_path}/sweep", f"run.dir={tmp_path}/run", "seed=1,2,3"]
+    assert compose.run(words, stopped, sweep=Sweep(stopped)) == 130
+    assert started == [1]
+
+
 def test_the_relax_launcher_gives_the_sweeper_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
@@ -31,14 +30,3 @@ def progress() -> BusProgress:
             issued=56, trained=48, dropped={"stale": 3, "reward timeout": 1}, open=4, lost=0, trained_twice=0
         ),
     )
-
-
-@pytest.fixture
-def wait_until() -> Callable[..., None]:
-    def wait(condition: Callable[[], bool], *, what: str, timeout_s: float = 60.0) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s} s"
-            time.sleep(0.005)
-
-    return wait
