@@ -8,7 +8,7 @@ TORCH_ARGS ?=
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: env test-env run test test-slurm lint clean
+.PHONY: env test-env run test slurm test-slurm lint clean
 .DEFAULT_GOAL := run
 
 env: $(VENV)/.relax-env
@@ -22,7 +22,7 @@ test: test-env
 	@$(BIN)/python -m pytest -q -m "not slow and not slurm" $(ARGS)
 
 # A throw-away Slurm of two nodes on this machine; it needs root, as its daemons do.
-test-slurm: test-env
+slurm:
 	@command -v slurmctld >/dev/null && command -v slurmd >/dev/null && command -v munged >/dev/null || { \
 	  if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq slurm-wlm munge >/dev/null; \
@@ -30,6 +30,8 @@ test-slurm: test-env
 	    echo "relax: Slurm is missing. Install it as root (Debian, Ubuntu: apt-get install slurm-wlm munge) and run" \
 	         "make test-slurm as root" >&2; exit 1; \
 	  fi; }
+
+test-slurm: test-env slurm
 	@$(BIN)/python -m pytest -q -m slurm tests/slurm $(ARGS)
 
 lint: test-env

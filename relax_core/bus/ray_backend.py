@@ -26,6 +26,7 @@ from relax_core.contracts.bus import (
 
 # The bus keeps the deadlines itself; the client waits this much longer before it calls the bus process stuck.
 ANSWER_GRACE_S = 10.0
+PROCESS_GONE = "the bus process is gone"
 
 T = TypeVar("T")
 
@@ -190,7 +191,7 @@ def _no_answer(what: str, timeout_s: float) -> BusTimeout:
 
 
 def _lost(what: str, error: Exception) -> BusLost:
-    return BusLost(f"the bus process is gone (call: {what}): {str(error).splitlines()[0]}")
+    return BusLost(f"{PROCESS_GONE} (call: {what}): {str(error).splitlines()[0]}")
 
 
 def open_answer(answer: Any) -> tuple[msgspec.Raw, list[Any]]:

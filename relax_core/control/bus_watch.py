@@ -6,7 +6,7 @@ import threading
 from types import TracebackType
 from typing import Self
 
-from relax_core.bus.ray_backend import RayBus
+from relax_core.bus.ray_backend import ANSWER_GRACE_S, PROCESS_GONE, RayBus
 from relax_core.contracts.bus import BusLost, BusProgress, BusTimeout
 
 ASK_S = 0.25
@@ -20,7 +20,8 @@ class BusWatch:
         self.progress: BusProgress | None = None
         self.lost: str | None = None
         self._bus = bus
-        self._heartbeat_timeout_s = heartbeat_timeout_s
+        # The call answers at once, so the client's own patience counts towards the deadline.
+        self._call_timeout_s = max(0.0, heartbeat_timeout_s - ANSWER_GRACE_S)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="bus-watch", daemon=True)
 
@@ -36,9 +37,10 @@ class BusWatch:
     def _watch(self) -> None:
         while not self._ended.wait(ASK_S):
             try:
-                self.progress = self._bus.progress(timeout_s=self._heartbeat_timeout_s)
-            except BusLost:
-                self.lost = "died"
+                self.progress = self._bus.progress(timeout_s=self._call_timeout_s)
+            except BusLost as error:
+                # A loss that is not of its own process, such as a storage unit's, has a name that the user wants.
+                self.lost = "died" if str(error).startswith(PROCESS_GONE) else f"was lost: {error}"
                 return
             except BusTimeout as error:
                 self.lost = f"froze: {error}"
