@@ -69,7 +69,11 @@ def supervise(config: RelaxConfig, resume: ResumePoint | None, run_once: RunOnce
                 print(f"relax: failed: {how}; run.max_recoveries={config.run.max_recoveries}", file=sys.stderr)
                 return FAILED
             attempt = replace(attempt, number=attempt.number + 1, causes=(*attempt.causes, how))
-            resume = find_resume_point(replace(config, resume="auto")) or resume
+            try:
+                resume = find_resume_point(replace(config, resume="auto")) or resume
+            except ValueError as error:
+                print(f"relax: failed: {how}, and its newest checkpoint is of no use: {error}", file=sys.stderr)
+                return FAILED
             step = resume.step if resume is not None else 0
             print(f"relax: {how}; another goes on from step {step}", file=sys.stderr, flush=True)
 
@@ -122,6 +126,8 @@ class _Controller:
             signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
             _as_controller(main, beats, parent)
         signals.controller = self._pid
+        if signals.received is not None:  # while there was none
+            os.kill(self._pid, signals.received)
         signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         os.close(beats)
 
@@ -152,6 +158,8 @@ def _as_controller(main: Callable[[], int], beats: int, parent: int) -> None:
             os._exit(FAILED)
         threading.Thread(target=_beat, args=(beats,), name="heartbeat", daemon=True).start()
         code = main()
+    except SystemExit:  # of Ray's own SIGTERM handler, which stands for a moment while Ray starts
+        code = 128 + signal.SIGTERM
     except BaseException:
         traceback.print_exc()
     finally:

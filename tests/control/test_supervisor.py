@@ -53,6 +53,9 @@ def waits_for_signals(config, resume, place, attempt):
 def fails(config, resume, place, attempt):
     raise RuntimeError("no such luck")
 
+def exits(config, resume, place, attempt):
+    sys.exit(signal.SIGTERM)  # as Ray's handler does
+
 def no_handlers(config, resume, place, attempt):
     (folder / "ready").touch()
     time.sleep(20)
@@ -137,6 +140,13 @@ def test_a_controller_that_dies_of_the_stop_is_not_repeated(tmp_path: Path) -> N
     process.terminate()
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 128 + signal.SIGTERM, err
+
+
+def test_a_stop_that_rays_handler_takes_is_a_stop(tmp_path: Path) -> None:
+    process = start(tmp_path, "exits")
+    _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "Traceback" not in err
 
 
 def test_an_exception_is_shown_and_not_repeated(tmp_path: Path) -> None:
