@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +18,11 @@ ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 180.0
 POLL_S = 0.05
 FAST = ("eval.every=0", "launcher.cpus_per_node=2", "run.export_hf=false")
+
+
+def _hear_ctrl_c() -> None:
+    """A shell lets what it starts in the background ignore SIGINT, and that is inherited."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Submitted:
@@ -34,6 +40,7 @@ class Submitted:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            preexec_fn=_hear_ctrl_c,
         )
 
     def finish(self) -> tuple[int, str]:
