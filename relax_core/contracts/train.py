@@ -36,6 +36,7 @@ class TrainGroup:
     teacher_top_logprobs: np.ndarray | None = None  # float32 [tokens, top_k]
     values: np.ndarray | None = None  # float32 [tokens], the critic's when the advantages were computed
     returns: np.ndarray | None = None  # float32 [tokens]
+    routed_experts: np.ndarray | None = None  # uint8 or uint16 [packed_tokens, moe layers, top_k], rows as packed
 
     @property
     def packed_tokens(self) -> int:
@@ -60,7 +61,8 @@ class StepMetrics:
 
 
 class TrainBackend(Protocol):
-    """One rank's part of the trainer. Every data-parallel rank calls the same methods in the same order."""
+    """One rank's part of the trainer. All ranks call the same methods in the same order; those of one data-parallel
+    replica (its tensor, pipeline and context parallel ranks) with the same groups."""
 
     def begin_step(self, step: int) -> None:
         """Clears gradients and sums; ``step`` sets the learning rate."""
