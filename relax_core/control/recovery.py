@@ -10,10 +10,12 @@ import itertools
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from ray.exceptions import RayError
 
+from relax_core.bus.journal import LedgerUnwritable
 from relax_core.contracts.bus import BusLost, BusTimeout
 from relax_core.control.bus_watch import BusWatch
 from relax_core.control.controller import Controller, RunEnd
@@ -23,7 +25,7 @@ from relax_core.control.recoveries import FROM_CHECKPOINT, Recoveries
 from relax_core.control.resume import ResumePoint, find_resume_point
 from relax_core.control.run_view import RunView
 from relax_core.control.services import Services
-from relax_core.control.watch import RunFailed, ServicesLost
+from relax_core.control.watch import RunFailed, ServicesLost, run_failed
 from relax_core.control.watchdog import Watchdog
 from relax_core.observe.metrics_actor import MetricsClient, MetricsUnavailable
 from relax_core.roles.context import RunContext
@@ -116,10 +118,9 @@ def _run_once(context: RunContext, point: ResumePoint | None, parts: RunParts) -
         raise ServicesLost(f"the services did not start: {error}") from error
     if context.namespace == incarnation(context, 0, None).namespace:  # later ones wait until training goes on
         parts.fronts.follow(context.namespace)
-    lost = False
     try:
         with BusWatch(services.bus, heartbeat_timeout_s=settings.heartbeat_timeout_s) as bus:
-            return Controller(
+            end = Controller(
                 context,
                 services,
                 bus=bus,
@@ -131,10 +132,14 @@ def _run_once(context: RunContext, point: ResumePoint | None, parts: RunParts) -
                 stop_requested=parts.stop_requested,
             ).run()
     except ServicesLost:
-        lost = True
+        services.kill()
         raise
-    finally:
-        if lost:
-            services.kill()
-        else:
+    except BaseException:
+        with suppress(LedgerUnwritable, BusTimeout):  # what ended the run is told, not what came of it
             services.close(reason="the run has ended")
+        raise
+    try:
+        services.close(reason="the run has ended")
+    except (LedgerUnwritable, BusTimeout) as error:
+        raise run_failed("the ledger is not complete", error) from error
+    return end

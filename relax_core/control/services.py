@@ -139,16 +139,21 @@ class Services:
             ray.kill(self.handles()[name], no_restart=False)
 
     def close(self, reason: str) -> None:
-        """Ends every process in good order: the bus first, so that nobody waits; then the engines by their owners."""
+        """Ends every process in good order: the bus first, so that nobody waits; then the engines by their owners.
+
+        Raises LedgerUnwritable or BusTimeout where the ledger's last events did not reach its file; all ends the same.
+        """
         timeout_s = self._context.config.run.stop_timeout_s
-        with suppress(BusLost):  # nobody waits on a bus that is gone
-            self.bus.close(reason=reason, timeout_s=timeout_s)
-        for worker in self.workers.values():
-            worker.request_stop.remote()
-        ends = [worker.join.remote(timeout_s / 2) for worker in self.workers.values()]
-        ray.wait(ends, num_returns=len(ends), timeout=timeout_s)
-        self._kill_actors()
-        self.bus.terminate()
+        try:
+            with suppress(BusLost):  # nobody waits on a bus that is gone
+                self.bus.close(reason=reason, timeout_s=timeout_s)
+        finally:
+            for worker in self.workers.values():
+                worker.request_stop.remote()
+            ends = [worker.join.remote(timeout_s / 2) for worker in self.workers.values()]
+            ray.wait(ends, num_returns=len(ends), timeout=timeout_s)
+            self._kill_actors()
+            self.bus.terminate()
 
     def kill(self) -> None:
         """Ends every process at once, and returns when they are gone: none of them can then reach the run's files.
