@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,25 +19,35 @@ def launch(config: RelaxConfig) -> int:
     """Plans, makes the run's folder, writes config.yaml and plan.json into it, and runs. Returns the exit code: the
     run's own, or 2 for a plan that cannot work, a checkpoint that cannot be resumed and a folder that cannot be
     written; nothing was started then."""
+    folder = run_folder(config)
+    in_folder = replace(config, run=replace(config.run, dir=str(folder)))
+    return run_in_folder(in_folder, prepare=lambda: save_config(config, folder))
+
+
+def run_in_folder(config: RelaxConfig, *, prepare: Callable[[], object], again: bool = False) -> int:
+    """Runs in ``run.dir``, which is made and then ``prepare``d. ``again``: the newest checkpoint goes before what
+    ``resume`` says. Returns as `launch` does."""
     from relax_core.control.resume import find_resume_point
     from relax_core.control.run import run_local
     from relax_core.control.supervisor import supervise
     from relax_core.plan.command import plan_run, save_plan
 
-    folder = run_folder(config)
-    in_folder = replace(config, run=replace(config.run, dir=str(folder)))
+    folder = Path(config.run.dir)
     try:
-        plan = plan_run(in_folder)
-        resume = find_resume_point(in_folder)
+        plan = plan_run(config)
+        newest = find_resume_point(replace(config, resume="auto")) if again else None
+        resume = newest or find_resume_point(config)
         folder.mkdir(parents=True, exist_ok=True)
-        save_config(config, folder)
+        prepare()
         save_plan(plan, folder)
     except (ValueError, OSError) as error:
         print(f"relax: {error}", file=sys.stderr)
         return USAGE
     for note in resume.notes if resume is not None else ():
         print(f"relax: resume: {note}", file=sys.stderr)
-    return supervise(in_folder, resume, run_local)
+    if again:
+        print(f"relax: goes on from step {resume.step if resume is not None else 0}", flush=True)
+    return supervise(config, resume, run_local)
 
 
 def run_folder(config: RelaxConfig) -> Path:

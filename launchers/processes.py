@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
+from relax_core.control.orphans import PR_SET_PDEATHSIG, prctl
 from relax_core.control.place import SHARED_MEMORY
-
-GONE_S = 10.0  # what not even SIGKILL ends by then hangs in the kernel
-POLL_S = 0.05
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class Child:
@@ -53,31 +45,7 @@ class Child:
 def _as_child() -> None:
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # kept over exec, and by all that it starts
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-
-
-def adopt_orphans() -> None:
-    """From now on whatever loses its parent below this process becomes its child, and `end_children` finds it."""
-    if _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
-
-
-def end_children() -> None:
-    """Kills everything below this process and waits for its end. Raises RuntimeError, naming what does not end."""
-    import psutil
-
-    deadline = time.monotonic() + GONE_S
-    while children := psutil.Process().children(recursive=True):
-        if time.monotonic() > deadline:
-            names = ", ".join(f"{child.pid} ({child.name()})" for child in children)
-            raise RuntimeError(f"processes of the run that SIGKILL does not end within {GONE_S:.0f} s: {names}")
-        for child in children:
-            with suppress(psutil.NoSuchProcess):
-                child.kill()
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        time.sleep(POLL_S)
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def remove_place(pid: int, run_dir: Path) -> None:

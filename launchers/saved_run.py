@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from launchers.local import USAGE, save_config
+from launchers.local import USAGE, run_in_folder, save_config
 from launchers.submitted import read_submitted
 from relax_core.config.errors import ConfigError
 from relax_core.config.schema import LauncherConfig, LauncherKind, RelaxConfig
 from relax_core.config.validate import problems_of
-from relax_core.plan.command import plan_run, save_plan
 from relax_core.preflight import CHECKS
 
 CONFIG_VARIABLE = "RELAX_SUBMITTED"  # the text of submitted.yaml, where no file can be sent along
@@ -57,27 +56,13 @@ def as_run_here(config: RelaxConfig, *, ray_address: str | None) -> RelaxConfig:
 
 def run_saved(config: RelaxConfig, *, again: bool) -> int:
     """``again``: the newest checkpoint goes before what ``resume`` says."""
-    from relax_core.control.resume import find_resume_point
-    from relax_core.control.run import run_local
-    from relax_core.control.supervisor import supervise
-
     folder = Path(config.run.dir)
-    try:
-        plan = plan_run(config)
-        newest = find_resume_point(replace(config, resume="auto")) if again else None
-        resume = newest or find_resume_point(config)
-        folder.mkdir(parents=True, exist_ok=True)
+
+    def prepare() -> None:
         if not (folder / "config.yaml").exists():  # sent from a machine that does not see it
             save_config(config, folder)
-        save_plan(plan, folder)
-    except (ValueError, OSError) as error:
-        print(f"relax: {error}", file=sys.stderr)
-        return USAGE
-    for note in resume.notes if resume is not None else ():
-        print(f"relax: resume: {note}", file=sys.stderr)
-    if again:
-        print(f"relax: goes on from step {resume.step if resume is not None else 0}", flush=True)
-    return supervise(config, resume, run_local)
+
+    return run_in_folder(config, prepare=prepare, again=again)
 
 
 if __name__ == "__main__":

@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from launchers.processes import Child, adopt_orphans, end_children, remove_place
+from launchers.processes import Child, remove_place
 from launchers.slurm_place import TaskPlace, task_folder
 from launchers.slurm_state import slurm_call
 from launchers.submitted import CONFIG_FILE, RunEnd, put, read_submitted, write_end
 from relax_core.config.schema import SlurmLauncherConfig
+from relax_core.control.orphans import adopt_orphans, end_children
 from relax_core.control.ray_session import LOOPBACK_SWITCH, ONE_THREAD, QUIET, new_token_file
 
 FAILED = 1

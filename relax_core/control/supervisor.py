@@ -24,6 +24,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from relax_core.config.schema import RelaxConfig
+from relax_core.control.orphans import PR_SET_NAME, PR_SET_PDEATHSIG, adopt_orphans, end_children, prctl
 from relax_core.control.place import RunPlace, run_place
 from relax_core.control.resume import ResumePoint, find_resume_point
 from relax_core.control.signals import STOP_SIGNALS
@@ -33,7 +34,6 @@ BEAT_S = 1.0
 LOOK_S = 0.2  # how late an end, a freeze or a signal is noticed
 ORPHANS_S = 10.0  # Ray's daemons get their SIGTERM a moment before the controller ends
 CONTROLLER = "relax-control"  # its name in `ps` and `top`; 15 characters at most
-_PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 
 RunOnce = Callable[[RelaxConfig, ResumePoint | None, RunPlace, "Attempt"], int]
 
@@ -51,7 +51,7 @@ class Attempt:
 def supervise(config: RelaxConfig, resume: ResumePoint | None, run_once: RunOnce) -> int:
     """Runs ``run_once`` in a child until it ends by itself; returns its exit code. A killed one is repeated from the
     newest checkpoint, ``run.max_recoveries`` times; then the code is 1. Nothing of the run is left afterwards."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     attempt = Attempt(number=0, started=next(_STARTS)())
     with _Signals() as signals:
         while True:
@@ -59,7 +59,7 @@ def supervise(config: RelaxConfig, resume: ResumePoint | None, run_once: RunOnce
                 controller = _Controller(partial(run_once, config, resume, place, attempt), signals)
                 code = controller.wait(frozen_after_s=config.run.heartbeat_timeout_s)
                 signals.controller = None
-                _end_orphans(grace_s=ORPHANS_S if code >= 0 else 0.0)  # the killed one's have nothing to end well
+                _end_rest(grace_s=ORPHANS_S if code >= 0 else 0.0)  # the killed one's have nothing to end well
             if code >= 0:
                 return code
             if signals.received is not None:
@@ -76,6 +76,13 @@ def supervise(config: RelaxConfig, resume: ResumePoint | None, run_once: RunOnce
                 return FAILED
             step = resume.step if resume is not None else 0
             print(f"relax: {how}; another goes on from step {step}", file=sys.stderr, flush=True)
+
+
+def _end_rest(*, grace_s: float) -> None:
+    try:
+        end_children(grace_s=grace_s)
+    except RuntimeError as error:
+        print(f"relax: {error}", file=sys.stderr)
 
 
 def _shared_folder(config: RelaxConfig) -> Path | None:
@@ -152,8 +159,8 @@ def _as_controller(main: Callable[[], int], beats: int, parent: int) -> None:
     code = FAILED
     try:
         os.setpgid(0, 0)  # a terminal's Ctrl-C goes to the supervisor alone, which hands it on once
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # without a supervisor it ends with a checkpoint
-        _prctl(_PR_SET_NAME, ctypes.c_char_p(CONTROLLER.encode()))
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # without a supervisor it ends with a checkpoint
+        prctl(PR_SET_NAME, ctypes.c_char_p(CONTROLLER.encode()))
         if os.getppid() != parent:
             os._exit(FAILED)
         threading.Thread(target=_beat, args=(beats,), name="heartbeat", daemon=True).start()
@@ -173,37 +180,6 @@ def _beat(beats: int) -> None:
         while True:
             os.write(beats, b".")
             time.sleep(BEAT_S)
-
-
-def _end_orphans(*, grace_s: float) -> None:
-    """Waits for what the controller left, kills what does not end by itself, and names what not even that ends."""
-    import psutil
-
-    began = time.monotonic()
-    while orphans := psutil.Process().children(recursive=True):
-        waited_s = time.monotonic() - began
-        if waited_s > grace_s + ORPHANS_S:
-            left = ", ".join(f"{orphan.pid} ({orphan.name()})" for orphan in orphans)
-            print(f"relax: processes that do not die: {left}", file=sys.stderr)
-            return
-        if waited_s >= grace_s:
-            for orphan in orphans:
-                with suppress(psutil.NoSuchProcess):
-                    orphan.kill()
-        _reap()
-        time.sleep(LOOK_S / 10)
-
-
-def _reap() -> None:
-    with suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-
-
-def _prctl(option: int, value: int | ctypes.c_char_p) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option})")
 
 
 def _process_start() -> float:
