@@ -53,7 +53,8 @@ class MetricsService:
         self._skipped = 0
         self._lost = {sink.name: 0 for sink in self._sinks}
         self._writing = ""
-        self._closing = threading.Event()
+        self._taken = self._written = 0  # records that sinks get; those that every sink got
+        self._flushing = self._closing = False
         for record in history:
             self._keep(record)
         for text in texts:
@@ -99,11 +100,19 @@ class MetricsService:
             problems, self._problems = self._problems, []
             return problems
 
+    def flush(self, *, timeout_s: float) -> None:
+        """Waits until every sink got what was taken so far. Raises TimeoutError, naming the sink, when one hangs."""
+        with self._wake:
+            upto, self._flushing = self._taken, True
+            self._wake.notify_all()
+            if not self._wake.wait_for(lambda: self._written >= upto, timeout_s):
+                raise TimeoutError(f"metrics: {self._writing} did not take its records within {timeout_s:g} s")
+
     def close(self, *, timeout_s: float) -> None:
         """Writes what is pending and closes the sinks. Raises TimeoutError, naming the sink, when one hangs."""
         with self._lock:
-            self._closing.set()
-            self._wake.notify()
+            self._closing = True
+            self._wake.notify_all()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise TimeoutError(f"metrics: {self._writing} did not take its records within {timeout_s:g} s")
@@ -120,13 +129,14 @@ class MetricsService:
         kept[1:] = [record]
 
     def _enqueue(self, record: Record) -> None:
-        if self._closing.is_set():
+        if self._closing:
             raise RuntimeError("metrics: a record came after the service was closed")
         if not self._sinks:
             return
         if len(self._pending) < self._queue_records:
             self._pending.append(record)
-            self._wake.notify()
+            self._taken += 1
+            self._wake.notify_all()
             return
         self._skipped += 1
         if self._skipped == 1:
@@ -138,13 +148,17 @@ class MetricsService:
     def _write_loop(self) -> None:
         while True:
             with self._wake:
-                self._wake.wait_for(lambda: self._pending or self._closing.is_set())
-                batch, self._pending = self._pending, []
+                self._wake.wait_for(lambda: self._pending or self._closing)
+                batch, self._pending, self._flushing = self._pending, [], False
             if not batch:
                 break
             for sink in self._sinks:
                 self._write(sink, batch)
-            self._closing.wait(self._batch_s)  # what comes meanwhile goes out in one write
+            with self._wake:
+                self._written += len(batch)
+                self._wake.notify_all()
+                # What comes meanwhile goes out in one write.
+                self._wake.wait_for(lambda: self._flushing or self._closing, self._batch_s)
         for sink in self._sinks:
             self._close(sink)
 

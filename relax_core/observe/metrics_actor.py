@@ -48,6 +48,9 @@ class MetricsActor:
     def problems(self) -> list[str]:
         return self._service.problems()
 
+    def flush(self, timeout_s: float) -> None:
+        self._service.flush(timeout_s=timeout_s)
+
     def close(self, timeout_s: float) -> list[str]:
         """Returns the problems not told yet, those of the closing included."""
         self._service.close(timeout_s=timeout_s)
@@ -90,6 +93,15 @@ class MetricsClient:
 
     def problems(self, *, timeout_s: float = CALL_TIMEOUT_S) -> list[str]:
         return self._call("problems", timeout_s=timeout_s)
+
+    def flush(self, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """Waits until all that this process reported is in the files. A file that hangs counts as unavailable."""
+        import ray
+
+        try:
+            self._call("flush", timeout_s / 2, timeout_s=timeout_s)
+        except ray.exceptions.RayTaskError as error:
+            raise MetricsUnavailable(str(error.cause)) from error
 
     def close(self, *, timeout_s: float = CALL_TIMEOUT_S) -> list[str]:
         """Flushes the sinks and ends the service; returns the problems not told yet."""

@@ -21,6 +21,7 @@ from relax_core.contracts.bus import BusTimeout, Lease, LeaseRequest
 from relax_core.contracts.engine import EngineUnreachable
 from relax_core.contracts.train import TrainGroup
 from relax_core.engines.client import EngineClient
+from relax_core.observe.metrics_actor import MetricsUnavailable
 from relax_core.registry import find_algorithm
 from relax_core.roles.backend import build_backend, store_address
 from relax_core.roles.checkpoint import RunCheckpoints
@@ -116,7 +117,7 @@ class ActorWorker(Worker):
                 lease = self._step(lease)
         except Stopped:
             log.info("stopped after step %d", self._version)
-        self._checkpoints.save(self._version)
+        self._save(self._version)
         if self._config.run.export_hf:
             from relax_core.train.hf_export import export_hf_folder
 
@@ -196,8 +197,16 @@ class ActorWorker(Worker):
         then = None if due or last else self._request(step + 1, self._config.rollout.prompts_per_step)
         lease = _timed(self._clock, "wait_ms", lambda: self._ack(consumed, then, step=step))
         if due:
-            _timed(self._clock, "checkpoint_ms", lambda: self._checkpoints.save(step + 1))
+            _timed(self._clock, "checkpoint_ms", partial(self._save, step + 1))
         return lease
+
+    def _save(self, version: int) -> None:
+        """What was reported of the steps before a checkpoint is on disk before it: a resume goes on behind it."""
+        try:
+            self._metrics.flush()
+        except MetricsUnavailable as error:
+            log.warning("checkpoint %d may have come before its metrics: %s", version, error)
+        self._checkpoints.save(version)
 
     def _ack(self, consumed: StepRows, then: LeaseRequest | None, *, step: int) -> Lease | None:
         try:

@@ -49,6 +49,28 @@ def test_poll_gives_every_record_once_and_in_order() -> None:
     service.close(timeout_s=5)
 
 
+def test_flush_returns_when_the_files_have_everything(tmp_path: Path) -> None:
+    service = MetricsService([JsonlSink(tmp_path)], batch_s=60.0)
+    for step in range(3):
+        service.record("actor", step, {"reward": 0.5})
+        service.flush(timeout_s=5)
+        assert [record.step for record in read_metrics(tmp_path)] == list(range(step + 1))
+    service.flush(timeout_s=5)
+    service.close(timeout_s=5)
+
+
+def test_flush_names_the_sink_that_hangs() -> None:
+    sink = HangingSink()
+    service = MetricsService([sink])
+    service.record("actor", 0, {})
+    with pytest.raises(TimeoutError, match="hanging disk"):
+        service.flush(timeout_s=0.1)
+    sink.let_go.set()
+    service.flush(timeout_s=5)
+    assert sink.written == 1
+    service.close(timeout_s=5)
+
+
 def test_history_keeps_the_first_and_the_newest_records() -> None:
     service = MetricsService([], head_records=3, tail_records=4)
     for step in range(20):
