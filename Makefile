@@ -1,4 +1,4 @@
-# make run · make test · make test-slurm · make env · make test-env · make lint · make clean
+# make run · make test · make test-chaos · make test-slurm · make env · make test-env · make lint · make clean
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,7 @@ TORCH_ARGS ?=
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: env test-env run test slurm test-slurm lint clean
+.PHONY: env test-env run test test-chaos slurm test-slurm lint clean
 .DEFAULT_GOAL := run
 
 env: $(VENV)/.relax-env
@@ -19,7 +19,11 @@ run: env
 	$(BIN)/python -m relax_core $(ARGS)
 
 test: test-env
-	@$(BIN)/python -m pytest -q -m "not slow and not slurm" $(ARGS)
+	@$(BIN)/python -m pytest -q -m "not slow and not slurm and not chaos" $(ARGS)
+
+# Kills and freezes processes of running systems.
+test-chaos: test-env
+	@$(BIN)/python -m pytest -q -m "chaos and not slow" $(ARGS)
 
 # A throw-away Slurm of two nodes on this machine; it needs root, as its daemons do.
 slurm:
