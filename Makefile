@@ -1,14 +1,17 @@
 # make run · make test · make test-chaos · make test-slurm · make env · make test-env · make lint · make clean
+# make sglang-cpu · make run-sglang · make test-sglang
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
+SGLANG := .venv-sglang
+SGLANG_PINS := relax_core/engines/sglang/cpu
 ARGS ?=
 TORCH_ARGS ?=
 # One torch thread a process: services share the cores, and a spinning thread takes one from its neighbour.
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: env test-env run test test-chaos slurm test-slurm lint clean
+.PHONY: env test-env run test test-chaos slurm test-slurm sglang-cpu run-sglang test-sglang lint clean
 .DEFAULT_GOAL := run
 
 env: $(VENV)/.relax-env
@@ -19,11 +22,11 @@ run: env
 	$(BIN)/python -m relax_core $(ARGS)
 
 test: test-env
-	@$(BIN)/python -m pytest -q -m "not slow and not slurm and not chaos" $(ARGS)
+	@$(BIN)/python -m pytest -q -m "not slow and not slurm and not chaos and not sglang" $(ARGS)
 
 # Kills and freezes processes of running systems.
 test-chaos: test-env
-	@$(BIN)/python -m pytest -q -m "chaos and not slow" $(ARGS)
+	@$(BIN)/python -m pytest -q -m "chaos and not slow and not sglang" $(ARGS)
 
 # A throw-away Slurm of two nodes on this machine; it needs root, as its daemons do.
 slurm:
@@ -38,13 +41,22 @@ slurm:
 test-slurm: test-env slurm
 	@$(BIN)/python -m pytest -q -m slurm tests/slurm $(ARGS)
 
+# The real SGLang server on CPU cores, in an environment of its own (2.8 GB): its pins are not ours.
+sglang-cpu: $(SGLANG)/.relax-sglang
+
+run-sglang: env sglang-cpu
+	$(BIN)/python -m relax_core engine=sglang engine.python=$(SGLANG)/bin/python $(ARGS)
+
+test-sglang: test-env sglang-cpu
+	@$(BIN)/python -m pytest -q -m "sglang and not slow" tests $(ARGS)
+
 lint: test-env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) build dist outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(SGLANG) build dist outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -63,4 +75,11 @@ $(VENV)/.relax-env: pyproject.toml constraints.txt | $(BIN)/python
 
 $(VENV)/.relax-test-env: $(VENV)/.relax-env
 	$(BIN)/python -m pip install -q -c constraints.txt -e ".[test]"
+	@touch $@
+
+$(SGLANG)/.relax-sglang: $(SGLANG_PINS)/requirements.txt $(SGLANG_PINS)/requirements-no-deps.txt | $(BIN)/python
+	$(BIN)/python -m venv --clear $(SGLANG)
+	$(SGLANG)/bin/python -m pip install -q $(TORCH_ARGS) torch==2.13.0
+	$(SGLANG)/bin/python -m pip install -q -r $(SGLANG_PINS)/requirements.txt
+	$(SGLANG)/bin/python -m pip install -q --no-deps -r $(SGLANG_PINS)/requirements-no-deps.txt
 	@touch $@

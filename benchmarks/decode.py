@@ -1,100 +1,137 @@
-"""Decode speed of the embedded engine, over HTTP, against transformers' generate on the same weights and one thread.
+"""Decode speed of engines over HTTP, against transformers' generate on the same weights and one thread.
 
-    python -m benchmarks.decode [--batches 1 16 64 256] [--new-tokens 64] [--rounds 5] [--profile]
+    python -m benchmarks.decode --profile [--batches 1 16]     the embedded decoder's operators
 
-The two take turns in every round, so that a loaded machine slows both; what counts is the ratio, of wall time and of
-process CPU time: the engine's covers its HTTP, scheduling and decoding, not the client.
+`python -m benchmarks.engines` prints the speeds. All take turns in every round, so that a loaded machine slows all.
+What counts is the ratio, of wall time and of process CPU time: an engine's covers its HTTP, scheduling and decoding,
+not the client.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import os
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
 
+import psutil
 import torch
 
-from benchmarks.tiny_model import PROMPT_TOKENS, VOCAB, demo_model, engine_config
+from benchmarks.tiny_model import PROMPT_TOKENS, VOCAB, demo_model
 from relax_core.contracts.engine import PromptRequest, SamplingParams
 from relax_core.engines.client import EngineClient
-from relax_core.engines.process import EngineLaunch, EngineProcess
 
-TARGETS = {1: 3.5, 16: 2.5, 64: 2.0, 256: 1.6}
-
-
-def cpu_seconds(pid: int) -> float:
-    """User and system time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+TARGETS = {1: 3.5, 16: 2.5, 64: 2.0, 256: 1.6}  # what embedded reaches for, over transformers
+BASE = "transformers"
 
 
-def generate_with_transformers(model: Any, prompts: torch.Tensor, new_tokens: int) -> int:
-    with torch.inference_mode():
-        out = model.generate(
-            prompts,
-            attention_mask=torch.ones_like(prompts),
-            max_new_tokens=new_tokens,
-            min_new_tokens=new_tokens,
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-    return int(out.shape[0] * (out.shape[1] - prompts.shape[1]))
+class Contender(Protocol):
+    async def generate(self, prompts: torch.Tensor, new_tokens: int, *, seed: int) -> int:
+        """Tokens made from ``prompts`` int64 ``[batch, tokens]``."""
+
+    def cpu_seconds(self) -> float:
+        """Of its process and the processes below it, so far."""
 
 
-async def generate_with_engine(client: EngineClient, prompts: torch.Tensor, new_tokens: int, seed: int) -> int:
-    requests = [
-        PromptRequest(rid=f"{seed}-{place}", input_ids=row, sampling_seed=seed + place)
-        for place, row in enumerate(prompts.tolist())
-    ]
-    params = SamplingParams(max_new_tokens=new_tokens)
-    return sum([len(one.output_ids) async for one in client.generate(requests, params)])
+class Transformers:
+    """In this process."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    async def generate(self, prompts: torch.Tensor, new_tokens: int, *, seed: int) -> int:
+        torch.manual_seed(seed)
+        with torch.inference_mode():
+            out = self._model.generate(
+                prompts,
+                attention_mask=torch.ones_like(prompts),
+                max_new_tokens=new_tokens,
+                min_new_tokens=new_tokens,
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        return int(out.shape[0] * (out.shape[1] - prompts.shape[1]))
+
+    def cpu_seconds(self) -> float:
+        return time.process_time()
 
 
-async def measure(model: Any, process: EngineProcess, token: str, arguments: argparse.Namespace) -> None:
-    client = EngineClient(process.url, token, request_timeout_s=120.0, control_timeout_s=30.0)
-    print("tokens/s; ratios are embedded over transformers, by wall time and by process CPU time")
-    print(f"{'batch':>6} {'transformers':>13} {'embedded':>10} {'ratio':>6} {'CPU ratio':>10} {'target':>7}")
-    for batch in arguments.batches:
-        repeats = max(1, 32 // batch)  # /proc counts CPU time in hundredths of a second
-        prompts = torch.randint(4, VOCAB, (batch, PROMPT_TOKENS))
-        rounds = [
-            await one_round(model, process.pid, client, prompts, arguments.new_tokens, seed=turn, repeats=repeats)
-            for turn in range(arguments.rounds + 1)
-        ][1:]  # the first is warm-up
-        hf, ours, ratio, cpu = (statistics.median(values) for values in zip(*rounds, strict=True))
-        print(f"{batch:>6} {hf:>13.0f} {ours:>10.0f} {ratio:>6.2f} {cpu:>10.2f} {TARGETS.get(batch, 0.0):>7.1f}")
-    await client.aclose()
+class Engine:
+    """Another process, over its client."""
+
+    def __init__(self, client: EngineClient, pid: int) -> None:
+        self._client = client
+        self._process = psutil.Process(pid)
+
+    async def generate(self, prompts: torch.Tensor, new_tokens: int, *, seed: int) -> int:
+        requests = [
+            PromptRequest(rid=f"{seed}-{place}", input_ids=row, sampling_seed=seed + place)
+            for place, row in enumerate(prompts.tolist())
+        ]
+        params = SamplingParams(max_new_tokens=new_tokens)
+        return sum([len(one.output_ids) async for one in self._client.generate(requests, params)])
+
+    def cpu_seconds(self) -> float:
+        times = [one.cpu_times() for one in (self._process, *self._process.children(recursive=True))]
+        return sum(one.user + one.system for one in times)
 
 
-async def one_round(
-    model: Any, pid: int, client: EngineClient, prompts: torch.Tensor, new_tokens: int, *, seed: int, repeats: int
-) -> tuple[float, float, float, float]:
-    """Tokens/s of transformers and of the engine, and the engine's gain in wall time and in CPU time."""
-    start, start_cpu = time.perf_counter(), time.process_time()
-    tokens = sum(generate_with_transformers(model, prompts, new_tokens) for _ in range(repeats))
-    middle, hf_cpu, before = time.perf_counter(), time.process_time() - start_cpu, cpu_seconds(pid)
-    found = 0
-    for _ in range(repeats):
-        found += await generate_with_engine(client, prompts, new_tokens, seed)
-    end, engine_cpu = time.perf_counter(), cpu_seconds(pid) - before
-    assert found == tokens, (found, tokens)
-    hf_wall, wall = middle - start, end - middle
-    return tokens / hf_wall, tokens / wall, hf_wall / wall, hf_cpu / max(engine_cpu, 0.01)
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """One contender's part of a round."""
+
+    tokens_per_s: float
+    cpu_s: float
+
+
+async def one_turn(contender: Contender, prompts: torch.Tensor, new_tokens: int, *, seed: int, repeats: int) -> Turn:
+    cpu, start = contender.cpu_seconds(), time.perf_counter()
+    tokens = 0
+    for repeat in range(repeats):
+        tokens += await contender.generate(prompts, new_tokens, seed=1000 * seed + repeat)
+    wall, spent = time.perf_counter() - start, contender.cpu_seconds() - cpu
+    assert tokens == repeats * prompts.shape[0] * new_tokens, tokens
+    return Turn(tokens_per_s=tokens / wall, cpu_s=max(spent, 0.01))
+
+
+async def decode_rounds(
+    contenders: Mapping[str, Contender], batch: int, *, new_tokens: int, rounds: int
+) -> dict[str, list[Turn]]:
+    """The first round is warm-up."""
+    repeats = max(1, 32 // batch)  # CPU time is counted in hundredths of a second
+    prompts = torch.randint(4, VOCAB, (batch, PROMPT_TOKENS))
+    found: dict[str, list[Turn]] = {name: [] for name in contenders}
+    for turn in range(rounds + 1):
+        for name, contender in contenders.items():
+            found[name].append(await one_turn(contender, prompts, new_tokens, seed=turn, repeats=repeats))
+    return {name: turns[1:] for name, turns in found.items()}
+
+
+def decode_rows(batch: int, found: Mapping[str, Sequence[Turn]]) -> Iterator[str]:
+    """One row a contender: tokens/s, and the ratio to transformers round by round: median, least and most."""
+    for name, turns in found.items():
+        base = found[BASE]
+        speed = statistics.median(turn.tokens_per_s for turn in turns)
+        ratios = [turn.tokens_per_s / other.tokens_per_s for turn, other in zip(turns, base, strict=True)]
+        cpu = statistics.median(other.cpu_s / turn.cpu_s for turn, other in zip(turns, base, strict=True))
+        spread = f"{statistics.median(ratios):>6.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        goal = f"{TARGETS[batch]:>6.1f}" if name == "embedded" and batch in TARGETS else ""
+        yield f"{batch:>6} {name:>13} {speed:>9.0f} {spread:>24} {cpu:>10.2f} {goal}"
 
 
 def profile(folder: Path, batch: int, new_tokens: int) -> None:
-    """Where the decoder's time goes, operator by operator, in this process."""
+    """Where the embedded decoder's time goes, operator by operator, in this process."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
 
@@ -127,38 +164,25 @@ def profile(folder: Path, batch: int, new_tokens: int) -> None:
     print(found.key_averages().table(sort_by="self_cpu_time_total", row_limit=16, max_name_column_width=32))
 
 
+def endless_demo_model(folder: Path) -> Any:
+    """The demo-size model, saved to ``folder``; no token ends a response, so that every one has the full length."""
+    model = demo_model()
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    return model
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, nargs="+", default=list(TARGETS))
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--profile", action="store_true", help="print the decoder's operators instead")
+    parser.add_argument("--profile", action="store_true", required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        model = demo_model()
-        # no eos: every response has the full length
-        model.config.eos_token_id = model.generation_config.eos_token_id = None
-        model.save_pretrained(folder)
-        if arguments.profile:
-            for batch in arguments.batches:
-                profile(folder, batch, arguments.new_tokens)
-            return
-        (folder / "token").write_text("benchmark")
-        launch = EngineLaunch(
-            model_folder=folder,
-            engine=engine_config(),
-            dtype="float32",
-            token_file=folder / "token",
-            log_file=folder / "engine.log",
-            load_weights=True,
-        )
-        process = EngineProcess.start(launch)
-        try:
-            asyncio.run(measure(model, process, "benchmark", arguments))
-        finally:
-            process.stop(timeout_s=5.0)
+        endless_demo_model(Path(name))
+        for batch in arguments.batches:
+            profile(Path(name), batch, arguments.new_tokens)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,7 +31,8 @@ def main() -> None:
     if arguments.way is not None:
         print(json.dumps(_measure(arguments)))
         return
-    figures = {way: _in_own_process(way, arguments) for way in WAYS}
+    flags = {name: value for name, value in vars(arguments).items() if name != "way"}
+    figures = {way: in_own_process(way, flags) for way in WAYS}
     naive = figures["naive"]
     print(
         f"{arguments.rows:,} rows × {arguments.vocab:,} words, hidden {arguments.hidden}, {arguments.dtype}, "
@@ -57,11 +58,12 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _in_own_process(way: str, arguments: argparse.Namespace) -> dict[str, float]:
-    flags = [f"--{name}={value}" for name, value in vars(arguments).items() if name != "way"]
+def in_own_process(way: str, flags: Mapping[str, object] | None = None) -> dict[str, float]:
+    """``seconds``, ``peak_mb`` and ``checksum`` of one way; ``flags``: of this module's command line."""
+    given = [f"--{name}={value}" for name, value in (flags or {}).items()]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     ended = subprocess.run(
-        [sys.executable, "-m", "benchmarks.logprobs", f"--way={way}", *flags],
+        [sys.executable, "-m", "benchmarks.logprobs", f"--way={way}", *given],
         env=environment,
         stdout=subprocess.PIPE,
         text=True,

@@ -5,33 +5,66 @@ config/ may not look upward, so the entry point hands these to it.
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from relax_core.config.errors import NotYet
 from relax_core.config.model_folder import read_model_config
-from relax_core.config.schema import DataConfig, RelaxConfig
+from relax_core.config.schema import FORWARD_SIZES, DataConfig, RelaxConfig
 from relax_core.contracts.algorithm import TeacherNeeds
+from relax_core.control.role_counts import gang_layouts, layout_key
 from relax_core.control.teachers import teacher_model_problems
 from relax_core.data import generated
 from relax_core.data.sources import GENERATED_KEYS, file_rows, make_source
-from relax_core.plan.models import shape_dimensions
+from relax_core.engines.sglang.version import version_problem
+from relax_core.plan.models import find_dimensions, layout_shape, shape_dimensions
 from relax_core.registry import find_algorithm
 from relax_core.rollout.teachers import named_teacher
-from relax_core.tools.make_tiny import MAX_POSITIONS, MODEL_NAMES
-from relax_core.train.layout import check_layout
+from relax_core.tools.make_tiny import MAX_POSITIONS, MODEL_NAMES, tiny_config
+from relax_core.train.layout_arithmetic import (
+    LayoutShape,
+    combination_faults,
+    model_faults,
+    switch_faults,
+    trainer_faults,
+)
+from relax_core.train.models.check_folder import weight_problems
 from relax_core.train.models.registry import find_family, read_model
+
+PYTHON_S = 60.0  # for an interpreter to say which SGLang it has
+
+SHOWN = 3  # problems with a folder's weights; a wrong folder has thousands
 
 
 def layout_problems(config: RelaxConfig) -> Iterator[str]:
-    """A parallel layout that the trainer cannot run."""
-    if config.parallel.dp < 1:
+    """Layouts whose sizes do not go together, or do not divide the model where it is known."""
+    layouts = {layout_key(role): layout for role, layout in gang_layouts(config).items()}
+    sizes = [getattr(layout, size) for layout in layouts.values() for size in FORWARD_SIZES]
+    if min(*sizes, config.parallel.vpp) < 1:
         return  # config/ has said so
+    yield from switch_faults(config.parallel)
+    for key, layout in layouts.items():
+        yield from combination_faults(layout, key=key)
+    shape = _known_shape(config)
+    if shape is None:
+        return
+    yield from trainer_faults(config.parallel, shape)
+    for key, layout in layouts.items():
+        yield from model_faults(layout, shape, key=key)
+
+
+def _known_shape(config: RelaxConfig) -> LayoutShape | None:
+    """None where there is no model yet, or something is wrong with it, which is told with the model."""
+    if config.model.builtin is not None and config.model.builtin not in MODEL_NAMES:
+        return None
     try:
-        check_layout(config.parallel, config.parallel.dp)
-    except ValueError as error:
-        yield NotYet(error)
+        return layout_shape(find_dimensions(config))
+    except (ValueError, OSError):
+        return None
 
 
 def family_problems(config: RelaxConfig) -> Iterator[str]:
@@ -54,9 +87,38 @@ def family_problems(config: RelaxConfig) -> Iterator[str]:
     except ValueError:
         return  # config/ has said so
     try:
-        read_model(folder, config.model.family)
+        family, hf_config = read_model(folder, config.model.family)
     except ValueError as error:
         yield str(error)
+        return
+    if any(folder.glob("*.safetensors")):
+        wrong = weight_problems(folder, family, hf_config)
+        yield from wrong[:SHOWN]
+        if len(wrong) > SHOWN:
+            yield f"{len(wrong) - SHOWN} more: python -m relax_core.tools.check_model {folder}"
+
+
+def experts_problems(config: RelaxConfig) -> Iterator[str]:
+    """What is asked of a mixture of experts, of a model that has none."""
+    asked = {}
+    if config.algo.routing_replay:
+        asked["algo.routing_replay"] = "true"
+    if config.model.moe_aux_loss_coef:
+        asked["model.moe_aux_loss_coef"] = f"{config.model.moe_aux_loss_coef:g}"
+    if not asked:
+        return
+    if config.model.path is not None:
+        try:
+            values = read_model_config(Path(config.model.path))
+        except (ValueError, OSError):
+            return  # config/ has said so
+    elif config.model.builtin in MODEL_NAMES:
+        values = tiny_config(config.model.builtin)
+    else:
+        return  # there is no model yet
+    if not (values.get("num_local_experts") or values.get("num_experts")):
+        for key, value in asked.items():
+            yield f"{key}={value}: model={config.model.name} has no experts. Drop it, or choose a mixture of experts."
 
 
 def builtin_model_problems(config: RelaxConfig) -> Iterator[str]:
@@ -101,6 +163,23 @@ def port_problems(config: RelaxConfig) -> Iterator[str]:
                 yield f"engine.port={port} cannot be used ({error.strerror}). Use engine.port=0 for any free port."
 
 
+def sglang_version_problems(config: RelaxConfig) -> Iterator[str]:
+    """An interpreter without SGLang, or with one that is not supported."""
+    engine = config.engine
+    if engine.name != "sglang" or engine.urls or (engine.python is not None and not os.access(engine.python, os.X_OK)):
+        return  # nothing is started, or config/ has said so
+    python = engine.python or sys.executable
+    ask = "from importlib.metadata import version; print(version('sglang'))"
+    found = subprocess.run([python, "-P", "-c", ask], capture_output=True, text=True, timeout=PYTHON_S, check=False)
+    if found.returncode != 0:
+        yield NotYet(
+            f"engine=sglang: {python} has no SGLang. On a machine with GPUs: pip install '.[gpu]'. On a CPU: "
+            "make sglang-cpu, and engine.python=.venv-sglang/bin/python."
+        )
+    elif (problem := version_problem(found.stdout.strip())) is not None:
+        yield f"engine.python={python}: {problem}"
+
+
 def teacher_problems(config: RelaxConfig) -> Iterator[str]:
     """Teachers that are not there or do not fit the model, and data that does not say which is whose."""
     needs = find_algorithm(config.algo.name).needs(config.algo)
@@ -133,4 +212,13 @@ def _teacher_column_problems(data: DataConfig, teachers: TeacherNeeds) -> Iterat
         yield str(error)
 
 
-CHECKS = (layout_problems, family_problems, builtin_model_problems, data_problems, teacher_problems, port_problems)
+CHECKS = (
+    layout_problems,
+    family_problems,
+    experts_problems,
+    builtin_model_problems,
+    data_problems,
+    teacher_problems,
+    port_problems,
+    sglang_version_problems,
+)

@@ -36,7 +36,7 @@ LEVELS = {
     "launchers": 8,
     "__main__": 9,
 }
-SIDEWAYS = {("config", "registry"), ("engines", "weights")}
+SIDEWAYS = {("config", "registry"), ("engines", "weights"), ("tools", "train")}
 NO_RAY = ("relax_core/train", "relax_core/engines", "relax_core/contracts", "algorithms")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Literal
 
 
 def plan_admissions(
@@ -14,6 +15,8 @@ def plan_admissions(
     max_staleness: int,
     total_steps: int,
     max_groups: int,
+    spare_groups: int = 0,
+    surplus: Literal["drop", "keep"] = "drop",
 ) -> list[int]:
     """Returns the ``min_version`` of each group that may enter now, at most ``max_groups``.
 
@@ -23,6 +26,9 @@ def plan_admissions(
 
     Without losses this is place // groups_per_step. After a loss the hole is filled first: groups that the engine holds
     back for a later version cannot fill it.
+
+    ``spare_groups`` are let in beyond the slots: for each step anew where its ``surplus`` is dropped, once where it is
+    kept and counts for the next step.
     """
     last_step = min(version + max_staleness + 1, total_steps - 1)
     if last_step < version:
@@ -36,8 +42,9 @@ def plan_admissions(
     groups_by_step = 0
     for ahead, count in enumerate(supply):
         groups_by_step += count
-        slots_by_step = slots_left + ahead * groups_per_step
-        while groups_by_step < slots_by_step and len(admitted) < max_groups:
+        spares = spare_groups if surplus == "keep" else spare_groups * (ahead + 1)
+        wanted = slots_left + ahead * groups_per_step + spares
+        while groups_by_step < wanted and len(admitted) < max_groups:
             admitted.append(max(0, version + ahead - max_staleness))
             groups_by_step += 1
     return admitted

@@ -17,6 +17,7 @@ from relax_core.bus.ledger import Ledger
 from relax_core.bus.selection import choose_for_actor, choose_for_worker
 from relax_core.bus.settings import BusSettings
 from relax_core.bus.snapshot import Snapshot
+from relax_core.bus.surplus import OVER_SAMPLED, is_surplus, newest_version
 from relax_core.contracts.bus import (
     Admission,
     BusClosed,
@@ -26,6 +27,7 @@ from relax_core.contracts.bus import (
     LeasedRow,
     LeaseLost,
     LeaseRequest,
+    VersionChange,
 )
 from relax_core.contracts.columns import booked_payloads, payload_bytes
 from relax_core.contracts.sample import group_uid, sample_uid
@@ -49,6 +51,7 @@ class BusCore:
         self._next_index = 0
         self._next_lease_id = 1
         self._staleness: Counter[int] = Counter()
+        self._retired: list[tuple[int, str]] = []  # (version, group): ended in flight when that version came
 
     # -- rollout's side -----------------------------------------------------------------------------------------
     def admit(self, max_groups: int) -> list[Admission]:
@@ -69,6 +72,8 @@ class BusCore:
             max_staleness=settings.max_staleness,
             total_steps=settings.total_steps,
             max_groups=max_groups,
+            spare_groups=settings.spare_groups,
+            surplus=settings.surplus,
         )
         return [self._issue(min_version) for min_version in min_versions]
 
@@ -125,6 +130,8 @@ class BusCore:
             self.ledger.put(row.group_uid, row.uids, row.versions, booked=booked_payloads(row.columns))
             if row.uids:
                 group.row = msgspec.structs.replace(row, columns=dict(row.columns))
+                if self.settings.spare_groups:
+                    group.newest_version = newest_version(row.columns)
                 self._drop_if_stale(group)
             else:
                 self._end_as_dropped(group, row.dropped)
@@ -137,6 +144,15 @@ class BusCore:
             self._require_issued(uid, None)
         elif group.in_flight:
             self._end_as_dropped(group, dict.fromkeys(group.uids, reason))
+
+    def version_change(self, since_version: int) -> VersionChange | None:
+        """What ended in flight with the versions after ``since_version``; None while there is none. Forgets older
+        news."""
+        self._require_running()
+        if self.version == since_version:
+            return None
+        self._retired = [(version, uid) for version, uid in self._retired if version > since_version]
+        return VersionChange(version=self.version, retired=[uid for _, uid in self._retired])
 
     # -- workers' side ------------------------------------------------------------------------------------------
     def lease(self, request: LeaseRequest) -> Lease | None:
@@ -154,6 +170,7 @@ class BusCore:
                 max_staleness=self.settings.max_staleness,
                 max_groups=request.max_groups,
                 slots=self.slots_left(),
+                over_sampled=self.settings.spare_groups > 0,
             )
         else:
             chosen = choose_for_worker(
@@ -235,7 +252,8 @@ class BusCore:
             del self.leases[lease_id]
         self.version = step + 1
         for group in list(self.groups.values()):
-            self._drop_if_stale(group)
+            if not self._drop_if_surplus(group):
+                self._drop_if_stale(group)
 
     def _actor_leases(self, lease_ids: Sequence[int], step: int) -> list[HeldLease]:
         leases = [self._held(lease_id) for lease_id in dict.fromkeys(lease_ids)]
@@ -281,7 +299,7 @@ class BusCore:
     def credits(self) -> int:
         """DESIGN §5: room for groups that the weights in force may start."""
         outstanding = sum(group.admission.min_version <= self.version for group in self.groups.values())
-        return max(0, (self.settings.max_staleness + 1) * self.settings.groups_per_step - outstanding)
+        return max(0, self.settings.window_groups - outstanding)
 
     def finished(self) -> bool:
         return self.version >= self.settings.total_steps
@@ -323,6 +341,7 @@ class BusCore:
         self.version = state.version
         self.groups.clear()
         self.leases.clear()
+        self._retired.clear()
         self._reissue = deque(state.open_groups)
         self._next_index = state.next_index
         self._staleness = Counter(state.staleness_histogram)
@@ -346,6 +365,17 @@ class BusCore:
         admission = group.admission
         self.ledger.drop(admission.index, admission.group_uid, reasons, step=self.version)
         self._forget(group)
+
+    def _drop_if_surplus(self, group: OpenGroup) -> bool:
+        """Ends a group that the steps do not need; returns whether it was one."""
+        if group.actor_step is not None or not is_surplus(group, self.settings, version=self.version):
+            return False
+        if group.row is None:
+            self._retired.append((self.version, group.admission.group_uid))
+            self._end_as_dropped(group, dict.fromkeys(group.uids, OVER_SAMPLED))
+        else:
+            self._end_as_dropped(group, dict.fromkeys(group.row.uids, OVER_SAMPLED) | group.row.dropped)
+        return True
 
     def _drop_if_stale(self, group: OpenGroup) -> None:
         """A waiting row that fell out of the window can never be trained: it makes room at once."""

@@ -30,6 +30,8 @@ def create_bus(
     max_staleness: int,
     on_stale: Literal["drop", "mask"],
     total_steps: int,
+    spare_groups: int = 0,
+    surplus: Literal["drop", "keep"] = "drop",
     ledger_path: Path,
     name: str,
     namespace: str,
@@ -54,6 +56,8 @@ def create_bus(
         total_steps=total_steps,
         inline_bytes=config.inline_bytes,
         max_row_bytes=config.max_row_bytes,
+        spare_groups=spare_groups,
+        surplus=surplus,
     )
 
     import ray

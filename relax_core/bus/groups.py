@@ -13,7 +13,7 @@ class OpenGroup:
     """An admitted group that has no end yet. ``row`` is None until rollout puts it.
 
     ``done``: tasks that worked on it. ``leases``: task → lease id. ``actor_step``: the train step whose lease holds it.
-    ``deliveries``: how often the actor got it.
+    ``deliveries``: how often the actor got it. ``newest_version``: of the row's newest token, where its columns tell.
     """
 
     admission: Admission
@@ -24,6 +24,7 @@ class OpenGroup:
     leases: dict[str, int] = field(default_factory=dict)
     actor_step: int | None = None
     deliveries: int = 0
+    newest_version: int | None = None
 
     @property
     def in_flight(self) -> bool:

@@ -22,7 +22,16 @@ from relax_core.bus.ledger import Ledger
 from relax_core.bus.settings import BusSettings
 from relax_core.bus.waiting import WaitingRoom
 from relax_core.bus.wire import ERRORS, Block, BlockPlace, Reply, WireColumns, WireLease, WireRow, encode
-from relax_core.contracts.bus import BusLost, BusProgress, BusTimeout, GroupRow, Lease, LeaseLost, LeaseRequest
+from relax_core.contracts.bus import (
+    BusLost,
+    BusProgress,
+    BusTimeout,
+    GroupRow,
+    Lease,
+    LeaseLost,
+    LeaseRequest,
+    VersionChange,
+)
 
 Answer = bytes | tuple[Any, ...]  # a Reply's bytes, and the refs of its blocks if there are any
 
@@ -108,6 +117,15 @@ class BusActor:
     async def drop(self, group_uid: str, reason: str) -> None:
         self._core.drop(group_uid, reason=reason)
         self._changed()
+
+    @answers
+    async def wait_version(self, since_version: int, timeout_s: float) -> Any:
+        try:
+            return await self._room.wait(
+                lambda: self._core.version_change(since_version), explain=lambda _: "", timeout_s=timeout_s
+            )
+        except BusTimeout:
+            return VersionChange(version=since_version, retired=[])
 
     # -- workers' side ------------------------------------------------------------------------------------------
     @answers

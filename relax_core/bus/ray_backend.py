@@ -22,6 +22,7 @@ from relax_core.contracts.bus import (
     Lease,
     LeasedRow,
     LeaseRequest,
+    VersionChange,
 )
 
 # The bus keeps the deadlines itself; the client waits this much longer before it calls the bus process stuck.
@@ -65,6 +66,13 @@ class RayBus:
 
     async def drop_async(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
         await self._call_async("drop", group_uid, reason, timeout_s=timeout_s)
+
+    def wait_version(self, since_version: int, *, timeout_s: float) -> VersionChange:
+        return _decode(self._call("wait_version", since_version, timeout_s, timeout_s=timeout_s), VersionChange)
+
+    async def wait_version_async(self, since_version: int, *, timeout_s: float) -> VersionChange:
+        call = self._call_async("wait_version", since_version, timeout_s, timeout_s=timeout_s)
+        return _decode(await call, VersionChange)
 
     def _pack_rows(self, rows: Sequence[GroupRow]) -> tuple[bytes, list[Block]]:
         packer = BlockPacker(inline_bytes=self.settings.inline_bytes)

@@ -22,11 +22,21 @@ def choose_for_worker(
 
 
 def choose_for_actor(
-    groups: Iterable[OpenGroup], *, columns: tuple[str, ...], step: int, max_staleness: int, max_groups: int, slots: int
+    groups: Iterable[OpenGroup],
+    *,
+    columns: tuple[str, ...],
+    step: int,
+    max_staleness: int,
+    max_groups: int,
+    slots: int,
+    over_sampled: bool = False,
 ) -> list[OpenGroup]:
-    """Rows that train step ``step`` gets now, at most ``slots`` and ``max_groups``."""
+    """Rows that train step ``step`` gets now, at most ``slots`` and ``max_groups``. ``over_sampled``: there are more
+    groups than the step needs, so nothing waits for one that is not ready."""
     free = [group for group in groups if group.actor_step is None]
-    if max_staleness == 0:
+    if over_sampled:
+        free = [group for group in free if group.has_columns(columns)]
+    elif max_staleness == 0:
         return _in_order(free, columns=columns, step=step, limit=min(slots, max_groups))
     return _oldest_window_first(
         free, columns=columns, last_chance=step - max_staleness, max_groups=max_groups, slots=slots

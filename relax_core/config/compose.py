@@ -24,7 +24,15 @@ from relax_core.config.validate import PLANS, Check, problems_of
 from relax_core.registry import KINDS
 
 _VERSION_BASE = "1.3"
-_PATHS = (("model", "path"), ("data", "path"), ("data", "eval_path"), ("run", "dir"), ("launcher", "token_file"))
+_PATHS = (
+    ("model", "path"),
+    ("data", "path"),
+    ("data", "eval_path"),
+    ("run", "dir"),
+    ("launcher", "token_file"),
+    ("engine", "python"),
+    ("engine", "token_file"),
+)
 
 
 class SweepRuns(Protocol):
@@ -220,9 +228,17 @@ def _unknown_keys(cfg: DictConfig) -> list[str]:
     roots = {field.name for field in dataclasses.fields(RelaxConfig)}
     problems = [unknown_key(str(key)) for key in cfg if key not in roots]
     for section in section_types():
-        section_type: Any = OmegaConf.get_type(cfg[section])  # of `launcher` the chosen one's
-        fields = {field.name for field in dataclasses.fields(section_type)}
-        problems += [unknown_key(f"{section}.{key}") for key in cfg[section] if key not in fields]
+        problems += _unknown_below(section, cfg[section])
+    return problems
+
+
+def _unknown_below(section: str, values: DictConfig) -> list[str]:
+    section_type: Any = OmegaConf.get_type(values)  # of `launcher` the chosen one's
+    kinds = {field.name: field.type for field in dataclasses.fields(section_type)}
+    problems = [unknown_key(f"{section}.{key}") for key in map(str, values) if key not in kinds]
+    for name in kinds:
+        if isinstance(one := values._get_node(name), DictConfig) and dataclasses.is_dataclass(OmegaConf.get_type(one)):
+            problems += _unknown_below(f"{section}.{name}", one)
     return problems
 
 

@@ -54,7 +54,7 @@ Keys that everyone types
   rollout.max_new_tokens   response tokens at most
   rollout.temperature      of sampling
   mode.max_staleness       weight versions that a trained token may lag behind
-  parallel.dp              data-parallel trainer ranks
+  parallel.dp, .tp, .pp …  how many trainer ranks, and what each holds; or a layout by name: parallel=tp2
   model.path, data.path    a Hugging Face folder; a .jsonl or .parquet file
   eval.every               train steps between greedy evaluations
 

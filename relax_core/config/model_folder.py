@@ -31,6 +31,8 @@ def model_problems(config: RelaxConfig) -> Iterator[str]:
     model = config.model
     if model.dtype not in DTYPES:
         yield f"model.dtype={model.dtype}: expected one of {', '.join(DTYPES)}."
+    if config.engine.dtype not in (None, *DTYPES):
+        yield f"engine.dtype={config.engine.dtype}: expected null (model.dtype), or one of {', '.join(DTYPES)}."
     if model.path is not None and model.builtin is not None:
         yield f"model.path={model.path} with model={model.name}, which is built in. Choose model=qwen3."
     elif model.path is not None:

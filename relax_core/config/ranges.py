@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from relax_core.config.schema import RelaxConfig
+from relax_core.config.schema import FORWARD_SIZES, RelaxConfig
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,15 @@ RANGES: dict[str, Range] = {
     "parallel.dp": _COUNT,
     "parallel.tp": _COUNT,
     "parallel.pp": _COUNT,
+    "parallel.vpp": _COUNT,
     "parallel.cp": _COUNT,
     "parallel.ep": _COUNT,
+    "parallel.etp": _COUNT,
+    **{f"parallel.{role}.{size}": _COUNT for role in ("actor_fwd", "reference") for size in FORWARD_SIZES},
     "parallel.micro_batch_tokens": _COUNT,
     "parallel.logprob_chunk_tokens": _COUNT,
     "parallel.threads_per_rank": _COUNT,
+    "model.moe_aux_loss_coef": Range(0, why="0: no balancing loss"),
     "placement.nodes": _COUNT,
     "placement.gpus_per_node": Range(0, why="0: CPU cores"),
     "placement.gpu_memory_gib": _FROM_ZERO,
@@ -85,6 +89,8 @@ RANGES: dict[str, Range] = {
     "rollout.top_p": Range(0, 1, above=True),
     "rollout.top_k": Range(-1, why="-1 keeps all tokens"),
     "rollout.reward_workers": _COUNT,
+    "rollout.over_sampling": Range(1, 16, why="1 lets in what a step needs"),
+    "rollout.max_aborts": _COUNT,
     "run.steps": _COUNT,
     "run.save_every": Range(0, why="0 saves only at the end"),
     "run.keep_last": _COUNT,

@@ -6,7 +6,8 @@ file brings its knobs along. OmegaConf 2.3 has no Literal: enums stand for choic
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
@@ -23,9 +24,34 @@ class OnStale(Enum):
     mask = "mask"
 
 
+class Surplus(Enum):
+    drop = "drop"
+    keep = "keep"
+
+
+class Partial(Enum):
+    in_place = "in_place"
+    abort = "abort"
+
+
 class Schedule(Enum):
     constant = "constant"
     cosine = "cosine"
+
+
+class Recompute(Enum):
+    none = "none"
+    selective = "selective"
+    full = "full"
+
+
+class WeightTransportName(Enum):
+    auto = "auto"
+    shared_memory = "shared_memory"
+    gloo = "gloo"
+    nccl = "nccl"
+    cuda_ipc = "cuda_ipc"
+    disk = "disk"
 
 
 class LauncherKind(Enum):
@@ -43,6 +69,7 @@ class ModelConfig:
     task: str | None = None  # generated task of the builtin model's warm start
     shape: str | None = None  # published dimensions to plan with while there is no path
     dtype: str = MISSING  # float32 | bfloat16
+    moe_aux_loss_coef: float = 0.0  # of a mixture of experts
 
 
 @dataclass
@@ -51,17 +78,39 @@ class ModalityConfig:
 
 
 @dataclass
-class ParallelConfig:
-    name: str = MISSING
+class ForwardLayout:
+    """How a role that only computes log-probs is cut into ranks; the sizes mean what they mean in `ParallelConfig`."""
+
     dp: int = MISSING
     tp: int = MISSING
     pp: int = MISSING
     cp: int = MISSING
     ep: int = MISSING
+    etp: int = MISSING
+
+
+FORWARD_SIZES = tuple(size.name for size in fields(ForwardLayout))
+
+
+@dataclass
+class ParallelConfig:
+    name: str = MISSING
+    dp: int = MISSING
+    tp: int = MISSING
+    pp: int = MISSING
+    vpp: int = MISSING  # chunks of layers that each pipeline rank holds
+    cp: int = MISSING
+    ep: int = MISSING
+    etp: int = MISSING
+    sequence_parallel: bool = MISSING
+    recompute: Recompute = MISSING
+    distributed_optimizer: bool = MISSING
+    overlap: bool = MISSING
     micro_batch_tokens: int = MISSING  # packed token rows a micro-batch holds at most
     logprob_chunk_tokens: int = MISSING  # token rows whose logits exist at one time
-    distributed_optimizer: bool = MISSING
     threads_per_rank: int = MISSING
+    actor_fwd: ForwardLayout = field(default_factory=ForwardLayout)
+    reference: ForwardLayout = field(default_factory=ForwardLayout)
 
 
 @dataclass
@@ -83,6 +132,7 @@ class ModeConfig:
 @dataclass
 class EngineConfig:
     name: str = MISSING
+    dtype: str | None = None  # None: model.dtype
     count: int = MISSING
     tp: int = MISSING  # GPUs that one engine spans
     host: str = MISSING
@@ -95,6 +145,14 @@ class EngineConfig:
     start_timeout_s: float = MISSING
     request_timeout_s: float = MISSING
     sync_timeout_s: float = MISSING
+    weight_transport: WeightTransportName = WeightTransportName.auto
+    # Of engine=sglang only; with another engine they stay at these values.
+    python: str | None = None
+    urls: list[str] = field(default_factory=list)
+    token_file: str | None = None
+    mem_fraction: float | None = None
+    deterministic: bool | None = None
+    flags: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -206,6 +264,16 @@ class RolloutConfig:
     top_p: float = MISSING
     top_k: int = MISSING
     reward_workers: int = MISSING
+    over_sampling: float = MISSING
+    surplus: Surplus = MISSING
+    partial: Partial = MISSING
+    max_aborts: int = MISSING
+    mask_off_policy: bool = MISSING
+
+    @property
+    def spare_prompts(self) -> int:
+        """Prompts that are let in beyond those that a step needs."""
+        return math.ceil(round((self.over_sampling - 1.0) * self.prompts_per_step, 6))
 
 
 @dataclass
@@ -214,6 +282,7 @@ class RunSettings:
     dir: str = MISSING
     save_every: int = MISSING
     keep_last: int = MISSING
+    async_save: bool = MISSING
     export_hf: bool = MISSING
     panel: bool = MISSING
     start_timeout_s: float = MISSING

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
+from collections.abc import Iterator
 from functools import cache
 
 from relax_core.config.errors import nearest
@@ -27,8 +28,16 @@ def known_keys() -> tuple[str, ...]:
 
 
 def section_keys(section: str) -> list[str]:
-    """Dotted keys of one section."""
-    return [f"{section}.{field.name}" for field in dataclasses.fields(section_types()[section])]
+    """Dotted keys of one section, and of the sections in it."""
+    return list(_keys_below(section, section_types()[section]))
+
+
+def _keys_below(key: str, section: type) -> Iterator[str]:
+    for name, kind in typing.get_type_hints(section).items():
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            yield from _keys_below(f"{key}.{name}", kind)
+        else:
+            yield f"{key}.{name}"
 
 
 @cache

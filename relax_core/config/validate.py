@@ -13,13 +13,15 @@ from relax_core.config.errors import NotYet
 from relax_core.config.launcher import launcher_problems
 from relax_core.config.model_folder import model_problems
 from relax_core.config.ranges import range_problems
-from relax_core.config.schema import LauncherKind, ModeName, RelaxConfig
+from relax_core.config.schema import LauncherKind, ModeName, OnStale, RelaxConfig, Surplus
+from relax_core.config.sglang import sglang_file_problems, sglang_problems
+from relax_core.config.weight_transport import transport_problems
 from relax_core.registry import find_algorithm, find_reward
 
 Check = Callable[[RelaxConfig], Iterable[str]]
 
 _BUILT = {
-    "engine": ("embedded",),
+    "engine": ("embedded", "sglang"),
     "bus": ("ray", "transfer_queue"),
     "modality": ("text",),
     "tracker": ("default",),
@@ -149,6 +151,16 @@ def _check_engine(config: RelaxConfig) -> Iterator[str]:
         )
 
 
+def _check_rollout(config: RelaxConfig) -> Iterator[str]:
+    rollout, mode = config.rollout, config.mode
+    kept = rollout.over_sampling > 1.0 and rollout.surplus is Surplus.keep
+    if kept and mode.max_staleness == 0 and mode.on_stale is OnStale.drop:
+        yield (
+            "rollout.surplus=keep with mode.max_staleness=0 and mode.on_stale=drop: every group that is kept is stale "
+            "at the next step. Use mode.on_stale=mask, a larger mode.max_staleness, or rollout.surplus=drop."
+        )
+
+
 def _check_data(config: RelaxConfig) -> Iterator[str]:
     data = config.data
     if data.task is None and data.path is None:
@@ -180,6 +192,9 @@ _CHECKS: tuple[Check, ...] = (
     _check_batch,
     _check_bus,
     _check_engine,
+    _check_rollout,
+    transport_problems,
+    sglang_problems,
     _check_data,
 )
-_FILE_CHECKS: tuple[Check, ...] = (model_problems, _check_run_folder)
+_FILE_CHECKS: tuple[Check, ...] = (model_problems, sglang_file_problems, _check_run_folder)

@@ -117,12 +117,14 @@ class StepTotals:
 @dataclass(frozen=True)
 class AlgorithmKnobs:
     """What every algorithm has. ``group_size``: samples a prompt. ``mini_batches``: optimizer updates that a train
-    step's groups are split into. ``epochs``: times that each of them is trained on."""
+    step's groups are split into. ``epochs``: times that each of them is trained on. ``routing_replay``: the trainer's
+    mixture of experts routes each token as the engine's did (R3, arXiv 2510.11370)."""
 
     name: str
     group_size: int
     mini_batches: int = 1
     epochs: int = 1
+    routing_replay: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

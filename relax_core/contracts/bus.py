@@ -117,6 +117,14 @@ class BusProgress(msgspec.Struct, frozen=True, kw_only=True):
     ledger: LedgerCounts
 
 
+class VersionChange(msgspec.Struct, frozen=True, kw_only=True):
+    """``version`` is in force now. ``retired``: groups in flight that ended with the change, since the train steps had
+    enough without them (over-sampling): whoever generates them may stop."""
+
+    version: int
+    retired: list[str]
+
+
 class BusWait(msgspec.Struct, frozen=True, kw_only=True):
     """A call that waits in the bus. ``task``: whose. ``text``: for what, and who owes it, with uids. ``owed_by``: the
     tasks that have to act before it can go on."""
@@ -143,6 +151,10 @@ class Bus(Protocol):
 
     def drop(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
         """Closes an admitted group that yields nothing; its credit comes back."""
+
+    def wait_version(self, since_version: int, *, timeout_s: float) -> VersionChange:
+        """Returns once another version than ``since_version`` is in force, with what ended since then; one caller may
+        follow it. After ``timeout_s`` it returns as well, with the same version and nothing."""
 
     # -- workers' side ------------------------------------------------------------------------------------------
     def lease(self, request: LeaseRequest, *, timeout_s: float) -> Lease:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
-from relax_core.contracts.sample import Group, VersionSpan
+from relax_core.contracts.sample import Group, RoutedExperts, VersionSpan
 
 Columns = dict[str, bytes]
 
@@ -31,6 +31,9 @@ TEACHER = "teacher"  # msgpack str, the name of the prompt's teacher
 TEACHER_LOGPROBS = "teacher_logprobs"  # Ragged float32, written by teacher
 TEACHER_TOP_IDS = "teacher_top_ids"  # Ragged int32, top_k numbers a response token, written by teacher
 TEACHER_TOP_LOGPROBS = "teacher_top_logprobs"  # Ragged float32, the same
+
+# RoutedExperts of the group's rows as the trainer packs them: the prompt's, then each response's but its last token's
+ROUTED_EXPERTS = "routed_experts"
 
 ROLLOUT_COLUMNS = (
     PROMPT_IDS,
@@ -74,6 +77,7 @@ _encoder = msgspec.msgpack.Encoder()
 _ragged_decoder = msgspec.msgpack.Decoder(Ragged)
 _spans_decoder = msgspec.msgpack.Decoder(list[list[VersionSpan]])
 _info_decoder = msgspec.msgpack.Decoder(list[SampleInfo])
+_experts_decoder = msgspec.msgpack.Decoder(RoutedExperts)
 
 
 def encode_ragged(rows: Sequence[Sequence[float] | np.ndarray], *, dtype: str) -> bytes:
@@ -114,12 +118,22 @@ def decode_sample_info(payload: bytes) -> list[SampleInfo]:
     return _info_decoder.decode(payload)
 
 
+def decode_routed_experts(payload: bytes) -> np.ndarray:
+    """uint8 or uint16 ``[packed tokens, MoE layers, experts a token]``, read-only."""
+    return _experts_decoder.decode(payload).array()
+
+
 def encode_group(group: Group) -> Columns:
     """The rollout's columns of a complete group. Every sample must have a reward: drop the others first."""
     samples = group.samples
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     assert samples and len(rewards) == len(samples)
-    return {
+    experts: Columns = {}
+    if group.routed_experts is not None:
+        parts = [group.routed_experts, *(s.routed_experts for s in samples if s.routed_experts is not None)]
+        assert len(parts) == 1 + len(samples), "asked for with every prompt of a run or with none"
+        experts = {ROUTED_EXPERTS: _encoder.encode(RoutedExperts.joined(parts))}
+    return experts | {
         PROMPT_IDS: encode_array(group.prompt_ids, dtype="int32"),
         RESPONSE_IDS: encode_ragged([s.response_ids for s in samples], dtype="int32"),
         LOSS_MASK: encode_ragged([s.loss_mask for s in samples], dtype="uint8"),

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from relax_core.contracts.sample import FinishReason, VersionSpan
+from relax_core.contracts.sample import FinishReason, RoutedExperts, VersionSpan
 
 PauseMode = Literal["in_place", "retract", "abort"]
 
@@ -24,6 +24,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     ``temperature`` 0 is greedy. ``top_p`` 1 and ``top_k`` -1 switch truncation off. ``logit_bias_ids``-style bans:
     ``banned_token_ids`` are never sampled, and log-probs are those of the distribution without them.
+    ``return_routed_experts``: of a mixture of experts, tell which experts each token was routed to.
     """
 
     n: int = 1
@@ -33,20 +34,30 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = -1
     stop_token_ids: list[int] = []
     banned_token_ids: list[int] = []
+    return_routed_experts: bool = False
 
 
 class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt of a /generate call. The engine holds it until its weights are at least ``min_version``."""
+    """One prompt of a /generate call. The engine holds it until its weights are at least ``min_version``.
+
+    ``samples``: which of the ``n`` responses are asked for, 0..n-1; None for all. ``generated``: how many of the last
+    ``input_ids`` are tokens of the response itself, which goes on behind them: its random numbers go on too, and the
+    ``max_new_tokens`` count these tokens in. What comes back is the new tokens alone. ``rid`` names the prompt's group
+    in an abort; several prompts of a call may share it.
+    """
 
     rid: str
     input_ids: list[int]
     sampling_seed: int
     min_version: int = 0
+    samples: list[int] | None = None
+    generated: int = 0
 
 
 class Generated(msgspec.Struct, frozen=True, kw_only=True):
     """One finished response. ``prompt``: place of its prompt in the call; ``sample``: 0..n-1 within the prompt.
-    ``engine``: which of a pool's engines it came from, for the ledger."""
+    ``engine``: which of a pool's engines it came from, for the ledger. ``prompt_experts``: what the prompt's tokens
+    were routed to; ``response_experts``: all of the response's but the last, which is never fed. None unless wanted."""
 
     rid: str
     prompt: int
@@ -56,10 +67,13 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True):
     weight_versions: list[VersionSpan]
     finish_reason: FinishReason
     engine: str = ""
+    prompt_experts: RoutedExperts | None = None
+    response_experts: RoutedExperts | None = None
 
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one Hugging Face tensor lies in a published weight file. ``offset`` and ``nbytes`` in bytes."""
+    """Where one Hugging Face tensor lies in a published weight file: ``offset`` from where its tensors begin, and
+    ``nbytes``, in bytes."""
 
     name: str
     dtype: str  # torch name without prefix: "float32", "bfloat16"
@@ -69,15 +83,17 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """A published weight version: one flat file, its tensors, and a digest for each bucket of bytes.
+    """A published weight version: one safetensors file, its tensors, and a digest for each bucket of bytes.
 
-    ``path`` is the file (in shared memory on one host). ``bucket_bytes``: every bucket but the last has this size.
-    ``digests``: xxh3_128 hex of each bucket. ``digest``: xxh3_128 hex over names, dtypes, shapes and ``digests``:
-    what a receiver must show to be admitted to serve ``version``.
+    ``path`` is the file (in shared memory on one host), ``data_offset`` where its tensors begin, in bytes; they take
+    ``total_bytes``. ``bucket_bytes``: every bucket but the last has this size. ``digests``: xxh3_128 hex of each
+    bucket. ``digest``: xxh3_128 hex over names, dtypes, shapes and ``digests``: what a receiver must show to be
+    admitted to serve ``version``.
     """
 
     version: int
     path: str
+    data_offset: int
     total_bytes: int
     bucket_bytes: int
     digests: list[str]

@@ -46,7 +46,8 @@ class TrainGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """What one train step reports, over all ranks. ``timings_ms``: parts of the step on this rank."""
+    """What one train step reports, over all ranks. ``moe``: of a mixture of experts, how evenly tokens went to them
+    (`relax_core.train.experts.balance_metrics`). ``timings_ms``: parts of the step on this rank."""
 
     loss: float
     grad_norm: float
@@ -57,6 +58,7 @@ class StepMetrics:
     logprob_gap_mean: float
     logprob_gap_tokens: int
     algorithm: dict[str, float] = field(default_factory=dict)
+    moe: dict[str, float] = field(default_factory=dict)
     timings_ms: dict[str, float] = field(default_factory=dict)
 
 
@@ -82,9 +84,17 @@ class TrainBackend(Protocol):
     def load_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Sets all weights from Hugging Face names; raises ValueError for a missing, unknown or misshapen one."""
 
-    def save(self, folder: Path) -> None: ...
+    def copy_state(self) -> None:
+        """Copies to the host what a checkpoint holds."""
 
-    def load(self, folder: Path) -> None: ...
+    def write_copy(self, folder: Path) -> None:
+        """Writes the newest copy, in any thread, while training goes on."""
+
+    def save(self, folder: Path) -> None:
+        """Both of the above."""
+
+    def load(self, folder: Path) -> None:
+        """Reads what any layout wrote."""
 
     def offload(self) -> None:
         """Gives up the device's memory (colocate); a no-op where device and host share it."""

@@ -6,7 +6,6 @@ import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from relax_core.control.role_counts import roles_of
-from relax_core.registry import find_algorithm
 from relax_core.roles.context import RunContext, worker_name
 
 
@@ -16,7 +15,7 @@ class Fronts:
     def __init__(self, context: RunContext) -> None:
         config = context.config
         self._context = context
-        self._roles = roles_of(find_algorithm(config.algo.name).needs(config.algo), engines=config.engine.count)
+        self._roles = roles_of(config)
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fronts")
         self._namespace = ""
         self._deployed: Future[None] | None = None

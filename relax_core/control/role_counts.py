@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.algorithm import Needs
+from relax_core.registry import find_algorithm
 from relax_core.roles.context import TEACHER_ENGINE
+from relax_core.train.layout_arithmetic import FORWARD_ROLES, Layout, world_size
 
 
-def roles_of(needs: Needs, *, engines: int) -> dict[str, int]:
+def roles_of(config: RelaxConfig) -> dict[str, int]:
     """Role → how many workers it has, in the order in which they are started: the slowest to start first."""
-    roles = {"actor": 1, "engine": engines, "rollout": 1}
+    needs: Needs = find_algorithm(config.algo.name).needs(config.algo)
+    layouts = gang_layouts(config)
+    roles = {"actor": world_size(layouts["actor"]), "engine": config.engine.count, "rollout": 1}
     if needs.critic:
         roles["critic"] = 1
-    if needs.old_logprobs == "actor_fwd":
-        roles["actor_fwd"] = 1
-    if needs.reference:
-        roles["reference"] = 1
+    roles |= {role: world_size(layouts[role]) for role in FORWARD_ROLES if role in layouts}
     if needs.teacher is not None:
         roles["teacher"] = 1
         if needs.teacher.served_by == "engine":
             roles[TEACHER_ENGINE] = len(needs.teacher.models)
     roles["advantages"] = 1
     return roles
+
+
+def gang_layouts(config: RelaxConfig) -> dict[str, Layout]:
+    """Role → its layout, of the run's roles whose workers are the ranks of one model."""
+    needs: Needs = find_algorithm(config.algo.name).needs(config.algo)
+    layouts: dict[str, Layout] = {"actor": config.parallel}
+    if needs.old_logprobs == "actor_fwd":
+        layouts["actor_fwd"] = config.parallel.actor_fwd
+    if needs.reference:
+        layouts["reference"] = config.parallel.reference
+    return layouts
+
+
+def layout_key(role: str) -> str:
+    """Where the configuration names the layout of a role of `gang_layouts`."""
+    return "parallel" if role == "actor" else f"parallel.{role}"

@@ -9,20 +9,22 @@ from typing import Any
 
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
+from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from relax_core.bus.factory import create_bus
 from relax_core.bus.ray_backend import RayBus
 from relax_core.contracts.bus import BusLost
 from relax_core.control.processes import kill, kill_trees
 from relax_core.control.role_counts import roles_of
-from relax_core.registry import find_algorithm
 from relax_core.roles.actor import ActorWorker
 from relax_core.roles.advantages import AdvantagesWorker
+from relax_core.roles.attached_engine import AttachedEngineHost
 from relax_core.roles.context import BUS, TEACHER_ENGINE, RunContext, worker_name
 from relax_core.roles.critic import CriticWorker
 from relax_core.roles.engine_host import EngineHost
 from relax_core.roles.forward import ActorFwdWorker, ReferenceWorker
-from relax_core.roles.placement import node_options
+from relax_core.roles.placement import node_options, rank_options, reserve_ranks
+from relax_core.roles.rank_peer import STATUS_GROUPS, ActorFwdPeer, ActorPeer, RankPeer, ReferencePeer
 from relax_core.roles.rollout import RolloutWorker
 from relax_core.roles.teacher import TeacherEngineHost, TeacherWorker
 from relax_core.roles.worker import WorkerStatus, process_host
@@ -40,6 +42,8 @@ WORKERS: dict[str, Any] = {
     "teacher": TeacherWorker,
     TEACHER_ENGINE: TeacherEngineHost,
 }
+# What ranks > 0 are, of the roles that span several processes.
+PEERS: dict[str, type[RankPeer]] = {"actor": ActorPeer, "actor_fwd": ActorFwdPeer, "reference": ReferencePeer}
 AFTER_RESTORE = ("rollout",)  # what asks for admissions must not find a bus that is not what the checkpoint says yet
 RESTARTED_IN_PLACE = ("engine", "rollout", "advantages", "actor_fwd", "reference", "teacher", TEACHER_ENGINE)
 
@@ -53,10 +57,10 @@ class Services:
     def __init__(self, context: RunContext, snapshot: bytes | None) -> None:
         config = context.config
         self._context = context
-        self.roles = roles_of(find_algorithm(config.algo.name).needs(config.algo), engines=config.engine.count)
+        self.roles = roles_of(config)
         self._statuses: dict[str, WorkerStatus] = {}
         self.workers: dict[str, Any] = {}
-        self._peers: dict[str, Any] = {}
+        self._reserved: dict[str, PlacementGroup] = {}
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="bus-start") as pool, ExitStack() as on_failure:
             on_failure.callback(self._abandon)
             bus = pool.submit(self._create_bus, snapshot)
@@ -68,6 +72,9 @@ class Services:
 
     def _start_roles(self, roles: Iterable[str]) -> None:
         for role in roles:
+            if role in PEERS and self.roles[role] > 1:
+                config = self._context.config
+                self._reserved[role] = reserve_ranks(config.launcher, config.placement, self.roles[role])
             for rank in range(self.roles[role]):
                 self.workers[worker_name(role, rank)] = self._start(role, rank)
 
@@ -80,6 +87,8 @@ class Services:
             max_staleness=config.mode.max_staleness,
             on_stale=config.mode.on_stale.value,
             total_steps=config.run.steps,
+            spare_groups=config.rollout.spare_prompts,
+            surplus=config.rollout.surplus.value,
             ledger_path=self._context.run_dir / "ledger.sqlite",
             name=BUS,
             namespace=self._context.namespace,
@@ -92,27 +101,29 @@ class Services:
 
     def _start(self, role: str, rank: int) -> Any:
         name = worker_name(role, rank)
-        return (
-            ray.remote(WORKERS[role])
-            .options(
-                name=name,
-                namespace=self._context.namespace,
-                max_concurrency=WORKER_CALLS,
-                **node_options(self._context.config.launcher, role, rank),
-                max_restarts=self._context.config.run.max_restarts if role in RESTARTED_IN_PLACE else 0,
-            )
-            .remote(name, self._context, rank)
-        )
+        # Ray's own types do not know concurrency groups.
+        peer: dict[str, Any] = {"concurrency_groups": STATUS_GROUPS, "num_cpus": 0}
+        worker = self._worker_class(role)
+        remote: Any = ray.remote(**peer)(PEERS[role]) if role in PEERS and rank else ray.remote(worker)
+        if role in self._reserved:
+            place = rank_options(self._context.config.placement, self._reserved[role], rank)
+        else:
+            place = node_options(self._context.config.launcher, role, rank)
+        if not (role in PEERS and rank):
+            place["max_concurrency"] = WORKER_CALLS
+        return remote.options(
+            name=name,
+            namespace=self._context.namespace,
+            max_restarts=self._context.config.run.max_restarts if role in RESTARTED_IN_PLACE else 0,
+            **place,
+        ).remote(name, self._context, rank)
+
+    def _worker_class(self, role: str) -> Any:
+        return AttachedEngineHost if role == "engine" and self._context.config.engine.urls else WORKERS[role]
 
     def handles(self) -> Mapping[str, Any]:
-        """Every worker by its name: those started here, and the trainer's other ranks as far as its lead has started
-        them."""
-        for rank in range(1, self._context.config.parallel.dp):
-            name = worker_name("actor", rank)
-            if name not in self._peers:
-                with suppress(ValueError):  # not there yet
-                    self._peers[name] = ray.get_actor(name, namespace=self._context.namespace)
-        return self.workers | self._peers
+        """Every worker by its name."""
+        return self.workers
 
     def note(self, statuses: Mapping[str, WorkerStatus]) -> None:
         """Keeps which process is whose, for `kill`."""
@@ -171,6 +182,8 @@ class Services:
     def _kill_actors(self) -> None:
         for worker in self.handles().values():
             ray.kill(worker)
+        for group in self._reserved.values():
+            remove_placement_group(group)
 
     def _abandon(self) -> None:
         """The bus did not come up."""

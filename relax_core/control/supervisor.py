@@ -86,8 +86,10 @@ def _end_rest(*, grace_s: float) -> None:
 
 
 def _shared_folder(config: RelaxConfig) -> Path | None:
-    """A cluster that was joined may have several nodes: what they share is the run's own folder."""
-    return Path(config.run.dir) if config.launcher.ray_address is not None else None
+    """A cluster that was joined may have several nodes, and engines that were attached be on others: what all share is
+    the run's own folder."""
+    elsewhere = config.launcher.ray_address is not None or config.engine.urls
+    return Path(config.run.dir) if elsewhere else None
 
 
 class _Signals:

@@ -18,10 +18,11 @@ from relax_core.contracts.engine import (
     PauseMode,
     PromptRequest,
     SamplingParams,
-    WeightManifest,
 )
+from relax_core.contracts.sample import RoutedExperts
 from relax_core.engines.events import EventReader
 from relax_core.engines.scores import TokenScores, TokensToScore, read_scores, score_body
+from relax_core.engines.weight_calls import WeightCalls
 from relax_core.engines.wire import EVENT_STREAM, MSGPACK, Finished, FrameReader, StreamEnd, StreamFailure
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ CONNECT_S = 5.0  # an engine is on this host or in this rack: a connection that 
 _encoder = msgspec.json.Encoder()
 
 
-class EngineClient:
+class EngineClient(WeightCalls):
     """``request_timeout_s``: longest silence in `generate` and `score`; ``control_timeout_s``: longest of other calls.
 
     `generate` belongs to one event loop, the other calls to one thread at a time. Raises EngineUnreachable where the
@@ -56,23 +57,42 @@ class EngineClient:
         *,
         on_end: Callable[[StreamEnd], None] | None = None,
     ) -> AsyncIterator[Generated]:
-        """One streaming request for all prompts; yields each of the ``len(prompts) * params.n`` responses when it is
-        finished. ``on_end`` gets the engine's own times, where it tells them (the embedded one). Leaving the iteration
-        early hangs up, and the engine aborts what is still running."""
+        """One streaming request for all prompts; yields each response that they ask for (`PromptRequest.samples`, or
+        ``params.n`` a prompt) when it is finished. ``on_end`` gets the engine's own times, where it tells them (the
+        embedded one). Leaving the iteration early hangs up, and the engine aborts what is still running."""
+        expected = sum(params.n if prompt.samples is None else len(prompt.samples) for prompt in prompts)
+        body = generate_body(prompts, params)
+        async for one in self._streamed(
+            body, lambda response: self._responses(response, prompts, params, on_end), expected=expected
+        ):
+            yield one
+
+    async def _streamed(
+        self,
+        body: dict[str, Any],
+        read: Callable[[aiohttp.ClientResponse], AsyncIterator[Generated]],
+        *,
+        expected: int,
+    ) -> AsyncIterator[Generated]:
+        """Posts ``body`` to /generate and yields what ``read`` makes of the answer: ``expected`` responses."""
         import aiohttp
 
-        expected = len(prompts) * params.n
+        found = 0
         try:
             async with self._http_session().post(
                 f"{self.url}/generate",
-                data=_encoder.encode(generate_body(prompts, params)),
+                data=_encoder.encode(body),
                 headers={"Content-Type": "application/json", "Accept": f"{MSGPACK}, {EVENT_STREAM}"},
             ) as response:
                 if response.status != 200:
                     raise self._refusal("/generate", response.status, await response.read())
-                found = 0
-                async for one in self._responses(response, prompts, params, on_end):
+                async for one in read(response):
                     found += 1
+                    if body["return_routed_experts"] and one.response_experts is None and one.finish_reason != "abort":
+                        raise EngineError(
+                            f"engine {self.url} /generate: no routed experts came, but algo.routing_replay=true needs "
+                            "them. SGLang tells them with --enable-return-routed-experts."
+                        )
                     yield one
         except TimeoutError as error:
             raise EngineUnreachable(
@@ -92,11 +112,12 @@ class EngineClient:
     ) -> AsyncIterator[Generated]:
         if response.content_type == MSGPACK:
             frames = FrameReader()
+            prompt_experts: dict[int, RoutedExperts] = {}
             async for data in response.content.iter_any():
                 for frame in frames.feed(data):
                     match frame:
                         case Finished(one):
-                            yield one
+                            yield _with_prompt_experts(one, prompt_experts)
                         case StreamFailure(message):
                             raise EngineError(f"engine {self.url} /generate: {message}")
                         case StreamEnd() if on_end is not None:
@@ -104,9 +125,13 @@ class EngineClient:
             return
         if params.banned_token_ids:
             raise EngineError(f"engine {self.url} /generate: banned_token_ids are not known to this engine")
-        events = EventReader(prompts, n=params.n)
+        async for one in self._events(response, EventReader(prompts, n=params.n)):
+            yield one
+
+    async def _events(self, response: aiohttp.ClientResponse, reader: EventReader) -> AsyncIterator[Generated]:
+        """What a stream of SGLang's events finishes."""
         async for data in response.content.iter_any():
-            for event in events.feed(data):
+            for event in reader.feed(data):
                 if isinstance(event, str):
                     raise EngineError(f"engine {self.url} /generate: {event}")
                 yield event
@@ -142,6 +167,10 @@ class EngineClient:
         """``weight_version`` and ``model_path``."""
         return self._call("GET", "/model_info")
 
+    def server_info(self) -> dict[str, Any]:
+        """How it was started; of SGLang also its ``version``."""
+        return self._call("GET", "/server_info")
+
     def loads(self) -> dict[str, Any]:
         """What it does now: ``running``, ``queued``, ``held`` samples, ``busy_s``, ``decode_steps`` and more."""
         loads: dict[str, Any] = self._call("GET", "/v1/loads")["loads"][0]
@@ -158,10 +187,6 @@ class EngineClient:
             return read_scores(data, rows, top_k=top_k)
         except (ValueError, msgspec.DecodeError) as error:
             raise EngineError(f"engine {self.url} /generate: scores that cannot be read: {error}") from error
-
-    def update_weights(self, manifest: WeightManifest) -> dict[str, Any]:
-        """Brings a published version in: ``weight_version``, ``digest``, ``stall_ms``. Returns once it is served."""
-        return self._call("POST", "/update_weights_from_shared_memory", manifest)
 
     def pause(self, mode: PauseMode) -> dict[str, Any]:
         return self._call("POST", "/pause_generation", {"mode": mode})
@@ -241,23 +266,43 @@ class EngineClient:
 
 def generate_body(prompts: Sequence[PromptRequest], params: SamplingParams) -> dict[str, Any]:
     """The JSON body of one /generate for all prompts."""
-    return {
+    sampling: dict[str, Any] = {
+        "n": params.n,
+        "max_new_tokens": params.max_new_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "stop_token_ids": params.stop_token_ids,
+    }
+    body = {
         "rid": [prompt.rid for prompt in prompts],
         "input_ids": [prompt.input_ids for prompt in prompts],
-        "sampling_params": {
-            "n": params.n,
-            "max_new_tokens": params.max_new_tokens,
-            "temperature": params.temperature,
-            "top_p": params.top_p,
-            "top_k": params.top_k,
-            "stop_token_ids": params.stop_token_ids,
-        },
+        "sampling_params": sampling,
         "return_logprob": True,
         "stream": True,
         "min_version": [prompt.min_version for prompt in prompts],
         "sampling_seed": [prompt.sampling_seed for prompt in prompts],
         "banned_token_ids": params.banned_token_ids,
+        "return_routed_experts": params.return_routed_experts,
     }
+    if any(prompt.samples is not None for prompt in prompts):
+        body["samples"] = [prompt.samples for prompt in prompts]
+    if any(prompt.generated for prompt in prompts):
+        body["generated"] = [prompt.generated for prompt in prompts]
+        body["sampling_params"] = [
+            sampling | {"max_new_tokens": params.max_new_tokens - prompt.generated} for prompt in prompts
+        ]
+    return body
+
+
+def _with_prompt_experts(one: Generated, known: dict[int, RoutedExperts]) -> Generated:
+    """The engine tells a prompt's experts once; here every response of the prompt has them."""
+    if one.response_experts is None:
+        return one
+    if one.prompt_experts is not None:
+        known[one.prompt] = one.prompt_experts
+        return one
+    return msgspec.structs.replace(one, prompt_experts=known[one.prompt])
 
 
 def _words(error: BaseException) -> str:

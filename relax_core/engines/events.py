@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from relax_core.contracts.engine import Generated, PromptRequest
-from relax_core.contracts.sample import FinishReason, VersionSpan
+from relax_core.contracts.sample import FinishReason, RoutedExperts, VersionSpan
+from relax_core.engines.routes import read_routed_experts
 
 UNKNOWN_VERSION = -1  # an engine whose weight version is no number, such as SGLang's "default" before the first update
 
@@ -28,6 +29,8 @@ class _Meta(msgspec.Struct):
     weight_version: str | None = None
     weight_versions: list[_Span] = []
     output_token_logprobs: list[tuple[float, int, str | None]] = []
+    output_token_sampling_logprobs: list[float] | None = None  # of the tokens that top_k and top_p left
+    routed_experts: str | None = None
 
 
 class _Words(msgspec.Struct):
@@ -45,11 +48,17 @@ _decoder = msgspec.json.Decoder(_Event)
 
 
 class EventReader:
-    """Events may be incremental (only the new tokens) or cumulative (all so far): the count of tokens tells which."""
+    """Events may be incremental (only the new tokens) or cumulative (all so far): the count of tokens tells which.
 
-    def __init__(self, prompts: Sequence[PromptRequest], *, n: int) -> None:
+    ``places``: the (prompt, sample) of each event's index; None where every prompt has its ``n`` samples in order.
+    """
+
+    def __init__(
+        self, prompts: Sequence[PromptRequest], *, n: int, places: Sequence[tuple[int, int]] | None = None
+    ) -> None:
         self._prompts = prompts
         self._n = n
+        self._places = places
         self._buffer = b""
         self._tokens: dict[int, tuple[list[int], list[float]]] = {}
 
@@ -74,11 +83,24 @@ class EventReader:
             ids.clear()
             logprobs.clear()
         ids += event.output_ids
-        logprobs += [logprob for logprob, _, _ in meta.output_token_logprobs]
+        if meta.output_token_sampling_logprobs is None:
+            logprobs += [logprob for logprob, _, _ in meta.output_token_logprobs]
+        else:
+            logprobs += meta.output_token_sampling_logprobs
         if meta.finish_reason is None:
             return None
         del self._tokens[event.index]
-        place, sample = divmod(event.index, self._n)
+        place, sample = divmod(event.index, self._n) if self._places is None else self._places[event.index]
+        prompt_experts: RoutedExperts | None = None
+        response_experts: RoutedExperts | None = None
+        if meta.routed_experts is not None and ids:
+            prompt_tokens = len(self._prompts[place].input_ids)
+            try:
+                prompt_experts, response_experts = read_routed_experts(
+                    meta.routed_experts, prompt_tokens=prompt_tokens, response_tokens=len(ids)
+                )
+            except ValueError as error:
+                return str(error)
         return Generated(
             rid=self._prompts[place].rid,
             prompt=place,
@@ -87,6 +109,8 @@ class EventReader:
             logprobs=logprobs,
             weight_versions=_spans(meta, len(ids)),
             finish_reason=meta.finish_reason.type,
+            prompt_experts=prompt_experts,
+            response_experts=response_experts,
         )
 
 

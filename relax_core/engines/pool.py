@@ -1,31 +1,80 @@
-"""Several engines behind one face: which prompt goes where, and what happens when one dies."""
+"""Several engines behind one face: which prompt goes where, and what happens when one dies or samples are aborted."""
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import msgspec
 
 from relax_core.contracts.engine import EngineUnreachable, Generated, PromptRequest, SamplingParams
 from relax_core.engines.client import EngineClient
+from relax_core.engines.fan_out import fan_out
+from relax_core.engines.open_prompts import OpenPrompt
+from relax_core.engines.routing import Routed, Router
+from relax_core.engines.watch import LOOK_S, ClientFor, EngineWatch
 from relax_core.engines.wire import StreamEnd
 
-ClientFor = Callable[[int, bool], Awaitable[EngineClient]]
 OnEnd = Callable[[StreamEnd], None]
-Item = tuple[int, list[Generated]] | Exception | None
+log = logging.getLogger(__name__)
+
+
+def engine_name(engine: int) -> str:
+    return f"engine-{engine}"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Burst:
+    """One `generate`. ``events``: prompts that are complete, None for one that was given up, or the error that nobody
+    here can mend. ``again``: prompts whose samples have all come back, some of them aborted."""
+
+    params: SamplingParams
+    on_end: OnEnd | None
+    left: int
+    events: asyncio.Queue[OpenPrompt | Exception | None] = field(default_factory=asyncio.Queue)
+    again: list[OpenPrompt] = field(default_factory=list)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(self._guarded(work))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:  # crosses to the consumer, who raises it
+            self.events.put_nowait(error)
 
 
 class EnginePool:
-    """Routes whole prompts, so that a group shares one prefill. ``client_for(engine, fresh)`` gives the engine's
-    client and may wait for an engine that is starting; after a failure it is asked for a fresh address.
+    """``client_for(engine, fresh)`` gives the engine's client and may wait for an engine that is starting; after a
+    failure it is asked for a fresh address. ``patience_s``: how long nobody at all may answer. ``by_load``: see
+    `Router`; ``max_lag``, ``lag_s``: see `EngineWatch`.
+
+    All methods belong to one event loop. Where a prompt goes never changes its tokens, only who shares its batch.
     """
 
-    def __init__(self, count: int, client_for: ClientFor, *, patience_s: float) -> None:
+    def __init__(
+        self,
+        count: int,
+        client_for: ClientFor,
+        *,
+        patience_s: float,
+        by_load: bool = True,
+        max_lag: int = 1,
+        lag_s: float = 60.0,
+    ) -> None:
         self._count = count
         self._client_for = client_for
-        self._patience_s = patience_s
+        self._router = Router(count, by_load=by_load)
+        self._watch = EngineWatch(count, client_for, patience_s=patience_s, max_lag=max_lag, lag_s=lag_s)
+        self._open: dict[str, tuple[OpenPrompt, _Burst]] = {}  # by rid
+        self._named: set[int] = set()  # laggards that were named
 
     async def generate(
         self,
@@ -35,66 +84,180 @@ class EnginePool:
         places: Sequence[int],
         on_end: OnEnd | None = None,
     ) -> AsyncIterator[tuple[int, list[Generated]]]:
-        """Yields (prompt, its ``params.n`` responses) as soon as all of them are in, in order of completion.
+        """Yields (prompt, its ``params.n`` responses) as soon as all of them are in, in order of completion; a prompt
+        that `cancel` gave up is left out.
 
-        ``places[i]`` chooses prompt i's engine (modulo the number of engines). When an engine dies, the prompts whose
-        groups are not complete are asked for again, until ``patience_s`` seconds passed after its loss without a reply.
-        ``on_end`` gets each engine's own times.
+        ``places[i]`` chooses among engines that are equally loaded. When an engine dies, the samples that it owed are
+        asked of another, or of itself when it is back; finished ones are kept. A sample that comes back aborted goes on
+        from its prefix. ``on_end`` gets each engine's own times.
         """
-        queue: asyncio.Queue[Item] = asyncio.Queue()
-        shares = [[i for i, place in enumerate(places) if place % self._count == e] for e in range(self._count)]
-        tasks = [
-            asyncio.create_task(self._share(engine, share, prompts, params, queue, on_end))
-            for engine, share in enumerate(shares)
-            if share
+        burst = _Burst(params=params, on_end=on_end, left=len(prompts))
+        opened = [
+            OpenPrompt(
+                place=place,
+                tie=tie,
+                request=request,
+                n=params.n,
+                cost=params.max_new_tokens + len(request.input_ids) / params.n,
+            )
+            for place, (request, tie) in enumerate(zip(prompts, places, strict=True))
         ]
-        running = len(tasks)
+        self._open |= {prompt.request.rid: (prompt, burst) for prompt in opened}
         try:
-            while running:
-                item = await queue.get()
-                if item is None:
-                    running -= 1
-                elif isinstance(item, Exception):
-                    raise item
-                else:
-                    yield item
+            if self._count > 1:
+                burst.start(self._keep_looking())
+            self._send(burst, opened)
+            while burst.left:
+                event = await burst.events.get()
+                if isinstance(event, Exception):
+                    raise event
+                burst.left -= 1
+                if event is not None:
+                    yield event.place, event.responses()
         finally:
-            for task in tasks:
+            for task in burst.tasks:
                 task.cancel()
+            for prompt in opened:
+                self._close(prompt)
 
-    async def _share(
-        self,
-        engine: int,
-        share: list[int],
-        prompts: Sequence[PromptRequest],
-        params: SamplingParams,
-        queue: asyncio.Queue[Item],
-        on_end: OnEnd | None,
-    ) -> None:
-        """One engine's prompts; ends with None, or with the error that nobody here can mend."""
-        open_prompts = list(share)
-        lost_since: float | None = None
+    def _close(self, prompt: OpenPrompt) -> None:
+        """Nothing more is expected of it."""
+        prompt.closed = True
+        self._open.pop(prompt.request.rid, None)
+        self._lose(prompt)
+
+    # -- asking -------------------------------------------------------------------------------------------------------
+    def _send(self, burst: _Burst, prompts: Sequence[OpenPrompt]) -> None:
+        """Chooses an engine for each prompt and asks; one request an engine."""
+        usable = self._watch.usable()
+        if not usable:
+            burst.start(self._send_when_usable(burst, prompts))
+            return
+        still_open = [prompt for prompt in prompts if not prompt.closed]
+        chosen = self._router.choose(
+            [
+                Routed(place=prompt.tie, input_ids=prompt.request.input_ids, cost=prompt.cost * prompt.missing)
+                for prompt in still_open
+            ],
+            usable=usable,
+        )
+        shares: dict[int, list[OpenPrompt]] = {}
+        for engine, prompt in zip(chosen, still_open, strict=True):
+            shares.setdefault(engine, []).append(prompt)
+        for engine, share in shares.items():
+            burst.start(self._ask(burst, engine, share))
+
+    async def _send_when_usable(self, burst: _Burst, prompts: Sequence[OpenPrompt]) -> None:
+        await self._watch.wait_usable()
+        self._send(burst, prompts)
+
+    async def _ask(self, burst: _Burst, engine: int, prompts: Sequence[OpenPrompt]) -> None:
+        """One request to one engine. Whoever does not come out of it finished is asked again."""
+        requests: list[PromptRequest] = []
+        owners: list[OpenPrompt] = []
+        for prompt in prompts:
+            asked = prompt.ask(engine)
+            requests += asked
+            owners += [prompt] * len(asked)
+            self._router.asked(engine, prompt.cost * len(prompt.asked))
         try:
-            while open_prompts:
-                try:
-                    client = await self._client_for(engine, lost_since is not None)
-                    parts: dict[int, list[Generated]] = {i: [] for i in open_prompts}
-                    order = list(open_prompts)
-                    async for one in client.generate([prompts[i] for i in order], params, on_end=on_end):
-                        lost_since = None
-                        place = order[one.prompt]
-                        parts[place].append(msgspec.structs.replace(one, engine=f"engine-{engine}"))
-                        if len(parts[place]) == params.n:
-                            open_prompts.remove(place)
-                            queue.put_nowait((place, parts[place]))
-                except EngineUnreachable as error:
-                    if lost_since is None:  # a long silence before, while it worked, is not held against it
-                        lost_since = time.monotonic()
-                    if time.monotonic() - lost_since > self._patience_s:
-                        raise EngineUnreachable(
-                            f"engine {engine} has answered nothing for {self._patience_s:g} s; last: {error}"
-                        ) from error
-                    await asyncio.sleep(0.1)  # its owner restarts it; do not hammer a port that nobody listens on
-            queue.put_nowait(None)
-        except Exception as error:  # crosses to the consumer, who raises it
-            queue.put_nowait(error)
+            client = await self._client_for(engine, False)
+            async for one in client.generate(requests, burst.params, on_end=burst.on_end):
+                prompt = owners[one.prompt]
+                if not prompt.closed:
+                    self._take(burst, prompt, msgspec.structs.replace(one, engine=engine_name(engine)), engine)
+        except EngineUnreachable as error:
+            log.warning("%s is lost, what it owed is asked again: %s", engine_name(engine), error)
+            self._watch.lost(engine, error)
+            owed = [prompt for prompt in prompts if not prompt.closed and prompt.asked]
+            for prompt in owed:
+                self._lose(prompt)
+            self._send(burst, owed)
+
+    def _take(self, burst: _Burst, prompt: OpenPrompt, one: Generated, engine: int) -> None:
+        prompt.take(one)
+        self._router.came_back(engine, prompt.cost)
+        if one.weight_versions:
+            self._watch.serves(engine, one.weight_versions[-1].version)
+        if not prompt.missing:
+            self._close(prompt)
+            burst.events.put_nowait(prompt)
+        elif not prompt.asked:
+            burst.again.append(prompt)
+            if len(burst.again) == 1:
+                burst.start(self._send_again(burst))
+
+    async def _send_again(self, burst: _Burst) -> None:
+        await asyncio.sleep(0)  # what came back in one read goes out in one request
+        prompts, burst.again = burst.again, []
+        self._send(burst, prompts)
+
+    def _lose(self, prompt: OpenPrompt) -> None:
+        if prompt.engine is not None:
+            self._router.came_back(prompt.engine, prompt.cost * prompt.lose())
+
+    # -- aborting -----------------------------------------------------------------------------------------------------
+    async def abort(self, rids: Iterable[str], *, min_version: int) -> None:
+        """Aborts what is open of these prompts; their samples go on from their prefixes with weights ``min_version`` or
+        newer."""
+        chosen = [self._open[rid][0] for rid in rids if rid in self._open]
+        for prompt in chosen:
+            newest = max(prompt.request.min_version, min_version)
+            prompt.request = msgspec.structs.replace(prompt.request, min_version=newest)
+        await self._abort(_by_engine(chosen))
+
+    async def cancel(self, rids: Iterable[str]) -> None:
+        """Gives these prompts up: their bursts go on without them, and the engines stop working on them."""
+        chosen = [self._open[rid] for rid in rids if rid in self._open]
+        owed = _by_engine([prompt for prompt, _ in chosen])
+        for prompt, burst in chosen:
+            self._close(prompt)
+            burst.events.put_nowait(None)
+        await self._abort(owed)
+
+    async def _abort(self, owed: Mapping[int, Sequence[str]]) -> None:
+        calls = {}
+        for engine, rids in owed.items():
+            try:
+                client = await self._client_for(engine, False)
+            except EngineUnreachable:  # it owes nothing any more; the stream that waits for it hears so too
+                continue
+            calls[engine_name(engine)] = partial(_abort_each, client, rids)
+        outcome = await asyncio.to_thread(fan_out, calls)
+        if outcome.failures:
+            log.warning("abort: %s", outcome.words())
+
+    # -- looking ------------------------------------------------------------------------------------------------------
+    async def _keep_looking(self) -> None:
+        """Of several engines: keeps an eye on their loads and weights, and takes from a laggard what it holds."""
+        while True:
+            self._watch.look(self._heard)
+            laggards = set(self._watch.laggards())
+            for engine in laggards - self._named:
+                log.warning("%s", self._watch.lag_words(engine))
+                held = [prompt.request.rid for prompt, _ in self._open.values() if prompt.engine == engine]
+                await self.abort(held, min_version=0)
+            self._named = laggards
+            await asyncio.sleep(LOOK_S)
+
+    def _heard(self, engine: int, samples: int) -> None:
+        """What the engine has to do beyond what we asked for is others' work, taken to be like ours."""
+        opened = [prompt for prompt, _ in self._open.values()]
+        if opened:
+            ours = sum(len(prompt.asked) for prompt in opened if prompt.engine == engine)
+            mean_cost = sum(prompt.cost for prompt in opened) / len(opened)
+            self._router.others(engine, max(0, samples - ours) * mean_cost)
+
+
+def _by_engine(prompts: Iterable[OpenPrompt]) -> dict[int, list[str]]:
+    """Engine → rids of what it owes."""
+    owed: dict[int, list[str]] = {}
+    for prompt in prompts:
+        if prompt.engine is not None and prompt.asked:
+            owed.setdefault(prompt.engine, []).append(prompt.request.rid)
+    return owed
+
+
+def _abort_each(client: EngineClient, rids: Sequence[str]) -> None:
+    for rid in rids:
+        client.abort(rid)

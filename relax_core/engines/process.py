@@ -1,22 +1,23 @@
-"""An embedded engine as a child process: started, watched and stopped by its owner, and gone when its owner is."""
+"""An engine as a child process: started, watched and stopped by its owner, and gone when its owner is."""
 
 from __future__ import annotations
 
 import os
 import select
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import IO
 
 import msgspec
 
 from relax_core.config.schema import EngineConfig
 from relax_core.contracts.engine import EngineError
+from relax_core.engines.embedded import launch as embedded_launch
+from relax_core.engines.sglang import launch as sglang_launch
 
-ROOT = Path(__file__).resolve().parents[2]
 LOG_TAIL_BYTES = 4000
 KILLED_S = 10.0  # a process that was killed is gone within this, or the kernel holds it
 
@@ -27,6 +28,7 @@ class EngineLaunch:
 
     ``load_weights``: serve the folder's own weights at once, as version 0; else nothing is served until an update.
     ``beyond_loopback``: ``engine.host`` may be any address of this machine; the bearer token is asked for there too.
+    ``return_routed_experts``: be ready to tell them; the embedded engine always is.
     """
 
     model_folder: Path
@@ -37,41 +39,16 @@ class EngineLaunch:
     port: int = 0
     load_weights: bool = False
     beyond_loopback: bool = False
+    return_routed_experts: bool = False
 
     def command(self) -> list[str]:
-        engine = self.engine
-        options = {
-            "--model-path": self.model_folder,
-            "--host": engine.host,
-            "--port": self.port,
-            "--token-file": self.token_file,
-            "--max-running-samples": engine.max_running_samples,
-            "--max-total-tokens": engine.max_total_tokens,
-            "--context-length": engine.context_length,
-            "--admission-window-ms": engine.admission_window_ms,
-            "--threads": engine.threads,
-            "--dtype": self.dtype,
-        }
-        words = [word for option, value in options.items() for word in (option, str(value))]
-        if self.load_weights:
-            words.append("--load-weights")
-        if self.beyond_loopback:
-            words.append("--beyond-loopback")
-        return [sys.executable, "-m", "relax_core.engines.embedded", *words]
+        return self._kind().command(self)
 
     def environment(self) -> dict[str, str]:
-        """Threads are set before any maths library loads; waiting threads sleep instead of spinning."""
-        threads = str(self.engine.threads)
-        path = os.environ.get("PYTHONPATH")
-        return {
-            **os.environ,
-            "OMP_NUM_THREADS": threads,
-            "MKL_NUM_THREADS": threads,
-            "OPENBLAS_NUM_THREADS": threads,
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "PYTHONUNBUFFERED": "1",
-            "PYTHONPATH": f"{ROOT}{os.pathsep}{path}" if path else str(ROOT),
-        }
+        return self._kind().environment(self)
+
+    def _kind(self) -> ModuleType:
+        return sglang_launch if self.engine.name == "sglang" else embedded_launch
 
 
 class _Ready(msgspec.Struct):
@@ -109,7 +86,7 @@ class EngineProcess:
             ended = process.poll() is not None or not _kill(process)
             why = f"ended with {process.returncode}" if ended else f"no answer in {launch.engine.start_timeout_s:g} s"
             last = f"{launch.log_file} ends with: {_last_line(launch.log_file)}"
-            raise EngineError(f"embedded engine did not start: {why}; {last}")
+            raise EngineError(f"{launch.engine.name} engine did not start: {why}; {last}")
         return cls(process, msgspec.json.decode(line, type=_Ready))
 
     def poll(self) -> int | None:

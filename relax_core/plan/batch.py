@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from relax_core.config.schema import ModeName, RelaxConfig
+from relax_core.config.schema import ModeName, RelaxConfig, Surplus
 from relax_core.plan.workload import Workload
 
 
@@ -32,13 +32,13 @@ def batch_words(config: RelaxConfig, work: Workload) -> list[str]:
     ]
     if work.busy_ranks < ranks:
         words.append(
-            f"Only {work.busy_ranks} of {ranks} data-parallel ranks have work in a micro-batch. "
-            f"Use parallel.micro_batch_tokens={work.group_rows} or more."
+            f"Only {work.busy_ranks} of {ranks} data-parallel ranks have work in a micro-batch: an update has no more "
+            f"groups. Use parallel.dp={work.busy_ranks}."
         )
-    if work.group_rows > budget * ranks:
+    if work.group_rows > budget:
         words.append(
-            f"One group is more than a micro-batch, parallel.micro_batch_tokens={budget} x {ranks}: it goes alone, and "
-            "sets the peak."
+            f"One group is more than a micro-batch, parallel.micro_batch_tokens={budget}: it goes alone, and sets the "
+            "peak."
         )
     return words
 
@@ -46,11 +46,20 @@ def batch_words(config: RelaxConfig, work: Workload) -> list[str]:
 def credit_words(config: RelaxConfig, work: Workload) -> list[str]:
     """How much may be under way, and how old a trained token may be."""
     staleness, groups = config.mode.max_staleness, work.groups
-    credits = (staleness + 1) * groups
+    spares = config.rollout.spare_prompts
+    kept = config.rollout.surplus is Surplus.keep
+    credits = (staleness + 1) * groups + spares * (1 if kept else staleness + 1)
     turns = " Rollout and trainer take turns." if config.mode.name is ModeName.colocate else ""
     return [
-        f"Credits: (max_staleness {staleness} + 1) x {groups} groups = {credits} groups, {credits * work.group_size} "
-        "samples, generated and not yet trained at most.",
+        f"Credits: (max_staleness {staleness} + 1) x {groups} groups{_spare_words(spares, kept)} = {credits} groups, "
+        f"{credits * work.group_size} samples, generated and not yet trained at most.",
         f"A token is trained at most {plural(staleness, 'weight version')} after the one that sampled it.{turns}",
         f"One engine runs up to {work.samples_in_flight} samples at one time.",
     ]
+
+
+def _spare_words(spares: int, kept: bool) -> str:
+    """What over-sampling lets in beside the groups that the steps need."""
+    if not spares:
+        return ""
+    return f" + {spares} spare, kept over the steps" if kept else f", each step's with {spares} spare"

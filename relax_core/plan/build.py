@@ -57,7 +57,7 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
     planned; everything else that cannot work is in ``refused``."""
     model = find_dimensions(config)
     needs: Needs = find_algorithm(config.algo.name).needs(config.algo)
-    roles = roles_of(needs, engines=config.engine.count)
+    roles = roles_of(config)
     work = find_workload(config, vocabulary=model.vocabulary)
     refused = [*_context_faults(config, model), *placement_faults(config, roles, model)]
     on_gpus = config.placement.gpus_per_node > 0

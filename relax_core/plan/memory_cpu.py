@@ -8,24 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from relax_core.config.schema import RelaxConfig
+from relax_core.config.schema import ParallelConfig, RelaxConfig
 from relax_core.contracts.algorithm import Needs
+from relax_core.control.role_counts import gang_layouts
 from relax_core.plan.dimensions import ModelDimensions
 from relax_core.plan.memory import (
     FLOAT,
     MIB,
     Holder,
     Phase,
-    activation_values,
     dtype_bytes,
     head_bytes,
-    mask_bytes,
     mask_making_bytes,
-    optimizer_bytes_a_parameter,
 )
 from relax_core.plan.models import teacher_dimensions
+from relax_core.plan.trainer_share import activation_terms, forward_terms, share_of, state_terms
 from relax_core.plan.workload import Workload
 from relax_core.registry import find_reward
+from relax_core.train.layout_arithmetic import forward_parallel, one_rank, world_size
 
 TRAINER, ENGINE = 435, 256
 BASES = {  # MiB
@@ -64,13 +64,13 @@ def cpu_holders(
         holders.append(_plain("reward worker", REWARD_WORKER, count=config.rollout.reward_workers))
     if config.bus.storage_units is not None:
         holders.append(_plain("TransferQueue process", QUEUE_PROCESS, count=1 + config.bus.storage_units))
-    holders.append(_trainer("actor", config, model, work, ranks=config.parallel.dp, publishes=True))
+    holders.append(_trainer("actor", config, config.parallel, model, work, publishes=True))
     if needs.critic:
-        holders.append(_trainer("critic", config, model, work, ranks=1, publishes=False))
-    if needs.old_logprobs == "actor_fwd":
-        holders.append(_forward("actor_fwd", config, [model], work, follows=True))
-    if needs.reference:
-        holders.append(_forward("reference", config, [model], work, follows=False))
+        holders.append(_trainer("critic", config, one_rank(config.parallel), model, work, publishes=False))
+    for role, layout in gang_layouts(config).items():
+        if role != "actor":
+            parallel = forward_parallel(config.parallel, layout)
+            holders.append(_forward(role, config, parallel, [model], work, follows=role == "actor_fwd"))
     if needs.teacher is not None:
         holders += _teachers(config, needs, work)
     holders.append(_engine("engine", config, model, work, count=config.engine.count))
@@ -81,7 +81,7 @@ def _teachers(config: RelaxConfig, needs: Needs, work: Workload) -> list[Holder]
     assert needs.teacher is not None
     models = [teacher_dimensions(model) for model in needs.teacher.models.values()]
     if needs.teacher.served_by == "forward":
-        return [_forward("teacher", config, models, work, follows=False)]
+        return [_forward("teacher", config, one_rank(config.parallel), models, work, follows=False)]
     engines = [_engine("teacher engine", config, one, work, count=1) for one in models]
     return [_plain("teacher", BASES["rollout"]), *engines]
 
@@ -91,52 +91,61 @@ def _plain(name: str, mib: int, *, count: int = 1) -> Holder:
 
 
 def _trainer(
-    name: str, config: RelaxConfig, model: ModelDimensions, work: Workload, *, ranks: int, publishes: bool
+    name: str,
+    config: RelaxConfig,
+    parallel: ParallelConfig,
+    model: ModelDimensions,
+    work: Workload,
+    *,
+    publishes: bool,
 ) -> Holder:
-    size, parameters = dtype_bytes(config), model.parameters
-    shards = ranks if config.parallel.distributed_optimizer else 1
-    state = {
-        "imports": TRAINER * MIB,
-        "weights": parameters * size,
-        "gradients": parameters * FLOAT,
-        "Adam states": parameters * optimizer_bytes_a_parameter(config) // shards,
-    }
-    activations = {
-        "activations": work.micro_batch_rows * model.layers * activation_values(model) * size,
-        "attention mask": mask_bytes(config, work),
-    }
-    forward = _with_kept({**activations, "making the mask": mask_making_bytes(work)})
-    backward = _with_kept({**activations, "logits chunk": head_bytes(config, model, work)})
+    published = model.parameters * dtype_bytes(config)
+    state = {"imports": TRAINER * MIB, **state_terms(config, parallel, model)}
+    activations = activation_terms(config, parallel, model, work)
+    forward = _with_kept({**activations, "making the mask": mask_making_bytes(work) // parallel.cp})
+    backward = _with_kept({**activations, "logits chunk": head_bytes(config, model, work, split=parallel.tp)})
     kept = {"kept by the allocator": max(sum(forward.values()), sum(backward.values()))}
     phases = [
-        Phase(name="start", terms={"imports": TRAINER * MIB, "weights": 2 * parameters * size}),
+        Phase(name="start", terms={"imports": TRAINER * MIB, "weights": state["weights"] + published}),
         Phase(name="forward", terms=state | forward),
         Phase(name="backward", terms=state | backward),
         Phase(name="optimizer", terms=state | kept),
+        Phase(name="checkpoint", terms=state | kept | {"copy of a checkpoint": _copy_bytes(parallel, state)}),
     ]
     if publishes:
-        phases.append(Phase(name="sync", terms=state | kept | {"published weights": parameters * size}))
-    return Holder(name=name, count=ranks, phases=tuple(phases))
+        phases.append(Phase(name="sync", terms=state | kept | {"published weights": published}))
+    return Holder(name=name, count=world_size(parallel), phases=tuple(phases))
+
+
+def _copy_bytes(parallel: ParallelConfig, state: Mapping[str, int]) -> int:
+    """Of what a rank writes, while the next step runs; what data-parallel ranks have alike they share out."""
+    alike = parallel.dp * parallel.cp
+    adam = state["Adam states"] if parallel.distributed_optimizer else state["Adam states"] // alike
+    return state["weights"] // alike + adam
 
 
 def _forward(
-    name: str, config: RelaxConfig, models: Sequence[ModelDimensions], work: Workload, *, follows: bool
+    name: str,
+    config: RelaxConfig,
+    parallel: ParallelConfig,
+    models: Sequence[ModelDimensions],
+    work: Workload,
+    *,
+    follows: bool,
 ) -> Holder:
-    """One process; of several teachers' models all stay loaded. ``follows``: it reads every published version."""
+    """Of several teachers' models all stay loaded. ``follows``: it reads every published version."""
     size = dtype_bytes(config)
     largest = max(models, key=lambda one: one.parameters)
-    state = {"imports": TRAINER * MIB, "weights": sum(one.parameters for one in models) * size}
-    passing = {
-        "one layer": work.micro_batch_rows * activation_values(largest) * size,
-        "attention mask": mask_bytes(config, work) + mask_making_bytes(work),
-        "logits chunk": head_bytes(config, largest, work),
-    }
+    weights = sum(share_of(parallel, one).parameters for one in models) * size
+    state = {"imports": TRAINER * MIB, "weights": weights}
+    passing = forward_terms(config, parallel, largest, work)
+    passing["logits chunk"] = head_bytes(config, largest, work, split=parallel.tp)
     sync = {"published weights": largest.parameters * size}
     phases = [Phase(name="start", terms=state | sync), Phase(name="forward", terms=state | _with_kept(passing))]
     if follows:
         kept = {"kept by the allocator": sum(_with_kept(passing).values())}
         phases.append(Phase(name="sync", terms=state | kept | sync))
-    return Holder(name=name, count=1, phases=tuple(phases))
+    return Holder(name=name, count=world_size(parallel), phases=tuple(phases))
 
 
 def _engine(name: str, config: RelaxConfig, model: ModelDimensions, work: Workload, *, count: int) -> Holder:

@@ -1,15 +1,15 @@
 """Peak memory of every GPU of a placement, by phase.
 
 No run on GPUs exists to measure against: the bases are assumptions, named here and in docs/plan.md. Activations count
-as in the CPU build, in the model's dtype, cut by tensor and sequence parallelism; nothing is recomputed.
+as in the CPU build, in the model's dtype.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from relax_core.config.schema import ModeName, RelaxConfig
+from relax_core.control.role_counts import gang_layouts
 from relax_core.plan.dimensions import ModelDimensions
 from relax_core.plan.memory import (
     FLOAT,
@@ -17,15 +17,14 @@ from relax_core.plan.memory import (
     MIB,
     Holder,
     Phase,
-    activation_values,
     dtype_bytes,
     head_bytes,
-    mask_bytes,
     mask_making_bytes,
-    optimizer_bytes_a_parameter,
 )
 from relax_core.plan.placement import ROLLOUT
+from relax_core.plan.trainer_share import activation_terms, forward_terms, share_of, state_terms
 from relax_core.plan.workload import Workload
+from relax_core.train.layout_arithmetic import forward_parallel, one_rank
 
 PROCESS_BYTES = 2 * GIB  # assumed: CUDA context, NCCL buffers, cuBLAS workspaces of one process
 ENGINE_BYTES = 4 * GIB  # assumed: the same for an engine, with its CUDA graphs and prefill activations
@@ -35,20 +34,6 @@ _TRAINER_FIX = (
     "Raise parallel.tp or parallel.pp with more GPUs, or lower rollout.max_new_tokens, algo.group_size, "
     "parallel.micro_batch_tokens; parallel.distributed_optimizer=true shares Adam's states where dp > 1"
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Share:
-    """Parameters of one GPU of the trainer: ``dense`` are shared out by tp and pp, ``experts`` by ep and pp; ``whole``
-    (the towers) are on every rank of the first stage."""
-
-    dense: int
-    experts: int
-    whole: int
-
-    @property
-    def parameters(self) -> int:
-        return self.dense + self.experts + self.whole
 
 
 def gpu_holders(
@@ -86,41 +71,14 @@ def _cache_bytes_a_token(config: RelaxConfig, model: ModelDimensions) -> int:
     return model.cache_values_per_token * dtype_bytes(config) // min(config.engine.tp, model.kv_heads)
 
 
-def _share(config: RelaxConfig, model: ModelDimensions) -> _Share:
-    parallel = config.parallel
-    matrices = model.embedding_matrices if parallel.pp == 1 else 1  # with stages, each end holds one matrix
-    embeddings = matrices * model.vocabulary * model.hidden
-    return _Share(
-        dense=(model.layer_parameters // parallel.pp + embeddings) // parallel.tp,
-        experts=model.expert_parameters // (parallel.pp * parallel.ep),
-        whole=model.tower_parameters,
-    )
-
-
 def _state(config: RelaxConfig, model: ModelDimensions) -> dict[str, int]:
     """What a trainer's GPU holds between steps."""
-    parallel, share = config.parallel, _share(config, model)
-    sharded = parallel.distributed_optimizer
-    copies = parallel.dp * parallel.cp if sharded else 1
-    expert_copies = parallel.tp * parallel.cp * parallel.dp // parallel.ep if sharded else 1
-    of_adam = (share.dense + share.whole) // copies + share.experts // expert_copies
-    return {
-        "process": PROCESS_BYTES,
-        "weights": share.parameters * dtype_bytes(config),
-        "gradients": share.parameters * FLOAT,
-        "Adam states": of_adam * optimizer_bytes_a_parameter(config),
-    }
+    return {"process": PROCESS_BYTES, **state_terms(config, config.parallel, model)}
 
 
 def _trainer_phases(config: RelaxConfig, model: ModelDimensions, work: Workload) -> tuple[Phase, ...]:
     parallel, state = config.parallel, _state(config, model)
-    layers = model.layers // parallel.pp
-    in_flight = min(parallel.pp, work.micro_batches)  # 1F1B: the first stage holds most
-    rows = work.micro_batch_rows * in_flight // (parallel.cp * parallel.tp)
-    activations = {
-        "activations": rows * layers * activation_values(model) * dtype_bytes(config),
-        "attention mask": in_flight * mask_bytes(config, work) // parallel.cp,
-    }
+    activations = activation_terms(config, parallel, model, work)
     forward = _with_fragments({**activations, "making the mask": mask_making_bytes(work) // parallel.cp})
     backward = _with_fragments({**activations, "logits chunk": head_bytes(config, model, work, split=parallel.tp)})
     return (
@@ -160,21 +118,16 @@ def _engine_fix(config: RelaxConfig, model: ModelDimensions, work: Workload) -> 
 def _forward(
     role: str, config: RelaxConfig, model: ModelDimensions, work: Workload, *, count: int, limit: int
 ) -> Holder:
-    """Its weights are cut over all of its GPUs, by tensor and by expert."""
-    size = dtype_bytes(config)
-    passing = {
-        "one layer": work.micro_batch_rows * activation_values(model) * size // count,
-        "attention mask": mask_bytes(config, work) + mask_making_bytes(work),
-        "logits chunk": head_bytes(config, model, work, split=count),
-    }
-    state = {
-        "process": PROCESS_BYTES,
-        "weights": (model.parameters - model.tower_parameters) * size // count + model.tower_parameters * size,
-    }
+    """A teacher is whole on its GPU."""
+    layout = gang_layouts(config).get(role)
+    parallel = one_rank(config.parallel) if layout is None else forward_parallel(config.parallel, layout)
+    passing = forward_terms(config, parallel, model, work)
+    passing["logits chunk"] = head_bytes(config, model, work, split=parallel.tp)
+    state = {"process": PROCESS_BYTES, "weights": share_of(parallel, model).parameters * dtype_bytes(config)}
     phases = [Phase(name="forward", terms=state | _with_fragments(passing))]
     if role == "actor_fwd":
         phases.append(Phase(name="sync", terms=state | {"sync buckets": SYNC_BUCKET_BYTES}))
-    room = f"Give it more GPUs: placement.roles.{role}={2 * count}"
+    room = f"Give it more GPUs: placement.roles.{role}={2 * count} parallel.{role}.tp={2 * parallel.tp}"
     return Holder(name=role, count=count, phases=tuple(phases), limit=limit, room=room)
 
 
@@ -186,7 +139,7 @@ def _shared(
     idle = {"engine process": ENGINE_BYTES}
     trainer = [Phase(name=one.name, terms={**one.terms, **idle}) for one in _trainer_phases(config, model, work)[:3]]
     weights = {key: engine[key] for key in ("engine process", "engine weights")}
-    sending = {"process": PROCESS_BYTES, "weights": _share(config, model).parameters * dtype_bytes(config)}
+    sending = {"process": PROCESS_BYTES, "weights": share_of(config.parallel, model).parameters * dtype_bytes(config)}
     phases = (
         Phase(name="rollout", terms={"process": PROCESS_BYTES, **engine}),
         *trainer,

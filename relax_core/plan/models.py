@@ -10,6 +10,7 @@ from relax_core.config.model_folder import read_model_config
 from relax_core.config.schema import RelaxConfig
 from relax_core.plan.dimensions import ModelDimensions, read_dimensions
 from relax_core.tools.make_tiny import MODEL_NAMES, tiny_config
+from relax_core.train.layout_arithmetic import LayoutShape
 
 SHAPES = Path(__file__).parent / "shapes"
 
@@ -40,7 +41,7 @@ def folder_dimensions(folder: Path) -> ModelDimensions:
 
 def builtin_dimensions(name: str) -> ModelDimensions:
     assert name in MODEL_NAMES, "validated"
-    return read_dimensions(tiny_config(), name=name)
+    return read_dimensions(tiny_config(name), name=name)
 
 
 def shape_dimensions(name: str) -> ModelDimensions:
@@ -54,3 +55,19 @@ def shape_dimensions(name: str) -> ModelDimensions:
 def teacher_dimensions(model: str) -> ModelDimensions:
     """Of a distillation's teacher: a built-in one's name, or a folder."""
     return builtin_dimensions(model) if model in MODEL_NAMES else folder_dimensions(Path(model).expanduser().absolute())
+
+
+def layout_shape(model: ModelDimensions) -> LayoutShape:
+    """What a parallel layout has to divide."""
+    widths = {"hidden units": model.hidden}
+    if model.feed_forward:
+        widths["feed-forward units"] = model.feed_forward
+    return LayoutShape(
+        layers=model.layers,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        linear_heads=model.linear.key_heads if model.linear else 0,
+        experts=model.experts.count if model.experts else 0,
+        expert_width=model.experts.width if model.experts else 0,
+        widths=widths,
+    )

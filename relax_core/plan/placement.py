@@ -6,11 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from relax_core.config.schema import ModeName, RelaxConfig, SlurmLauncherConfig
+from relax_core.control.role_counts import gang_layouts, layout_key
 from relax_core.plan.dimensions import ModelDimensions
-from relax_core.train.layout_arithmetic import LayoutShape, layout_faults
+from relax_core.train.layout_arithmetic import rank_faults, rank_place
 
 MODEL_ROLES = ("actor", "rollout", "critic", "reference", "actor_fwd", "teacher", "teacher_engine")
 ROLLOUT = "rollout"  # its GPUs are the engines'
+_COORDINATES = ("pp", "dp", "cp", "tp", "ep", "etp")  # in the order in which they are told
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,7 @@ def needed_roles(roles: Mapping[str, int]) -> list[str]:
 
 
 def placement_faults(config: RelaxConfig, roles: Mapping[str, int], model: ModelDimensions) -> Iterator[str]:
-    """One sentence for each thing that cannot be placed, or does not divide."""
+    """One sentence for each thing that cannot be placed. What the layouts have to divide has been checked before."""
     placement = config.placement
     total = placement.nodes * placement.gpus_per_node
     if total == 0:
@@ -52,10 +54,11 @@ def placement_faults(config: RelaxConfig, roles: Mapping[str, int], model: Model
         yield "placement.gpu_memory_gib=0.0: how much memory has a GPU? Set it, e.g. 79.6 for an 80 GB H100."
     yield from _role_faults(config, roles)
     gpus = gpus_of(config, roles)
-    if "actor" in gpus:
-        colocate = config.mode.name is ModeName.colocate
-        key = "placement.gpus_per_node" if colocate else "placement.roles.actor"
-        yield from layout_faults(config.parallel, _layout_shape(model), ranks=gpus["actor"], ranks_key=key)
+    colocate = config.mode.name is ModeName.colocate
+    for role, layout in gang_layouts(config).items():
+        if role in gpus:
+            ranks_key = "placement.gpus_per_node" if colocate else f"placement.roles.{role}"
+            yield from rank_faults(layout, ranks=gpus[role], ranks_key=ranks_key, key=layout_key(role))
     if ROLLOUT in gpus:
         yield from _engine_faults(config, gpus[ROLLOUT], model)
     launcher = config.launcher
@@ -108,28 +111,14 @@ def _engine_faults(config: RelaxConfig, gpus: int, model: ModelDimensions) -> It
         yield f"engine.tp={engine.tp} does not divide the model's {model.heads} attention heads. Use a divisor."
 
 
-def _layout_shape(model: ModelDimensions) -> LayoutShape:
-    widths = {"hidden units": model.hidden}
-    if model.feed_forward:
-        widths["feed-forward units"] = model.feed_forward
-    return LayoutShape(
-        layers=model.layers,
-        heads=model.heads,
-        kv_heads=model.kv_heads,
-        linear_heads=model.linear.key_heads if model.linear else 0,
-        experts=model.experts.count if model.experts else 0,
-        widths=widths,
-    )
-
-
 def place(config: RelaxConfig, roles: Mapping[str, int]) -> list[Place]:
     """Every rank and engine, for a configuration without faults. Roles take GPUs one after the other."""
     if config.placement.gpus_per_node == 0:
-        names = [f"actor-{rank}" for rank in range(config.parallel.dp)]
-        for role, count in roles.items():
-            if role != "actor":
-                names += [f"{role}-{rank}" for rank in range(count)]
-        return [Place(name=name, node=0) for name in names]
+        return [
+            Place(name=f"{role}-{rank}", node=0, coordinates=_coordinates(config, role, rank))
+            for role, count in roles.items()
+            for rank in range(count)
+        ]
     places: list[Place] = []
     first = 0
     for role, count in gpus_of(config, roles).items():
@@ -144,18 +133,14 @@ def _of_role(config: RelaxConfig, role: str, *, start: int, count: int) -> Itera
     name = "engine" if role == ROLLOUT else role
     for number in range(count // width):
         node, gpu = divmod(start + number * width, config.placement.gpus_per_node)
-        coordinates = _coordinates(config, number) if role == "actor" else ""
+        coordinates = _coordinates(config, role, number)
         yield Place(name=f"{name}-{number}", node=node, gpus=tuple(range(gpu, gpu + width)), coordinates=coordinates)
 
 
-def _coordinates(config: RelaxConfig, rank: int) -> str:
-    """Megatron's order: tp goes fastest, then cp, dp, pp. Experts are spread over neighbours in a pipeline stage."""
-    parallel = config.parallel
-    rest, tp = divmod(rank, parallel.tp)
-    rest, cp = divmod(rest, parallel.cp)
-    pp, dp = divmod(rest, parallel.dp)
-    parts = {"pp": pp, "dp": dp, "cp": cp, "tp": tp}
-    words = [f"{key}{value}" for key, value in parts.items() if getattr(parallel, key) > 1]
-    if parallel.ep > 1:
-        words.append(f"ep{rank % (parallel.tp * parallel.cp * parallel.dp) % parallel.ep}")
-    return " ".join(words)
+def _coordinates(config: RelaxConfig, role: str, rank: int) -> str:
+    """Where a rank stands in its gang, in the sizes that are more than 1."""
+    layout = gang_layouts(config).get(role)
+    if layout is None:
+        return ""
+    at = rank_place(layout, rank)
+    return " ".join(f"{key}{getattr(at, key)}" for key in _COORDINATES if getattr(layout, key) > 1)

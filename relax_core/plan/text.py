@@ -64,6 +64,9 @@ def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
 def _placement(plan: Plan) -> Iterator[str]:
     if plan.places and not any(one.gpus for one in plan.places):
         yield "every process on this machine's CPU cores"
+        ranks = [f"{one.name} ({one.coordinates})" for one in plan.places if one.coordinates]
+        if ranks:
+            yield from _wrapped("ranks ", ranks)
         return
     for node in sorted({one.node for one in plan.places}):
         on_gpus: dict[str, list[str]] = {}
@@ -117,6 +120,7 @@ def _transfers(plan: Plan) -> Iterator[str]:
         f"weights: {size_words(transfers.sync_bytes)} a version, {plural(transfers.receivers, 'receiver')}; published "
         f"versions take {size_words(transfers.published_bytes)} at most"
     )
+    yield f"to the engines by {transfers.transport}: {transfers.transport_reason}"
     yield (
         f"checkpoint: {size_words(transfers.checkpoint_bytes)}; {transfers.checkpoints_kept} are kept, "
         f"{size_words(transfers.checkpoints_kept * transfers.checkpoint_bytes)} on disk"

@@ -8,6 +8,7 @@ from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.algorithm import Needs
 from relax_core.plan.dimensions import ModelDimensions
 from relax_core.plan.memory import dtype_bytes, optimizer_bytes_a_parameter
+from relax_core.weights.transports.choice import choose_transport
 
 VERSIONS_KEPT = 2  # of published weights (weights/publisher.py)
 
@@ -15,8 +16,11 @@ VERSIONS_KEPT = 2  # of published weights (weights/publisher.py)
 @dataclass(frozen=True, kw_only=True)
 class Transfers:
     """``sync_bytes``: one published version, which every receiver reads. ``published_bytes``: what the versions
-    kept take. ``checkpoint_bytes``: of one; ``checkpoints_kept`` stay."""
+    kept take. ``checkpoint_bytes``: of one; ``checkpoints_kept`` stay. ``transport``: how a version reaches the
+    engines, and ``transport_reason``: why so."""
 
+    transport: str
+    transport_reason: str
     sync_bytes: int
     receivers: int
     published_bytes: int
@@ -29,7 +33,10 @@ def find_transfers(config: RelaxConfig, needs: Needs, *, model: ModelDimensions)
     sync = model.parameters * dtype_bytes(config)
     trained = 2 if needs.critic else 1
     checkpoint = trained * model.parameters * (dtype_bytes(config) + optimizer_bytes_a_parameter(config))
+    choice = choose_transport(config)
     return Transfers(
+        transport=choice.name.value,
+        transport_reason=choice.reason,
         sync_bytes=sync,
         receivers=config.engine.count + (needs.old_logprobs == "actor_fwd"),
         published_bytes=(VERSIONS_KEPT + 1) * sync,  # the next is written before the oldest goes

@@ -45,7 +45,7 @@ def find_workload(config: RelaxConfig, *, vocabulary: int) -> Workload:
     group_rows = prompt + group_size * (new - 1)
     ranks = config.parallel.dp
     of_update = groups // config.algo.mini_batches
-    together = min(of_update, max(1, config.parallel.micro_batch_tokens * ranks // group_rows))
+    together = min(of_update, max(1, config.parallel.micro_batch_tokens // group_rows) * ranks)
     mine = -(-together // ranks)
     engine = config.engine
     sample_tokens = min(prompt + new, engine.context_length)

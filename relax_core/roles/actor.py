@@ -10,9 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
-
-import ray
+from typing import TypeVar
 
 from relax_core.config.schema import ModeName
 from relax_core.contracts import columns as c
@@ -21,20 +19,23 @@ from relax_core.contracts.bus import BusTimeout, Lease, LeaseRequest
 from relax_core.contracts.engine import EngineUnreachable
 from relax_core.contracts.train import TrainGroup
 from relax_core.engines.client import EngineClient
+from relax_core.engines.fan_out import fan_out
 from relax_core.observe.metrics_actor import MetricsUnavailable
 from relax_core.registry import find_algorithm
-from relax_core.roles.backend import build_backend, store_address
 from relax_core.roles.checkpoint import RunCheckpoints
 from relax_core.roles.context import RunContext, worker_name
 from relax_core.roles.engines import EngineDirectory
-from relax_core.roles.gang import STATUS_GROUPS, ActorPeer, Gang
+from relax_core.roles.gang import TrainerGang
 from relax_core.roles.meet import meet_bus, meet_metrics, meet_worker
-from relax_core.roles.placement import node_address, node_options
+from relax_core.roles.placement import node_address
+from relax_core.roles.ranks import assemble_ranks
 from relax_core.roles.step_record import StepClock, StepRows, step_values
 from relax_core.roles.worker import Worker
 from relax_core.train.rows import decode_train_group
 from relax_core.train.updates import StepResult, StepUpdates, UpdatePlan
 from relax_core.weights.publisher import SyncReport, WeightPublisher
+from relax_core.weights.transports.build import build_transport
+from relax_core.weights.transports.choice import choose_transport
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -63,12 +64,13 @@ class ActorWorker(Worker):
         self._stall_s = config.run.stall_timeout_s
         self._time_sharing = config.mode.name is ModeName.colocate
         self._needs = find_algorithm(config.algo.name).needs(config.algo)
-        self._columns = train_columns(self._needs)
+        self._columns = train_columns(self._needs, routing_replay=config.algo.routing_replay)
         self._plan = UpdatePlan(
             groups=config.rollout.prompts_per_step,
             mini_batches=config.algo.mini_batches,
             epochs=config.algo.epochs,
-            budget_tokens=config.parallel.micro_batch_tokens * config.parallel.dp,
+            budget_tokens=config.parallel.micro_batch_tokens,
+            ranks=config.parallel.dp,
             seed=config.seed,
         )
         self._group_tokens = 0
@@ -77,7 +79,7 @@ class ActorWorker(Worker):
         self._bus = meet_bus(context, self.waiting)
         self._metrics = meet_metrics(context)
         self._directory = EngineDirectory(context)
-        self._publisher = WeightPublisher(context.weights_folder, self._directory.reachable)
+        self._publisher = self._build_publisher()
         self._push: Future[SyncReport] | None = None
         self._checkpoints = RunCheckpoints(context, bus=self._bus, gang=self._gang)
         try:
@@ -88,24 +90,24 @@ class ActorWorker(Worker):
         finally:
             self._publisher.close()
 
-    def _build_gang(self) -> Gang:
-        context, dp = self.context, self._config.parallel.dp
-        address = store_address(dp, host=node_address(self._config.launcher))
-        peers: list[Any] = []
-        if dp > 1:
-            in_groups: dict[str, Any] = {"concurrency_groups": STATUS_GROUPS}  # Ray's own types do not know it
-            remote: Any = ray.remote(num_cpus=0, **in_groups)(ActorPeer)
-            peers = [
-                remote.options(
-                    name=worker_name("actor", rank),
-                    namespace=context.namespace,
-                    **node_options(context.config.launcher, "actor", rank),
-                ).remote(context, rank, address)
-                for rank in range(1, dp)
-            ]
-        lead = build_backend(context, rank=0, world_size=dp, store_address=address, trainable=True)
-        critic = meet_worker(context, worker_name("critic", 0)) if self._needs.critic else None
-        return Gang(lead, peers, critic=critic, timeout_s=self._config.run.stall_timeout_s)
+    def _build_publisher(self) -> WeightPublisher:
+        config = self._config
+        choice = choose_transport(config)
+        self.set_state("starting", f"weights go to the engines by {choice.name.value}: {choice.reason}")
+        transport = build_transport(
+            choice.name, host=node_address(config.launcher), timeout_s=config.engine.sync_timeout_s
+        )
+        return WeightPublisher(
+            self.context.weights_folder,
+            self._directory.reachable,
+            transport=transport,
+            model_folder=self.context.model_folder,
+        )
+
+    def _build_gang(self) -> TrainerGang:
+        ranks = assemble_ranks(self.context, "actor", waiting=self.waiting)
+        critic = meet_worker(self.context, worker_name("critic", 0)) if self._needs.critic else None
+        return TrainerGang(ranks, timeout_s=self._stall_s, waiting=self.waiting, critic=critic)
 
     # -- the loop ---------------------------------------------------------------------------------------------------
     def _train(self) -> None:
@@ -118,11 +120,12 @@ class ActorWorker(Worker):
         except Stopped:
             log.info("stopped after step %d", self._version)
         self._save(self._version)
+        self._checkpoints.finish()
         if self._config.run.export_hf:
             from relax_core.train.hf_export import export_hf_folder
 
             export_hf_folder(
-                self._gang.lead.export(), source_folder=self.context.model_folder, target=self.context.run_dir / "hf"
+                self._gang.export(), source_folder=self.context.model_folder, target=self.context.run_dir / "hf"
             )
 
     def _step(self, lease: Lease | None) -> Lease | None:
@@ -133,7 +136,7 @@ class ActorWorker(Worker):
         result = _timed(clock, "train_ms", updates.finish)
         _timed(clock, "sync_ms", partial(self._publish, step + 1))
         if self._time_sharing:
-            _timed(clock, "sync_ms", lambda: self._tell_engines(EngineClient.resume_memory))
+            _timed(clock, "sync_ms", lambda: self._tell_engines(lambda client: client.resume_memory()))
         self._version = step + 1
         self._report(consumed, result, clock, step=step)
         return self._acknowledge(consumed, step=step)
@@ -147,7 +150,7 @@ class ActorWorker(Worker):
                 request = self._request(step, remaining)
                 lease = _timed(clock, "wait_ms", partial(self._lease, request))
             if self._time_sharing:
-                _timed(clock, "sync_ms", lambda: self._tell_engines(EngineClient.release_memory))
+                _timed(clock, "sync_ms", lambda: self._tell_engines(lambda client: client.release_memory()))
             remaining -= len(lease.rows)
             groups = _timed(clock, "decode_ms", partial(self._decode, lease, step, consumed))
             lease = None
@@ -168,7 +171,7 @@ class ActorWorker(Worker):
 
     def _request(self, step: int, remaining: int) -> LeaseRequest:
         """Asks for what is left of the step; it may come in pieces, but not in more than there are micro-batches."""
-        fitting = self._plan.budget_tokens // self._group_tokens if self._group_tokens else 1
+        fitting = self._plan.budget_tokens // self._group_tokens * self._plan.ranks if self._group_tokens else 1
         return LeaseRequest(
             task="actor",
             columns=self._columns,
@@ -196,6 +199,7 @@ class ActorWorker(Worker):
         last = step + 1 == self._config.run.steps or self.stopping
         then = None if due or last else self._request(step + 1, self._config.rollout.prompts_per_step)
         lease = _timed(self._clock, "wait_ms", lambda: self._ack(consumed, then, step=step))
+        self._checkpoints.raise_failure()
         if due:
             _timed(self._clock, "checkpoint_ms", partial(self._save, step + 1))
         return lease
@@ -229,14 +233,14 @@ class ActorWorker(Worker):
     def _publish(self, version: int) -> None:
         """Writes the weights; their push goes on beside the trainer, and the next version waits for its end."""
         self._end_push()
-        self._push = self._publisher.publish(version, self._gang.lead.export())
+        self._push = self._publisher.publish(version, self._gang.export())
 
     def _end_push(self) -> None:
         if self._push is None:
             return
         with self.waiting("the end of the newest weights' push", on="engine"):
             report, self._push = self._push.result(timeout=self._stall_s), None
-        self._clock.push_ms = report.push_ms
+        self._clock.push_ms, self._clock.stall_ms = report.push_ms, report.stall_ms
         for url, why in report.refused.items():
             log.warning("weights %d: %s does not serve them: %s", report.version, url, why)
             self._directory.forget(url)
@@ -244,11 +248,12 @@ class ActorWorker(Worker):
     def _tell_engines(self, call: Callable[[EngineClient], object]) -> None:
         """Time-sharing: after a push has ended; an engine that is gone has no memory, and its owner restarts it."""
         self._end_push()
-        for client in self._directory.reachable():
-            try:
-                call(client)
-            except EngineUnreachable as error:
-                log.warning("%s", error)
+        outcome = fan_out({client.url: partial(call, client) for client in self._directory.reachable()})
+        if outcome.failures:
+            log.warning("%s", outcome.words())
+        for why in outcome.failures.values():
+            if not isinstance(why, EngineUnreachable):  # it is there and keeps its memory
+                raise why
 
 
 def _timed(clock: StepClock, part: str, call: Callable[[], T]) -> T:
@@ -258,9 +263,11 @@ def _timed(clock: StepClock, part: str, call: Callable[[], T]) -> T:
     return result
 
 
-def train_columns(needs: Needs) -> tuple[str, ...]:
+def train_columns(needs: Needs, *, routing_replay: bool) -> tuple[str, ...]:
     """What the trainer leases: the rollout's columns, the advantages, and what the algorithm asks for."""
     extra = [c.ADVANTAGES]
+    if routing_replay:
+        extra.append(c.ROUTED_EXPERTS)
     if needs.old_logprobs == "actor_fwd":
         extra.append(c.OLD_LOGPROBS)
     if needs.reference:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import socket
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from relax_core.config.schema import OptimizerConfig
+from relax_core.config.schema import OptimizerConfig, ParallelConfig, RelaxConfig
+from relax_core.contracts.engine import WeightManifest
 from relax_core.registry import find_algorithm
 from relax_core.roles.context import RunContext
 from relax_core.roles.placement import LOOPBACK
+from relax_core.train.layout_arithmetic import forward_parallel, one_rank, world_size
 
 if TYPE_CHECKING:
     from relax_core.train.backend import MegatronBackend
@@ -17,14 +20,33 @@ if TYPE_CHECKING:
     from relax_core.train.rank import RankSetup
 
 
-def build_backend(
-    context: RunContext, *, rank: int, world_size: int, store_address: str, trainable: bool
+def role_parallel(config: RelaxConfig, role: str) -> ParallelConfig:
+    """The layout of actor, actor_fwd or reference."""
+    if role == "actor":
+        return config.parallel
+    return forward_parallel(config.parallel, getattr(config.parallel, role))
+
+
+def build_role_backend(context: RunContext, role: str, *, rank: int, store_address: str) -> MegatronBackend:
+    """One rank of actor, which alone is trainable, of actor_fwd or of reference."""
+    parallel = role_parallel(context.config, role)
+    return _build(context, parallel, rank=rank, store_address=store_address, trainable=role == "actor")
+
+
+def build_teacher(context: RunContext, folder: Path) -> MegatronBackend:
+    """The model of ``folder``, whole in this process, without gradient."""
+    parallel = one_rank(context.config.parallel)
+    context = replace(context, model_folder=folder)
+    return _build(context, parallel, rank=0, store_address=store_address(1), trainable=False)
+
+
+def _build(
+    context: RunContext, parallel: ParallelConfig, *, rank: int, store_address: str, trainable: bool
 ) -> MegatronBackend:
-    """The Megatron back end as the run's config says; ``trainable=False`` for actor_fwd and reference."""
     # Here, because the controller and the fronts import the roles and need neither torch nor Megatron.
     from relax_core.train.backend import MegatronBackend
 
-    setup = _setup(context, context.config.optimizer, rank=rank, world_size=world_size, store_address=store_address)
+    setup = _setup(context, parallel, context.config.optimizer, rank=rank, store_address=store_address)
     return MegatronBackend(setup, temperature=context.config.rollout.temperature, trainable=trainable)
 
 
@@ -35,11 +57,23 @@ def build_critic(context: RunContext) -> CriticBackend:
     optimizer = context.config.optimizer
     if optimizer.critic_lr is not None:
         optimizer = replace(optimizer, lr=optimizer.critic_lr)
-    return CriticBackend(_setup(context, optimizer, rank=0, world_size=1, store_address=store_address(1)))
+    parallel = one_rank(context.config.parallel)
+    return CriticBackend(_setup(context, parallel, optimizer, rank=0, store_address=store_address(1)))
+
+
+def load_published(backend: MegatronBackend, manifest: WeightManifest) -> bool:
+    """Takes up a published version; False where newer ones have replaced it. Raises what `read_weights` raises."""
+    from relax_core.weights.files import read_weights
+
+    try:
+        backend.load_weights(read_weights(manifest))
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _setup(
-    context: RunContext, optimizer: OptimizerConfig, *, rank: int, world_size: int, store_address: str
+    context: RunContext, parallel: ParallelConfig, optimizer: OptimizerConfig, *, rank: int, store_address: str
 ) -> RankSetup:
     from relax_core.train.rank import RankSetup
 
@@ -47,27 +81,26 @@ def _setup(
     return RankSetup(
         model_folder=context.model_folder,
         family=config.model.family,
-        parallel=replace(config.parallel, dp=world_size),  # all but the actor have one rank, whatever the actor has
+        parallel=parallel,
         optimizer=optimizer,
         total_steps=config.run.steps,
         dtype=config.model.dtype,
         algorithm=find_algorithm(config.algo.name),
         knobs=config.algo,
         rank=rank,
-        world_size=world_size,
+        world_size=world_size(parallel),
         store_address=store_address,
         timeout_s=config.run.stall_timeout_s,
         seed=config.seed,
+        moe_aux_loss_coef=config.model.moe_aux_loss_coef,
     )
 
 
-def store_address(world_size: int, *, host: str = LOOPBACK) -> str:
-    """The "host:port" at which ``world_size`` ranks meet. One that is alone takes port 0 on loopback: any free one."""
-    if world_size == 1:
+def store_address(ranks: int, *, host: str = LOOPBACK) -> str:
+    """The "host:port" at which ``ranks`` ranks meet. One that is alone takes port 0 on loopback: any free one.
+    Rank 0 should bind it at once, before another process gets it."""
+    if ranks == 1:
         return f"{LOOPBACK}:0"
-    # Seconds of imports: done before, since rank 0 must bind the port before another process gets it.
-    import relax_core.train.backend  # noqa: F401
-
     with socket.socket() as probe:
         probe.bind((host, 0))
         return f"{host}:{probe.getsockname()[1]}"

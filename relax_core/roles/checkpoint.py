@@ -3,12 +3,13 @@ them lies the configuration that they were made with."""
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from relax_core.config.saved import to_yaml
 from relax_core.contracts.bus import Bus
 from relax_core.roles.context import RunContext
-from relax_core.roles.gang import Gang
+from relax_core.roles.gang import TrainerGang
 from relax_core.train.checkpoint_store import CheckpointStore
 
 BUS_SNAPSHOT = "bus.msgpack"
@@ -16,25 +17,57 @@ CONFIG = "config.yaml"
 
 
 class RunCheckpoints:
-    """Writes the cut after a train step was acknowledged: what the ledger calls trained, the weights have seen."""
+    """Takes the cut after a train step was acknowledged: what the ledger calls trained, the weights have seen. With
+    ``run.async_save`` a thread writes it while the next steps run; it counts once it is whole."""
 
-    def __init__(self, context: RunContext, *, bus: Bus, gang: Gang) -> None:
-        self._store = CheckpointStore(context.run_dir / "checkpoints", keep_last=context.config.run.keep_last)
+    def __init__(self, context: RunContext, *, bus: Bus, gang: TrainerGang) -> None:
+        run = context.config.run
+        self._store = CheckpointStore(context.run_dir / "checkpoints", keep_last=run.keep_last)
+        self._beside, self._deadline_s = run.async_save, run.stall_timeout_s
         self._timeout_s = context.config.bus.call_timeout_s
         self._bus = bus
         self._gang = gang
-        self._saved = context.start_step
+        self._taken = context.start_step
         self._config = to_yaml(context.config)
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._write: Future[Path] | None = None
 
     def save(self, version: int) -> None:
-        """Saves the state after ``version`` steps, unless that is what the newest checkpoint holds."""
-        if version == self._saved:
+        """Saves the state after ``version`` steps, unless that is what the newest checkpoint holds. One at a time: it
+        waits for the write before it, and raises what that had failed of."""
+        if version == self._taken:
             return
+        self.finish()
+        snapshot = self._bus.snapshot(timeout_s=self._timeout_s)
+        self._gang.copy_state()
 
         def write(folder: Path) -> None:
             (folder / CONFIG).write_text(self._config, encoding="utf-8")
-            (folder / BUS_SNAPSHOT).write_bytes(self._bus.snapshot(timeout_s=self._timeout_s))
-            self._gang.save(folder)
+            (folder / BUS_SNAPSHOT).write_bytes(snapshot)
+            self._gang.write_copy(folder)
 
-        self._store.write(version, writers=write, meta={"version": version})
-        self._saved = version
+        self._write = self._thread.submit(self._store.write, version, writers=write, meta={"version": version})
+        self._taken = version
+        if not self._beside:
+            self.finish()
+
+    def finish(self) -> None:
+        """Waits until the newest checkpoint is on disk. Raises what its write failed of, TimeoutError where it takes
+        longer than ``run.stall_timeout_s``."""
+        if self._write is None:
+            return
+        try:
+            self._write.result(timeout=self._deadline_s)
+        except TimeoutError as error:
+            if self._write.done():
+                raise  # its own
+            raise TimeoutError(
+                f"the checkpoint of step {self._taken} is not written after {self._deadline_s:g} s more. Choose a "
+                "faster disk with run.dir, or raise run.stall_timeout_s."
+            ) from error
+        self._write = None
+
+    def raise_failure(self) -> None:
+        """Raises what the write beside the steps failed of; returns at once."""
+        if self._write is not None and self._write.done():
+            self.finish()

@@ -68,8 +68,12 @@ class CriticWorker(ColumnWorker):
         metrics: StepMetrics = self._run("finish_step")
         return metrics
 
-    def save(self, folder: Path) -> None:
-        self._run("save", folder)
+    def copy_state(self) -> None:
+        self._run("copy_state")
+
+    def write_copy(self, folder: Path) -> None:
+        """Beside the model's thread."""
+        self._backend.result().write_copy(folder)
 
     def load(self, folder: Path) -> None:
         self._run("load", folder)

@@ -52,10 +52,11 @@ class EngineHost(Worker):
             model_folder=self.context.model_folder,
             engine=replace(config.engine, host=node_address(config.launcher)) if joined else config.engine,
             beyond_loopback=joined,
-            dtype=config.model.dtype,
+            dtype=config.engine.dtype or config.model.dtype,
             token_file=self.context.token_file,
             log_file=self.context.log_dir / f"{self.name}.log",
             port=port,
+            return_routed_experts=config.algo.routing_replay,
         )
 
     def _first_port(self) -> int:
@@ -66,8 +67,7 @@ class EngineHost(Worker):
         return EngineProcess.start(self._engine_launch(port))
 
     def work(self) -> None:
-        engine = self.context.config.engine
-        process = self._launch(engine.port + self._rank if engine.port else 0)
+        process = self._launch(self._first_port())
         self._url = process.url
         health = self._watch_over(process)
         self._address.set()

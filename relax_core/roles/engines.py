@@ -9,6 +9,7 @@ import ray
 from ray.exceptions import RayError
 
 from relax_core.contracts.engine import EngineUnreachable
+from relax_core.engines.build import build_client
 from relax_core.engines.client import EngineClient
 from relax_core.roles.context import RunContext, worker_name
 from relax_core.roles.failure import failure_line
@@ -16,13 +17,7 @@ from relax_core.roles.failure import failure_line
 
 def engine_client(context: RunContext, url: str, *, control_timeout_s: float | None = None) -> EngineClient:
     """A client with the run's token and deadlines. ``control_timeout_s``: another one than engine.sync_timeout_s."""
-    engine = context.config.engine
-    return EngineClient(
-        url,
-        context.token_file.read_text().strip(),
-        request_timeout_s=engine.request_timeout_s,
-        control_timeout_s=control_timeout_s or engine.sync_timeout_s,
-    )
+    return build_client(context.config.engine, url, token_file=context.token_file, control_timeout_s=control_timeout_s)
 
 
 class EngineDirectory:

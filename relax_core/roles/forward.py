@@ -2,78 +2,90 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import LeasedRow
-from relax_core.roles.backend import build_backend, store_address
 from relax_core.roles.column_worker import ColumnWorker, RowColumns
 from relax_core.roles.context import RunContext
+from relax_core.roles.gang import Gang, RankLost
+from relax_core.roles.ranks import assemble_ranks
 from relax_core.train.rows import decode_prompt_and_responses
 from relax_core.weights.publisher import read_latest
 
-if TYPE_CHECKING:
-    from relax_core.train.backend import MegatronBackend
+log = logging.getLogger(__name__)
 
 
 class ForwardWorker(ColumnWorker):
-    """Writes ``column`` for every row. ``follow``: keep to the newest published weights."""
+    """Writes ``column`` for every row. ``follow``: keep to the newest published weights. ``replays``: with
+    algo.routing_replay, route each token as the engine did."""
 
-    inputs = (c.PROMPT_IDS, c.RESPONSE_IDS)
+    inputs: tuple[str, ...] = (c.PROMPT_IDS, c.RESPONSE_IDS)
     column: str
     follow: bool
-    _backend: MegatronBackend
+    replays: bool
+    _gang: Gang
 
     def __init__(self, name: str, context: RunContext, rank: int) -> None:
-        assert rank == 0, f"{self.task} runs on one rank"
+        assert rank == 0, "peers are driven by rank 0"
+        if self.replays and context.config.algo.routing_replay:
+            self.inputs = (*self.inputs, c.ROUTED_EXPERTS)
         super().__init__(name, context)
 
     def prepare(self) -> None:
-        address = store_address(1)
-        self._backend = build_backend(self.context, rank=0, world_size=1, store_address=address, trainable=False)
+        ranks = assemble_ranks(self.context, self.task, waiting=self.waiting)
+        self._gang = Gang(ranks, timeout_s=self.context.config.run.stall_timeout_s, waiting=self.waiting)
 
     def columns_of(self, rows: Sequence[LeasedRow]) -> RowColumns:
-        if self.follow:
-            self._catch_up()
         groups = [decode_prompt_and_responses(row) for row in rows]
+        try:
+            if self.follow:
+                self._catch_up()
+            logprobs = self._gang.logprobs(groups)
+        except RankLost as lost:
+            log.error("%s ends, so that all ranks start anew: %s", self.name, lost)
+            logging.shutdown()
+            os._exit(1)  # Ray starts another, which takes the leases back and has new peers
         return {
             group.group_uid: {self.column: c.encode_flat(values.astype(np.float32), group.lengths.tolist())}
-            for group, values in zip(groups, self._backend.logprobs(groups), strict=True)
+            for group, values in zip(groups, logprobs, strict=True)
         }
 
     def _catch_up(self) -> None:
         """Loads the newest published weights where they are newer than those in use."""
-        from relax_core.weights.files import read_weights
-
         while True:
             latest = read_latest(self.context.weights_folder)
             assert latest is not None, "rows exist, so weights were published"
             if latest.version == self.version:
                 return
-            try:
-                self._backend.load_weights(read_weights(latest))
+            if self._gang.load_published(latest):
                 self.version = latest.version
                 return
-            except FileNotFoundError:
-                if read_latest(self.context.weights_folder) == latest:
-                    raise
-                # else newer versions have replaced it meanwhile
+            if read_latest(self.context.weights_folder) == latest:
+                raise FileNotFoundError(f"weights version {latest.version} is the newest, and {latest.path} is gone")
 
 
 class ActorFwdWorker(ForwardWorker):
-    """With the weights that are trained; a class of its own, since Ray titles a process by its class."""
+    """With the weights that are trained; a class of its own, since Ray titles a process by its class.
+
+    It replays, since its log-probs are those of the policy that is trained, which routes as the engine did.
+    """
 
     task = "actor_fwd"
     column = c.OLD_LOGPROBS
     follow = True
+    replays = True
 
 
 class ReferenceWorker(ForwardWorker):
-    """With the weights that the run started from."""
+    """With the weights that the run started from. It routes by itself: the engine's experts are another model's choice,
+    and under them the KL would be to a policy that nobody ever had."""
 
     task = "reference"
     column = c.REFERENCE_LOGPROBS
     follow = False
+    replays = False

@@ -1,139 +1,197 @@
-"""The trainer as one: the lead rank's own back end, its peers' and the critic in other processes, called in step."""
+"""The ranks of one model as one: the lead's own back end and its peers' in other processes, called in step; of the
+trainer also the critic."""
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from relax_core.contracts.train import StepMetrics, TrainGroup
-from relax_core.roles.backend import build_backend
-from relax_core.roles.context import RunContext, worker_name
-from relax_core.roles.worker import WorkerStatus, process_host, python_stacks
+from relax_core.contracts.engine import WeightManifest
+from relax_core.contracts.train import TrainGroup
+from relax_core.roles.backend import load_published
+from relax_core.roles.context import worker_name
 from relax_core.train.micro_batches import split_over_ranks
 from relax_core.train.updates import UpdateMetrics
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from relax_core.train.backend import MegatronBackend
 
 
 POLICY, CRITIC = "train", "critic"  # their folders in a checkpoint
+DEATH_SHOWS_S = 5.0  # a collective breaks as soon as a process dies; Ray tells who it was a moment later
+
+Member = tuple[str, Any]  # a worker's name and its Ray handle
+WaitingOn = Callable[..., AbstractContextManager[None]]  # `Worker.waiting`
 
 
 class RankLost(RuntimeError):
     """A rank of the trainer or its critic died or did not answer before its deadline; the text names it."""
 
 
-STATUS_GROUPS = {"status": 1}  # a thread of its own answers how the rank is, whatever it computes
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """``name``: of the lead's worker. ``lead``: its back end. ``peers``: of ranks 1, 2, …. ``replicas``: the ranks of
+    each data-parallel replica, which get the same groups."""
 
-
-class ActorPeer:
-    """One rank > 0 of the trainer, in its own process. Its methods run one after the other, in the lead's order; only
-    what it tells of itself comes at once. Start it with `STATUS_GROUPS`."""
-
-    def __init__(self, context: RunContext, rank: int, store_address: str) -> None:
-        self._name = worker_name("actor", rank)
-        self._since = time.time()
-        self._backend = build_backend(
-            context,
-            rank=rank,
-            world_size=context.config.parallel.dp,
-            store_address=store_address,
-            trainable=True,
-        )
-
-    def begin_step(self, step: int) -> None:
-        self._backend.begin_step(step)
-
-    def accumulate(self, groups: Sequence[TrainGroup]) -> None:
-        self._backend.accumulate(groups)
-
-    def finish_step(self) -> StepMetrics:
-        return self._backend.finish_step()
-
-    def save(self, folder: Path) -> None:
-        self._backend.save(folder)
-
-    def load(self, folder: Path) -> None:
-        self._backend.load(folder)
-
-    @ray.method(concurrency_group="status")
-    def status(self) -> WorkerStatus:
-        return WorkerStatus(
-            name=self._name,
-            state="running",
-            since=self._since,
-            pid=os.getpid(),
-            detail="follows actor-0",
-            error=None,
-            host=process_host(),
-        )
-
-    @ray.method(concurrency_group="status")
-    def stacks(self) -> dict[str, str]:
-        return python_stacks()
+    name: str
+    lead: MegatronBackend
+    peers: Sequence[Member]
+    replicas: Sequence[Sequence[int]]
 
 
 class Gang:
-    """All data-parallel ranks of the policy, and the critic where there is one. Every call goes to the others first: so
-    collectives find everyone there, and the critic works beside the lead. ``peers``, ``critic``: Ray handles."""
+    """All ranks of a role's model. Every call goes to the others first: so collectives find everyone there.
 
-    def __init__(
-        self, lead: MegatronBackend, peers: Sequence[Any], *, timeout_s: float, critic: Any | None = None
-    ) -> None:
-        self.lead = lead
-        self._peers = [(f"trainer rank {rank}", peer) for rank, peer in enumerate(peers, start=1)]
-        self._critic = [] if critic is None else [("the critic", critic)]
+    ``waiting``: tells who may be the one that the others wait for.
+    """
+
+    def __init__(self, ranks: Ranks, *, timeout_s: float, waiting: WaitingOn) -> None:
+        self.lead = ranks.lead
+        self._name, self._peers, self._replicas = ranks.name, ranks.peers, ranks.replicas
         self._timeout_s = timeout_s
+        self._waiting = waiting
 
-    def begin_step(self, step: int) -> None:
-        sent = self._send([*self._peers, *self._critic], "begin_step", step)
-        self.lead.begin_step(step)
-        self._wait("begin_step", sent)
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights as `TrainBackend.export` gives them, for whoever takes them all."""
+        sent = self._send(self._peers, "export")
+        with self._together("export", sent):
+            yield from self.lead.export()
+        self._wait("export", sent)
 
-    def accumulate(self, groups: Sequence[TrainGroup]) -> None:
-        if not groups:
-            return
-        shares = split_over_ranks(groups, 1 + len(self._peers))
-        sent = [
-            (who, peer.accumulate.remote(share)) for (who, peer), share in zip(self._peers, shares[1:], strict=True)
-        ]
-        sent += self._send(self._critic, "accumulate", groups)
-        self.lead.accumulate(shares[0])
-        self._wait("accumulate", sent)
+    def logprobs(self, groups: Sequence[TrainGroup]) -> list[np.ndarray]:
+        """Log-probs of the current weights, one float32 ``[tokens]`` a group, in the order of ``groups``."""
+        if not self._peers:
+            return self.lead.logprobs(groups)
+        shares = split_over_ranks(groups, len(self._replicas))
+        answering = {ranks[0] for ranks in self._replicas}
+        sent = self._send_shares("logprobs", shares, answering=answering)
+        with self._together("logprobs", sent):
+            mine = self.lead.logprobs(shares[0])
+        answers = [mine, *self._wait("logprobs", sent)]
+        found = {
+            group.group_uid: values
+            for ranks, share in zip(self._replicas, shares, strict=True)
+            for group, values in zip(share, answers[ranks[0]], strict=True)
+        }
+        return [found[group.group_uid] for group in groups]
 
-    def finish_step(self) -> UpdateMetrics:
-        sent = self._send([*self._peers, *self._critic], "finish_step")
-        policy = self.lead.finish_step()
-        answers = self._wait("finish_step", sent)
-        return UpdateMetrics(policy=policy, critic=answers[-1] if self._critic else None)
+    def load_published(self, manifest: WeightManifest) -> bool:
+        """All ranks take up a published version; False where newer ones have replaced it before one had read it."""
+        sent = self._send(self._peers, "load_published", manifest)
+        with self._together("load_weights", sent):
+            mine = load_published(self.lead, manifest)
+        return all([mine, *self._wait("load_weights", sent)])
 
-    def save(self, folder: Path) -> None:
-        """Writes ``folder``/train and, with a critic, ``folder``/critic."""
-        sent = self._send(self._peers, "save", folder / POLICY) + self._send(self._critic, "save", folder / CRITIC)
-        self.lead.save(folder / POLICY)
-        self._wait("save", sent)
-
-    def load(self, folder: Path) -> None:
-        """Reads what `save` wrote."""
-        sent = self._send(self._peers, "load", folder / POLICY) + self._send(self._critic, "load", folder / CRITIC)
-        self.lead.load(folder / POLICY)
-        self._wait("load", sent)
+    # -- parts --------------------------------------------------------------------------------------------------
+    def _send_shares(
+        self, method: str, shares: Sequence[list[TrainGroup]], *, answering: set[int]
+    ) -> list[tuple[str, Any]]:
+        """To each peer the groups of its replica; the ranks in ``answering`` answer."""
+        sent = []
+        for ranks, share in zip(self._replicas, shares, strict=True):
+            others = [rank for rank in ranks if rank > 0]
+            argument = ray.put(share) if len(others) > 1 else share
+            for rank in others:
+                who, peer = self._peers[rank - 1]
+                how = peer.call if rank in answering else peer.follow
+                sent.append((rank, who, how.remote(method, argument)))
+        return [(who, reference) for _, who, reference in sorted(sent, key=lambda one: one[0])]
 
     @staticmethod
-    def _send(to: Sequence[tuple[str, Any]], method: str, *arguments: Any) -> list[tuple[str, Any]]:
+    def _send(to: Sequence[Member], method: str, *arguments: Any) -> list[tuple[str, Any]]:
         return [(who, getattr(handle, method).remote(*arguments)) for who, handle in to]
+
+    @contextmanager
+    def _together(self, method: str, sent: Sequence[tuple[str, Any]]) -> Iterator[None]:
+        """Around the lead's own part. A collective that breaks is told as the loss of the rank that broke it."""
+        if not sent:
+            yield
+            return
+        with ExitStack() as waits:
+            for who in (self._name, *(who for who, _ in sent)):  # each may be the one whom the others wait for
+                waits.enter_context(self._waiting(f"{method} of all ranks", on=who))
+            try:
+                yield
+            except RuntimeError as error:
+                self._raise_lost(method, sent, error)
+                raise
+
+    def _raise_lost(self, method: str, sent: Sequence[tuple[str, Any]], error: RuntimeError) -> None:
+        references = {reference: who for who, reference in sent}
+        ray.wait(list(references), num_returns=len(references), timeout=DEATH_SHOWS_S)
+        for reference, who in references.items():
+            try:
+                ray.get(reference, timeout=0)
+            except RayActorError as death:
+                raise RankLost(f"{who} was lost in {method}: {death}") from error
+            except (RayTaskError, GetTimeoutError):  # it failed as the lead did, or still waits
+                continue
 
     def _wait(self, method: str, sent: Sequence[tuple[str, Any]]) -> list[Any]:
         answers = []
         for who, reference in sent:
-            try:
-                answers.append(ray.get(reference, timeout=self._timeout_s))
-            except (RayActorError, GetTimeoutError) as error:
-                raise RankLost(f"{who} was lost in {method}: {error}") from error
+            with self._waiting(f"its part of {method}", on=who):
+                try:
+                    answers.append(ray.get(reference, timeout=self._timeout_s))
+                except (RayActorError, GetTimeoutError) as error:
+                    raise RankLost(f"{who} was lost in {method}: {error}") from error
         return answers
+
+
+class TrainerGang(Gang):
+    """The policy's ranks, and the critic where there is one, which works beside the lead."""
+
+    def __init__(self, ranks: Ranks, *, timeout_s: float, waiting: WaitingOn, critic: Any | None = None) -> None:
+        super().__init__(ranks, timeout_s=timeout_s, waiting=waiting)
+        self._critic: list[Member] = [] if critic is None else [(worker_name("critic", 0), critic)]
+
+    def begin_step(self, step: int) -> None:
+        self._all("begin_step", step, of_critic=(step,))
+
+    def accumulate(self, groups: Sequence[TrainGroup]) -> None:
+        if not groups:
+            return
+        shares = split_over_ranks(groups, len(self._replicas))
+        sent = self._send_shares("accumulate", shares, answering=set())
+        sent += self._send(self._critic, "accumulate", groups)
+        with self._together("accumulate", sent):
+            self.lead.accumulate(shares[0])
+        self._wait("accumulate", sent)
+
+    def finish_step(self) -> UpdateMetrics:
+        policy, critic = self._all("finish_step")
+        return UpdateMetrics(policy=policy, critic=critic)
+
+    def copy_state(self) -> None:
+        """All ranks, and the critic, copy to the host what a checkpoint holds."""
+        self._all("copy_state")
+
+    def write_copy(self, folder: Path) -> None:
+        """Writes the copies to ``folder``/train and, with a critic, ``folder``/critic; in any thread, beside steps."""
+        sent = self._send(self._peers, "write_copy", folder / POLICY)
+        sent += self._send(self._critic, "write_copy", folder / CRITIC)
+        with self._together("write_copy", sent):
+            self.lead.write_copy(folder / POLICY)
+        self._wait("write_copy", sent)
+
+    def load(self, folder: Path) -> None:
+        """Reads what `write_copy` wrote, in whatever layout."""
+        self._all("load", folder / POLICY, of_critic=(folder / CRITIC,))
+
+    def _all(self, method: str, *arguments: Any, of_critic: Sequence[Any] = ()) -> tuple[Any, Any]:
+        """Calls a method of every rank, and the critic's with arguments of its own; the lead's and the critic's
+        answers."""
+        sent = self._send(self._peers, "follow", method, *arguments) + self._send(self._critic, method, *of_critic)
+        with self._together(method, sent):
+            mine = getattr(self.lead, method)(*arguments)
+        answers = self._wait(method, sent)
+        return mine, answers[-1] if self._critic else None

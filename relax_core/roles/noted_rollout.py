@@ -7,7 +7,8 @@ from typing import cast
 
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput, RewardSpec
-from relax_core.engines.pool import ClientFor, EnginePool, OnEnd
+from relax_core.engines.pool import EnginePool, OnEnd
+from relax_core.engines.watch import ClientFor
 from relax_core.roles.noted_bus import Waiting
 from relax_core.rollout.reward_worker import RewardPool
 
@@ -15,8 +16,18 @@ from relax_core.rollout.reward_worker import RewardPool
 class NotedPool(EnginePool):
     """Engines; the time until a next group of responses shows among the worker's waits."""
 
-    def __init__(self, count: int, client_for: ClientFor, *, patience_s: float, waiting: Waiting) -> None:
-        super().__init__(count, client_for, patience_s=patience_s)
+    def __init__(
+        self,
+        count: int,
+        client_for: ClientFor,
+        *,
+        patience_s: float,
+        by_load: bool,
+        max_lag: int,
+        lag_s: float,
+        waiting: Waiting,
+    ) -> None:
+        super().__init__(count, client_for, patience_s=patience_s, by_load=by_load, max_lag=max_lag, lag_s=lag_s)
         self._waiting = waiting
 
     async def generate(

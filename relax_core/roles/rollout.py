@@ -7,6 +7,7 @@ import threading
 import time
 
 from relax_core.bus.ray_backend import RayBus
+from relax_core.config.schema import Partial
 from relax_core.contracts.algorithm import AlgorithmSpec
 from relax_core.contracts.bus import BusClosed
 from relax_core.contracts.engine import SamplingParams
@@ -26,6 +27,7 @@ from relax_core.rollout.groups import GroupFilter
 from relax_core.rollout.reward_worker import RewardPool
 from relax_core.rollout.sampler import PromptMaker, Sampler, SamplerSettings
 from relax_core.rollout.teachers import teacher_chooser
+from relax_core.rollout.turnover import Turnover
 
 CLOSED_S = 0.2
 OWNER_FIRST_S = 10.0  # an engine that does not start is its owner's to report: it knows why
@@ -51,6 +53,9 @@ class RolloutWorker(Worker):
             config.engine.count,
             directory.client_async,
             patience_s=config.engine.start_timeout_s + OWNER_FIRST_S,
+            by_load=config.mode.max_staleness > 0,  # else the same seed gives the same bits, whatever the timing
+            max_lag=config.mode.max_staleness,
+            lag_s=config.engine.sync_timeout_s,
             waiting=self.waiting,
         )
         reward = find_reward(config.reward.name)
@@ -76,6 +81,7 @@ class RolloutWorker(Worker):
             gate=evaluator.gate,
             refuse=group_filter(find_algorithm(config.algo.name), config.algo),
             teacher_of=None if teachers is None else teacher_chooser(teachers),
+            turnover=self._turnover(bus, pool),
         )
         self.set_state("running")
         try:
@@ -86,6 +92,15 @@ class RolloutWorker(Worker):
             raise first_cause(failures) from failures
         finally:
             rewards.close()
+
+    def _turnover(self, bus: RayBus, pool: EnginePool) -> Turnover | None:
+        """Where nothing is aborted at a weight change, nobody has to follow the versions."""
+        rollout = self.context.config.rollout
+        aborts = rollout.partial is Partial.abort
+        if not (aborts or rollout.spare_prompts):
+            return None
+        call_timeout_s = self.context.config.bus.call_timeout_s
+        return Turnover(bus, pool, max_aborts=rollout.max_aborts if aborts else 0, call_timeout_s=call_timeout_s)
 
     async def _sample(self, sampler: Sampler, bus: RayBus) -> None:
         try:
@@ -119,10 +134,11 @@ class RolloutWorker(Worker):
         config = self.context.config
         return SamplerSettings(
             seed=config.seed,
-            prompts_per_step=config.rollout.prompts_per_step,
+            burst_prompts=config.rollout.prompts_per_step + config.rollout.spare_prompts,
             sampling=self._sampling(tokenizer, greedy=False),
             admit_timeout_s=config.run.stall_timeout_s,
             call_timeout_s=config.bus.call_timeout_s,
+            mask_off_policy=config.rollout.mask_off_policy,
         )
 
     def _sampling(self, tokenizer: PromptTokenizer, *, greedy: bool) -> SamplingParams:
@@ -136,6 +152,7 @@ class RolloutWorker(Worker):
             top_k=-1 if greedy else config.rollout.top_k,
             stop_token_ids=stop,
             banned_token_ids=tokenizer.media_token_ids,
+            return_routed_experts=config.algo.routing_replay and not greedy,
         )
 
     def _evaluator(

@@ -16,13 +16,15 @@ from relax_core.train.value_moments import MOMENTS, explained_variance
 @dataclass(kw_only=True)
 class StepClock:
     """Milliseconds of one step on the lead rank, by part. ``push_ms``: how long the last push took; it goes on beside
-    the trainer, and only what was waited for is in ``sync_ms``."""
+    the trainer, and only what was waited for is in ``sync_ms``. ``stall_ms``: how long an engine's decoding stood still
+    for it."""
 
     wait_ms: float = 0.0
     decode_ms: float = 0.0
     train_ms: float = 0.0
     sync_ms: float = 0.0
     push_ms: float = 0.0
+    stall_ms: float = 0.0
     checkpoint_ms: float = 0.0
 
 
@@ -77,8 +79,10 @@ def step_values(rows: StepRows, result: StepResult, clock: StepClock, *, step: i
         "train_ms": clock.train_ms,
         "sync_ms": clock.sync_ms,
         "push_ms": clock.push_ms,
+        "stall_ms": clock.stall_ms,
         "checkpoint_ms": clock.checkpoint_ms,
         **{f"algorithm/{name}": value for name, value in metrics.algorithm.items()},
+        **{f"moe/{name}": value for name, value in metrics.moe.items()},
         **({} if critic is None else critic_values(critic)),
         **{f"train/{name}": value for name, value in metrics.timings_ms.items()},
     }

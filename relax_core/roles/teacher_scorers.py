@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -13,7 +12,7 @@ import numpy as np
 from relax_core.contracts.engine import EngineUnreachable
 from relax_core.contracts.train import TrainGroup
 from relax_core.engines.scores import TokenScores, TokensToScore
-from relax_core.roles.backend import build_backend, store_address
+from relax_core.roles.backend import build_teacher
 from relax_core.roles.context import RunContext
 from relax_core.roles.engines import EngineDirectory
 
@@ -44,13 +43,7 @@ class ForwardTeacher:
     """A Megatron model in this process, without gradient."""
 
     def __init__(self, context: RunContext, folder: Path, *, top_k: int) -> None:
-        self._backend: MegatronBackend = build_backend(
-            replace(context, model_folder=folder),
-            rank=0,
-            world_size=1,
-            store_address=store_address(1),
-            trainable=False,
-        )
+        self._backend: MegatronBackend = build_teacher(context, folder)
         self._top_k = top_k
 
     def score(self, groups: Sequence[TrainGroup]) -> list[TeacherScores]:

@@ -38,17 +38,25 @@ class GroupFilter:
         return reason
 
 
-def to_sample(generated: Generated, output: RewardOutput, *, uid: str) -> Sample:
+def to_sample(generated: Generated, output: RewardOutput, *, uid: str, mask_off_policy: bool = False) -> Sample:
+    """``mask_off_policy``: of a response that several weight versions made, only the newest one's tokens are trained;
+    its version is then that one."""
+    tokens = len(generated.output_ids)
+    trained_from = 0
+    if mask_off_policy and generated.weight_versions:
+        newest = max(span.version for span in generated.weight_versions)
+        trained_from = min(span.start for span in generated.weight_versions if span.version == newest)
     return Sample(
         uid=uid,
         response_ids=generated.output_ids,
         rollout_logprobs=generated.logprobs,
-        loss_mask=[1] * len(generated.output_ids),
+        loss_mask=[0] * trained_from + [1] * (tokens - trained_from),
         weight_versions=generated.weight_versions,
         finish_reason=generated.finish_reason,
         reward=output.reward,
         reward_parts={"exact": float(output.exact), **(output.parts or {})},
         engine=generated.engine,
+        routed_experts=generated.response_experts,
     )
 
 
@@ -60,12 +68,14 @@ def complete_group(
     rewards: Sequence[RewardOutput],
     refuse: GroupFilter | None = None,
     teacher: str | None = None,
+    mask_off_policy: bool = False,
 ) -> GroupRow | DroppedGroup:
     """The bus row of a group whose every response is in, or the reason why there is none.
 
     A response that was aborted, or whose reward is None, is dropped alone; with fewer than two left of several, or none
     of one, the group is.
     ``refuse`` may drop a group that is complete. ``teacher``: the name that travels with the row, where there is one.
+    ``mask_off_policy``: see `to_sample`.
     """
     uid = group_uid(index)
     kept: list[Sample] = []
@@ -77,14 +87,20 @@ def complete_group(
         elif output.reward is None:
             dropped[one] = "reward_failed"
         else:
-            kept.append(to_sample(response, output, uid=one))
+            kept.append(to_sample(response, output, uid=one, mask_off_policy=mask_off_policy))
     if len(kept) < min(MIN_SAMPLES, len(generated)):
         return DroppedGroup(group_uid=uid, reason="+".join(sorted(set(dropped.values()))))
     refused = None if refuse is None else refuse([sample.reward for sample in kept if sample.reward is not None])
     if refused is not None:
         return DroppedGroup(group_uid=uid, reason=refused)
     named = {} if teacher is None else {TEACHER: msgspec.msgpack.encode(teacher)}
-    group = Group(group_uid=uid, index=index, prompt_ids=prompt_ids, samples=kept)
+    group = Group(
+        group_uid=uid,
+        index=index,
+        prompt_ids=prompt_ids,
+        samples=kept,
+        routed_experts=next((one.prompt_experts for one in generated if one.prompt_experts is not None), None),
+    )
     return GroupRow(
         group_uid=uid,
         index=index,

@@ -23,6 +23,7 @@ from relax_core.rollout.groups import DroppedGroup, GroupFilter, complete_group
 from relax_core.rollout.reward_worker import RewardPool
 from relax_core.rollout.seeds import sampling_seed
 from relax_core.rollout.teachers import TeacherOf
+from relax_core.rollout.turnover import Turnover
 
 Record = Callable[[str, int, Mapping[str, float]], None]
 
@@ -40,10 +41,11 @@ class RolloutBus(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class SamplerSettings:
     seed: int
-    prompts_per_step: int
+    burst_prompts: int  # that are asked for together at most
     sampling: SamplingParams
     admit_timeout_s: float
     call_timeout_s: float
+    mask_off_policy: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +84,8 @@ class PromptMaker:
 
 class Sampler:
     """One rollout worker's loop. ``gate(version)`` returns when nothing stands before prompts of that version (an
-    evaluation, in the modes that promise the same bits). ``teacher_of``: of an algorithm with teachers."""
+    evaluation, in the modes that promise the same bits). ``teacher_of``: of an algorithm with teachers. ``turnover``:
+    where groups may end or begin anew with a weight version."""
 
     def __init__(
         self,
@@ -96,6 +99,7 @@ class Sampler:
         gate: Callable[[int], Any],
         refuse: GroupFilter | None = None,
         teacher_of: TeacherOf | None = None,
+        turnover: Turnover | None = None,
     ) -> None:
         self._bus = bus
         self._pool = pool
@@ -106,18 +110,21 @@ class Sampler:
         self._gate = gate
         self._refuse = refuse
         self._teacher_of = teacher_of
+        self._turnover = turnover
         self._staged: list[GroupRow] = []
         self._flushing = False
 
     async def run(self, reclaimed: Sequence[Admission]) -> None:
         """Runs until the bus closes (BusClosed) or a burst fails (its error); no burst is left behind."""
-        step = self._settings.prompts_per_step
+        burst = self._settings.burst_prompts
         try:
             async with asyncio.TaskGroup() as tasks:
-                for start in range(0, len(reclaimed), step):
-                    await self._launch(reclaimed[start : start + step], tasks)
+                if self._turnover is not None:
+                    tasks.create_task(self._turnover.run())
+                for start in range(0, len(reclaimed), burst):
+                    await self._launch(reclaimed[start : start + burst], tasks)
                 while True:
-                    admissions = await self._bus.admit_async(step, timeout_s=self._settings.admit_timeout_s)
+                    admissions = await self._bus.admit_async(burst, timeout_s=self._settings.admit_timeout_s)
                     await self._launch(admissions, tasks)
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from failures  # the first one ended the others
@@ -144,6 +151,9 @@ class Sampler:
         """One engine request for everything admitted together; groups leave as they complete."""
         start = time.perf_counter()
         prompts = [self._in_hand(admission) for admission in admissions]
+        if self._turnover is not None:
+            for prompt in prompts:
+                self._turnover.began(prompt.index, prompt.request)
         samples = tokens = 0
         reward_s = 0.0
         version = 0
@@ -155,6 +165,8 @@ class Sampler:
             on_end=engine.append,
         ):
             prompt = prompts[place]
+            if self._turnover is not None:
+                self._turnover.ended(prompt.index)
             began = time.perf_counter()
             rewards = await self._score(prompt.row, responses)
             reward_s += time.perf_counter() - began
@@ -162,18 +174,19 @@ class Sampler:
             tokens += sum(len(response.output_ids) for response in responses)
             version = max(version, responses[-1].weight_versions[-1].version)
             await self._stage(prompt, responses, rewards, tasks)
-        self._record(
-            "rollout",
-            version,
-            {
-                "generate_ms": 1e3 * (time.perf_counter() - start),
-                "engine_ms": max((end.prefill_ms + end.decode_ms for end in engine), default=0.0),
-                "held_ms": max((end.held_ms for end in engine), default=0.0),
-                "reward_ms": 1e3 * reward_s,
-                "samples": samples,
-                "tokens": tokens,
-            },
-        )
+        if not samples:  # every group of it was given up
+            return
+        values = {
+            "generate_ms": 1e3 * (time.perf_counter() - start),
+            "engine_ms": max((end.prefill_ms + end.decode_ms for end in engine), default=0.0),
+            "held_ms": max((end.held_ms for end in engine), default=0.0),
+            "reward_ms": 1e3 * reward_s,
+            "samples": samples,
+            "tokens": tokens,
+        }
+        if self._turnover is not None:
+            values["aborts"] = self._turnover.aborts  # of groups, since the loop began
+        self._record("rollout", version, values)
 
     async def _score(self, row: DataRow, responses: Sequence[Generated]) -> list[RewardOutput]:
         inputs = [reward_input(row, response, tokenizer=self._prompts.tokenizer) for response in responses]
@@ -195,6 +208,7 @@ class Sampler:
             rewards=rewards,
             refuse=self._refuse,
             teacher=prompt.teacher,
+            mask_off_policy=self._settings.mask_off_policy,
         )
         if isinstance(done, DroppedGroup):
             await self._bus.drop_async(done.group_uid, reason=done.reason, timeout_s=self._settings.call_timeout_s)

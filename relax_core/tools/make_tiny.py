@@ -1,8 +1,9 @@
-"""The builtin tiny model: a character-level tokenizer and a 2-layer Qwen3 with a short supervised warm start.
+"""The builtin tiny models: a character-level tokenizer and a 2-layer Qwen3 with a short supervised warm start.
 
-It exists so that a laptop can run the whole system: about a hundred thousand parameters that GRPO teaches to solve a
-generated task in half a minute. `tiny_model_folder` makes it once and keeps it in the user's cache. Its teacher, for
-distillation, is the same model after more of the same supervised steps.
+They exist so that a laptop can run the whole system: about a hundred thousand parameters that GRPO teaches to solve a
+generated task in half a minute. `tiny_model_folder` makes one once and keeps it in the user's cache. The teacher, for
+distillation, is the same model after more of the same supervised steps. The mixture of experts is a Qwen3-MoE of twice
+the parameters, of which a token uses a third.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ from relax_core.data.generated import Example, check_task, example, task_names
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+    from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
-STUDENT, TEACHER = "tiny_qwen3", "tiny_qwen3_teacher"
-MODEL_NAMES = (STUDENT, TEACHER)
+    TinyModel = Qwen3ForCausalLM | Qwen3MoeForCausalLM
+
+STUDENT, TEACHER, EXPERTS = "tiny_qwen3", "tiny_qwen3_teacher", "tiny_qwen3_moe"
+MODEL_NAMES = (STUDENT, TEACHER, EXPERTS)
 MAX_POSITIONS = 4096  # prompt and response tokens of one sample at most
 RECIPE_VERSION = 1  # raise it when anything below changes what is made
 _LIBRARIES = ("torch", "transformers", "tokenizers")
@@ -67,6 +70,8 @@ _WARM_STARTS = {
     (STUDENT, "arithmetic"): WarmStart(steps=240, seed=0, lr=3e-3),
     (TEACHER, "reverse_digits"): WarmStart(steps=200, seed=8),
     (TEACHER, "arithmetic"): WarmStart(steps=500, seed=0, lr=3e-3),
+    (EXPERTS, "reverse_digits"): WarmStart(steps=58, seed=8),
+    (EXPERTS, "arithmetic"): WarmStart(steps=240, seed=0, lr=3e-3),
 }
 
 
@@ -79,7 +84,7 @@ def make_tiny_qwen3(folder: Path, *, task: str, name: str = STUDENT) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(recipe.seed)
     tokenizer = _build_tokenizer()
-    model = _build_model(tokenizer)
+    model = _build_model(tokenizer, name)
     _train_warm_start(model, tokenizer, recipe, task=task)
     tokenizer.save_pretrained(folder)
     model.save_pretrained(folder)
@@ -114,9 +119,9 @@ def write_tiny_tokenizer(folder: Path) -> None:
     _build_tokenizer().save_pretrained(folder)
 
 
-def tiny_config() -> dict[str, Any]:
-    """The sizes in the builtin models' config.json, known before any model is made."""
-    return {
+def tiny_config(name: str = STUDENT) -> dict[str, Any]:
+    """The sizes in a builtin model's config.json, known before any model is made."""
+    dense = {
         "model_type": "qwen3",
         "vocab_size": len(_SPECIAL_TOKENS) + len(_ROLES) + len(_CHARACTERS),
         "hidden_size": 64,
@@ -128,24 +133,31 @@ def tiny_config() -> dict[str, Any]:
         "max_position_embeddings": MAX_POSITIONS,
         "tie_word_embeddings": True,
     }
+    if name != EXPERTS:
+        return dense
+    return dense | {
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+    }
 
 
-def _build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+def _build_model(tokenizer: PreTrainedTokenizerFast, name: str) -> TinyModel:
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            **tiny_config(),
-            pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            dtype="float32",
-        )
-    )
+    values = tiny_config(name) | {
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "dtype": "float32",
+    }
+    if name == EXPERTS:
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**values))
+    return Qwen3ForCausalLM(Qwen3Config(**values))
 
 
-def _train_warm_start(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, recipe: WarmStart, *, task: str
-) -> None:
+def _train_warm_start(model: TinyModel, tokenizer: PreTrainedTokenizerFast, recipe: WarmStart, *, task: str) -> None:
     import torch
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, betas=(0.9, recipe.beta2), weight_decay=0.0)
@@ -265,7 +277,7 @@ def _make_in_subprocess(folder: Path, *, name: str, task: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the builtin tiny model and print its folder.")
-    parser.add_argument("--name", default=STUDENT, choices=MODEL_NAMES, help="the model, or its teacher")
+    parser.add_argument("--name", default=STUDENT, choices=MODEL_NAMES, help="which of them")
     parser.add_argument("--task", required=True, choices=task_names(), help="generated task of the warm start")
     parser.add_argument("--cache-root", type=Path, default=None, help="default: the user's cache folder")
     parser.add_argument("--into", type=Path, default=None, help="write into this folder, past the cache")

@@ -1,4 +1,4 @@
-"""The policy's training back end: one data-parallel rank's part of the trainer (contracts/train.py)."""
+"""The policy's training back end: one rank's part of the trainer (contracts/train.py)."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
 from torch import Tensor
 
 from relax_core.contracts.algorithm import LossInputs
 from relax_core.contracts.train import TrainGroup
 from relax_core.train.device import has_cuda
 from relax_core.train.logprobs import HeadOutputs, chunked_logprobs, head_outputs, likeliest_tokens
-from relax_core.train.rank import MegatronRank, RankSetup, micro_batch_sums
-from relax_core.train.tree import TreeLayout, pack_tree
-from relax_core.train.tree_attention import TreeBatch
+from relax_core.train.rank import MegatronRank, RankSetup
+from relax_core.train.schedule import MicroBatch
+from relax_core.train.step_sums import micro_batch_sums
 
 
 class TopLogprobs(NamedTuple):
@@ -38,47 +39,46 @@ class MegatronBackend(MegatronRank):
             raise ValueError(f"rollout.temperature={temperature}: training needs more than 0; 1.0 is usual.")
         super().__init__(setup, trainable=trainable)
         self._inverse_temperature = 1.0 / temperature
+        self._vocab_size = self.family.shape(self.hf_config).vocab_size
         self._wants_entropy = self.trainable and self._algorithm.needs(self._knobs).entropy
 
-    def accumulate(self, groups: Sequence[TrainGroup]) -> None:
-        """Forward and backward over this rank's groups of one micro-batch (may be empty on a rank)."""
-        if not groups:
-            return
-        with self._timed("pack"):
-            layout = pack_tree(groups)
-            tree = self._to_device(layout)
-        with self._timed("forward"):
-            inputs = self._loss_inputs(groups, layout, tree)
+    def loss(self, batch: MicroBatch, hidden: Tensor) -> Tensor:
+        with self.timed("forward"):
+            head = self._head(batch, hidden)
+            if not batch.groups:
+                return head.logprobs.sum() * 0.0
+            inputs = self._loss_inputs(batch, head)
             outputs = self._algorithm.loss(inputs, self._knobs)
-        with self._timed("backward"):
-            outputs.loss_sum.backward()
-        with self._timed("sums"):
-            sums = micro_batch_sums(groups, outputs)
-            gap = fresh_gap(groups, inputs.logprobs.detach().cpu().numpy())
+        with self.timed("sums"):
+            sums = micro_batch_sums(batch.groups, outputs)
+            gap = fresh_gap(batch.groups, inputs.logprobs.detach().cpu().numpy())
             sums.gap_sum, sums.gap_tokens = float(gap.sum(dtype=np.float64)), gap.size
             sums.gap_max = float(gap.max(initial=0.0))
             self._sums.add(sums)
+        return outputs.loss_sum
 
     def logprobs(self, groups: Sequence[TrainGroup]) -> list[np.ndarray]:
         """Log-probs of the current weights, one float32 ``[tokens]`` a group. No gradient."""
 
-        def forward(tree: TreeBatch) -> list[Tensor]:
-            hidden, weight = self._head(tree)
-            return [chunked_logprobs(hidden, weight, tree.targets, **self._head_settings)]
+        def columns(batch: MicroBatch, hidden: Tensor) -> Sequence[Tensor]:
+            inputs = self._head_inputs(batch, hidden)
+            return self._of_all_tokens(batch, chunked_logprobs(*inputs, **self._head_settings))
 
-        return [logprobs for (logprobs,) in self._forward_only(groups, forward)]
+        return [logprobs for (logprobs,) in self._forward_only(groups, columns, like=[(torch.float32, ())])]
 
     def top_logprobs(self, groups: Sequence[TrainGroup], *, top_k: int) -> list[TopLogprobs]:
         """`logprobs` with the ``top_k`` likeliest tokens beside each, 1..vocab of them. No gradient."""
 
-        def forward(tree: TreeBatch) -> Sequence[Tensor]:
-            hidden, weight = self._head(tree)
-            return likeliest_tokens(hidden, weight, tree.targets, top_k=top_k, **self._head_settings)
+        def columns(batch: MicroBatch, hidden: Tensor) -> Sequence[Tensor]:
+            inputs = self._head_inputs(batch, hidden)
+            return self._of_all_tokens(batch, *likeliest_tokens(*inputs, top_k=top_k, **self._head_settings))
 
-        return [TopLogprobs(*columns) for columns in self._forward_only(groups, forward)]
+        like = [(torch.float32, ()), (torch.int64, (top_k,)), (torch.float32, (top_k,))]
+        return [TopLogprobs(*columns) for columns in self._forward_only(groups, columns, like=like)]
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """All weights under Hugging Face names, in map order; the tensors are valid until the next step."""
+        self._gather_parameters()
         return self._weights.export()
 
     def offload(self) -> None:
@@ -94,33 +94,56 @@ class MegatronBackend(MegatronRank):
         return {
             "inverse_temperature": self._inverse_temperature,
             "chunk_rows": self._parallel.logprob_chunk_tokens,
+            "group": parallel_state.get_tensor_model_parallel_group() if self._parallel.tp > 1 else None,
+            "vocab_size": self._vocab_size,
         }
 
-    def _head(self, tree: TreeBatch) -> tuple[Tensor, Tensor]:
-        """Hidden states in front of each response token ``[tokens, hidden]``, and the output weight."""
-        hidden = self.model_chunks[0](tree)
-        return hidden[tree.predicting_rows], self.model.output_weight()
+    def _head_inputs(self, batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Hidden states in front of this rank's response tokens ``[local tokens, hidden]``, the output weight, and the
+        tokens."""
+        weight = self.model.output_weight()
+        if self._overlap:  # Megatron waits for the parameters of a module, and no module uses this one
+            self.model_chunks[-1].param_to_bucket_group[weight].finish_param_sync()
+        return hidden[batch.tree.predicting_rows], weight, batch.tree.targets
 
-    def _loss_inputs(self, groups: Sequence[TrainGroup], layout: TreeLayout, tree: TreeBatch) -> LossInputs:
+    def _head(self, batch: MicroBatch, hidden: Tensor) -> HeadOutputs:
+        """Of all response tokens: log-probs, and what else the algorithm asks for."""
+        tree = batch.tree
+        top_ids = None if not batch.groups else self._optional_column(batch.groups, "teacher_top_ids")
+        if top_ids is not None:
+            top_ids = top_ids.to(torch.int64) if tree.tokens is None else top_ids.to(torch.int64)[tree.tokens.mine]
+        head = head_outputs(
+            *self._head_inputs(batch, hidden), gather=top_ids, entropy=self._wants_entropy, **self._head_settings
+        )
+        if tree.tokens is None:
+            return head
+        entropy, gathered = (
+            None if column is None else tree.tokens.of_all_ranks(column) for column in (head.entropy, head.gathered)
+        )
+        return HeadOutputs(tree.tokens.of_all_ranks(head.logprobs), entropy, gathered)
+
+    @staticmethod
+    def _of_all_tokens(batch: MicroBatch, *columns: Tensor) -> tuple[Tensor, ...]:
+        """Columns ``[local tokens, …]`` → ``[tokens, …]``: those of the other context-parallel ranks, too."""
+        tokens = batch.tree.tokens
+        return columns if tokens is None else tuple(tokens.of_all_ranks(column) for column in columns)
+
+    def _optional_column(self, groups: Sequence[TrainGroup], name: str) -> Tensor | None:
+        """Every column is there for all groups of a step or for none."""
+        if getattr(groups[0], name) is None:
+            return None
+        return self._column([getattr(group, name) for group in groups])
+
+    def _loss_inputs(self, batch: MicroBatch, head: HeadOutputs) -> LossInputs:
+        groups, layout = batch.groups, batch.layout
+
         def column(name: str) -> Tensor | None:
-            """Every column is there for all groups of a step or for none."""
-            if getattr(groups[0], name) is None:
-                return None
-            return self._column([getattr(group, name) for group in groups])
+            return self._optional_column(groups, name)
 
         def present(name: str) -> Tensor:
             return self._column([getattr(group, name) for group in groups])
 
-        rollout, old, top_ids = present("rollout_logprobs"), column("old_logprobs"), column("teacher_top_ids")
-        hidden, weight = self._head(tree)
-        head: HeadOutputs = head_outputs(
-            hidden,
-            weight,
-            tree.targets,
-            gather=None if top_ids is None else top_ids.to(torch.int64),
-            entropy=self._wants_entropy,
-            **self._head_settings,
-        )
+        rollout, old = present("rollout_logprobs"), column("old_logprobs")
         return LossInputs(
             logprobs=head.logprobs,
             old_logprobs=rollout if old is None else old,

@@ -1,238 +1,205 @@
-"""One train rank's part of a checkpoint: model and optimizer as Megatron's torch_dist, random states beside it.
+"""A model's part of a checkpoint: weights, optimizer and random states, whatever layout its ranks have.
 
-    <folder>/.metadata, *.distcp, common.pt, metadata.json   Megatron's dist_checkpointing, reshardable over ranks
-    <folder>/random_rank_00000.safetensors                   one file a rank
+    <folder>/.metadata, *.distcp   torch.distributed.checkpoint, its tensors under Hugging Face names (stored_pieces.py)
+    <folder>/made_by.json          what made it (made_by.py)
 
-Tensors and common state load with ``weights_only``; ``.metadata`` is the index that torch.distributed.checkpoint itself
-writes and reads as a pickle: load only checkpoints that you trust like a program.
+    weights/<name>                              in the model's dtype, as Hugging Face has it
+    main/<name>, exp_avg/…, exp_avg_sq/…        float32: a bfloat16 model's copy, and Adam's moments
+    random/<rank>/<stream>                      the random streams of each rank
+
+Any layout reads what any other wrote, and so does a process that is no rank. A save has two halves: `copy` stands
+on the step path, `write` may run in a thread of its own.
+
+Tensors load with ``weights_only``; ``.metadata`` is the index that torch.distributed.checkpoint itself writes and reads
+as a pickle: load only checkpoints that you trust like a program.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
-import pickle
-import random
-import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.dist_checkpointing.strategies import torch as torch_dist
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from megatron.core import parallel_state
 from torch import Tensor
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
-from relax_core.train.device import has_cuda
-from relax_core.train.megatron_workarounds import create_optimizer_state
+from relax_core.train.checkpoint_errors import read_errors_as_valueerror, write_errors_as_oserror
+from relax_core.train.made_by import (
+    MadeBy,
+    check_same_model,
+    layout_sizes,
+    library_versions,
+    model_numbers,
+    read_made_by,
+    write_made_by,
+)
+from relax_core.train.models.family import Family, HfConfig
+from relax_core.train.optimizer_state import adam_states, create_optimizer_state, set_updates_done, updates_done
+from relax_core.train.random_state import random_state, set_random_state
+from relax_core.train.stored_pieces import WEIGHTS, Block, Pieces, read_pieces, write_pieces
+from relax_core.train.weight_places import WeightPlace
 
 if TYPE_CHECKING:
-    from relax_core.train.rank import MegatronRank
+    from relax_core.train.rank import RankSetup
 
 logger = logging.getLogger(__name__)
 
-# Any number of data-parallel ranks can read what any other number wrote.
-_CONTENT = {"distrib_optim_sharding_type": "fully_reshardable"}
+
+@dataclass(frozen=True, kw_only=True)
+class StateCopy:
+    """This rank's part of a checkpoint, in host memory that training does not touch."""
+
+    pieces: dict[str, Pieces]
+    made_by: MadeBy
 
 
-def save_backend(backend: MegatronRank, folder: Path) -> None:
-    """Writes the state after the newest train step; every rank calls it, and all return when all files are there.
+class RankCheckpoint:
+    """One rank's end of a model's checkpoints. All ranks call the same methods in the same order.
 
-    ``folder`` may exist, but empty. Waits for other ranks at most as long as their process group does. Raises OSError
-    where a file cannot be written (on every rank, where torch_dist wrote it), RuntimeError naming ranks that do
-    not come.
+    ``places``: where its weights are. ``head``: "policy" or "critic".
     """
-    assert len(backend.optimizer.state), "there is nothing to save before the first train step"
-    if backend.rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-    _wait_for_ranks(backend, f"save {folder}")
-    with _write_errors_as_oserror(folder):
-        dist_checkpointing.save(
-            _sharded_state(backend, is_loading=False),
-            str(folder),
-            sharded_strategy=_InProcessSave("torch_dist", 1),
-            content_metadata=_CONTENT,
+
+    def __init__(
+        self,
+        setup: RankSetup,
+        *,
+        family: Family,
+        hf_config: HfConfig,
+        places: Sequence[WeightPlace],
+        optimizer: Any,
+        head: str,
+    ) -> None:
+        self._setup = setup
+        self._family, self._hf_config, self._head = family, hf_config, head
+        self._places = places
+        self._optimizer = optimizer
+        # Of its own: collectives of a thread that writes must not meet those of the train step.
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=setup.timeout_s))
+
+    def copy(self, *, steps_done: int) -> StateCopy:
+        """Copies the state after ``steps_done`` train steps to the host."""
+        made_by = self._made_by(steps_done)
+        assert made_by.updates, "there is nothing to save before the first train step"
+        pieces = {name: one.copied() for name, one in self._pieces(saving=True).items()}
+        pieces |= {self._stream(name): _whole(tensor) for name, tensor in random_state().items()}
+        return StateCopy(pieces=pieces, made_by=made_by)
+
+    def write(self, copy: StateCopy, folder: Path) -> None:
+        """Writes a copy, in any thread; all ranks return when all files are there.
+
+        ``folder`` may exist, but empty. Raises OSError where a file cannot be written (on every rank, where it is one
+        of the tensors'), RuntimeError naming ranks that do not come within the setup's timeout.
+        """
+        self._wait_for_ranks(f"save {folder}")
+        with write_errors_as_oserror(folder):
+            write_pieces(folder, copy.pieces, group=self._group)
+            if self._setup.rank == 0:
+                write_made_by(copy.made_by, folder)
+
+    def load(self, folder: Path) -> None:
+        """Sets weights, optimizer state and random states to those of a checkpoint.
+
+        In the layout that wrote it training goes on to the bit; in another one random streams stay as this run's seed
+        made them. The optimizer's settings (betas, weight decay, …) are those of this run's configuration. Raises
+        ValueError for a checkpoint that is corrupt or of another model, RuntimeError naming ranks that do not come.
+        """
+        saved, now = read_made_by(folder), self._made_by(0)
+        check_same_model(saved, now, folder=folder)
+        self._wait_for_ranks(f"load {folder}")
+        create_optimizer_state(self._optimizer)
+        same_ranks = (saved.layout, saved.world_size) == (now.layout, now.world_size)
+        streams = {name: _whole(tensor) for name, tensor in random_state().items()} if same_ranks else {}
+        pieces = self._pieces(saving=False) | {self._stream(name): stream for name, stream in streams.items()}
+        with read_errors_as_valueerror(folder):
+            read_pieces(folder, pieces, group=self._group)
+        set_updates_done(self._optimizer, saved.updates)
+        if same_ranks:
+            set_random_state({name: stream.blocks[0].data for name, stream in streams.items()})
+        elif self._setup.rank == 0:
+            logger.warning(
+                "%s was written by %d train rank(s) in the layout %s, and is read by %d in %s: random streams start "
+                "anew from the seed", folder, saved.world_size, saved.layout, now.world_size, now.layout,
+            )  # fmt: skip
+
+    # -- parts --------------------------------------------------------------------------------------------------
+    def _pieces(self, *, saving: bool) -> dict[str, Pieces]:
+        """This rank's blocks of every tensor, as views. For ``saving`` each block is with one rank only, and those that
+        several have are shared out among them."""
+        pieces: dict[str, Pieces] = {}
+
+        def add(kind: str, place: WeightPlace, blocks: Iterator[Block]) -> None:
+            pieces.setdefault(kind + place.rule.hf, Pieces(place.shape)).blocks.extend(blocks)
+
+        mine = _shared_out(self._places) if saving else {place.rule.hf for place in self._places}
+        states = adam_states(self._optimizer, [one for place in self._places for one in place.parameters])
+        for place in self._places:
+            if saving and (place.is_copy or not _first_of_tensor_parallel(place)):
+                continue
+            whole = place.rule.hf in mine
+            for index, parameter in enumerate(place.parameters[:1] if saving else place.parameters):
+                state = states.get(parameter)
+                if whole:
+                    add(WEIGHTS, place, place.blocks(index, parameter.detach().view(-1)))
+                if state is not None and (whole or self._setup.parallel.distributed_optimizer):
+                    for kind, flat in state.tensors().items():
+                        add(f"{kind}/", place, place.blocks(index, flat, start=state.start))
+        return {name: one for name, one in pieces.items() if one.blocks}
+
+    def _stream(self, name: str) -> str:
+        return f"random/{self._setup.rank}/{name}"
+
+    def _made_by(self, steps_done: int) -> MadeBy:
+        setup = self._setup
+        return MadeBy(
+            family=self._family.name,
+            head=self._head,
+            dtype=setup.dtype,
+            model=model_numbers(self._family, self._hf_config),
+            layout=layout_sizes(setup.parallel),
+            world_size=setup.world_size,
+            step=steps_done,
+            updates=updates_done(self._optimizer),
+            time=datetime.now(UTC).isoformat(timespec="seconds"),
+            libraries=library_versions(),
         )
-        save_file(_random_state(), _random_file(folder, backend.rank), metadata={"ranks": str(backend.world_size)})
-    _wait_for_ranks(backend, f"save {folder}")
+
+    def _wait_for_ranks(self, doing: str) -> None:
+        """Names the ranks that do not come, where a plain collective would only time out."""
+        setup = self._setup
+        if setup.world_size == 1:
+            return
+        try:
+            dist.monitored_barrier(self._group, timeout=timedelta(seconds=setup.timeout_s), wait_all_ranks=True)
+        except RuntimeError as error:
+            raise RuntimeError(f"trainer rank {setup.rank} waited for the others to {doing}: {error}") from error
 
 
-def load_backend(backend: MegatronRank, folder: Path) -> None:
-    """Sets weights, optimizer state and random states to those of `save_backend`; training goes on to the bit.
-
-    The optimizer's settings (betas, weight decay, …) stay those of this run's configuration. Where another number of
-    ranks wrote the checkpoint, random streams stay as this run's seed made them. Raises ValueError for a checkpoint
-    that is corrupt or of another model, RuntimeError naming ranks that do not come.
-    """
-    _wait_for_ranks(backend, f"load {folder}")
-    create_optimizer_state(backend.optimizer)
-    configured = [
-        {key: value for key, value in group.items() if key != "params"} for group in backend.optimizer.param_groups
-    ]
-    with _read_errors_as_valueerror(folder):
-        state = dist_checkpointing.load(_sharded_state(backend, is_loading=True), str(folder))
-        _load_random_state(backend, folder)
-    for index, chunk in enumerate(backend.model_chunks):
-        chunk.module.load_state_dict(state[f"model_{index}"])
-    backend.optimizer.load_state_dict(state["optimizer"])
-    for group, settings in zip(backend.optimizer.param_groups, configured, strict=True):
-        group.update(settings)
-    _unshare_step_counters(backend.optimizer)
+def _first_of_tensor_parallel(place: WeightPlace) -> bool:
+    """Of a tensor that is whole on every tensor-parallel rank the first one saves it."""
+    return place.pieces > 1 or place.rule.expert or parallel_state.get_tensor_model_parallel_rank() == 0
 
 
-def _unshare_step_counters(optimizer: Any) -> None:
-    """0.16.1's distributed optimizer hands all parameters one ``step`` tensor, which each of them would then raise."""
-    for _, state in optimizer.state.items():
-        state["step"] = state["step"].clone()
-
-
-def _sharded_state(backend: MegatronRank, *, is_loading: bool) -> ShardedStateDict:
-    """What Megatron saves or fills: each tensor with its place in the global one."""
-    models = {
-        f"model_{index}": chunk.module.sharded_state_dict(metadata=_CONTENT)
-        for index, chunk in enumerate(backend.model_chunks)
+def _shared_out(places: Sequence[WeightPlace]) -> set[str]:
+    """Which of the tensors that all data-parallel ranks have alike this one saves: about equally many elements each."""
+    dense, experts = parallel_state.get_data_parallel_rank, parallel_state.get_expert_data_parallel_rank
+    ranks = {False: dense(with_context_parallel=True), True: experts()}
+    loads = {
+        False: [0] * parallel_state.get_data_parallel_world_size(with_context_parallel=True),
+        True: [0] * parallel_state.get_expert_data_parallel_world_size(),
     }
-    optimizer = backend.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=_CONTENT)
-    return {**models, "optimizer": optimizer}
+    mine = set()
+    for place in places:
+        of_kind = loads[place.rule.expert]
+        lightest = of_kind.index(min(of_kind))
+        of_kind[lightest] += place.views[0].numel()
+        if lightest == ranks[place.rule.expert]:
+            mine.add(place.rule.hf)
+    return mine
 
 
-class _InProcessSave(torch_dist.TorchDistSaveShardedStrategy):
-    """Megatron's torch_dist format, written by this process.
-
-    Megatron's own writer spawns a manager and forks a process a file: seconds a checkpoint, and a fork of a process
-    with Ray's threads can hang.
-    """
-
-    def save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> None:
-        tensors, _, _ = torch_dist._replace_state_dict_keys_with_sharded_keys(
-            sharded_state_dict, self.keep_only_main_replica
-        )
-        dcp.save(
-            torch_dist.mcore_to_pyt_state_dict(tensors, False),
-            storage_writer=dcp.FileSystemWriter(checkpoint_dir),
-            planner=torch_dist.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )
-
-
-# -- random states ----------------------------------------------------------------------------------------------------
-def _random_file(folder: Path, rank: int) -> Path:
-    return folder / f"random_rank_{rank:05d}.safetensors"
-
-
-def _random_state() -> dict[str, Tensor]:
-    """The states of all random streams of this process, as tensors."""
-    _, words, next_gauss = random.getstate()
-    numpy_state: dict[str, Any] = np.random.get_state(legacy=False)
-    mersenne = numpy_state["state"]
-    state = {
-        "torch": torch.get_rng_state(),
-        "python.words": torch.tensor(words),
-        "python.gauss": torch.tensor([] if next_gauss is None else [next_gauss], dtype=torch.float64),
-        "numpy.key": torch.from_numpy(mersenne["key"].astype(np.int64)),
-        "numpy.position": torch.tensor([mersenne["pos"], numpy_state["has_gauss"]]),
-        "numpy.gauss": torch.tensor([numpy_state["gauss"]], dtype=torch.float64),
-    }
-    if has_cuda():
-        state["cuda"] = torch.cuda.get_rng_state()
-    tracker = tensor_parallel.get_cuda_rng_tracker().get_states()
-    return state | {f"megatron.{stream}": tensor for stream, tensor in tracker.items()}
-
-
-def _set_random_state(state: Mapping[str, Tensor]) -> None:
-    torch.set_rng_state(state["torch"])
-    next_gauss: list[float] = state["python.gauss"].tolist()
-    random.setstate((3, tuple(state["python.words"].tolist()), next_gauss[0] if next_gauss else None))
-    position, has_gauss = state["numpy.position"].tolist()
-    key = state["numpy.key"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", key, position, has_gauss, state["numpy.gauss"].item()))
-    if has_cuda():
-        torch.cuda.set_rng_state(state["cuda"])
-    prefix = "megatron."
-    tracker = {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}
-    tensor_parallel.get_cuda_rng_tracker().set_states(tracker)
-
-
-def _load_random_state(backend: MegatronRank, folder: Path) -> None:
-    with safe_open(_random_file(folder, 0), framework="pt") as file:
-        ranks = int(file.metadata()["ranks"])
-    if ranks != backend.world_size:
-        logger.warning(
-            "%s was written by %d train rank(s) and is read by %d: random streams start anew from the seed",
-            folder, ranks, backend.world_size,
-        )  # fmt: skip
-        return
-    with safe_open(_random_file(folder, backend.rank), framework="pt") as file:
-        # Cloned: Megatron's tracker keeps what it is given, and that would keep the file mapped.
-        _set_random_state({name: file.get_tensor(name).clone() for name in file.keys()})  # noqa: SIM118 - no mapping
-
-
-# -- waits and errors -------------------------------------------------------------------------------------------------
-def _wait_for_ranks(backend: MegatronRank, doing: str) -> None:
-    """Names the ranks that do not come, where a plain collective would only time out."""
-    if backend.world_size == 1:
-        return
-    try:
-        dist.monitored_barrier(parallel_state.get_data_parallel_group_gloo(), wait_all_ranks=True)
-    except RuntimeError as error:
-        raise RuntimeError(f"trainer rank {backend.rank} waited for the others to {doing}: {error}") from error
-
-
-def _causes(error: BaseException) -> list[tuple[BaseException, traceback.StackSummary]]:
-    """What failed, on each rank that says so, with where it was raised."""
-    if isinstance(error, CheckpointException):
-        return list(error.failures.values())
-    return [(error, traceback.extract_tb(error.__traceback__))]
-
-
-def _is_torch_file_error(error: BaseException, frames: traceback.StackSummary) -> bool:
-    """torch's zip reader and writer raise RuntimeErrors, in many words, for what the disk refuses."""
-    return isinstance(error, RuntimeError) and frames[-1].filename == torch.serialization.__file__
-
-
-@contextmanager
-def _write_errors_as_oserror(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except (CheckpointException, RuntimeError, SafetensorError) as error:
-        for cause, frames in _causes(error):
-            if isinstance(cause, OSError):
-                raise OSError(cause.errno, f"{folder}: {cause.strerror}") from error
-            if isinstance(cause, SafetensorError) or _is_torch_file_error(cause, frames):
-                raise OSError(errno.EIO, f"{folder}: {cause}") from error
-        if isinstance(error, CheckpointException):  # no Exception: it would pass every handler
-            raise RuntimeError(f"{folder}: {error}") from error
-        raise
-
-
-_UNREADABLE = (
-    OSError,
-    EOFError,
-    ValueError,
-    CheckpointException,
-    CheckpointingException,
-    SafetensorError,
-    pickle.UnpicklingError,
-)
-
-
-@contextmanager
-def _read_errors_as_valueerror(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except (RuntimeError, *_UNREADABLE) as error:
-        cause, frames = _causes(error)[0]
-        if not isinstance(error, _UNREADABLE) and not _is_torch_file_error(cause, frames):
-            raise
-        raise ValueError(
-            f"checkpoint {folder} cannot be read: {type(cause).__name__}: {cause}. It is corrupt, or of another model. "
-            "Go on from an older one with resume=<its folder>."
-        ) from error
+def _whole(tensor: Tensor) -> Pieces:
+    return Pieces(tuple(tensor.shape), [Block((0,) * tensor.dim(), tensor)])

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from relax_core.contracts.algorithm import ValueInputs
 from relax_core.contracts.train import TrainGroup
-from relax_core.train.rank import MegatronRank, RankSetup, micro_batch_sums
-from relax_core.train.tree import pack_tree
-from relax_core.train.tree_attention import TreeBatch
+from relax_core.train.rank import MegatronRank, RankSetup
+from relax_core.train.schedule import MicroBatch
+from relax_core.train.step_sums import micro_batch_sums
 from relax_core.train.value_moments import moment_sums
 
 
@@ -23,40 +23,35 @@ class CriticBackend(MegatronRank):
         assert setup.algorithm.value_loss is not None, "a critic needs a loss"
         super().__init__(setup, value_head=True)
 
-    def accumulate(self, groups: Sequence[TrainGroup]) -> None:
-        """Forward and backward over this rank's groups of one micro-batch (may be empty on a rank)."""
-        if not groups:
-            return
-        with self._timed("pack"):
-            layout = pack_tree(groups)
-            tree = self._to_device(layout)
-        with self._timed("forward"):
+    def loss(self, batch: MicroBatch, hidden: Tensor) -> Tensor:
+        with self.timed("forward"):
+            values = self.model.values(hidden[batch.tree.predicting_rows])
+            if not batch.groups:
+                return values.sum() * 0.0
             inputs = ValueInputs(
-                values=self._values(tree),
-                old_values=self._column([group.values for group in groups]),
-                returns=self._column([group.returns for group in groups]),
-                loss_mask=self._column([group.loss_mask for group in groups]),
-                sample_ids=torch.from_numpy(layout.sample_ids).to(self._device),
-                num_samples=layout.num_samples,
+                values=values,
+                old_values=self._column([group.values for group in batch.groups]),
+                returns=self._column([group.returns for group in batch.groups]),
+                loss_mask=self._column([group.loss_mask for group in batch.groups]),
+                sample_ids=torch.from_numpy(batch.layout.sample_ids).to(self._device),
+                num_samples=batch.layout.num_samples,
             )
             assert self._algorithm.value_loss is not None
             outputs = self._algorithm.value_loss(inputs, self._knobs)
-        with self._timed("backward"):
-            outputs.loss_sum.backward()
-        with self._timed("sums"):
-            sums = micro_batch_sums(groups, outputs)
+        with self.timed("sums"):
+            sums = micro_batch_sums(batch.groups, outputs)
             sums.algorithm |= moment_sums(
                 returns=inputs.returns.cpu().numpy(),
-                values=inputs.values.detach().cpu().numpy(),
+                values=values.detach().cpu().numpy(),
                 loss_mask=inputs.loss_mask.cpu().numpy(),
             )
             self._sums.add(sums)
+        return outputs.loss_sum
 
     def values(self, groups: Sequence[TrainGroup]) -> list[np.ndarray]:
         """The value in front of each response token, one float32 ``[tokens]`` a group. No gradient."""
-        return [values for (values,) in self._forward_only(groups, lambda tree: [self._values(tree)])]
 
-    def _values(self, tree: TreeBatch) -> Tensor:
-        """Of the state that each response token was chosen in, float32 ``[tokens]``."""
-        hidden = self.model_chunks[0](tree)
-        return self.model.values(hidden[tree.predicting_rows])
+        def columns(batch: MicroBatch, hidden: Tensor) -> list[Tensor]:
+            return [self.model.values(hidden[batch.tree.predicting_rows])]
+
+        return [values for (values,) in self._forward_only(groups, columns, like=[(torch.float32, ())])]

@@ -1,80 +1,94 @@
-"""Weights between Hugging Face names and a Megatron model, by the family's map, both ways and to the bit."""
+"""Weights between Hugging Face names and a Megatron model, by the family's map, both ways and to the bit.
+
+Under any layout: each rank reads only the slices of its own parameters, and an export brings the pieces together on
+rank 0, a bucket at a time. No rank ever holds the whole model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from relax_core.train.gpt import VALUE_HEAD
-from relax_core.train.models.family import Attention, Family, HfConfig, Part, WeightRule
-from relax_core.train.specs import parameter_name
+from relax_core.train.models.family import Family, HfConfig, Shard, WeightRule
+from relax_core.train.weight_gather import BUCKET_BYTES, agree_on_senders, buckets_of, gather_bucket
+from relax_core.train.weight_places import WeightPlace, WholeTensor, weight_places
 
-
-def _view_of(parameter: Tensor, part: Part, attention: Attention) -> Tensor:
-    """The part of a Megatron parameter that one Hugging Face tensor is, as a view of its memory."""
-    if part is Part.whole:
-        return parameter
-    if part in (Part.gate, Part.up):
-        return parameter.chunk(2, dim=0)[0 if part is Part.gate else 1]
-    heads = attention.query_heads // attention.groups
-    grouped = parameter.view(attention.groups, heads + 2, attention.head_dim, *parameter.shape[1:])
-    if part is Part.query:
-        return grouped[:, :heads]
-    return grouped[:, heads if part is Part.key else heads + 1]
-
-
-def _hf_shape(view: Tensor, rule: WeightRule) -> tuple[int, ...]:
-    """Shape of the Hugging Face tensor: query, key and value views have extra leading axes."""
-    if rule.part in (Part.query, Part.key, Part.value):
-        return (view.shape[:-1].numel(), view.shape[-1])
-    return tuple(view.shape)
+VALUE_RULES = tuple(WeightRule(VALUE_HEAD + name, VALUE_HEAD + name, Shard.replicated) for name in ("weight", "bias"))
 
 
 class HfWeights:
-    """One model's weights under their Hugging Face names, as views into the Megatron parameters.
+    """One model's weights under their Hugging Face names; every rank of the model makes one at the same time.
 
-    ``value_head``: of a critic, whose head has no Hugging Face name and which has no output layer.
+    ``chunks``: this rank's parts of the model, unwrapped: one, or several with a virtual pipeline. ``value_head``: of a
+    critic, whose head has no Hugging Face name and which has no output layer. ``tensor_of``: what is read and written;
+    its gradient may stand for a parameter.
     """
 
     def __init__(
-        self, model: torch.nn.Module, family: Family, hf_config: HfConfig, *, value_head: bool = False
+        self,
+        chunks: Sequence[torch.nn.Module],
+        family: Family,
+        hf_config: HfConfig,
+        *,
+        value_head: bool = False,
+        bucket_bytes: int = BUCKET_BYTES,
+        tensor_of: Callable[[torch.nn.Parameter], Tensor] = torch.Tensor.detach,
     ) -> None:
-        parameters = {name: one for name, one in model.named_parameters() if not name.startswith(VALUE_HEAD)}
-        attention = family.shape(hf_config).attention
+        shape = family.shape(hf_config)
+        rules = family.weights(hf_config)
         self._family = family
         self._ignored = family.ignored(hf_config)
-        self._views: dict[str, tuple[Tensor, tuple[int, ...]]] = {}
-        used = set()
-        for rule in family.weights(hf_config):
-            name = parameter_name(rule.megatron)
-            if value_head and name not in parameters:
-                self._ignored |= {rule.hf}
-                continue
-            used.add(name)
-            view = _view_of(parameters[name].detach(), rule.part, attention)
-            self._views[rule.hf] = (view, _hf_shape(view, rule))
-        assert used == parameters.keys(), f"family {family.name} maps not all parameters: {parameters.keys() ^ used}"
+        if value_head and not shape.tied_embeddings:
+            output = {rule.hf for rule in rules if rule.megatron == "output_layer.weight"}
+            self._ignored |= output
+            rules = tuple(rule for rule in rules if rule.hf not in output)
+        places, unused = weight_places(
+            chunks,
+            (*rules, *(VALUE_RULES if value_head else ())),
+            shape,
+            tied_output=shape.tied_embeddings or value_head,
+            tensor_of=tensor_of,
+        )
+        assert not unused, f"family {family.name} maps not all parameters: {unused}"
+        self.all_places: Mapping[str, WeightPlace] = places  # those of a value head as well
+        self._places = {name: place for name, place in places.items() if not name.startswith(VALUE_HEAD)}
+        self._like = next(iter(self._places.values())).views[0]
+        weights = agree_on_senders(rules, self._places, device=self._like.device)
+        self._shapes = {
+            weight.rule.hf: (shape.vocab_size, *weight.shape[1:]) if weight.rule.vocabulary else weight.shape
+            for weight in weights
+        }
+        self._buckets = buckets_of(weights, element_size=self._like.element_size(), bucket_bytes=bucket_bytes)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) in map order. Whole parameters come as views: valid until the next step."""
-        for name, (view, shape) in self._views.items():
-            yield name, view.reshape(shape)
+        """Collective: every rank runs it to its end. Rank 0 gets (name, whole tensor) in map order, others nothing.
 
-    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copies tensors in, in any order; raises ValueError for a missing, unknown, repeated or misshapen one."""
-        missing = dict.fromkeys(self._views)
+        What rank 0 has whole comes as a view: valid until the next step. Beside the model it holds ``bucket_bytes``, or
+        more where one tensor, its copy (where it is cut along its columns) and the one before it take more.
+        """
+        for bucket in self._buckets:
+            for rule, tensor in gather_bucket(bucket, self._places, like=self._like):
+                yield rule.hf, tensor[: self._shapes[rule.hf][0]]
+
+    def load(self, tensors: Iterable[tuple[str, WholeTensor]]) -> None:
+        """Copies in what is this rank's, in any order; a stored tensor is read no further than that.
+
+        Raises ValueError, on every rank, for a missing, unknown, repeated or misshapen one.
+        """
+        missing = dict.fromkeys(self._shapes)
         for name, tensor in tensors:
             if name in self._ignored:
                 continue
             if name not in missing:
-                problem = "comes twice" if name in self._views else f"is no weight of family {self._family.name}"
+                problem = "comes twice" if name in self._shapes else f"is no weight of family {self._family.name}"
                 raise ValueError(f"weight {name} {problem}.")
-            view, shape = self._views[name]
-            if tuple(tensor.shape) != shape:
-                raise ValueError(f"weight {name} has shape {tuple(tensor.shape)}; the model's is {shape}.")
-            view.copy_(tensor.reshape(view.shape))
+            if tuple(tensor.shape) != self._shapes[name]:
+                raise ValueError(f"weight {name} has shape {tuple(tensor.shape)}; the model's is {self._shapes[name]}.")
+            if name in self._places:
+                self._places[name].fill(tensor)
             del missing[name]
         if missing:
             raise ValueError(f"{len(missing)} weight(s) missing: {', '.join(list(missing)[:3])} …")

@@ -1,17 +1,47 @@
-"""Whether a parallel layout can hold a model at all, whatever is built: divisibility, each error with its fix."""
+"""The arithmetic of parallel layouts: which rank is what, and whether a layout can hold a model at all.
+
+The rules and the order of ranks are those of Megatron-core 0.16. Imports nothing heavy: config validation calls it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
-from relax_core.config.schema import ParallelConfig
+from relax_core.config.schema import ForwardLayout, ParallelConfig, Recompute
+
+FORWARD_ROLES = ("actor_fwd", "reference")  # they have layouts of their own, parallel.<role>
+
+
+class Layout(Protocol):
+    """The sizes that `ParallelConfig` and `ForwardLayout` have in common."""
+
+    dp: int
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    etp: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlace:
+    """A rank's coordinates, each counted from 0. ``dp``: its data-parallel replica."""
+
+    dp: int
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+    etp: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutShape:
     """What a layout has to divide. ``linear_heads``: key heads of linear attention, 0 where there is none. ``widths``:
-    name → width of each layer that tensor parallelism cuts. ``experts``: 0 for a dense model."""
+    name → width of each layer that tensor parallelism cuts. ``experts``: 0 for a dense model; ``expert_width``: of
+    one."""
 
     layers: int
     heads: int
@@ -19,50 +49,132 @@ class LayoutShape:
     linear_heads: int
     experts: int
     widths: dict[str, int]
+    expert_width: int = 0
 
 
-def layout_faults(parallel: ParallelConfig, shape: LayoutShape, *, ranks: int, ranks_key: str) -> Iterator[str]:
-    """One sentence (key, value, fix) for each thing that does not divide. ``ranks``: GPUs that the trainer has, set by
-    ``ranks_key``. The rules are Megatron-core 0.16's."""
-    tp, pp, cp, dp, ep = parallel.tp, parallel.pp, parallel.cp, parallel.dp, parallel.ep
-    product = tp * pp * cp * dp
+# -- ranks ------------------------------------------------------------------------------------------------------------
+def world_size(layout: Layout) -> int:
+    """Ranks of a layout. Experts take no ranks of their own: they are spread over those of a pipeline stage."""
+    return layout.dp * layout.tp * layout.pp * layout.cp
+
+
+def rank_place(layout: Layout, rank: int) -> RankPlace:
+    """Megatron's order: tp goes fastest, then cp, dp, pp; of the experts etp, then ep."""
+    rest, tp = divmod(rank, layout.tp)
+    rest, cp = divmod(rest, layout.cp)
+    pp, dp = divmod(rest, layout.dp)
+    in_stage = rank % (layout.tp * layout.cp * layout.dp)
+    ep = in_stage // layout.etp % layout.ep
+    return RankPlace(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, etp=in_stage % layout.etp)
+
+
+def replica_ranks(layout: Layout) -> list[list[int]]:
+    """The ranks of each data-parallel replica, in order. They work on the same groups; the first answers for all."""
+    replicas: list[list[int]] = [[] for _ in range(layout.dp)]
+    for rank in range(world_size(layout)):
+        replicas[rank_place(layout, rank).dp].append(rank)
+    return replicas
+
+
+# -- layouts of other roles -------------------------------------------------------------------------------------------
+def one_rank(parallel: ParallelConfig) -> ParallelConfig:
+    """The layout of a model that is whole in one process, with ``parallel``'s other settings."""
+    return forward_parallel(parallel, ForwardLayout(dp=1, tp=1, pp=1, cp=1, ep=1, etp=1))
+
+
+def forward_parallel(parallel: ParallelConfig, layout: Layout) -> ParallelConfig:
+    """``parallel`` with the sizes of a role that only computes forward. Its tensor-parallel ranks share rows too: it
+    takes less memory, and is what experts are trained with."""
+    return replace(
+        parallel,
+        dp=layout.dp,
+        tp=layout.tp,
+        pp=layout.pp,
+        vpp=1,
+        cp=layout.cp,
+        ep=layout.ep,
+        etp=layout.etp,
+        sequence_parallel=layout.tp > 1,
+        recompute=Recompute.none,
+        distributed_optimizer=False,
+        overlap=False,
+    )
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+def combination_faults(layout: Layout, *, key: str = "parallel") -> Iterator[str]:
+    """One sentence (key, value, fix) for each size that does not go with another one, whatever the model. ``key``:
+    where the configuration names the layout."""
+    in_stage, experts = layout.tp * layout.cp * layout.dp, layout.ep * layout.etp
+    if in_stage % experts:
+        yield (
+            f"{key}.ep={layout.ep} x etp={layout.etp} does not divide the tp x cp x dp = {in_stage} ranks of a "
+            f"pipeline stage. Use {key}.ep={_largest_divisor(in_stage, at_most=layout.ep)} {key}.etp=1."
+        )
+
+
+def switch_faults(parallel: ParallelConfig) -> Iterator[str]:
+    """The same for what only the trainer's own layout can be told."""
+    if parallel.vpp > 1 and parallel.pp == 1:
+        yield f"parallel.vpp={parallel.vpp} with parallel.pp=1: there are no stages to interleave. Set parallel.vpp=1."
+    if parallel.sequence_parallel and parallel.tp == 1:
+        yield (
+            "parallel.sequence_parallel=true with parallel.tp=1: there is nobody to share rows with. "
+            "Set parallel.sequence_parallel=false."
+        )
+    if parallel.overlap and not parallel.distributed_optimizer:
+        yield (
+            "parallel.overlap=true with parallel.distributed_optimizer=false: it is that optimizer's work which "
+            "overlaps. Set parallel.distributed_optimizer=true."
+        )
+
+
+def model_faults(layout: Layout, shape: LayoutShape, *, key: str = "parallel") -> Iterator[str]:
+    """One sentence for each size that does not divide what it has to divide of the model."""
+    if layout.ep * layout.etp > 1 and not shape.experts:
+        yield (f"{key}.ep={layout.ep}, {key}.etp={layout.etp}: the model has no experts. Set {key}.ep=1 {key}.etp=1.")
+    else:
+        yield from _indivisible(f"{key}.ep", layout.ep, shape.experts, "experts")
+        yield from _indivisible(f"{key}.etp", layout.etp, shape.expert_width, "hidden units of an expert")
+    yield from _indivisible(f"{key}.pp", layout.pp, shape.layers, "layers")
+    heads = {"attention heads": shape.heads, "key-value heads": shape.kv_heads}  # Megatron could copy the latter
+    for what, count in {**heads, "linear-attention heads": shape.linear_heads, **shape.widths}.items():
+        yield from _indivisible(f"{key}.tp", layout.tp, count, what)
+
+
+def trainer_faults(parallel: ParallelConfig, shape: LayoutShape) -> Iterator[str]:
+    """What only the trainer's own layout has to fit the model in, beside `model_faults`."""
+    chunks = parallel.pp * parallel.vpp
+    if shape.layers % parallel.pp == 0 and shape.layers % chunks:
+        fix = _largest_divisor(shape.layers // parallel.pp, at_most=parallel.vpp)
+        yield (
+            f"parallel.pp={parallel.pp} x vpp={parallel.vpp} = {chunks} does not divide the model's {shape.layers} "
+            f"layers. Use parallel.vpp={fix}."
+        )
+    if shape.experts and parallel.tp > 1 and not parallel.sequence_parallel:
+        yield (
+            f"parallel.sequence_parallel=false with parallel.tp={parallel.tp} and experts, which Megatron does not "
+            "train. Set parallel.sequence_parallel=true."
+        )
+
+
+def rank_faults(layout: Layout, *, ranks: int, ranks_key: str, key: str = "parallel") -> Iterator[str]:
+    """One sentence where a layout does not fill ``ranks`` GPUs, which ``ranks_key`` has set."""
+    product, without_dp = world_size(layout), layout.tp * layout.pp * layout.cp
     if product != ranks:
         fixes = [f"{ranks_key}={product}"]
-        if ranks % (tp * pp * cp) == 0:
-            fixes.insert(0, f"parallel.dp={ranks // (tp * pp * cp)}")
+        if ranks % without_dp == 0:
+            fixes.insert(0, f"{key}.dp={ranks // without_dp}")
         yield (
-            f"parallel.tp={tp} x pp={pp} x cp={cp} x dp={dp} = {product} ranks, but the trainer has {ranks}. "
-            f"Set {' or '.join(fixes)}."
+            f"{key}.tp={layout.tp} x pp={layout.pp} x cp={layout.cp} x dp={layout.dp} = {product} ranks, but there are "
+            f"GPUs for {ranks}. Set {' or '.join(fixes)}."
         )
-    if tp * cp * dp % ep:
-        yield (
-            f"parallel.ep={ep} does not divide the tp x cp x dp = {tp * cp * dp} ranks of a pipeline stage. "
-            f"Use parallel.ep={_largest_divisor(tp * cp * dp, at_most=ep)}."
-        )
-    if ep > 1 and not shape.experts:
-        yield f"parallel.ep={ep}: the model has no experts. Set parallel.ep=1."
-    elif shape.experts % ep:
-        yield (
-            f"parallel.ep={ep} does not divide the model's {shape.experts} experts. "
-            f"Use parallel.ep={_largest_divisor(shape.experts, at_most=ep)}."
-        )
-    if shape.layers % pp:
-        yield (
-            f"parallel.pp={pp} does not divide the model's {shape.layers} layers. "
-            f"Use parallel.pp={_largest_divisor(shape.layers, at_most=pp)}."
-        )
-    heads = {"attention heads": shape.heads, "linear-attention heads": shape.linear_heads, **shape.widths}
-    for what, count in heads.items():
-        if count % tp:
-            yield (
-                f"parallel.tp={tp} does not divide the model's {count} {what}. "
-                f"Use parallel.tp={_largest_divisor(count, at_most=tp)}."
-            )
-    if shape.kv_heads % tp and tp % shape.kv_heads:
-        yield (
-            f"parallel.tp={tp} is neither a divisor nor a multiple of the model's {shape.kv_heads} key-value heads. "
-            f"Use parallel.tp={_largest_divisor(shape.kv_heads, at_most=tp)}."
-        )
+
+
+def _indivisible(key: str, size: int, count: int, what: str) -> Iterator[str]:
+    if count % size:
+        fix = _largest_divisor(count, at_most=size)
+        yield f"{key}={size} does not divide the model's {count} {what}. Use {key}={fix}."
 
 
 def _largest_divisor(number: int, *, at_most: int) -> int:

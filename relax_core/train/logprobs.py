@@ -4,38 +4,30 @@ At 4,096 rows and a vocabulary of 151,936 the logits alone are 2.5 GB, and a pla
 buffers. Here one buffer of ``[chunk_rows, vocab]`` is all that exists: the forward pass fills it chunk by chunk and
 keeps nothing, the backward pass computes each chunk again. When one chunk holds all rows, the backward pass reuses it.
 A tiny problem takes the plain way: there the cost is the Python around the operations, not the memory.
+
+**Tensor parallel.** With ``group`` the weight is this rank's shard of the vocabulary, ``[vocab / tp, hidden]``, which
+begins at word ``rank * vocab / tp``. Every rank goes over its chunks as if its shard were the whole vocabulary; what it
+found is joined at the end, in one exchange of a few numbers a row. With Z_r a shard's normalizer and Z the whole one,
+p = p_r Z_r / Z, so one number a row turns the shard's distribution into the whole one, in the backward pass too.
+
+What the functions have in common. ``hidden`` ``[rows, hidden]`` and ``weight`` of one floating dtype, ``targets``
+``[rows]`` int64 in 0..vocab-1; ``vocab_size``: words beyond it are padding of the weight and get no probability. The
+maths is float32 also for bfloat16 inputs, by float32 copies of the weight and of a chunk (float64 stays float64).
+Results are equal on all ranks of ``group``; so must be the inputs but the weight, and the gradients that come in. The
+gradient of ``hidden`` is summed over the ranks, that of ``weight`` is the shard's; each has its own dtype.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 _PLAIN_LOGITS = 2**16  # up to here plain operations are faster, and their three buffers are under 1 MB
-
-
-def chunked_logprobs(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, inverse_temperature: float, chunk_rows: int
-) -> Tensor:
-    """Log-prob of each row's target under ``softmax(hidden @ weight.T * inverse_temperature)``.
-
-    ``hidden`` ``[rows, hidden]`` and ``weight`` ``[vocab, hidden]`` of one floating dtype, ``targets`` ``[rows]`` int64
-    in 0..vocab-1. Returns ``[rows]`` float32, with gradients to ``hidden`` and ``weight`` in their own dtype. The maths
-    is float32 also for bfloat16 inputs, by float32 copies of the weight and of a chunk (float64 stays float64).
-    At most ``[chunk_rows, vocab]`` floats of logits exist at one time (three times that when all are under 2**16).
-    Not differentiable twice.
-    """
-    assert hidden.ndim == 2 and weight.ndim == 2 and hidden.shape[1] == weight.shape[1], "want [rows, h], [vocab, h]"
-    assert hidden.dtype == weight.dtype and hidden.is_floating_point(), "hidden and weight must have one float dtype"
-    assert targets.shape == hidden.shape[:1] and targets.dtype == torch.int64, "want one int64 target a row"
-    assert chunk_rows >= 1 and inverse_temperature > 0.0
-    if hidden.shape[0] <= chunk_rows and hidden.shape[0] * weight.shape[0] <= _PLAIN_LOGITS:
-        return _plain_logprobs(hidden, weight, targets, inverse_temperature)
-    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return _ChunkedLogprobs.apply(hidden, weight, targets, inverse_temperature, chunk_rows)
-    return _forward(hidden, weight, targets, inverse_temperature, chunk_rows)[0]
 
 
 class HeadOutputs(NamedTuple):
@@ -56,6 +48,32 @@ class Likeliest(NamedTuple):
     top_logprobs: Tensor
 
 
+def chunked_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    inverse_temperature: float,
+    chunk_rows: int,
+    group: ProcessGroup | None = None,
+    vocab_size: int | None = None,
+) -> Tensor:
+    """Log-prob ``[rows]`` of each row's target under ``softmax(hidden @ weight.T * inverse_temperature)``.
+
+    At most ``[chunk_rows, vocab]`` floats of logits exist at one time (three times that when all are under 2**16).
+    Not differentiable twice.
+    """
+    return head_outputs(
+        hidden,
+        weight,
+        targets,
+        inverse_temperature=inverse_temperature,
+        chunk_rows=chunk_rows,
+        group=group,
+        vocab_size=vocab_size,
+    ).logprobs
+
+
 def head_outputs(
     hidden: Tensor,
     weight: Tensor,
@@ -65,196 +83,253 @@ def head_outputs(
     chunk_rows: int,
     gather: Tensor | None = None,
     entropy: bool = False,
+    group: ProcessGroup | None = None,
+    vocab_size: int | None = None,
 ) -> HeadOutputs:
     """`chunked_logprobs` and, from the same logits, the entropy and the log-probs of the tokens ``gather``.
 
-    ``gather``: int64 ``[rows, k]`` in 0..vocab-1; a row may name a token twice. Gradients flow through all three. With
-    neither asked for this is `chunked_logprobs` itself. The entropy's backward pass needs two buffers, so they hold
-    half as many rows each: no more than ``[chunk_rows, vocab]`` floats exist here either (``chunk_rows`` 2 or more).
+    ``gather``: int64 ``[rows, k]`` in 0..vocab-1; a row may name a token twice. Gradients flow through all three. The
+    entropy's backward pass needs two buffers, so they hold half as many rows each: no more than ``[chunk_rows, vocab]``
+    floats exist here either (``chunk_rows`` 2 or more).
     """
-    if gather is None and not entropy:
-        return HeadOutputs(
-            chunked_logprobs(hidden, weight, targets, inverse_temperature=inverse_temperature, chunk_rows=chunk_rows)
-        )
+    assert hidden.ndim == 2 and weight.ndim == 2 and hidden.shape[1] == weight.shape[1], "want [rows, h], [vocab, h]"
+    assert hidden.dtype == weight.dtype and hidden.is_floating_point(), "hidden and weight must have one float dtype"
+    assert targets.shape == hidden.shape[:1] and targets.dtype == torch.int64, "want one int64 target a row"
     assert gather is None or (gather.shape[0] == targets.shape[0] and gather.dtype == torch.int64), "want [rows, k]"
+    assert chunk_rows >= 1 and inverse_temperature > 0.0
     columns = targets[:, None] if gather is None else torch.cat([targets[:, None], gather], dim=1)
-    if hidden.shape[0] <= chunk_rows and hidden.shape[0] * weight.shape[0] <= _PLAIN_LOGITS:
-        chosen, of_rows = _plain_outputs(hidden, weight, columns, inverse_temperature, entropy)
+    if group is None and hidden.shape[0] <= chunk_rows and hidden.shape[0] * weight.shape[0] <= _PLAIN_LOGITS:
+        chosen, of_rows = _plain_outputs(hidden, weight[:vocab_size], columns, inverse_temperature, entropy)
     else:
+        shard = _Shard.of(weight, group, vocab_size=vocab_size)
         rows = max(1, chunk_rows // 2) if entropy else chunk_rows
-        chosen, of_rows = _ChunkedOutputs.apply(hidden, weight, columns, inverse_temperature, rows, entropy)
-    return HeadOutputs(chosen[:, 0], of_rows if entropy else None, None if gather is None else chosen[:, 1:])
+        keep = torch.is_grad_enabled() and not entropy and hidden.shape[0] <= chunk_rows
+        settings = _Settings(inverse_temperature, rows, entropy, keep)
+        chosen, of_rows = _HeadOutputs.apply(hidden, weight, columns, shard, settings)
+    return HeadOutputs(chosen[:, 0], of_rows, None if gather is None else chosen[:, 1:])
 
 
 @torch.no_grad()
 def likeliest_tokens(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, inverse_temperature: float, chunk_rows: int, top_k: int
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    inverse_temperature: float,
+    chunk_rows: int,
+    top_k: int,
+    group: ProcessGroup | None = None,
+    vocab_size: int | None = None,
 ) -> Likeliest:
     """The log-prob of each row's target and the ``top_k`` likeliest tokens, 1..vocab of them; memory as above."""
-    matrix = weight.to(_maths_dtype(weight))
-    buffer = matrix.new_empty(min(hidden.shape[0], chunk_rows), matrix.shape[0])
-    parts = []
-    for start in range(0, hidden.shape[0], chunk_rows):
+    shard = _Shard.of(weight, group, vocab_size=vocab_size)
+    matrix = shard.matrix(weight)
+    owned, columns = shard.own(targets[:, None])
+    chosen = matrix.new_zeros(columns.shape)
+    # A shard with fewer words than ``top_k`` leaves places that nobody will take.
+    values, ids = matrix.new_full((len(hidden), top_k), -torch.inf), targets.new_zeros(len(hidden), top_k)
+    own_k = min(top_k, shard.words)
+    normalizers = shard.normalizers(matrix, len(hidden))
+    for rows, logprobs in _log_softmax_chunks(hidden, matrix, inverse_temperature, chunk_rows, normalizers):
+        torch.gather(logprobs, 1, columns[rows], out=chosen[rows])
+        top = logprobs.topk(own_k, dim=1)
+        values[rows, :own_k], ids[rows, :own_k] = top.values, top.indices + shard.first
+    if normalizers is not None:
+        above = shard.whole_above_own(normalizers)[:, None]
+        chosen = shard.add(torch.where(owned, chosen - above, 0.0))
+        everyones = shard.gather(values - above).transpose(0, 1).flatten(1)
+        values, places = everyones.topk(top_k, dim=1)
+        ids = shard.gather(ids).transpose(0, 1).flatten(1).gather(1, places)
+    return Likeliest(chosen[:, 0], ids, values)
+
+
+# -- one rank's part of the vocabulary ------------------------------------------------------------------------------
+class _Shard(NamedTuple):
+    """Words ``first`` … ``first + words - 1``, without the padding; ``words`` may be 0 on the last ranks."""
+
+    first: int
+    words: int
+    group: ProcessGroup | None
+
+    @staticmethod
+    def of(weight: Tensor, group: ProcessGroup | None, *, vocab_size: int | None) -> _Shard:
+        width = weight.shape[0]
+        first = 0 if group is None else group.rank() * width
+        return _Shard(first, width if vocab_size is None else min(max(vocab_size - first, 0), width), group)
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """``[words, hidden]`` in the dtype of the maths."""
+        return weight[: self.words].to(_maths_dtype(weight))
+
+    def own(self, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of some words are here, and their places here; 0 where they are not."""
+        places = columns - self.first
+        owned = (places >= 0) & (places < self.words)
+        return owned, places if self.group is None else torch.where(owned, places, 0)
+
+    def normalizers(self, matrix: Tensor, rows: int) -> Tensor | None:
+        """Where a pass over the chunks puts the log-sum-exp of each row's logits here; None where nobody asks."""
+        return None if self.group is None else matrix.new_full((rows,), -torch.inf)
+
+    def whole_above_own(self, normalizers: Tensor) -> Tensor:
+        """``[rows]``: log-sum-exp over all shards less that of this one, 0 or more."""
+        return self.gather(normalizers).logsumexp(dim=0) - normalizers
+
+    def gather(self, own: Tensor) -> Tensor:
+        """``[...]`` of each rank → ``[ranks, ...]``."""
+        assert self.group is not None
+        everyones = own.new_empty(self.group.size(), *own.shape)
+        dist.all_gather(list(everyones.unbind(0)), own.contiguous(), group=self.group)
+        return everyones
+
+    def add(self, own: Tensor) -> Tensor:
+        """The sum over ranks, in place."""
+        dist.all_reduce(own, group=self.group)
+        return own
+
+
+# -- the chunks -----------------------------------------------------------------------------------------------------
+def _logit_chunks(
+    hidden: Tensor, matrix: Tensor, inverse_temperature: float, chunk_rows: int
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Which rows, their hidden states ``[chunk, hidden]`` and logits ``[chunk, words]``, in the dtype of the maths.
+
+    All logits come in one buffer, which the next chunk overwrites. Without a word there is no chunk.
+    """
+    if not len(matrix):
+        return
+    buffer = matrix.new_empty(min(len(hidden), chunk_rows), len(matrix))
+    for start in range(0, len(hidden), chunk_rows):
         rows = slice(start, start + chunk_rows)
         chunk = hidden[rows].to(matrix.dtype)
-        logits = buffer[: chunk.shape[0]]
-        _logits(chunk, matrix, inverse_temperature, out=logits)
+        logits = buffer[: len(chunk)]
+        # With beta=0 the first argument is not read: `alpha` scales inside the GEMM.
+        yield rows, chunk, torch.addmm(logits, chunk, matrix.t(), beta=0, alpha=inverse_temperature, out=logits)
+
+
+def _log_softmax_chunks(
+    hidden: Tensor, matrix: Tensor, inverse_temperature: float, chunk_rows: int, normalizers: Tensor | None
+) -> Iterator[tuple[slice, Tensor]]:
+    """Which rows, and the log-softmax of their logits. ``normalizers`` ``[rows]``, where given, get the log-sum-exp."""
+    for rows, _, logits in _logit_chunks(hidden, matrix, inverse_temperature, chunk_rows):
+        highest = None if normalizers is None else logits.amax(dim=1)
+        # In place is safe: each row is read before it is written (test_in_place_softmax holds it).
         torch.log_softmax(logits, dim=1, out=logits)
-        top = logits.topk(top_k, dim=1)
-        parts.append((logits.gather(1, targets[rows, None])[:, 0], top.indices, top.values))
-    return Likeliest(*(torch.cat(column) for column in zip(*parts, strict=True)))
-
-
-def _plain_outputs(
-    hidden: Tensor, weight: Tensor, columns: Tensor, inverse_temperature: float, entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    dtype = _maths_dtype(weight)
-    logprobs = torch.log_softmax(hidden.to(dtype) @ weight.to(dtype).t() * inverse_temperature, dim=1)
-    return logprobs.gather(1, columns), -(logprobs.exp() * logprobs).sum(dim=1) if entropy else None
-
-
-class _ChunkedOutputs(torch.autograd.Function):
-    """Chosen columns of the log-softmax ``[rows, columns]``, and its entropy ``[rows]`` where asked for."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        columns: Tensor,
-        inverse_temperature: float,
-        chunk_rows: int,
-        entropy: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        matrix = weight.to(_maths_dtype(weight))
-        chosen = matrix.new_empty(columns.shape)
-        of_rows = matrix.new_empty(hidden.shape[0]) if entropy else None
-        buffer = matrix.new_empty(min(hidden.shape[0], chunk_rows), matrix.shape[0])
-        for start in range(0, hidden.shape[0], chunk_rows):
-            rows = slice(start, start + chunk_rows)
-            chunk = hidden[rows].to(matrix.dtype)
-            logits = buffer[: chunk.shape[0]]
-            _logits(chunk, matrix, inverse_temperature, out=logits)
-            torch.log_softmax(logits, dim=1, out=logits)
-            torch.gather(logits, 1, columns[rows], out=chosen[rows])
-            if of_rows is not None:
-                logits.exp_()
-                of_rows[rows] = torch.special.entr(logits, out=logits).sum(dim=1)
-        ctx.save_for_backward(hidden, weight, columns, of_rows)
-        ctx.inverse_temperature, ctx.chunk_rows = inverse_temperature, chunk_rows
-        return chosen, of_rows
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(
-        ctx: Any, grad_chosen: Tensor, grad_entropy: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        # With p the softmax: d log p_j / d logits = one_hot_j - p, dH / d logits = entr(p) - H p, entr(p) = -p log p.
-        hidden, weight, columns, entropy = ctx.saved_tensors
-        matrix = weight.to(_maths_dtype(weight))
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(matrix) if ctx.needs_input_grad[1] else None
-        of_softmax = grad_chosen.sum(dim=1)
-        if entropy is not None:
-            assert grad_entropy is not None
-            of_softmax = of_softmax + grad_entropy * entropy
-        buffer = matrix.new_empty(min(hidden.shape[0], ctx.chunk_rows), matrix.shape[0])
-        other = torch.empty_like(buffer) if entropy is not None else None
-        for start in range(0, hidden.shape[0], ctx.chunk_rows):
-            rows = slice(start, start + ctx.chunk_rows)
-            chunk = hidden[rows].to(matrix.dtype)
-            delta = buffer[: chunk.shape[0]]
-            _logits(chunk, matrix, ctx.inverse_temperature, out=delta)
-            torch.softmax(delta, dim=1, out=delta)
-            if other is not None:
-                assert grad_entropy is not None
-                surprise = torch.special.entr(delta, out=other[: chunk.shape[0]]).mul_(grad_entropy[rows, None])
-                delta.mul_(-of_softmax[rows, None]).add_(surprise)
-            else:
-                delta.mul_(-of_softmax[rows, None])
-            delta.scatter_add_(1, columns[rows], grad_chosen[rows]).mul_(ctx.inverse_temperature)
-            if grad_hidden is not None:
-                grad_hidden[rows] = delta @ matrix
-            if grad_weight is not None:
-                grad_weight.addmm_(delta.t(), chunk)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
-
-
-def _plain_logprobs(hidden: Tensor, weight: Tensor, targets: Tensor, inverse_temperature: float) -> Tensor:
-    dtype = _maths_dtype(weight)
-    logits = hidden.to(dtype) @ weight.to(dtype).t()
-    if inverse_temperature != 1.0:
-        logits = logits * inverse_temperature
-    return torch.log_softmax(logits, dim=1).gather(1, targets[:, None])[:, 0]
-
-
-class _ChunkedLogprobs(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, inverse_temperature: float, chunk_rows: int
-    ) -> Tensor:
-        logprobs, buffer = _forward(hidden, weight, targets, inverse_temperature, chunk_rows)
-        ctx.inverse_temperature, ctx.chunk_rows = inverse_temperature, chunk_rows
-        if hidden.shape[0] <= chunk_rows:
-            ctx.save_for_backward(hidden, weight, targets, _minus_one_hot(buffer.exp_(), targets, logprobs))
-        else:
-            ctx.save_for_backward(hidden, weight, targets, logprobs)
-        ctx.one_chunk = hidden.shape[0] <= chunk_rows
-        return logprobs
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        # d logprob / d logits = one_hot - softmax; the scale goes onto rows as wide as `hidden`, never as `vocab`.
-        hidden, weight, targets, saved = ctx.saved_tensors
-        matrix = weight.to(_maths_dtype(weight))
-        scale = (grad_logprobs * -ctx.inverse_temperature)[:, None]
-        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        grad_weight = torch.zeros_like(matrix) if ctx.needs_input_grad[1] else None
-        buffer = saved if ctx.one_chunk else matrix.new_empty(ctx.chunk_rows, matrix.shape[0])
-        for start in range(0, hidden.shape[0], ctx.chunk_rows):
-            rows = slice(start, start + ctx.chunk_rows)
-            chunk = hidden[rows].to(matrix.dtype)
-            delta = buffer[: chunk.shape[0]]
-            if not ctx.one_chunk:
-                _logits(chunk, matrix, ctx.inverse_temperature, out=delta)
-                # In place is safe: each row is read before it is written (test_in_place_softmax holds it).
-                torch.softmax(delta, dim=1, out=delta)
-                _minus_one_hot(delta, targets[rows], saved[rows])
-            if grad_hidden is not None:
-                torch.mul(delta @ matrix, scale[rows], out=grad_hidden[rows])
-            if grad_weight is not None:
-                grad_weight.addmm_(delta.t(), chunk * scale[rows])
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
-
-
-def _forward(
-    hidden: Tensor, weight: Tensor, targets: Tensor, inverse_temperature: float, chunk_rows: int
-) -> tuple[Tensor, Tensor]:
-    """Log-probs ``[rows]``, and the buffer, which holds the last chunk's log-softmax."""
-    matrix = weight.to(_maths_dtype(weight))
-    columns = targets[:, None]
-    logprobs = matrix.new_empty(columns.shape)
-    buffer = matrix.new_empty(min(hidden.shape[0], chunk_rows), matrix.shape[0])
-    for start in range(0, hidden.shape[0], chunk_rows):
-        rows = slice(start, start + chunk_rows)
-        chunk = hidden[rows].to(matrix.dtype)
-        logits = buffer[: chunk.shape[0]]
-        _logits(chunk, matrix, inverse_temperature, out=logits)
-        torch.log_softmax(logits, dim=1, out=logits)
-        torch.gather(logits, 1, columns[rows], out=logprobs[rows])
-    return logprobs[:, 0], buffer
+        if normalizers is not None:
+            assert highest is not None
+            normalizers[rows] = highest - logits.amax(dim=1)  # the second is small, so this is exact
+        yield rows, logits
 
 
 def _maths_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _logits(chunk: Tensor, matrix: Tensor, inverse_temperature: float, *, out: Tensor) -> None:
-    # With beta=0 the first argument is not read: `alpha` scales inside the GEMM.
-    torch.addmm(out, chunk, matrix.t(), beta=0, alpha=inverse_temperature, out=out)
+# -- forward and backward -------------------------------------------------------------------------------------------
+def _plain_outputs(
+    hidden: Tensor, weight: Tensor, columns: Tensor, inverse_temperature: float, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    dtype = _maths_dtype(weight)
+    logits = hidden.to(dtype) @ weight.to(dtype).t()
+    if inverse_temperature != 1.0:
+        logits = logits * inverse_temperature
+    logprobs = torch.log_softmax(logits, dim=1)
+    return logprobs.gather(1, columns), -(logprobs.exp() * logprobs).sum(dim=1) if entropy else None
 
 
-def _minus_one_hot(probabilities: Tensor, targets: Tensor, logprobs: Tensor) -> Tensor:
-    """``probabilities - one_hot(targets)`` in place; at the target p - 1 = expm1(log p), exact where p is near 1."""
-    return probabilities.scatter_(1, targets[:, None], torch.expm1(logprobs)[:, None])
+class _Settings(NamedTuple):
+    """``keep``: all rows are one chunk, whose softmax the backward pass may use again."""
+
+    inverse_temperature: float
+    chunk_rows: int
+    entropy: bool
+    keep: bool
+
+
+class _HeadOutputs(torch.autograd.Function):
+    """Chosen columns of the log-softmax ``[rows, columns]``, and its entropy ``[rows]`` where asked for."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, columns: Tensor, shard: _Shard, settings: _Settings
+    ) -> tuple[Tensor, Tensor | None]:
+        matrix = shard.matrix(weight)
+        owned, places = shard.own(columns)
+        chosen = matrix.new_zeros(columns.shape)
+        entropy = matrix.new_zeros(len(hidden)) if settings.entropy else None
+        normalizers = shard.normalizers(matrix, len(hidden))
+        kept = None
+        scale, chunk_rows = settings.inverse_temperature, settings.chunk_rows
+        for rows, logprobs in _log_softmax_chunks(hidden, matrix, scale, chunk_rows, normalizers):
+            torch.gather(logprobs, 1, places[rows], out=chosen[rows])
+            if entropy is not None:
+                entropy[rows] = torch.special.entr(logprobs.exp_(), out=logprobs).sum(dim=1)
+            elif settings.keep:
+                kept = logprobs.exp_()
+        above = None
+        if normalizers is not None:
+            above = shard.whole_above_own(normalizers)
+            chosen = shard.add(torch.where(owned, chosen - above[:, None], 0.0))
+            if entropy is not None:  # the entropy within the shards, and that of which shard it is
+                share = above.neg().exp()
+                entropy = shard.add(share * entropy + torch.special.entr(share))
+        ctx.save_for_backward(hidden, weight, columns, entropy, above, kept)
+        ctx.shard, ctx.settings = shard, settings
+        return chosen, entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(
+        ctx: Any, grad_chosen: Tensor, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        # With p the softmax: d log p_j / d logits = one_hot_j - p, dH / d logits = entr(p) - H p, entr(p) = -p log p.
+        # What is one factor a row goes onto rows as wide as `hidden`, never as wide as the vocabulary.
+        hidden, weight, columns, entropy, above, kept = ctx.saved_tensors
+        shard, settings, scale = ctx.shard, ctx.settings, ctx.settings.inverse_temperature
+        matrix = shard.matrix(weight)
+        owned, places = shard.own(columns)
+        grad_hidden, grad_weight = None, None
+        if ctx.needs_input_grad[0]:
+            grad_hidden = hidden.new_zeros(hidden.shape, dtype=hidden.dtype if shard.group is None else matrix.dtype)
+        if ctx.needs_input_grad[1]:
+            grad_weight = matrix.new_zeros(weight.shape)
+        of_columns = torch.where(owned, grad_chosen * scale, 0.0)
+        of_softmax, of_surprise = -scale * grad_chosen.sum(dim=1, keepdim=True), None
+        on_delta = of_softmax
+        if entropy is not None:
+            assert grad_entropy is not None
+            of_surprise = scale * grad_entropy[:, None]
+            # In a shard entr(p share) = share (entr(p) + p above).
+            of_softmax = of_softmax - of_surprise * (entropy if above is None else entropy - above)[:, None]
+            on_delta = torch.ones_like(of_softmax)
+            spare = matrix.new_empty(min(len(hidden), settings.chunk_rows), len(matrix))
+        if above is not None:
+            on_delta = on_delta * above.neg().exp()[:, None]
+        for rows, chunk, softmax in _softmax_chunks(hidden, matrix, settings, kept):
+            delta, taken = softmax, [*zip(places[rows].unbind(1), of_columns[rows, :, None].unbind(1), strict=True)]
+            if of_surprise is not None:
+                delta = torch.special.entr(softmax, out=spare[: len(chunk)])
+                delta.mul_(of_surprise[rows]).addcmul_(softmax, of_softmax[rows])
+            if grad_weight is not None:
+                grad_weight[: shard.words].addmm_(delta.t(), chunk * on_delta[rows])
+                for place, incoming in taken:
+                    grad_weight.index_put_((place,), chunk * incoming, accumulate=True)
+            if grad_hidden is not None:
+                of_chunk = (delta @ matrix).mul_(on_delta[rows])
+                for place, incoming in taken:
+                    of_chunk.addcmul_(matrix[place], incoming)
+                grad_hidden[rows] = of_chunk
+        if grad_hidden is not None and shard.group is not None:
+            grad_hidden = shard.add(grad_hidden).to(hidden.dtype)
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+
+
+def _softmax_chunks(
+    hidden: Tensor, matrix: Tensor, settings: _Settings, kept: Tensor | None
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """`_logit_chunks` with the softmax in the logits' place; ``kept`` is that of all rows, where it is there."""
+    if kept is not None:
+        yield slice(None), hidden.to(matrix.dtype), kept
+        return
+    for rows, chunk, logits in _logit_chunks(hidden, matrix, settings.inverse_temperature, settings.chunk_rows):
+        yield rows, chunk, torch.softmax(logits, dim=1, out=logits)

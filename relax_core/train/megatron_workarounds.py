@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 def _disable_jit_fuser(jit: Any) -> None:
@@ -30,25 +31,42 @@ def _name_te_general_gemm(moe_utils: Any) -> None:
         moe_utils.te_general_gemm = None
 
 
-def _keep_adam_step(distrib_optimizer: Any) -> None:
-    """torch's Adam keeps ``step`` in a parameter's state; 0.16.1 copies every state key from a source without it."""
-    optimizer_class = distrib_optimizer.DistributedOptimizer
-    original = optimizer_class._set_main_param_and_optimizer_states
+def _uneven_splits(mappings: Any) -> None:
+    """Expert tensor parallelism gathers as many tokens as each rank happens to have; gloo wants equally many."""
+    gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
-    def set_main_param_and_optimizer_states(self: Any, model_param: torch.Tensor, tensors: dict[str, Any]) -> Any:
-        group, order = self.model_param_group_index_map[model_param]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][order]]
-        kept = {"step": state["step"]} if "step" in state else {}
-        return original(self, model_param, {**kept, **tensors})
+    def gather_along_first_dim(
+        tensor: torch.Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if sizes is None or group.size() == 1:
+            return gather(tensor, group, sizes, *args, **kwargs)
+        padded = tensor.new_zeros(max(sizes), *tensor.shape[1:])
+        padded[: len(tensor)] = tensor
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded, group=group)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
-    optimizer_class._set_main_param_and_optimizer_states = set_main_param_and_optimizer_states
+    def reduce_scatter_along_first_dim(
+        tensor: torch.Tensor, group: dist.ProcessGroup, sizes: list[int] | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if sizes is None or group.size() == 1:
+            return reduce_scatter(tensor, group, sizes, *args, **kwargs)
+        padded = tensor.new_zeros(len(sizes), max(sizes), *tensor.shape[1:])
+        for row, part in zip(padded, tensor.split(sizes), strict=True):
+            row[: len(part)] = part
+        output = torch.empty_like(padded[0])
+        dist.reduce_scatter_tensor(output, padded.flatten(0, 1), group=group)
+        return output[: sizes[group.rank()]]
+
+    mappings._gather_along_first_dim = gather_along_first_dim
+    mappings._reduce_scatter_along_first_dim = reduce_scatter_along_first_dim
 
 
 _AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
     "megatron.core.jit": _disable_jit_fuser,
     "megatron.core.tensor_parallel.random": _cpu_rng_state,
+    "megatron.core.tensor_parallel.mappings": _uneven_splits,
     "megatron.core.transformer.moe.moe_utils": _name_te_general_gemm,
-    "megatron.core.optimizer.distrib_optimizer": _keep_adam_step,
 }
 
 
@@ -57,21 +75,3 @@ def apply(module: ModuleType) -> None:
     mend = _AFTER_IMPORT.get(module.__name__)
     if mend is not None:
         mend(module)
-
-
-def create_optimizer_state(optimizer: Any) -> None:
-    """Gives every parameter zeroed Adam state, in place.
-
-    0.16.1 can describe the state that it is about to load only where that state exists already.
-    ``optimizer``: what get_megatron_optimizer returned.
-    """
-    for chained in getattr(optimizer, "chained_optimizers", [optimizer]):
-        inner = chained.optimizer
-        for group in inner.param_groups:
-            for parameter in group["params"]:
-                if not inner.state[parameter]:
-                    inner.state[parameter].update(
-                        step=torch.tensor(0.0),
-                        exp_avg=torch.zeros_like(parameter),
-                        exp_avg_sq=torch.zeros_like(parameter),
-                    )

@@ -12,27 +12,30 @@ from relax_core.contracts.train import TrainGroup
 
 
 class MicroBatcher:
-    """Collects groups into micro-batches of at most ``budget_tokens`` packed token rows (a larger group goes alone)."""
+    """Collects groups into micro-batches: split over ``ranks`` data-parallel ranks, each has at most ``budget_tokens``
+    packed token rows, or a single group that is larger."""
 
-    def __init__(self, budget_tokens: int) -> None:
-        self._budget = budget_tokens
+    def __init__(self, budget_tokens: int, *, ranks: int = 1) -> None:
+        self._budget, self._ranks = budget_tokens, ranks
         self._open: list[TrainGroup] = []
-        self._tokens = 0
 
     def add(self, groups: Sequence[TrainGroup]) -> list[list[TrainGroup]]:
         """Adds groups; returns the micro-batches that are now full."""
         full = []
         for group in groups:
-            if self._open and self._tokens + group.packed_tokens > self._budget:
+            if self._open and not self._fits([*self._open, group]):
                 full.append(self.flush())
             self._open.append(group)
-            self._tokens += group.packed_tokens
         return full
 
     def flush(self) -> list[TrainGroup]:
         """The open micro-batch, which may be empty."""
-        batch, self._open, self._tokens = self._open, [], 0
+        batch, self._open = self._open, []
         return batch
+
+    def _fits(self, groups: Sequence[TrainGroup]) -> bool:
+        shares = split_over_ranks(groups, self._ranks)
+        return all(len(share) <= 1 or sum(one.packed_tokens for one in share) <= self._budget for share in shares)
 
 
 def split_over_ranks(groups: Sequence[TrainGroup], ranks: int) -> list[list[TrainGroup]]:
@@ -40,10 +43,11 @@ def split_over_ranks(groups: Sequence[TrainGroup], ranks: int) -> list[list[Trai
     rank with the least so far; a rank may get none. Within a rank the order of issue stays."""
     if ranks == 1:
         return [list(groups)]
+    sizes = [group.packed_tokens for group in groups]
     load = [0] * ranks
     places: list[list[int]] = [[] for _ in range(ranks)]
-    for place in sorted(range(len(groups)), key=lambda i: (-groups[i].packed_tokens, i)):
+    for place in sorted(range(len(groups)), key=lambda i: (-sizes[i], i)):
         rank = min(range(ranks), key=lambda r: (load[r], r))
-        load[rank] += groups[place].packed_tokens
+        load[rank] += sizes[place]
         places[rank].append(place)
     return [[groups[place] for place in sorted(mine)] for mine in places]

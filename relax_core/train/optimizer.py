@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 
-from relax_core.config.schema import OptimizerConfig, Schedule
+from relax_core.config.schema import OptimizerConfig, ParallelConfig, Schedule
 from relax_core.train.gpt import TreeGPTModel
 
 
@@ -25,13 +26,22 @@ def learning_rate(config: OptimizerConfig, *, step: int, total_steps: int) -> fl
     return config.lr * share
 
 
-def wrap_for_training(model: TreeGPTModel, *, distributed_optimizer: bool, dtype: torch.dtype) -> Any:
-    """Megatron's data-parallel wrapper: gradients gather in one buffer, float32 also for a bfloat16 model."""
+def wrap_for_training(chunks: Sequence[TreeGPTModel], *, parallel: ParallelConfig, dtype: torch.dtype) -> list[Any]:
+    """Megatron's data-parallel wrapper of each chunk: gradients gather in one buffer, float32 also for bfloat16.
+
+    With ``parallel.overlap`` the last backward pass of a step starts their reduction, bucket by bucket, and the first
+    forward pass after it gathers each parameter of the distributed optimizer just before it is used.
+    """
     config = DistributedDataParallelConfig(
-        use_distributed_optimizer=distributed_optimizer,
+        use_distributed_optimizer=parallel.distributed_optimizer,
+        overlap_grad_reduce=parallel.overlap,
+        overlap_param_gather=parallel.overlap,
         grad_reduce_in_fp32=dtype != torch.float32,
     )
-    return DistributedDataParallel(model.config, config, model)
+    return [
+        DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
 
 
 def build_optimizer(

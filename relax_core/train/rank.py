@@ -1,4 +1,4 @@
-"""One data-parallel rank of a Megatron model that is trained: its weights, its gradients, one update, its files.
+"""One rank of a Megatron model, in any layout: its part of the weights, its gradients, one update, its files.
 
 What the policy (backend.py) and the critic (critic_backend.py) have in common; each adds its own head and its own loss.
 """
@@ -6,10 +6,9 @@ What the policy (backend.py) and the critic (critic_backend.py) have in common; 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,27 +20,44 @@ from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from relax_core.config.schema import OptimizerConfig, ParallelConfig
-from relax_core.contracts.algorithm import AlgorithmSpec, LossOutputs, StepTotals
+from relax_core.contracts.algorithm import AlgorithmSpec, StepTotals
 from relax_core.contracts.train import StepMetrics, TrainGroup
 from relax_core.train import process_group
+from relax_core.train.checkpoint import RankCheckpoint, StateCopy
 from relax_core.train.device import has_cuda, training_device
-from relax_core.train.gpt import build_model
+from relax_core.train.experts import balance_metrics, clear_counts
+from relax_core.train.gpt import build_chunks
 from relax_core.train.hf_weights import HfWeights
 from relax_core.train.micro_batches import MicroBatcher
+from relax_core.train.models.family import MixtureOfExperts
 from relax_core.train.models.registry import read_model
 from relax_core.train.optimizer import build_optimizer, learning_rate, wrap_for_training
-from relax_core.train.step_sums import StepSums, add_over_ranks
-from relax_core.train.tree import TreeLayout, pack_tree
+from relax_core.train.router_replay import RouterPlan
+from relax_core.train.row_cut import RowCut
+from relax_core.train.schedule import MicroBatch, Schedule
+from relax_core.train.step_sums import StepSums, add_over_ranks, micro_batch_totals
+from relax_core.train.stored_tensors import open_safetensors
+from relax_core.train.tree import pack_tree
 from relax_core.train.tree_attention import TreeBatch
-from relax_core.weights.model_folder import read_safetensors
+from relax_core.train.weight_places import WholeTensor
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+# What a rank computes without groups of its own, where others need its company.
+_ONE_TOKEN = TrainGroup(
+    group_uid="none",
+    prompt_ids=np.zeros(1, dtype=np.int32),
+    lengths=np.ones(1, dtype=np.int64),
+    response_ids=np.zeros(1, dtype=np.int32),
+    loss_mask=np.zeros(1, dtype=bool),
+    rollout_logprobs=np.zeros(1, dtype=np.float32),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSetup:
     """What a rank is made from. ``store_address``: "host:port" of the TCPStore that rank 0 hosts. ``timeout_s``: of
-    every wait for other ranks."""
+    every wait for other ranks. ``moe_aux_loss_coef``: what a mixture of experts' balancing loss is weighed with."""
 
     model_folder: Path
     family: str
@@ -56,10 +72,16 @@ class RankSetup:
     store_address: str
     timeout_s: float
     seed: int
+    moe_aux_loss_coef: float = 0.0
 
 
 class MegatronRank:
-    """``trainable`` False: no gradients and no optimizer. ``value_head``: the model ends in one number a token."""
+    """``trainable`` False: no gradients and no optimizer. ``value_head``: the model ends in one number a token.
+
+    The ranks of a data-parallel replica get the same groups. Each packs them into the same stream and works on its own
+    rows of it (sequence and context parallelism), with its own heads, experts and layers. The last pipeline stage's
+    ranks all compute the loss of the whole replica; one of them reports it.
+    """
 
     def __init__(self, setup: RankSetup, *, trainable: bool = True, value_head: bool = False) -> None:
         if setup.dtype not in DTYPES:
@@ -79,18 +101,48 @@ class MegatronRank:
         self._setup, self._parallel = setup, setup.parallel
         self._algorithm, self._knobs = setup.algorithm, setup.knobs
         self._dtype, self._device = DTYPES[setup.dtype], training_device()
-        self.model: Any = build_model(self.family, self.hf_config, dtype=self._dtype, value_head=value_head)
-        self.model_chunks: list[Any] = [self.model.requires_grad_(trainable)]
+        self.models: list[Any] = [
+            chunk.requires_grad_(trainable).train(trainable)
+            for chunk in build_chunks(
+                self.family,
+                self.hf_config,
+                self._parallel,
+                dtype=self._dtype,
+                value_head=value_head,
+                moe_aux_loss_coef=setup.moe_aux_loss_coef,
+            )
+        ]
+        self.model: Any = self.models[-1]  # on the last pipeline stage the one that ends in the head
+        self.model_chunks: list[Any] = self.models
         self.optimizer: Any = None
         if trainable:
-            sharded = setup.parallel.distributed_optimizer
-            self.model_chunks = [wrap_for_training(self.model, distributed_optimizer=sharded, dtype=self._dtype)]
+            self.model_chunks = wrap_for_training(self.models, parallel=self._parallel, dtype=self._dtype)
+            sharded = self._parallel.distributed_optimizer
             self.optimizer = build_optimizer(
                 setup.optimizer, self.model_chunks, distributed_optimizer=sharded, dtype=self._dtype
             )
         # After the wrapper, which may move the parameters into its own buffer.
-        self._weights = HfWeights(self.model, self.family, self.hf_config, value_head=value_head)
-        self.load_weights(read_safetensors(setup.model_folder))
+        self._weights = HfWeights(self.models, self.family, self.hf_config, value_head=value_head)
+        self.load_weights(open_safetensors(setup.model_folder))
+        self._overlap = trainable and self._parallel.overlap
+        self._moe = self.family.shape(self.hf_config).moe
+        experts_over_ranks = self._parallel.ep * self._parallel.etp > 1 and self._moe is not None
+        self._needs_company = self._overlap or experts_over_ranks
+        self._cut = RowCut.of_this_rank(sequence_parallel=self._parallel.sequence_parallel)
+        # A critic routes by itself: the experts that came with the groups are the policy's.
+        self._routers = None if self._moe is None else self._router_plan(self._moe, replays=not value_head)
+        self._schedule = Schedule(self.model_chunks, self, overlap=self._overlap)
+        self._params_on_their_way = False  # of an update with overlap
+        if trainable:
+            self._copy: StateCopy | None = None  # that waits to be written
+            self._checkpoint = RankCheckpoint(
+                setup,
+                family=self.family,
+                hf_config=self.hf_config,
+                places=list(self._weights.all_places.values()),
+                optimizer=self.optimizer,
+                head="critic" if value_head else "policy",
+            )
         self._step = 0
         self._learning_rate = 0.0
         self._sums = StepSums()
@@ -106,36 +158,35 @@ class MegatronRank:
         for chunk in self.model_chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        self._schedule.begin()
+        clear_counts(self.model_chunks)
         self._sums = StepSums()
         self._timings_ms = {}
 
+    def accumulate(self, groups: Sequence[TrainGroup]) -> None:
+        """Forward and backward over this replica's groups of one micro-batch (may be empty on a replica), at once or
+        when the schedule has enough of them."""
+        if groups or self._needs_company:
+            self._schedule.add(groups)
+
     def finish_step(self) -> StepMetrics:
-        """Divides by the global denominator, clips, steps the optimizer.
+        """Computes what the schedule still holds, divides by the global denominator, clips, steps the optimizer.
 
         Raises on every rank, with the weights untouched: ValueError when no token of the update is trained,
         FloatingPointError when a gradient is not finite. RuntimeError names ranks that do not come in ``timeout_s``.
         """
-        with self._timed("reduce"):
-            if not all(self._gradient_is_finite(chunk) for chunk in self.model_chunks):
-                self._sums.broken_ranks = [self.rank]
-            if self.world_size > 1:
-                self._wait_for_ranks()
-            sums = add_over_ranks(self._sums, self._rank_group())
-            if sums.broken_ranks:
-                raise FloatingPointError(
-                    f"train step {self._step}: the gradient is not finite on rank(s) {sums.broken_ranks}; "
-                    f"loss sum {sums.loss}. The weights are untouched."
-                )
-            if not sums.tokens:
-                raise ValueError(f"train step {self._step}: every token is masked, so there is nothing to train on.")
-            totals = StepTotals(tokens=sums.tokens, samples=sums.samples, groups=sums.groups)
-            denominator = self._algorithm.denominator(totals, self._knobs)
-            finalize_model_grads(self.model_chunks)
+        self._schedule.finish()
+        with self.timed("reduce"):
+            sums = self._sums_over_ranks()
+            denominator = self._denominator(StepTotals(tokens=sums.tokens, samples=sums.samples, groups=sums.groups))
+            if not self._overlap:
+                finalize_model_grads(self.model_chunks)
             for chunk in self.model_chunks:
                 chunk.scale_gradients(1.0 / denominator)
-        with self._timed("optimizer"):
+        with self.timed("optimizer"):
             updated, grad_norm, _ = self.optimizer.step()
             assert updated, "only a loss scaler refuses an update, and none is used"
+            self._params_on_their_way = self._overlap
         return StepMetrics(
             loss=sums.loss / denominator,
             grad_norm=float(grad_norm),
@@ -146,29 +197,90 @@ class MegatronRank:
             logprob_gap_mean=sums.gap_sum / max(1, sums.gap_tokens),
             logprob_gap_tokens=sums.gap_tokens,
             algorithm={name: total / count for name, (total, count) in sums.algorithm.items() if count},
+            moe={} if self._moe is None else self._balance(self._moe),
             timings_ms=self._timings_ms,
         )
 
     # -- weights and files --------------------------------------------------------------------------------------
-    def load_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    def load_weights(self, tensors: Iterable[tuple[str, WholeTensor]]) -> None:
         """Sets all weights from Hugging Face names; raises ValueError for a missing, unknown or misshapen one."""
         self._weights.load(tensors)
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
 
-    def save(self, folder: Path) -> None:
-        from relax_core.train.checkpoint import save_backend
+    def copy_state(self) -> None:
+        """Copies to the host what a checkpoint holds; `write_copy` writes it, also in another thread while training
+        goes on. Where one waits to be written, the new one takes its place."""
+        self._gather_parameters()
+        self._copy = self._checkpoint.copy(steps_done=self._step + 1)
 
-        save_backend(self, folder)
+    def write_copy(self, folder: Path) -> None:
+        """Raises as `RankCheckpoint.write` does."""
+        assert self._copy is not None, "copy_state comes first"
+        copy, self._copy = self._copy, None
+        self._checkpoint.write(copy, folder)
+
+    def save(self, folder: Path) -> None:
+        """Both of the above."""
+        self.copy_state()
+        self.write_copy(folder)
 
     def load(self, folder: Path) -> None:
-        from relax_core.train.checkpoint import load_backend
+        """Raises as `RankCheckpoint.load` does."""
+        self._checkpoint.load(folder)
 
-        load_backend(self, folder)
+    # -- what a schedule asks for -------------------------------------------------------------------------------
+    def padded_rows(self, groups: Sequence[TrainGroup]) -> int:
+        return self._cut.padded(sum(group.packed_tokens for group in groups) or 1)
+
+    def pack(self, groups: Sequence[TrainGroup], *, rows: int = 0) -> MicroBatch:
+        with self.timed("pack"):
+            layout = pack_tree(groups or [_ONE_TOKEN])
+            tree = TreeBatch.of(layout, device=self._device, dtype=self._dtype, cut=self._cut, rows=rows)
+            if self._routers is not None:
+                weight = self._denominator(micro_batch_totals(groups)) if self._setup.moe_aux_loss_coef else 0.0
+                stream = len(layout.token_ids)
+                routers = self._routers.router_rows(
+                    groups, stream=stream, padded_rows=tree.padded_rows, balance_weight=weight
+                )
+                tree = replace(tree, routers=routers)
+            return MicroBatch(groups=groups, layout=layout, tree=tree)
+
+    def forward(self, chunk: Any, batch: MicroBatch) -> Tensor:
+        with self.timed("forward"):
+            hidden = chunk(batch.tree)
+            assert isinstance(hidden, Tensor)
+            return hidden
+
+    def loss(self, batch: MicroBatch, hidden: Tensor) -> Tensor:
+        """The summed loss of the whole micro-batch, the same on each rank of the last stage, which adds its sums to
+        this update's; 0 times the head where there are no groups."""
+        raise NotImplementedError
+
+    @contextmanager
+    def timed(self, part: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._timings_ms[part] = self._timings_ms.get(part, 0.0) + 1e3 * (time.perf_counter() - start)
 
     # -- parts --------------------------------------------------------------------------------------------------
-    def _to_device(self, layout: TreeLayout) -> TreeBatch:
-        return TreeBatch.of(layout, device=self._device, dtype=self._dtype)
+    def _denominator(self, totals: StepTotals) -> float:
+        return self._algorithm.denominator(totals, self._knobs)
+
+    def _router_plan(self, moe: MixtureOfExperts, *, replays: bool) -> RouterPlan:
+        cut_again = self._parallel.sequence_parallel
+        return RouterPlan(
+            moe=moe,
+            cut=self._cut,
+            parts=self._parallel.tp if cut_again else 1,
+            part=parallel_state.get_tensor_model_parallel_rank() if cut_again else 0,
+            replays=replays,
+            device=self._device,
+        )
+
+    def _balance(self, moe: MixtureOfExperts) -> dict[str, float]:
+        everyone = process_group.world_group() if self.world_size > 1 else None
+        return balance_metrics(self.model_chunks, moe, group=everyone)
 
     def _column(self, arrays: Sequence[np.ndarray | None]) -> Tensor:
         """One array a group → one tensor on the device."""
@@ -177,56 +289,77 @@ class MegatronRank:
         return torch.from_numpy(np.concatenate(present)).to(self._device)
 
     def _forward_only(
-        self, groups: Sequence[TrainGroup], forward: Callable[[TreeBatch], Sequence[Tensor]]
+        self,
+        groups: Sequence[TrainGroup],
+        columns: Callable[[MicroBatch, Tensor], Sequence[Tensor]],
+        *,
+        like: Sequence[tuple[torch.dtype, tuple[int, ...]]],
     ) -> list[tuple[np.ndarray, ...]]:
-        """Every tensor ``[tokens, …]`` that ``forward`` gives, cut by group. In micro-batches, without gradient."""
+        """Every tensor ``[tokens, …]`` that ``columns`` gives, cut by group, on all ranks of the replica. In
+        micro-batches, without gradient. ``like``: dtype of each tensor, and its shape after ``tokens``."""
+        self._gather_parameters()
         batcher = MicroBatcher(self._parallel.micro_batch_tokens)
-        results: list[tuple[np.ndarray, ...]] = []
-        for batch in (*batcher.add(groups), batcher.flush()):
-            if batch:
-                with torch.no_grad():
-                    columns = [tensor.cpu().numpy() for tensor in forward(self._to_device(pack_tree(batch)))]
-                ends = np.cumsum([len(group.response_ids) for group in batch])[:-1]
-                results += zip(*(np.split(column, ends) for column in columns), strict=True)
-        return results
+        batches: list[Sequence[TrainGroup]] = [batch for batch in (*batcher.add(groups), batcher.flush()) if batch]
+        alone = [()] * (self._most_over_ranks(len(batches)) - len(batches)) if self._needs_company else []
+        found = self._schedule.evaluate([*batches, *alone], columns)[: len(batches)]
+        if not batches:
+            return []
+        tokens = sum(len(group.response_ids) for group in groups)
+        ends = np.cumsum([len(group.response_ids) for group in groups])[:-1]
+        whole = []
+        for index, (dtype, shape) in enumerate(like):
+            if parallel_state.is_pipeline_last_stage():
+                column = torch.cat([parts[index] for parts in found])
+            else:
+                column = torch.empty(tokens, *shape, dtype=dtype, device=self._device)
+            if self._parallel.pp > 1:
+                last = parallel_state.get_pipeline_model_parallel_last_rank()
+                dist.broadcast(column, last, group=parallel_state.get_pipeline_model_parallel_group())
+            whole.append(np.split(column.cpu().numpy(), ends))
+        return list(zip(*whole, strict=True))
 
-    def _rank_group(self) -> dist.ProcessGroup:
-        group = parallel_state.get_data_parallel_group_gloo()
-        assert group is not None
-        return group
+    def _sums_over_ranks(self) -> StepSums:
+        """The update's sums, the same on every rank. Raises as `finish_step` says."""
+        if self.world_size > 1:
+            process_group.wait_for_ranks(f"train step {self._step}", rank=self.rank, timeout_s=self._setup.timeout_s)
+        if self._overlap:
+            finalize_model_grads(self.model_chunks)  # waits for what is on its way
+        own = self._sums if _reports() else StepSums()
+        if not all(_gradient_is_finite(chunk) for chunk in self.model_chunks):
+            own.broken_ranks = [self.rank]
+        sums = add_over_ranks(own, process_group.world_group())
+        if sums.broken_ranks:
+            raise FloatingPointError(
+                f"train step {self._step}: the gradient is not finite on rank(s) {sums.broken_ranks}; "
+                f"loss sum {sums.loss}. The weights are untouched."
+            )
+        if not sums.tokens:
+            raise ValueError(f"train step {self._step}: every token is masked, so there is nothing to train on.")
+        return sums
 
-    def _wait_for_ranks(self) -> None:
-        """Names the ranks that do not come, where a plain collective would only time out."""
-        timeout = timedelta(seconds=self._setup.timeout_s)
-        try:
-            dist.monitored_barrier(self._rank_group(), timeout=timeout, wait_all_ranks=True)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"train step {self._step}: trainer rank {self.rank} waited for the others, at most "
-                f"{self._setup.timeout_s:g} s, and: {error}"
-            ) from error
+    def _gather_parameters(self) -> None:
+        """With overlap an update's parameters are gathered as the next forward pass uses them; who reads them before
+        that calls this. Collective."""
+        if self._params_on_their_way:
+            for chunk in self.model_chunks:
+                chunk.start_param_sync(force_sync=True)
+            self._params_on_their_way = False
 
-    @staticmethod
-    def _gradient_is_finite(chunk: Any) -> bool:
-        return all(bool(torch.isfinite(buffer.grad_data.sum())) for buffer in chunk.buffers)
-
-    @contextmanager
-    def _timed(self, part: str) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        self._timings_ms[part] = self._timings_ms.get(part, 0.0) + 1e3 * (time.perf_counter() - start)
+    def _most_over_ranks(self, number: int) -> int:
+        most = torch.tensor(number)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=process_group.world_group())
+        return int(most)
 
 
-def micro_batch_sums(groups: Sequence[TrainGroup], outputs: LossOutputs) -> StepSums:
-    """What a micro-batch adds to the update's sums, but for the gap to the engine."""
-    mask = np.concatenate([group.loss_mask for group in groups])
-    lengths = np.concatenate([group.lengths for group in groups])
-    trained = np.logical_or.reduceat(mask, np.cumsum(lengths) - lengths)
-    samples_of = np.array([len(group.lengths) for group in groups])
-    return StepSums(
-        tokens=int(np.count_nonzero(mask)),
-        samples=int(np.count_nonzero(trained)),
-        groups=int(np.count_nonzero(np.logical_or.reduceat(trained, np.cumsum(samples_of) - samples_of))),
-        loss=float(outputs.loss_sum.detach()),
-        algorithm={name: (float(total), float(count)) for name, (total, count) in outputs.metric_sums.items()},
+def _reports() -> bool:
+    """Whether this is the one rank of its replica that counts what the last stage computed."""
+    return (
+        parallel_state.is_pipeline_last_stage()
+        and parallel_state.get_tensor_model_parallel_rank() == 0
+        and parallel_state.get_context_parallel_rank() == 0
     )
+
+
+def _gradient_is_finite(chunk: Any) -> bool:
+    buffers = chunk.buffers + chunk.expert_parallel_buffers
+    return all(bool(torch.isfinite(buffer.grad_data.sum())) for buffer in buffers)

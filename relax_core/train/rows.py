@@ -19,7 +19,7 @@ def token_versions(spans: list[list[VersionSpan]], lengths: np.ndarray) -> np.nd
 
 
 def decode_prompt_and_responses(row: LeasedRow) -> TrainGroup:
-    """What a log-prob pass needs of a row: token ids only."""
+    """What a log-prob pass needs of a row: token ids, and where they are leased the experts to replay."""
     responses = c.decode_ragged(row.columns[c.RESPONSE_IDS])
     tokens = responses.flat()
     return TrainGroup(
@@ -29,7 +29,19 @@ def decode_prompt_and_responses(row: LeasedRow) -> TrainGroup:
         response_ids=tokens,
         loss_mask=np.ones(len(tokens), dtype=bool),
         rollout_logprobs=np.zeros(len(tokens), dtype=np.float32),
+        routed_experts=_routed_experts(row),
     )
+
+
+def _routed_experts(row: LeasedRow) -> np.ndarray | None:
+    payload = row.columns.get(c.ROUTED_EXPERTS)
+    return None if payload is None else c.decode_routed_experts(payload)
+
+
+def _oldest_of_all_tokens(row: LeasedRow) -> list[int]:
+    """One version a sample; `LeasedRow.versions` looks at its trained tokens alone."""
+    spans = c.decode_weight_versions(row.columns[c.WEIGHT_VERSIONS])
+    return [min(span.version for span in sample) for sample in spans]
 
 
 def decode_train_group(row: LeasedRow, *, step: int, oldest_version: int) -> tuple[TrainGroup, list[str]]:
@@ -42,7 +54,8 @@ def decode_train_group(row: LeasedRow, *, step: int, oldest_version: int) -> tup
     loss_mask = c.decode_ragged(row.columns[c.LOSS_MASK]).flat().astype(bool)
     fully_masked: list[str] = []
     # A token counts as fresh only with its whole sample: later ones attend to what older weights left in the cache.
-    fresh = np.repeat([version == step for version in row.versions], lengths)
+    oldest = row.versions if loss_mask.all() else _oldest_of_all_tokens(row)
+    fresh = np.repeat([version == step for version in oldest], lengths)
     if min(row.versions) < oldest_version:
         versions = token_versions(c.decode_weight_versions(row.columns[c.WEIGHT_VERSIONS]), lengths)
         loss_mask &= versions >= oldest_version
@@ -74,5 +87,6 @@ def decode_train_group(row: LeasedRow, *, step: int, oldest_version: int) -> tup
         teacher_top_logprobs=top_column(c.TEACHER_TOP_LOGPROBS),
         values=column(c.VALUES),
         returns=column(c.RETURNS),
+        routed_experts=_routed_experts(row),
     )
     return group, fully_masked

@@ -1,10 +1,16 @@
-"""The sums of a train step, added over micro-batches and then over data-parallel ranks."""
+"""The sums of a train step, added over micro-batches and then over the replicas of the model."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
+
+from relax_core.contracts.algorithm import LossOutputs, StepTotals
+from relax_core.contracts.train import TrainGroup
 
 
 class StepSums(msgspec.Struct, kw_only=True):
@@ -55,3 +61,30 @@ def add_over_ranks(sums: StepSums, group: dist.ProcessGroup) -> StepSums:
     for part, size in zip(gathered, sizes, strict=True):
         total.add(msgspec.msgpack.decode(part[: int(size)].numpy().tobytes(), type=StepSums))
     return total
+
+
+def micro_batch_totals(groups: Sequence[TrainGroup]) -> StepTotals:
+    """What is trained of a micro-batch."""
+    if not groups:
+        return StepTotals(tokens=0, samples=0, groups=0)
+    mask = np.concatenate([group.loss_mask for group in groups])
+    lengths = np.concatenate([group.lengths for group in groups])
+    trained = np.logical_or.reduceat(mask, np.cumsum(lengths) - lengths)
+    samples_of = np.array([len(group.lengths) for group in groups])
+    return StepTotals(
+        tokens=int(np.count_nonzero(mask)),
+        samples=int(np.count_nonzero(trained)),
+        groups=int(np.count_nonzero(np.logical_or.reduceat(trained, np.cumsum(samples_of) - samples_of))),
+    )
+
+
+def micro_batch_sums(groups: Sequence[TrainGroup], outputs: LossOutputs) -> StepSums:
+    """What a micro-batch adds to the update's sums, but for the gap to the engine."""
+    totals = micro_batch_totals(groups)
+    return StepSums(
+        tokens=totals.tokens,
+        samples=totals.samples,
+        groups=totals.groups,
+        loss=float(outputs.loss_sum.detach()),
+        algorithm={name: (float(total), float(count)) for name, (total, count) in outputs.metric_sums.items()},
+    )

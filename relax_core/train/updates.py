@@ -32,13 +32,15 @@ class StepResult:
 class UpdatePlan:
     """How every train step is cut: ``groups`` of a step, in ``mini_batches`` equal parts, ``epochs`` times.
 
-    ``budget_tokens``: packed token rows of a micro-batch, over all ranks. ``seed``: of the shuffles.
+    ``budget_tokens``: packed token rows of a micro-batch on each of ``ranks`` data-parallel ranks. ``seed``: of the
+    shuffles.
     """
 
     groups: int
     mini_batches: int
     epochs: int
     budget_tokens: int
+    ranks: int
     seed: int
 
 
@@ -59,7 +61,7 @@ class StepUpdates:
     def __init__(self, trainer: Trainer, plan: UpdatePlan, *, step: int) -> None:
         assert plan.groups % plan.mini_batches == 0, "validated: rollout.prompts_per_step, algo.mini_batches"
         self._trainer, self._plan, self._step = trainer, plan, step
-        self._batcher = MicroBatcher(plan.budget_tokens)
+        self._batcher = MicroBatcher(plan.budget_tokens, ranks=plan.ranks)
         self._groups: list[TrainGroup] = []
         self._left = plan.mini_batches * plan.epochs
         self._done: list[UpdateMetrics] = []
@@ -133,5 +135,6 @@ def over_updates(metrics: Sequence[StepMetrics], *, first_epoch: int) -> StepMet
         tokens=sum(one.tokens for one in metrics[:first_epoch]),
         samples=sum(one.samples for one in metrics[:first_epoch]),
         algorithm=algorithm,
+        moe={name: sum(one.moe[name] for one in metrics) / len(metrics) for name in first.moe},
         timings_ms={part: sum(one.timings_ms.get(part, 0.0) for one in metrics) for part in parts},
     )

@@ -1,4 +1,4 @@
-"""A weight version as one flat file with a digest for each bucket: written by the trainer, mapped by every receiver.
+"""A weight version as one safetensors file with a digest for each bucket: the trainer writes, every receiver reads.
 
 On one host the file lies in shared memory, so that publishing is one copy and receiving another.
 """
@@ -8,16 +8,19 @@ from __future__ import annotations
 import math
 import mmap
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 import torch
 import xxhash
 
 from relax_core.contracts.engine import TensorSpec, WeightManifest
+from relax_core.weights.safetensors_header import header_bytes
 
 BUCKET_BYTES = 64 << 20
+HEADER_ROOM = 16 << 10
 
 
 class DigestMismatch(RuntimeError):
@@ -36,13 +39,22 @@ def _bucket_digests(buffer: memoryview, bucket_bytes: int) -> list[str]:
 
 
 def write_weights(
-    path: Path, *, version: int, tensors: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int = BUCKET_BYTES
+    path: Path,
+    *,
+    version: int,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    bucket_bytes: int = BUCKET_BYTES,
+    header_room: int = HEADER_ROOM,
 ) -> WeightManifest:
-    """Writes all tensors to ``path``, one at a time, and says what was written. It appears whole or not at all."""
+    """Writes all tensors to ``path``, one at a time, and says what was written. It appears whole or not at all.
+
+    ``header_room``: bytes left before the tensors, whose names come with them; too few cost one more copy.
+    """
     specs: list[TensorSpec] = []
     offset = 0
     partial = path.with_name(path.name + ".partial")
-    with partial.open("wb") as file:
+    with partial.open("w+b") as file:
+        file.seek(header_room)
         for name, tensor in tensors:
             data = tensor.detach().cpu().contiguous()
             raw = data.view(-1).view(torch.uint8).numpy().data
@@ -50,20 +62,58 @@ def write_weights(
             specs.append(TensorSpec(name=name, dtype=dtype, shape=list(data.shape), offset=offset, nbytes=raw.nbytes))
             file.write(raw)
             offset += raw.nbytes
-    with partial.open("rb") as written, mmap.mmap(written.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        view = memoryview(mapped)
-        digests = _bucket_digests(view, bucket_bytes)
-        view.release()
+        header = header_bytes(specs, room=header_room)
+        if len(header) > header_room:
+            _make_room(file, before=header_room, after=len(header))
+        file.seek(0)
+        file.write(header)
+    digests = []
+    if offset:
+        with (
+            partial.open("rb") as written,
+            mmap.mmap(written.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+            memoryview(mapped) as view,
+            view[len(header) :] as data_view,
+        ):
+            digests = _bucket_digests(data_view, bucket_bytes)
     os.replace(partial, path)
     return WeightManifest(
         version=version,
         path=str(path),
+        data_offset=len(header),
         total_bytes=offset,
         bucket_bytes=bucket_bytes,
         digests=digests,
         digest=_names_digest(specs, digests),
         tensors=specs,
     )
+
+
+def _make_room(file: BinaryIO, *, before: int, after: int) -> None:
+    """Moves what stands from ``before`` on to ``after``, the last piece first."""
+    file.flush()
+    end = file.tell()
+    piece = 16 << 20
+    for start in reversed(range(before, end, piece)):
+        data = os.pread(file.fileno(), min(piece, end - start), start)
+        os.pwrite(file.fileno(), data, start + after - before)
+
+
+def view_bytes(manifest: WeightManifest) -> torch.Tensor:
+    """The published tensors' bytes, uint8 ``[total_bytes]``: the file itself, unchecked. Copy what is kept.
+
+    Raises FileNotFoundError where a newer version has already replaced this one, and `DigestMismatch` for a file of
+    another length.
+    """
+    published = manifest.data_offset + manifest.total_bytes
+    with open(manifest.path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if size != published:
+            raise DigestMismatch(
+                f"weights version {manifest.version}: {manifest.path} has {size} bytes, published as {published}"
+            )
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return torch.frombuffer(mapped, dtype=torch.uint8)[manifest.data_offset :]
 
 
 def read_weights(manifest: WeightManifest) -> Iterator[tuple[str, torch.Tensor]]:
@@ -74,15 +124,8 @@ def read_weights(manifest: WeightManifest) -> Iterator[tuple[str, torch.Tensor]]
     """
     if _names_digest(manifest.tensors, manifest.digests) != manifest.digest:
         raise DigestMismatch(f"weights version {manifest.version}: the manifest's own digest does not agree")
-    with open(manifest.path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size != manifest.total_bytes:
-            raise DigestMismatch(
-                f"weights version {manifest.version}: {manifest.path} has {size} bytes, "
-                f"published as {manifest.total_bytes}"
-            )
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    found = _bucket_digests(memoryview(mapped), manifest.bucket_bytes)
+    data = view_bytes(manifest)
+    found = _bucket_digests(data.numpy().data, manifest.bucket_bytes)
     if len(found) != len(manifest.digests):
         raise DigestMismatch(
             f"weights version {manifest.version}: {len(found)} buckets, published as {len(manifest.digests)}"
@@ -92,37 +135,65 @@ def read_weights(manifest: WeightManifest) -> Iterator[tuple[str, torch.Tensor]]
             raise DigestMismatch(
                 f"weights version {manifest.version}, bucket {bucket}: digest {got}, published as {expected}"
             )
-    offset = 0
-    for spec in manifest.tensors:  # they follow each other; an offset of its own is no part of the digest
-        dtype = getattr(torch, spec.dtype)
-        count = math.prod(spec.shape)
-        tensor = (
-            torch.frombuffer(mapped, dtype=dtype, count=count, offset=offset) if count else torch.empty(0, dtype=dtype)
+    # Tensors follow each other; an offset of its own is no part of the digest.
+    yield from cut_tensors(data, [(spec.name, getattr(torch, spec.dtype), spec.shape) for spec in manifest.tensors])
+
+
+def cut_tensors(
+    data: torch.Tensor, tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """``data`` uint8 ``[bytes]``, which holds ``tensors`` (name, dtype, shape) one after the other → views of it. Where
+    one does not lie on a multiple of its dtype's size it is a copy."""
+    start = 0
+    for name, dtype, shape in tensors:
+        end = start + math.prod(shape) * dtype.itemsize
+        part = data[start:end]
+        if (data.storage_offset() + start) % dtype.itemsize:
+            part = part.clone()
+        yield name, part.view(dtype).view(shape)
+        start = end
+
+
+class TensorsDigest:
+    """The digest that `write_weights` gives the same tensors in the same order, without a file."""
+
+    def __init__(self, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self._bucket_bytes = bucket_bytes
+        self._specs: list[TensorSpec] = []
+        self._digests: list[str] = []
+        self._bucket, self._room, self._offset = xxhash.xxh3_128(), bucket_bytes, 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        data = tensor.detach().cpu().contiguous()
+        raw = data.view(-1).view(torch.uint8).numpy().data
+        self._specs.append(
+            TensorSpec(
+                name=name,
+                dtype=str(data.dtype).removeprefix("torch."),
+                shape=list(data.shape),
+                offset=self._offset,
+                nbytes=raw.nbytes,
+            )
         )
-        yield spec.name, tensor.view(spec.shape)
-        offset += count * dtype.itemsize
+        self._offset += raw.nbytes
+        start = 0
+        while start < raw.nbytes:
+            part = raw[start : start + self._room]
+            self._bucket.update(part)
+            start += part.nbytes
+            self._room -= part.nbytes
+            if self._room == 0:
+                self._digests.append(self._bucket.hexdigest())
+                self._bucket, self._room = xxhash.xxh3_128(), self._bucket_bytes
+
+    def hexdigest(self) -> str:
+        last = [self._bucket.hexdigest()] if self._room < self._bucket_bytes else []
+        return _names_digest(self._specs, [*self._digests, *last])
 
 
 def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]], *, bucket_bytes: int = BUCKET_BYTES) -> str:
-    """The digest that `write_weights` gives the same tensors in the same order, without a file."""
-    specs: list[TensorSpec] = []
-    digests: list[str] = []
-    bucket, room, offset = xxhash.xxh3_128(), bucket_bytes, 0
+    """`TensorsDigest` of all of them."""
+    digest = TensorsDigest(bucket_bytes=bucket_bytes)
     for name, tensor in tensors:
-        data = tensor.detach().cpu().contiguous()
-        raw = data.view(-1).view(torch.uint8).numpy().data
-        dtype = str(data.dtype).removeprefix("torch.")
-        specs.append(TensorSpec(name=name, dtype=dtype, shape=list(data.shape), offset=offset, nbytes=raw.nbytes))
-        offset += raw.nbytes
-        start = 0
-        while start < raw.nbytes:
-            part = raw[start : start + room]
-            bucket.update(part)
-            start += part.nbytes
-            room -= part.nbytes
-            if room == 0:
-                digests.append(bucket.hexdigest())
-                bucket, room = xxhash.xxh3_128(), bucket_bytes
-    if room < bucket_bytes:
-        digests.append(bucket.hexdigest())
-    return _names_digest(specs, digests)
+        digest.add(name, tensor)
+    return digest.hexdigest()

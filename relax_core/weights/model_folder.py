@@ -10,11 +10,12 @@ from torch import Tensor
 
 
 def read_safetensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a folder's ``*.safetensors``, one in memory at a time; ValueError where there are none."""
+    """All tensors of a folder's ``*.safetensors``, in the order in which they lie there, one in memory at a time;
+    ValueError where there are none."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"model.path={folder}: no *.safetensors file there. Give a Hugging Face folder with weights.")
     for path in files:
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+            for name in file.offset_keys():
                 yield name, file.get_tensor(name)

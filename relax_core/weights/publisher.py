@@ -1,41 +1,41 @@
-"""The trainer's end of weight sync: write version t, tell every engine, leave the newest for whoever starts later."""
+"""The trainer's end of weight sync: write version t, push it to every engine, leave the newest for who starts later."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from relax_core.contracts.engine import EngineError, WeightManifest
+from relax_core.weights.transports.base import WeightReceiver, WeightTransport
 
 if TYPE_CHECKING:
     import torch
 
 KEPT_VERSIONS = 2  # a reader that has just read the newest manifest must still find its file
 LATEST = "latest.json"
-
-
-class WeightReceiver(Protocol):
-    url: str
-
-    def update_weights(self, manifest: WeightManifest) -> dict: ...
+WEIGHTS = "model.safetensors"
+COMPANIONS = {".json", ".txt", ".model", ".jinja"}  # config, tokenizer, chat template
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncReport:
     """``write_ms``: until the file and its digest were there; ``push_ms``: until the last engine had answered;
-    ``refused``: engine url → why it does not serve this version."""
+    ``stall_ms``: the longest that an engine's decoding stood still for it; ``refused``: engine url → why it does not
+    serve this version."""
 
     version: int
     bytes: int
     write_ms: float
     push_ms: float
+    stall_ms: float
     refused: dict[str, str]
 
 
@@ -50,29 +50,50 @@ def read_latest(folder: Path) -> WeightManifest | None:
 
 class WeightPublisher:
     """Publishes versions into ``folder`` and pushes them. A receiver that fails is named and left to its owner, which
-    brings it up to the newest version when it is back; nobody waits for it past its own deadline."""
+    brings it up to the newest version when it is back; nobody waits for it past its own deadline.
 
-    def __init__(self, folder: Path, receivers: Callable[[], Sequence[WeightReceiver]]) -> None:
+    A version is a folder that loads as a Hugging Face model where ``model_folder`` is given, whose config and tokenizer
+    it links to.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        receivers: Callable[[], Sequence[WeightReceiver]],
+        *,
+        transport: WeightTransport,
+        model_folder: Path | None = None,
+    ) -> None:
         self._folder = folder
         self._receivers = receivers
-        self._files: list[Path] = []
+        self._transport = transport
+        self._companions = [path for path in model_folder.iterdir() if _is_companion(path)] if model_folder else []
+        self._versions: list[Path] = []
+        self._header_room: int | None = None
         self._pool = ThreadPoolExecutor(max_workers=8, thread_name_prefix="weight-push")
         folder.mkdir(parents=True, exist_ok=True)
 
     def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Future[SyncReport]:
         """Writes a version and starts its push, which ends beside the caller; one push at a time, so take the result
         before the next version. The tensors are read before this returns."""
-        from relax_core.weights.files import write_weights  # here: who only reads the newest manifest needs no torch
+        from relax_core.weights.files import HEADER_ROOM, write_weights  # who only reads the newest needs no torch
 
         start = time.perf_counter()
-        path = self._folder / f"weights-{version:08d}.bin"
-        manifest = write_weights(path, version=version, tensors=tensors)
+        home = self._folder / f"{version:08d}"
+        home.mkdir(exist_ok=True)
+        room = self._header_room or HEADER_ROOM
+        manifest = write_weights(home / WEIGHTS, version=version, tensors=tensors, header_room=room)
+        self._header_room = manifest.data_offset
+        for companion in self._companions:
+            link = home / companion.name
+            if not link.is_symlink():
+                link.symlink_to(companion)
         partial = self._folder / (LATEST + ".partial")
         partial.write_bytes(msgspec.json.encode(manifest))
         os.replace(partial, self._folder / LATEST)
-        self._files.append(path)
-        while len(self._files) > KEPT_VERSIONS:
-            self._files.pop(0).unlink(missing_ok=True)
+        self._versions.append(home)
+        while len(self._versions) > KEPT_VERSIONS:
+            shutil.rmtree(self._versions.pop(0), ignore_errors=True)  # a cluster's disk may still hold an open file
         write_ms = 1e3 * (time.perf_counter() - start)
         return self._pool.submit(self._push, manifest, write_ms=write_ms)
 
@@ -80,28 +101,33 @@ class WeightPublisher:
         start = time.perf_counter()
         receivers = self._receivers()
         if len(receivers) == 1:
-            outcomes = [_push_one(receivers[0], manifest)]
+            outcomes = [self._push_one(receivers[0], manifest)]
         else:
-            outcomes = list(self._pool.map(lambda receiver: _push_one(receiver, manifest), receivers))
+            outcomes = list(self._pool.map(lambda receiver: self._push_one(receiver, manifest), receivers))
         return SyncReport(
             version=manifest.version,
             bytes=manifest.total_bytes,
             write_ms=write_ms,
             push_ms=1e3 * (time.perf_counter() - start),
+            stall_ms=max((stall for stall in outcomes if isinstance(stall, float)), default=0.0),
             refused={
                 receiver.url: outcome
                 for receiver, outcome in zip(receivers, outcomes, strict=True)
-                if outcome is not None
+                if isinstance(outcome, str)
             },
         )
 
+    def _push_one(self, receiver: WeightReceiver, manifest: WeightManifest) -> float | str:
+        """How many milliseconds its decoding stood still, or why it does not serve the version."""
+        try:
+            return float(self._transport.push(receiver, manifest)["stall_ms"])
+        except EngineError as error:
+            return str(error)
+
     def close(self) -> None:
         self._pool.shutdown(wait=True)
+        self._transport.close()
 
 
-def _push_one(receiver: WeightReceiver, manifest: WeightManifest) -> str | None:
-    try:
-        receiver.update_weights(manifest)
-    except EngineError as error:
-        return str(error)
-    return None
+def _is_companion(path: Path) -> bool:
+    return path.suffix in COMPANIONS and not path.name.endswith(".index.json")

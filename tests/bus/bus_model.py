@@ -47,12 +47,21 @@ class BusModel:
     """What clients did, and what became of each sample. Actions take Hypothesis's ``draw``."""
 
     def __init__(
-        self, folder: Path, *, groups_per_step: int, group_size: int, max_staleness: int, on_stale: str
+        self,
+        folder: Path,
+        *,
+        groups_per_step: int,
+        group_size: int,
+        max_staleness: int,
+        on_stale: str,
+        spare_groups: int = 0,
+        surplus: str = "drop",
     ) -> None:
         self.folder = folder
         self.files = 0
         self.gps, self.group_size = groups_per_step, group_size
         self.max_staleness, self.on_stale = max_staleness, on_stale
+        self.spare_groups, self.surplus = spare_groups, surplus
         self.clock = Clock()
         self.start(self.new_file())
         self.in_flight: dict[str, Admission] = {}
@@ -75,6 +84,8 @@ class BusModel:
             max_staleness=self.max_staleness,
             on_stale=self.on_stale,
             total_steps=TOTAL_STEPS,
+            spare_groups=self.spare_groups,
+            surplus=self.surplus,
         )
         self.file = file
         self.journal = Journal(file)
@@ -85,7 +96,9 @@ class BusModel:
         self.admit_groups(draw(st.integers(1, 12)))
 
     def admit_groups(self, max_groups: int) -> None:
-        version, window = self.core.version, (self.max_staleness + 1) * self.gps
+        steps = self.max_staleness + 1
+        spares = self.spare_groups * (1 if self.surplus == "keep" else steps)
+        version, window = self.core.version, steps * self.gps + spares
         for admission in self.core.admit(max_groups):
             assert admission.group_uid not in self.in_flight
             assert admission.min_version <= version + 1, "at most one step early"
@@ -191,7 +204,7 @@ class BusModel:
             assert row.columns == {c: b"x" if c == "b" else row.group_uid.encode() for c in columns}
             if self.on_stale == "drop":
                 assert min(row.versions) >= step - self.max_staleness
-        if self.max_staleness == 0:
+        if self.max_staleness == 0 and not self.spare_groups:
             last = max(row.index for row in lease.rows)
             left = [
                 g.admission.index
@@ -223,6 +236,21 @@ class BusModel:
                     if uid not in masked:
                         assert uid not in self.trained, "trained twice"
                         self.trained[uid] = step - version
+            self.check_surplus(step)
+
+    def check_surplus(self, step: int) -> None:
+        """After step ``step``: groups in flight may have ended only because the steps have enough without them."""
+        gone = [uid for uid in self.in_flight if uid not in self.core.groups]
+        for uid in gone:
+            over = self.in_flight.pop(uid).min_version < step + 1 - self.max_staleness
+            assert self.core.finished() or (over and self.surplus == "drop"), "it could still be trained"
+        assert not gone or self.spare_groups
+        if self.core.finished():
+            assert not self.spare_groups or not self.core.groups, "nobody will train what is left"
+            return
+        change = self.core.version_change(step)
+        assert change is not None and (change.version, sorted(change.retired)) == (step + 1, sorted(gone))
+        assert self.core.version_change(step + 1) is None
 
     def train(self, draw: Draw) -> None:
         """A step with whatever is ready."""

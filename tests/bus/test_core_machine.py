@@ -24,6 +24,8 @@ TROUBLE = ["release", "revoke", "wait", "reclaim", "save", "restore", "crash_and
 class BusMachine(RuleBasedStateMachine):
     max_staleness = 0
     on_stale = "drop"
+    spare_groups = 0
+    surplus = "drop"
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,6 +41,8 @@ class BusMachine(RuleBasedStateMachine):
             group_size=group_size,
             max_staleness=self.max_staleness,
             on_stale=self.on_stale,
+            spare_groups=self.spare_groups,
+            surplus=self.surplus,
         )
 
     # One rule for all: Hypothesis leaves some rules out of each history, and without rollout none would get anywhere.
@@ -75,3 +79,13 @@ class BusMachine(RuleBasedStateMachine):
 def test_any_history_keeps_the_books_right_and_can_finish(max_staleness: int, on_stale: str) -> None:
     machine = type("Machine", (BusMachine,), {"max_staleness": max_staleness, "on_stale": on_stale})
     run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=60, deadline=None))
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "on_stale", "surplus"),
+    [(0, "drop", "drop"), (0, "mask", "keep"), (1, "drop", "drop"), (1, "drop", "keep"), (3, "mask", "drop")],
+)
+def test_so_does_any_history_with_over_sampling(max_staleness: int, on_stale: str, surplus: str) -> None:
+    case = {"max_staleness": max_staleness, "on_stale": on_stale, "surplus": surplus, "spare_groups": 2}
+    machine = type("Machine", (BusMachine,), case)
+    run_state_machine_as_test(machine, settings=settings(max_examples=25, stateful_step_count=60, deadline=None))

@@ -18,7 +18,7 @@ def model_folder(tmp_path: Path) -> Path:
         "vocab_size": 100,
         "hidden_size": 64,
         "intermediate_size": 192,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 16,

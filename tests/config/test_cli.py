@@ -28,7 +28,7 @@ def relax(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["model=qwen3_omni"], "relax: model=qwen3_omni is not built yet. What exists for model: qwen3, tiny_qwen3."),
+        (["model=qwen3_omni"], "relax: model=qwen3_omni is not built yet. What exists for model: qwen3, qwen3_moe"),
         (["run.stesp=3"], "relax: run.stesp is not a key."),
         (["rollout.temperature=0", "seed=-1"], "relax: 2 problems in the configuration"),
         (["seed=[1"], "relax: 'seed=[1' is not key=value."),

@@ -24,7 +24,7 @@ def problems(*overrides: str) -> list[str]:
     [
         (
             "model=qwen3_omni",
-            "model=qwen3_omni is not built yet. What exists for model: qwen3, tiny_qwen3.",
+            "model=qwen3_omni is not built yet. What exists for model: qwen3, qwen3_moe, tiny_qwen3, tiny_qwen3_moe.",
         ),
         (
             "algo=foo",
@@ -32,11 +32,13 @@ def problems(*overrides: str) -> list[str]:
             "What exists for algo: cispo, dapo, distill, dr_grpo, grpo, gspo, plugin, ppo, reinforce_pp, rloo, sapo.",
         ),
         ("mode=foo", "mode=foo is not built yet. What exists for mode: async, colocate."),
-        ("engine=sglang", "engine=sglang is not built yet. What exists for engine: embedded."),
+        ("engine=vllm", "engine=vllm is not built yet. What exists for engine: embedded, sglang."),
         ("bus=foo", "bus=foo is not built yet. What exists for bus: ray, transfer_queue."),
         ("launcher=slrm", "launcher=slrm is not built yet. What exists for launcher: local, ray_job, slurm."),
         ("launcher.partition=gpu", "launcher.partition is a key of launcher=slurm only."),
-        ("parallel=tp2", "parallel=tp2 is not built yet. What exists for parallel: single."),
+        ("parallel=tp9", "parallel=tp9 is not built yet. What exists for parallel: cp2, dp2, dp2_sharded, ep2,"),
+        ("parallel.actor_fwd.tpp=2", "parallel.actor_fwd.tpp is not a key. Nearest: parallel.actor_fwd."),
+        ("+parallel.reference.zz=2", "parallel.reference.zz is not a key."),
         ("mode=asinc", "Nearest: async."),
         (
             "experiment=none",
@@ -57,6 +59,12 @@ def problems(*overrides: str) -> list[str]:
         ("seed=null", "seed=null: it needs a value."),
         ("mode.name=async", "Choose it with mode=<option>: async, colocate."),
         ("optimizer.schedule=linear", "optimizer.schedule=linear: expected one of constant, cosine."),
+        (
+            "engine.weight_transport=cuda_ipc",
+            "engine.weight_transport=cuda_ipc is not built yet. Use engine.weight_transport=auto.",
+        ),
+        ("engine.weight_transport=nccl", "nccl: NCCL needs trainer and engines on GPUs."),
+        ("engine.weight_transport=tcp", "engine.weight_transport=tcp: expected one of auto, shared_memory, gloo,"),
         ("run=[1]", "run is a section, not a value. Its keys: run.steps,"),
         ("foo", "'foo' is not key=value."),
         ("seed=[1", "'seed=[1' is not key=value."),
@@ -94,12 +102,22 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
             "optimizer.critic_lr=0.0: must be more than 0. null takes optimizer.lr.",
         ),
         (["algo=ppo", "algo.gae_lambda=2"], "algo.gae_lambda=2.0: must lie in [0, 1]."),
-        (["parallel.tp=2"], "parallel.tp=2: not built yet; what exists: dp."),
+        (["parallel.tp=3"], "parallel.tp=3 does not divide the model's 4 attention heads. Use parallel.tp=2."),
+        (["parallel.ep=2"], "parallel.ep=2, parallel.etp=1: the model has no experts."),
+        (["parallel.vpp=2"], "parallel.vpp=2 with parallel.pp=1: there are no stages to interleave."),
+        (["parallel.overlap=true"], "Set parallel.distributed_optimizer=true."),
+        (["model=tiny_qwen3_moe", "parallel.tp=2"], "Set parallel.sequence_parallel=true."),
+        (["algo.old_logprobs=actor_fwd", "parallel.actor_fwd.pp=3"], "parallel.actor_fwd.pp=3 does not divide"),
+        (["parallel.reference.tp=0"], "parallel.reference.tp=0: must be at least 1."),
         (["parallel.dp=3"], "rollout.prompts_per_step=8 does not divide among parallel.dp=3 ranks."),
         (["model=qwen3"], "model.path is not set: model=qwen3 needs model.path="),
         (["model.path=/models/x"], "model.path=/models/x with model=tiny_qwen3, which is built in."),
         (["model=qwen3", "model.path=/nowhere"], "model.path=/nowhere: no such folder."),
         (["model=qwen3", "model.path=/usr"], "model.path=/usr: the folder has no config.json."),
+        (["algo.routing_replay=true"], "algo.routing_replay=true: model=tiny_qwen3 has no experts."),
+        (["model.moe_aux_loss_coef=0.01"], "model.moe_aux_loss_coef=0.01: model=tiny_qwen3 has no experts."),
+        (["model=tiny_qwen3_moe", "model.moe_aux_loss_coef=-1"], "model.moe_aux_loss_coef=-1.0: must be at least 0"),
+        (["engine.dtype=int8"], "engine.dtype=int8: expected null (model.dtype), or one of float32, bfloat16."),
         (["model.family=llama"], "model.family=llama"),
         (["model.dtype=float8"], "model.dtype=float8: expected one of float32, bfloat16."),
         (["model.builtin=huge"], "model.builtin=huge"),
@@ -111,13 +129,19 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
         (["eval.rows=999"], "eval.rows=999, but data.eval_size=256 holds out 256 rows"),
         (["rollout.temperature=0"], "rollout.temperature=0.0: must be more than 0 (greedy samples"),
         (["rollout.top_k=0"], "rollout.top_k=0 keeps no token."),
+        (["rollout.over_sampling=0.9"], "rollout.over_sampling=0.9: must be at least 1 and at most 16 (1 lets in what"),
+        (["rollout.max_aborts=0"], "rollout.max_aborts=0: must be at least 1."),
+        (
+            ["rollout.over_sampling=1.5", "rollout.surplus=keep", "mode.max_staleness=0"],
+            "rollout.surplus=keep with mode.max_staleness=0 and mode.on_stale=drop: every group that is kept is stale",
+        ),
         (["optimizer.lr=-1"], "optimizer.lr=-1.0: must be more than 0."),
         (["optimizer.lr=nan"], "optimizer.lr=nan: must be more than 0."),
         (["optimizer.min_lr_ratio=2"], "optimizer.min_lr_ratio=2.0"),
         (["engine.port=70000"], "engine.port=70000: must be at least 0 and at most 65535"),
         (["engine.port=65535", "engine.count=2"], "passes port 65535"),
         (["engine.host=0.0.0.0"], "engine.host=0.0.0.0: engines listen on loopback only."),
-        (["engine.name=sglang"], "engine.name=sglang is not built yet. What exists for engine: embedded."),
+        (["engine.name=vllm"], "engine.name=vllm is not built yet. What exists for engine: embedded, sglang."),
         (["bus.storage_units=2"], "bus.storage_units=2 with bus=ray, which has no storage units."),
         (["bus=transfer_queue", "bus.storage_units=0"], "bus.storage_units=0: must be at least 1."),
         (["engine.max_running_samples=8"], "engine.max_running_samples=8 cannot hold one group of algo.group_size=16."),
@@ -137,8 +161,8 @@ def test_what_cannot_run(overrides: list[str], text: str) -> None:
 
 
 def test_all_problems_at_once() -> None:
-    found = problems("seed=-1", "rollout.temperature=0", "parallel.tp=2", "resume=/nowhere", "algo.group_size=1")
-    assert [any(key in p for p in found) for key in ("seed=-1", "temperature", "tp=2", "resume", "group_size")] == [
+    found = problems("seed=-1", "rollout.temperature=0", "parallel.tp=3", "resume=/nowhere", "algo.group_size=1")
+    assert [any(key in p for p in found) for key in ("seed=-1", "temperature", "tp=3", "resume", "group_size")] == [
         True
     ] * 5
     report = ConfigError(found).report()

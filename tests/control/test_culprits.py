@@ -48,6 +48,12 @@ def test_who_works_for_itself_beside_a_wait_is_a_culprit() -> None:
     assert culprits(*beats, bus=[in_bus("actor", "rollout")]) == ["rollout-0", "engine-0"]
 
 
+def test_ranks_that_work_together_are_culprits_together_but_for_those_that_wait() -> None:
+    lead = beat("actor-0", "actor-0", "actor-1", "actor-2")
+    assert culprits(lead, beat("actor-1", "actor-0"), beat("actor-2")) == ["actor-0", "actor-2"]
+    assert culprits(beat("actor-0", "actor-2"), beat("actor-1", "actor-0"), beat("actor-2")) == ["actor-2"]
+
+
 def test_a_circle_names_all_of_it() -> None:
     bus = [in_bus("actor", "rollout"), in_bus("rollout", "actor")]
     assert culprits(beat("actor-0", "bus"), beat("rollout-0", "bus"), beat("engine-0"), bus=bus) == [

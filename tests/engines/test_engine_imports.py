@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from relax_core.engines.process import ROOT
+from relax_core.engines.embedded.launch import ROOT
 
 
 def test_the_engine_process_loads_no_heavy_library() -> None:

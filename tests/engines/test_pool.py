@@ -1,31 +1,62 @@
-"""Two real engine processes behind the pool: who gets which prompt, and what a death costs."""
+"""Two real engine processes behind the pool: who gets which prompt, what a death costs, what an abort continues."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from relax_core.contracts.engine import EngineError, EngineUnreachable, Generated, PromptRequest, SamplingParams
+from relax_core.contracts.sample import VersionSpan
 from relax_core.engines.client import EngineClient
 from relax_core.engines.pool import EnginePool
 from relax_core.engines.wire import StreamEnd
-from tests.contracts.engine.harness import CONTEXT, Engine, make_model, prompts_of, publish
+from tests.contracts.engine.harness import CONTEXT, EOS, TOKEN, Engine, make_model, prompts_of, publish
 
 SHORT = SamplingParams(n=3, max_new_tokens=4)
+LENGTHS = SamplingParams(n=4, max_new_tokens=1200, stop_token_ids=[EOS])  # the stop token ends them one by one
+
+
+class NotedClient(EngineClient):
+    """A client that notes what goes over it."""
+
+    def __init__(self, engine: Engine, number: int, directory: Directory) -> None:
+        super().__init__(engine.process.url, TOKEN, request_timeout_s=60.0, control_timeout_s=30.0)
+        self._number, self._directory = number, directory
+
+    async def generate(
+        self, prompts: Sequence[PromptRequest], params: SamplingParams, **options: Any
+    ) -> AsyncIterator[Generated]:
+        self._directory.requests += [(self._number, prompt) for prompt in prompts]
+        async for one in super().generate(prompts, params, **options):
+            self._directory.came += [(self._number, one)]
+            yield one
+            self._directory.on_response(self._number, one)
 
 
 class Directory:
-    """Gives the pool its clients, and remembers what it asked for. ``replace``: called for a fresh address."""
+    """Gives the pool its clients, and remembers what it asked for and what came: ``requests``, ``came`` of (engine,
+    prompt or response). ``replace``: called for a fresh address; ``on_response``: after each response."""
 
-    def __init__(self, *engines: Engine, replace: Callable[[int], Engine] | None = None) -> None:
+    def __init__(
+        self,
+        *engines: Engine,
+        replace: Callable[[int], Engine] | None = None,
+        on_response: Callable[[int, Generated], None] = lambda engine, one: None,
+    ) -> None:
         self.engines = list(engines)
         self.asked: list[tuple[int, bool]] = []
+        self.requests: list[tuple[int, PromptRequest]] = []
+        self.came: list[tuple[int, Generated]] = []
+        self.on_response = on_response
         self._replace = replace
         self._clients: list[EngineClient] = []
 
@@ -34,7 +65,7 @@ class Directory:
         if fresh and self._replace is not None:
             self.engines[engine] = await asyncio.to_thread(self._replace, engine)
             self._replace = None
-        client = self.engines[engine].new_client()
+        client = NotedClient(self.engines[engine], engine, self)
         self._clients.append(client)
         return client
 
@@ -96,31 +127,38 @@ def test_an_engine_without_a_share_is_not_asked(start_engine: Callable[..., Engi
     assert directory.asked == [(0, False)]
 
 
+def kill(engine: Engine) -> None:
+    os.kill(engine.process.pid, signal.SIGKILL)
+
+
 def test_what_a_killed_engine_owed_is_redone_and_nothing_else(start_engine: Callable[..., Engine]) -> None:
+    """Killed in the middle of a group: only the samples that are missing are asked for, of the engine that lives."""
     first, second = start_engine(), start_engine()
-    # Prompts of engine 1 are 1, 3, 5, 7; the stop token ends samples at different lengths, so prompts end one by one.
-    prompts = prompts_of(*([5 + place, 6] for place in range(8)))
-    params = SamplingParams(n=4, max_new_tokens=1200, stop_token_ids=[3])
-    expected = tokens(generate(Directory(first), prompts, params))
-    killed: list[int] = []
+    prompts = prompts_of(*([5 + place, 6] for place in range(8)))  # 1, 3, 5, 7 go to engine 1
+    expected = tokens(generate(Directory(first), prompts, LENGTHS))
+    finished: Counter[str] = Counter()
 
-    def kill_after_first(place: int) -> None:
-        if place % 2 == 1 and not killed:
-            killed.append(place)
-            os.kill(second.process.pid, signal.SIGKILL)
+    def kill_after_a_part(engine: int, one: Generated) -> None:
+        if engine == 1:
+            finished[one.rid] += 1
+            if finished.total() == 5:
+                kill(second)
 
-    directory = Directory(first, second, replace=lambda engine: start_engine())
-    found = generate(directory, prompts, params, on_done=kill_after_first)
-    assert killed
+    directory = Directory(first, second, on_response=kill_after_a_part)
+    found = generate(directory, prompts, LENGTHS)
     assert Counter(place for place, _ in found) == dict.fromkeys(range(8), 1)
-    assert tokens(found) == expected  # seeds belong to samples: a redone prompt gets the same tokens
-    assert all(len(responses) == 4 for _, responses in found)
-    assert directory.asked.count((0, False)) == 1 and (0, True) not in directory.asked
+    assert tokens(found) == expected  # seeds belong to samples: a sample that is drawn again gets the same tokens
+    assert Counter(one.rid for _, one in directory.came) == {prompt.rid: 4 for prompt in prompts}, "none came twice"
+    parts = {prompt.rid: prompt.samples for _, prompt in directory.requests if prompt.samples is not None}
+    assert parts, "no group was in the middle"
+    assert all(0 < len(samples) < 4 for samples in parts.values() if samples)
+    assert {engine for engine, prompt in directory.requests if prompt.samples is not None} == {0}
+    assert (1, True) in directory.asked  # its owner is asked where it is now
 
 
 def test_a_killed_engine_in_mid_generation_is_asked_anew(start_engine: Callable[..., Engine], tmp_path: Path) -> None:
-    """No prompt of engine 1 can be complete when it dies: it holds them for a version that never comes."""
-    first, second = start_engine(), start_engine()
+    """The only engine dies with a prompt that it holds for a version that never comes; its successor has it."""
+    first = start_engine()
     held = PromptRequest(rid="held", input_ids=[7, 8], sampling_seed=3, min_version=1)
 
     def replace(engine: int) -> Engine:
@@ -128,24 +166,23 @@ def test_a_killed_engine_in_mid_generation_is_asked_anew(start_engine: Callable[
         fresh.client.update_weights(publish(make_model(None, seed=1), tmp_path / "weights", version=1))
         return fresh
 
-    def kill_second(place: int) -> None:
-        if place == 0:
-            os.kill(second.process.pid, signal.SIGKILL)
-
-    directory = Directory(first, second, replace=replace)
-    found = generate(directory, [*prompts_of([5, 6]), held], SHORT, on_done=kill_second)
+    directory = Directory(first, replace=replace)
+    found = generate(directory, [*prompts_of([5, 6]), held], SHORT, on_done=lambda place: place or kill(first))
     assert [place for place, _ in found] == [0, 1]
     assert {span.version for one in found[1][1] for span in one.weight_versions} == {1}
-    assert directory.asked == [(0, False), (1, False), (1, True)]
+    assert directory.asked == [(0, False), (0, True), (0, False)]
 
 
-def test_patience_ends_with_the_engines_number(start_engine: Callable[..., Engine]) -> None:
+def test_patience_ends_with_the_engines_numbers(start_engine: Callable[..., Engine]) -> None:
     first, second = start_engine(), start_engine()
-    os.kill(second.process.pid, signal.SIGKILL)
+    kill(first)
+    kill(second)
     directory = Directory(first, second)
-    with pytest.raises(EngineUnreachable, match=rf"engine 1 has answered nothing for 0\.3 s.*{second.process.url}"):
+    with pytest.raises(EngineUnreachable, match=r"no engine has answered anything for 0\.3 s") as error:
         generate(directory, prompts_of([5], [6]), SHORT, patience_s=0.3)
-    assert (1, True) in directory.asked
+    assert f"engine 0: engine {first.process.url}" in str(error.value)
+    assert f"engine 1: engine {second.process.url}" in str(error.value)
+    assert {(0, True), (1, True)} <= set(directory.asked)
 
 
 def test_a_long_silence_before_the_death_does_not_use_up_the_patience(start_engine: Callable[..., Engine]) -> None:
@@ -158,13 +195,140 @@ def test_a_long_silence_before_the_death_does_not_use_up_the_patience(start_engi
         pool = EnginePool(1, directory.client_for, patience_s=0.3)
         waiting = asyncio.ensure_future(anext(pool.generate(held, SHORT, places=[0])))
         await asyncio.sleep(0.6)  # twice the patience, and nothing is wrong
-        os.kill(first.process.pid, signal.SIGKILL)
-        with pytest.raises(EngineUnreachable, match="engine 0 has answered nothing"):
+        kill(first)
+        with pytest.raises(EngineUnreachable, match="no engine has answered anything"):
             await waiting
         await directory.close()
 
     asyncio.run(scene())
     assert (0, True) in directory.asked  # it was tried again before it was given up
+
+
+async def until(what: str, true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30.0
+    while not true():
+        assert time.monotonic() < deadline, what
+        await asyncio.sleep(0.005)
+
+
+def test_aborted_samples_go_on_from_their_prefixes_as_if_nothing_had_happened(
+    start_engine: Callable[..., Engine],
+) -> None:
+    """Under the same weights they get the tokens of an undisturbed run: random numbers go on with the position."""
+    engine = start_engine()
+    params = SamplingParams(n=3, max_new_tokens=2500, banned_token_ids=[EOS])
+    prompts = prompts_of([5, 6], [7], [8, 9])
+    calm = dict(generate(Directory(engine), prompts, params))
+    directory = Directory(engine)
+
+    async def scene() -> dict[int, list[Generated]]:
+        pool = EnginePool(1, directory.client_for, patience_s=10.0)
+        groups = pool.generate(prompts, params, places=[0, 1, 2])
+        collecting = asyncio.ensure_future(_collect(groups))
+        for round_ in (1, 2):
+            done = engine.client.loads()["generated_tokens"]
+            await until("it does not decode", lambda done=done: engine.client.loads()["generated_tokens"] > done + 50)
+            await pool.abort(["prompt-0", "prompt-2", "nobody"], min_version=0)
+            await until("nothing went on", lambda n=round_: _continued(directory) >= 4 * n)
+        found = await collecting
+        await directory.close()
+        return found
+
+    found = asyncio.run(scene())
+    stop = lambda place: [one.output_ids for one in calm[place]]  # noqa: E731
+    for place in (0, 1, 2):
+        assert [one.output_ids for one in found[place]] == stop(place)
+        for one, quiet in zip(found[place], calm[place], strict=True):
+            assert one.logprobs == pytest.approx(quiet.logprobs, abs=2e-5)
+            assert one.weight_versions == [VersionSpan(0, len(one.output_ids), 0)]
+            assert one.finish_reason == quiet.finish_reason
+    assert {prompt.rid for _, prompt in directory.requests if prompt.generated} == {"prompt-0", "prompt-2"}
+
+
+def _continued(directory: Directory) -> int:
+    return sum(prompt.generated > 0 for _, prompt in directory.requests)
+
+
+async def _collect(groups: AsyncIterator[tuple[int, list[Generated]]]) -> dict[int, list[Generated]]:
+    return {place: responses async for place, responses in groups}
+
+
+def test_what_is_aborted_at_a_weight_change_goes_on_with_the_new_weights(
+    start_engine: Callable[..., Engine], tmp_path: Path
+) -> None:
+    """Its tokens say who made them; those behind the change are what the new weights make of the whole prefix."""
+    engine = start_engine()
+    params = SamplingParams(n=2, max_new_tokens=2000, banned_token_ids=[EOS])
+    request = PromptRequest(rid="group", input_ids=[5, 6], sampling_seed=3)
+    directory = Directory(engine)
+
+    async def scene() -> list[Generated]:
+        pool = EnginePool(1, directory.client_for, patience_s=10.0)
+        collecting = asyncio.ensure_future(_collect(pool.generate([request], params, places=[0])))
+        await until("it does not decode", lambda: engine.client.loads()["generated_tokens"] > 50)
+        await pool.abort(["group"], min_version=1)
+        await until("nothing is held", lambda: engine.client.loads()["held"] == 2)
+        engine.client.update_weights(publish(make_model(None, seed=1), tmp_path / "one", version=1))
+        found = await collecting
+        await directory.close()
+        return found[0]
+
+    for one in asyncio.run(scene()):
+        before, after = one.weight_versions
+        assert (before.version, after.version) == (0, 1) and 0 < before.end == after.start
+        assert after.end == len(one.output_ids) == len(one.logprobs)
+        prefix = msgspec.structs.replace(
+            request,
+            input_ids=request.input_ids + one.output_ids[: before.end],
+            generated=before.end,
+            samples=[one.sample],
+        )
+        (redone,) = engine.generate([prefix], params)
+        assert redone.output_ids == one.output_ids[before.end :]
+
+
+def test_a_prompt_that_is_given_up_ends_at_the_engine_too(start_engine: Callable[..., Engine]) -> None:
+    engine = start_engine()
+    params = SamplingParams(n=2, max_new_tokens=20000, banned_token_ids=[EOS])
+    directory = Directory(engine)
+
+    async def scene() -> list[int]:
+        pool = EnginePool(1, directory.client_for, patience_s=10.0)
+        prompts = prompts_of([5], [6])
+        collecting = asyncio.ensure_future(_collect(pool.generate(prompts, params, places=[0, 1])))
+        await until("it does not decode", lambda: engine.client.loads()["running"] == 4)
+        await pool.cancel(["prompt-1"])
+        assert engine.client.loads()["running"] == 2
+        await pool.cancel(["prompt-0", "prompt-1"])
+        found = await collecting
+        await directory.close()
+        return list(found)
+
+    assert asyncio.run(scene()) == []
+    assert engine.client.loads()["running"] == 0
+
+
+def test_a_laggard_is_named_and_what_it_holds_goes_to_another(
+    start_engine: Callable[..., Engine], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = start_engine(), start_engine()
+    first.client.update_weights(publish(make_model(None, seed=1), tmp_path / "weights", version=2))
+    prompts = [
+        PromptRequest(rid=f"held-{place}", input_ids=[7, place], sampling_seed=3, min_version=2) for place in range(4)
+    ]
+    directory = Directory(first, second)
+
+    async def scene() -> dict[int, list[Generated]]:
+        pool = EnginePool(2, directory.client_for, patience_s=10.0, max_lag=1, lag_s=0.2)
+        found = await _collect(pool.generate(prompts, SHORT, places=range(4)))
+        await directory.close()
+        return found
+
+    found = asyncio.run(scene())
+    assert sorted(found) == [0, 1, 2, 3]
+    assert {one.engine for responses in found.values() for one in responses} == {"engine-0"}
+    assert {engine for engine, _ in directory.requests} == {0, 1}
+    assert "engine 1 serves weights 0, another one 2: more than 1 behind" in caplog.text
 
 
 def test_a_refusal_is_not_retried(start_engine: Callable[..., Engine]) -> None:

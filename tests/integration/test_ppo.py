@@ -61,7 +61,7 @@ def test_a_resumed_critic_goes_on_to_the_bit(strict: FinishedRun, tmp_path: Path
     assert stopped.code == 130, stopped.output
     (at,) = stopped.checkpoints()
     assert 3 <= at < 24
-    assert (stopped.folder / "checkpoints" / f"step_{at:08d}" / "critic" / "metadata.json").is_file()
+    assert (stopped.folder / "checkpoints" / f"step_{at:08d}" / "critic" / "made_by.json").is_file()
     resumed = run_to_end(tmp_path / "run", *STRICT, "resume=auto")
     assert resumed.code == 0, resumed.output
     resumed.assert_books_closed()

@@ -14,7 +14,9 @@ SHORT = ("run.steps=6", "eval.every=0", "run.save_every=0")
 
 
 def test_actor_fwd_and_reference_feed_the_trainer(tmp_path: Path) -> None:
-    run = run_to_end(tmp_path / "run", *SHORT, "algo.old_logprobs=actor_fwd", "algo.kl_coef=0.01", "optimizer.lr=3e-3")
+    """Each on a layout of its own."""
+    roles = ("algo.old_logprobs=actor_fwd", "algo.kl_coef=0.01", "parallel.actor_fwd.tp=2", "parallel.reference.dp=2")
+    run = run_to_end(tmp_path / "run", *SHORT, *roles, "optimizer.lr=3e-3")
     assert run.code == 0, run.output
     run.assert_books_closed()
     assert run.summary["ledger"]["trained"] == 6 * 8 * 16
@@ -29,7 +31,7 @@ def test_two_trainer_ranks_train_what_one_does(tmp_path: Path) -> None:
     # Adam divides by the gradient's size: with its usual epsilon, rounding of a near-zero gradient becomes a full step.
     strict = (*SHORT, "mode.max_staleness=0", "optimizer.eps=1e-2", "optimizer.lr=1e-2")
     one = run_to_end(tmp_path / "one", *strict)
-    two = run_to_end(tmp_path / "two", *strict, "parallel.dp=2")
+    two = run_to_end(tmp_path / "two", *strict, "parallel=tp2_sp")
     for run in (one, two):
         assert run.code == 0, run.output
         run.assert_books_closed()

@@ -16,7 +16,6 @@ from relax_core.plan.build import as_json_values, make_plan
 from relax_core.plan.command import plan_run, save_plan
 from relax_core.plan.text import as_text
 from relax_core.preflight import CHECKS
-from relax_core.registry import find_algorithm
 
 PRESETS = {
     "qwen3_4b_colocate_8gpu": 8,
@@ -35,7 +34,7 @@ def planned(*overrides: str) -> RelaxConfig:
 @pytest.mark.parametrize("algo", ["grpo", "ppo", "distill"])
 def test_the_plan_has_the_roles_that_are_started(algo: str) -> None:
     config = load_config([f"algo={algo}", "engine.count=2"])
-    assert make_plan(config).roles == roles_of(find_algorithm(algo).needs(config.algo), engines=2)
+    assert make_plan(config).roles == roles_of(config)
 
 
 @pytest.mark.parametrize(("name", "gpus"), PRESETS.items())
@@ -47,7 +46,7 @@ def test_the_presets_plan_clean_and_cannot_start_yet(name: str, gpus: int) -> No
     assert plan.refused == []
     used = {(place.node, gpu) for place in plan.places for gpu in place.gpus}
     assert len(used) == gpus == config.placement.nodes * config.placement.gpus_per_node
-    assert as_text(plan).startswith(f"{name}: plans, but cannot start yet:\n  - engine.name=sglang is not built yet")
+    assert as_text(plan).startswith(f"{name}: plans, but cannot start yet:\n  - placement.name=gpu is not built yet")
     with pytest.raises(ConfigError):
         load_config([f"experiment={name}"], checks=CHECKS)
 
@@ -62,6 +61,22 @@ def test_an_asynchronous_layout_gives_each_gpu_to_one_role() -> None:
     assert (by_name["actor_fwd-1"].node, by_name["actor_fwd-1"].gpus) == (1, (7,))
 
 
+def test_ranks_on_cores_are_told_by_their_place_in_the_layout() -> None:
+    overrides = [
+        "parallel=tp2_pp2",
+        "algo.old_logprobs=actor_fwd",
+        "parallel.actor_fwd.cp=2",
+        "parallel.reference.tp=2",
+    ]
+    plan = make_plan(load_config(overrides))
+    places = {place.name: place.coordinates for place in plan.places}
+    assert (places["actor-0"], places["actor-3"], places["actor_fwd-1"]) == ("pp0 tp0", "pp1 tp1", "cp1")
+    assert places["engine-0"] == ""
+    text = as_text(plan)
+    assert "ranks actor-0 (pp0 tp0), actor-1 (pp0 tp1), actor-2 (pp1 tp0)" in text
+    assert "parallel.reference: the algorithm as it is set starts no such role." in text
+
+
 def test_the_batch_in_words() -> None:
     plan = make_plan(load_config(["algo.mini_batches=2", "algo.epochs=3", "mode.max_staleness=2"]))
     words = " ".join([*plan.batch, *plan.credits])
@@ -72,9 +87,10 @@ def test_the_batch_in_words() -> None:
 
 
 def test_ranks_without_work_are_told() -> None:
-    plan = make_plan(load_config(["parallel.dp=4", "parallel.micro_batch_tokens=64"]))
+    plan = make_plan(load_config(["parallel.dp=4", "parallel.micro_batch_tokens=64", "algo.mini_batches=4"]))
     told = " ".join(plan.batch)
-    assert "Only 1 of 4 data-parallel ranks have work in a micro-batch. Use parallel.micro_batch_tokens=129" in told
+    assert "Only 2 of 4 data-parallel ranks have work in a micro-batch: an update has no more groups." in told
+    assert "One group is more than a micro-batch, parallel.micro_batch_tokens=64: it goes alone" in told
 
 
 def test_a_sync_and_a_checkpoint_in_bytes() -> None:
@@ -90,6 +106,10 @@ def test_a_sync_and_a_checkpoint_in_bytes() -> None:
         (["placement.gpus_per_node=4"], "placement.roles ask for 8 GPUs, placement.nodes=1 x gpus_per_node=4 = 4."),
         (["~placement.roles.reference"], "placement.roles.reference is not set"),
         (["+placement.roles.critic=1", "placement.nodes=2"], "starts no such role"),
+        (
+            ["parallel.reference.tp=2"],
+            "dp=1 = 2 ranks, but there are GPUs for 1. Set placement.roles.reference=2.",
+        ),
         (["engine.count=3"], "engine.count=3 x engine.tp=1 = 3 GPUs, but rollout has 4. Set engine.count=4."),
         (["engine.tp=3", "engine.count=1", "placement.roles.rollout=3"], "would straddle two machines"),
         (["placement.gpu_memory_gib=24"], "actor: backward needs"),
@@ -129,6 +149,22 @@ def test_unread_knobs_are_told() -> None:
     for key in ("eval.rows", "optimizer.min_lr_ratio", "rollout.reward_workers", "algo.kl_estimator"):
         assert key in told
     assert "algo.kl_estimator" not in " ".join(make_plan(load_config(["algo.kl_coef=0.1"])).unread)
+
+
+def test_what_of_the_rollout_is_unread_depends_on_what_lives_through_a_weight_change() -> None:
+    strict = ["mode.max_staleness=0", "mode.on_stale=mask", "rollout.partial=abort", "rollout.surplus=keep"]
+    told = " ".join(make_plan(load_config(strict)).unread)
+    for key in ("mode.on_stale", "rollout.partial", "rollout.surplus"):
+        assert key in told
+    told = " ".join(make_plan(load_config([*strict, "rollout.over_sampling=1.5"])).unread)
+    for key in ("mode.on_stale", "rollout.partial", "rollout.surplus", "rollout.max_aborts"):
+        assert key not in told
+
+
+def test_the_credits_count_the_spare_groups() -> None:
+    for surplus, groups in (("drop", 24), ("keep", 20)):
+        plan = make_plan(load_config(["rollout.over_sampling=1.5", f"rollout.surplus={surplus}"]))
+        assert f"= {groups} groups" in " ".join(plan.credits), plan.credits
 
 
 def test_the_plan_in_the_runs_folder(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from relax_core.config.compose import compose, load_config, typed_config
 from relax_core.config.schema import RelaxConfig
 from relax_core.plan.build import Plan, make_plan
@@ -41,6 +43,37 @@ def test_a_bfloat16_model_has_a_float32_copy() -> None:
     assert optimizer["weights"] == 2 * parameters
     assert optimizer["gradients"] == 4 * parameters
     assert optimizer["Adam states"] == 12 * parameters // 2
+
+
+def test_a_rank_of_a_mixture_by_hand() -> None:
+    """tp2_ep2: the layers and the embedding over tp, the experts over ep; rows cut by sequence parallelism."""
+    plan = make_plan(load_config(["model=tiny_qwen3_moe", "parallel=tp2_ep2"]))
+    model = plan.model
+    assert holder(plan, "actor").count == 2
+    backward = phase(plan, "actor", "backward")
+    mine = (model.layer_parameters + model.embedding_parameters) // 2 + model.expert_parameters // 2
+    assert (backward["weights"], backward["Adam states"]) == (mine * FLOAT, 2 * mine * FLOAT)
+    whole = phase(make_plan(load_config(["model=tiny_qwen3_moe"])), "actor", "backward")
+    assert backward["activations"] == pytest.approx(whole["activations"] / 2, rel=1e-3)
+    assert backward["logits chunk"] == whole["logits chunk"] // 2
+
+
+def test_stages_rows_and_recomputation_by_hand() -> None:
+    whole = phase(make_plan(load_config()), "actor", "backward")
+    # One micro-batch: a stage has one of the two layers, a context-parallel rank half of the rows.
+    for layout in ("pp2", "cp2"):
+        rank = phase(make_plan(load_config([f"parallel={layout}"])), "actor", "backward")
+        assert rank["activations"] == whole["activations"] // 2
+    rows, inputs = 8 * (17 + 16 * 7), 64
+    again = phase(make_plan(load_config(["parallel.recompute=full"])), "actor", "backward")
+    assert again["activations"] == whole["activations"] // 2 + 2 * rows * inputs * FLOAT
+
+
+def test_forward_roles_have_their_own_layout() -> None:
+    plan = make_plan(load_config(["algo.kl_coef=0.1", "parallel.reference.tp=2", "parallel.reference.dp=2"]))
+    assert (holder(plan, "actor").count, holder(plan, "reference").count) == (1, 4)
+    whole = phase(plan, "actor", "forward")["weights"]
+    assert phase(plan, "reference", "forward")["weights"] == whole // 2
 
 
 def test_the_engines_cache_is_its_grown_rectangle() -> None:

@@ -96,7 +96,7 @@ def test_the_trainer_leases_what_the_algorithm_needs() -> None:
             {c.TEACHER_LOGPROBS, c.TEACHER_TOP_IDS, c.TEACHER_TOP_LOGPROBS},
         ),
     ):
-        columns = train_columns(needs)
+        columns = train_columns(needs, routing_replay=False)
         assert len(columns) == len(set(columns)) and set(columns) == plain | more
 
 

@@ -108,3 +108,19 @@ def test_a_complete_group_may_be_refused_and_the_refusals_are_counted() -> None:
     assert reasons == ["all_equal", "all_equal", None, "all_equal", "reward_failed"]
     # The last one was incomplete, so it was not asked about.
     assert seen == [([0.5, 0.5], 0), ([0.5, 0.5], 1), ([0.5, 1.0], 2), ([1.0, 1.0], 0)]
+
+
+@pytest.mark.parametrize(("mask", "masks", "versions"), [(False, [1] * 5, [4, 5]), (True, [0, 1, 1, 1, 1], [5, 5])])
+def test_tokens_of_older_weights_are_masked_on_request(mask: bool, masks: list[int], versions: list[int]) -> None:
+    """Then a sample is as old as the newest weights that worked on it; one of a single version is never masked."""
+    row = complete_group(
+        index=12,
+        prompt_ids=[1, 2, 3],
+        generated=[response(0), response(1, version=5)],
+        rewards=[RewardOutput(reward=1.0), RewardOutput(reward=0.0)],
+        mask_off_policy=mask,
+    )
+    assert not isinstance(row, DroppedGroup)
+    assert c.decode_ragged(row.columns[c.LOSS_MASK]).flat().tolist() == masks
+    assert row.versions == versions
+    assert len(c.decode_weight_versions(row.columns[c.WEIGHT_VERSIONS])[0]) == 2, "what made them is told all the same"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from relax_core.contracts import columns as c
-from relax_core.contracts.bus import Admission, BusClosed, GroupRow
+from relax_core.contracts.bus import Admission, BusClosed, GroupRow, VersionChange
 from relax_core.contracts.data import DataRow
 from relax_core.contracts.engine import SamplingParams
 from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec
@@ -21,6 +22,7 @@ from relax_core.engines.process import EngineLaunch
 from relax_core.registry import find_env, find_reward
 from relax_core.rollout.reward_worker import RewardPool
 from relax_core.rollout.sampler import PromptMaker, Sampler, SamplerSettings
+from relax_core.rollout.turnover import Turnover
 from relax_core.tools.make_tiny import tiny_model_folder
 from tests.bus.make_rows import for_actor, make_core
 from tests.contracts.engine.harness import Engine
@@ -38,8 +40,19 @@ def tiny_folder() -> Path:
 class CoreBus:
     """`BusCore` in the sampler's own event loop, with a trainer that takes a step as soon as its rows are there."""
 
-    def __init__(self, *, steps: int, put: Callable[[Sequence[GroupRow]], None] = lambda rows: None) -> None:
-        self.core = make_core(groups_per_step=STEP_GROUPS, group_size=GROUP_SIZE, total_steps=steps, max_staleness=0)
+    def __init__(
+        self,
+        *,
+        steps: int,
+        put: Callable[[Sequence[GroupRow]], None] = lambda rows: None,
+        on_step: Callable[[int], None] = lambda version: None,
+        **settings: Any,
+    ) -> None:
+        self._on_step = on_step
+        self.core = make_core(
+            **{"groups_per_step": STEP_GROUPS, "group_size": GROUP_SIZE, "total_steps": steps, "max_staleness": 0}
+            | settings
+        )
         self.rows: dict[str, GroupRow] = {}
         self.puts = 0
         self._on_put = put
@@ -70,8 +83,16 @@ class CoreBus:
         request = for_actor(self.core.version, groups=STEP_GROUPS)
         request = type(request)(**{**_fields(request), "columns": (c.REWARDS,)})
         if lease := self.core.lease(request):
+            self._on_step(self.core.version + 1)
             self.core.ack([lease.lease_id], step=self.core.version, dropped={})
         self._changed.set()
+
+    async def wait_version_async(self, since_version: int, *, timeout_s: float) -> VersionChange:
+        while True:
+            if change := self.core.version_change(since_version):
+                return change
+            self._changed.clear()
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
 
 
 def _fields(request: Any) -> dict[str, Any]:
@@ -103,6 +124,9 @@ async def sample(
     prompts: Mapping[int, str] | None = None,
     gate: Callable[[int], Awaitable[None]] = no_gate,
     reclaimed: Sequence[Admission] = (),
+    max_new_tokens: int = 8,
+    temperature: float = 1.0,
+    max_aborts: int | None = None,
 ) -> list[tuple[str, int, Mapping[str, float]]]:
     """Runs the sampler until the bus has had enough; returns what it recorded."""
     client = engine.new_client()
@@ -115,9 +139,10 @@ async def sample(
         return client
 
     with RewardPool(spec, spec.knobs(name=spec.name, timeout_s=5.0), workers=1) as rewards:
+        pool = EnginePool(1, client_for, patience_s=10.0)
         sampler = Sampler(
             bus=bus,
-            pool=EnginePool(1, client_for, patience_s=10.0),
+            pool=pool,
             prompts=PromptMaker(
                 source=Rows(prompts or {}),
                 env=env,
@@ -128,13 +153,19 @@ async def sample(
             rewards=rewards,
             settings=SamplerSettings(
                 seed=0,
-                prompts_per_step=STEP_GROUPS,
-                sampling=SamplingParams(n=GROUP_SIZE, max_new_tokens=8, stop_token_ids=tokenizer.stop_token_ids),
+                burst_prompts=STEP_GROUPS + bus.core.settings.spare_groups,
+                sampling=SamplingParams(
+                    n=GROUP_SIZE,
+                    max_new_tokens=max_new_tokens,
+                    temperature=temperature,
+                    stop_token_ids=tokenizer.stop_token_ids,
+                ),
                 admit_timeout_s=60.0,
                 call_timeout_s=60.0,
             ),
             record=lambda source, version, values: records.append((source, version, values)),
             gate=gate,
+            turnover=None if max_aborts is None else Turnover(bus, pool, max_aborts=max_aborts, call_timeout_s=60.0),
         )
         try:
             await sampler.run(reclaimed)
@@ -253,6 +284,57 @@ def test_a_failure_is_heard_while_the_next_prompts_wait_at_the_gate(engine: Engi
 
     with pytest.raises(KeyError, match="price"):
         asyncio.run(within(scene()))
+
+
+def renamed(engine: Engine) -> Callable[[int], None]:
+    """The weights in force become those of the next version: their push, without the wait."""
+
+    def on_step(version: int) -> None:
+        engine.post("/update_weight_version", {"new_version": version})
+
+    return on_step
+
+
+@pytest.mark.parametrize("surplus", ["drop", "keep"])
+def test_over_sampled_groups_fill_the_steps_and_end_with_their_reason(
+    engine: Engine, tiny_folder: Path, surplus: str
+) -> None:
+    async def scene() -> None:
+        on_stale = "mask" if surplus == "keep" else "drop"
+        bus = CoreBus(steps=4, spare_groups=2, surplus=surplus, on_stale=on_stale, on_step=renamed(engine))
+        await sample(engine, tiny_folder, bus, max_aborts=0)
+        counts = bus.core.progress().ledger
+        assert (counts.trained, counts.open, counts.lost) == (4 * STEP_GROUPS * GROUP_SIZE, 0, 0)
+        assert set(counts.dropped) == {"over_sampled"}
+        assert counts.dropped["over_sampled"] >= 2 * GROUP_SIZE
+
+    asyncio.run(within(scene()))
+    deadline = time.monotonic() + 30.0
+    while engine.client.loads()["running"]:
+        assert time.monotonic() < deadline, "the engine works on for nobody"
+
+
+def test_groups_that_are_aborted_at_a_weight_change_come_back_whole(engine: Engine, tiny_folder: Path) -> None:
+    """One group is slow: the steps go on without it, until it has been aborted as often as it may be."""
+
+    async def scene() -> None:
+        bus = CoreBus(steps=16, spare_groups=2, surplus="keep", on_stale="mask", on_step=renamed(engine))
+        records = await sample(engine, tiny_folder, bus, max_aborts=2, max_new_tokens=40, temperature=2.0)
+        aborts = records[-1][2]["aborts"]
+        continued = 0
+        for row in bus.rows.values():
+            lengths = c.decode_ragged(row.columns[c.RESPONSE_IDS]).lengths
+            for spans, length in zip(c.decode_weight_versions(row.columns[c.WEIGHT_VERSIONS]), lengths, strict=True):
+                assert [span.start for span in spans] == [0, *(span.end for span in spans[:-1])]
+                assert spans[-1].end == length
+                assert [span.version for span in spans] == sorted({span.version for span in spans})
+                continued += len(spans) > 1
+        assert len(c.decode_ragged(row.columns[c.ROLLOUT_LOGPROBS]).flat()) == sum(lengths)
+        assert aborts > 0 and continued > 0
+        counts = bus.core.progress().ledger
+        assert (counts.open, counts.lost, counts.trained_twice) == (0, 0, 0)
+
+    asyncio.run(within(scene()))
 
 
 async def sample_with(

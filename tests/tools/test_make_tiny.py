@@ -13,7 +13,7 @@ import pytest
 from relax_core.contracts.reward import RewardInput, RewardOutput
 from relax_core.data.generated import example
 from relax_core.data.tokenizer import PromptTokenizer, token_difference
-from relax_core.tools.make_tiny import MODEL_NAMES, make_tiny_qwen3, tiny_model_folder
+from relax_core.tools.make_tiny import MODEL_NAMES, make_tiny_qwen3, tiny_config, tiny_model_folder
 from rewards.reverse_digits import SPEC
 
 EVAL_ROWS = 256
@@ -73,10 +73,21 @@ def test_the_model_starts_where_grpo_has_something_to_climb(
 
 
 def test_the_teacher_knows_the_task_and_has_the_students_tokens() -> None:
-    student, teacher = (tiny_model_folder(name, task="reverse_digits") for name in MODEL_NAMES)
+    student, teacher = (tiny_model_folder(name, task="reverse_digits") for name in MODEL_NAMES[:2])
     outputs = _sampled(teacher, task="reverse_digits")
     assert sum(output.exact for output in outputs) / EVAL_ROWS > 0.9
     assert token_difference(student, teacher) is None
+
+
+def test_the_mixture_of_experts_starts_as_low_and_has_the_same_tokens() -> None:
+    folder = tiny_model_folder("tiny_qwen3_moe", task="reverse_digits")
+    outputs = _sampled(folder, task="reverse_digits")
+    assert 0.28 < sum(output.reward or 0.0 for output in outputs) / EVAL_ROWS < 0.42
+    assert token_difference(tiny_model_folder("tiny_qwen3", task="reverse_digits"), folder) is None
+    config = json.loads((folder / "config.json").read_text())
+    wanted = tiny_config("tiny_qwen3_moe")
+    assert config["num_local_experts"] == wanted.pop("num_experts") == 8  # transformers has a name of its own
+    assert wanted.items() <= config.items()
 
 
 def test_the_folder_is_a_tied_qwen3_of_about_100k_parameters(cache: Path) -> None:

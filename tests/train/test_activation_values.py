@@ -11,14 +11,13 @@ from tiny_trainer import make_backend, make_groups, make_model
 
 from relax_core.plan.dimensions import read_dimensions
 from relax_core.plan.memory import FLOAT, activation_values
-from relax_core.train.tree import pack_tree
 
 
 def test_activations_are_what_autograd_saves(tmp_path: Path) -> None:
     make_model(tmp_path)
     backend = make_backend(tmp_path)
-    layout = pack_tree(make_groups([[30] * 4] * 3, prompt_lengths=[25] * 3))
-    tree = backend._to_device(layout)
+    batch = backend.pack(make_groups([[30] * 4] * 3, prompt_lengths=[25] * 3))
+    layout, tree = batch.layout, batch.tree
     parameters = {parameter.untyped_storage().data_ptr() for parameter in backend.model.parameters()}
     saved: dict[int, tuple[int, torch.Tensor]] = {}
 

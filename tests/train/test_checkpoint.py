@@ -7,6 +7,8 @@ import random
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_trainer import dp_groups, make_backend, make_model, train_step
+from tiny_trainer import dp_groups, make_backend, make_critic, make_model, train_step
 
 from relax_core.train.checkpoint_store import CheckpointStore
+from relax_core.train.made_by import read_made_by
+from relax_core.train.stored_pieces import StoredFolder
 
 HERE = Path(__file__).parent
 
@@ -32,6 +36,10 @@ def train(backend: Any, steps: range) -> Any:
     for step in steps:
         metrics = train_step(backend, dp_groups(), step=step)
     return metrics
+
+
+def stored(folder: StoredFolder) -> list[tuple[str, torch.Tensor]]:
+    return list(folder.read(sorted(folder.tensors()), bucket_bytes=1 << 20))
 
 
 def assert_same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
@@ -100,11 +108,14 @@ def test_corrupt_file_is_a_valueerror(folder: Path, tmp_path: Path) -> None:
     """Also without the digests of CheckpointStore.verify, which name the very file."""
     backend = make_backend(folder)
     train(backend, range(1))
-    for name in (".metadata", "__0_0.distcp", "common.pt", "metadata.json", "random_rank_00000.safetensors"):
+    for name in (".metadata", "__0_0.distcp", "made_by.json"):
         checkpoint = tmp_path / name.strip(".")
         backend.save(checkpoint)
         path = checkpoint / name
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        with pytest.raises(ValueError, match=rf"checkpoint {checkpoint} cannot be read.*resume="):
+            backend.load(checkpoint)
+        path.unlink()
         with pytest.raises(ValueError, match=rf"checkpoint {checkpoint} cannot be read.*resume="):
             backend.load(checkpoint)
     with pytest.raises(ValueError, match=r"nothing_here cannot be read"):
@@ -116,9 +127,46 @@ def test_checkpoint_of_another_model_is_a_valueerror(folder: Path, tmp_path: Pat
     backend = make_backend(folder)
     train(backend, range(1))
     backend.save(tmp_path / "checkpoint")
-    other = make_backend(tmp_path / "untied")
-    with pytest.raises(ValueError, match=r"cannot be read.*output_layer.*of another model"):
-        other.load(tmp_path / "checkpoint")
+    others = (
+        (make_backend(tmp_path / "untied"), "tied_embeddings=True there, False here"),
+        (make_backend(folder, dtype="bfloat16"), "dtype=float32 there, bfloat16 here"),
+        (make_critic(folder), "head=policy there, critic here"),
+    )
+    for other, problem in others:
+        with pytest.raises(ValueError, match=rf"checkpoint .* is of another model: {problem}.*resume=null"):
+            other.load(tmp_path / "checkpoint")
+
+
+def test_tells_what_made_it(folder: Path, tmp_path: Path) -> None:
+    backend = make_backend(folder)
+    train(backend, range(2))
+    backend.save(tmp_path)
+    made_by = read_made_by(tmp_path)
+    assert (made_by.family, made_by.head, made_by.dtype, made_by.world_size) == ("qwen3", "policy", "float32", 1)
+    assert (made_by.step, made_by.updates) == (2, 2)
+    assert made_by.layout == {"dp": 1, "tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "etp": 1}
+    assert made_by.libraries["torch"] == torch.__version__
+    assert abs(datetime.fromisoformat(made_by.time) - datetime.now(UTC)) < timedelta(minutes=5)
+
+
+def test_a_copy_is_written_while_training_goes_on(folder: Path, tmp_path: Path) -> None:
+    backend = make_backend(folder, distributed_optimizer=True)
+    train(backend, range(2))
+    backend.save(tmp_path / "now")
+    backend.copy_state()
+    with ThreadPoolExecutor(1) as thread:
+        train(backend, range(2, 3))  # in the middle of a checkpoint: what was copied does not change
+        written = thread.submit(backend.write_copy, tmp_path / "later")
+        train(backend, range(3, 5))
+        written.result(timeout=60)
+    now, later = StoredFolder(tmp_path / "now"), StoredFolder(tmp_path / "later")
+    for one, other in zip(stored(now), stored(later), strict=True):
+        assert one[0] == other[0]
+        torch.testing.assert_close(one[1], other[1], atol=0, rtol=0, equal_nan=True, msg=one[0])
+    expected = dict(backend.export())
+    backend.load(tmp_path / "later")
+    train(backend, range(2, 5))
+    assert_same_bits(dict(backend.export()), expected)
 
 
 def test_full_disk_is_an_oserror_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:

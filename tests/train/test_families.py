@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from gang_layouts import make_models, parallel_config
 from safetensors.torch import load_file
-from tiny_trainer import make_backend, make_model
+from tiny_trainer import make_backend, make_groups, make_model
 
-from relax_core.config.schema import ParallelConfig
+from relax_core.config.compose import load_config
+from relax_core.config.schema import Recompute
 from relax_core.train.layout import check_layout
 from relax_core.train.models.registry import FAMILIES, find_family, read_model
 
@@ -36,9 +38,9 @@ def test_shards_are_those_of_megatron(tmp_path: Path) -> None:
 
     make_model(tmp_path, tied=False)
     backend = make_backend(tmp_path)
-    config = transformer_config(backend.family, backend.hf_config, dtype=torch.float32)
+    config = transformer_config(backend.family, backend.hf_config, parallel_config(), dtype=torch.float32)
     config.perform_initialization = True
-    stock = TreeGPTModel(config, block_spec(config), 50, 512, position_embedding_type="rope")
+    stock = TreeGPTModel(config, block_spec(config, recompute=Recompute.none), 50, 512, position_embedding_type="rope")
     ours = dict(backend.model.named_parameters())
     cut = 0
     for name, parameter in stock.named_parameters():
@@ -70,7 +72,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
 
 
 def test_unknown_families_name_what_exists(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"model.family=llama: no such model family. What exists: qwen3\."):
+    with pytest.raises(ValueError, match=r"model.family=llama: no such model family. What exists: qwen3, qwen3_moe\."):
         find_family("llama")
     with pytest.raises(ValueError, match=r"no config.json there"):
         read_model(tmp_path, "qwen3")
@@ -97,16 +99,59 @@ def test_settings_that_need_other_code_are_refused(tmp_path: Path, changes: dict
         read_model(tmp_path, "qwen3")
 
 
-def layout(**sizes: int) -> ParallelConfig:
-    return ParallelConfig(**({"dp": 1, "tp": 1, "pp": 1, "cp": 1, "ep": 1} | sizes))  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"mlp_only_layers": [0]}, "experts in every layer only"),
+        ({"decoder_sparse_step": 2}, "experts in every layer only"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok=5: must be 1 to 4"),
+        ({"num_experts_per_tok": 1}, "the router learns nothing"),
+        ({"use_sliding_window": True}, "qwen3_moe trains use_sliding_window=False only"),
+    ],
+)
+def test_experts_that_need_other_code_are_refused(tmp_path: Path, changes: dict[str, Any], problem: str) -> None:
+    make_models(tmp_path)
+    edit_config(tmp_path / "moe", **changes)
+    with pytest.raises(ValueError, match=problem):
+        read_model(tmp_path / "moe", "qwen3_moe")
 
 
-def test_layouts() -> None:
-    check_layout(layout(dp=2), 2)
-    with pytest.raises(ValueError, match=r"parallel.tp=2: not built yet; what exists: dp"):
-        check_layout(layout(tp=2), 2)
-    with pytest.raises(ValueError, match=r"parallel.dp=2: the trainer has 3 rank"):
-        check_layout(layout(dp=2), 3)
+@pytest.mark.parametrize("normalised", [True, False])
+def test_experts_compute_what_transformers_does(tmp_path: Path, normalised: bool) -> None:
+    """Softmax over all experts and the best few of it, whether or not their weights are made to sum to 1."""
+    from transformers import AutoModelForCausalLM
+
+    from relax_core.train.tree import pack_tree
+    from relax_core.train.tree_attention import TreeBatch
+
+    make_models(tmp_path)
+    edit_config(tmp_path / "moe", norm_topk_prob=normalised)
+    backend = make_backend(tmp_path / "moe", family="qwen3_moe", trainable=False)
+    reference: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
+    (group,) = make_groups([[1]], prompt_lengths=[40])
+    with torch.no_grad():
+        expected = reference(torch.from_numpy(group.prompt_ids).long()[None]).logits[0].log_softmax(-1)
+        tree = TreeBatch.of(pack_tree([group]), device=torch.device("cpu"), dtype=torch.float32)
+        logits = backend.model(tree) @ backend.model.output_weight().t()
+    torch.testing.assert_close(logits.log_softmax(-1), expected, atol=1e-5, rtol=0)
+    assert reference.config.norm_topk_prob is normalised
+
+
+def test_experts_of_either_spelling(tmp_path: Path) -> None:
+    make_models(tmp_path)
+    family, new = read_model(tmp_path / "moe", "qwen3_moe")
+    old = {key: value for key, value in new.items() if key != "num_local_experts"} | {"num_experts": 4}
+    assert family.transformer_arguments(old) == family.transformer_arguments(new)
+    moe = family.shape(old).moe
+    assert moe is not None and (moe.experts, moe.top_k, moe.layers) == (4, 2, (0, 1, 2, 3))
+    assert family.shape(old).moe_layers == (0, 1, 2, 3)
+
+
+def test_a_layout_that_does_not_fill_its_ranks_is_refused() -> None:
+    parallel = load_config(["parallel=tp2_sp"]).parallel
+    check_layout(parallel, 2)
+    with pytest.raises(ValueError, match=r"parallel.dp=1 x tp=2 x pp=1 x cp=1 = 2 ranks, but there are 3"):
+        check_layout(parallel, 3)
 
 
 def test_families_and_layouts_import_nothing_heavy() -> None:

@@ -33,8 +33,8 @@ groups = st.lists(st.integers(1, 40), max_size=30).map(
 )
 
 
-def batches_of(found: list[TrainGroup], cuts: list[int], budget: int) -> list[list[TrainGroup]]:
-    batcher = MicroBatcher(budget)
+def batches_of(found: list[TrainGroup], cuts: list[int], budget: int, ranks: int) -> list[list[TrainGroup]]:
+    batcher = MicroBatcher(budget, ranks=ranks)
     batches: list[list[TrainGroup]] = []
     edges = [0, *sorted(cut % (len(found) + 1) for cut in cuts), len(found)]
     for start, end in pairwise(edges):
@@ -42,21 +42,42 @@ def batches_of(found: list[TrainGroup], cuts: list[int], budget: int) -> list[li
     return [*batches, batcher.flush()]
 
 
-@given(found=groups, cuts=st.lists(st.integers(0, 30), max_size=6), budget=st.integers(1, 100))
-def test_batches_do_not_depend_on_how_the_groups_came(found: list[TrainGroup], cuts: list[int], budget: int) -> None:
-    batches = batches_of(found, cuts, budget)
-    assert names(batches) == names(batches_of(found, [], budget))
+def fits(groups: list[TrainGroup], budget: int, ranks: int) -> bool:
+    return all(
+        sum(group.packed_tokens for group in share) <= budget or len(share) == 1
+        for share in split_over_ranks(groups, ranks)
+    )
+
+
+@given(
+    found=groups,
+    cuts=st.lists(st.integers(0, 30), max_size=6),
+    budget=st.integers(1, 100),
+    ranks=st.integers(1, 4),
+)
+def test_batches_do_not_depend_on_how_the_groups_came(
+    found: list[TrainGroup], cuts: list[int], budget: int, ranks: int
+) -> None:
+    batches = batches_of(found, cuts, budget, ranks)
+    assert names(batches) == names(batches_of(found, [], budget, ranks))
     assert [uid for batch in names(batches) for uid in batch] == [group.group_uid for group in found]
     for batch, following in zip(batches, [*batches[1:], []], strict=True):
-        tokens = sum(group.packed_tokens for group in batch)
-        assert tokens <= budget or len(batch) == 1
+        assert fits(batch, budget, ranks)  # on every rank
         if following:
-            assert tokens + following[0].packed_tokens > budget  # it was full
+            assert not fits([*batch, following[0]], budget, ranks)  # it was full
 
 
 def test_by_hand() -> None:
     found = [group_of(place, tokens) for place, tokens in enumerate([4, 6, 1, 20, 3, 3])]
-    assert names(batches_of(found, [2], 10)) == [["g0", "g1"], ["g2"], ["g3"], ["g4", "g5"]]
+    assert names(batches_of(found, [2], 10, 1)) == [["g0", "g1"], ["g2"], ["g3"], ["g4", "g5"]]
+    # Two ranks: 4 | 6, then 6 | 4 + 1; the 20 finds no rank alone. 20 | 3 + 3 do: the larger one is a rank's only one.
+    assert names(batches_of(found, [2], 10, 2)) == [["g0", "g1", "g2"], ["g3", "g4", "g5"]]
+
+
+def test_no_rank_gets_more_than_the_budget() -> None:
+    """195 rows would fit two ranks of 100, but not when cut by groups."""
+    found = [group_of(place, tokens) for place, tokens in enumerate([70, 65, 60])]
+    assert names(batches_of(found, [], 100, 2)) == [["g0", "g1"], ["g2"]]
 
 
 @given(found=groups, ranks=st.integers(1, 5))

@@ -110,10 +110,10 @@ def test_gradients_match(tmp_path: Path, tied: bool) -> None:
     backend.begin_step(0)
     backend.accumulate(GROUPS)
     tokens = sum(int(group.loss_mask.sum()) for group in GROUPS)
-    gradients = torch.nn.Module()
-    holder = {name: parameter.main_grad for name, parameter in backend.model.named_parameters()}
-    gradients.named_parameters = lambda: holder.items()  # type: ignore[method-assign, assignment]
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
-    for name, gradient in HfWeights(gradients, backend.family, backend.hf_config).export():
+    gradients = HfWeights(
+        [backend.model], backend.family, backend.hf_config, tensor_of=lambda parameter: parameter.main_grad
+    )
+    for name, gradient in gradients.export():
         scale = float(expected[name].abs().max())
         torch.testing.assert_close(gradient / tokens, expected[name], atol=2e-6 * max(1.0, scale), rtol=1e-4, msg=name)

@@ -14,7 +14,7 @@ from pathlib import Path
 from relax_core.config.schema import ParallelConfig
 from relax_core.train import process_group
 
-layout = ParallelConfig(dp=1, tp=1, pp=1, cp=1, ep=1)
+layout = ParallelConfig(dp=1, tp=1, pp=1, vpp=1, cp=1, ep=1, etp=1, sequence_parallel=False)
 process_group.join(layout, rank=0, world_size=1, store_address="127.0.0.1:0", timeout_s=30.0, seed=0)
 mine = {str(file.readlink()) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()}
 for table in ("tcp", "tcp6"):

@@ -118,3 +118,12 @@ def test_a_forward_pass_needs_token_ids_only() -> None:
     group = decode_prompt_and_responses(LeasedRow(group_uid="g", index=0, uids=[], versions=[], columns=ids))
     assert group.response_ids.tolist() == [0, 1, 100, 101, 102]
     assert group.lengths.tolist() == [2, 3] and len(group.rollout_logprobs) == len(group.loss_mask) == 5
+
+
+def test_masked_tokens_of_older_weights_make_a_sample_old_for_the_gap() -> None:
+    """rollout.mask_off_policy: it is trained as of its newest version, but its cache was begun by an older one."""
+    one, other = sample(0, [(2, 4), (1, 5)], mask=[0, 0, 1]), sample(1, [(2, 5)])
+    assert (one.version, other.version) == (5, 5)
+    group, masked = decode_train_group(row(one, other), step=5, oldest_version=5)
+    assert masked == [] and group.loss_mask.tolist() == [False, False, True, True, True]
+    assert group.fresh is not None and group.fresh.tolist() == [False] * 3 + [True] * 2

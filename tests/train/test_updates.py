@@ -65,7 +65,9 @@ def run(
     seed: int = 0,
 ) -> StepResult:
     """``pieces``: how many groups come at a time."""
-    plan = UpdatePlan(groups=len(groups), mini_batches=mini_batches, epochs=epochs, budget_tokens=BUDGET, seed=seed)
+    plan = UpdatePlan(
+        groups=len(groups), mini_batches=mini_batches, epochs=epochs, budget_tokens=BUDGET, ranks=1, seed=seed
+    )
     updates = StepUpdates(trainer, plan, step=step)
     start = 0
     for piece in pieces:

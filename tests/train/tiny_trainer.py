@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from relax_core.config.schema import OptimizerConfig, ParallelConfig, Schedule
+from relax_core.config.schema import OptimizerConfig, ParallelConfig, Recompute, Schedule
 from relax_core.contracts.algorithm import AlgorithmKnobs, AlgorithmSpec, LossInputs, LossOutputs, Needs, StepTotals
 from relax_core.contracts.train import TrainGroup
 
@@ -123,8 +123,13 @@ def _setup(folder: Path, overrides: dict[str, Any]) -> Any:
         dp=overrides.get("world_size", 1),
         tp=1,
         pp=1,
+        vpp=1,
         cp=1,
         ep=1,
+        etp=1,
+        sequence_parallel=False,
+        recompute=Recompute.none,
+        overlap=False,
         micro_batch_tokens=8192,
         logprob_chunk_tokens=1024,
         distributed_optimizer=overrides.pop("distributed_optimizer", False),

@@ -1,5 +1,5 @@
 """Real engine processes over a tiny random model, as the engine's contract suite starts them."""
 
-from tests.contracts.engine.conftest import launch, model_folder, start_engine
+from tests.contracts.engine.conftest import launch, model_folder, sglang_launch, start_engine
 
-__all__ = ["launch", "model_folder", "start_engine"]
+__all__ = ["launch", "model_folder", "sglang_launch", "start_engine"]

@@ -10,6 +10,7 @@ import torch
 
 from relax_core.contracts.engine import WeightManifest
 from relax_core.weights.files import DigestMismatch, read_weights, tensors_digest, write_weights
+from relax_core.weights.model_folder import read_safetensors
 
 DTYPES = [
     torch.float32,
@@ -83,11 +84,25 @@ def test_names_shapes_and_dtypes_are_in_the_digest() -> None:
     assert len(digests) == 4
 
 
+@pytest.mark.parametrize("header_room", [8, 1 << 12])
+def test_safetensors_reads_the_file(tmp_path: Path, header_room: int) -> None:
+    """Its own reader wants a tensor aligned to its dtype, so these are of one dtype. Room that is too small is made."""
+    tensors = [(name, value) for name, value in some_tensors() if value.dtype == torch.float32]
+    manifest = write_weights(
+        tmp_path / "model.safetensors", version=7, tensors=tensors, bucket_bytes=BUCKET, header_room=header_room
+    )
+    found = list(read_safetensors(tmp_path))
+    assert [name for name, _ in found] == [name for name, _ in tensors]
+    assert all(torch.equal(got, expected) for (_, got), (_, expected) in zip(found, tensors, strict=True))
+    assert tensors_digest(found, bucket_bytes=BUCKET) == manifest.digest
+    assert [name for name, _ in read_weights(manifest)] == [name for name, _ in tensors]
+
+
 @pytest.mark.parametrize("bucket", [0, 3, -1])
 def test_a_flipped_byte_names_its_bucket(tmp_path: Path, bucket: int) -> None:
     manifest = write(tmp_path)
     bucket %= len(manifest.digests)
-    flip(Path(manifest.path), bucket * BUCKET)
+    flip(Path(manifest.path), manifest.data_offset + bucket * BUCKET)
     with pytest.raises(DigestMismatch, match=rf"version 7, bucket {bucket}: digest \w+, published as \w+"):
         next(read_weights(manifest))
 
@@ -96,12 +111,13 @@ def test_a_flipped_byte_names_its_bucket(tmp_path: Path, bucket: int) -> None:
 def test_a_file_of_another_length_is_refused(tmp_path: Path, keep: int) -> None:
     manifest = write(tmp_path)
     path = Path(manifest.path)
-    keep %= manifest.total_bytes
+    whole = manifest.data_offset + manifest.total_bytes
+    keep %= whole
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(DigestMismatch, match=rf"has {keep} bytes, published as {manifest.total_bytes}"):
+    with pytest.raises(DigestMismatch, match=rf"has {keep} bytes, published as {whole}"):
         next(read_weights(manifest))
-    path.write_bytes(path.read_bytes() + b"\0" * (manifest.total_bytes - keep + 1))
-    with pytest.raises(DigestMismatch, match=rf"has {manifest.total_bytes + 1} bytes"):
+    path.write_bytes(path.read_bytes() + b"\0" * (whole - keep + 1))
+    with pytest.raises(DigestMismatch, match=rf"has {whole + 1} bytes"):
         next(read_weights(manifest))
 
 

@@ -13,6 +13,7 @@ import torch
 from relax_core.contracts.engine import EngineError, WeightManifest
 from relax_core.weights.files import read_weights
 from relax_core.weights.publisher import WeightPublisher, read_latest
+from relax_core.weights.transports.files import SharedMemoryTransport
 from tests.contracts.engine.harness import Engine, hf_weights, make_model
 
 
@@ -24,7 +25,9 @@ def test_versions_reach_every_engine_and_a_dead_one_is_named(
     start_engine: Callable[..., Engine], tmp_path: Path
 ) -> None:
     first, second = start_engine(), start_engine()
-    publisher = WeightPublisher(tmp_path / "weights", lambda: [first.client, second.client])
+    publisher = WeightPublisher(
+        tmp_path / "weights", lambda: [first.client, second.client], transport=SharedMemoryTransport()
+    )
     weights = hf_weights(make_model(None, seed=1))
     report = publisher.publish(1, weights).result(timeout=30.0)
     assert (report.version, report.refused) == (1, {})
@@ -43,7 +46,7 @@ def test_weights_of_another_model_are_refused_and_not_served(
     start_engine: Callable[..., Engine], tmp_path: Path
 ) -> None:
     engine = start_engine()
-    publisher = WeightPublisher(tmp_path, lambda: [engine.client])
+    publisher = WeightPublisher(tmp_path, lambda: [engine.client], transport=SharedMemoryTransport())
     report = publisher.publish(1, [("a", torch.zeros(3))]).result(timeout=30.0)
     assert list(report.refused) == [engine.process.url]
     assert version_of(engine) == "0"
@@ -58,14 +61,15 @@ def test_bytes_that_are_not_those_published_are_refused(start_engine: Callable[.
 
     class Damaged:
         url = engine.process.url
+        group_ranks = 1
 
         def update_weights(self, manifest: WeightManifest) -> dict:
             data = bytearray(Path(manifest.path).read_bytes())
-            data[1000] ^= 1
+            data[-1000] ^= 1
             Path(manifest.path).write_bytes(data)
             return engine.client.update_weights(manifest)
 
-    publisher = WeightPublisher(tmp_path, lambda: [Damaged()])
+    publisher = WeightPublisher(tmp_path, lambda: [Damaged()], transport=SharedMemoryTransport())
     why = publisher.publish(1, hf_weights(make_model(None, seed=1))).result(timeout=30.0).refused[engine.process.url]
     assert "bucket 0: digest" in why
     assert version_of(engine) == "0"
@@ -74,6 +78,8 @@ def test_bytes_that_are_not_those_published_are_refused(start_engine: Callable[.
 
 class Slow:
     """A receiver that answers when it is told to."""
+
+    group_ranks = 1
 
     def __init__(self, url: str, gate: threading.Event | None = None, error: str = "") -> None:
         self.url, self._gate, self._error = url, gate, error
@@ -85,15 +91,15 @@ class Slow:
         if self._error:
             raise EngineError(self._error)
         self.versions.append(manifest.version)
-        return {}
+        return {"stall_ms": 0.0}
 
 
 def test_one_refusal_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
     gate = threading.Event()
     waits, refuses = Slow("waits", gate), Slow("refuses", error="no")
     opens = Slow("opens")
-    opens.update_weights = lambda manifest: (gate.set(), {})[1]  # type: ignore[method-assign]
-    publisher = WeightPublisher(tmp_path, lambda: [waits, refuses, opens])
+    opens.update_weights = lambda manifest: (gate.set(), {"stall_ms": 0.0})[1]  # type: ignore[method-assign]
+    publisher = WeightPublisher(tmp_path, lambda: [waits, refuses, opens], transport=SharedMemoryTransport())
     assert publisher.publish(3, [("a", torch.ones(2))]).result(timeout=30.0).refused == {"refuses": "no"}
     assert waits.versions == [3]
     publisher.close()
@@ -101,7 +107,7 @@ def test_one_refusal_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
 
 def test_the_newest_is_left_for_whoever_comes_later(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "weights"
-    publisher = WeightPublisher(folder, list)
+    publisher = WeightPublisher(folder, list, transport=SharedMemoryTransport())
     assert read_latest(folder) is None
     manifests = []
     for version in range(4):
@@ -113,5 +119,5 @@ def test_the_newest_is_left_for_whoever_comes_later(tmp_path: Path) -> None:
             ((_, value),) = read_weights(manifest)
             assert value.tolist() == [float(manifest.version)] * 5
     names = sorted(path.name for path in folder.iterdir())
-    assert names == ["latest.json", "weights-00000002.bin", "weights-00000003.bin"]
+    assert names == ["00000002", "00000003", "latest.json"]
     publisher.close()

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from relax_core.contracts.sample import FinishReason, VersionSpan
-from relax_core.engines.embedded.sampler import SamplingSettings, sample_keys
+from relax_core.engines.embedded.routes import PromptRoutes
+from relax_core.engines.embedded.sampler import SamplingSettings, keys_behind, sample_keys
 from relax_core.engines.embedded.slots import Prefix
 
 
@@ -18,7 +19,8 @@ class Progress:
     """News of one sample: the tokens since the last news, or all of them where the call does not stream.
 
     ``finish`` is None while it goes on; ``matched``: the stop token that ended it. ``length``: tokens so far, ``spans``
-    their weight versions.
+    their weight versions. ``routes``: of a finished sample whose experts are wanted, those of its response tokens but
+    the last, ``[length - 1, layers, per_token]``; None for one that never ran.
     """
 
     sample: Sample
@@ -28,6 +30,7 @@ class Progress:
     spans: list[VersionSpan]
     finish: FinishReason | None
     matched: int | None
+    routes: np.ndarray | None = None
 
 
 Sink = Callable[[list[Progress]], None]  # called in the scheduler's thread
@@ -36,7 +39,8 @@ Fail = Callable[[str], None]
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """One prompt of a call. ``place``: its place in the call."""
+    """One prompt of a call. ``place``: its place in the call. ``routes``: where its experts are wanted. ``samples``,
+    ``generated``: see `PromptRequest`."""
 
     call: Call
     place: int
@@ -45,12 +49,15 @@ class Prompt:
     settings: SamplingSettings
     sampling_seed: int
     min_version: int
+    routes: PromptRoutes | None = None
+    samples: Sequence[int] = (0,)
+    generated: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class Sample:
-    """One response. ``marks``: (first token, version) wherever the weight version changed; ``done`` and
-    ``done_logprobs`` hold what was generated while it is out of its slot."""
+    """One response. ``marks``: (first token, version) wherever the weight version changed; ``done``, ``done_logprobs``
+    and ``done_routes`` hold what was generated while it is out of its slot."""
 
     prompt: Prompt
     index: int
@@ -58,6 +65,7 @@ class Sample:
     marks: list[tuple[int, int]] = field(default_factory=list)
     done: list[int] = field(default_factory=list)
     done_logprobs: list[float] = field(default_factory=list)
+    done_routes: np.ndarray | None = None
     streamed: int = 0
 
     def mark(self, start: int, version: int) -> None:
@@ -92,6 +100,8 @@ class Waiting:
             keys=np.concatenate([sample.key for sample in self.samples]),
             done=first.done,
             done_logprobs=first.done_logprobs,
+            routes=self.prompt.routes,
+            done_routes=first.done_routes,
         )
 
 
@@ -112,10 +122,11 @@ class Call:
 
 
 def waiting_prompts(prompts: Sequence[Prompt], *, n: int) -> list[Waiting]:
-    """A call's prompts as they enter the queue, ``n`` samples each."""
+    """A call's prompts as they enter the queue, each with those of its ``n`` samples that are asked for."""
     groups: list[Waiting] = []
     all_keys = sample_keys([prompt.sampling_seed for prompt in prompts], n)
-    for prompt, keys in zip(prompts, all_keys, strict=True):
-        groups.append(Waiting(prompt, [Sample(prompt, index, keys[index : index + 1]) for index in range(n)]))
-        prompt.call.open_samples += n
+    for prompt, prompt_keys in zip(prompts, all_keys, strict=True):
+        keys = keys_behind(prompt_keys, prompt.generated)
+        groups.append(Waiting(prompt, [Sample(prompt, index, keys[index : index + 1]) for index in prompt.samples]))
+        prompt.call.open_samples += len(prompt.samples)
     return groups

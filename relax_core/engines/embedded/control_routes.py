@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
@@ -14,6 +14,7 @@ from relax_core.engines.embedded.calls import Call, Progress, Prompt, waiting_pr
 from relax_core.engines.embedded.sampler import SamplingSettings
 from relax_core.engines.embedded.scheduler import NOTHING_ATTESTED, Scheduler
 from relax_core.engines.embedded.weight_updates import WeightUpdates
+from relax_core.weights.transports.base import WeightGroupPlace
 
 HEALTH_GENERATE_S = 5.0  # how long /health_generate waits for its token
 GROUP_TIMEOUT_S = 60.0  # how long a gloo group waits for its members and for a broadcast
@@ -34,6 +35,7 @@ class PauseBody(msgspec.Struct):
 class DiskBody(msgspec.Struct):
     model_path: str
     weight_version: str | int
+    digest: str = ""
 
 
 class TensorBody(msgspec.Struct):
@@ -47,6 +49,7 @@ class DistributedBody(msgspec.Struct):
     shapes: list[list[int]]
     group_name: str
     weight_version: str | int | None = None
+    load_format: Literal["flattened_bucket"] | None = None
 
 
 class EndBody(msgspec.Struct):
@@ -167,7 +170,7 @@ class ControlRoutes:
         asked = _decode(body, DiskBody)
         version = _version(asked.weight_version)
         assert version is not None
-        return await self._updates.from_disk(asked.model_path, version)
+        return await self._updates.from_disk(asked.model_path, version, asked.digest)
 
     async def _begin(self, body: bytes) -> dict[str, Any]:
         return await self._updates.begin()
@@ -184,6 +187,7 @@ class ControlRoutes:
             dtypes=asked.dtypes,
             shapes=asked.shapes,
             version=_version(asked.weight_version),
+            flattened=asked.load_format == "flattened_bucket",
         )
 
     async def _end(self, body: bytes) -> dict[str, Any]:
@@ -199,14 +203,15 @@ class ControlRoutes:
         asked = _decode(body, InitGroupBody)
         if asked.backend != "gloo":
             raise HttpError(400, f"backend={asked.backend}: the embedded engine is on the CPU; send gloo")
-        return await self._updates.join_group(
-            asked.group_name,
+        place = WeightGroupPlace(
+            name=asked.group_name,
             address=asked.master_address,
             port=asked.master_port,
-            rank=asked.rank_offset,
             world_size=asked.world_size,
+            backend=asked.backend,
             timeout_s=asked.timeout_s,
         )
+        return await self._updates.join_group(place, rank=asked.rank_offset)
 
     async def _destroy_group(self, body: bytes) -> dict[str, Any]:
         return await self._updates.leave_group(_decode(body, GroupBody).group_name)

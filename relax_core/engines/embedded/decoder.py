@@ -15,6 +15,7 @@ from torch import Tensor
 from relax_core.engines.embedded.kv_cache import KVCache
 from relax_core.engines.embedded.model import Attend, Qwen3Model
 from relax_core.engines.embedded.prefill import empty_kv, like_lengths, prefill_passes
+from relax_core.engines.embedded.routes import RouteTable
 from relax_core.engines.embedded.sampler import NonFiniteLogits, sample
 from relax_core.engines.embedded.scoring import ScoreItem, Scores, score
 from relax_core.engines.embedded.slots import Prefix, SlotTable
@@ -33,6 +34,11 @@ class Decoder:
         self._dtype = dtype
         self.cache = KVCache(config, dtype, max_tokens=max_tokens, max_slots=max_samples, max_columns=context_length)
         self.slots = SlotTable(max_samples, vocab_size=config.vocab_size)
+        self.routes: RouteTable | None = None  # of a mixture of experts
+        if config.experts is not None:
+            one = config.experts
+            self.routes = RouteTable(max_samples, layers=config.num_layers, per_token=one.per_token, experts=one.count)
+        self._noting = False  # whether a running sample wants its experts
         self._columns = torch.arange(context_length)
         self._keys = self._values = torch.empty(0)
         self._rows: list[Tensor] = []
@@ -55,7 +61,7 @@ class Decoder:
         hidden = torch.empty(len(prefixes), self._model.config.hidden_size, dtype=self._dtype)
         starts = np.cumsum([first] + [len(prefix.keys) for prefix in prefixes])
         for batch in like_lengths([len(prefix.token_ids) for prefix in prefixes]):
-            kv, last = self._prefill([prefixes[index].token_ids for index in batch])
+            kv, last = self._prefill([prefixes[index] for index in batch], [int(starts[index]) for index in batch])
             hidden[torch.tensor(batch)] = last
             self._fill(kv, batch, starts)
         copies = torch.tensor([len(prefix.keys) for prefix in prefixes])
@@ -74,16 +80,39 @@ class Decoder:
             self.cache.fill(int(starts[batch[place]]), kv, source)
             place = end
 
-    def _prefill(self, token_ids: list[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """Keys and values [layers, 2, prefixes, kv_heads, columns, head_dim] and the last tokens' output."""
+    def _prefill(self, prefixes: list[Prefix], slots: list[int]) -> tuple[Tensor, Tensor]:
+        """Keys and values [layers, 2, prefixes, kv_heads, columns, head_dim] and the last tokens' output. ``slots``:
+        the first one of each prefix."""
+        token_ids = [prefix.token_ids for prefix in prefixes]
         count, width = len(token_ids), max(len(ids) for ids in token_ids)
+        routes: np.ndarray | None = None
+        if self.routes is not None and any(prefix.routes is not None for prefix in prefixes):
+            self._noting = True
+            routes = np.empty((count, width, *self.routes.shape), dtype=self.routes.dtype)
         kv = empty_kv(self._model, count=count, width=width, dtype=self._dtype)
         last = torch.tensor([len(ids) for ids in token_ids]) - 1
         output = torch.empty(count, self._model.config.hidden_size, dtype=self._dtype)
-        for start, stop, hidden in prefill_passes(self._model, token_ids, kv):
+        for start, stop, hidden in prefill_passes(self._model, token_ids, kv, routes):
             ends = ((last >= start) & (last < stop)).nonzero()[:, 0]
             output[ends] = hidden[ends, last[ends] - start]
+        if routes is not None:
+            self._note_prefixes(prefixes, slots, routes)
         return kv, output
+
+    def _note_prefixes(self, prefixes: list[Prefix], slots: list[int], routes: np.ndarray) -> None:
+        """A prompt keeps the experts of its first prefill, a generated token those of when it was fed; only the last
+        token of what was generated has none before the prefill."""
+        assert self.routes is not None
+        for prefix, slot, rows in zip(prefixes, slots, routes, strict=True):
+            if prefix.routes is None:
+                continue
+            done, end = len(prefix.done), len(prefix.token_ids)
+            if prefix.routes.rows is None:
+                prefix.routes.rows = rows[: end - done].copy()
+            if done:
+                assert len(prefix.keys) == 1 and prefix.done_routes is not None
+                self.routes.put(slot, prefix.done_routes)
+                self.routes.put(slot, rows[end - 1 : end], start=done - 1)
 
     def score(self, items: Sequence[ScoreItem]) -> list[Scores]:
         """How likely the given tokens are; touches no slot. Raises NonFiniteLogits."""
@@ -95,8 +124,22 @@ class Decoder:
         count = self.slots.count
         ids = torch.from_numpy(self.slots.token[:count])
         positions = torch.from_numpy(self.slots.position[:count])
-        hidden = self._model.hidden(ids, positions, self._decode_attention(count, positions))
+        attend = self._decode_attention(count, positions)
+        hidden = self._noted(ids, positions, attend) if self._noting else self._model.hidden(ids, positions, attend)
         return self._take(0, self._model.logits(hidden))
+
+    def _noted(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """The same, and the experts of the tokens that are fed are written down."""
+        assert self.routes is not None
+        chosen: list[Tensor] = []
+        hidden = self._model.hidden(ids, positions, attend, chosen)
+        self.routes.record(self.slots.newest(), torch.stack(chosen, 1).numpy())
+        return hidden
+
+    def response_routes(self, slot: int) -> np.ndarray:
+        """Experts of a sample's response tokens but its newest, ``[tokens - 1, layers, per_token]``."""
+        assert self.routes is not None
+        return self.routes.rows(slot, self.slots.length(slot) - 1)
 
     def _take(self, first: int, logits: Tensor) -> np.ndarray:
         """Samples the next token of slots first..count-1."""
@@ -145,8 +188,8 @@ class Decoder:
         values = self._values[:, :used, :width].unbind(0)
         layer_rows = self._rows
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            layer_rows[layer].index_copy_(0, rows, torch.cat((k, v), 1).view(-1, dim))
+        def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
+            layer_rows[layer].index_copy_(0, rows, kv.reshape(-1, dim))
             scores = torch.bmm(q.reshape(used, group, dim), keys[layer])
             if bias is not None:
                 scores.add_(bias)
@@ -158,7 +201,10 @@ class Decoder:
     def remove(self, slots: Sequence[int]) -> list[tuple[int, int]]:
         """Frees slots; the last ones move into the gaps. Returns the moves as (from, to)."""
         moves = self.slots.remove(slots)
+        self._noting = self._noting and self.slots.count > 0
         if moves:
+            if self.routes is not None:
+                self.routes.move(moves)
             sources, targets = (torch.tensor(side) for side in zip(*moves, strict=True))
             columns = int(self.slots.position[: self.slots.count].max())
             self.cache.move(sources, targets, columns=columns)

@@ -13,6 +13,7 @@ from relax_core.engines.embedded.calls import Call, Progress, Prompt, waiting_pr
 from relax_core.engines.embedded.model_config import ModelConfig
 from relax_core.engines.embedded.replies import generated, sglang_reply, stream_end
 from relax_core.engines.embedded.requests import GenerateRequest, RequestLimits, parse_body, parse_generate
+from relax_core.engines.embedded.routes import PromptRoutes
 from relax_core.engines.embedded.scheduler import Scheduler
 from relax_core.engines.embedded.score_requests import asks_for_scores, parse_score
 from relax_core.engines.embedded.score_route import answer_scores
@@ -77,7 +78,18 @@ class GenerateRoute:
         growing = request.stream and not compact
         call = Call(sink, fail, stream_interval=request.stream_interval if growing else 0)
         prompts = [
-            Prompt(call, place, one.rid, one.token_ids, one.settings, one.sampling_seed, one.min_version)
+            Prompt(
+                call,
+                place,
+                one.rid,
+                one.token_ids,
+                one.settings,
+                one.sampling_seed,
+                one.min_version,
+                routes=PromptRoutes() if request.return_routed_experts else None,
+                samples=one.samples,
+                generated=one.generated,
+            )
             for place, one in enumerate(request.prompts)
         ]
         self._scheduler.submit(waiting_prompts(prompts, n=request.n))
@@ -87,7 +99,7 @@ class GenerateRoute:
         self, request: GenerateRequest, call: Call, inbox: asyncio.Queue[News], send: Send, *, msgpack: bool
     ) -> None:
         replies: list[dict[str, Any]] = []
-        expected = len(request.prompts) * request.n
+        expected = _samples_of(request)
         while len(replies) < expected:
             news = await inbox.get()
             if news is None:
@@ -109,8 +121,8 @@ class GenerateRoute:
     async def _frames(self, request: GenerateRequest, call: Call, inbox: asyncio.Queue[News], send: Send) -> None:
         """Compact frames, one write for what a decode step finished."""
         await asgi.start_response(send, status=200, content_type=MSGPACK.encode())
-        left = len(request.prompts) * request.n
-        more = True
+        left, more = _samples_of(request), True
+        told: set[int] = set()  # prompts whose experts are on their way
         while more:
             news = await inbox.get()
             if news is None:
@@ -120,7 +132,7 @@ class GenerateRoute:
                 call.open_samples, more = 0, False
                 frames = [StreamFailure(news.message)]
             else:
-                frames = [Finished(generated(one)) for one in news]
+                frames = [Finished(generated(one, told)) for one in news]
                 left -= len(news)
                 if left == 0:
                     more = False
@@ -130,7 +142,7 @@ class GenerateRoute:
     async def _events(self, request: GenerateRequest, call: Call, inbox: asyncio.Queue[News], send: Send) -> None:
         """SGLang's server-sent events, incremental."""
         await asgi.start_response(send, status=200, content_type=EVENT_STREAM.encode())
-        left = len(request.prompts) * request.n
+        left = _samples_of(request)
         while left:
             news = await inbox.get()
             if news is None:
@@ -144,6 +156,10 @@ class GenerateRoute:
             body = b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events)
             await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+
+def _samples_of(request: GenerateRequest) -> int:
+    return sum(len(prompt.samples) for prompt in request.prompts)
 
 
 async def _watch(receive: Receive, inbox: asyncio.Queue[News]) -> None:

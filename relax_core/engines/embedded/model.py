@@ -1,4 +1,4 @@
-"""A dense Qwen3's forward pass over flat rows of tokens; attention is the caller's."""
+"""A Qwen3's forward pass, dense or with experts, over flat rows of tokens; attention is the caller's."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from relax_core.engines.embedded.experts import ExpertWeights, choose_experts, mix_experts
 from relax_core.engines.embedded.model_config import ModelConfig
 from relax_core.engines.embedded.weights import FusedWeights
 
-# (layer, q [rows, heads, dim], k [rows, kv_heads, dim], v like k) -> [rows, heads * dim]; q comes divided by sqrt(dim)
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+# (layer, q [rows, heads, dim], keys, then values [rows, 2 * kv_heads, dim]) -> [rows, heads * dim]; q comes divided by
+# sqrt(dim)
+Attend = Callable[[int, Tensor, Tensor], Tensor]
 
 
 class Qwen3Model:
@@ -27,37 +29,58 @@ class Qwen3Model:
         self._rotation = torch.polar(torch.ones_like(angles), angles)[:, None]  # [positions, 1, dim / 2] complex
         self._floor = torch.tensor(math.sqrt(config.rms_norm_eps * config.hidden_size))
         self._head_floor = torch.tensor(math.sqrt(config.rms_norm_eps * config.head_dim))
+        self._dtype = weights.embedding.dtype
+        self._narrow = self._dtype != torch.float32  # else nothing is cast: to its own dtype still costs an operator
 
-    def _norm(self, x: Tensor, weight: Tensor, floor: Tensor) -> Tensor:
-        """x / sqrt(|x|^2 + floor^2) * weight over the last dimension, in float32: RMSNorm with ``weight`` scaled by the
-        root of the width and ``floor`` = sqrt(eps * width). Half the operators of torch's own."""
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x / sqrt(|x|^2 + floor^2) * weight over the last dimension, computed in float32: RMSNorm with ``weight``
+        scaled by the root of the width and floor = sqrt(eps * width). Half the operators of torch's own."""
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        return x.div(length.hypot_(floor)).mul_(weight)
+        normed = x.div(length.hypot_(self._floor)).mul_(weight)
+        return normed.to(self._dtype) if self._narrow else normed
 
-    def _rotate(self, heads: Tensor, rotation: Tensor) -> Tensor:
-        """Rotary embedding of float32 ``[rows, heads, dim]`` whose halves are interleaved."""
-        pairs = torch.view_as_complex(heads.view(*heads.shape[:-1], -1, 2))
-        return torch.view_as_real(pairs * rotation).view(heads.shape)
+    def _norm_and_rotate(self, heads: Tensor, weight: Tensor, rotation: Tensor) -> None:
+        """The same for each head, then rotary embedding, in place: float32 ``[rows, heads, dim]``, the halves of each
+        head interleaved."""
+        length = torch.linalg.vector_norm(heads, dim=-1, keepdim=True)
+        heads.div_(length.hypot_(self._head_floor)).mul_(weight)
+        heads.view(torch.complex64).mul_(rotation)
 
-    def hidden(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """``ids``, ``positions`` int64 ``[rows]`` → the last layer's output, not yet normed, ``[rows, hidden]``."""
-        config, dtype = self.config, self.weights.embedding.dtype
+    def hidden(self, ids: Tensor, positions: Tensor, attend: Attend, routes: list[Tensor] | None = None) -> Tensor:
+        """``ids``, ``positions`` int64 ``[rows]`` → the last layer's output, not yet normed, ``[rows, hidden]``.
+
+        ``routes``, where given, gets the experts of each layer, int64 ``[rows, per_token]``."""
+        config = self.config
         shape = (ids.shape[0], -1, config.head_dim)
         heads, kv_heads, rotated = config.num_heads, config.num_kv_heads, config.num_heads + config.num_kv_heads
         rotation = self._rotation.index_select(0, positions)
-        x = F.embedding(ids, self.weights.embedding)
+        x = self.weights.embedding.index_select(0, ids)
         for index, layer in enumerate(self.weights.layers):
-            normed = self._norm(x, layer.input_norm, self._floor).to(dtype)
-            qk, v = F.linear(normed, layer.qkv).view(shape).split_with_sizes((rotated, kv_heads), 1)
-            qk = self._rotate(self._norm(qk, layer.qk_norm, self._head_floor), rotation).to(dtype)
-            q, k = qk.split_with_sizes((heads, kv_heads), 1)
-            x = torch.addmm(x, attend(index, q, k, v), layer.output_t)
-            normed = self._norm(x, layer.mlp_norm, self._floor).to(dtype)
-            gate, up = F.linear(normed, layer.gate_up).chunk(2, -1)
-            x = torch.addmm(x, F.silu(gate).mul_(up), layer.down_t)
+            qkv = F.linear(self._norm(x, layer.input_norm), layer.qkv).view(shape)
+            if self._narrow:
+                qkv = qkv.float()
+            self._norm_and_rotate(qkv.narrow(1, 0, rotated), layer.qk_norm, rotation)
+            if self._narrow:
+                qkv = qkv.to(self._dtype)
+            q, kv = qkv.split_with_sizes((heads, 2 * kv_heads), 1)
+            x = torch.addmm(x, attend(index, q, kv), layer.output_t)
+            normed = self._norm(x, layer.mlp_norm)
+            if isinstance(layer.mlp, ExpertWeights):
+                x = x + self._experts(normed, layer.mlp, routes)
+            else:
+                gate_up = F.linear(normed, layer.mlp.gate_up)
+                gate, up = gate_up.split_with_sizes((config.intermediate_size, config.intermediate_size), 1)
+                x = torch.addmm(x, F.silu(gate).mul_(up), layer.mlp.down_t)
         return x
+
+    def _experts(self, rows: Tensor, mlp: ExpertWeights, routes: list[Tensor] | None) -> Tensor:
+        assert self.config.experts is not None
+        weights, chosen = choose_experts(rows, mlp.router, self.config.experts)
+        if routes is not None:
+            routes.append(chosen)
+        return mix_experts(rows, weights, chosen, mlp)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[rows, hidden]`` → float32 ``[rows, vocab]``, a tensor that the caller may write to."""
-        normed = self._norm(hidden, self.weights.final_norm, self._floor).to(hidden.dtype)
-        return F.linear(normed, self.weights.head).float()
+        logits = F.linear(self._norm(hidden, self.weights.final_norm), self.weights.head)
+        return logits.float() if self._narrow else logits

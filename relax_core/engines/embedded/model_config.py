@@ -7,12 +7,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-FAMILIES = ("qwen3",)
+FAMILIES = ("qwen3", "qwen3_moe")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A mixture of experts in every layer. ``per_token``: experts that a token is routed to. ``width``: of one expert.
+    ``normalized``: the weights of the chosen ones are made to add up to 1."""
+
+    count: int
+    per_token: int
+    width: int
+    normalized: bool
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """A dense Qwen3's sizes. ``eos_token_ids``: what ends a response unless the request says ignore_eos."""
+    """A Qwen3's sizes. ``experts``: None for a dense one. ``eos_token_ids``: what ends a response unless the request
+    says ignore_eos."""
 
     vocab_size: int
     hidden_size: int
@@ -26,6 +38,7 @@ class ModelConfig:
     tie_word_embeddings: bool
     max_positions: int
     eos_token_ids: tuple[int, ...]
+    experts: Experts | None = None
 
 
 def read_model_config(folder: Path) -> ModelConfig:
@@ -54,6 +67,22 @@ def read_model_config(folder: Path) -> ModelConfig:
         tie_word_embeddings=raw.get("tie_word_embeddings", False),
         max_positions=raw["max_position_embeddings"],
         eos_token_ids=_eos_token_ids(folder, raw),
+        experts=_experts(path, raw) if family == "qwen3_moe" else None,
+    )
+
+
+def _experts(path: Path, raw: dict[str, Any]) -> Experts:
+    """transformers 5 writes num_local_experts, transformers 4 wrote num_experts."""
+    if raw.get("decoder_sparse_step", 1) != 1 or raw.get("mlp_only_layers"):
+        raise ValueError(
+            f"{path}: decoder_sparse_step, mlp_only_layers: some layers are dense; the embedded engine has none such. "
+            "Use engine=sglang"
+        )
+    return Experts(
+        count=raw.get("num_local_experts") or raw["num_experts"],
+        per_token=raw["num_experts_per_tok"],
+        width=raw["moe_intermediate_size"],
+        normalized=raw.get("norm_topk_prob", False),
     )
 
 

@@ -34,11 +34,12 @@ def empty_kv(model: Qwen3Model, *, count: int, width: int, dtype: torch.dtype) -
 
 
 def prefill_passes(
-    model: Qwen3Model, token_ids: Sequence[Sequence[int]], kv: Tensor
+    model: Qwen3Model, token_ids: Sequence[Sequence[int]], kv: Tensor, routes: np.ndarray | None = None
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Fills ``kv`` and yields (start, stop, output ``[rows, stop - start, hidden]``, not yet normed) piece by piece.
 
-    Shorter rows are padded on the right: what a pad's output is says nothing.
+    Shorter rows are padded on the right: what a pad's output is says nothing. ``routes`` ``[rows, width, layers,
+    per_token]``, where given, is filled with the experts of every place.
     """
     count, width = len(token_ids), kv.shape[4]
     padded = np.zeros((count, width), dtype=np.int64)
@@ -49,7 +50,11 @@ def prefill_passes(
     for start in range(0, width, chunk):
         stop = min(start + chunk, width)
         positions = torch.arange(start, stop).repeat(count)
-        hidden = model.hidden(rows[:, start:stop].reshape(-1), positions, _causal_attention(kv, start, stop))
+        chosen: list[Tensor] | None = None if routes is None else []
+        attend = _causal_attention(kv, start, stop)
+        hidden = model.hidden(rows[:, start:stop].reshape(-1), positions, attend, chosen)
+        if routes is not None and chosen is not None:
+            routes[:, start:stop] = torch.stack(chosen, 1).view(count, stop - start, *routes.shape[2:]).numpy()
         yield start, stop, hidden.view(count, stop - start, -1)
 
 
@@ -61,10 +66,9 @@ def _causal_attention(kv: Tensor, start: int, stop: int) -> Attend:
     if start:
         mask = torch.ones(stop - start, stop, dtype=torch.bool).tril_(start)
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(layer: int, q: Tensor, new: Tensor) -> Tensor:
         keys, values = kv[layer]
-        keys[:, :, start:stop] = k.reshape(count, -1, heads, dim).transpose(1, 2)
-        values[:, :, start:stop] = v.reshape(count, -1, heads, dim).transpose(1, 2)
+        kv[layer, :, :, :, start:stop] = new.reshape(count, -1, 2, heads, dim).permute(2, 0, 3, 1, 4)
         query = q.reshape(count, stop - start, -1, dim).transpose(1, 2)
         found = F.scaled_dot_product_attention(
             query,

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from typing import Any
 
+import numpy as np
+
 from relax_core.contracts.engine import Generated
+from relax_core.contracts.sample import RoutedExperts
 from relax_core.engines.embedded.calls import Call, Progress
 from relax_core.engines.embedded.scoring import ScoreItem, Scores
 from relax_core.engines.wire import StreamEnd
 
 
-def generated(news: Progress) -> Generated:
-    """A finished sample as our own client wants it."""
+def generated(news: Progress, told: set[int]) -> Generated:
+    """A finished sample as our own client wants it. Experts of a prompt's tokens come along with its first sample that
+    has them; ``told``: the places of the prompts that have had theirs."""
     assert news.finish is not None
     sample = news.sample
+    prompt_experts = response_experts = None
+    prompt = sample.prompt
+    if prompt.routes is not None and prompt.routes.rows is not None and news.routes is not None:
+        response_experts = RoutedExperts.of(news.routes)
+        if prompt.place not in told:
+            told.add(prompt.place)
+            prompt_experts = RoutedExperts.of(prompt.routes.rows)
     return Generated(
         rid=sample.prompt.rid,
         prompt=sample.prompt.place,
@@ -23,6 +35,8 @@ def generated(news: Progress) -> Generated:
         logprobs=news.logprobs,
         weight_versions=news.spans,
         finish_reason=news.finish,
+        prompt_experts=prompt_experts,
+        response_experts=response_experts,
     )
 
 
@@ -55,6 +69,9 @@ def sglang_reply(news: Progress, *, n: int, version: int, return_logprob: bool) 
         meta["output_token_logprobs"] = [
             [logprob, token, None] for logprob, token in zip(news.logprobs, news.ids, strict=True)
         ]
+    if prompt.routes is not None and prompt.routes.rows is not None and news.routes is not None:
+        rows = np.concatenate([prompt.routes.rows, news.routes]).astype("<i4")
+        meta["routed_experts"] = base64.b64encode(rows.tobytes()).decode()
     return {"text": "", "output_ids": news.ids, "meta_info": meta, "index": prompt.place * n + sample.index}
 
 

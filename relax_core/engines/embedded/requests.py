@@ -47,8 +47,9 @@ class SamplingBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
-    """SGLang's GenerateReqInput, and ours: ``min_version``, ``sampling_seed``, ``banned_token_ids``. The last group is
-    taken only at its neutral value; the two before it only where tokens are scored (`score_requests`)."""
+    """SGLang's GenerateReqInput, and ours: ``min_version``, ``sampling_seed``, ``banned_token_ids``, and for prompts
+    that are asked again ``samples`` and ``generated`` (`PromptRequest`). The last group is taken only at its neutral
+    value; ``logprob_start_len`` and ``top_logprobs_num`` only where tokens are scored (`score_requests`)."""
 
     input_ids: list[int | list[int]] | None = None
     rid: str | list[str] | None = None
@@ -58,6 +59,9 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
     min_version: int | list[int] = 0
     sampling_seed: int | list[int] | None = None
     banned_token_ids: list[int] = []
+    return_routed_experts: bool = False
+    samples: list[list[int] | None] | None = None
+    generated: int | list[int] = 0
     logprob_start_len: int | list[int] | None = -1
     top_logprobs_num: int | list[int] | None = 0
     routing_key: str | None = None  # the router's business
@@ -74,12 +78,11 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
     custom_logit_processor: Any = None
     token_ids_logprob: Any = None
     return_hidden_states: bool = False
-    return_routed_experts: bool = False
 
 
 _SAMPLING_NEUTRAL = tuple(SamplingBody.__struct_fields__[12:])
 _SCORE_ONLY = ("logprob_start_len", "top_logprobs_num")
-_GENERATE_NEUTRAL = tuple(GenerateBody.__struct_fields__[12:])
+_GENERATE_NEUTRAL = tuple(GenerateBody.__struct_fields__[GenerateBody.__struct_fields__.index("text") :])
 _defaults_sampling = SamplingBody()
 _defaults_generate = GenerateBody()
 _json_decoder = msgspec.json.Decoder(GenerateBody)
@@ -104,6 +107,8 @@ class ParsedPrompt:
     settings: SamplingSettings
     sampling_seed: int
     min_version: int
+    samples: list[int]
+    generated: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +119,7 @@ class GenerateRequest:
     n: int
     single: bool
     return_logprob: bool
+    return_routed_experts: bool
     stream: bool
     stream_interval: int
 
@@ -147,6 +153,8 @@ def parse_generate(body: RequestBody, *, model: ModelConfig, limits: RequestLimi
                 f"{name}={getattr(raw, name)}: the embedded engine scores given tokens only by themselves; send "
                 "sampling_params.max_new_tokens=0, or leave it out",
             )
+    if raw.return_routed_experts and model.experts is None:
+        raise HttpError(400, "return_routed_experts=true: the model has no experts; leave it out")
     count = len(prompts)
     n = sampling[0].n
     if any(one.n != n for one in sampling):
@@ -163,12 +171,30 @@ def parse_generate(body: RequestBody, *, model: ModelConfig, limits: RequestLimi
         _check_lengths(place, len(token_ids), one.max_new_tokens, n=n, limits=limits)
     return GenerateRequest(
         prompts=[
-            ParsedPrompt(rid=rid, token_ids=ids, settings=one, sampling_seed=seed, min_version=version)
-            for rid, ids, one, seed, version in zip(body.rids, prompts, settings, seeds, versions, strict=True)
+            ParsedPrompt(
+                rid=rid,
+                token_ids=ids,
+                settings=one,
+                sampling_seed=seed,
+                min_version=version,
+                samples=samples,
+                generated=generated,
+            )
+            for rid, ids, one, seed, version, samples, generated in zip(
+                body.rids,
+                prompts,
+                settings,
+                seeds,
+                versions,
+                _samples(raw.samples, n=n, count=count),
+                _generated(raw.generated, prompts),
+                strict=True,
+            )
         ],
         n=n,
         single=body.single,
         return_logprob=raw.return_logprob,
+        return_routed_experts=raw.return_routed_experts,
         stream=raw.stream,
         stream_interval=sampling[0].stream_interval or 1,
     )
@@ -241,6 +267,26 @@ def _seeds(given: int | list[int] | None, sampling: list[SamplingBody], count: i
     if given is not None:
         return per_prompt("sampling_seed", given, count)
     return [secrets.randbits(63) if one.sampling_seed is None else one.sampling_seed for one in sampling]
+
+
+def _samples(given: list[list[int] | None] | None, *, n: int, count: int) -> list[list[int]]:
+    """Which responses of each prompt are asked for."""
+    if given is None:
+        return [list(range(n))] * count
+    _same_length("samples", len(given), count)
+    for place, chosen in enumerate(given):
+        if chosen is not None and not (chosen and len(set(chosen)) == len(chosen) and set(chosen) <= set(range(n))):
+            raise HttpError(400, f"samples[{place}]: {chosen}; give different numbers from 0 to n - 1 = {n - 1}")
+    return [list(range(n)) if chosen is None else chosen for chosen in given]
+
+
+def _generated(given: int | list[int], prompts: list[list[int]]) -> list[int]:
+    """How many tokens at the end of each prompt are of the response itself."""
+    counts = per_prompt("generated", given, len(prompts))
+    for place, (count, ids) in enumerate(zip(counts, prompts, strict=True)):
+        if not 0 <= count < len(ids):
+            raise HttpError(400, f"generated[{place}]: {count} of {len(ids)} input_ids; give 0 to {len(ids) - 1}")
+    return counts
 
 
 def _rids(given: str | list[str] | None, count: int) -> list[str]:

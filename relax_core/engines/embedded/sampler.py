@@ -113,6 +113,12 @@ def sample_keys(sampling_seeds: Sequence[int], n: int) -> np.ndarray:
     return _mix(_mix(seeds + _GOLDEN)[:, None] ^ _mix(samples * _GOLDEN + _MIX_1))
 
 
+def keys_behind(keys: np.ndarray, tokens: int) -> np.ndarray:
+    """The keys of samples that go on behind ``tokens`` tokens of their response: `uniforms` of these at position 0 are
+    those of ``keys`` at position ``tokens``, so that no random number is drawn twice."""
+    return keys + np.array([tokens], dtype=np.uint64) * _GOLDEN
+
+
 def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """``keys`` uint64 and ``positions`` (token's place in its response) ``[rows]`` → float64 in [0, 1)."""
     bits = _mix(keys + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
@@ -142,12 +148,12 @@ def _sample_rows(logits: Tensor, plan: SamplingPlan, random: Tensor) -> tuple[Te
         _truncate(logits, plan.top_k, plan.top_p)
     logprobs = F.log_softmax(logits, -1)
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
-    target = random[:, None] * cumulative[:, -1:]
+    target = random.unsqueeze(1) * cumulative.narrow(1, logits.shape[1] - 1, 1)
     # the first token whose cumulative probability exceeds the target: never one of probability 0
     ids = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[1] - 1)
     if plan.greedy is not None:
         ids = torch.where(plan.greedy[:, None], logprobs.argmax(-1, keepdim=True), ids)
-    return ids[:, 0], logprobs.gather(-1, ids)[:, 0]
+    return ids.squeeze(1), logprobs.gather(-1, ids).squeeze(1)
 
 
 def _truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> None:

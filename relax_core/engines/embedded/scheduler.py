@@ -90,7 +90,7 @@ class Scheduler(threading.Thread):
         for group in self._waiting:
             gone = [sample for sample in group.samples if chosen(sample)]
             for sample in gone:
-                self._report(sample, sample.done, sample.done_logprobs, finish="abort")
+                self._report(sample, sample.done, sample.done_logprobs, routes=sample.done_routes, finish="abort")
             count += len(gone)
             group.samples = [sample for sample in group.samples if not chosen(sample)]
             if group.samples:
@@ -235,7 +235,8 @@ class Scheduler(threading.Thread):
             ids, logprobs = self._decoder.slots.output(slot)
             stops = sample.prompt.settings.stop_token_ids
             ended = reason or ("stop" if ids[-1] in stops else "length")
-            self._report(sample, ids, logprobs, finish=ended)
+            routes = None if sample.prompt.routes is None else self._decoder.response_routes(slot)
+            self._report(sample, ids, logprobs, routes=routes, finish=ended)
         if reason is None and self._streaming:
             self._stream(set(gone))
         self._free(gone)
@@ -256,7 +257,15 @@ class Scheduler(threading.Thread):
                 sample.streamed = length
                 self._news[call].append(Progress(sample, ids, logprobs, length, sample.spans(length), None, None))
 
-    def _report(self, sample: Sample, ids: list[int], logprobs: list[float], *, finish: FinishReason) -> None:
+    def _report(
+        self,
+        sample: Sample,
+        ids: list[int],
+        logprobs: list[float],
+        *,
+        routes: np.ndarray | None,
+        finish: FinishReason,
+    ) -> None:
         call, start = sample.prompt.call, sample.streamed
         matched = ids[-1] if finish == "stop" else None
         call.open_samples -= 1
@@ -264,7 +273,7 @@ class Scheduler(threading.Thread):
             call.finished = time.perf_counter()
         length = len(ids)
         spans = sample.spans(length)
-        self._news[call].append(Progress(sample, ids[start:], logprobs[start:], length, spans, finish, matched))
+        self._news[call].append(Progress(sample, ids[start:], logprobs[start:], length, spans, finish, matched, routes))
 
     def _deliver(self) -> None:
         for call, news in self._news.items():
@@ -276,6 +285,8 @@ class Scheduler(threading.Thread):
         back: list[Waiting] = []
         for slot, sample in enumerate(self._running):
             sample.done, sample.done_logprobs = self._decoder.slots.output(slot)
+            if sample.prompt.routes is not None:
+                sample.done_routes = self._decoder.response_routes(slot)
             back.append(Waiting(sample.prompt, [sample]))
         self._free(list(range(len(self._running))))
         self._waiting = back + self._waiting

@@ -39,6 +39,7 @@ async def serve(app: EngineApp, scheduler: Scheduler, listener: socket.socket, *
         access_log=False,
         server_header=False,
         date_header=False,
+        proxy_headers=False,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=GRACE_S,
     )

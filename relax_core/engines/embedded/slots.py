@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from relax_core.engines.embedded.routes import PromptRoutes
 from relax_core.engines.embedded.sampler import SamplingPlan, SamplingSettings, sampling_plan, uniforms
 
 FIRST_TOKENS = 16
+DRAWN_TOKENS = 8  # random numbers that are drawn at one time: a hash of few numbers is all overhead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +20,8 @@ class Prefix:
     """Tokens that are computed once, and the samples that go on from them.
 
     ``token_ids``: prompt, or prompt and what a retracted sample had already generated. ``keys``: uint64, one a sample;
-    ``done``, ``done_logprobs``: what that sample had generated, the end of ``token_ids``.
+    ``done``, ``done_logprobs``: what that sample had generated, the end of ``token_ids``. ``routes``: where its experts
+    are wanted; ``done_routes``: those of all of ``done`` but its last token, which only the prefill feeds.
     """
 
     token_ids: Sequence[int]
@@ -26,6 +29,8 @@ class Prefix:
     keys: np.ndarray
     done: Sequence[int] = field(default_factory=list)
     done_logprobs: Sequence[float] = field(default_factory=list)
+    routes: PromptRoutes | None = None
+    done_routes: np.ndarray | None = None
 
     @property
     def columns(self) -> int:
@@ -50,6 +55,8 @@ class SlotTable:
         self._stop = np.full((capacity, 1), -1, dtype=np.int64)
         self._ids = np.zeros((capacity, FIRST_TOKENS), dtype=np.int64)
         self._logprobs = np.zeros((capacity, FIRST_TOKENS), dtype=np.float32)
+        self._random = np.zeros((DRAWN_TOKENS, capacity)).T  # [capacity, tokens], of the next tokens
+        self._used = DRAWN_TOKENS  # of them, by every row alike
         self._room = FIRST_TOKENS  # tokens that every row can take at least before the two are full
 
     def add(self, prefixes: Sequence[Prefix]) -> None:
@@ -73,6 +80,7 @@ class SlotTable:
             self._settings.extend([settings] * len(prefix.keys))
             self.count = rows.stop
         self._plan = None
+        self._used = DRAWN_TOKENS
 
     def _widen_stops(self, stops: int) -> None:
         if stops > self._stop.shape[1]:
@@ -88,8 +96,16 @@ class SlotTable:
         return self._plan
 
     def random(self, first: int) -> torch.Tensor:
-        """Uniform numbers for the next tokens of rows first..count-1."""
-        return torch.from_numpy(uniforms(self._key[first : self.count], self._length[first : self.count]))
+        """Uniform numbers for the next tokens of rows first..count-1, which are then to be recorded."""
+        rows = slice(first, self.count)
+        if first:
+            return torch.from_numpy(uniforms(self._key[rows], self._length[rows]))
+        if self._used == DRAWN_TOKENS:
+            next_tokens = self._length[rows, None] + np.arange(DRAWN_TOKENS)
+            self._random[rows] = uniforms(self._key[rows, None], next_tokens)
+            self._used = 0
+        self._used += 1
+        return torch.from_numpy(self._random[rows, self._used - 1])
 
     def record(self, first: int, ids: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
         """Takes the next tokens of rows first..count-1; returns the rows that are finished by them."""
@@ -114,6 +130,11 @@ class SlotTable:
     def length(self, row: int) -> int:
         return int(self._length[row])
 
+    def newest(self) -> np.ndarray:
+        """Number of each running sample's newest token, which the next step feeds."""
+        newest: np.ndarray = self._length[: self.count] - 1
+        return newest
+
     def output(self, row: int, start: int = 0) -> tuple[list[int], list[float]]:
         """Token ids and log-probs of a row from its token ``start`` on."""
         stop = self._length[row]
@@ -128,7 +149,7 @@ class SlotTable:
         moves = list(zip(movers, holes, strict=True))
         if moves:
             columns = (self.token, self.position, self.columns, self._key, self._length, self._limit)
-            for column in (*columns, self._stop, self._ids, self._logprobs):
+            for column in (*columns, self._stop, self._ids, self._logprobs, self._random):
                 column[holes] = column[movers]
             for source, target in moves:
                 self._settings[target] = self._settings[source]

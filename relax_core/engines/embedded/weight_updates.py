@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,9 +24,10 @@ from relax_core.contracts.engine import WeightManifest
 from relax_core.engines.embedded.asgi import HttpError
 from relax_core.engines.embedded.scheduler import NOTHING_ATTESTED, Scheduler
 from relax_core.engines.embedded.weights import FusedWeights
-from relax_core.engines.weight_group import WeightGroup
-from relax_core.weights.files import DigestMismatch, read_weights, tensors_digest
+from relax_core.weights.files import DigestMismatch, cut_tensors, read_weights, tensors_digest
+from relax_core.weights.group import WeightGroup
 from relax_core.weights.model_folder import read_safetensors
+from relax_core.weights.transports.base import WeightGroupPlace
 
 T = TypeVar("T")
 
@@ -51,17 +53,18 @@ class WeightUpdates:
 
     async def from_shared_memory(self, manifest: WeightManifest) -> dict[str, Any]:
         async with self._lock:
-            if (manifest.version, manifest.digest) == (self._scheduler.version, self._digest):
+            if self._is_in_force(manifest.version, manifest.digest):
                 return _report(manifest.version, manifest.digest, stall_ms=0.0)
-            if manifest.version < self._scheduler.version:  # two may push: the trainer, and the engine's owner
-                raise HttpError(409, f"weights version {manifest.version} is older; {self._kept()}")
             checked = await self._checked(lambda: dict(read_weights(manifest)))
             return await self._apply(checked, manifest.version, manifest.digest)
 
-    async def from_disk(self, model_path: str, version: int) -> dict[str, Any]:
+    async def from_disk(self, model_path: str, version: int, digest: str) -> dict[str, Any]:
         async with self._lock:
+            if self._is_in_force(version, digest):
+                return _report(version, digest, stall_ms=0.0)
             checked = await self._checked(lambda: dict(read_safetensors(Path(model_path))))
-            return await self._apply(checked, version, "")
+            await self._attest(checked, version, digest)
+            return await self._apply(checked, version, digest)
 
     async def begin(self) -> dict[str, Any]:
         async with self._lock:
@@ -79,18 +82,33 @@ class WeightUpdates:
             return {"success": True, "message": f"{len(session.tensors)} tensors so far"}
 
     async def from_distributed(
-        self, group_name: str, *, names: list[str], dtypes: list[str], shapes: list[list[int]], version: int | None
+        self,
+        group_name: str,
+        *,
+        names: list[str],
+        dtypes: list[str],
+        shapes: list[list[int]],
+        version: int | None,
+        flattened: bool,
     ) -> dict[str, Any]:
-        """Takes one broadcast from rank 0 for each name."""
+        """Takes one broadcast from rank 0 for each name; ``flattened``: one of all their bytes in a row."""
         async with self._lock:
             session = self._open_session("/update_weights_from_distributed")
             if not len(names) == len(dtypes) == len(shapes):
                 counts = f"{len(names)}, {len(dtypes)}, {len(shapes)}"
                 raise HttpError(400, f"names, dtypes, shapes: {counts} entries; give one of each for a tensor")
-            buffers = _buffers(names, dtypes, shapes)
-            group = self._group(group_name)
-            await _timed(lambda: group.receive(list(buffers.values())), f"group {group_name}: broadcast")
-            session.tensors.update(buffers)
+            if any(size < 0 for shape in shapes for size in shape):
+                raise HttpError(400, "shapes: a negative size; send each tensor's own shape")
+            kinds = _dtypes(names, dtypes)
+            group, what = self._group(group_name), f"group {group_name}: broadcast"
+            if flattened:
+                data = torch.empty(sum(map(_nbytes, kinds, shapes)), dtype=torch.uint8)
+                await _timed(lambda: group.receive([data]), what)
+                session.tensors.update(cut_tensors(data, zip(names, kinds, shapes, strict=True)))
+            else:
+                buffers = [torch.empty(shape, dtype=kind) for shape, kind in zip(shapes, kinds, strict=True)]
+                await _timed(lambda: group.receive(buffers), what)
+                session.tensors.update(zip(names, buffers, strict=True))
             session.version = session.version if version is None else version
             return {"success": True, "message": f"{len(session.tensors)} tensors so far"}
 
@@ -101,11 +119,10 @@ class WeightUpdates:
             version = session.version if version is None else version
             if version is None:
                 raise HttpError(400, "weight_version: missing in the whole session; send the integer version")
+            if self._is_in_force(version, digest):
+                return _report(version, digest, stall_ms=0.0)
             checked = await self._checked(lambda: session.tensors)
-            if digest:
-                found = await asyncio.to_thread(tensors_digest, session.tensors.items())
-                if found != digest:
-                    raise HttpError(409, f"weights version {version}: digest {found}, sent as {digest}; {self._kept()}")
+            await self._attest(session.tensors, version, digest)
             return await self._apply(checked, version, digest)
 
     async def rename(self, version: int) -> dict[str, Any]:
@@ -116,17 +133,13 @@ class WeightUpdates:
             await asyncio.wrap_future(self._scheduler.post(lambda: self._scheduler.replace_weights(None, version)))
             return {"success": True, "new_version": str(version)}
 
-    async def join_group(
-        self, name: str, *, address: str, port: int, rank: int, world_size: int, timeout_s: float
-    ) -> dict[str, Any]:
+    async def join_group(self, place: WeightGroupPlace, *, rank: int) -> dict[str, Any]:
         async with self._lock:
-            if name in self._groups:
-                raise HttpError(400, f"group_name={name}: exists already; /destroy_weights_update_group first")
-            self._groups[name] = await _timed(
-                lambda: WeightGroup.join(
-                    name, address=address, port=port, rank=rank, world_size=world_size, timeout_s=timeout_s
-                ),
-                f"group {name}: rank {rank} of {world_size} joining at {address}:{port}",
+            if place.name in self._groups:
+                raise HttpError(400, f"group_name={place.name}: exists already; /destroy_weights_update_group first")
+            self._groups[place.name] = await _timed(
+                lambda: WeightGroup.join(place, rank=rank),
+                f"group {place.name}: rank {rank} of {place.world_size} joining at {place.address}:{place.port}",
             )
             return {"success": True, "message": ""}
 
@@ -148,6 +161,12 @@ class WeightUpdates:
             raise HttpError(400, f"{route}: no session is open; POST /begin_weight_update first")
         return self._session
 
+    def _is_in_force(self, version: int, digest: str) -> bool:
+        """Two may push: the trainer, and the engine's owner. HttpError 409 for a published version that is older."""
+        if digest and version < self._scheduler.version:
+            raise HttpError(409, f"weights version {version} is older; {self._kept()}")
+        return bool(digest) and (version, digest) == (self._scheduler.version, self._digest)
+
     def _kept(self) -> str:
         return f"weights version {self._scheduler.version} stays in force"
 
@@ -159,6 +178,13 @@ class WeightUpdates:
             raise HttpError(409, f"{error}; {self._kept()}") from error
         except (ValueError, SafetensorError) as error:
             raise HttpError(400, f"{error}; {self._kept()}") from error
+
+    async def _attest(self, tensors: dict[str, Tensor], version: int, digest: str) -> None:
+        """Refuses what is not what its sender published, where it gave a digest."""
+        if digest:
+            found = await asyncio.to_thread(tensors_digest, tensors.items())
+            if found != digest:
+                raise HttpError(409, f"weights version {version}: digest {found}, sent as {digest}; {self._kept()}")
 
     async def _apply(self, tensors: dict[str, Tensor], version: int, digest: str) -> dict[str, Any]:
         def copy() -> None:
@@ -185,14 +211,18 @@ def _safetensors(payload: str) -> dict[str, Tensor]:
     return found
 
 
-def _buffers(names: list[str], dtypes: list[str], shapes: list[list[int]]) -> dict[str, Tensor]:
-    buffers: dict[str, Tensor] = {}
-    for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
+def _dtypes(names: list[str], dtypes: list[str]) -> list[torch.dtype]:
+    kinds = []
+    for name, dtype in zip(names, dtypes, strict=True):
         kind = getattr(torch, dtype.removeprefix("torch."), None)
         if not isinstance(kind, torch.dtype):
             raise HttpError(400, f"dtypes: {dtype!r} of {name} is no torch dtype; send float32 or bfloat16")
-        buffers[name] = torch.empty(shape, dtype=kind)
-    return buffers
+        kinds.append(kind)
+    return kinds
+
+
+def _nbytes(dtype: torch.dtype, shape: list[int]) -> int:
+    return math.prod(shape) * dtype.itemsize
 
 
 async def _timed(action: Callable[[], T], what: str) -> T:

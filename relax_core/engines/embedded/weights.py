@@ -9,7 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from relax_core.engines.embedded.model_config import ModelConfig
+from relax_core.engines.embedded.experts import ExpertWeights
+from relax_core.engines.embedded.model_config import Experts, ModelConfig
+
+
+class DenseWeights(NamedTuple):
+    """One layer's feed-forward."""
+
+    gate_up: Tensor  # [2 * intermediate, hidden]
+    down_t: Tensor  # [intermediate, hidden], a transposed view
 
 
 class LayerWeights(NamedTuple):
@@ -21,8 +29,7 @@ class LayerWeights(NamedTuple):
     qk_norm: Tensor  # [heads + kv_heads, head_dim]
     output_t: Tensor  # [heads * head_dim, hidden], a transposed view
     mlp_norm: Tensor  # [hidden]
-    gate_up: Tensor  # [2 * intermediate, hidden]
-    down_t: Tensor  # [intermediate, hidden], a transposed view
+    mlp: DenseWeights | ExpertWeights
 
 
 class Target(NamedTuple):
@@ -57,7 +64,7 @@ class FusedWeights:
         self._targets[name] = Target(tuple(tensor.shape), tuple(tensor.shape), tensor, scale)
 
     def _layer(self, index: int, config: ModelConfig, dtype: torch.dtype) -> LayerWeights:
-        hidden, inter, half = config.hidden_size, config.intermediate_size, config.head_dim // 2
+        hidden, half = config.hidden_size, config.head_dim // 2
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         layer = f"model.layers.{index}."
 
@@ -66,7 +73,7 @@ class FusedWeights:
 
         qkv = zeros((heads + 2 * kv_heads) * dim, hidden)
         qk_norm = torch.zeros(heads + kv_heads, dim)
-        gate_up, output, down = zeros(2 * inter, hidden), zeros(hidden, heads * dim), zeros(hidden, inter)
+        output = zeros(hidden, heads * dim)
         input_norm, mlp_norm = torch.zeros(hidden), torch.zeros(hidden)
         first = 0
         for part, count, scale in (("q", heads, 1.0), ("k", kv_heads, math.sqrt(dim))):
@@ -79,12 +86,27 @@ class FusedWeights:
             first += count
         self._whole(f"{layer}self_attn.v_proj.weight", qkv[first * dim :])
         self._whole(f"{layer}self_attn.o_proj.weight", output)
-        self._whole(f"{layer}mlp.gate_proj.weight", gate_up[:inter])
-        self._whole(f"{layer}mlp.up_proj.weight", gate_up[inter:])
-        self._whole(f"{layer}mlp.down_proj.weight", down)
         self._whole(f"{layer}input_layernorm.weight", input_norm, scale=math.sqrt(hidden))
         self._whole(f"{layer}post_attention_layernorm.weight", mlp_norm, scale=math.sqrt(hidden))
-        return LayerWeights(input_norm, qkv, qk_norm, output.t(), mlp_norm, gate_up, down.t())
+        mlp: DenseWeights | ExpertWeights
+        if config.experts is None:
+            mlp = self._dense(f"{layer}mlp.", hidden, config.intermediate_size, dtype)
+        else:
+            mlp = self._experts(f"{layer}mlp.", hidden, config.experts, dtype)
+        return LayerWeights(input_norm, qkv, qk_norm, output.t(), mlp_norm, mlp)
+
+    def _dense(self, prefix: str, hidden: int, width: int, dtype: torch.dtype) -> DenseWeights:
+        gate_up, down = torch.zeros(2 * width, hidden, dtype=dtype), torch.zeros(hidden, width, dtype=dtype)
+        self._whole(f"{prefix}gate_proj.weight", gate_up[:width])
+        self._whole(f"{prefix}up_proj.weight", gate_up[width:])
+        self._whole(f"{prefix}down_proj.weight", down)
+        return DenseWeights(gate_up, down.t())
+
+    def _experts(self, prefix: str, hidden: int, experts: Experts, dtype: torch.dtype) -> ExpertWeights:
+        router = torch.zeros(experts.count, hidden, dtype=dtype)
+        self._whole(f"{prefix}gate.weight", router)
+        each = [self._dense(f"{prefix}experts.{one}.", hidden, experts.width, dtype) for one in range(experts.count)]
+        return ExpertWeights(router, [one.gate_up for one in each], [one.down_t for one in each])
 
     @property
     def nbytes(self) -> int:

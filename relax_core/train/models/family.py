@@ -42,13 +42,18 @@ class Part(Enum):
 class WeightRule:
     """One Hugging Face tensor: ``hf`` is its name, ``megatron`` the parameter that holds it.
 
-    Megatron names are those of a build without TransformerEngine.
+    Megatron names are those of a build without TransformerEngine. Their layer and expert numbers count over the whole
+    model: the first says which pipeline stage has the parameter, the second which expert-parallel rank. ``shard`` is
+    over the tensor-parallel ranks, or for an ``expert`` over the expert-tensor-parallel ones. ``vocabulary``: one row a
+    token, and Megatron pads the rows up to a multiple of the ranks.
     """
 
     hf: str
     megatron: str
     shard: Shard
     part: Part = Part.whole
+    expert: bool = False
+    vocabulary: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +65,15 @@ class Attention:
     head_dim: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureOfExperts:
+    """``layers``: numbers of the layers that have ``experts`` experts, of which a router gives ``top_k`` to a token."""
+
+    experts: int
+    top_k: int
+    layers: tuple[int, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """What a family reads from config.json beside Megatron's own arguments."""
@@ -69,6 +83,12 @@ class ModelShape:
     rotary_base: float
     tied_embeddings: bool
     attention: Attention
+    moe: MixtureOfExperts | None = None
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Layers with experts; none in a dense model."""
+        return self.moe.layers if self.moe is not None else ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from relax_core.train.models.family import Attention, Family, HfConfig, ModelShape, Part, Shard, WeightRule
 
 
-def _shape(config: HfConfig) -> ModelShape:
+def qwen3_shape(config: HfConfig) -> ModelShape:
+    """Of config.json; qwen3_moe.py adds the experts."""
     rotary = config.get("rope_parameters") or {}
     heads = config["num_attention_heads"]
     return ModelShape(
@@ -23,22 +25,22 @@ def _shape(config: HfConfig) -> ModelShape:
     )
 
 
-def _check(config: HfConfig) -> None:
-    """Settings of config.json that would need other code; nothing may be trained as something else."""
+def check_attention(config: HfConfig, *, family: str) -> None:
+    """ValueError for settings of config.json that would need other code; nothing may be trained as something else."""
     rotary = config.get("rope_parameters") or {}
     rope_type = rotary.get("rope_type", "default")
     if config.get("rope_scaling") or rope_type != "default":
-        raise ValueError(f"config.json rope_type={rope_type}: qwen3 trains plain rotary embeddings only.")
+        raise ValueError(f"config.json rope_type={rope_type}: {family} trains plain rotary embeddings only.")
     for key, only in (("attention_bias", False), ("use_sliding_window", False), ("attention_dropout", 0)):
         if config.get(key, only) != only:
-            raise ValueError(f"config.json {key}={config[key]}: qwen3 trains {key}={only} only.")
+            raise ValueError(f"config.json {key}={config[key]}: {family} trains {key}={only} only.")
     if config.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"config.json hidden_act={config['hidden_act']}: qwen3 trains hidden_act=silu only.")
+        raise ValueError(f"config.json hidden_act={config['hidden_act']}: {family} trains hidden_act=silu only.")
 
 
-def _transformer_arguments(config: HfConfig) -> dict[str, Any]:
-    _check(config)
-    attention = _shape(config).attention
+def qwen3_arguments(config: HfConfig) -> dict[str, Any]:
+    """Of everything but the experts."""
+    attention = qwen3_shape(config).attention
     return {
         "num_layers": config["num_hidden_layers"],
         "hidden_size": config["hidden_size"],
@@ -55,10 +57,15 @@ def _transformer_arguments(config: HfConfig) -> dict[str, Any]:
     }
 
 
-def _layer(index: int) -> tuple[WeightRule, ...]:
+def _transformer_arguments(config: HfConfig) -> dict[str, Any]:
+    check_attention(config, family="qwen3")
+    return qwen3_arguments(config)
+
+
+def attention_rules(index: int) -> tuple[WeightRule, ...]:
+    """A layer without its MLP."""
     hf, megatron = f"model.layers.{index}.", f"decoder.layers.{index}."
     qkv = megatron + "self_attention.linear_qkv.weight"
-    gate_up = megatron + "mlp.linear_fc1.weight"
     return (
         WeightRule(hf + "input_layernorm.weight", megatron + "input_layernorm.weight", Shard.replicated),
         WeightRule(hf + "self_attn.q_proj.weight", qkv, Shard.column, Part.query),
@@ -68,23 +75,40 @@ def _layer(index: int) -> tuple[WeightRule, ...]:
         WeightRule(hf + "self_attn.k_norm.weight", megatron + "self_attention.k_layernorm.weight", Shard.replicated),
         WeightRule(hf + "self_attn.o_proj.weight", megatron + "self_attention.linear_proj.weight", Shard.row),
         WeightRule(hf + "post_attention_layernorm.weight", megatron + "pre_mlp_layernorm.weight", Shard.replicated),
-        WeightRule(hf + "mlp.gate_proj.weight", gate_up, Shard.column, Part.gate),
-        WeightRule(hf + "mlp.up_proj.weight", gate_up, Shard.column, Part.up),
-        WeightRule(hf + "mlp.down_proj.weight", megatron + "mlp.linear_fc2.weight", Shard.row),
     )
 
 
-def _weights(config: HfConfig) -> tuple[WeightRule, ...]:
-    rules = [WeightRule("model.embed_tokens.weight", "embedding.word_embeddings.weight", Shard.column)]
+def gated_mlp_rules(hf: str, megatron: str, *, expert: bool = False) -> tuple[WeightRule, ...]:
+    """Of one gated MLP, whose names begin so."""
+    gate_up = megatron + "linear_fc1.weight"
+    return (
+        WeightRule(hf + "gate_proj.weight", gate_up, Shard.column, Part.gate, expert=expert),
+        WeightRule(hf + "up_proj.weight", gate_up, Shard.column, Part.up, expert=expert),
+        WeightRule(hf + "down_proj.weight", megatron + "linear_fc2.weight", Shard.row, expert=expert),
+    )
+
+
+def decoder_rules(config: HfConfig, layer: Callable[[int], Iterable[WeightRule]]) -> tuple[WeightRule, ...]:
+    """Embedding, every ``layer``, final norm and, where it is not tied, the output weight."""
+    rules = [WeightRule("model.embed_tokens.weight", "embedding.word_embeddings.weight", Shard.column, vocabulary=True)]
     for index in range(config["num_hidden_layers"]):
-        rules += _layer(index)
+        rules += layer(index)
     rules.append(WeightRule("model.norm.weight", "decoder.final_layernorm.weight", Shard.replicated))
     if not config["tie_word_embeddings"]:
-        rules.append(WeightRule("lm_head.weight", "output_layer.weight", Shard.column))
+        rules.append(WeightRule("lm_head.weight", "output_layer.weight", Shard.column, vocabulary=True))
     return tuple(rules)
 
 
-def _ignored(config: HfConfig) -> frozenset[str]:
+def _layer(index: int) -> tuple[WeightRule, ...]:
+    mlp = gated_mlp_rules(f"model.layers.{index}.mlp.", f"decoder.layers.{index}.mlp.")
+    return (*attention_rules(index), *mlp)
+
+
+def _weights(config: HfConfig) -> tuple[WeightRule, ...]:
+    return decoder_rules(config, _layer)
+
+
+def tied_output(config: HfConfig) -> frozenset[str]:
     """Some writers store the tied output weight a second time."""
     return frozenset({"lm_head.weight"} if config["tie_word_embeddings"] else ())
 
@@ -92,8 +116,8 @@ def _ignored(config: HfConfig) -> frozenset[str]:
 QWEN3 = Family(
     name="qwen3",
     hf_model_type="qwen3",
-    shape=_shape,
+    shape=qwen3_shape,
     transformer_arguments=_transformer_arguments,
     weights=_weights,
-    ignored=_ignored,
+    ignored=tied_output,
 )

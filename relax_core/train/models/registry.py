@@ -6,8 +6,9 @@ from pathlib import Path
 
 from relax_core.train.models.family import Family, HfConfig, read_hf_config
 from relax_core.train.models.qwen3 import QWEN3
+from relax_core.train.models.qwen3_moe import QWEN3_MOE
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (QWEN3,)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (QWEN3, QWEN3_MOE)}
 
 
 def find_family(name: str) -> Family:

@@ -57,3 +57,21 @@ def test_a_step_that_is_not_due_waits_for_the_trainer(make_bus: MakeBus) -> None
         assert waits_of(bus, 1)["actor"].owed_by == ["actor"]
         bus.close(reason="the end", timeout_s=T)
         assert call.exception(timeout=T) is not None
+
+
+def test_the_rollout_follows_the_versions_and_hears_what_ended_with_them(make_bus: MakeBus) -> None:
+    bus = make_bus(max_staleness=0, spare_groups=1)
+    slow, *others = (one for one in bus.admit(100, timeout_s=T) if one.min_version == 0)
+    bus.put([make_row(one) for one in others], timeout_s=T)
+    assert bus.wait_version(-1, timeout_s=T).version == 0
+    idle = bus.wait_version(0, timeout_s=0.05)
+    assert (idle.version, idle.retired) == (0, []), "a deadline is no failure"
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(bus.wait_version, 0, timeout_s=T)
+        lease = bus.lease(for_actor(0), timeout_s=T)
+        bus.ack([lease.lease_id], step=0, dropped={}, timeout_s=T)
+        change = call.result(timeout=T)
+    assert (change.version, change.retired) == (1, [slow.group_uid])
+    assert bus.progress(timeout_s=T).ledger.dropped == {"over_sampled": 2}
+    bus.put([make_row(slow)], timeout_s=T)  # late: its group has ended
+    assert bus.progress(timeout_s=T).ledger.dropped == {"over_sampled": 2}

@@ -1,4 +1,5 @@
-"""The engine under test: a real process over a tiny random Qwen3, one for the session and fresh ones on demand."""
+"""The engines under test: real processes over a tiny random Qwen3, one of each kind for the session and fresh ones on
+demand."""
 
 from __future__ import annotations
 
@@ -10,9 +11,7 @@ import pytest
 
 from relax_core.config.schema import EngineConfig
 from relax_core.engines.process import EngineLaunch, EngineProcess
-from tests.contracts.engine.harness import CONTEXT, TOKEN, Engine, make_model
-
-ENGINES = ("embedded",)
+from tests.contracts.engine.harness import CONTEXT, ENGINES, SGLANG_PYTHON, TOKEN, Engine, make_model
 
 
 @pytest.fixture(scope="session")
@@ -49,17 +48,50 @@ def launch(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Engi
     )
 
 
+@pytest.fixture(scope="session")
+def sglang_launch(launch: EngineLaunch, tmp_path_factory: pytest.TempPathFactory) -> EngineLaunch:
+    """The same model behind SGLang's own server."""
+    if not SGLANG_PYTHON.is_file():
+        pytest.fail(f"{SGLANG_PYTHON} is missing: make sglang-cpu")
+    engine = replace(
+        launch.engine,
+        name="sglang",
+        tp=1,
+        python=str(SGLANG_PYTHON),
+        deterministic=True,
+        max_total_tokens=8 * CONTEXT,
+        admission_window_ms=0.0,
+        start_timeout_s=300.0,
+    )
+    log_file = tmp_path_factory.mktemp("sglang") / "engine.log"
+    return replace(launch, engine=engine, log_file=log_file, return_routed_experts=False)
+
+
+@pytest.fixture(scope="session")
+def engines(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Engine]]:
+    """The session's engine of each kind, started when it is first asked for. It serves the folder's weights."""
+    started: dict[str, EngineProcess] = {}
+
+    def engine_of(kind: str) -> Engine:
+        if kind not in started:
+            fixture = "launch" if kind == "embedded" else "sglang_launch"
+            started[kind] = EngineProcess.start(request.getfixturevalue(fixture))
+        return Engine(started[kind], kind)
+
+    yield engine_of
+    for process in started.values():
+        process.stop(timeout_s=5.0)
+
+
 @pytest.fixture(scope="session", params=ENGINES)
-def engine(request: pytest.FixtureRequest, launch: EngineLaunch) -> Iterator[Engine]:
-    """An engine that serves the folder's weights as version 0. A test that changes it puts it back."""
-    process = EngineProcess.start(launch)
-    yield Engine(process)
-    process.stop(timeout_s=5.0)
+def engine(request: pytest.FixtureRequest, engines: Callable[[str], Engine]) -> Engine:
+    """A test that changes it puts it back."""
+    return engines(request.param)
 
 
-@pytest.fixture(params=ENGINES)
-def start_engine(request: pytest.FixtureRequest, launch: EngineLaunch) -> Iterator[Callable[..., Engine]]:
-    """Starts engines of its own for a test; keywords replace fields of `EngineLaunch`."""
+@pytest.fixture
+def start_engine(launch: EngineLaunch) -> Iterator[Callable[..., Engine]]:
+    """Starts embedded engines of its own for a test; keywords replace fields of `EngineLaunch`."""
     started: list[EngineProcess] = []
 
     def start(**changes: object) -> Engine:

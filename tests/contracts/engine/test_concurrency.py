@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from tests.contracts.engine.harness import Engine, prompts_of, random_prompt
@@ -30,12 +31,12 @@ def test_a_hundred_requests_at_once(engine: Engine) -> None:
         assert [one.output_ids for one in found] == [one.output_ids for one in expected if one.prompt == place]
 
 
-def test_more_samples_than_slots_wait_their_turn(engine: Engine) -> None:
+def test_more_samples_than_slots_wait_their_turn(engine: Engine, wait_until: Callable[..., None]) -> None:
     prompts = prompts_of(*[random_prompt(8, seed=place) for place in range(40)])
     responses = engine.generate(prompts, SamplingParams(n=16, max_new_tokens=8))
     assert len(responses) == 640
     assert {(one.prompt, one.sample) for one in responses} == {(p, k) for p in range(40) for k in range(16)}
-    assert engine.client.loads()["running"] == 0
+    wait_until(lambda: engine.client.loads()["running"] == 0, what="an idle engine")
 
 
 def test_short_samples_beside_one_that_needs_the_whole_context(engine: Engine) -> None:

@@ -8,7 +8,17 @@ import msgspec
 
 from relax_core.contracts.engine import Generated, SamplingParams
 from relax_core.engines.events import EventReader
-from tests.contracts.engine.harness import EOS, TOKEN, Engine, prompts_of, random_prompt
+from relax_core.engines.sglang.prompts import sample_requests, sglang_body
+from relax_core.engines.sglang.version import TESTED
+from tests.contracts.engine.harness import (
+    EOS,
+    TOKEN,
+    Engine,
+    embedded_only,
+    prompts_of,
+    random_prompt,
+    sglang_only,
+)
 
 
 def test_reply_has_sglangs_fields(engine: Engine) -> None:
@@ -20,17 +30,19 @@ def test_reply_has_sglangs_fields(engine: Engine) -> None:
     }
     reply = engine.post("/generate", body)
     meta = reply["meta_info"]
-    assert set(reply) == {"text", "output_ids", "meta_info"}
+    assert set(reply) - {"text"} == {"output_ids", "meta_info"}
     assert len(reply["output_ids"]) == meta["completion_tokens"] == 5
     assert meta["id"] == "one" and meta["prompt_tokens"] == 7
     assert meta["finish_reason"] == {"type": "length", "length": 5}
-    assert meta["weight_version"] == "0"
-    assert meta["weight_versions"] == [{"version": "0", "start": 0, "end": 5}]
+    version = str(engine.version)
+    assert meta["weight_version"] == version
+    assert meta["weight_versions"] == [{"version": version, "start": 0, "end": 5}]
     assert [entry[1:] for entry in meta["output_token_logprobs"]] == [[token, None] for token in reply["output_ids"]]
     assert all(entry[0] <= 0.0 for entry in meta["output_token_logprobs"])
     assert meta["e2e_latency"] > 0.0
 
 
+@embedded_only
 def test_many_prompts_and_samples_come_prompt_by_prompt(engine: Engine) -> None:
     prompts = [random_prompt(6, seed=1), random_prompt(9, seed=2)]
     body = {
@@ -57,17 +69,38 @@ def test_stop_tokens_end_a_response_and_stay_in_it(engine: Engine) -> None:
 
 
 def test_eos_ends_a_response_unless_it_is_ignored(engine: Engine) -> None:
-    sampling = {"max_new_tokens": 200, "n": 16, "sampling_seed": 3}
-    replies = engine.post("/generate", {"input_ids": [5], "sampling_params": sampling})
-    stopped = [reply for reply in replies if reply["meta_info"]["finish_reason"]["type"] == "stop"]
+    responses = engine.generate(prompts_of([5], seed=3), SamplingParams(n=16, max_new_tokens=200))
+    stopped = [one for one in responses if one.finish_reason == "stop"]
     assert stopped
-    for reply in stopped:
-        assert reply["output_ids"].index(EOS) == len(reply["output_ids"]) - 1
-        assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": EOS}
+    for one in stopped:
+        assert one.output_ids.index(EOS) == len(one.output_ids) - 1
+    sampling = {"max_new_tokens": 200, "n": 4, "temperature": 1.0}
+    replies = engine.post("/generate", {"input_ids": [5], "sampling_params": sampling})
+    for reply in replies:
+        if reply["meta_info"]["finish_reason"]["type"] == "stop":
+            assert reply["meta_info"]["finish_reason"] == {"type": "stop", "matched": EOS}
     ignoring = {"input_ids": [5], "sampling_params": {**sampling, "ignore_eos": True}}
     assert all(len(reply["output_ids"]) == 200 for reply in engine.post("/generate", ignoring))
 
 
+@sglang_only
+def test_sglangs_events_are_incremental(engine: Engine) -> None:
+    prompts, params = prompts_of(random_prompt(6, seed=1), random_prompt(9, seed=2)), SamplingParams(max_new_tokens=10)
+    samples = sample_requests(prompts, n=1)
+    body = sglang_body(prompts, samples, params, version=engine.version, seeds=True)
+    for sampling in body["sampling_params"]:
+        sampling["stream_interval"] = 4
+    tokens: dict[int, list[int]] = {}
+    with engine.stream(body) as events:
+        for event in events:
+            tokens.setdefault(event["index"], []).extend(event["output_ids"])
+            assert len(tokens[event["index"]]) == event["meta_info"]["completion_tokens"]
+            assert len(event["output_ids"]) <= 4
+    expected = engine.generate(prompts, params)
+    assert [tokens[index] for index in sorted(tokens)] == [one.output_ids for one in expected]
+
+
+@embedded_only
 def test_server_sent_events_are_incremental(engine: Engine) -> None:
     prompts = prompts_of(random_prompt(6, seed=1), random_prompt(9, seed=2))
     body = {
@@ -95,6 +128,7 @@ def test_server_sent_events_are_incremental(engine: Engine) -> None:
     ]
 
 
+@embedded_only
 def test_msgpack_in_and_out(engine: Engine) -> None:
     body = {"input_ids": random_prompt(6), "sampling_params": {"max_new_tokens": 4, "sampling_seed": 1}}
     connection = http.client.HTTPConnection("127.0.0.1", engine.process.port, timeout=30.0)
@@ -106,6 +140,20 @@ def test_msgpack_in_and_out(engine: Engine) -> None:
     connection.close()
 
 
+@sglang_only
+def test_sglangs_status_routes_tell(engine: Engine) -> None:
+    """With a key set, all but health and readiness want it."""
+    for path in ("/ready", "/health", "/health_generate"):
+        assert engine.call(path, method="GET", token=None)[0] == 200
+    for path in ("/model_info", "/server_info", "/v1/loads"):
+        assert engine.call(path, method="GET", token=None)[0] == 401
+        assert engine.call(path, method="GET")[0] == 200
+    assert engine.client.server_info()["version"] == TESTED
+    load = engine.client.loads()
+    assert (load["running"], load["queued"], load["held"]) == (0, 0, 0)
+
+
+@embedded_only
 def test_status_routes_are_open_and_tell(engine: Engine) -> None:
     for path in ("/ready", "/health", "/health_generate", "/model_info", "/server_info", "/v1/loads"):
         status, answer = engine.call(path, method="GET", token=None)

@@ -9,7 +9,7 @@ import torch
 
 from relax_core.contracts.engine import EngineError, SamplingParams
 from relax_core.engines.scores import TokensToScore
-from tests.contracts.engine.harness import VOCAB, Engine, make_model, prompts_of, random_prompt
+from tests.contracts.engine.harness import VOCAB, Engine, embedded_only, make_model, prompts_of, random_prompt
 
 TOLERANCE = 2e-5
 SCORE = {"sampling_params": {"max_new_tokens": 0}, "return_logprob": True}
@@ -30,6 +30,10 @@ def expected(model: Any, ids: list[int], *, temperature: float) -> torch.Tensor:
 @pytest.mark.parametrize("top_k", [0, 5, VOCAB])
 def test_scores_are_those_of_transformers(engine: Engine, model: Any, top_k: int, temperature: float) -> None:
     """Of like and of unlike lengths, some beyond one pass of a prefill; each from another place on."""
+    if engine.kind == "sglang" and temperature != 1.0:
+        with pytest.raises(EngineError, match=r"scores at temperature 0\.6: SGLang scores at 1 only"):
+            engine.client.score([TokensToScore(input_ids=[5, 6], first=1)], top_k=top_k, temperature=temperature)
+        return
     rows = [
         TokensToScore(input_ids=random_prompt(length, seed=length), first=first)
         for length, first in ((2, 1), (9, 4), (9, 8), (40, 1), (1300, 700), (1201, 1200), (600, 1))
@@ -51,15 +55,17 @@ def test_scores_are_those_of_transformers(engine: Engine, model: Any, top_k: int
 
 def test_what_was_generated_is_scored_as_it_was_sampled(engine: Engine) -> None:
     prompts = [random_prompt(7), random_prompt(30)]
-    responses = engine.generate(prompts_of(*prompts), SamplingParams(n=3, max_new_tokens=12, temperature=0.8))
+    temperature = 1.0 if engine.kind == "sglang" else 0.8
+    responses = engine.generate(prompts_of(*prompts), SamplingParams(n=3, max_new_tokens=12, temperature=temperature))
     rows = [
         TokensToScore(input_ids=prompts[one.prompt] + one.output_ids, first=len(prompts[one.prompt]))
         for one in responses
     ]
-    for one, scored in zip(responses, engine.client.score(rows, top_k=0, temperature=0.8), strict=True):
+    for one, scored in zip(responses, engine.client.score(rows, top_k=0, temperature=temperature), strict=True):
         assert scored.logprobs == pytest.approx(one.logprobs, abs=TOLERANCE)
 
 
+@embedded_only
 def test_the_reply_has_sglangs_shape(engine: Engine) -> None:
     body = {**SCORE, "input_ids": [5, 6, 7, 8], "logprob_start_len": 1, "top_logprobs_num": 2, "rid": "mine"}
     meta = engine.post("/generate", body)["meta_info"]
@@ -73,6 +79,7 @@ def test_the_reply_has_sglangs_shape(engine: Engine) -> None:
     assert "input_top_logprobs" not in several[0]["meta_info"]
 
 
+@embedded_only
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -99,6 +106,7 @@ def test_malformed_scores_are_refused_in_words(engine: Engine, changes: dict[str
     assert status == 400 and words in answer["error"]["message"], answer
 
 
+@embedded_only
 def test_weights_that_are_not_in_score_nothing(engine: Engine, start_engine: Any) -> None:
     status, answer = engine.call("/generate", {**SCORE, "input_ids": [5, 6], "min_version": 7})
     assert status == 409 and "min_version 7: weights version 0 is in" in answer["error"]["message"]

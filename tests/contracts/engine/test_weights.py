@@ -17,8 +17,9 @@ import safetensors.torch
 import torch
 
 from relax_core.contracts.engine import EngineError, SamplingParams
-from relax_core.engines.weight_group import WeightGroup
 from relax_core.weights.files import tensors_digest
+from relax_core.weights.group import WeightGroup
+from relax_core.weights.transports.base import WeightGroupPlace
 from tests.contracts.engine.harness import Engine, hf_weights, make_model, prompts_of, publish, random_prompt
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0)
@@ -70,7 +71,7 @@ def test_a_wrong_digest_keeps_a_version_out(blank: Engine, tmp_path: Path) -> No
     blank.client.update_weights(publish(good, tmp_path / "good", version=4))
     manifest = publish(make_model(None, seed=9), tmp_path / "bad", version=5)
     data = bytearray((tmp_path / "bad").read_bytes())
-    data[1000] ^= 1
+    data[-1000] ^= 1
     (tmp_path / "bad").write_bytes(data)
     with pytest.raises(EngineError, match=r"409.*version 5, bucket 0.*version 4 stays in force"):
         blank.client.update_weights(manifest)
@@ -181,7 +182,10 @@ def test_from_distributed_over_gloo(blank: Engine) -> None:
         joining = pool.submit(
             blank.post, "/init_weights_update_group", {**group, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
         )
-        ours = WeightGroup.join("weights", address="127.0.0.1", port=port, rank=0, world_size=2, timeout_s=20.0)
+        place = WeightGroupPlace(
+            name="weights", address="127.0.0.1", port=port, world_size=2, backend="gloo", timeout_s=20.0
+        )
+        ours = WeightGroup.join(place, rank=0)
         joining.result(20)
         blank.post("/begin_weight_update")
         body = {

@@ -1,0 +1,215 @@
+"""One train step in every parallel layout against the single process, and the single process against Hugging Face.
+
+    python -m benchmarks.parity [--json FILE] [--docs] [--only NAME …]
+
+Two steps of tiny models in float32 on 1, 2 and 4 gloo ranks, with tree packing (groups share their prompt) and plain
+packing (each sample a group of its own), prompts and responses ragged, in several micro-batches of which the last
+leaves a second replica without groups. The table shows the largest absolute difference of the loss, the log-probs
+before and after, and the weights after, and the largest relative one of the gradient norm. ``--docs`` writes the
+table into docs/parity.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+REACH = 1e-5
+DEADLINE_S = 300.0
+FIGURES = ("loss", "grad_norm", "weights", "logprobs")
+DENSE, EXPERTS = "qwen3", "qwen3_moe"
+SHARDED = {"distributed_optimizer": True}
+OVERLAP = {**SHARDED, "overlap": True}
+SEQUENCE = {"sequence_parallel": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A layout, by what it changes of one rank's. ``trainable`` False: log-probs only, as a reference's."""
+
+    name: str
+    layout: Mapping[str, Any]
+    family: str = DENSE
+    trainable: bool = True
+
+    @property
+    def packings(self) -> tuple[str, ...]:
+        """The balancing loss is a micro-batch's: it is the same only where the layout leaves micro-batches whole."""
+        if self.family == DENSE:
+            return "tree", "plain"
+        whole = self.trainable and not {"dp", "pp"} & self.layout.keys()
+        return ("tree", "plain", "replay", "balanced") if whole else ("tree", "plain", "replay")
+
+    @property
+    def ranks(self) -> int:
+        ranks = 1
+        for key in ("dp", "tp", "pp", "cp"):
+            ranks *= self.layout.get(key, 1)
+        return ranks
+
+
+def _recompute(what: str) -> dict[str, Any]:
+    from relax_core.config.schema import Recompute
+
+    return {"recompute": Recompute(what)}
+
+
+ROWS = (
+    Row(name="DP2", layout={"dp": 2}),
+    Row(name="DP2, distributed optimizer", layout={"dp": 2, **SHARDED}),
+    Row(name="DP2, distributed optimizer, overlap", layout={"dp": 2, **OVERLAP}),
+    Row(name="TP2", layout={"tp": 2}),
+    Row(name="TP2, SP", layout={"tp": 2, **SEQUENCE}),
+    Row(name="TP2, full recompute", layout={"tp": 2, **_recompute("full")}),
+    Row(name="TP2, SP, selective recompute", layout={"tp": 2, **SEQUENCE, **_recompute("selective")}),
+    Row(name="PP2", layout={"pp": 2}),
+    Row(name="PP2, VPP2", layout={"pp": 2, "vpp": 2}),
+    Row(name="PP2, VPP2, full recompute", layout={"pp": 2, "vpp": 2, **_recompute("full")}),
+    Row(name="CP2", layout={"cp": 2}),
+    Row(name="CP2, distributed optimizer, overlap", layout={"cp": 2, **OVERLAP}),
+    Row(name="EP2", layout={"dp": 2, "ep": 2}, family=EXPERTS),
+    Row(name="EP2, distributed optimizer, overlap", layout={"dp": 2, "ep": 2, **OVERLAP}, family=EXPERTS),
+    Row(name="ETP2", layout={"dp": 2, "etp": 2}, family=EXPERTS),
+    Row(name="TP2, SP, EP2", layout={"tp": 2, "ep": 2, **SEQUENCE}, family=EXPERTS),
+    Row(name="TP2, SP, ETP2, full recompute", layout={"tp": 2, "etp": 2, **SEQUENCE, **_recompute("full")},
+        family=EXPERTS),
+    Row(name="TP2, EP2, log-probs only", layout={"tp": 2, "ep": 2}, family=EXPERTS, trainable=False),
+    Row(name="TP2, ETP2, log-probs only", layout={"tp": 2, "etp": 2}, family=EXPERTS, trainable=False),
+    Row(name="TP2, PP2", layout={"tp": 2, "pp": 2}),
+    Row(name="TP2, SP, PP2, VPP2", layout={"tp": 2, "pp": 2, "vpp": 2, **SEQUENCE}),
+    Row(name="TP2, CP2", layout={"tp": 2, "cp": 2}),
+    Row(name="TP2, SP, CP2", layout={"tp": 2, "cp": 2, **SEQUENCE}),
+    Row(name="PP2, CP2", layout={"pp": 2, "cp": 2}),
+    Row(name="DP2, PP2, distributed optimizer, overlap", layout={"dp": 2, "pp": 2, **OVERLAP}),
+    Row(name="DP2, PP2, VPP2, distributed optimizer, overlap", layout={"dp": 2, "pp": 2, "vpp": 2, **OVERLAP}),
+    Row(name="PP2, EP2", layout={"dp": 2, "pp": 2, "ep": 2}, family=EXPERTS),
+    Row(name="PP2, VPP2, EP2", layout={"dp": 2, "pp": 2, "vpp": 2, "ep": 2}, family=EXPERTS),
+    Row(name="TP2, SP, CP2, EP2", layout={"tp": 2, "cp": 2, "ep": 2, **SEQUENCE}, family=EXPERTS),
+    Row(name="TP2, SP, CP2, EP4", layout={"tp": 2, "cp": 2, "ep": 4, **SEQUENCE}, family=EXPERTS),
+)  # fmt: skip
+
+
+def measure(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Figures of each row and packing, as dicts of ``name``, ``packing`` and `FIGURES`; Hugging Face's first."""
+    # Imported before the processes are forked off: an import costs each of them six seconds.
+    from benchmarks import parity_ranks
+
+    with tempfile.TemporaryDirectory(prefix="relax-parity-") as name:
+        folder = Path(name)
+        _run_all(folder, [parity_ranks.reference_main], [{"folder": folder}])
+        found = _read(folder / "1.jsonl")
+        for ranks in sorted({row.ranks for row in rows}):
+            port, mine = _free_port(), [row for row in rows if row.ranks == ranks]
+            calls = [
+                {"folder": folder, "rank": rank, "ranks": ranks, "port": port, "rows": mine} for rank in range(ranks)
+            ]
+            _run_all(folder, [parity_ranks.rank_main] * ranks, calls)
+            found += _read(folder / f"{ranks}.jsonl")
+    return found
+
+
+def _run_all(folder: Path, works: Sequence[Callable[..., None]], calls: Sequence[Mapping[str, Any]]) -> None:
+    """Each call in a forked process. The first that fails ends the others, and its traceback is raised."""
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=work, kwargs=call) for work, call in zip(works, calls, strict=True)]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + DEADLINE_S
+    try:
+        while any(process.exitcode is None for process in processes):
+            failed = [index for index, process in enumerate(processes) if process.exitcode]
+            if failed or time.monotonic() > deadline:
+                errors = [path.read_text() for path in sorted(folder.glob("*.error"))]
+                what = f"rank(s) {failed} failed" if failed else f"not done in {DEADLINE_S:g} s"
+                raise RuntimeError(f"{len(processes)} ranks, {what}:\n" + "\n".join(errors))
+            processes[0].join(timeout=0.05)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    failed = [index for index, process in enumerate(processes) if process.exitcode]
+    if failed:
+        errors = [path.read_text() for path in sorted(folder.glob("*.error"))]
+        raise RuntimeError(f"rank(s) {failed} failed:\n" + "\n".join(errors))
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+        assert isinstance(port, int)
+        return port
+
+
+def table(found: Sequence[Mapping[str, Any]]) -> str:
+    lines = [
+        "| Layout | Packing | loss | gradient norm | weights | log-probs |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for one in found:
+        figures = " | ".join(f"{one[name]:.1e}" if name in one else "–" for name in FIGURES)
+        lines.append(f"| {one['name']} | {one['packing']} | {figures} |")
+    return "\n".join(lines)
+
+
+DOCS = Path(__file__).parent.parent / "docs" / "parity.md"
+INTRO = """# Every layout computes the same
+
+The table below is written by `python -m benchmarks.parity --docs`; `tests/train/test_parity_layouts.py` holds every
+row of it to 1e-5. Each row is two train steps of a tiny model in float32, on gloo ranks of this machine, against the
+same steps in a single process; the first rows are the single process against Hugging Face (one padded batch,
+`torch.optim.AdamW`, the same loss function). Shown are the largest absolute differences of the loss, of the log-probs
+before and after the steps, and of the weights after them, and the largest relative one of the gradient norm.
+
+- The models have four layers, four heads, two key-value heads and a vocabulary of 51, which two tensor-parallel ranks
+  must pad. Dense Qwen3 has tied embeddings; Qwen3-MoE (rows with EP or ETP) has four experts, two a token, and untied
+  ones. Neither the stream's length nor a prompt's divides anything.
+- `tree`: groups of four samples that share a prompt. `plain`: the same samples, each a group of its own. The last
+  micro-batch leaves a second data-parallel replica without groups. With a pipeline, `plain` makes more micro-batches
+  than it collects for one run of its schedule.
+- The loss is GSPO's, whose ratio is a sequence's: under context parallelism the tokens of one sample lie on different
+  ranks. An entropy bonus is added, and the temperature is 0.9.
+- Adam's epsilon is 1e-2, like the gradients themselves: with a tiny one the first update is the learning rate times the
+  sign of each gradient, and where a gradient is zero but for rounding, that is noise. With the large one the change of
+  a weight (learning rate 3e-2) follows its gradient's size, so that a wrong factor shows.
+- `replay`: as `tree`, and every token goes to random experts that came with it (routing replay). `balanced`: as `tree`,
+  with a balancing loss of coefficient 0.1, where the layout leaves micro-batches whole. Here and in all other rows with
+  experts, the loads of the experts are compared, too.
+- `log-probs only`: a back end that does not train, as actor_fwd and reference use it.
+
+What no CPU shows: TransformerEngine's layers, grouped GEMM, fused Adam, and NCCL beside the compute.
+
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--docs", action="store_true", help="write docs/parity.md")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="rows with these names")
+    arguments = parser.parse_args()
+    rows = [row for row in ROWS if not arguments.only or row.name in arguments.only]
+    found = measure(rows)
+    print(table(found))
+    if arguments.docs:
+        DOCS.write_text(INTRO + table(found) + "\n")
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1))
+    worst = max(float(one[name]) for one in found for name in FIGURES if name in one)
+    print(f"\nlargest: {worst:.1e}; to reach: {REACH:.0e}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""What routing replay (R3) does to the gap between an engine in half precision and a trainer in full precision.
+
+    python -m benchmarks.routing_replay [--seeds 5] [--prompts 32] [--json FILE]
+
+A bfloat16 engine samples; a float32 trainer computes the log-probs of the same tokens twice, once with its own routing
+and once with the engine's experts. So both columns are of the same samples and the same weights. Two models: the
+built-in one as GRPO starts from it, and a random one of four layers with 16 experts, 4 a token, which generates longer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
+
+import numpy as np
+import torch
+
+from benchmarks.tiny_model import engine_config
+from relax_core.config.compose import compose, typed_config
+from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
+from relax_core.contracts.sample import RoutedExperts
+from relax_core.contracts.train import TrainGroup
+from relax_core.data.generated import example
+from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.engines.client import EngineClient
+from relax_core.engines.process import EngineLaunch, EngineProcess
+from relax_core.registry import find_algorithm
+from relax_core.tools.make_tiny import EXPERTS, tiny_model_folder
+
+REACH = 5.0  # the largest gap is to fall so many times
+SAMPLES = 16  # of a prompt
+VOCABULARY = 50
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One model and seed. Gaps in nats, over all response tokens; ``rerouted``: share of tokens of which the trainer's
+    own routing chooses another expert in some layer."""
+
+    model: str
+    seed: int
+    tokens: int
+    rerouted: float
+    max_own: float
+    max_replayed: float
+    mean_own: float
+    mean_replayed: float
+
+    @property
+    def fall(self) -> float:
+        return self.max_own / self.max_replayed
+
+
+def random_model(folder: Path, *, seed: int) -> None:
+    """Four layers of 16 experts, 4 a token; its distributions are far from flat."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 128,
+        "moe_intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "eos_token_id": None,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+    }
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3.0)
+    model.save_pretrained(folder)
+
+
+def task_prompts(folder: Path, *, count: int, seed: int) -> list[list[int]]:
+    tokenizer = PromptTokenizer(folder)
+    rows = [example("reverse_digits", split="train", seed=seed, index=index) for index in range(count)]
+    return [tokenizer.encode([{"role": "user", "content": row.prompt}]) for row in rows]
+
+
+def sample(
+    folder: Path, prompts: Sequence[list[int]], *, new_tokens: int, seed: int, scratch: Path
+) -> list[TrainGroup]:
+    """Groups that a bfloat16 engine sampled, with its log-probs and its experts."""
+    (scratch / "token").write_text("benchmark")
+    process = EngineProcess.start(
+        EngineLaunch(
+            model_folder=folder,
+            engine=engine_config(),
+            dtype="bfloat16",
+            token_file=scratch / "token",
+            log_file=scratch / "engine.log",
+            load_weights=True,
+        )
+    )
+    try:
+        found = asyncio.run(_responses(process.url, prompts, new_tokens=new_tokens, seed=seed))
+    finally:
+        process.stop(timeout_s=5.0)
+    return [_group(place, prompt, found[place]) for place, prompt in enumerate(prompts)]
+
+
+async def _responses(
+    url: str, prompts: Sequence[list[int]], *, new_tokens: int, seed: int
+) -> dict[int, list[Generated]]:
+    client = EngineClient(url, "benchmark", request_timeout_s=300.0, control_timeout_s=30.0)
+    requests = [
+        PromptRequest(rid=str(place), input_ids=ids, sampling_seed=10_000 * seed + place)
+        for place, ids in enumerate(prompts)
+    ]
+    params = SamplingParams(n=SAMPLES, max_new_tokens=new_tokens, return_routed_experts=True)
+    found: dict[int, list[Generated]] = {}
+    try:
+        async for one in client.generate(requests, params):
+            found.setdefault(one.prompt, []).append(one)
+    finally:
+        await client.aclose()
+    return found
+
+
+def _group(place: int, prompt: list[int], answers: Sequence[Generated]) -> TrainGroup:
+    tokens = sum(len(one.output_ids) for one in answers)
+    parts = [one.response_experts for one in answers if one.response_experts is not None]
+    assert answers[0].prompt_experts is not None and len(parts) == len(answers)
+    return TrainGroup(
+        group_uid=f"g{place}",
+        prompt_ids=np.array(prompt, dtype=np.int32),
+        lengths=np.array([len(one.output_ids) for one in answers]),
+        response_ids=np.concatenate([one.output_ids for one in answers]).astype(np.int32),
+        loss_mask=np.ones(tokens, dtype=bool),
+        rollout_logprobs=np.concatenate([one.logprobs for one in answers]).astype(np.float32),
+        routed_experts=RoutedExperts.joined([answers[0].prompt_experts, *parts]).array(),
+    )
+
+
+def trainer(folder: Path) -> Any:
+    """The trainer of model=tiny_qwen3_moe over the model in ``folder``; a forward pass takes all groups together."""
+    from relax_core.train.backend import MegatronBackend
+    from relax_core.train.rank import RankSetup
+
+    config = typed_config(compose([f"model={EXPERTS}"]))
+    setup = RankSetup(
+        model_folder=folder,
+        family=config.model.family,
+        parallel=replace(config.parallel, micro_batch_tokens=1 << 30),
+        optimizer=config.optimizer,
+        total_steps=1,
+        dtype="float32",
+        algorithm=find_algorithm(config.algo.name),
+        knobs=config.algo,
+        rank=0,
+        world_size=1,
+        store_address="127.0.0.1:0",
+        timeout_s=60.0,
+        seed=0,
+    )
+    return MegatronBackend(setup, temperature=1.0, trainable=False)
+
+
+def measure(name: str, seed: int, folder: Path, groups: Sequence[TrainGroup]) -> Row:
+    from relax_core.train.experts import routers
+
+    backend = trainer(folder)
+    replayed = np.concatenate(backend.logprobs(groups))
+    chosen: list[torch.Tensor] = []
+    hooks = [
+        router.register_forward_hook(lambda module, inputs, output: chosen.append(output[1]))
+        for router in routers(backend.model_chunks)
+    ]
+    own = np.concatenate(backend.logprobs([replace(group, routed_experts=None) for group in groups]))
+    for hook in hooks:
+        hook.remove()
+    engines = torch.from_numpy(np.concatenate([group.routed_experts for group in groups]).astype(np.int64))
+    same = torch.stack([here.gather(1, engines[:, layer]).all(1) for layer, here in enumerate(chosen)]).all(0)
+    rollout = np.concatenate([group.rollout_logprobs for group in groups])
+    return Row(
+        model=name,
+        seed=seed,
+        tokens=len(rollout),
+        rerouted=1.0 - float(same.float().mean()),
+        max_own=float(np.abs(own - rollout).max()),
+        max_replayed=float(np.abs(replayed - rollout).max()),
+        mean_own=float(np.abs(own - rollout).mean()),
+        mean_replayed=float(np.abs(replayed - rollout).mean()),
+    )
+
+
+def measure_all(seeds: int, prompts: int) -> list[Row]:
+    rows = []
+    warm = tiny_model_folder(EXPERTS, task="reverse_digits")
+    with tempfile.TemporaryDirectory() as scratch:
+        for seed in range(seeds):
+            asked = task_prompts(warm, count=prompts, seed=seed)
+            groups = sample(warm, asked, new_tokens=8, seed=seed, scratch=Path(scratch))
+            rows.append(measure(EXPERTS, seed, warm, groups))
+            folder = Path(scratch) / f"random-{seed}"
+            random_model(folder, seed=seed)
+            asked = np.random.default_rng(seed).integers(4, VOCABULARY, (prompts, 16)).tolist()
+            groups = sample(folder, asked, new_tokens=48, seed=seed, scratch=Path(scratch))
+            rows.append(measure("random, 4 layers", seed, folder, groups))
+    return rows
+
+
+def table(rows: Sequence[Row]) -> str:
+    lines = [
+        "| model | seed | tokens | rerouted | max gap, own routing | with replay | fall | mean, own | with replay |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda one: (one.model, one.seed)):
+        lines.append(
+            f"| {row.model} | {row.seed} | {row.tokens} | {row.rerouted:.1%} | {row.max_own:.3f} | "
+            f"{row.max_replayed:.3f} | {row.fall:.1f}x | {row.mean_own:.4f} | {row.mean_replayed:.4f} |"
+        )
+    for model in sorted({row.model for row in rows}):
+        falls = [row.fall for row in rows if row.model == model]
+        lines.append(f"{model}: the largest gap falls {statistics.median(falls):.1f}x (median of {len(falls)} seeds, ")
+        lines[-1] += f"least {min(falls):.1f}x); reach {REACH:g}x"
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--json", type=Path, default=None, help="also write the rows here")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = measure_all(arguments.seeds, arguments.prompts)
+    print(table(rows))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps([asdict(row) | {"fall": row.fall} for row in rows], indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,304 @@
+"""What `benchmarks.train_step` compares: one train step of our back end and of transformers, on the same groups.
+
+All of them: GRPO's gradient with the ratio 1 (−Σ A log p over the trained tokens), AdamW, the gradient clipped at 1,
+float32, one thread, micro-batches of about the same number of token rows.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from relax_core.contracts.train import TrainGroup
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MICRO_BATCH_TOKENS = 4096
+LEARNING_RATE, CLIP_GRAD = 1e-5, 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """Of a Qwen3. ``experts``: 0, or how many there are, two of them a token and each of width ``feed_forward``."""
+
+    hidden: int
+    feed_forward: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    experts: int = 0
+
+
+SIZES = {
+    "dense": Size(hidden=256, feed_forward=768, layers=4, heads=8, kv_heads=2, head_dim=32, vocabulary=8192),
+    "moe": Size(hidden=256, feed_forward=256, layers=4, heads=8, kv_heads=2, head_dim=32, vocabulary=8192, experts=8),
+    "demo": Size(hidden=64, feed_forward=192, layers=2, heads=4, kv_heads=2, head_dim=16, vocabulary=64),
+}
+
+
+def write_model(folder: Path, size: Size) -> Path:
+    """A random model in Hugging Face's format."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    common: dict[str, Any] = {
+        "vocab_size": size.vocabulary,
+        "hidden_size": size.hidden,
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "head_dim": size.head_dim,
+        "max_position_embeddings": 16384,
+        "tie_word_embeddings": True,
+    }
+    model: Any
+    if size.experts:
+        config: Any = Qwen3MoeConfig(
+            **common,
+            moe_intermediate_size=size.feed_forward,
+            num_experts=size.experts,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+        )
+        model = Qwen3MoeForCausalLM(config)
+    else:
+        model = Qwen3ForCausalLM(Qwen3Config(**common, intermediate_size=size.feed_forward))
+    shutil.rmtree(folder, ignore_errors=True)
+    model.save_pretrained(folder)
+    return folder
+
+
+# -- the data -------------------------------------------------------------------------------------------------------
+def response_lengths(samples: int, *, longest: int, mean: float) -> np.ndarray:
+    """Long-tailed lengths ``longest`` · x^k over an even x in 0..1, with k so that their mean is ``mean``; shuffled."""
+    even = (np.arange(samples) + 1) / samples
+
+    def lengths(power: float) -> np.ndarray:
+        return np.maximum(1, np.round(longest * even**power)).astype(np.int64)
+
+    low, high = 0.0, 64.0
+    for _ in range(50):
+        middle = (low + high) / 2
+        low, high = (middle, high) if lengths(middle).mean() > mean else (low, middle)
+    return np.random.default_rng(0).permutation(lengths(low if mean >= longest else high))
+
+
+def make_groups(lengths: np.ndarray, *, prompt: int, vocabulary: int) -> list[TrainGroup]:
+    """Random groups; ``lengths`` ``[groups, samples]``."""
+    random = np.random.default_rng(1)
+    groups = []
+    for place, of_group in enumerate(lengths):
+        tokens = int(of_group.sum())
+        advantages = random.standard_normal(len(of_group)).astype(np.float32)
+        groups.append(
+            TrainGroup(
+                group_uid=f"g{place}",
+                prompt_ids=random.integers(0, vocabulary, prompt, dtype=np.int32),
+                lengths=of_group,
+                response_ids=random.integers(0, vocabulary, tokens, dtype=np.int32),
+                loss_mask=np.ones(tokens, dtype=bool),
+                rollout_logprobs=np.full(tokens, -1.0, dtype=np.float32),
+                advantages=np.repeat(advantages, of_group),
+            )
+        )
+    return groups
+
+
+def as_rows(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
+    """Each sample as a group of its own, with its own copy of the prompt: plain packing."""
+    rows = []
+    for group in groups:
+        ends = np.cumsum(group.lengths)
+        for start, end in zip(ends - group.lengths, ends, strict=True):
+            part = slice(start, end)
+            assert group.advantages is not None
+            rows.append(
+                replace(
+                    group,
+                    group_uid=f"{group.group_uid}-{start}",
+                    lengths=np.array([end - start]),
+                    response_ids=group.response_ids[part],
+                    loss_mask=group.loss_mask[part],
+                    rollout_logprobs=group.rollout_logprobs[part],
+                    advantages=group.advantages[part],
+                )
+            )
+    return rows
+
+
+# -- the ways -------------------------------------------------------------------------------------------------------
+class Ours:
+    """`MegatronBackend` on one rank."""
+
+    def __init__(self, folder: Path, *, family: str, learning_rate: float = LEARNING_RATE) -> None:
+        from algorithms import grpo
+        from relax_core.config.schema import OptimizerConfig, ParallelConfig, Recompute, Schedule
+        from relax_core.train.backend import MegatronBackend
+        from relax_core.train.rank import RankSetup
+
+        parallel = ParallelConfig(
+            name="benchmark",
+            dp=1,
+            tp=1,
+            pp=1,
+            vpp=1,
+            cp=1,
+            ep=1,
+            etp=1,
+            sequence_parallel=False,
+            recompute=Recompute.none,
+            distributed_optimizer=False,
+            overlap=False,
+            micro_batch_tokens=MICRO_BATCH_TOKENS,
+            logprob_chunk_tokens=1024,
+            threads_per_rank=1,
+        )
+        optimizer = OptimizerConfig(
+            lr=learning_rate,
+            min_lr_ratio=0.0,
+            schedule=Schedule.constant,
+            warmup_steps=0,
+            beta1=0.9,
+            beta2=0.99,
+            eps=1e-8,
+            weight_decay=0.0,
+            clip_grad=CLIP_GRAD,
+        )
+        setup = RankSetup(
+            model_folder=folder,
+            family=family,
+            parallel=parallel,
+            optimizer=optimizer,
+            total_steps=1000,
+            dtype="float32",
+            algorithm=grpo.SPEC,
+            knobs=grpo.GrpoKnobs(old_logprobs="current", correction="none", routing_replay=family == "qwen3_moe"),
+            rank=0,
+            world_size=1,
+            store_address="127.0.0.1:0",
+            timeout_s=60.0,
+            seed=0,
+        )
+        self._backend = MegatronBackend(setup, temperature=1.0)
+
+    def step(self, groups: Sequence[TrainGroup]) -> float:
+        """The gradient's norm."""
+        from relax_core.train.micro_batches import MicroBatcher
+
+        batcher = MicroBatcher(MICRO_BATCH_TOKENS)
+        self._backend.begin_step(0)
+        for batch in (*batcher.add(groups), batcher.flush()):
+            if batch:
+                self._backend.accumulate(batch)
+        return self._backend.finish_step().grad_norm
+
+
+class HuggingFace:
+    """A plain loop over transformers' model, which computes logits of response tokens alone."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="float32", attn_implementation="sdpa")
+        self._optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0
+        )
+
+    def padded_step(self, rows: Sequence[TrainGroup]) -> float:
+        """Sequences side by side, padded to the longest of their micro-batch; groups are as from `as_rows`."""
+        longest = max(_length(row) for row in rows)
+        together = max(1, MICRO_BATCH_TOKENS // longest)
+        return self._step(rows, [rows[at : at + together] for at in range(0, len(rows), together)], self._padded)
+
+    def packed_step(self, rows: Sequence[TrainGroup], *, budget: int) -> float:
+        """Sequences one after the other in one row of at most ``budget`` tokens, told apart by their positions: for
+        transformers' SDPA that is one block-diagonal mask. A budget of its own, as that mask grows with its square."""
+        batches: list[list[TrainGroup]] = [[]]
+        for row in rows:
+            if batches[-1] and sum(map(_length, batches[-1])) + _length(row) > budget:
+                batches.append([])
+            batches[-1].append(row)
+        return self._step(rows, batches, self._packed)
+
+    def _step(self, rows: Sequence[TrainGroup], batches: Sequence[Sequence[TrainGroup]], hidden_states: Any) -> float:
+        import torch
+
+        tokens = sum(len(row.response_ids) for row in rows)
+        self._optimizer.zero_grad()
+        for batch in batches:
+            logits = self.model.lm_head(hidden_states(batch))
+            targets = torch.from_numpy(np.concatenate([row.response_ids for row in batch]).astype(np.int64))
+            logprobs = torch.log_softmax(logits, dim=-1).gather(1, targets[:, None])[:, 0]
+            advantages = torch.from_numpy(np.concatenate([row.advantages for row in batch]))
+            (-(logprobs * advantages).sum() / tokens).backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_GRAD)
+        self._optimizer.step()
+        return float(norm)
+
+    def _padded(self, batch: Sequence[TrainGroup]) -> Tensor:
+        """Hidden states in front of every response token, ``[tokens, hidden]``."""
+        import torch
+
+        width = max(map(_length, batch))
+        ids, mask = (torch.zeros(len(batch), width, dtype=torch.int64) for _ in range(2))
+        predicting = []
+        for line, row in enumerate(batch):
+            sequence = _sequence(row)
+            ids[line, : len(sequence)], mask[line, : len(sequence)] = sequence, 1
+            predicting.append(line * width + torch.arange(len(row.prompt_ids) - 1, len(sequence)))
+        hidden = self.model.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        states: Tensor = hidden.flatten(0, 1)[torch.cat(predicting)]
+        return states
+
+    def _packed(self, batch: Sequence[TrainGroup]) -> Tensor:
+        import torch
+
+        sequences = [_sequence(row) for row in batch]
+        positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences])
+        starts = np.cumsum([0, *map(len, sequences)])[:-1]
+        predicting = [
+            int(start) + torch.arange(len(row.prompt_ids) - 1, len(sequence))
+            for start, row, sequence in zip(starts, batch, sequences, strict=True)
+        ]
+        # With a cache transformers would not look at the positions for where a sequence begins.
+        outputs = self.model.model(input_ids=torch.cat(sequences)[None], position_ids=positions[None], use_cache=False)
+        states: Tensor = outputs.last_hidden_state[0, torch.cat(predicting)]
+        return states
+
+
+def _length(row: TrainGroup) -> int:
+    return len(row.prompt_ids) + len(row.response_ids) - 1
+
+
+def _sequence(row: TrainGroup) -> Tensor:
+    """Prompt and response; the last token predicts nothing."""
+    import torch
+
+    return torch.from_numpy(np.concatenate([row.prompt_ids, row.response_ids[:-1]]).astype(np.int64))
+
+
+def with_own_experts(model: Any, groups: Sequence[TrainGroup]) -> list[TrainGroup]:
+    """The groups with the experts that ``model`` itself routes their rows to, as an engine would return them."""
+    import torch
+
+    found = []
+    for group in groups:
+        rows = as_rows([group])
+        parts: list[np.ndarray] = []
+        for row in rows:
+            with torch.no_grad():
+                logits = model(input_ids=_sequence(row)[None], output_router_logits=True).router_logits
+            experts = torch.stack([layer.topk(2, dim=-1).indices for layer in logits], dim=1).to(torch.uint8).numpy()
+            parts.append(experts if not parts else experts[len(group.prompt_ids) :])
+        found.append(replace(group, routed_experts=np.concatenate(parts)))
+    return found

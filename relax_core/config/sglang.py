@@ -1,0 +1,128 @@
+"""What engine=sglang cannot be, beside the other keys; and its keys with another engine."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from relax_core.config.schema import EngineConfig, RelaxConfig
+from relax_core.registry import find_algorithm
+
+SGLANG = "sglang"
+MASK_TOKENS = 4096  # SGLang's --sampling-mask-max-tokens, unless engine.flags sets it
+_UNSET: dict[str, object] = {
+    "python": None,
+    "urls": [],
+    "token_file": None,
+    "mem_fraction": None,
+    "deterministic": None,
+    "flags": {},
+}
+
+# Flags of the server that engine.flags may not set, since we do → what does.
+OWN_FLAGS = {
+    "model-path": "model.path",
+    "model": "model.path",
+    "host": "engine.host",
+    "port": "engine.port",
+    "api-key": "nothing: it is the run's token",
+    "admin-api-key": "nothing: it is the run's token",
+    "dtype": "engine.dtype",
+    "tp": "engine.tp",
+    "tp-size": "engine.tp",
+    "tensor-parallel-size": "engine.tp",
+    "mem-fraction-static": "engine.mem_fraction",
+    "max-running-requests": "engine.max_running_samples",
+    "max-total-tokens": "engine.max_total_tokens",
+    "context-length": "engine.context_length",
+    "enable-deterministic-inference": "engine.deterministic",
+    "enable-return-routed-experts": "algo.routing_replay",
+    "weight-version": "nothing: the trainer does",
+    "load-format": "nothing: weights come from the trainer",
+    "custom-weight-loader": "nothing: it is Relax's own",
+    "skip-tokenizer-init": "nothing: tokens go in and out",
+    "incremental-streaming-output": "nothing: it is always on",
+    "config": "engine.flags itself",
+}
+
+
+def sglang_problems(config: RelaxConfig) -> Iterator[str]:
+    """One sentence for each problem that needs no look at a file."""
+    engine = config.engine
+    if engine.name != SGLANG:
+        for own, unset in _UNSET.items():
+            if (value := getattr(engine, own)) != unset:
+                yield f"engine.{own}={value} is a key of engine=sglang only. Drop it, or choose engine=sglang."
+        return
+    if engine.admission_window_ms != 0:
+        yield f"engine.admission_window_ms={engine.admission_window_ms:g}: SGLang has none. Leave it at 0."
+    if engine.mem_fraction is not None and not 0 < engine.mem_fraction < 1:
+        yield f"engine.mem_fraction={engine.mem_fraction}: must be more than 0 and less than 1."
+    for name in engine.flags:
+        if (key := OWN_FLAGS.get(name.replace("_", "-").lstrip("-"))) is not None:
+            yield f"engine.flags.{name}: Relax sets this flag itself. What sets it is {key}."
+    yield from _truncation_problems(config)
+    yield from _url_problems(engine)
+
+
+def _truncation_problems(config: RelaxConfig) -> Iterator[str]:
+    """Where SGLang's log-probs would not be those of the distribution that was sampled from."""
+    engine, rollout = config.engine, config.rollout
+    most = int(engine.flags.get("sampling-mask-max-tokens", MASK_TOKENS))
+    if rollout.top_p < 1.0 and rollout.top_k == -1:
+        yield (
+            f"rollout.top_p={rollout.top_p:g} with engine=sglang: its log-probs are those of the tokens that were left "
+            f"only with a top_k. Add rollout.top_k={most // 2}, or use rollout.top_p=1."
+        )
+    if rollout.top_k > most:
+        yield (
+            f"rollout.top_k={rollout.top_k} with engine=sglang: at most {most}. Lower it, or add "
+            f"'engine.flags={{sampling-mask-max-tokens: {rollout.top_k}}}'."
+        )
+    teacher = find_algorithm(config.algo.name).needs(config.algo).teacher
+    if teacher is None or teacher.served_by != "engine":
+        return
+    if engine.urls:
+        yield "engine.urls with algo.served_by=engine: teachers' engines have no addresses. Use algo.served_by=forward."
+    if rollout.temperature != 1.0:
+        yield (
+            f"rollout.temperature={rollout.temperature:g} with algo.served_by=engine and engine=sglang: SGLang "
+            "scores at temperature 1 only. Use rollout.temperature=1, or algo.served_by=forward."
+        )
+
+
+def _url_problems(engine: EngineConfig) -> Iterator[str]:
+    if not engine.urls:
+        if engine.token_file is not None:
+            yield f"engine.token_file={engine.token_file}: it is the key of servers that engine.urls names. Drop it."
+        return
+    if len(engine.urls) != engine.count:
+        yield f"engine.urls names {len(engine.urls)} servers. Use engine.count={len(engine.urls)}."
+    for url in engine.urls:
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname or parts.port is None or parts.path not in ("", "/"):
+            yield f"engine.urls: {url} is no address of a server. Write http://host:port."
+    for key in ("python", "mem_fraction", "flags"):
+        if (value := getattr(engine, key)) != _UNSET[key]:
+            yield f"engine.{key}={value} with engine.urls: those servers were started by somebody else. Drop it."
+
+
+def sglang_file_problems(config: RelaxConfig) -> Iterator[str]:
+    """The interpreter and the key's file."""
+    engine = config.engine
+    if engine.name != SGLANG:
+        return
+    if engine.python is not None and not os.access(engine.python, os.X_OK):
+        yield (
+            f"engine.python={engine.python}: no such interpreter. On a CPU: make sglang-cpu, and "
+            "engine.python=.venv-sglang/bin/python."
+        )
+    if engine.token_file is not None:
+        file = Path(engine.token_file)
+        if not file.is_file():
+            yield f"engine.token_file={file}: no such file."
+        elif stat.S_IMODE(file.stat().st_mode) & 0o077:
+            yield f"engine.token_file={file}: others may read it. Run chmod 600 {file}."

@@ -1,0 +1,30 @@
+"""The client that speaks to the configured kind of engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from relax_core.config.schema import EngineConfig
+from relax_core.engines.client import EngineClient
+
+
+def build_client(
+    engine: EngineConfig, url: str, *, token_file: Path, control_timeout_s: float | None = None
+) -> EngineClient:
+    """``token_file``: of the engines that the run starts; those that it attaches to have ``engine.token_file``, or ask
+    for no token. ``control_timeout_s``: another one than engine.sync_timeout_s."""
+    if engine.urls:
+        token = Path(engine.token_file).read_text().strip() if engine.token_file is not None else ""
+    else:
+        token = token_file.read_text().strip()
+    timeouts = {
+        "request_timeout_s": engine.request_timeout_s,
+        "control_timeout_s": control_timeout_s or engine.sync_timeout_s,
+    }
+    if engine.name == "sglang":
+        from relax_core.engines.sglang.client import SglangClient
+
+        return SglangClient(
+            url, token, ranks=engine.tp, seeds=bool(engine.deterministic), attached=bool(engine.urls), **timeouts
+        )
+    return EngineClient(url, token, **timeouts)

@@ -1,0 +1,51 @@
+"""One control call to several engines at the same time, with what became of it at each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from relax_core.contracts.engine import EngineError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FanOut(Generic[T]):
+    """``answers``: engine → its answer; ``failures``: engine → why it gave none."""
+
+    answers: dict[str, T]
+    failures: dict[str, EngineError]
+
+    def words(self) -> str:
+        """Names who failed, e.g. "1 of 2 engines failed: engine-1: no answer within 60 s"; empty where none did."""
+        if not self.failures:
+            return ""
+        count = len(self.failures) + len(self.answers)
+        return f"{len(self.failures)} of {count} engines failed: " + "; ".join(
+            f"{name}: {why}" for name, why in self.failures.items()
+        )
+
+
+def fan_out(calls: Mapping[str, Callable[[], T]]) -> FanOut[T]:
+    """Makes all calls, each in a thread of its own, and waits for all; their clients' deadlines bound it.
+
+    An EngineError is that engine's outcome and no other's; anything else is raised.
+    """
+    if not calls:
+        return FanOut(answers={}, failures={})
+    with ThreadPoolExecutor(max_workers=len(calls), thread_name_prefix="fan-out") as threads:
+        outcomes = dict(zip(calls, threads.map(_outcome, calls.values()), strict=True))
+    return FanOut(
+        answers={name: one for name, one in outcomes.items() if not isinstance(one, EngineError)},
+        failures={name: one for name, one in outcomes.items() if isinstance(one, EngineError)},
+    )
+
+
+def _outcome(call: Callable[[], T]) -> T | EngineError:
+    try:
+        return call()
+    except EngineError as error:
+        return error

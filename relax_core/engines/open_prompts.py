@@ -1,0 +1,97 @@
+"""A prompt on its way through the pool: which samples are in, which are asked for, and from where the others go on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from relax_core.contracts.engine import Generated, PromptRequest
+from relax_core.contracts.sample import VersionSpan
+from relax_core.engines.routes import with_joined_experts
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class OpenPrompt:
+    """One prompt with its ``n`` samples. ``place``: its place in the burst; ``tie``: see `Routed.place`; ``cost``:
+    tokens that one of its samples may take. ``done``: the finished samples; ``partial``: what aborted ones had so far;
+    ``asked``: those that ``engine`` owes now. ``closed``: it was handed on, or given up."""
+
+    place: int
+    tie: int
+    request: PromptRequest
+    n: int
+    cost: float
+    done: dict[int, Generated] = field(default_factory=dict)
+    partial: dict[int, Generated] = field(default_factory=dict)
+    asked: set[int] = field(default_factory=set)
+    engine: int | None = None
+    closed: bool = False
+
+    @property
+    def missing(self) -> int:
+        """Samples that are not finished."""
+        return self.n - len(self.done)
+
+    def ask(self, engine: int) -> list[PromptRequest]:
+        """The requests for all samples that are missing: those without a token together, so that they share a prefill,
+        the others each from its own prefix."""
+        assert not self.asked
+        missing = [sample for sample in range(self.n) if sample not in self.done]
+        self.asked.update(missing)
+        self.engine = engine
+        if len(missing) == self.n and not self.partial:
+            return [self.request]
+        fresh = [sample for sample in missing if sample not in self.partial]
+        requests = [msgspec.structs.replace(self.request, samples=fresh)] if fresh else []
+        for sample in missing:
+            if sample in self.partial:
+                tokens = self.partial[sample].output_ids
+                requests.append(
+                    msgspec.structs.replace(
+                        self.request,
+                        input_ids=self.request.input_ids + tokens,
+                        samples=[sample],
+                        generated=len(tokens),
+                    )
+                )
+        return requests
+
+    def take(self, one: Generated) -> None:
+        """A response came: a finished sample, or what an aborted one had."""
+        self.asked.remove(one.sample)
+        before = self.partial.pop(one.sample, None)
+        whole = one if before is None else joined(before, one)
+        if whole.finish_reason != "abort":
+            self.done[one.sample] = whole
+        elif whole.output_ids:
+            self.partial[one.sample] = whole
+
+    def lose(self) -> int:
+        """The engine that was asked is gone: what it owed is missing again. Returns how many samples that are."""
+        lost = len(self.asked)
+        self.asked.clear()
+        self.engine = None
+        return lost
+
+    def responses(self) -> list[Generated]:
+        return [self.done[sample] for sample in range(self.n)]
+
+
+def joined(before: Generated, after: Generated) -> Generated:
+    """One response from its aborted beginning and what followed: tokens keep the log-probs and the weight versions that
+    they were sampled with."""
+    start = len(before.output_ids)
+    spans = list(before.weight_versions)
+    for span in after.weight_versions:
+        if spans and spans[-1].version == span.version:
+            spans[-1] = VersionSpan(spans[-1].start, start + span.end, span.version)
+        else:
+            spans.append(VersionSpan(start + span.start, start + span.end, span.version))
+    whole = msgspec.structs.replace(
+        after,
+        output_ids=before.output_ids + after.output_ids,
+        logprobs=before.logprobs + after.logprobs,
+        weight_versions=spans,
+    )
+    return with_joined_experts(whole, before, after)

@@ -1,0 +1,209 @@
+"""The client of an SGLang server: what SGLang does differently from the embedded engine stands here and beside it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from relax_core.contracts.engine import EngineError, EngineUnreachable, Generated, PromptRequest, SamplingParams
+from relax_core.engines.client import EngineClient
+from relax_core.engines.events import UNKNOWN_VERSION, EventReader
+from relax_core.engines.scores import TokenScores, TokensToScore
+from relax_core.engines.sglang.prompts import SampleRequest, sample_requests, sglang_body
+from relax_core.engines.sglang.weight_calls import SglangWeightCalls
+from relax_core.engines.wire import StreamEnd
+
+FIRST_LOOK_S, LAST_LOOK_S = 0.002, 0.05  # between two looks at a server's weight version, while prompts wait for it
+
+
+@dataclass(eq=False)
+class _Held:
+    """Prompts of one call that wait for weights, and what is on its way of them after that."""
+
+    prompts: dict[int, PromptRequest]  # place in the caller's burst → prompt
+    aborted: set[str] = field(default_factory=set)
+    sent: list[SampleRequest] = field(default_factory=list)
+
+
+class SglangClient(SglangWeightCalls, EngineClient):
+    """SGLang holds no prompts for a weight version: this client does, and only then sends them. Its limits are refused
+    in words where the configuration is checked (config/engine.py).
+
+    ``ranks``: GPUs of the server. ``seeds``: it runs with --enable-deterministic-inference; else seeds mean nothing to
+    it. ``attached``: somebody else started it, so our loader is not inside.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        *,
+        request_timeout_s: float,
+        control_timeout_s: float,
+        ranks: int,
+        seeds: bool,
+        attached: bool = False,
+    ) -> None:
+        super().__init__(url, token, request_timeout_s=request_timeout_s, control_timeout_s=control_timeout_s)
+        self.group_ranks = ranks
+        self.has_loader = not attached
+        self._seeds = seeds
+        self._calls: list[_Held] = []
+
+    # -- generate -----------------------------------------------------------------------------------------------------
+    async def generate(
+        self,
+        prompts: Sequence[PromptRequest],
+        params: SamplingParams,
+        *,
+        on_end: Callable[[StreamEnd], None] | None = None,
+    ) -> AsyncIterator[Generated]:
+        """As `EngineClient.generate`; SGLang tells no times of its own."""
+        waves: dict[int, dict[int, PromptRequest]] = defaultdict(dict)
+        for place, prompt in enumerate(prompts):
+            waves[prompt.min_version][place] = prompt
+        if len(waves) == 1:
+            (version,) = waves
+            async for one in self._generate_from(version, waves[version], params):
+                yield one
+            return
+        queue: asyncio.Queue[Generated | EngineError | None] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._into(queue, version, wave, params)) for version, wave in waves.items()]
+        running = len(tasks)
+        try:
+            while running:
+                item = await queue.get()
+                if item is None:
+                    running -= 1
+                elif isinstance(item, EngineError):
+                    raise item
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _into(
+        self,
+        queue: asyncio.Queue[Generated | EngineError | None],
+        version: int,
+        wave: dict[int, PromptRequest],
+        params: SamplingParams,
+    ) -> None:
+        try:
+            async for one in self._generate_from(version, wave, params):
+                queue.put_nowait(one)
+            queue.put_nowait(None)
+        except EngineError as error:  # its consumer raises it
+            queue.put_nowait(error)
+
+    async def _generate_from(
+        self, version: int, prompts: dict[int, PromptRequest], params: SamplingParams
+    ) -> AsyncIterator[Generated]:
+        """Holds the prompts until the server has weights ``version``, then asks for all of them at one time."""
+        call = _Held(prompts)
+        self._calls.append(call)
+        try:
+            async for one in self._hold(call, version, params):
+                yield one
+            if not call.prompts:
+                return
+            places, chosen = list(call.prompts), list(call.prompts.values())
+            call.sent = sample_requests(chosen, n=params.n)
+            body = sglang_body(chosen, call.sent, params, version=self._version, seeds=self._seeds)
+            reader = EventReader(chosen, n=params.n, places=[(one.prompt, one.sample) for one in call.sent])
+            read = lambda response: self._events(response, reader)  # noqa: E731
+            async for one in self._streamed(body, read, expected=len(call.sent)):
+                yield msgspec.structs.replace(one, prompt=places[one.prompt])
+        finally:
+            self._calls.remove(call)
+
+    async def _hold(self, call: _Held, version: int, params: SamplingParams) -> AsyncIterator[Generated]:
+        """Returns when the version is in; yields what was aborted before."""
+        wait_s = FIRST_LOOK_S
+        while (found := await self._weight_version()) < max(version, 0):
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, LAST_LOOK_S)
+            for place in [place for place, prompt in call.prompts.items() if prompt.rid in call.aborted]:
+                prompt = call.prompts.pop(place)
+                for sample in range(params.n) if prompt.samples is None else prompt.samples:
+                    yield _never_sent(prompt, place, sample)
+            if not call.prompts:
+                return
+        self._version = found
+
+    async def _weight_version(self) -> int:
+        try:
+            async with self._http_session().get(f"{self.url}/model_info") as response:
+                if response.status != 200:
+                    raise self._refusal("/model_info", response.status, await response.read())
+                return version_number((await response.json())["weight_version"])
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EngineUnreachable(f"engine {self.url} /model_info: {type(error).__name__}: {error}") from error
+
+    # -- control ------------------------------------------------------------------------------------------------------
+    def model_info(self) -> dict[str, Any]:
+        """``weight_version`` is -1 until weights of ours are in."""
+        info = super().model_info()
+        return {**info, "weight_version": str(version_number(info["weight_version"]))}
+
+    def loads(self) -> dict[str, Any]:
+        """SGLang's own names, and those of the embedded engine for the same."""
+        loads = super().loads()
+        held = sum(len(call.prompts) for call in self._calls if not call.sent)
+        return {**loads, "running": loads["num_running_reqs"], "queued": loads["num_waiting_reqs"], "held": held}
+
+    def abort(self, rid: str | None = None) -> dict[str, Any]:
+        """As `EngineClient.abort`. SGLang knows our prompts' samples by names of their own, and this client which."""
+        calls = list(self._calls)
+        for call in calls:
+            call.aborted |= {prompt.rid for prompt in call.prompts.values() if rid in (None, prompt.rid)}
+        if rid is None:
+            return super().abort()
+        known = [one.rid for call in calls for one in call.sent if one.rid.rsplit("/", 2)[0] == rid]
+        for name in known or [rid]:
+            super().abort(name)
+        return {"aborted_samples": len(known)}
+
+    def release_memory(self) -> dict[str, Any]:
+        """Running samples wait in the queue meanwhile; SGLang wants to be idle for it. On GPUs its server needs
+        --enable-memory-saver, or nothing is given up."""
+        self.pause("retract")
+        self._memory_released = True
+        return self._call("POST", "/release_memory_occupation", {"tags": ["kv_cache"]})
+
+    def resume_memory(self) -> dict[str, Any]:
+        self._call("POST", "/resume_memory_occupation", {"tags": ["kv_cache"]})
+        self._memory_released = False
+        return self.resume()
+
+    def score(self, rows: Sequence[TokensToScore], *, top_k: int, temperature: float) -> list[TokenScores]:
+        if temperature != 1.0:
+            raise EngineError(
+                f"engine {self.url} /generate: scores at temperature {temperature:g}: SGLang scores at 1 only. "
+                "Use rollout.temperature=1, or algo.served_by=forward."
+            )
+        return super().score(rows, top_k=top_k, temperature=temperature)
+
+
+def version_number(version: str) -> int:
+    """SGLang's versions are text, "default" before the first update."""
+    return int(version) if version.isdecimal() else UNKNOWN_VERSION
+
+
+def _never_sent(prompt: PromptRequest, place: int, sample: int) -> Generated:
+    return Generated(
+        rid=prompt.rid,
+        prompt=place,
+        sample=sample,
+        output_ids=[],
+        logprobs=[],
+        weight_versions=[],
+        finish_reason="abort",
+    )

@@ -1,0 +1,70 @@
+"""A stand-in, in pure torch, for the two kernels of sgl_kernel's CPU build that a dense or MoE Qwen3 needs.
+
+The real package has no wheel for CPUs without AMX. Anything else that SGLang asks of it raises NotImplementedError by
+name, so that nothing is silently wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__version__ = "0.4.10"  # what this SGLang asks for
+_UINT32 = 0xFFFFFFFF
+_library = torch.library.Library("sgl_kernel", "FRAGMENT")
+_library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
+
+
+def assign_req_to_token_pool_cpu(
+    req_pool_indices: Tensor,
+    req_to_token: Tensor,
+    start_offset: Tensor,
+    end_offset: Tensor,
+    out_cache_loc: Tensor,
+    pool_len: int,
+) -> None:
+    """Request i's cache places ``out_cache_loc``, one after the other, go to its row of ``req_to_token``."""
+    taken = 0
+    for row, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
+        length = end - start
+        req_to_token[row, start:end] = out_cache_loc[taken : taken + length].to(req_to_token.dtype)
+        taken += length
+
+
+def _rotated(value: Tensor, bits: int) -> Tensor:
+    return ((value << bits) | (value >> (32 - bits))) & _UINT32
+
+
+def _mixed(hashed: Tensor, block: Tensor) -> Tensor:
+    block = _rotated((block * 0xCC9E2D51) & _UINT32, 15)
+    hashed = hashed ^ ((block * 0x1B873593) & _UINT32)
+    return (_rotated(hashed, 13) * 5 + 0xE6546B64) & _UINT32
+
+
+def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tensor:
+    """MurmurHash3 x86 32 (Appleby) of 16 bytes: seed (two words), position, vocabulary entry. ``seed`` and
+    ``positions`` [rows], ``col_indices`` [columns] → uint32 [rows, columns]: SGLang's random numbers of a sample."""
+    seed, positions, columns = (one.to(torch.int64) for one in (seed, positions, col_indices))
+    hashed = _mixed(torch.zeros_like(seed), seed & _UINT32)
+    hashed = _mixed(hashed, (seed >> 32) & _UINT32)
+    hashed = _mixed(hashed, positions & _UINT32)
+    hashed = _mixed(hashed[:, None], columns[None, :] & _UINT32) ^ 16
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        hashed = ((hashed ^ (hashed >> shift)) * factor) & _UINT32
+    return hashed.to(torch.uint32)
+
+
+_library.impl("murmur_hash32_cpu", murmur_hash32, "CompositeExplicitAutograd")
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def missing(*arguments: object, **keywords: object) -> None:
+        raise NotImplementedError(f"sgl_kernel.{name} has no stand-in on a CPU (relax_core/engines/sglang/cpu)")
+
+    return missing

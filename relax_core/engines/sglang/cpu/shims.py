@@ -1,0 +1,78 @@
+"""Three small repairs without which SGLang 0.5.23 does not run on a CPU that has no build of sgl_kernel."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+
+ATTENTION = "torch_native"
+_kept: list[object] = []  # torch forgets the schemas of a library object that is collected
+
+
+def install() -> None:
+    """Call it before sglang is imported, in the server and in each of its processes."""
+    if importlib.util.find_spec("sgl_kernel") is None:
+        sys.path.append(str(Path(__file__).parent))
+    _define_torchvision_schemas()
+    for module, repair in (
+        ("sglang.srt.mem_cache.pool_host.common", _pins_no_memory),
+        ("sglang.srt.arg_groups.choices", _allows_seeds),
+        ("sglang.srt.batch_invariant_ops", _keeps_torchs_kernels),
+    ):
+        sys.meta_path.insert(0, _AfterImport(module, repair))
+
+
+def _define_torchvision_schemas() -> None:
+    """torchvision registers fake kernels for two operators that its CUDA wheel defines."""
+    import torch
+
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for operator in ("nms", "qnms"):
+        library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _kept.append(library)
+
+
+def _pins_no_memory(module: ModuleType) -> None:
+    """Host memory is pinned for a GPU's sake, by a call into CUDA (of return_routed_experts)."""
+    module._cuda_host_register = lambda *arguments, **keywords: None  # type: ignore[attr-defined]
+
+
+def _allows_seeds(module: ModuleType) -> None:
+    """--enable-deterministic-inference, which seeds belong to, knows GPU backends only."""
+    module.add_deterministic_attention_backend_choices([ATTENTION])
+    module.add_radix_supported_deterministic_attention_backend_choices([ATTENTION])
+
+
+def _keeps_torchs_kernels(module: ModuleType) -> None:
+    """Its batch-invariant kernels are Triton's. Torch's on a CPU may round differently with the batch."""
+    module.enable_batch_invariant_mode = lambda *arguments, **keywords: None  # type: ignore[attr-defined]
+
+
+class _AfterImport(MetaPathFinder):
+    """Runs ``repair`` on ``name`` once it is loaded."""
+
+    def __init__(self, name: str, repair: Callable[[ModuleType], None]) -> None:
+        self._name = name
+        self._repair = repair
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        assert spec is not None and spec.loader is not None, f"this SGLang has no {fullname}"
+        load = spec.loader.exec_module
+
+        def load_and_repair(module: ModuleType) -> None:
+            load(module)
+            self._repair(module)
+
+        spec.loader.exec_module = load_and_repair  # type: ignore[method-assign]
+        return spec

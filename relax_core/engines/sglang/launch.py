@@ -1,0 +1,81 @@
+"""How an SGLang server of ours is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from relax_core.contracts.engine import EngineError
+from relax_core.engines.sglang.weight_calls import LOADER
+
+if TYPE_CHECKING:
+    from relax_core.engines.process import EngineLaunch
+
+SERVER = Path(__file__).with_name("server.py")
+
+
+def command(launch: EngineLaunch) -> list[str]:
+    engine = launch.engine
+    flags: dict[str, object] = {
+        "model-path": launch.model_folder,
+        "host": engine.host,
+        "port": launch.port,
+        "dtype": launch.dtype,
+        "tp-size": engine.tp,
+        "max-running-requests": engine.max_running_samples,
+        "max-total-tokens": engine.max_total_tokens,
+        "context-length": engine.context_length,
+        "custom-weight-loader": [LOADER],
+        "skip-tokenizer-init": True,
+        "incremental-streaming-output": True,
+        "enable-return-routed-experts": launch.return_routed_experts,
+        "enable-deterministic-inference": bool(engine.deterministic),
+        "log-level": "warning",
+    }
+    if engine.mem_fraction is not None:
+        flags["mem-fraction-static"] = engine.mem_fraction
+    if launch.load_weights:
+        _check_head(launch.model_folder)
+        flags["weight-version"] = "0"
+    else:
+        flags["load-format"] = "dummy"
+    words = flag_words(flags | engine.flags)
+    return [engine.python or sys.executable, "-P", str(SERVER), "--token-file", str(launch.token_file), *words]
+
+
+def _check_head(folder: Path) -> None:
+    """What the trainer sends is put right by our loader; what SGLang reads by itself is not."""
+    config = json.loads((folder / "config.json").read_text())
+    if config.get("model_type") == "qwen3_moe" and config.get("tie_word_embeddings"):
+        raise EngineError(f"{folder}: SGLang's Qwen3-MoE has no tied head. Use a model with a head of its own.")
+
+
+def environment(launch: EngineLaunch) -> dict[str, str]:
+    """Nothing is fetched: model and tokenizer are in the folder."""
+    return {
+        **{name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")},
+        "OMP_NUM_THREADS": str(launch.engine.threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "HF_HUB_OFFLINE": "1",
+        **({"GLOO_SOCKET_IFNAME": "lo"} if launch.engine.host.startswith("127.") else {}),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def flag_words(flags: Mapping[str, object]) -> list[str]:
+    """``{"tp-size": 2, "trust-remote-code": True}`` → ``["--tp-size=2", "--trust-remote-code"]``; false leaves it out,
+    a list gives several words."""
+    words: list[str] = []
+    for name, value in flags.items():
+        option = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            words += [option] if value else []
+        elif isinstance(value, list):
+            words += [option, *map(str, value)]
+        else:
+            words.append(f"{option}={value}")
+    return words

@@ -1,0 +1,194 @@
+"""Weights into an SGLang server: by its own routes, with our loader inside it that compares the digest."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from relax_core.contracts.engine import EngineError, TensorSpec, WeightManifest
+from relax_core.engines.sglang.weight_orders import Attest, Confirm, LoadFile, Order, Outcome, Watch, order_payload
+from relax_core.engines.weight_calls import WeightCalls
+from relax_core.weights.transports.base import WeightGroupPlace
+
+LOADER = "relax_core.engines.sglang.weight_loader.follow"
+OPEN_SESSION_S = 10.0  # somebody else's session that is still open after this was left behind
+ALREADY_OPEN = "already open"  # SGLang's words
+NO_VERSION = "-1"
+_outcomes = msgspec.json.Decoder(Outcome)
+
+
+class SglangWeightCalls(WeightCalls):
+    """SGLang loads straight into the model that it serves, so each update pauses it in place; running samples go on
+    after that with the cache that they have. ``group_ranks``: the server's ranks, all of which load."""
+
+    url: str
+    has_loader = True
+    _memory_released = False
+    _session_start = 0.0
+
+    def update_weights(self, manifest: WeightManifest) -> dict[str, Any]:
+        """Each of the server's ranks maps the file, compares every digest, and only then loads."""
+        if not self.has_loader:
+            return self.update_weights_from_disk(manifest)
+        start = time.perf_counter()
+        if not self._begin(manifest.version):
+            return _done(manifest, 0.0)
+        try:
+            if error := self._outcome(lambda outcome: LoadFile(manifest, outcome)):
+                raise EngineError(f"{self._where}: {error}; version {self._version_in_force()} stays in force")
+            self._order(Confirm(), version=str(manifest.version))
+        finally:
+            self._end()
+        return _done(manifest, 1e3 * (time.perf_counter() - start))
+
+    def update_weights_from_disk(self, manifest: WeightManifest) -> dict[str, Any]:
+        """By SGLang's own loader, which compares no digest: the file's are compared here, before and after."""
+        start = time.perf_counter()
+        if self._version_in_force() >= manifest.version:
+            return _done(manifest, 0.0)
+        self._check_file(manifest)
+        body = {
+            "model_path": str(Path(manifest.path).parent),
+            "weight_version": str(manifest.version),
+            "load_format": "safetensors",  # a server of ours was started with dummy weights
+            "flush_cache": False,
+        }
+        with self._standing_still():
+            self._call("POST", "/update_weights_from_disk", body)
+            try:
+                self._check_file(manifest)
+            except EngineError:
+                self._give_up()
+                raise
+        return _done(manifest, 1e3 * (time.perf_counter() - start))
+
+    def _check_file(self, manifest: WeightManifest) -> None:
+        from relax_core.weights.files import DigestMismatch, read_weights
+
+        try:
+            next(read_weights(manifest), None)
+        except (DigestMismatch, OSError) as error:
+            raise EngineError(f"engine {self.url} /update_weights_from_disk: {error}") from error
+
+    # -- a collective group -------------------------------------------------------------------------------------------
+    def join_weight_group(self, place: WeightGroupPlace) -> dict[str, Any]:
+        """SGLang knows no deadline of its own here; that of the call holds."""
+        body = {
+            "master_address": place.address,
+            "master_port": place.port,
+            "rank_offset": 1,
+            "world_size": place.world_size,
+            "group_name": place.name,
+            "backend": place.backend,
+        }
+        return self._call("POST", "/init_weights_update_group", body)
+
+    def begin_weight_update(self) -> dict[str, Any]:
+        self._session_start = time.perf_counter()
+        self._begin(None)
+        self._order(Watch())
+        return {}
+
+    def receive_weights(self, tensors: Sequence[TensorSpec], *, group: str, version: int) -> dict[str, Any]:
+        """``version`` is told at the end, once the digest has agreed."""
+        body = {
+            "names": [spec.name for spec in tensors],
+            "dtypes": [spec.dtype for spec in tensors],
+            "shapes": [spec.shape for spec in tensors],
+            "group_name": group,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+        }
+        return self._call("POST", "/update_weights_from_distributed", body)
+
+    def end_weight_update(self, *, version: int, digest: str) -> dict[str, Any]:
+        """Where the digest is another one the model has those tensors already: it serves nothing until good ones are
+        in."""
+        try:
+            if error := self._outcome(lambda outcome: Attest(digest, outcome)):
+                self._give_up()
+                raise EngineError(f"{self._where}: {error}; it serves nothing until other weights are in")
+            self._order(Confirm(), version=str(version))
+        finally:
+            self._end()
+        stall_ms = 1e3 * (time.perf_counter() - self._session_start)
+        return {"weight_version": version, "digest": digest, "stall_ms": stall_ms}
+
+    # -- one session --------------------------------------------------------------------------------------------------
+    def _begin(self, version: int | None) -> bool:
+        """Pauses and opens a session. False where ``version`` is in already: somebody else was faster."""
+        deadline = time.monotonic() + OPEN_SESSION_S
+        while True:
+            if version is not None and self._version_in_force() >= version:
+                return False
+            self._call("POST", "/pause_generation", {"mode": "in_place"})
+            try:
+                self._call("POST", "/begin_weight_update", {})
+                return True
+            except EngineError as error:
+                if ALREADY_OPEN not in str(error):
+                    self._go_on()
+                    raise
+            if time.monotonic() > deadline:
+                self._call("POST", "/end_weight_update", {})
+            time.sleep(0.05)
+
+    def _end(self) -> None:
+        self._call("POST", "/end_weight_update", {})
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if not self._memory_released:
+            self._call("POST", "/continue_generation", {})
+
+    @contextmanager
+    def _standing_still(self) -> Iterator[None]:
+        self._call("POST", "/pause_generation", {"mode": "in_place"})
+        try:
+            yield
+        finally:
+            self._go_on()
+
+    def _give_up(self) -> None:
+        """What the model has now is no version: nobody is to get a token of it."""
+        self._call("POST", "/abort_request", {"abort_all": True})
+        self._call("POST", "/update_weight_version", {"new_version": NO_VERSION, "abort_all_requests": False})
+
+    def _order(self, order: Order, *, version: str | None = None) -> None:
+        body = {
+            "serialized_named_tensors": [order_payload(order)] * self.group_ranks,
+            "load_format": LOADER,
+            "flush_cache": False,
+            "weight_version": version,
+        }
+        self._call("POST", "/update_weights_from_tensor", body)
+
+    def _outcome(self, order: Any) -> str | None:
+        """Why one of the server's ranks did not do as told, or None."""
+        with tempfile.TemporaryDirectory(prefix="relax-weights-") as folder:
+            self._order(order(f"{folder}/outcome"))
+            for rank in range(self.group_ranks):
+                file = Path(f"{folder}/outcome.{rank}")
+                if not file.is_file():
+                    return f"rank {rank} of the server says nothing of it: it must be on this host"
+                if (error := _outcomes.decode(file.read_bytes()).error) is not None:
+                    return error
+        return None
+
+    def _version_in_force(self) -> int:
+        version = self._call("GET", "/model_info")["weight_version"]
+        return int(version) if version.isdecimal() else int(NO_VERSION)
+
+    @property
+    def _where(self) -> str:
+        return f"engine {self.url} /update_weights_from_tensor"
+
+
+def _done(manifest: WeightManifest, stall_ms: float) -> dict[str, Any]:
+    return {"weight_version": manifest.version, "digest": manifest.digest, "stall_ms": stall_ms}

@@ -1,0 +1,27 @@
+"""The owner of an engine that the run attaches to: it brings weights, and neither starts nor ends anything."""
+
+from __future__ import annotations
+
+from relax_core.contracts.engine import EngineUnreachable
+from relax_core.engines.sglang.attached import meet_server
+from relax_core.roles.engine_host import WATCH_S, EngineHost
+from relax_core.roles.engines import engine_client
+
+
+class AttachedEngineHost(EngineHost):
+    """Of ``engine.urls[rank]``. One that does not answer is waited for: whoever started it restarts it, and it gets the
+    newest weights before it is asked for anything."""
+
+    def work(self) -> None:
+        engine = self.context.config.engine
+        self._url = engine.urls[self._rank].rstrip("/")
+        client = engine_client(self.context, self._url)
+        meet_server(client, timeout_s=engine.start_timeout_s)
+        self._address.set()
+        while not self.stopping:
+            try:
+                client.ready()
+                self._reconcile(client)
+            except EngineUnreachable as error:
+                self.set_state("waiting", str(error))
+            self._stopping.wait(WATCH_S)

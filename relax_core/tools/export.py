@@ -1,0 +1,73 @@
+"""`python -m relax_core.tools.export CHECKPOINT OUT`: a checkpoint as a Hugging Face folder.
+
+CHECKPOINT is a folder of a run's checkpoints/, saved in any layout. One process reads it, without Ray.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from relax_core.tools.make_tiny import tiny_model_folder
+from relax_core.train.checkpoint_store import META, CheckpointStore
+
+DTYPES = ("float32", "bfloat16")
+CONFIG, POLICY = "config.yaml", "train"  # in a run's checkpoint
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns 0, or 2 where nothing was written; then stderr says why."""
+    parser = argparse.ArgumentParser(prog="python -m relax_core.tools.export", description=__doc__)
+    parser.add_argument("checkpoint", type=Path, help="such as RUN/checkpoints/step_00000100")
+    parser.add_argument("out", type=Path, help="the folder to write; one that is there is replaced")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: that of the trainer's weights")
+    parser.add_argument("--model", type=Path, help="folder of configuration and tokenizer; default: the run's own")
+    parser.add_argument("--shard-gb", type=float, default=4.0, help="largest file; default: 4")
+    words = parser.parse_args(arguments)
+    try:
+        export(words.checkpoint, words.out, model=words.model, dtype=words.dtype, shard_gb=words.shard_gb)
+    except (ValueError, OSError) as error:
+        print(f"relax: {error}", file=sys.stderr)
+        return 2
+    print(f"Hugging Face model  {words.out}")
+    return 0
+
+
+def export(checkpoint: Path, out: Path, *, model: Path | None, dtype: str | None, shard_gb: float) -> None:
+    """Checks every file against its digest, then writes ``out``. Raises ValueError and OSError as
+    `relax_core.train.checkpoint_export.export_checkpoint` does."""
+    from relax_core.train.checkpoint_export import export_checkpoint  # seconds of imports: after the words are checked
+
+    if shard_gb <= 0:
+        raise ValueError(f"--shard-gb {shard_gb:g}: must be more than 0.")
+    if not (checkpoint / META).is_file():
+        raise ValueError(
+            f"{checkpoint}: no {META} there. Give a folder of a run's checkpoints/, such as step_00000100."
+        )
+    CheckpointStore.verify(checkpoint)
+    export_checkpoint(
+        checkpoint / POLICY,
+        out,
+        model_folder=model if model is not None else _model_of_run(checkpoint),
+        dtype=dtype,
+        shard_bytes=int(shard_gb * 1e9),
+    )
+
+
+def _model_of_run(checkpoint: Path) -> Path:
+    """Where the run that saved it had its model from."""
+    saved = yaml.safe_load((checkpoint / CONFIG).read_text(encoding="utf-8"))["model"]
+    if saved["path"] is None:
+        return tiny_model_folder(saved["builtin"], task=saved["task"])
+    folder = Path(saved["path"])
+    if not folder.is_dir():
+        raise ValueError(f"model.path={folder} of the run is not there. Say where the model is: --model FOLDER.")
+    return folder
+
+
+if __name__ == "__main__":
+    sys.exit(main())

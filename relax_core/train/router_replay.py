@@ -1,0 +1,108 @@
+"""What a micro-batch tells the routers of its experts: the experts to replay (R3, arXiv 2510.11370), its pads, and how
+much its balancing loss weighs.
+
+An engine and the trainer compute the same router in another order or precision, and where two experts are close, they
+choose differently: then whole blocks of the network differ, not a rounding. With replay each token goes to the experts
+that the engine chose. Their weights are computed here, so the router keeps its gradient.
+
+All of it travels with the micro-batch's `TreeBatch`, to every layer of every pipeline stage and again into a layer that
+is recomputed. So no order of passes, however many micro-batches are under way, can mix them up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from relax_core.contracts.train import TrainGroup
+from relax_core.train.models.family import MixtureOfExperts
+from relax_core.train.row_cut import RowCut
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterRows:
+    """Of this rank's rows inside the layers. ``experts``: int64 ``[layers with experts, rows, top_k]``, all layers of
+    the model; None where the routers choose themselves. ``pads``: bool ``[rows]``, None where no rank has any.
+    ``balance_weight``: what the mean balancing loss of the rows is multiplied by. ``counted``: False for a row that is
+    computed only to keep other ranks company."""
+
+    experts: Tensor | None
+    pads: Tensor | None
+    balance_weight: float
+    counted: bool = True
+
+
+OWN_CHOICE = RouterRows(experts=None, pads=None, balance_weight=0.0)
+
+
+def packed_experts(groups: Sequence[TrainGroup], moe: MixtureOfExperts) -> np.ndarray | None:
+    """The groups' experts in the order of their common stream, ``[rows, layers, top_k]``; None where none came.
+
+    Raises ValueError for what does not fit the model: another number of layers, or an expert that it does not have.
+    """
+    present = [group.routed_experts for group in groups if group.routed_experts is not None]
+    if not present:
+        return None
+    assert len(present) == len(groups), "a column is there for all groups of a step or for none"
+    found = []
+    for group, experts in zip(groups, present, strict=True):
+        wanted = (group.packed_tokens, len(moe.layers), moe.top_k)
+        if experts.size != np.prod(wanted) or len(experts) != wanted[0]:
+            raise ValueError(
+                f"group {group.group_uid}: routed experts of shape {list(experts.shape)}, but its rows, the model's "
+                f"layers with experts and the experts a token are {list(wanted)}. Is the engine's model another one?"
+            )
+        if int(experts.max()) >= moe.experts:
+            raise ValueError(
+                f"group {group.group_uid}: routed to expert {experts.max()}, but the model has {moe.experts} experts."
+            )
+        found.append(experts.reshape(wanted))  # SGLang tells no shape: layers and experts come as one axis
+    return np.concatenate(found)
+
+
+def rows_inside_layers(cut: RowCut, padded_rows: int, *, parts: int, part: int) -> np.ndarray:
+    """Numbers in the stream of the rows that this rank has inside the layers, int64: its context-parallel rows, and of
+    these the ``part`` of ``parts`` that sequence parallelism leaves it."""
+    rows = cut.rows_of_rank(padded_rows)
+    return rows.reshape(parts, -1)[part]
+
+
+def cut_experts(experts: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """``experts`` ``[stream, layers, top_k]`` at the stream's ``rows`` → int64 ``[layers, rows, top_k]``. A row behind
+    the stream's end is a pad: it goes to the first experts, for it must go to ``top_k`` different ones."""
+    stream, layers, top_k = experts.shape
+    cut = np.empty((len(rows), layers, top_k), dtype=np.int64)
+    real = rows < stream
+    cut[real] = experts[rows[real]]
+    cut[~real] = np.arange(top_k)
+    return np.ascontiguousarray(cut.transpose(1, 0, 2))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterPlan:
+    """How this rank makes the `RouterRows` of a micro-batch. ``parts``, ``part``: of sequence parallelism. ``replays``:
+    whether experts that came with the groups are followed."""
+
+    moe: MixtureOfExperts
+    cut: RowCut
+    parts: int
+    part: int
+    replays: bool
+    device: torch.device
+
+    def router_rows(
+        self, groups: Sequence[TrainGroup], *, stream: int, padded_rows: int, balance_weight: float
+    ) -> RouterRows:
+        """Of a micro-batch whose stream has ``stream`` rows, and with its pads ``padded_rows``."""
+        rows = rows_inside_layers(self.cut, padded_rows, parts=self.parts, part=self.part)
+        experts = packed_experts(groups, self.moe) if self.replays else None
+        return RouterRows(
+            experts=None if experts is None else torch.from_numpy(cut_experts(experts, rows)).to(self.device),
+            pads=torch.from_numpy(rows >= stream).to(self.device) if padded_rows > stream else None,
+            balance_weight=balance_weight,
+            counted=bool(groups),
+        )

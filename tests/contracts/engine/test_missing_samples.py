@@ -1,0 +1,69 @@
+"""What is asked of an engine again: some samples of a prompt, and responses that go on from what they had."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from relax_core.contracts.engine import SamplingParams
+from tests.contracts.engine.harness import EOS, Engine, prompts_of, random_prompt
+
+PARAMS = SamplingParams(n=6, max_new_tokens=12, temperature=0.9, banned_token_ids=[EOS])
+
+
+def test_some_samples_are_those_of_the_whole(engine: Engine) -> None:
+    """Each keeps its seed; prompts of one request may lack different ones."""
+    prompts = prompts_of(random_prompt(5), random_prompt(9, seed=1), random_prompt(3, seed=2))
+    whole = {(one.prompt, one.sample): one for one in engine.generate(prompts, PARAMS)}
+    asked = [[4, 1], None, [0]]
+    parts = engine.generate(
+        [msgspec.structs.replace(one, samples=samples) for one, samples in zip(prompts, asked, strict=True)], PARAMS
+    )
+    expected = [(0, 1), (0, 4), *((1, sample) for sample in range(6)), (2, 0)]
+    assert [(one.prompt, one.sample) for one in parts] == expected
+    for one in parts:
+        assert one.output_ids == whole[one.prompt, one.sample].output_ids
+
+
+@pytest.mark.parametrize("begun", [1, 5, 11])
+def test_a_response_goes_on_from_its_own_prefix(engine: Engine, begun: int) -> None:
+    """With the random numbers, the log-probs and the length that it would have had without the interruption."""
+    (prompt,) = prompts_of(random_prompt(7))
+    calm = engine.generate([prompt], PARAMS)
+    again = [
+        msgspec.structs.replace(
+            prompt, input_ids=prompt.input_ids + one.output_ids[:begun], samples=[one.sample], generated=begun
+        )
+        for one in calm
+    ]
+    rests = engine.generate(again, PARAMS)
+    assert [(one.prompt, one.sample) for one in rests] == [(sample, sample) for sample in range(6)]
+    for whole, rest in zip(calm, rests, strict=True):
+        assert rest.output_ids == whole.output_ids[begun:]
+        assert rest.logprobs == pytest.approx(whole.logprobs[begun:], abs=2e-5)
+        assert [(span.start, span.end) for span in rest.weight_versions] == [(0, 12 - begun)]
+        assert rest.finish_reason == whole.finish_reason == "length"
+
+
+def test_continued_samples_of_a_group_are_aborted_by_its_one_rid(engine: Engine) -> None:
+    held = [
+        msgspec.structs.replace(one, rid="group", samples=[sample], generated=1, min_version=10**6)
+        for sample, one in enumerate(prompts_of([5, 6], [5, 7]))
+    ]
+
+    import asyncio
+
+    async def scene() -> list[str]:
+        client = engine.new_client()
+
+        async def collect() -> list[str]:
+            return [one.finish_reason async for one in client.generate(held, PARAMS)]
+
+        collecting = asyncio.ensure_future(collect())
+        while not collecting.done():
+            await asyncio.to_thread(client.abort, "group")
+            await asyncio.wait({collecting}, timeout=0.05)
+        await client.aclose()
+        return collecting.result()
+
+    assert asyncio.run(scene()) == ["abort", "abort"]

@@ -1,0 +1,137 @@
+"""An SGLang server of ours: what it tells, what it hides, and that nothing of it is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from relax_core.contracts.engine import EngineError, SamplingParams
+from relax_core.engines.process import EngineLaunch, EngineProcess
+from relax_core.engines.sglang.attached import meet_server
+from relax_core.engines.sglang.client import SglangClient
+from tests.contracts.engine.harness import ROOT, TOKEN, Engine, make_model, prompts_of, publish
+
+pytestmark = pytest.mark.sglang
+WaitUntil = Callable[..., None]
+
+
+@pytest.fixture(scope="module")
+def blank(sglang_launch: EngineLaunch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """A server that has no weights yet; the last test kills it."""
+    log = tmp_path_factory.mktemp("blank") / "engine.log"
+    process = EngineProcess.start(replace(sglang_launch, load_weights=False, log_file=log))
+    yield Engine(process, "sglang")
+    process.stop(timeout_s=10.0)
+
+
+def family(pid: int) -> list[psutil.Process]:
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    return all(not one.is_running() or one.status() == psutil.STATUS_ZOMBIE for one in processes)
+
+
+def test_nothing_is_served_before_the_first_attested_weights(blank: Engine, tmp_path: Path) -> None:
+    assert blank.version == -1
+    params = SamplingParams(max_new_tokens=4)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(blank.generate, prompts_of([5, 6]), params)
+        later = pool.submit(blank.generate, prompts_of([5, 6], min_version=3), params)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.5)
+        blank.client.update_weights(publish(make_model(None, seed=7), tmp_path / "w0", version=0))
+        assert waiting.result(30)[0].weight_versions[0].version == 0
+        assert not later.done()
+        blank.client.update_weights(publish(make_model(None, seed=8), tmp_path / "w3", version=3))
+        assert later.result(30)[0].weight_versions[0].version == 3
+
+
+def test_prompts_that_wait_for_different_versions_share_a_call(blank: Engine, tmp_path: Path) -> None:
+    version = blank.version
+    prompts = [*prompts_of([5, 6], min_version=version), *prompts_of([7, 8], min_version=version + 1)]
+    with ThreadPoolExecutor() as pool:
+        both = pool.submit(blank.generate, prompts, SamplingParams(n=2, max_new_tokens=4))
+        blank.client.update_weights(publish(make_model(None, seed=9), tmp_path / "w", version=version + 1))
+        responses = both.result(30)
+    assert [(one.prompt, one.sample) for one in responses] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert {one.weight_versions[0].version for one in responses if one.prompt == 1} == {version + 1}
+
+
+def test_the_token_is_in_no_command_line_environment_or_log(blank: Engine, sglang_launch: EngineLaunch) -> None:
+    for process in family(blank.process.pid):
+        assert TOKEN not in " ".join(process.cmdline())
+        assert TOKEN not in str(process.environ())
+    log = next(Path(file.path) for file in psutil.Process(blank.process.pid).open_files() if file.path.endswith(".log"))
+    assert "server_args" in log.read_text() or log.stat().st_size > 0
+    assert TOKEN not in log.read_text()
+
+
+def test_everything_listens_on_loopback(blank: Engine) -> None:
+    for process in family(blank.process.pid):
+        for connection in process.net_connections("inet"):
+            if connection.status == psutil.CONN_LISTEN:
+                assert connection.laddr.ip in ("127.0.0.1", "::1"), (process.name(), connection)
+
+
+def test_a_server_can_be_met_by_its_address(blank: Engine) -> None:
+    times = {"request_timeout_s": 30.0, "control_timeout_s": 10.0}
+    attached = SglangClient(blank.process.url, TOKEN, ranks=1, seeds=True, attached=True, **times)
+    assert meet_server(attached, timeout_s=10.0) == "0.5.23"
+    stranger = SglangClient(blank.process.url, "wrong", ranks=1, seeds=True, attached=True, **times)
+    with pytest.raises(EngineError, match=r"/server_info: 401"):
+        meet_server(stranger, timeout_s=10.0)
+
+
+def test_a_server_that_is_killed_takes_its_processes_along(blank: Engine, wait_until: WaitUntil) -> None:
+    processes = family(blank.process.pid)
+    assert len(processes) >= 3
+    os.kill(blank.process.pid, signal.SIGKILL)
+    wait_until(lambda: gone(processes), what="the end of all its processes", timeout_s=20.0)
+    assert blank.process.poll() == -signal.SIGKILL
+
+
+def test_it_ends_with_an_owner_that_was_killed(
+    sglang_launch: EngineLaunch, tmp_path: Path, wait_until: WaitUntil
+) -> None:
+    """While it still starts: that takes the longest, and the life line holds from its first moment."""
+    launch = replace(sglang_launch, log_file=tmp_path / "log")
+    owner = """
+import pickle, sys, time
+from relax_core.engines.process import EngineProcess
+import subprocess, threading
+launch = pickle.loads(sys.stdin.buffer.read())
+threading.Thread(target=EngineProcess.start, args=(launch,), daemon=True).start()
+time.sleep(600)
+"""
+    import pickle
+
+    child = subprocess.Popen(
+        [sys.executable, "-c", owner], stdin=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    assert child.stdin is not None
+    child.stdin.write(pickle.dumps(launch))
+    child.stdin.close()
+    wait_until(lambda: bool(psutil.Process(child.pid).children()), what="its server", timeout_s=30.0)
+    time.sleep(3.0)  # into the imports
+    processes = psutil.Process(child.pid).children(recursive=True)
+    child.kill()
+    child.wait()
+    wait_until(lambda: gone(processes), what="the end of all its processes", timeout_s=30.0)
+
+
+def test_a_flag_that_sglang_does_not_know_is_said(sglang_launch: EngineLaunch, tmp_path: Path) -> None:
+    engine = replace(sglang_launch.engine, flags={"no-such-flag": 3})
+    with pytest.raises(EngineError, match=r"sglang engine did not start: ended with 2.*unrecognized.*--no-such-flag"):
+        EngineProcess.start(replace(sglang_launch, engine=engine, log_file=tmp_path / "log"))

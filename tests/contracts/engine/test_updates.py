@@ -1,0 +1,122 @@
+"""New weights by every transport, on both engines: served where their digest agrees, kept out where it does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from relax_core.config.schema import WeightTransportName
+from relax_core.contracts.engine import SamplingParams
+from relax_core.weights.publisher import WEIGHTS, SyncReport, WeightPublisher
+from relax_core.weights.transports.build import build_transport
+from tests.contracts.engine.harness import (
+    Engine,
+    hf_weights,
+    make_model,
+    prompts_of,
+    publish,
+    random_prompt,
+    sglang_only,
+)
+
+PROMPT = random_prompt(12)
+TIMEOUT_S = 60.0
+Damage = Callable[[Path], None]
+
+
+@pytest.fixture
+def engine_back(engine: Engine, tmp_path: Path) -> Iterator[Engine]:
+    """The session's engine; the folder's own weights come back, under a newer version."""
+    yield engine
+    newer = max(engine.version, 1000) + 1
+    engine.client.update_weights(publish(make_model(None, seed=0), tmp_path / "back.bin", version=newer))
+    engine.flush()
+
+
+def publisher_of(name: str, engine: Engine, folder: Path, model: Path, *, damage: list[Damage]) -> WeightPublisher:
+    """``damage``: what happens to a published file before the engine is told of it."""
+    transport = build_transport(WeightTransportName(name), host="127.0.0.1", timeout_s=TIMEOUT_S)
+
+    def receivers() -> list[object]:
+        for one in damage:
+            one(max(folder.glob(f"*/{WEIGHTS}")))
+        return [engine.client]
+
+    return WeightPublisher(folder, receivers, transport=transport, model_folder=model)  # type: ignore[arg-type]
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1000] ^= 1
+    path.write_bytes(data)
+
+
+def send(publisher: WeightPublisher, version: int) -> SyncReport:
+    """The version's weights are those of the model of this seed."""
+    return publisher.publish(version, hf_weights(make_model(None, seed=version))).result(timeout=2 * TIMEOUT_S)
+
+
+def serves(engine: Engine, version: int) -> None:
+    one = engine.generate(prompts_of(PROMPT, min_version=version), SamplingParams(max_new_tokens=6, temperature=0.0))[0]
+    with torch.no_grad():
+        logits = make_model(None, seed=version)(torch.tensor([PROMPT + one.output_ids])).logits[0, len(PROMPT) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(-1, torch.tensor(one.output_ids)[:, None])[:, 0]
+    assert float((expected - torch.tensor(one.logprobs)).abs().max()) <= 2e-5
+    assert [span.version for span in one.weight_versions] == [version]
+
+
+@sglang_only
+@pytest.mark.parametrize("name", ["shared_memory", "disk", "gloo"])
+def test_a_version_is_served_and_a_wrong_digest_is_not(
+    engine_back: Engine, name: str, tmp_path: Path, model_folder: Path
+) -> None:
+    engine, before = engine_back, engine_back.version
+    damage: list[Damage] = []
+    publisher = publisher_of(name, engine, tmp_path, model_folder, damage=damage)
+    assert send(publisher, before + 1).refused == {}
+    serves(engine, before + 1)
+
+    damage.append(flip_a_bit)
+    (why,) = send(publisher, before + 2).refused.values()
+    assert "digest" in why
+    # Over gloo the model has the wrong weights before anybody can tell: it is taken out until it has good ones.
+    assert engine.version == (-1 if name == "gloo" else before + 1)
+    damage.clear()
+
+    assert send(publisher, before + 3).refused == {}
+    serves(engine, before + 3)
+    publisher.close()
+
+
+@sglang_only
+def test_the_same_version_again_is_not_loaded_again(engine_back: Engine, tmp_path: Path) -> None:
+    manifest = publish(make_model(None, seed=8), tmp_path / "twice", version=engine_back.version + 1)
+    assert engine_back.client.update_weights(manifest)["stall_ms"] > 0.0
+    assert engine_back.client.update_weights(manifest)["stall_ms"] == 0.0
+
+
+@sglang_only
+def test_two_senders_of_one_version_do_not_disturb_each_other(engine_back: Engine, tmp_path: Path) -> None:
+    """The trainer's push and the owner's catching up may come at the same time."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    version = engine_back.version + 1
+    manifest = publish(make_model(None, seed=version), tmp_path / "both", version=version)
+    with ThreadPoolExecutor() as pool:
+        answers = list(
+            pool.map(lambda client: client.update_weights(manifest), [engine_back.new_client() for _ in "ab"])
+        )
+    assert [answer["weight_version"] for answer in answers] == [version, version]
+    serves(engine_back, version)
+
+
+@sglang_only
+def test_a_session_that_was_left_open_is_closed_by_the_next_sender(engine_back: Engine, tmp_path: Path) -> None:
+    engine_back.post("/pause_generation", {"mode": "in_place"})
+    engine_back.post("/begin_weight_update", {})
+    version = engine_back.version + 1
+    engine_back.client.update_weights(publish(make_model(None, seed=version), tmp_path / "next", version=version))
+    serves(engine_back, version)

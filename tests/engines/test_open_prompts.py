@@ -1,0 +1,100 @@
+"""A prompt's missing samples: what is asked again, and how a response is put together from its pieces."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relax_core.contracts.engine import Generated, PromptRequest
+from relax_core.contracts.sample import FinishReason, VersionSpan
+from relax_core.engines.open_prompts import OpenPrompt, joined
+
+REQUEST = PromptRequest(rid="g", input_ids=[7, 8], sampling_seed=3)
+
+
+def generated(
+    sample: int, ids: list[int], *, reason: FinishReason, spans: list[tuple[int, int, int]] | None = None
+) -> Generated:
+    chosen = [(0, len(ids), 0)] if spans is None and ids else spans or []
+    return Generated(
+        rid="g",
+        prompt=0,
+        sample=sample,
+        output_ids=ids,
+        logprobs=[-0.5 * one for one in ids],
+        weight_versions=[VersionSpan(*one) for one in chosen],
+        finish_reason=reason,
+    )
+
+
+def open_prompt(n: int) -> OpenPrompt:
+    return OpenPrompt(place=4, tie=4, request=REQUEST, n=n, cost=1.0)
+
+
+def test_at_first_the_request_goes_out_as_it_is() -> None:
+    prompt = open_prompt(3)
+    assert prompt.ask(0) == [REQUEST]
+    assert prompt.asked == {0, 1, 2}
+
+
+def test_what_a_lost_engine_owed_is_asked_for_and_nothing_else() -> None:
+    prompt = open_prompt(4)
+    prompt.ask(0)
+    prompt.take(generated(2, [5], reason="stop"))
+    assert prompt.lose() == 3
+    (again,) = prompt.ask(1)
+    assert again.samples == [0, 1, 3] and again.input_ids == [7, 8] and again.generated == 0
+
+
+def test_aborted_samples_go_on_from_their_own_prefixes() -> None:
+    prompt = open_prompt(4)
+    prompt.ask(0)
+    prompt.take(generated(0, [5, 6], reason="abort"))
+    prompt.take(generated(1, [], reason="abort"))  # it had not begun
+    prompt.take(generated(2, [9], reason="stop"))
+    prompt.take(generated(3, [], reason="abort"))
+    together, alone = prompt.ask(0)
+    assert (together.samples, together.generated, together.input_ids) == ([1, 3], 0, [7, 8])
+    assert (alone.samples, alone.generated, alone.input_ids) == ([0], 2, [7, 8, 5, 6])
+    prompt.take(generated(0, [7], reason="length", spans=[(0, 1, 1)]))
+    assert prompt.lose() == 2  # the engine dies; the prefix of none is lost, 1 and 3 had none
+    prompt.ask(1)
+    prompt.take(generated(1, [4], reason="stop"))
+    prompt.take(generated(3, [3], reason="stop"))
+    assert prompt.missing == 0
+    whole = prompt.responses()
+    assert [one.sample for one in whole] == [0, 1, 2, 3]
+    assert whole[0].output_ids == [5, 6, 7] and whole[0].logprobs == [-2.5, -3.0, -3.5]
+    assert whole[0].weight_versions == [VersionSpan(0, 2, 0), VersionSpan(2, 3, 1)]
+    assert whole[0].finish_reason == "length"
+
+
+def test_a_prefix_outlives_the_engine_that_was_to_go_on_from_it() -> None:
+    prompt = open_prompt(1)
+    prompt.ask(0)
+    prompt.take(generated(0, [5, 6], reason="abort"))
+    prompt.ask(0)
+    prompt.lose()
+    (again,) = prompt.ask(1)
+    assert again.generated == 2 and again.input_ids == [7, 8, 5, 6]
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), max_size=3), min_size=1, max_size=5))
+def test_every_token_keeps_its_version_and_logprob(pieces: list[list[tuple[int, int]]]) -> None:
+    """``pieces``: for each request the (tokens, version) that it made, one after the other."""
+    whole: Generated | None = None
+    expected: list[int] = []
+    for piece in pieces:
+        versions = [version for count, version in piece for _ in range(count)]
+        spans, start = [], 0
+        for count, version in piece:
+            spans.append((start, start + count, version))
+            start += count
+        one = generated(0, [len(expected) + i for i in range(len(versions))], reason="abort", spans=spans)
+        expected += versions
+        whole = one if whole is None else joined(whole, one)
+    assert whole is not None
+    assert whole.output_ids == list(range(len(expected)))
+    assert whole.logprobs == [-0.5 * one for one in range(len(expected))]
+    assert [span.version for span in whole.weight_versions for _ in range(span.start, span.end)] == expected
+    assert [token for span in whole.weight_versions for token in range(span.start, span.end)] == whole.output_ids

@@ -1,0 +1,90 @@
+"""Routed experts: the slots' table, SGLang's text, and the joining of a response that went on elsewhere."""
+
+from __future__ import annotations
+
+import base64
+
+import numpy as np
+import pytest
+
+from relax_core.contracts.engine import Generated
+from relax_core.contracts.sample import RoutedExperts, VersionSpan
+from relax_core.engines.embedded.routes import RouteTable
+from relax_core.engines.open_prompts import joined
+from relax_core.engines.routes import read_routed_experts
+
+
+def experts(rows: int, *, start: int = 0, layers: int = 2, per_token: int = 2) -> np.ndarray:
+    """Different numbers everywhere."""
+    size = rows * layers * per_token
+    return np.arange(start, start + size).reshape(rows, layers, per_token)
+
+
+def test_a_table_keeps_rows_through_growth_and_moves() -> None:
+    table = RouteTable(4, layers=2, per_token=2, experts=300)
+    assert table.rows(3, 0).shape == (0, 2, 2)
+    table.put(1, experts(2))
+    table.record(np.array([0, 2, 40]), experts(3, start=100))
+    assert table.rows(1, 3).tolist() == [*experts(2).tolist(), experts(3, start=100)[1].tolist()]
+    assert table.rows(2, 41)[40].tolist() == experts(3, start=100)[2].tolist()
+    table.move([(2, 0), (1, 2)])
+    assert table.rows(0, 41)[40].tolist() == experts(3, start=100)[2].tolist()
+    assert table.rows(2, 2).tolist() == experts(2).tolist()
+    assert table.dtype == np.uint16
+
+
+@pytest.mark.parametrize(("last", "dtype"), [(255, "uint8"), (256, "uint16")])
+def test_the_smallest_type_that_holds_them(last: int, dtype: str) -> None:
+    array = np.array([[[0, last]]])
+    found = RoutedExperts.of(array)
+    assert found.dtype == dtype and found.shape == (1, 1, 2)
+    assert np.array_equal(found.array(), array)
+
+
+def test_sglangs_text_is_cut_behind_the_prompt() -> None:
+    rows = experts(7)
+    text = base64.b64encode(rows.astype("<i4").tobytes()).decode()
+    prompt, response = read_routed_experts(text, prompt_tokens=5, response_tokens=3)
+    assert np.array_equal(prompt.array().reshape(5, 2, 2), rows[:5])
+    assert np.array_equal(response.array().reshape(2, 2, 2), rows[5:])
+    for bad, why in (
+        (text[:-1], "base64"),
+        (base64.b64encode(b"12345").decode(), "base64"),
+        (base64.b64encode(experts(6, layers=1)[:, :, :1].astype("<i4").tobytes()).decode(), "6 numbers"),
+        (base64.b64encode((rows - 1).astype("<i4").tobytes()).decode(), "no experts of 7 tokens"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            read_routed_experts(bad, prompt_tokens=5, response_tokens=3)
+
+
+def answer(ids: list[int], prompt: np.ndarray | None, response: np.ndarray | None) -> Generated:
+    return Generated(
+        rid="r",
+        prompt=0,
+        sample=0,
+        output_ids=ids,
+        logprobs=[0.0] * len(ids),
+        weight_versions=[VersionSpan(0, len(ids), 1)],
+        finish_reason="stop",
+        prompt_experts=None if prompt is None else RoutedExperts.of(prompt),
+        response_experts=None if response is None else RoutedExperts.of(response),
+    )
+
+
+def test_a_response_that_went_on_elsewhere_keeps_the_experts_of_its_first_part() -> None:
+    first = experts(5)  # prompt of 3, tokens 1 and 2 of 3
+    again = experts(6, start=100)  # the same 6 tokens, prefilled under other weights
+    more = experts(1, start=200)  # token 1 of the 2 new ones
+    before, after = answer([1, 2, 3], first[:3], first[3:]), answer([4, 5], again, more)
+    whole = joined(before, after)
+    assert whole.output_ids == [1, 2, 3, 4, 5]
+    assert whole.prompt_experts is not None and whole.response_experts is not None
+    assert np.array_equal(whole.prompt_experts.array(), first[:3])
+    assert np.array_equal(whole.response_experts.array(), np.concatenate([first[3:], again[5:], more]))
+
+
+def test_a_part_that_never_ran_adds_no_experts() -> None:
+    ran, idle = answer([1, 2], experts(3), experts(1, start=50)), answer([], None, None)
+    for before, after in ((ran, idle), (idle, ran)):
+        whole = joined(before, after)
+        assert (whole.prompt_experts, whole.response_experts) == (ran.prompt_experts, ran.response_experts)

@@ -1,0 +1,37 @@
+"""A mixture of experts whose roles span several processes learns, and ranks that are killed come back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integration.live_run import LiveRun
+
+pytestmark = [pytest.mark.integration, pytest.mark.chaos]
+
+STEPS = 60
+LAYOUT = ("model=tiny_qwen3_moe", "parallel=tp2_ep2", "mode=async", f"run.steps={STEPS}", "run.save_every=10")
+ACTOR_FWD = ("algo.old_logprobs=actor_fwd", "parallel.actor_fwd.dp=2", "parallel.actor_fwd.ep=2")
+ACTOR_PEER, ACTOR_FWD_PEER = "ray::ActorPeer", "ray::ActorFwdPeer"
+
+
+def test_a_mixture_learns_over_two_ranks_and_a_killed_one_comes_back(tmp_path: Path) -> None:
+    with LiveRun(tmp_path / "run", *LAYOUT, *ACTOR_FWD, "eval.every=0", "run.export_hf=false") as live:
+        live.wait_step(3)
+        live.kill(ACTOR_FWD_PEER)
+        live.wait_for("its end", lambda: live.output().count("training went on") == 2)
+        live.wait_for("a checkpoint", lambda: (live.folder / "checkpoints/step_00000020/meta.json").exists())
+        live.kill(ACTOR_PEER)
+        run = live.finish()
+    assert run.code == 0, run.output
+    run.assert_books_closed()
+    assert run.summary["ledger"]["trained"] == STEPS * 8 * 16
+    peer, lead, actor = run.summary["recoveries"]
+    assert {peer["cause"], lead["cause"]} == {"actor_fwd-1 died", "actor_fwd-0 died"}  # the lead starts anew with it
+    assert peer["tier"] == lead["tier"] == 1
+    assert (actor["tier"], actor["cause"]) == (2, "actor-1 died")
+    assert actor["from_step"] >= 20
+    assert run.summary["logprob_gap"]["max"] <= 2e-5
+    rewards = [values["reward"] for values in run.steps()]
+    assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.1

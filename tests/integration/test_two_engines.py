@@ -1,0 +1,50 @@
+"""Two engines, more prompts than the steps need, groups aborted at each weight change, and one engine killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from relax_core.bus.ledger_file import LedgerFile
+from tests.integration.live_run import ENGINE, LiveRun
+
+pytestmark = [pytest.mark.integration, pytest.mark.chaos]
+
+STEPS = 40
+OVERRIDES = (
+    "engine.count=2",
+    f"run.steps={STEPS}",
+    "rollout.over_sampling=1.5",
+    "rollout.partial=abort",
+    "rollout.surplus=keep",
+    "mode.max_staleness=1",
+    "eval.every=0",
+    "run.save_every=0",
+    "run.export_hf=false",
+)
+
+
+def test_one_of_two_engines_is_killed_and_nothing_is_lost(tmp_path: Path) -> None:
+    with LiveRun(tmp_path / "run", *OVERRIDES) as live:
+        live.wait_step(10)
+        engines = [pid for pid, line in live.processes().items() if ENGINE in line]
+        assert len(engines) == 2
+        os.kill(engines[0], signal.SIGKILL)
+        run = live.finish()
+    assert run.code == 0, run.output
+    run.assert_books_closed()
+    books = run.summary["ledger"]
+    assert books["trained"] == STEPS * 8 * 16, "a short step was not back-filled"
+    assert set(books["dropped"]) <= {"over_sampled", "stale"} and books["dropped"]["over_sampled"] > 0
+    assert run.summary["staleness"]["max"] <= 1
+    assert [one["tier"] for one in run.summary["recoveries"]] == [1], "one engine of two is no reason to begin anew"
+    with LedgerFile(run.folder / "ledger.sqlite") as file:
+        lives = [life for step in range(STEPS) for life in file.lives({"step": step}) if life.state == "trained"]
+    made = [event.made for life in lives for event in life.events if event.made is not None]
+    assert len(made) == books["trained"], "a sample came to the bus twice"
+    assert {one.engine for one in made} == {"engine-0", "engine-1"}
+    for one in made:
+        assert [span.start for span in one.weight_versions] == [0, *(span.end for span in one.weight_versions[:-1])]

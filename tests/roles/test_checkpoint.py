@@ -1,0 +1,138 @@
+"""A run's checkpoints: one cut, written beside the steps, and a failure that is not lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_core.config.compose import load_config
+from relax_core.roles.checkpoint import BUS_SNAPSHOT, RunCheckpoints
+from relax_core.roles.context import RunContext
+from relax_core.roles.gang import Ranks, TrainerGang
+from relax_core.train.checkpoint_store import CheckpointStore
+
+
+class Lead:
+    """A back end whose state is one number, and whose disk is as slow as the test wants."""
+
+    def __init__(self) -> None:
+        self.state = 0
+        self.may_write = threading.Event()
+        self.may_write.set()
+
+    def copy_state(self) -> None:
+        self.copy = self.state
+
+    def write_copy(self, folder: Path) -> None:
+        assert self.may_write.wait(timeout=30)
+        folder.write_text(str(self.copy))
+
+
+class Bus:
+    def __init__(self, lead: Lead) -> None:
+        self._lead = lead
+
+    def snapshot(self, *, timeout_s: float) -> bytes:
+        return str(self._lead.state).encode()
+
+
+@pytest.fixture
+def lead() -> Iterator[Lead]:
+    one = Lead()
+    yield one
+    one.may_write.set()
+
+
+def checkpoints(lead: Lead, run_dir: Path, *overrides: str) -> RunCheckpoints:
+    context = RunContext(
+        config=load_config(["run.keep_last=9", *overrides]),
+        run_namespace="run",
+        namespace="run-0",
+        run_dir=run_dir,
+        model_folder=run_dir,
+        weights_folder=run_dir,
+        token_file=run_dir / "token",
+        resume_from=None,
+        start_step=0,
+    )
+    whole: Any = lead
+    ranks = Ranks(name="actor-0", lead=whole, peers=[], replicas=[[0]])
+    gang = TrainerGang(ranks, timeout_s=30, waiting=lambda what, *, on: nullcontext())
+    bus: Any = Bus(lead)
+    return RunCheckpoints(context, bus=bus, gang=gang)
+
+
+def saved(run_dir: Path) -> dict[str, tuple[bytes, str]]:
+    """Of each whole checkpoint: the bus's part and the trainer's."""
+    return {
+        folder.name: ((folder / BUS_SNAPSHOT).read_bytes(), (folder / "train").read_text())
+        for folder in sorted((run_dir / "checkpoints").glob("step_*"))
+    }
+
+
+def test_steps_go_on_while_the_cut_of_an_earlier_one_is_written(lead: Lead, tmp_path: Path) -> None:
+    one = checkpoints(lead, tmp_path)
+    lead.may_write.clear()
+    lead.state = 5
+    one.save(5)
+    lead.state = 6
+    one.raise_failure()
+    assert saved(tmp_path) == {}  # it counts once it is whole
+    lead.may_write.set()
+    one.save(6)
+    one.finish()
+    assert saved(tmp_path) == {"step_00000005": (b"5", "5"), "step_00000006": (b"6", "6")}
+    assert CheckpointStore(tmp_path / "checkpoints", keep_last=9).newest() == tmp_path / "checkpoints" / "step_00000006"
+
+
+def test_what_is_saved_already_is_not_saved_again(lead: Lead, tmp_path: Path) -> None:
+    one = checkpoints(lead, tmp_path)
+    one.save(0)
+    one.finish()
+    assert saved(tmp_path) == {}
+    one.save(3)
+    lead.state = 9
+    one.save(3)
+    one.finish()
+    assert saved(tmp_path) == {"step_00000003": (b"0", "0")}
+
+
+def test_without_async_save_it_is_whole_when_save_returns(lead: Lead, tmp_path: Path) -> None:
+    checkpoints(lead, tmp_path, "run.async_save=false").save(1)
+    assert saved(tmp_path) == {"step_00000001": (b"0", "0")}
+
+
+@pytest.mark.parametrize("then", ["raise_failure", "save", "finish"])
+def test_a_failed_write_is_raised_with_its_cause(lead: Lead, tmp_path: Path, then: str) -> None:
+    (tmp_path / "checkpoints").write_text("a file in the way")
+    one = checkpoints(lead, tmp_path)
+    one.save(1)
+    with pytest.raises(OSError, match=r"step_00000001 was not written: .*bytes are free"):
+        next_call(one, then)
+
+
+def next_call(one: RunCheckpoints, name: str) -> None:
+    if name == "raise_failure":
+        for _ in range(1000):  # steps; the first one after the failure raises it
+            one.raise_failure()
+            time.sleep(0.01)
+    elif name == "save":
+        one.save(2)
+    else:
+        one.finish()
+
+
+def test_a_disk_that_never_ends_is_told(lead: Lead, tmp_path: Path) -> None:
+    one = checkpoints(lead, tmp_path, "run.stall_timeout_s=0.2", "run.watch_after_s=0.1")
+    lead.may_write.clear()
+    one.save(1)
+    with pytest.raises(
+        TimeoutError, match=r"checkpoint of step 1 is not written after 0.2 s more.*run\.stall_timeout_s"
+    ):
+        one.finish()

@@ -1,0 +1,70 @@
+"""Routed experts from an engine's responses to the trainer's group, in the order in which the trainer packs rows."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from relax_core.contracts import columns as c
+from relax_core.contracts.bus import LeasedRow
+from relax_core.contracts.engine import Generated
+from relax_core.contracts.reward import RewardOutput
+from relax_core.contracts.sample import FinishReason, RoutedExperts, VersionSpan
+from relax_core.rollout.groups import DroppedGroup, complete_group
+from relax_core.train.rows import decode_prompt_and_responses, decode_train_group
+
+LAYERS, TOP_K = 2, 3
+PROMPT = np.arange(4 * LAYERS * TOP_K).reshape(4, LAYERS, TOP_K)
+
+
+def experts_of(sample: int, tokens: int) -> np.ndarray:
+    """Of a response's tokens but the last; one sample has experts that take two bytes."""
+    return np.full((tokens - 1, LAYERS, TOP_K), 100 * sample) + np.arange(TOP_K)
+
+
+def response(sample: int, tokens: int, *, replayed: bool, finish: FinishReason = "stop") -> Generated:
+    return Generated(
+        rid="r",
+        prompt=0,
+        sample=sample,
+        output_ids=list(range(tokens)),
+        logprobs=[-0.5] * tokens,
+        weight_versions=[VersionSpan(0, tokens, 3)],
+        finish_reason=finish,
+        prompt_experts=RoutedExperts.of(PROMPT) if replayed else None,
+        response_experts=RoutedExperts.of(experts_of(sample, tokens)) if replayed else None,
+    )
+
+
+def leased(*, replayed: bool) -> LeasedRow:
+    row = complete_group(
+        index=0,
+        prompt_ids=[1, 2, 3, 4],
+        generated=[
+            response(3, 5, replayed=replayed),
+            response(0, 3, replayed=replayed),
+            response(1, 2, replayed=replayed, finish="abort"),
+            response(2, 1, replayed=replayed),
+        ],
+        rewards=[RewardOutput(reward=1.0, exact=True)] * 4,
+    )
+    assert not isinstance(row, DroppedGroup)
+    columns = row.columns | {c.ADVANTAGES: c.encode_ragged([[0.0] * 3, [0.0], [0.0] * 5], dtype="float32")}
+    return LeasedRow(group_uid=row.group_uid, index=0, uids=row.uids, versions=row.versions, columns=columns)
+
+
+def test_experts_of_a_group_arrive_as_its_rows_are_packed() -> None:
+    row = leased(replayed=True)
+    group, _ = decode_train_group(row, step=3, oldest_version=3)
+    assert group.routed_experts is not None and group.routed_experts.dtype == np.uint16
+    assert len(group.routed_experts) == group.packed_tokens == 4 + 2 + 0 + 4
+    expected = np.concatenate([PROMPT, experts_of(0, 3), experts_of(3, 5)])
+    assert np.array_equal(group.routed_experts, expected)
+    forward = decode_prompt_and_responses(row)
+    assert forward.routed_experts is not None and np.array_equal(forward.routed_experts, expected)
+
+
+def test_where_nobody_asks_there_is_no_column() -> None:
+    row = leased(replayed=False)
+    assert c.ROUTED_EXPERTS not in row.columns
+    group, _ = decode_train_group(row, step=3, oldest_version=3)
+    assert group.routed_experts is None

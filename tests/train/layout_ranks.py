@@ -1,0 +1,137 @@
+"""Two ranks that go from layout to layout, and a single process: what each saw, as JSON, for test_layout_ranks.py.
+
+python layout_ranks.py <folder>: makes a model there, and single.json, rank0.json, rank1.json.
+"""
+
+import dataclasses
+import json
+import multiprocessing
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gang_layouts import parallel_config
+from tiny_trainer import KNOBS, PPO_CLIP, clip_loss, dp_groups, make_backend, make_model, train_step
+
+from relax_core.contracts.algorithm import LossInputs, LossOutputs
+from relax_core.contracts.train import TrainGroup
+from relax_core.train import process_group
+from relax_core.train.backend import MegatronBackend
+from relax_core.train.micro_batches import split_over_ranks
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tp": 2},
+    "cp2": {"cp": 2},
+    "pp2": {"pp": 2},
+    "dp2 overlap": {"dp": 2, "distributed_optimizer": True, "overlap": True},
+}
+TOP_K = 3
+
+
+def loss_with_teacher(inputs: LossInputs, knobs: Any) -> LossOutputs:
+    """The teacher's tokens under this policy, where they come; else PPO's clip."""
+    if inputs.top_logprobs is None:
+        return clip_loss(inputs, KNOBS)
+    return LossOutputs(loss_sum=(inputs.top_logprobs.mean(1) * inputs.loss_mask).sum())
+
+
+def with_teacher(group: TrainGroup) -> TrainGroup:
+    tokens = len(group.response_ids)
+    ids = np.random.default_rng(tokens).integers(0, 50, (tokens, TOP_K), dtype=np.int32)
+    top = np.zeros((tokens, TOP_K), dtype=np.float32)
+    return dataclasses.replace(group, teacher_logprobs=top[:, 0].copy(), teacher_top_ids=ids, teacher_top_logprobs=top)
+
+
+def refused(work: Callable[[], Any]) -> str:
+    try:
+        work()
+    except (ValueError, FloatingPointError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+
+
+def what_it_sees(backend: MegatronBackend, *, replica: int = 0, replicas: int = 1) -> dict[str, Any]:
+    """Two updates that are refused, and so leave no trace; log-probs; two updates that are made."""
+
+    def mine(batches: list[list[TrainGroup]]) -> list[list[TrainGroup]]:
+        return [split_over_ranks(groups, replicas)[replica] for groups in batches]
+
+    batches = dp_groups()
+    everything = [group for groups in batches for group in groups]
+    masked = [[dataclasses.replace(g, loss_mask=np.zeros_like(g.loss_mask)) for g in groups] for groups in batches]
+    seen: dict[str, Any] = {"masked": refused(lambda: train_step(backend, mine(masked), step=1))}
+
+    def broken() -> None:
+        backend.begin_step(2)
+        if backend.rank == 1:
+            backend.model_chunks[0].buffers[0].grad_data[0] = torch.nan
+        for groups in mine(batches):
+            backend.accumulate(groups)
+        backend.finish_step()
+
+    if backend.world_size > 1:
+        seen["broken"] = refused(broken)
+    top = backend.top_logprobs(everything, top_k=TOP_K)
+    seen["top_logprobs"] = [one.top_logprobs.tolist() for one in top]
+    seen["top_ids"] = [one.top_ids.tolist() for one in top]
+    seen["logprobs"] = [one.logprobs.tolist() for one in top]
+    for name, groups in (("plain", batches), ("teacher", [[*map(with_teacher, groups)] for groups in batches])):
+        metrics = dataclasses.asdict(train_step(backend, mine(groups), step=3))
+        del metrics["timings_ms"]
+        seen[name] = metrics
+    return seen
+
+
+def build(folder: Path, **overrides: Any) -> MegatronBackend:
+    backend = make_backend(
+        folder,
+        optimizer={"eps": 1e-2},
+        algorithm=dataclasses.replace(PPO_CLIP, loss=loss_with_teacher),
+        timeout_s=60.0,
+        **overrides,
+    )
+    assert isinstance(backend, MegatronBackend)
+    return backend
+
+
+def single(folder: Path) -> None:
+    make_model(folder)
+    (folder / "single.json").write_text(json.dumps(what_it_sees(build(folder))))
+
+
+def rank_main(folder: Path, rank: int, port: int) -> None:
+    from megatron.core import parallel_state
+
+    seen = {}
+    for name, sizes in LAYOUTS.items():
+        parallel = parallel_config(**sizes, sequence_parallel=False)
+        backend = build(folder, parallel=parallel, rank=rank, world_size=2, store_address=f"127.0.0.1:{port}")
+        seen[name] = what_it_sees(backend, replica=parallel_state.get_data_parallel_rank(), replicas=sizes.get("dp", 1))
+        process_group.leave()
+    (folder / f"rank{rank}.json").write_text(json.dumps(seen))
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    fork = multiprocessing.get_context("fork")  # an import takes seconds: one process does it for all
+    alone = fork.Process(target=single, args=(folder,))
+    alone.start()
+    alone.join()
+    ranks = [fork.Process(target=rank_main, args=(folder, rank, port)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    sys.exit(max(abs(process.exitcode or 0) for process in (alone, *ranks)))
+
+
+if __name__ == "__main__":
+    main()

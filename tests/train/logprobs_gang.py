@@ -1,0 +1,122 @@
+"""Two processes that are tensor-parallel ranks of the output layer: each answers one problem after the other."""
+
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+RANKS = 2
+DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """``weight`` is the whole one; each rank takes its shard. ``incoming``: gradients for log-probs ``[rows]``, entropy
+    ``[rows]`` and gathered ``[rows, k]``; None: the output is not asked for."""
+
+    hidden: Tensor
+    weight: Tensor
+    targets: Tensor
+    incoming: tuple[Tensor | None, ...]
+    gather: Tensor | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    top_k: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What the functions gave; ``weight_gradient`` is of the shard, or of the whole weight on one rank."""
+
+    outputs: list[Tensor]
+    hidden_gradient: Tensor
+    weight_gradient: Tensor
+    likeliest: list[Tensor]
+
+
+def solve(problem: Problem, *, rank: int = 0, group: dist.ProcessGroup | None = None) -> Answer:
+    """With ``group`` as that rank of it, else alone."""
+    from relax_core.train.logprobs import head_outputs, likeliest_tokens
+
+    shard = problem.weight if group is None else problem.weight.chunk(RANKS)[rank]
+    hidden, weight = problem.hidden.clone().requires_grad_(), shard.clone().requires_grad_()
+    outputs = head_outputs(
+        hidden,
+        weight,
+        problem.targets,
+        gather=problem.gather,
+        entropy=problem.incoming[1] is not None,
+        group=group,
+        **problem.settings,
+    )
+    pairs = [
+        (out, flow) for out, flow in zip(outputs, problem.incoming, strict=True) if out is not None and flow is not None
+    ]
+    values, flows = ([pair[side] for pair in pairs] for side in (0, 1))
+    of_hidden, of_weight = torch.autograd.grad(values, [hidden, weight], [flow.to(values[0].dtype) for flow in flows])
+    top = likeliest_tokens(hidden, weight, problem.targets, top_k=problem.top_k, group=group, **problem.settings)
+    return Answer(
+        outputs=[out.detach() for out, _ in pairs],
+        hidden_gradient=of_hidden,
+        weight_gradient=of_weight,
+        likeliest=list(top),
+    )
+
+
+class Gang:
+    def __init__(self, pipes: list[Connection]) -> None:
+        self._pipes = pipes
+
+    def solve(self, problem: Problem) -> list[Answer]:
+        """Each rank's answer."""
+        for pipe in self._pipes:
+            pipe.send_bytes(pickle.dumps(problem))  # pipe.send would pass file handles of tensors
+        for pipe in self._pipes:
+            assert pipe.poll(DEADLINE_S), "a rank gave no answer"
+        return [pickle.loads(pipe.recv_bytes()) for pipe in self._pipes]
+
+
+@contextmanager
+def gang(folder: Path) -> Iterator[Gang]:
+    """``folder``: an empty one, where the ranks find each other."""
+    context = multiprocessing.get_context("spawn")
+    pipes, ranks = [], []
+    for rank in range(RANKS):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_rank, args=(rank, theirs, str(folder / "store")), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        ranks.append(process)
+    try:
+        yield Gang(pipes)
+    finally:
+        for pipe in pipes:
+            pipe.close()
+        for process in ranks:
+            process.join(DEADLINE_S)
+            process.kill()
+
+
+def _rank(rank: int, pipe: Connection, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS, timeout=timedelta(seconds=DEADLINE_S)
+    )
+    while True:
+        try:
+            problem = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            break
+        pipe.send_bytes(pickle.dumps(solve(problem, rank=rank, group=dist.group.WORLD)))
+    dist.destroy_process_group()

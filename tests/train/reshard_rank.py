@@ -1,0 +1,91 @@
+"""One rank of a gang that trains in one layout, saves, and goes on in another, again and again.
+
+python reshard_rank.py <rank> <port> <folder of the models> <folder of the output>
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from gang_layouts import RANKS, parallel_config
+from safetensors.torch import save_file
+from tiny_trainer import dp_groups, make_backend, train_step
+
+from relax_core.train import process_group
+from relax_core.train.layout_arithmetic import replica_ranks
+from relax_core.train.micro_batches import split_over_ranks
+
+PLAIN, DIVIDED = {"distributed_optimizer": False}, {"distributed_optimizer": True}
+CHAINS: dict[str, tuple[str, str, str, list[dict[str, Any]]]] = {
+    "dense": (
+        "untied",
+        "qwen3",
+        "float32",
+        [
+            {"tp": 2, "dp": 2} | DIVIDED,
+            {"dp": 4} | PLAIN,
+            {"pp": 2, "dp": 2} | DIVIDED,
+            {"tp": 2, "pp": 2} | PLAIN,
+            {"pp": 2, "vpp": 2, "dp": 2} | DIVIDED,
+            {"tp": 2, "cp": 2} | DIVIDED,
+            {"dp": 4} | DIVIDED,
+        ],
+    ),
+    "tied": (
+        "tied",
+        "qwen3",
+        "bfloat16",
+        [{"pp": 2, "dp": 2} | DIVIDED, {"tp": 2, "dp": 2} | PLAIN, {"tp": 2, "pp": 2} | DIVIDED, {"dp": 4} | DIVIDED],
+    ),
+    "moe": (
+        "moe",
+        "qwen3_moe",
+        "float32",
+        [
+            {"tp": 2, "dp": 2, "ep": 4} | DIVIDED,
+            {"pp": 2, "dp": 2, "ep": 2} | PLAIN,
+            {"dp": 4} | DIVIDED,
+            {"tp": 2, "dp": 2, "ep": 2, "etp": 2} | DIVIDED,
+        ],
+    ),
+}
+
+
+def run_chain(name: str, *, rank: int, port: str, models: Path, output: Path) -> None:
+    """A train step in each layout, from what the one before had saved. <name>-<step>: saved after it, and its weights;
+    <name>-<step>-again: what another layout saved of it as soon as it had loaded it."""
+    model, family, dtype, layouts = CHAINS[name]
+    for step, sizes in enumerate(layouts):
+        parallel = parallel_config(**sizes)
+        backend = make_backend(
+            models / model,
+            family=family,
+            dtype=dtype,
+            parallel=parallel,
+            rank=rank,
+            world_size=RANKS,
+            store_address=f"127.0.0.1:{port}",
+            optimizer={"eps": 1e-4},
+        )
+        if step:
+            backend.load(output / f"{name}-{step - 1}")
+            backend.save(output / f"{name}-{step - 1}-again")
+        replica = next(index for index, ranks in enumerate(replica_ranks(parallel)) if rank in ranks)
+        train_step(backend, [split_over_ranks(groups, parallel.dp)[replica] for groups in dp_groups()], step=step)
+        backend.save(output / f"{name}-{step}")
+        weights = {key: tensor.clone() for key, tensor in backend.export()}
+        if rank == 0:
+            save_file(weights, output / f"{name}-{step}.safetensors")
+        process_group.leave()
+
+
+def main() -> None:
+    rank, port, models, output = sys.argv[1:]
+    for name in CHAINS:
+        run_chain(name, rank=int(rank), port=port, models=Path(models), output=Path(output))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Weights from and to Hugging Face under every layout: to the bit, in slices, and a bucket at a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gang_layouts import DENSE_LAYOUTS, MOE_LAYOUTS, RANKS, make_models, run_gang
+from weights_rank import BUCKET_BYTES
+
+CASES = [f"{model} {layout}" for model in ("untied", "tied") for layout in DENSE_LAYOUTS]
+CASES += [f"moe {layout}" for layout in MOE_LAYOUTS]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank saw, by model and layout."""
+    folder = tmp_path_factory.mktemp("models")
+    make_models(folder)
+    ended = run_gang("weights_rank.py", str(folder), str(folder / "seen"))
+    assert [status for status, _ in ended] == [0] * RANKS, ended
+    return [json.loads(Path(f"{folder / 'seen'}.{rank}").read_text()) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_load_then_export_is_bit_identical(seen: list[dict[str, Any]], case: str) -> None:
+    lead = seen[0][case]
+    assert not lead["missing"] and not lead["different"] and lead["in order"]
+    assert all(rank[case]["finite"] for rank in seen)  # no parameter was left out, padding rows neither
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_rank_holds_more_than_a_bucket_beside_its_part(seen: list[dict[str, Any]], case: str) -> None:
+    assert max(rank[case]["held"] for rank in seen) <= BUCKET_BYTES
+    assert seen[0][case]["held"] >= seen[0][case]["largest"]  # the measure sees tensors
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rank_reads_its_slices_only(seen: list[dict[str, Any]], case: str) -> None:
+    parts = [rank[case]["read"] for rank in seen]
+    copies = {"dp4": 4, "tp2_cp2": 2, "pp2_vpp2_dp2": 2}.get(case.split()[1])
+    if copies:
+        assert sum(parts) == pytest.approx(copies, abs=0.06)  # norms are on every tensor-parallel rank
+    assert max(parts) < 0.6 or "dp4" in case
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_ranks_refuse_a_misshapen_weight(seen: list[dict[str, Any]], case: str) -> None:
+    refusals = {rank[case]["refusal"] for rank in seen}
+    assert len(refusals) == 1 and "has shape (1, 64); the model's is (51, 64)" in refusals.pop()

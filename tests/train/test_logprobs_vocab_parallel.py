@@ -1,0 +1,114 @@
+"""The output layer cut over two ranks against the same functions on one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from logprobs_gang import RANKS, Answer, Gang, Problem, gang, solve
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
+    with gang(tmp_path_factory.mktemp("gang")) as started:
+        yield started
+
+
+def check(ranks: Gang, problem: Problem, *, rtol: float, atol: float) -> list[Answer]:
+    """Every rank has the one-rank outputs and hidden gradient, to the bit those of the other; the shards of the weight
+    gradient make up the whole."""
+    alone, answers = solve(problem), ranks.solve(problem)
+    for answer in answers:
+        for mine, first in zip(
+            [*answer.outputs, answer.hidden_gradient], [*answers[0].outputs, answers[0].hidden_gradient], strict=True
+        ):
+            assert torch.equal(mine, first)
+        assert torch.equal(answer.likeliest[1], answers[0].likeliest[1])
+        for mine, whole in zip(answer.outputs, alone.outputs, strict=True):
+            torch.testing.assert_close(mine, whole, rtol=rtol, atol=atol)
+        torch.testing.assert_close(answer.hidden_gradient, alone.hidden_gradient, rtol=rtol, atol=atol)
+        for place in (0, 2):
+            torch.testing.assert_close(answer.likeliest[place], alone.likeliest[place], rtol=rtol, atol=atol)
+    joined = torch.cat([answer.weight_gradient for answer in answers])
+    torch.testing.assert_close(joined, alone.weight_gradient, rtol=rtol, atol=atol)
+    return answers
+
+
+def make(
+    *,
+    rows: int,
+    words: int,
+    pads: int,
+    width: int,
+    k: int,
+    entropy: bool,
+    chunk_rows: int,
+    top_k: int,
+    inverse_temperature: float = 1.0,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+) -> Problem:
+    random = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=random, dtype=torch.float64)
+
+    return Problem(
+        hidden=normal(rows, width).to(dtype),
+        weight=normal(words + pads, width).to(dtype),
+        targets=torch.randint(0, words, (rows,), generator=random),
+        gather=torch.randint(0, words, (rows, k), generator=random) if k else None,
+        incoming=(normal(rows), normal(rows) if entropy else None, normal(rows, k) if k else None),
+        settings={"inverse_temperature": inverse_temperature, "chunk_rows": chunk_rows, "vocab_size": words},
+        top_k=top_k,
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_two_ranks_are_one(ranks: Gang, data: st.DataObject) -> None:
+    """Padding included, up to a rank that has nothing else."""
+    words = data.draw(st.integers(1, 300), label="words")
+    pads = data.draw(st.integers(0, 40), label="pads")
+    problem = make(
+        rows=data.draw(st.integers(0, 30), label="rows"),
+        words=words,
+        pads=pads + (words + pads) % RANKS,
+        width=data.draw(st.integers(1, 9), label="width"),
+        k=data.draw(st.integers(0, 4), label="k"),
+        entropy=data.draw(st.booleans(), label="entropy"),
+        chunk_rows=data.draw(st.integers(1, 33), label="chunk rows"),
+        top_k=data.draw(st.integers(1, min(words, 6)), label="top k"),
+        inverse_temperature=data.draw(st.floats(0.1, 5.0), label="inverse temperature"),
+        seed=data.draw(st.integers(0, 2**31), label="seed"),
+    )
+    check(ranks, problem, rtol=1e-11, atol=1e-11)
+
+
+def test_a_rank_of_padding_alone(ranks: Gang) -> None:
+    answers = check(
+        ranks, make(rows=7, words=5, pads=9, width=4, k=2, entropy=True, chunk_rows=3, top_k=5), rtol=1e-12, atol=1e-12
+    )
+    assert not answers[1].weight_gradient.any()
+    assert not answers[0].weight_gradient[5:].any()
+
+
+def test_a_shard_far_below_the_other(ranks: Gang) -> None:
+    """Its probability is 0 in floating point, and everything stays finite."""
+    problem = make(rows=6, words=8, pads=0, width=1, k=1, entropy=True, chunk_rows=4, top_k=8, dtype=torch.float32)
+    problem.hidden.fill_(300.0)
+    problem.weight.copy_(torch.arange(8.0, 0.0, -1.0)[:, None])
+    for answer in check(ranks, problem, rtol=1e-6, atol=1e-4):
+        assert all(bool(torch.isfinite(tensor).all()) for tensor in (*answer.outputs, answer.hidden_gradient))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 2**-7)])
+def test_lower_precision(ranks: Gang, dtype: torch.dtype, tolerance: float) -> None:
+    problem = make(rows=40, words=500, pads=12, width=32, k=3, entropy=True, chunk_rows=16, top_k=4, dtype=dtype)
+    answers = check(ranks, problem, rtol=tolerance, atol=tolerance)
+    assert answers[0].outputs[0].dtype == torch.float32 and answers[0].hidden_gradient.dtype == dtype

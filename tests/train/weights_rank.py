@@ -1,0 +1,120 @@
+"""One rank of a gang that holds the same models in many layouts, one after the other; rank 0 writes what it saw.
+
+python weights_rank.py <rank> <port> <folder of the models: untied, tied, moe> <output JSON>
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from gang_layouts import DENSE_LAYOUTS, MOE_LAYOUTS, RANKS, parallel_config
+from safetensors.torch import load_file
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from relax_core.train import process_group
+from relax_core.train.gpt import build_chunks
+from relax_core.train.hf_weights import HfWeights
+from relax_core.train.models.registry import find_family, read_hf_config
+from relax_core.train.stored_tensors import StoredTensor, open_safetensors
+
+BUCKET_BYTES = 80_000  # a few tensors of these models, so that buckets are many
+
+
+class HeldBytes(TorchDispatchMode):
+    """``peak``: the most bytes of tensors made in this context that were alive at one time."""
+
+    def __init__(self, before: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._before = {tensor.untyped_storage().data_ptr() for tensor in before}
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (list, tuple)) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage.data_ptr() not in self._before:
+                    self._alive[storage.data_ptr()] = (StorageWeakRef(storage), storage.nbytes())
+        self._alive = {at: (ref, size) for at, (ref, size) in self._alive.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
+        return result
+
+
+class Counted:
+    """A stored tensor that counts what is read of it."""
+
+    read = 0
+
+    def __init__(self, stored: StoredTensor) -> None:
+        self.shape = stored.shape
+        self._stored = stored
+
+    def __getitem__(self, cut: Any, /) -> torch.Tensor:
+        values = self._stored[cut]
+        Counted.read += values.numel()
+        return values
+
+
+def counted(folder: Path) -> Iterator[tuple[str, Counted]]:
+    Counted.read = 0
+    return ((name, Counted(stored)) for name, stored in open_safetensors(folder))
+
+
+def see(folder: Path, family_name: str, sizes: dict[str, int], *, rank: int, port: str) -> dict[str, Any]:
+    """Loads and exports a model in a layout. Bytes are of this rank."""
+    parallel = parallel_config(**sizes)
+    process_group.join(parallel, rank=rank, world_size=RANKS, store_address=f"127.0.0.1:{port}", timeout_s=60.0, seed=0)
+    family, hf_config = find_family(family_name), read_hf_config(folder)
+    chunks = build_chunks(family, hf_config, parallel, dtype=torch.float32)
+    parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.fill_(float("nan"))  # whatever is not loaded is seen
+    weights = HfWeights(chunks, family, hf_config, bucket_bytes=BUCKET_BYTES)
+    weights.load(counted(folder))
+    source = load_file(folder / "model.safetensors")
+    names, different = [], []
+    with HeldBytes([*parameters, *source.values()]) as held:
+        for name, tensor in weights.export():
+            names.append(name)
+            if not (tensor.shape == source[name].shape and torch.equal(tensor, source[name])):
+                different.append(name)
+    seen = {
+        "missing": sorted(source.keys() - set(names)),
+        "different": different,
+        "in order": names == [rule.hf for rule in family.weights(hf_config)],
+        "finite": all(bool(torch.isfinite(parameter).all()) for parameter in parameters),
+        "held": held.peak,
+        "largest": max(tensor.nbytes for tensor in source.values()),
+        "read": Counted.read / sum(tensor.numel() for tensor in source.values()),
+    }
+    try:
+        weights.load((name, tensor[:1]) for name, tensor in source.items() if tensor.dim() == 2)
+    except ValueError as error:
+        seen["refusal"] = str(error)  # of every rank, also of those that hold nothing of that tensor
+    process_group.leave()
+    return seen
+
+
+def main() -> None:
+    rank, port, folder, output = sys.argv[1:]
+    seen = {}
+    for name, family, layouts in (
+        ("untied", "qwen3", DENSE_LAYOUTS),
+        ("tied", "qwen3", DENSE_LAYOUTS),
+        ("moe", "qwen3_moe", MOE_LAYOUTS),
+    ):
+        for layout, sizes in layouts.items():
+            seen[f"{name} {layout}"] = see(Path(folder, name), family, sizes, rank=int(rank), port=port)
+    Path(f"{output}.{rank}").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,209 @@
+"""Every way that weights may take, against real engine processes: served where attested, kept out where not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from relax_core.config.schema import WeightTransportName
+from relax_core.contracts.engine import SamplingParams
+from relax_core.engines.client import EngineClient
+from relax_core.weights.publisher import WEIGHTS, SyncReport, WeightPublisher, read_latest
+from relax_core.weights.transports.build import build_transport
+from tests.contracts.engine.harness import (
+    LONG,
+    TOKEN,
+    Engine,
+    hf_weights,
+    long_request,
+    make_model,
+    prompts_of,
+    random_prompt,
+)
+
+TRANSPORTS = ("shared_memory", "disk", "gloo")
+PROMPT = random_prompt(12)
+TIMEOUT_S = 30.0
+
+
+def publisher_of(name: str, folder: Path, receivers: Callable[[], Sequence[Any]], model: Path) -> WeightPublisher:
+    transport = build_transport(WeightTransportName(name), host="127.0.0.1", timeout_s=TIMEOUT_S)
+    return WeightPublisher(folder, receivers, transport=transport, model_folder=model)
+
+
+def publish(publisher: WeightPublisher, version: int) -> SyncReport:
+    """The version's weights are the model of this seed."""
+    return publisher.publish(version, hf_weights(make_model(None, seed=version))).result(timeout=2 * TIMEOUT_S)
+
+
+def flip_a_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1000] ^= 1
+    path.write_bytes(data)
+
+
+def serves(engine: Engine, version: int) -> None:
+    one = engine.generate(prompts_of(PROMPT), SamplingParams(max_new_tokens=6, temperature=0.0))[0]
+    with torch.no_grad():
+        logits = make_model(None, seed=version)(torch.tensor([PROMPT + one.output_ids])).logits[0, len(PROMPT) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(-1, torch.tensor(one.output_ids)[:, None])[:, 0]
+    assert float((expected - torch.tensor(one.logprobs)).abs().max()) <= 2e-5
+    assert [span.version for span in one.weight_versions] == [version]
+
+
+@pytest.fixture(scope="module")
+def pair(launch: Any) -> Any:
+    """Two engines without weights, for all tests that leave them alive."""
+    from dataclasses import replace
+
+    from relax_core.engines.process import EngineProcess
+
+    processes = [EngineProcess.start(replace(launch, load_weights=False)) for _ in range(2)]
+    yield [Engine(process) for process in processes]
+    for process in processes:
+        process.stop(timeout_s=5.0)
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_versions_reach_every_engine_and_a_wrong_digest_keeps_one_out(
+    name: str, pair: list[Engine], tmp_path: Path, model_folder: Path
+) -> None:
+    first = 1 + 3 * TRANSPORTS.index(name)
+    damage: list[Path] = []
+
+    def receivers() -> list[EngineClient]:
+        for path in damage:
+            flip_a_byte(path)
+        return [engine.client for engine in pair]
+
+    publisher = publisher_of(name, tmp_path, receivers, model_folder)
+    report = publish(publisher, first)
+    assert report.refused == {} and report.stall_ms > 0.0
+    for engine in pair:
+        serves(engine, first)
+
+    damage.append(tmp_path / f"{first + 1:08d}" / WEIGHTS)
+    refused = publish(publisher, first + 1).refused
+    assert refused.keys() == {engine.process.url for engine in pair}
+    for why in refused.values():
+        assert "409" in why and "digest" in why and f"weights version {first} stays in force" in why
+    damage.clear()
+    serves(pair[0], first)
+
+    assert publish(publisher, first + 2).refused == {}
+    for engine in pair:
+        serves(engine, first + 2)
+    publisher.close()
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_what_runs_goes_on_under_the_new_version(
+    name: str, pair: list[Engine], tmp_path: Path, model_folder: Path
+) -> None:
+    engine = pair[0]
+    before = int(engine.client.model_info()["weight_version"])
+    publisher = publisher_of(name, tmp_path, lambda: [engine.client], model_folder)
+    with engine.stream(long_request("over-the-change", tokens=LONG)) as events:
+        next(events)
+        assert publish(publisher, before + 1).refused == {}
+        changed = engine.client.loads()["generated_tokens"]
+        for event in events:
+            spans = event["meta_info"]["weight_versions"]
+            if len(spans) == 2:
+                break
+    assert [int(span["version"]) for span in spans] == [before, before + 1]
+    assert spans[0]["end"] == spans[1]["start"] and changed > 0
+    publisher.close()
+
+
+@pytest.mark.sglang
+def test_sglang_takes_every_transport(sglang_launch: Any, tmp_path: Path, model_folder: Path) -> None:
+    """A version whose digest is another one is not served; nor, where it has gone into the model by then, anything
+    until the next version."""
+    from dataclasses import replace
+
+    from relax_core.engines.process import EngineProcess
+
+    process = EngineProcess.start(replace(sglang_launch, load_weights=False))
+    engine = Engine(process, "sglang")
+    damage: list[Path] = []
+
+    def receivers() -> list[EngineClient]:
+        for path in damage:
+            flip_a_byte(path)
+        return [engine.client]
+
+    try:
+        for turn, name in enumerate(TRANSPORTS):
+            first = 1 + 3 * turn
+            publisher = publisher_of(name, tmp_path / name, receivers, model_folder)
+            report = publish(publisher, first)
+            assert report.refused == {} and report.stall_ms > 0.0
+            serves(engine, first)
+            damage.append(tmp_path / name / f"{first + 1:08d}" / WEIGHTS)
+            assert "digest" in publish(publisher, first + 1).refused[process.url]
+            assert int(engine.client.model_info()["weight_version"]) in (first, -1)
+            damage.clear()
+            assert publish(publisher, first + 2).refused == {}
+            serves(engine, first + 2)
+            publisher.close()
+    finally:
+        process.stop(timeout_s=10.0)
+
+
+class KilledWhileReceiving(EngineClient):
+    """Its engine stands still from the first broadcast on, and is killed a moment later, as in the middle of it."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine.process.url, TOKEN, request_timeout_s=TIMEOUT_S, control_timeout_s=TIMEOUT_S)
+        self._pid = engine.process.pid
+
+    def receive_weights(self, *arguments: Any, **named: Any) -> dict[str, Any]:
+        os.kill(self._pid, signal.SIGSTOP)
+        threading.Timer(0.3, os.kill, (self._pid, signal.SIGKILL)).start()
+        return super().receive_weights(*arguments, **named)
+
+
+def test_an_engine_that_is_killed_in_the_middle_of_a_broadcast_holds_up_nobody(
+    start_engine: Callable[..., Engine], tmp_path: Path, model_folder: Path
+) -> None:
+    """Also with far more bytes than the sockets take in: our own broadcast would wait for them for TIMEOUT_S."""
+    stays, dies, dies_of_more = start_engine(), start_engine(), start_engine()
+    receivers: list[EngineClient] = [stays.client, KilledWhileReceiving(dies)]
+    publisher = publisher_of("gloo", tmp_path / "weights", lambda: receivers, model_folder)
+    start = time.monotonic()
+    report = publish(publisher, 1)
+    assert list(report.refused) == [dies.process.url] and dies.process.url in report.refused[dies.process.url]
+    serves(stays, 1)
+
+    receivers[:] = [KilledWhileReceiving(dies_of_more)]
+    many = [("many", torch.zeros(16 << 20))]
+    assert list(publisher.publish(2, many).result(timeout=TIMEOUT_S).refused) == [dies_of_more.process.url]
+    assert time.monotonic() - start < TIMEOUT_S / 3
+    publisher.close()
+
+
+def test_an_engine_that_was_restarted_joins_anew_and_a_late_one_reads_the_file(
+    start_engine: Callable[..., Engine], tmp_path: Path, model_folder: Path
+) -> None:
+    engine = start_engine()
+    publisher = publisher_of("gloo", tmp_path / "weights", lambda: [engine.client], model_folder)
+    assert publish(publisher, 1).refused == {}
+    os.kill(engine.process.pid, signal.SIGKILL)
+    assert list(publish(publisher, 2).refused) == [engine.process.url]
+    again = start_engine(port=engine.process.port, load_weights=False)
+    latest = read_latest(tmp_path / "weights")
+    assert latest is not None and latest.version == 2
+    again.client.update_weights(latest)
+    serves(again, 2)
+    assert publish(publisher, 3).refused == {}
+    serves(again, 3)
+    publisher.close()
