@@ -1,105 +1,215 @@
 """What over-sampling gains where response lengths have a long tail: ``python -m benchmarks.over_sampling``.
 
-Real runs of the tiny model with a temperature so high that it says its stop token by chance: lengths are geometric, up
-to ``--max-new-tokens``, and the learning rate is too small to change them. Batches are small (8 prompts x 2 samples),
-so that a decode step costs about the same with more samples, as on a GPU; with large ones on a CPU the additional
-samples cost more than the tail. Each repeat runs every way once, so that a ratio holds on a loaded machine. Printed are
-medians over the repeats: trained samples a second (all samples by all the time, without the first steps), its ratio to
-the same staleness without over-sampling, tokens of a trained sample (who takes the first groups to finish takes short
-ones), and the share of samples that were thrown away.
+The real rollout over the bus's state machine and an embedded engine, without a trainer: a step is taken as soon as its
+groups are complete, and the weights in force are renamed to the next version. The tiny model samples at a temperature
+at which it stops by chance, so lengths are geometric up to ``--max-new-tokens``. Counted, a train step: decode steps of
+the engine, which is how long the tail makes everybody wait where a decode step costs the same with more samples, as on
+a GPU (on a CPU it costs in proportion); and tokens made for each that is trained, which is what it costs. Neither
+depends on how busy the machine is. ``length``: tokens of a trained sample; who takes the first groups to finish takes
+short ones.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
-import os
-import subprocess
-import sys
 import tempfile
+import time
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from statistics import median
+from typing import Any
 
-from relax_core.observe.records import ACTOR, by_step
-from relax_core.observe.sinks import read_metrics
+import msgspec
 
-SKIPPED_STEPS = 10
-DEADLINE_S = 900
-KEEP = ("rollout.surplus=keep", "mode.on_stale=mask")
-WAYS = {  # name → (its base, overrides)
-    "s=0": ("s=0", ("mode.max_staleness=0",)),
-    "s=0 x1.5 drop": ("s=0", ("mode.max_staleness=0", "rollout.over_sampling=1.5")),
-    "s=0 x1.5 keep": ("s=0", ("mode.max_staleness=0", "rollout.over_sampling=1.5", *KEEP)),
-    "s=0 x1.5 keep, abort": (
-        "s=0",
-        ("mode.max_staleness=0", "rollout.over_sampling=1.5", *KEEP, "rollout.partial=abort"),
-    ),
-    "s=1": ("s=1", ("mode.max_staleness=1",)),
-    "s=1 x1.5 keep": ("s=1", ("mode.max_staleness=1", "rollout.over_sampling=1.5", *KEEP)),
+from benchmarks.tiny_model import engine_config
+from relax_core.bus.core import BusCore
+from relax_core.bus.ledger import Ledger
+from relax_core.bus.settings import BusSettings
+from relax_core.config.compose import load_config
+from relax_core.contracts import columns as c
+from relax_core.contracts.bus import Admission, BusClosed, GroupRow, LeaseRequest, VersionChange
+from relax_core.contracts.engine import SamplingParams
+from relax_core.data.sources import make_source
+from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.engines.client import EngineClient
+from relax_core.engines.pool import EnginePool
+from relax_core.engines.process import EngineLaunch, EngineProcess
+from relax_core.registry import find_env, find_reward
+from relax_core.rollout.reward_worker import RewardPool
+from relax_core.rollout.sampler import PromptMaker, Sampler, SamplerSettings
+from relax_core.rollout.turnover import Turnover
+from relax_core.tools.make_tiny import tiny_model_folder
+
+GROUPS, GROUP_SIZE, TEMPERATURE = 8, 4, 3.0
+TOKEN = "token-of-the-benchmark"
+TIMEOUT_S = 600.0
+KEEP = {"surplus": "keep", "on_stale": "mask"}
+WAYS: dict[str, dict[str, Any]] = {  # name → settings of the bus
+    "s=0": {"max_staleness": 0},
+    "s=0 x1.25 drop": {"max_staleness": 0, "spare_groups": 2},
+    "s=0 x1.5 drop": {"max_staleness": 0, "spare_groups": 4},
+    "s=0 x1.5 keep": {"max_staleness": 0, "spare_groups": 4, **KEEP},
+    "s=1": {"max_staleness": 1},
+    "s=1 x1.5 drop": {"max_staleness": 1, "spare_groups": 4},
+    "s=1 x1.5 keep": {"max_staleness": 1, "spare_groups": 4, **KEEP},
 }
-COMMON = (
-    "rollout.temperature=3.0",
-    "algo.group_size=2",
-    "optimizer.lr=1e-9",
-    "eval.every=0",
-    "run.save_every=0",
-    "run.export_hf=false",
-    "run.panel=false",
-)
 
-Figures = dict[str, float]
+
+class StepAtOnce:
+    """The bus, with a trainer that takes a step as soon as its rows are there. ``tokens``: of the trained samples."""
+
+    def __init__(self, settings: BusSettings, url: str) -> None:
+        self.core = BusCore(settings, ledger=Ledger(group_size=GROUP_SIZE, journal=None), clock=time.monotonic)
+        self._url = url
+        self._changed = asyncio.Event()
+        self._lengths: dict[str, int] = {}
+        self.tokens = 0
+
+    async def admit_async(self, max_groups: int, *, timeout_s: float) -> list[Admission]:
+        while not (admitted := self.core.admit(max_groups)):
+            await self._change(timeout_s)
+        return admitted
+
+    async def wait_version_async(self, since_version: int, *, timeout_s: float) -> VersionChange:
+        while (change := self.core.version_change(since_version)) is None:
+            await self._change(timeout_s)
+        return change
+
+    async def _change(self, timeout_s: float) -> None:
+        self._changed.clear()
+        await asyncio.wait_for(self._changed.wait(), timeout_s)
+
+    async def put_async(self, rows: Sequence[GroupRow], *, timeout_s: float) -> None:
+        self.core.put(rows)
+        self._lengths |= {row.group_uid: sum(c.decode_ragged(row.columns[c.RESPONSE_IDS]).lengths) for row in rows}
+        step = self.core.version
+        request = LeaseRequest(task="actor", columns=(c.REWARDS,), min_groups=GROUPS, max_groups=GROUPS, step=step)
+        if lease := self.core.lease(request):
+            self.tokens += sum(self._lengths[row.group_uid] for row in lease.rows)
+            await asyncio.to_thread(rename_weights, self._url, step + 1)
+            self.core.ack([lease.lease_id], step=step, dropped={})
+        self._changed.set()
+
+    async def drop_async(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
+        self.core.drop(group_uid, reason=reason)
+        self._changed.set()
+
+
+def rename_weights(url: str, version: int) -> None:
+    """The weights in force become ``version``: a push that takes no time."""
+    body = json.dumps({"new_version": version}).encode()
+    headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/update_weight_version", body, headers)
+    with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+        answer.read()
+
+
+async def roll_out(url: str, folder: Path, settings: BusSettings, *, max_new_tokens: int) -> StepAtOnce:
+    """A whole run of the rollout."""
+    config = load_config()
+    client = EngineClient(url, TOKEN, request_timeout_s=TIMEOUT_S, control_timeout_s=TIMEOUT_S)
+    bus = StepAtOnce(settings, url)
+    tokenizer = PromptTokenizer(folder)
+
+    async def client_for(engine: int, fresh: bool) -> EngineClient:
+        return client
+
+    pool = EnginePool(1, client_for, patience_s=TIMEOUT_S)
+    with RewardPool(find_reward(config.reward.name), config.reward, workers=1) as rewards:
+        sampler = Sampler(
+            bus=bus,
+            pool=pool,
+            prompts=PromptMaker(
+                source=make_source(config.data, seed=0, eval_rows=0),
+                env=find_env(config.env.name),
+                env_knobs=config.env,
+                tokenizer=tokenizer,
+                max_prompt_tokens=config.engine.context_length,
+            ),
+            rewards=rewards,
+            settings=SamplerSettings(
+                seed=0,
+                burst_prompts=GROUPS + settings.spare_groups,
+                sampling=SamplingParams(
+                    n=GROUP_SIZE,
+                    max_new_tokens=max_new_tokens,
+                    temperature=TEMPERATURE,
+                    stop_token_ids=tokenizer.stop_token_ids,
+                ),
+                admit_timeout_s=TIMEOUT_S,
+                call_timeout_s=TIMEOUT_S,
+            ),
+            record=lambda source, step, values: None,
+            gate=no_gate,
+            turnover=Turnover(bus, pool, max_aborts=0, call_timeout_s=TIMEOUT_S),
+        )
+        try:
+            await sampler.run([])
+        except BusClosed:
+            await client.aclose()
+    return bus
+
+
+async def no_gate(version: int) -> None:
+    """Nothing is evaluated here."""
+
+
+def measure(settings: BusSettings, *, max_new_tokens: int) -> tuple[float, float, float]:
+    """(decode steps a train step, tokens made for each that is trained, tokens of a trained sample)."""
+    folder = tiny_model_folder("tiny_qwen3", task="reverse_digits")
+    with tempfile.TemporaryDirectory(prefix="relax-over-") as temporary:
+        token_file = Path(temporary) / "token"
+        token_file.write_text(TOKEN)
+        process = EngineProcess.start(
+            EngineLaunch(
+                model_folder=folder,
+                engine=replace(engine_config(), context_length=1024),
+                dtype="float32",
+                token_file=token_file,
+                log_file=Path(temporary) / "engine.log",
+                load_weights=True,
+            )
+        )
+        try:
+            bus = asyncio.run(roll_out(process.url, folder, settings, max_new_tokens=max_new_tokens))
+            control = EngineClient(process.url, TOKEN, request_timeout_s=TIMEOUT_S, control_timeout_s=TIMEOUT_S)
+            loads = control.loads()
+        finally:
+            process.stop(timeout_s=5.0)
+    steps = settings.total_steps
+    return (
+        loads["decode_steps"] / steps,
+        loads["generated_tokens"] / bus.tokens,
+        bus.tokens / (steps * GROUPS * GROUP_SIZE),
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60, help="train steps of a run")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     arguments = parser.parse_args()
-    if arguments.steps <= 2 * SKIPPED_STEPS or arguments.repeats < 1:
-        parser.error(f"--steps: more than {2 * SKIPPED_STEPS}; --repeats: 1 or more")
-    found: dict[str, list[Figures]] = {name: [] for name in WAYS}
-    for repeat in range(arguments.repeats):
-        for name, (_, overrides) in WAYS.items():
-            flags = (*overrides, f"run.steps={arguments.steps}", f"rollout.max_new_tokens={arguments.max_new_tokens}")
-            found[name].append(figures_of_run((*COMMON, *flags, f"seed={repeat}")))
-            print(f"repeat {repeat + 1}, {name}: {found[name][-1]}", flush=True)
-    print(table(found))
-
-
-def figures_of_run(overrides: tuple[str, ...]) -> Figures:
-    with tempfile.TemporaryDirectory(prefix="relax-over-") as folder:
-        run_dir = Path(folder) / "run"
-        ended = subprocess.run(
-            [sys.executable, "-m", "relax_core", *overrides, f"run.dir={run_dir}"],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE_S,
-            check=False,
+    print(f"{'':18}{'decode steps':>14}{'ratio':>8}{'tokens made':>13}{'length':>8}")
+    bases: dict[object, float] = {}
+    for name, way in WAYS.items():
+        settings = msgspec.convert(
+            {
+                "groups_per_step": GROUPS,
+                "group_size": GROUP_SIZE,
+                "on_stale": "drop",
+                "total_steps": arguments.steps,
+                "inline_bytes": 1 << 20,
+                "max_row_bytes": 1 << 24,
+                **way,
+            },
+            BusSettings,
         )
-        if ended.returncode:
-            raise SystemExit(f"the run {' '.join(overrides)} ended with {ended.returncode}:\n{ended.stderr[-4000:]}")
-        steps = by_step(read_metrics(run_dir), ACTOR)
-        books = json.loads((run_dir / "summary.json").read_text())["ledger"]
-    measured = [steps[step] for step in sorted(steps)[SKIPPED_STEPS:]]
-    samples = sum(one["samples"] for one in measured)
-    return {
-        "samples/s": 1e3 * samples / sum(one["step_ms"] for one in measured),
-        "tokens": sum(one["tokens"] for one in measured) / samples,
-        "dropped": sum(books["dropped"].values()) / books["issued"],
-    }
-
-
-def table(found: dict[str, list[Figures]]) -> str:
-    """One row a way; the ratio is the median of the repeats' own."""
-    lines = [f"{'':24}{'samples/s':>10}{'ratio':>8}{'tokens':>8}{'dropped':>9}"]
-    for name, repeats in found.items():
-        base = found[WAYS[name][0]]
-        ratio = median(one["samples/s"] / of["samples/s"] for one, of in zip(repeats, base, strict=True))
-        speed, tokens, dropped = (median(one[key] for one in repeats) for key in ("samples/s", "tokens", "dropped"))
-        lines.append(f"{name:24}{speed:10.0f}{ratio:7.2f}×{tokens:8.1f}{100 * dropped:8.0f}%")
-    return "\n".join(lines)
+        decode_steps, made, length = measure(settings, max_new_tokens=arguments.max_new_tokens)
+        base = bases.setdefault(settings.max_staleness, decode_steps)
+        print(f"{name:18}{decode_steps:14.1f}{base / decode_steps:7.2f}×{made:13.2f}{length:8.1f}", flush=True)
 
 
 if __name__ == "__main__":

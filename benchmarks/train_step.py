@@ -197,11 +197,11 @@ def measure(case: str, ways: Mapping[str, Callable[[], float]], *, tokens: int, 
 def _masked_attention() -> Iterator[None]:
     from relax_core.train import branch_attention
 
-    usual, branch_attention._PLAN_PAIRS = branch_attention._PLAN_PAIRS, 10**15
+    usual, branch_attention.MASKLESS_SAVES_PAIRS = branch_attention.MASKLESS_SAVES_PAIRS, 10**15
     try:
         yield
     finally:
-        branch_attention._PLAN_PAIRS = usual
+        branch_attention.MASKLESS_SAVES_PAIRS = usual
 
 
 def _family(model: str) -> str:

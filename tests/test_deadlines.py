@@ -26,13 +26,21 @@ REASONS = {
     ("relax_core/observe/metrics_actor.py", "MetricsClient._sent"): "a done callback: the future has ended",
     ("relax_core/control/fronts.py", "Fronts.error"): "after done(): the deployment has ended",
     ("relax_core/control/fronts.py", "Fronts.close"): "after exception(timeout): the pool's only task has ended",
+    ("relax_core/roles/critic.py", "CriticWorker.write_copy"): "after copy_state, which had the back end already",
+    ("relax_core/train/stored_pieces.py", "StoredFolder._filled"): "the reader has read: its future is done",
+    ("relax_core/roles/forward.py", "ForwardWorker.columns_of"): "flushes the log's file: no other process",
     # Whoever owes the answer has deadlines of its own, and ends this wait also when it fails.
     ("relax_core/engines/pool.py", "EnginePool.generate"): "each share ends with None or its error within patience_s",
+    (
+        "relax_core/engines/sglang/client.py",
+        "SglangClient.generate",
+    ): "each wave ends with None or its error: holding and streaming have the longest silence",
     ("relax_core/engines/embedded/generate_route.py", "GenerateRoute._whole"): "ends with the samples, the failure of "
     "the scheduler or the client's hang-up; the client has a longest silence",
     ("relax_core/engines/embedded/generate_route.py", "GenerateRoute._frames"): "the same",
     ("relax_core/engines/embedded/generate_route.py", "GenerateRoute._events"): "the same",
     ("relax_core/weights/group.py", "WeightGroup._broadcast"): "the group was made with a deadline",
+    ("relax_core/train/weight_gather.py", "_run"): "the trainer's group was made with a deadline",
     ("relax_core/engines/fan_out.py", "fan_out"): "each call has its engine client's deadlines",
     ("relax_core/rollout/evaluation.py", "Evaluator.gate"): "run() sets it or fails, and its task group ends this one",
     ("relax_core/rollout/reward_worker.py", "RewardPool.close"): "its threads wait for workers that were just killed",

@@ -31,6 +31,7 @@ class _Meta(msgspec.Struct):
     output_token_logprobs: list[tuple[float, int, str | None]] = []
     output_token_sampling_logprobs: list[float] | None = None  # of the tokens that top_k and top_p left
     routed_experts: str | None = None
+    cached_tokens: int = 0
 
 
 class _Words(msgspec.Struct):
@@ -50,6 +51,7 @@ _decoder = msgspec.json.Decoder(_Event)
 class EventReader:
     """Events may be incremental (only the new tokens) or cumulative (all so far): the count of tokens tells which.
 
+    ``cached_tokens``: of each finished (prompt, sample), how much of its prompt the engine had already.
     ``places``: the (prompt, sample) of each event's index; None where every prompt has its ``n`` samples in order.
     """
 
@@ -59,6 +61,7 @@ class EventReader:
         self._prompts = prompts
         self._n = n
         self._places = places
+        self.cached_tokens: dict[tuple[int, int], int] = {}
         self._buffer = b""
         self._tokens: dict[int, tuple[list[int], list[float]]] = {}
 
@@ -91,6 +94,7 @@ class EventReader:
             return None
         del self._tokens[event.index]
         place, sample = divmod(event.index, self._n) if self._places is None else self._places[event.index]
+        self.cached_tokens[place, sample] = meta.cached_tokens
         prompt_experts: RoutedExperts | None = None
         response_experts: RoutedExperts | None = None
         if meta.routed_experts is not None and ids:

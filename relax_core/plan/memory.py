@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from relax_core.config.schema import RelaxConfig
+from relax_core.config.schema import ParallelConfig, RelaxConfig
 from relax_core.plan.dimensions import ModelDimensions
 from relax_core.plan.workload import Workload
+from relax_core.train.tree import MASKLESS_SAVES_PAIRS
 
 MIB, GIB = 1 << 20, 1 << 30
 FLOAT = 4  # bytes
@@ -46,6 +47,11 @@ def dtype_bytes(config: RelaxConfig) -> int:
     return 2 if config.model.dtype == "bfloat16" else FLOAT
 
 
+def engine_bytes(config: RelaxConfig) -> int:
+    """Of a number in an engine."""
+    return 2 if (config.engine.dtype or config.model.dtype) == "bfloat16" else FLOAT
+
+
 def optimizer_bytes_a_parameter(config: RelaxConfig) -> int:
     """Adam's two moments in float32; a bfloat16 model has a float32 master copy too."""
     return 12 if config.model.dtype == "bfloat16" else 8
@@ -73,13 +79,24 @@ def activation_values(model: ModelDimensions) -> int:
     return attention + experts.count + routed + 5 * experts.shared_width
 
 
-def mask_bytes(config: RelaxConfig, work: Workload) -> int:
+def mask_bytes(config: RelaxConfig, parallel: ParallelConfig, work: Workload) -> int:
     """The attention mask of a micro-batch, one square a group, in the model's dtype."""
-    return work.micro_batch_rows * work.group_rows * dtype_bytes(config)
+    return _mask_pairs(config, parallel, work) * dtype_bytes(config)
 
 
-def mask_making_bytes(work: Workload) -> int:
-    return work.micro_batch_rows * work.group_rows * MASK_BOOLS
+def mask_making_bytes(config: RelaxConfig, parallel: ParallelConfig, work: Workload) -> int:
+    return _mask_pairs(config, parallel, work) * MASK_BOOLS
+
+
+def _mask_pairs(config: RelaxConfig, parallel: ParallelConfig, work: Workload) -> int:
+    """None on a CPU where large groups are attended to without a mask (relax_core/train/branch_attention.py)."""
+    pairs, branch = work.micro_batch_rows * work.group_rows, work.new_tokens - 1
+    needed = (
+        work.prompt_tokens * (work.prompt_tokens // 2 + work.group_size * branch) + work.group_size * branch**2 // 2
+    )
+    saved = pairs - work.micro_batch_groups * needed
+    on_cpu = config.placement.gpus_per_node == 0
+    return 0 if on_cpu and parallel.cp == 1 and saved > MASKLESS_SAVES_PAIRS else pairs
 
 
 def head_bytes(config: RelaxConfig, model: ModelDimensions, work: Workload, *, split: int = 1) -> int:

@@ -18,6 +18,7 @@ from relax_core.plan.memory import (
     Holder,
     Phase,
     dtype_bytes,
+    engine_bytes,
     head_bytes,
     mask_making_bytes,
 )
@@ -102,7 +103,7 @@ def _trainer(
     published = model.parameters * dtype_bytes(config)
     state = {"imports": TRAINER * MIB, **state_terms(config, parallel, model)}
     activations = activation_terms(config, parallel, model, work)
-    forward = _with_kept({**activations, "making the mask": mask_making_bytes(work) // parallel.cp})
+    forward = _with_kept({**activations, "making the mask": mask_making_bytes(config, parallel, work) // parallel.cp})
     backward = _with_kept({**activations, "logits chunk": head_bytes(config, model, work, split=parallel.tp)})
     kept = {"kept by the allocator": max(sum(forward.values()), sum(backward.values()))}
     phases = [
@@ -149,7 +150,7 @@ def _forward(
 
 
 def _engine(name: str, config: RelaxConfig, model: ModelDimensions, work: Workload, *, count: int) -> Holder:
-    size = dtype_bytes(config)
+    size = engine_bytes(config)
     state = {"imports": ENGINE * MIB, "weights": model.parameters * size}
     serving = {
         f"KV cache ({cache_tokens(config, work)} tokens)": cache_tokens(config, work)
@@ -158,7 +159,7 @@ def _engine(name: str, config: RelaxConfig, model: ModelDimensions, work: Worklo
         "sampling": SAMPLING_COPIES * work.samples_in_flight * model.vocabulary * FLOAT,
         "slots": SLOT_BYTES * config.engine.max_running_samples,
     }
-    new = {"new weights": model.parameters * size}
+    new = {"new weights": model.parameters * dtype_bytes(config)}
     phases = (
         Phase(name="start", terms=state | new),
         Phase(name="rollout", terms=state | serving),

@@ -18,6 +18,7 @@ from relax_core.plan.memory import (
     Holder,
     Phase,
     dtype_bytes,
+    engine_bytes,
     head_bytes,
     mask_making_bytes,
 )
@@ -58,7 +59,7 @@ def gpu_holders(
 
 def cache_tokens_that_fit(config: RelaxConfig, model: ModelDimensions, work: Workload) -> int:
     """KV-cache tokens of one engine that a GPU has room for beside the weights."""
-    size, tp = dtype_bytes(config), config.engine.tp
+    size, tp = engine_bytes(config), config.engine.tp
     free = round(config.placement.gpu_memory_gib * GIB) - ENGINE_BYTES - model.parameters * size // tp
     if config.mode.name is ModeName.colocate:
         free -= PROCESS_BYTES
@@ -68,7 +69,7 @@ def cache_tokens_that_fit(config: RelaxConfig, model: ModelDimensions, work: Wor
 
 def _cache_bytes_a_token(config: RelaxConfig, model: ModelDimensions) -> int:
     """On one GPU of an engine; with more GPUs than key-value heads the heads are copied."""
-    return model.cache_values_per_token * dtype_bytes(config) // min(config.engine.tp, model.kv_heads)
+    return model.cache_values_per_token * engine_bytes(config) // min(config.engine.tp, model.kv_heads)
 
 
 def _state(config: RelaxConfig, model: ModelDimensions) -> dict[str, int]:
@@ -79,7 +80,9 @@ def _state(config: RelaxConfig, model: ModelDimensions) -> dict[str, int]:
 def _trainer_phases(config: RelaxConfig, model: ModelDimensions, work: Workload) -> tuple[Phase, ...]:
     parallel, state = config.parallel, _state(config, model)
     activations = activation_terms(config, parallel, model, work)
-    forward = _with_fragments({**activations, "making the mask": mask_making_bytes(work) // parallel.cp})
+    forward = _with_fragments(
+        {**activations, "making the mask": mask_making_bytes(config, parallel, work) // parallel.cp}
+    )
     backward = _with_fragments({**activations, "logits chunk": head_bytes(config, model, work, split=parallel.tp)})
     return (
         Phase(name="forward", terms=state | forward),
@@ -93,7 +96,7 @@ def _engine_terms(config: RelaxConfig, model: ModelDimensions, work: Workload) -
     tp, tokens = config.engine.tp, config.engine.max_total_tokens
     terms = {
         "engine process": ENGINE_BYTES,
-        "engine weights": model.parameters * dtype_bytes(config) // tp,
+        "engine weights": model.parameters * engine_bytes(config) // tp,
         f"KV cache ({tokens} tokens)": tokens * _cache_bytes_a_token(config, model),
     }
     if model.linear is not None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 POLICY, CRITIC = "train", "critic"  # their folders in a checkpoint
-DEATH_SHOWS_S = 5.0  # a collective breaks as soon as a process dies; Ray tells who it was a moment later
+DEATH_SHOWS_S = 10.0  # a collective breaks as soon as a process dies; Ray tells who it was a moment later
 
 Member = tuple[str, Any]  # a worker's name and its Ray handle
 WaitingOn = Callable[..., AbstractContextManager[None]]  # `Worker.waiting`

@@ -20,11 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from relax_core.train.tree import TreeLayout
+from relax_core.train.tree import MASKLESS_SAVES_PAIRS, TreeLayout
 
 _LONE_PAIRS = 2**17  # a range, or a prompt with its branches, of so many pairs gets a call of its own, without pads
 _CALL_PAIRS = 2**13  # what one more call costs, as pairs of rows
-_PLAN_PAIRS = 2**17  # what a plan must save to be better than one masked call
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +125,13 @@ class BranchPlan:
     def of(layout: TreeLayout, *, dtype: torch.dtype) -> BranchPlan | None:
         """None where one masked call is the cheaper way."""
         masked = layout.branches.shape[0] * layout.branches.shape[1] ** 2
-        if masked < _PLAN_PAIRS:
+        if masked < MASKLESS_SAVES_PAIRS:
             return None
         ranges = _Ranges.of(layout)
         causal = [_Lines.of(ranges.starts[some], ranges.lengths[some]) for some in _alike(ranges.lengths)]
         prompts = [ranges.prompt_part(some, dtype) for some in ranges.groups_together()]
         plan = BranchPlan([_Part(lines, lines, True) for lines in causal], prompts)
-        return plan if masked - plan.pairs > _PLAN_PAIRS else None
+        return plan if masked - plan.pairs > MASKLESS_SAVES_PAIRS else None
 
     @property
     def pairs(self) -> float:

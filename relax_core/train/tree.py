@@ -13,6 +13,8 @@ import numpy as np
 
 from relax_core.contracts.train import TrainGroup
 
+MASKLESS_SAVES_PAIRS = 2**17  # of token rows: what attention without a mask must save, on a CPU, to be taken
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeLayout:

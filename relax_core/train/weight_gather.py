@@ -47,28 +47,36 @@ class GatheredWeight:
 def agree_on_senders(
     rules: Sequence[WeightRule], places: Mapping[str, WeightPlace], *, device: torch.device
 ) -> list[GatheredWeight]:
-    """Collective: every rank tells which pieces it has, all get the same list, in the order of ``rules``."""
-    ranks = dist.get_world_size()
-    widest = ranks if ranks == 1 else _largest(max((place.pieces for place in places.values()), default=1), device)
-    senders = torch.full((len(rules), widest), _NOBODY, dtype=torch.int64, device=device)
-    shapes = torch.zeros((len(rules), 3), dtype=torch.int64, device=device)  # rows, columns (0: a vector), pieces
-    for index, rule in enumerate(rules):
+    """Collective: every rank tells which pieces it has and how large the whole is (a vector has no columns). All get
+    the same list, in the order of ``rules``."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    widest = _largest(max((place.pieces for place in places.values()), default=1), device)
+    senders, shapes = [], []
+    for rule in rules:
         place = places.get(rule.hf)
+        owners = [_NOBODY] * widest
         if place is not None:
-            senders[index, place.piece] = dist.get_rank()
-            rows, *columns = _padded_shape(place)
-            shapes[index] = torch.tensor([rows, columns[0] if columns else 0, place.pieces])
+            owners[place.piece] = rank
+        senders.append(owners)
+        rows, *columns = _padded_shape(place) if place is not None else (0,)
+        shapes.append([rows, columns[0] if columns else 0, place.pieces if place is not None else 0])
+    lowest, largest = torch.tensor(senders, device=device), torch.tensor(shapes, device=device)
     if ranks > 1:
-        dist.all_reduce(senders, dist.ReduceOp.MIN)
-        dist.all_reduce(shapes, dist.ReduceOp.MAX)
-    return [
+        dist.all_reduce(lowest, dist.ReduceOp.MIN)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+    weights = [
         GatheredWeight(rule=rule, shape=(rows, columns) if columns else (rows,), senders=tuple(owners[:pieces]))
-        for rule, owners, (rows, columns, pieces) in zip(rules, senders.tolist(), shapes.tolist(), strict=True)
+        for rule, owners, (rows, columns, pieces) in zip(rules, lowest.tolist(), largest.tolist(), strict=True)
     ]
+    nowhere = [weight.rule.megatron for weight in weights if not weight.senders or _NOBODY in weight.senders]
+    assert not nowhere, f"no rank has all of {nowhere}"
+    return weights
 
 
 def _largest(number: int, device: torch.device) -> int:
-    largest = torch.tensor([number], device=device)
+    if dist.get_world_size() == 1:
+        return number
+    largest = torch.tensor(number, device=device)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return int(largest)
 

@@ -3,34 +3,68 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from relax_core.contracts.engine import TensorSpec
+from relax_core.train.models.check_folder import tensor_shape
+from relax_core.train.models.family import Family
+from relax_core.train.models.qwen3 import QWEN3
+from relax_core.train.models.qwen3_moe import QWEN3_MOE
+from relax_core.weights.safetensors_header import header_bytes
+
+SHAPE = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": True,
+}
 
 
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:
-    """What the checks read of a Hugging Face folder: config.json, and that weights and tokenizer are there."""
-    folder = tmp_path / "model"
+    """What the checks read of a Hugging Face folder: config.json, the header of its weights, a tokenizer."""
+    return write_folder(tmp_path / "model", QWEN3, SHAPE | {"model_type": "qwen3"})
+
+
+@pytest.fixture
+def mixture_folder(tmp_path: Path) -> Path:
+    """The same of a mixture of experts."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    return write_folder(tmp_path / "mixture", QWEN3_MOE, SHAPE | experts | {"model_type": "qwen3_moe"})
+
+
+def write_folder(folder: Path, family: Family, values: dict[str, Any]) -> Path:
     folder.mkdir()
-    values = {
-        "model_type": "qwen3",
-        "vocab_size": 100,
-        "hidden_size": 64,
-        "intermediate_size": 192,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 4096,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": True,
-    }
     (folder / "config.json").write_text(json.dumps(values))
-    (folder / "model.safetensors").write_bytes(b"\0" * 1000)
+    write_header(folder / "model.safetensors", family, values)
     (folder / "tokenizer.json").write_text("{}")
     return folder
+
+
+def write_header(path: Path, family: Family, hf_config: dict[str, Any]) -> None:
+    """All weights, which are zeros that take no room."""
+    specs: list[TensorSpec] = []
+    end = 0
+    for rule in family.weights(hf_config):
+        shape = tensor_shape(rule, family, hf_config)
+        size = 4 * math.prod(shape)
+        specs.append(TensorSpec(name=rule.hf, dtype="float32", shape=list(shape), offset=end, nbytes=size))
+        end += size
+    header = header_bytes(specs)
+    path.write_bytes(header)
+    os.truncate(path, len(header) + end)
 
 
 @pytest.fixture

@@ -26,10 +26,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids=[f"{group}={option}" for group, option in OPTIONS])
 def test_every_option_runs(
-    group: str, option: str, model_folder: Path, data_file: Path, monkeypatch: pytest.MonkeyPatch
+    group: str, option: str, model_folder: Path, mixture_folder: Path, data_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(REPOSITORY)  # experiment=math_file names a file of the checkout
     extra = {
+        "model=qwen3_moe": [f"model.path={mixture_folder}"],
         "model=qwen3": [f"model.path={model_folder}"],
         "data=file": [f"data.path={data_file}", "model.task=arithmetic"],
         "data=arithmetic": ["reward=math"],

@@ -191,9 +191,9 @@ class LiveRun:
         self._process.terminate()
 
     # -- the end ------------------------------------------------------------------------------------------------------
-    def finish(self) -> FinishedRun:
+    def finish(self, *, deadline_s: float = DEADLINE_S) -> FinishedRun:
         """Waits for the end, and asserts that no process, no shared memory and no temporary folder is left."""
-        code = self._process.wait(DEADLINE_S)
+        code = self._process.wait(deadline_s)
         deadline = time.monotonic() + GONE_S
         while self.processes() and time.monotonic() < deadline:
             time.sleep(POLL_S)
@@ -209,10 +209,10 @@ class LiveRun:
         return list(Path("/dev/shm").glob(f"relax-{self._process.pid}-*"))
 
 
-def run_to_end(folder: Path, *overrides: str) -> FinishedRun:
+def run_to_end(folder: Path, *overrides: str, deadline_s: float = DEADLINE_S) -> FinishedRun:
     """Runs `python -m relax_core` with these overrides and waits for it."""
     with LiveRun(folder, *overrides) as live:
-        return live.finish()
+        return live.finish(deadline_s=deadline_s)
 
 
 def _actor_steps(folder: Path) -> Mapping[int, dict[str, float]]:

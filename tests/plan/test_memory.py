@@ -35,6 +35,14 @@ def test_the_demos_trainer_by_hand() -> None:
     assert backward["logits chunk"] == (1024 * plan.model.vocabulary + plan.model.vocabulary * 64) * FLOAT
 
 
+def test_large_groups_need_no_mask_on_a_cpu() -> None:
+    """3 groups of 17 + 16 x 63 rows: 1025^2 pairs each with a mask, 17^2 / 2 + 17 x 1008 + 16 x 63^2 / 2 without."""
+    long = ["rollout.max_new_tokens=64", "rollout.prompts_per_step=4"]
+    assert phase(make_plan(load_config(long)), "actor", "backward")["attention mask"] == 0
+    on_two = make_plan(load_config([*long, "parallel.cp=2"]))
+    assert phase(on_two, "actor", "backward")["attention mask"] == 3 * 1025 * 1025 * FLOAT // 2
+
+
 def test_a_bfloat16_model_has_a_float32_copy() -> None:
     plan = make_plan(load_config(["model.dtype=bfloat16", "parallel.dp=2", "parallel.distributed_optimizer=true"]))
     optimizer = phase(plan, "actor", "optimizer")

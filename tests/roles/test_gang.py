@@ -70,6 +70,7 @@ def start(peers: list[Any], count: int, **fails: str) -> list[tuple[str, Any]]:
 
     remote: Any = ray.remote(num_cpus=0)(Peer)
     peers += [remote.remote(rank, fails=fails.get(f"rank_{rank}", "")) for rank in range(1, count + 1)]
+    ray.get([peer.seen.remote() for peer in peers])  # all are there
     return [(f"actor-{rank}", peer) for rank, peer in enumerate(peers, start=1)]
 
 

@@ -30,7 +30,6 @@ CHAINS: dict[str, tuple[str, str, str, list[dict[str, Any]]]] = {
             {"tp": 2, "pp": 2} | PLAIN,
             {"pp": 2, "vpp": 2, "dp": 2} | DIVIDED,
             {"tp": 2, "cp": 2} | DIVIDED,
-            {"dp": 4} | DIVIDED,
         ],
     ),
     "tied": (

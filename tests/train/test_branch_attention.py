@@ -26,10 +26,10 @@ def masked_and_planned(
     """Output and the three gradients, by the masked grid and by the plan; ``pads``: rows behind the stream."""
     rows = len(layout.token_ids)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(branch_attention, "_PLAN_PAIRS", 10**12)
+        patch.setattr(branch_attention, "MASKLESS_SAVES_PAIRS", 10**12)
         tree = TreeBatch.of(layout, device=torch.device("cpu"), dtype=dtype, rows=rows + pads)
         assert tree.plan is None
-        patch.setattr(branch_attention, "_PLAN_PAIRS", -(10**12))
+        patch.setattr(branch_attention, "MASKLESS_SAVES_PAIRS", -(10**12))
         plan = BranchPlan.of(layout, dtype=dtype)
         assert plan is not None
     random = torch.Generator().manual_seed(seed)
@@ -93,7 +93,7 @@ def test_every_row_is_once_in_a_causal_range_and_branches_see_their_prompts() ->
     """Pairs by hand: prompts 4 and 6, branches 2 and 5; 3 alone, so it goes on its prompt's range."""
     layout = pack_tree(make_groups([[3, 6], [4], [1, 1]], prompt_lengths=[4, 6, 2]))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(branch_attention, "_PLAN_PAIRS", -(10**12))
+        patch.setattr(branch_attention, "MASKLESS_SAVES_PAIRS", -(10**12))
         patch.setattr(branch_attention, "_LONE_PAIRS", 1)  # each range a call of its own
         plan = BranchPlan.of(layout, dtype=torch.float32)
     assert plan is not None

@@ -223,19 +223,16 @@ def run_ranks(arguments: list[tuple[str, ...]], *, folder: Path, output: Path) -
     return [(process.returncode, error) for process, error in zip(ranks, errors, strict=True)]
 
 
-def test_two_ranks_go_on_to_the_bit_and_one_rank_can_read_them(folder: Path, tmp_path: Path) -> None:
+def test_two_ranks_go_on_to_the_bit(folder: Path, tmp_path: Path) -> None:
     checkpoint = str(tmp_path / "checkpoint")
     weights = {}
-    for name, ranks in (("save", 2), ("load", 2), ("one", 1)):
-        what = "save" if name == "save" else "load"
-        output = tmp_path / f"{name}.safetensors"
-        ended = run_ranks([("1", checkpoint, what)] * ranks, folder=folder, output=output)
-        assert [status for status, _ in ended] == [0] * ranks, ended
-        weights[name] = load_file(output)
-        assert ("random streams start anew" in ended[0][1]) == (ranks == 1)
+    for what in ("save", "load"):
+        output = tmp_path / f"{what}.safetensors"
+        ended = run_ranks([("1", checkpoint, what)] * 2, folder=folder, output=output)
+        assert [status for status, _ in ended] == [0, 0], ended
+        weights[what] = load_file(output)
+        assert "random streams start anew" not in ended[0][1]
     assert_same_bits(weights["load"], weights["save"])
-    for name, tensor in weights["one"].items():
-        torch.testing.assert_close(tensor, weights["save"][name], atol=1e-6, rtol=0, msg=name)
 
 
 def test_a_missing_rank_is_named(folder: Path, tmp_path: Path) -> None:

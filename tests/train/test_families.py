@@ -137,6 +137,20 @@ def test_experts_compute_what_transformers_does(tmp_path: Path, normalised: bool
     assert reference.config.norm_topk_prob is normalised
 
 
+def test_names_of_a_build_with_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its linear layers hold the norm before them, but a router has none; a grouped GEMM has a layer's experts."""
+    from relax_core.train import specs
+
+    norm, mlp = "decoder.layers.3.input_layernorm.weight", "decoder.layers.3.pre_mlp_layernorm.weight"
+    expert = "decoder.layers.3.mlp.experts.local_experts.11.linear_fc2.weight"
+    assert [specs.parameter_name(name, experts=True) for name in (norm, mlp, expert)] == [norm, mlp, expert]
+    monkeypatch.setattr(specs, "has_transformer_engine", lambda: True)
+    assert specs.parameter_name(norm, experts=True) == "decoder.layers.3.self_attention.linear_qkv.layer_norm_weight"
+    assert specs.parameter_name(mlp, experts=True) == mlp
+    assert specs.parameter_name(mlp, experts=False) == "decoder.layers.3.mlp.linear_fc1.layer_norm_weight"
+    assert specs.parameter_name(expert, experts=True) == "decoder.layers.3.mlp.experts.linear_fc2.weight11"
+
+
 def test_experts_of_either_spelling(tmp_path: Path) -> None:
     make_models(tmp_path)
     family, new = read_model(tmp_path / "moe", "qwen3_moe")

@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from relax_core.config.schema import WeightTransportName
-from relax_core.contracts.engine import SamplingParams
+from relax_core.contracts.engine import SamplingParams, TensorSpec, WeightManifest
 from relax_core.engines.client import EngineClient
 from relax_core.weights.publisher import WEIGHTS, SyncReport, WeightPublisher, read_latest
 from relax_core.weights.transports.build import build_transport
+from relax_core.weights.transports.collective import buckets
 from tests.contracts.engine.harness import (
     LONG,
     TOKEN,
@@ -122,6 +125,28 @@ def test_what_runs_goes_on_under_the_new_version(
     assert [int(span["version"]) for span in spans] == [before, before + 1]
     assert spans[0]["end"] == spans[1]["start"] and changed > 0
     publisher.close()
+
+
+@given(st.lists(st.integers(0, 40), max_size=30), st.integers(1, 64))
+def test_buckets_hold_every_tensor_once_and_no_more_than_fits(sizes: list[int], bucket_bytes: int) -> None:
+    offsets = [sum(sizes[:place]) for place in range(len(sizes))]
+    specs = [
+        TensorSpec(name=str(place), dtype="uint8", shape=[size], offset=offset, nbytes=size)
+        for place, (size, offset) in enumerate(zip(sizes, offsets, strict=True))
+    ]
+    manifest = WeightManifest(
+        version=0,
+        path="",
+        data_offset=0,
+        total_bytes=sum(sizes),
+        bucket_bytes=bucket_bytes,
+        digests=[],
+        digest="",
+        tensors=specs,
+    )
+    found = list(buckets(manifest))
+    assert [spec for bucket in found for spec in bucket] == specs
+    assert all(len(bucket) == 1 or sum(spec.nbytes for spec in bucket) <= bucket_bytes for bucket in found)
 
 
 @pytest.mark.sglang

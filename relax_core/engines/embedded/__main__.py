@@ -38,14 +38,14 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _listen(host: str, port: int, *, beyond_loopback: bool) -> socket.socket:
+def _bind(host: str, port: int, *, beyond_loopback: bool) -> socket.socket:
+    """Takes the port; the server listens once it can answer, so that nobody waits on an engine that is starting."""
     if not beyond_loopback and host != "localhost" and not ipaddress.ip_address(host).is_loopback:
         raise ValueError(f"--host {host}: not a loopback address; give 127.0.0.1, or add --beyond-loopback")
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        listener.listen(1024)
     except OSError as error:
         raise ValueError(f"--port {port} on {host}: {error.strerror}; end its owner or choose another port") from error
     return listener
@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _arguments(argv)
     _end_with_stdin()
     try:
-        listener = _listen(arguments.host, arguments.port, beyond_loopback=arguments.beyond_loopback)
+        listener = _bind(arguments.host, arguments.port, beyond_loopback=arguments.beyond_loopback)
         from relax_core.engines.embedded.assembly import build_app
 
         app, scheduler = build_app(arguments)

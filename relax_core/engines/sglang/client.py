@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ class _Held:
     """Prompts of one call that wait for weights, and what is on its way of them after that."""
 
     prompts: dict[int, PromptRequest]  # place in the caller's burst → prompt
+    version: int = UNKNOWN_VERSION  # of the server when they were sent
     aborted: set[str] = field(default_factory=set)
     sent: list[SampleRequest] = field(default_factory=list)
 
@@ -106,28 +108,52 @@ class SglangClient(SglangWeightCalls, EngineClient):
     async def _generate_from(
         self, version: int, prompts: dict[int, PromptRequest], params: SamplingParams
     ) -> AsyncIterator[Generated]:
-        """Holds the prompts until the server has weights ``version``, then asks for all of them at one time."""
+        """Holds the prompts until the server has weights ``version``, then asks for all of them at one time. A sample
+        whose prompt was partly read from the cache of older weights is asked for again: its log-probs are nobody's."""
         call = _Held(prompts)
         self._calls.append(call)
         try:
-            async for one in self._hold(call, version, params):
-                yield one
-            if not call.prompts:
-                return
-            places, chosen = list(call.prompts), list(call.prompts.values())
-            call.sent = sample_requests(chosen, n=params.n)
-            body = sglang_body(chosen, call.sent, params, version=self._version, seeds=self._seeds)
-            reader = EventReader(chosen, n=params.n, places=[(one.prompt, one.sample) for one in call.sent])
-            read = lambda response: self._events(response, reader)  # noqa: E731
-            async for one in self._streamed(body, read, expected=len(call.sent)):
-                yield msgspec.structs.replace(one, prompt=places[one.prompt])
+            while call.prompts:
+                async for one in self._hold(call, version, params):
+                    yield one
+                again: dict[int, list[int]] = defaultdict(list)
+                async for one, mixed in self._ask(call, params):
+                    if not mixed:
+                        yield one
+                    elif call.prompts[one.prompt].rid in call.aborted:
+                        yield _never_sent(call.prompts[one.prompt], one.prompt, one.sample)
+                    else:
+                        again[one.prompt].append(one.sample)
+                call.prompts = {
+                    place: msgspec.structs.replace(call.prompts[place], samples=samples)
+                    for place, samples in again.items()
+                }
         finally:
             self._calls.remove(call)
 
+    async def _ask(self, call: _Held, params: SamplingParams) -> AsyncIterator[tuple[Generated, bool]]:
+        """One request for everything in the call; with each response, whether other weights made its prompt's cache."""
+        if not call.prompts:
+            return
+        places, chosen = list(call.prompts), list(call.prompts.values())
+        call.sent = sample_requests(chosen, n=params.n)
+        body = sglang_body(chosen, call.sent, params, version=call.version, seeds=self._seeds)
+        reader = EventReader(chosen, n=params.n, places=[(one.prompt, one.sample) for one in call.sent])
+        async for one in self._streamed(body, lambda response: self._events(response, reader), expected=len(call.sent)):
+            cached = reader.cached_tokens.pop((one.prompt, one.sample), 0)
+            newer = bool(one.weight_versions) and one.weight_versions[0].version > call.version
+            yield msgspec.structs.replace(one, prompt=places[one.prompt]), newer and cached > 0
+
     async def _hold(self, call: _Held, version: int, params: SamplingParams) -> AsyncIterator[Generated]:
         """Returns when the version is in; yields what was aborted before."""
-        wait_s = FIRST_LOOK_S
+        wait_s, deadline = FIRST_LOOK_S, time.monotonic() + self._request_timeout_s
+        call.sent = []
         while (found := await self._weight_version()) < max(version, 0):
+            if time.monotonic() > deadline:
+                raise EngineUnreachable(
+                    f"engine {self.url}: weights {found} are still in force after {self._request_timeout_s:.0f} s; "
+                    f"prompts wait for {version}"
+                )
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LAST_LOOK_S)
             for place in [place for place, prompt in call.prompts.items() if prompt.rid in call.aborted]:
@@ -136,7 +162,7 @@ class SglangClient(SglangWeightCalls, EngineClient):
                     yield _never_sent(prompt, place, sample)
             if not call.prompts:
                 return
-        self._version = found
+        call.version = found
 
     async def _weight_version(self) -> int:
         try:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from relax_core.config.schema import WeightTransportName
-from relax_core.contracts.engine import SamplingParams
+from relax_core.contracts.engine import Generated, SamplingParams
 from relax_core.weights.publisher import WEIGHTS, SyncReport, WeightPublisher
 from relax_core.weights.transports.build import build_transport
 from tests.contracts.engine.harness import (
@@ -101,8 +104,6 @@ def test_the_same_version_again_is_not_loaded_again(engine_back: Engine, tmp_pat
 @sglang_only
 def test_two_senders_of_one_version_do_not_disturb_each_other(engine_back: Engine, tmp_path: Path) -> None:
     """The trainer's push and the owner's catching up may come at the same time."""
-    from concurrent.futures import ThreadPoolExecutor
-
     version = engine_back.version + 1
     manifest = publish(make_model(None, seed=version), tmp_path / "both", version=version)
     with ThreadPoolExecutor() as pool:
@@ -120,3 +121,36 @@ def test_a_session_that_was_left_open_is_closed_by_the_next_sender(engine_back: 
     version = engine_back.version + 1
     engine_back.client.update_weights(publish(make_model(None, seed=version), tmp_path / "next", version=version))
     serves(engine_back, version)
+
+
+@sglang_only
+def test_a_prompt_that_the_change_overtakes_is_not_read_from_the_old_cache(
+    engine_back: Engine, tmp_path: Path, wait_until: Callable[..., None]
+) -> None:
+    """It is sent under one version, waits in the paused server, and is prefilled under the next, with its tokens in the
+    cache of the first."""
+    engine, before = engine_back, engine_back.version
+    engine.generate(prompts_of(PROMPT), SamplingParams(max_new_tokens=2))  # fills the cache
+    manifest = publish(make_model(None, seed=before + 1), tmp_path / "next", version=before + 1)
+    engine.client.pause("in_place")
+    client = engine.new_client()
+
+    async def collect() -> list[Generated]:
+        try:
+            return [one async for one in client.generate(prompts_of(PROMPT), SamplingParams(n=4, max_new_tokens=6))]
+        finally:
+            await client.aclose()
+
+    with ThreadPoolExecutor() as pool:
+        overtaken = pool.submit(asyncio.run, collect())
+        wait_until(lambda: any(call.sent for call in client._calls), what="the request")
+        time.sleep(0.3)  # it is on its way to the server, which tells nobody of what it has not let in
+        engine.client.update_weights(manifest)
+        responses = overtaken.result(60)
+    model = make_model(None, seed=before + 1)
+    for one in responses:
+        with torch.no_grad():
+            logits = model(torch.tensor([PROMPT + one.output_ids])).logits[0, len(PROMPT) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor(one.output_ids)[:, None])[:, 0]
+        assert float((expected - torch.tensor(one.logprobs)).abs().max()) <= 2e-5
+        assert [span.version for span in one.weight_versions] == [before + 1]

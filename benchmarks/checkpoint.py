@@ -1,0 +1,118 @@
+"""What a checkpoint costs the train step: its copy in host memory, against its write.
+
+    python -m benchmarks.checkpoint [--width 640] [--layers 16] [--repeats 5]
+
+One float32 rank, a random Qwen3. ``run.async_save=true`` makes the step wait for the copy, false for both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
+
+import numpy as np
+
+from relax_core.config.compose import compose, typed_config
+from relax_core.contracts.train import TrainGroup
+from relax_core.registry import find_algorithm
+
+VOCABULARY = 8192
+
+
+def make_model(folder: Path, *, width: int, layers: int) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    heads = width // 64
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        head_dim=64,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+
+
+def trained(folder: Path) -> Any:
+    """A back end after one step, so that the optimizer has its state."""
+    from relax_core.train.backend import MegatronBackend
+    from relax_core.train.rank import RankSetup
+
+    config = typed_config(compose([]))
+    setup = RankSetup(
+        model_folder=folder,
+        family="qwen3",
+        parallel=config.parallel,
+        optimizer=config.optimizer,
+        total_steps=1,
+        dtype="float32",
+        algorithm=find_algorithm(config.algo.name),
+        knobs=config.algo,
+        rank=0,
+        world_size=1,
+        store_address="127.0.0.1:0",
+        timeout_s=600.0,
+        seed=0,
+    )
+    backend = MegatronBackend(setup, temperature=1.0)
+    tokens = np.ones(8, dtype=np.float32)
+    backend.begin_step(0)
+    backend.accumulate(
+        [
+            TrainGroup(
+                group_uid="g",
+                prompt_ids=np.arange(4, dtype=np.int32),
+                lengths=np.array([4, 4]),
+                response_ids=np.arange(8, dtype=np.int32),
+                loss_mask=tokens > 0,
+                rollout_logprobs=-tokens,
+                advantages=tokens,
+            )
+        ]
+    )
+    backend.finish_step()
+    return backend
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=640)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--repeats", type=int, default=5)
+    words = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        make_model(folder / "model", width=words.width, layers=words.layers)
+        backend = trained(folder / "model")
+        copies, writes = [], []
+        for repeat in range(words.repeats):
+            began = time.perf_counter()
+            backend.copy_state()
+            copied = time.perf_counter()
+            backend.write_copy(folder / str(repeat))
+            copies.append(1e3 * (copied - began))
+            writes.append(1e3 * (time.perf_counter() - copied))
+        began = time.perf_counter()
+        backend.load(folder / "0")
+        loaded = 1e3 * (time.perf_counter() - began)
+        size = sum(file.stat().st_size for file in (folder / "0").iterdir())
+    parameters = sum(parameter.numel() for parameter in backend.model.parameters())
+    print(f"{parameters / 1e6:.0f} M parameters, {size / 1e9:.2f} GB a checkpoint; medians of {words.repeats}")
+    print(f"copy   {statistics.median(copies):8.0f} ms   run.async_save=true: the step waits for this")
+    print(f"write  {statistics.median(writes):8.0f} ms   false: and for this; digests and fsync come on top")
+    print(f"load   {loaded:8.0f} ms")
+
+
+if __name__ == "__main__":
+    main()

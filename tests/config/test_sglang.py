@@ -1,0 +1,63 @@
+"""What engine=sglang refuses before anything starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from relax_core.config.compose import load_config
+from relax_core.config.errors import ConfigError
+from relax_core.preflight import sglang_version_problems
+
+SGLANG = ["engine=sglang", "engine.urls=[http://127.0.0.1:30000]"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["+engine.flags.tp_size=2"], "engine.flags={'tp_size': 2} is a key of engine=sglang only"),
+        (["engine.python=/x"], "engine.python=/x is a key of engine=sglang only"),
+        (["engine=sglang", "engine.python=/nowhere"], "engine.python=/nowhere: no such interpreter"),
+        (["engine=sglang", "+engine.flags.tp_size=2"], "engine.flags.tp_size: Relax sets this flag itself"),
+        (["engine=sglang", "+engine.flags.api-key=x"], "it is the run's token"),
+        (["engine=sglang", "engine.token_file=/x"], "engine.token_file=/x: it is the key of servers that engine.urls"),
+        ([*SGLANG, "engine.count=2"], "engine.urls names 1 servers. Use engine.count=1"),
+        (["engine=sglang", "engine.urls=[localhost]"], "engine.urls: localhost is no address of a server"),
+        ([*SGLANG, "engine.mem_fraction=0.5"], "engine.mem_fraction=0.5 with engine.urls"),
+        ([*SGLANG, "engine.mem_fraction=1.5"], "engine.mem_fraction=1.5: must be more than 0 and less than 1"),
+        ([*SGLANG, "rollout.top_p=0.9"], "Add rollout.top_k=2048, or use rollout.top_p=1"),
+        ([*SGLANG, "rollout.top_k=5000"], "rollout.top_k=5000 with engine=sglang: at most 4096"),
+        ([*SGLANG, "engine.weight_transport=gloo"], "those servers have no loader of Relax's"),
+        ([*SGLANG, "engine.admission_window_ms=2"], "engine.admission_window_ms=2: SGLang has none"),
+    ],
+)
+def test_it_is_said_with_the_fix(overrides: list[str], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        load_config(overrides)
+    assert words in str(refusal.value)
+
+
+def test_a_key_that_others_may_read_is_refused(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("secret")
+    key.chmod(0o644)
+    with pytest.raises(ConfigError, match=r"others may read it. Run chmod 600"):
+        load_config([*SGLANG, f"engine.token_file={key}"])
+    key.chmod(0o600)
+    assert load_config([*SGLANG, f"engine.token_file={key}"]).engine.token_file == str(key)
+
+
+def test_truncation_with_a_finite_top_k_is_taken() -> None:
+    assert load_config([*SGLANG, "rollout.top_p=0.9", "rollout.top_k=50"]).rollout.top_k == 50
+
+
+def test_an_interpreter_without_sglang_is_said(tmp_path: Path) -> None:
+    fake = tmp_path / "python"
+    fake.write_text("#!/bin/sh\nexit 1\n")
+    fake.chmod(0o755)
+    (problem,) = sglang_version_problems(load_config(["engine=sglang", f"engine.python={fake}"]))
+    assert "has no SGLang" in problem and "make sglang-cpu" in problem
+    fake.write_text("#!/bin/sh\necho 0.4.1\n")
+    (problem,) = sglang_version_problems(load_config(["engine=sglang", f"engine.python={fake}"]))
+    assert "SGLang 0.4.1 is not supported. Install 0.5.23" in problem

@@ -1,0 +1,32 @@
+"""The demo on the real SGLang server: it learns as on the embedded engine, and a server that is killed comes back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.contracts.engine.harness import SGLANG_PYTHON
+from tests.integration.live_run import LiveRun, run_to_end
+
+pytestmark = [pytest.mark.sglang, pytest.mark.integration]
+SGLANG = ("engine=sglang", f"engine.python={SGLANG_PYTHON}")
+GAP = 1e-4  # largest log-prob difference of engine and trainer on a token of the newest weights, fp32
+
+
+def test_the_demo_reaches_the_embedded_engines_reward(tmp_path: Path) -> None:
+    run = run_to_end(tmp_path / "demo", *SGLANG, deadline_s=900.0)
+    assert run.code == 0, run.output
+    assert run.summary["reward"]["last"] >= 0.97 and run.summary["eval"][-1]["exact"] >= 0.97
+    assert run.summary["logprob_gap"]["tokens"] > 1000 and run.summary["logprob_gap"]["max"] < GAP
+    run.assert_books_closed()
+
+
+def test_a_server_that_is_killed_comes_back_with_the_newest_weights(tmp_path: Path) -> None:
+    with LiveRun(tmp_path / "kill", *SGLANG, "run.steps=40", "run.heartbeat_timeout_s=60") as run:
+        run.wait_step(10)
+        run.kill("sglang/server.py")
+        done = run.finish()
+    assert done.code == 0, done.output
+    assert len(done.steps()) == 40
+    done.assert_books_closed()
