@@ -48,7 +48,7 @@ run-sglang: env sglang-cpu
 	$(BIN)/python -m relax_core engine=sglang engine.python=$(SGLANG)/bin/python $(ARGS)
 
 test-sglang: test-env sglang-cpu
-	@$(BIN)/python -m pytest -q -m "sglang and not slow" tests $(ARGS)
+	@$(BIN)/python -m pytest -q -m "sglang and not slow" -o faulthandler_timeout=600 tests $(ARGS)
 
 lint: test-env
 	$(BIN)/ruff check .

@@ -159,7 +159,7 @@ class EngineClient(WeightCalls):
 
     # -- control ----------------------------------------------------------------------------------------------------
     def ready(self) -> bool:
-        """True where the engine answers; raises EngineUnreachable where it does not."""
+        """True where the engine answers, as the embedded one does at all times; raises EngineUnreachable where not."""
         self._call("GET", "/ready")
         return True
 

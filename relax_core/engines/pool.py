@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +31,8 @@ def engine_name(engine: int) -> str:
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Burst:
     """One `generate`. ``events``: prompts that are complete, None for one that was given up, or the error that nobody
-    here can mend. ``again``: prompts whose samples have all come back, some of them aborted."""
+    here can mend. ``again``: prompts whose samples have all come back, some of them aborted. ``silent_since``: engine →
+    when it was first lost without a response since."""
 
     params: SamplingParams
     on_end: OnEnd | None
@@ -38,6 +40,7 @@ class _Burst:
     events: asyncio.Queue[OpenPrompt | Exception | None] = field(default_factory=asyncio.Queue)
     again: list[OpenPrompt] = field(default_factory=list)
     tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    silent_since: dict[int, float] = field(default_factory=dict)
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(self._guarded(work))
@@ -71,6 +74,7 @@ class EnginePool:
     ) -> None:
         self._count = count
         self._client_for = client_for
+        self._patience_s = patience_s
         self._router = Router(count, by_load=by_load)
         self._watch = EngineWatch(count, client_for, patience_s=patience_s, max_lag=max_lag, lag_s=lag_s)
         self._open: dict[str, tuple[OpenPrompt, _Burst]] = {}  # by rid
@@ -169,12 +173,18 @@ class EnginePool:
         except EngineUnreachable as error:
             log.warning("%s is lost, what it owed is asked again: %s", engine_name(engine), error)
             self._watch.lost(engine, error)
+            silent_s = time.monotonic() - burst.silent_since.setdefault(engine, time.monotonic())
+            if silent_s > self._patience_s:  # it comes back each time, and never gets anywhere
+                raise EngineUnreachable(
+                    f"{engine_name(engine)} has answered nothing for {silent_s:.1f} s; last: {error}"
+                ) from error
             owed = [prompt for prompt in prompts if not prompt.closed and prompt.asked]
             for prompt in owed:
                 self._lose(prompt)
             self._send(burst, owed)
 
     def _take(self, burst: _Burst, prompt: OpenPrompt, one: Generated, engine: int) -> None:
+        burst.silent_since.pop(engine, None)
         prompt.take(one)
         self._router.came_back(engine, prompt.cost)
         if one.weight_versions:

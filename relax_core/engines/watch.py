@@ -65,13 +65,13 @@ class EngineWatch:
     async def _probe(self, engine: int) -> None:
         loss = self._down[engine]
         while True:
+            await asyncio.sleep(PROBE_S)
             try:
                 client = await self._client_for(engine, True)
                 await asyncio.to_thread(client.ready)
                 break
             except EngineError as error:
                 loss.error = error
-                await asyncio.sleep(PROBE_S)
         del self._down[engine]
         self._some_up.set()
 

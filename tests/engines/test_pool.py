@@ -153,7 +153,6 @@ def test_what_a_killed_engine_owed_is_redone_and_nothing_else(start_engine: Call
     assert parts, "no group was in the middle"
     assert all(0 < len(samples) < 4 for samples in parts.values() if samples)
     assert {engine for engine, prompt in directory.requests if prompt.samples is not None} == {0}
-    assert (1, True) in directory.asked  # its owner is asked where it is now
 
 
 def test_a_killed_engine_in_mid_generation_is_asked_anew(start_engine: Callable[..., Engine], tmp_path: Path) -> None:
@@ -337,3 +336,26 @@ def test_a_refusal_is_not_retried(start_engine: Callable[..., Engine]) -> None:
         generate(directory, prompts_of([5] * (CONTEXT + 1)), SHORT)
     assert not isinstance(refusal.value, EngineUnreachable)
     assert directory.asked == [(0, False)]
+
+
+def test_an_engine_that_is_up_but_never_gets_anywhere_is_given_up(start_engine: Callable[..., Engine]) -> None:
+    """Its health says yes, its answers break off: that is not tried for ever."""
+    first = start_engine()
+    directory = Directory(first)
+
+    async def breaks_off(*args: Any, **options: Any) -> AsyncIterator[Generated]:
+        raise EngineUnreachable("hung up after 0 of 3 responses")
+        yield
+
+    async def client_for(engine: int, fresh: bool) -> EngineClient:
+        client = await directory.client_for(engine, fresh)
+        client.generate = breaks_off  # type: ignore[method-assign]
+        return client
+
+    async def scene() -> None:
+        pool = EnginePool(1, client_for, patience_s=0.5)
+        with pytest.raises(EngineUnreachable, match=r"engine-0 has answered nothing for 0\.\d s; last: hung up"):
+            await _collect(pool.generate(prompts_of([5]), SHORT, places=[0]))
+
+    asyncio.run(scene())
+    assert 2 <= directory.asked.count((0, True)) <= 6, "it was tried again, and not in a hot loop"

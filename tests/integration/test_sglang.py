@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from relax_core.config.compose import load_config
+from relax_core.engines.process import EngineLaunch, EngineProcess
+from relax_core.tools.make_tiny import tiny_model_folder
 from tests.contracts.engine.harness import SGLANG_PYTHON
 from tests.integration.live_run import LiveRun, run_to_end
 
@@ -30,3 +33,32 @@ def test_a_server_that_is_killed_comes_back_with_the_newest_weights(tmp_path: Pa
     assert done.code == 0, done.output
     assert len(done.steps()) == 40
     done.assert_books_closed()
+
+
+def test_a_server_of_somebody_elses_is_met_by_its_address_and_left_running(tmp_path: Path) -> None:
+    config = load_config([*SGLANG, "engine.context_length=64"])
+    (tmp_path / "key").touch(mode=0o600)
+    (tmp_path / "key").write_text("key-of-the-server")
+    process = EngineProcess.start(
+        EngineLaunch(
+            model_folder=tiny_model_folder("tiny_qwen3", task="reverse_digits"),
+            engine=config.engine,
+            dtype="float32",
+            token_file=tmp_path / "key",
+            log_file=tmp_path / "engine.log",
+        )
+    )
+    try:
+        run = run_to_end(
+            tmp_path / "attached",
+            "engine=sglang",
+            f"engine.urls=[{process.url}]",
+            f"engine.token_file={tmp_path / 'key'}",
+            "run.steps=20",
+        )
+        assert run.code == 0, run.output
+        assert run.summary["logprob_gap"]["tokens"] > 0 and run.summary["logprob_gap"]["max"] < GAP
+        run.assert_books_closed()
+        assert process.poll() is None
+    finally:
+        process.stop(timeout_s=10.0)

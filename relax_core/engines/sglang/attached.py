@@ -17,11 +17,13 @@ def meet_server(client: EngineClient, *, timeout_s: float) -> str:
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            client.ready()
-            break
+            if client.ready():
+                break
+            words = f"engine {client.url} is not ready"
         except EngineUnreachable as error:
-            if time.monotonic() > deadline:
-                raise EngineError(f"engine.urls: no answer for {timeout_s:g} s: {error}") from error
+            words = str(error)
+        if time.monotonic() > deadline:
+            raise EngineError(f"engine.urls: no server for {timeout_s:g} s: {words}")
         time.sleep(RETRY_S)
     version = str(client.server_info().get("version", "of no known version"))
     if (problem := version_problem(version)) is not None:

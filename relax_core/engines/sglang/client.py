@@ -174,6 +174,13 @@ class SglangClient(SglangWeightCalls, EngineClient):
             raise EngineUnreachable(f"engine {self.url} /model_info: {type(error).__name__}: {error}") from error
 
     # -- control ------------------------------------------------------------------------------------------------------
+    def ready(self) -> bool:
+        """True where it would take prompts now. False is an answer too: it is paused, or takes weights."""
+        status, data = self._answer("GET", "/ready", None, timeout_s=self._control_timeout_s)
+        if status not in (200, 503):
+            raise self._refusal("/ready", status, data)
+        return status == 200
+
     def model_info(self) -> dict[str, Any]:
         """``weight_version`` is -1 until weights of ours are in."""
         info = super().model_info()

@@ -133,6 +133,7 @@ def test_a_prompt_that_the_change_overtakes_is_not_read_from_the_old_cache(
     engine.generate(prompts_of(PROMPT), SamplingParams(max_new_tokens=2))  # fills the cache
     manifest = publish(make_model(None, seed=before + 1), tmp_path / "next", version=before + 1)
     engine.client.pause("in_place")
+    assert not engine.client.ready(), "alive, and not to be asked"
     client = engine.new_client()
 
     async def collect() -> list[Generated]:
