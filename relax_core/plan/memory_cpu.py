@@ -29,6 +29,7 @@ from relax_core.registry import find_reward
 from relax_core.train.layout_arithmetic import forward_parallel, one_rank, world_size
 
 TRAINER, ENGINE = 435, 256
+SGLANG = 1450  # of its three processes on a CPU (docs/sglang.md)
 BASES = {  # MiB
     "supervisor": 38,
     "controller": 216,
@@ -151,7 +152,8 @@ def _forward(
 
 def _engine(name: str, config: RelaxConfig, model: ModelDimensions, work: Workload, *, count: int) -> Holder:
     size = engine_bytes(config)
-    state = {"imports": ENGINE * MIB, "weights": model.parameters * size}
+    imports = SGLANG if config.engine.name == "sglang" else ENGINE
+    state = {"imports": imports * MIB, "weights": model.parameters * size}
     serving = {
         f"KV cache ({cache_tokens(config, work)} tokens)": cache_tokens(config, work)
         * model.cache_values_per_token
@@ -172,6 +174,8 @@ def _engine(name: str, config: RelaxConfig, model: ModelDimensions, work: Worklo
 def cache_tokens(config: RelaxConfig, work: Workload) -> int:
     """Tokens of the engine's KV cache once it has grown: a rectangle whose columns double, within its budget."""
     engine, columns = config.engine, FIRST_COLUMNS
+    if engine.name == "sglang":
+        return engine.max_total_tokens  # it takes all of it at its start
     while columns < work.sample_tokens:
         columns *= 2
     return min(work.samples_in_flight * min(columns, engine.context_length), engine.max_total_tokens)

@@ -24,7 +24,7 @@ OK = {"input_ids": [5, 6]}
         ({"input_ids": ["a"]}, "input_ids"),
         ({"text": "hello", **OK}, "text='hello'"),
         ({"stram": True, **OK}, "stram"),
-        ({"return_routed_experts": True, **OK}, "return_routed_experts=True"),
+        ({"return_routed_experts": True, **OK}, "return_routed_experts=true: the model has no experts"),
         ({"sampling_params": {"temprature": 1.0}, **OK}, "temprature"),
         ({"sampling_params": {"temperature": -1.0}, **OK}, "sampling_params.temperature: -1.0"),
         ({"sampling_params": {"top_p": 0.0}, **OK}, "sampling_params.top_p: 0.0"),
