@@ -45,7 +45,7 @@ class Row:
         """The balancing loss is a micro-batch's: it is the same only where the layout leaves micro-batches whole."""
         if self.family == DENSE:
             return "tree", "plain"
-        whole = self.trainable and not {"dp", "pp"} & self.layout.keys()
+        whole = self.trainable and "dp" not in self.layout
         return ("tree", "plain", "replay", "balanced") if whole else ("tree", "plain", "replay")
 
     @property
@@ -73,6 +73,7 @@ ROWS = (
     Row(name="PP2", layout={"pp": 2}),
     Row(name="PP2, VPP2", layout={"pp": 2, "vpp": 2}),
     Row(name="PP2, VPP2, full recompute", layout={"pp": 2, "vpp": 2, **_recompute("full")}),
+    Row(name="PP2, VPP2, experts", layout={"pp": 2, "vpp": 2}, family=EXPERTS),
     Row(name="CP2", layout={"cp": 2}),
     Row(name="CP2, distributed optimizer, overlap", layout={"cp": 2, **OVERLAP}),
     Row(name="EP2", layout={"dp": 2, "ep": 2}, family=EXPERTS),

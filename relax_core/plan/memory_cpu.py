@@ -26,7 +26,7 @@ from relax_core.plan.models import teacher_dimensions
 from relax_core.plan.trainer_share import activation_terms, forward_terms, share_of, state_terms
 from relax_core.plan.workload import Workload
 from relax_core.registry import find_reward
-from relax_core.train.layout_arithmetic import forward_parallel, one_rank, world_size
+from relax_core.train.layout_arithmetic import critic_parallel, forward_parallel, one_rank, world_size
 
 TRAINER, ENGINE = 435, 256
 SGLANG = 1450  # of its three processes on a CPU (docs/sglang.md)
@@ -68,7 +68,7 @@ def cpu_holders(
         holders.append(_plain("TransferQueue process", QUEUE_PROCESS, count=1 + config.bus.storage_units))
     holders.append(_trainer("actor", config, config.parallel, model, work, publishes=True))
     if needs.critic:
-        holders.append(_trainer("critic", config, one_rank(config.parallel), model, work, publishes=False))
+        holders.append(_trainer("critic", config, critic_parallel(config.parallel), model, work, publishes=False))
     for role, layout in gang_layouts(config).items():
         if role != "actor":
             parallel = forward_parallel(config.parallel, layout)

@@ -148,7 +148,7 @@ class ActorWorker(Worker):
         while remaining:
             if lease is None:
                 request = self._request(step, remaining)
-                lease = _timed(clock, "wait_ms", partial(self._lease, request))
+                lease = _timed(clock, "wait_ms", partial(self._lease, request, may_stop=not updates.made))
             if self._time_sharing:
                 _timed(clock, "sync_ms", lambda: self._tell_engines(lambda client: client.release_memory()))
             remaining -= len(lease.rows)
@@ -181,14 +181,15 @@ class ActorWorker(Worker):
             lease_s=self._config.bus.lease_s,
         )
 
-    def _lease(self, request: LeaseRequest) -> Lease:
-        """Waits in slices, so that a stop is heard; past ``run.stall_timeout_s`` the bus says who owes the rows."""
+    def _lease(self, request: LeaseRequest, *, may_stop: bool) -> Lease:
+        """Waits in slices, so that a stop is heard; past ``run.stall_timeout_s`` the bus says who owes the rows. A step
+        that has made an update goes on: its weights belong to no checkpoint before it is done."""
         deadline = time.monotonic() + self._stall_s
         while True:
             try:
                 return self._bus.lease(request, timeout_s=STOP_SLICE_S)
             except BusTimeout:
-                if self.stopping:
+                if self.stopping and may_stop:
                     raise Stopped from None
                 if time.monotonic() > deadline:
                     raise

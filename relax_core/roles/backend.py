@@ -12,7 +12,7 @@ from relax_core.contracts.engine import WeightManifest
 from relax_core.registry import find_algorithm
 from relax_core.roles.context import RunContext
 from relax_core.roles.placement import LOOPBACK
-from relax_core.train.layout_arithmetic import forward_parallel, one_rank, world_size
+from relax_core.train.layout_arithmetic import critic_parallel, forward_parallel, one_rank, world_size
 
 if TYPE_CHECKING:
     from relax_core.train.backend import MegatronBackend
@@ -57,7 +57,7 @@ def build_critic(context: RunContext) -> CriticBackend:
     optimizer = context.config.optimizer
     if optimizer.critic_lr is not None:
         optimizer = replace(optimizer, lr=optimizer.critic_lr)
-    parallel = one_rank(context.config.parallel)
+    parallel = critic_parallel(context.config.parallel)
     return CriticBackend(_setup(context, parallel, optimizer, rank=0, store_address=store_address(1)))
 
 

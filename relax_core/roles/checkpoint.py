@@ -52,8 +52,8 @@ class RunCheckpoints:
             self.finish()
 
     def finish(self) -> None:
-        """Waits until the newest checkpoint is on disk. Raises what its write failed of, TimeoutError where it takes
-        longer than ``run.stall_timeout_s``."""
+        """Waits until the newest checkpoint is on disk. Raises what its write failed of, RuntimeError where it takes
+        longer than ``run.stall_timeout_s``: starting anew would meet the same disk."""
         if self._write is None:
             return
         try:
@@ -61,7 +61,7 @@ class RunCheckpoints:
         except TimeoutError as error:
             if self._write.done():
                 raise  # its own
-            raise TimeoutError(
+            raise RuntimeError(
                 f"the checkpoint of step {self._taken} is not written after {self._deadline_s:g} s more. Choose a "
                 "faster disk with run.dir, or raise run.stall_timeout_s."
             ) from error

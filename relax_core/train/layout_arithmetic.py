@@ -78,8 +78,13 @@ def replica_ranks(layout: Layout) -> list[list[int]]:
 
 # -- layouts of other roles -------------------------------------------------------------------------------------------
 def one_rank(parallel: ParallelConfig) -> ParallelConfig:
-    """The layout of a model that is whole in one process, with ``parallel``'s other settings."""
+    """The layout of a model that is whole in one process and computes forward only."""
     return forward_parallel(parallel, ForwardLayout(dp=1, tp=1, pp=1, cp=1, ep=1, etp=1))
+
+
+def critic_parallel(parallel: ParallelConfig) -> ParallelConfig:
+    """The critic's: whole in one process, and trained with ``parallel``'s other settings."""
+    return replace(one_rank(parallel), recompute=parallel.recompute)
 
 
 def forward_parallel(parallel: ParallelConfig, layout: Layout) -> ParallelConfig:

@@ -143,7 +143,7 @@ class MegatronRank:
                 optimizer=self.optimizer,
                 head="critic" if value_head else "policy",
             )
-        self._step = 0
+        self._step = self._steps_done = 0
         self._learning_rate = 0.0
         self._sums = StepSums()
         self._timings_ms: dict[str, float] = {}
@@ -187,6 +187,7 @@ class MegatronRank:
             updated, grad_norm, _ = self.optimizer.step()
             assert updated, "only a loss scaler refuses an update, and none is used"
             self._params_on_their_way = self._overlap
+        self._steps_done = self._step + 1
         return StepMetrics(
             loss=sums.loss / denominator,
             grad_norm=float(grad_norm),
@@ -212,7 +213,7 @@ class MegatronRank:
         """Copies to the host what a checkpoint holds; `write_copy` writes it, also in another thread while training
         goes on. Where one waits to be written, the new one takes its place."""
         self._gather_parameters()
-        self._copy = self._checkpoint.copy(steps_done=self._step + 1)
+        self._copy = self._checkpoint.copy(steps_done=self._steps_done)
 
     def write_copy(self, folder: Path) -> None:
         """Raises as `RankCheckpoint.write` does."""
@@ -238,10 +239,11 @@ class MegatronRank:
             layout = pack_tree(groups or [_ONE_TOKEN])
             tree = TreeBatch.of(layout, device=self._device, dtype=self._dtype, cut=self._cut, rows=rows)
             if self._routers is not None:
-                weight = self._denominator(micro_batch_totals(groups)) if self._setup.moe_aux_loss_coef else 0.0
-                stream = len(layout.token_ids)
                 routers = self._routers.router_rows(
-                    groups, stream=stream, padded_rows=tree.padded_rows, balance_weight=weight
+                    groups,
+                    stream=len(layout.token_ids),
+                    padded_rows=tree.padded_rows,
+                    balance_weight=self._balance_weight(groups),
                 )
                 tree = replace(tree, routers=routers)
             return MicroBatch(groups=groups, layout=layout, tree=tree)
@@ -277,6 +279,11 @@ class MegatronRank:
             replays=replays,
             device=self._device,
         )
+
+    def _balance_weight(self, groups: Sequence[TrainGroup]) -> float:
+        """0 where nothing is trained: a denominator alone is never less than 1."""
+        totals = micro_batch_totals(groups)
+        return self._denominator(totals) if self._setup.moe_aux_loss_coef and totals.tokens else 0.0
 
     def _balance(self, moe: MixtureOfExperts) -> dict[str, float]:
         everyone = process_group.world_group() if self.world_size > 1 else None

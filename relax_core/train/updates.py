@@ -67,6 +67,11 @@ class StepUpdates:
         self._done: list[UpdateMetrics] = []
         self._begin()
 
+    @property
+    def made(self) -> int:
+        """Updates so far. With one or more the weights are those of no step's end: nothing may be saved now."""
+        return len(self._done)
+
     def add(self, groups: Sequence[TrainGroup]) -> None:
         """Trains on the next groups of the first epoch."""
         self._groups += groups

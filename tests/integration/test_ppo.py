@@ -68,6 +68,7 @@ def test_a_resumed_critic_goes_on_to_the_bit(strict: FinishedRun, tmp_path: Path
     assert_same_run(resumed, strict)
 
 
+@pytest.mark.chaos
 def test_a_lost_critic_is_a_lost_rank(strict: FinishedRun, tmp_path: Path) -> None:
     """Its weights are state of the trainer: all services go back to the newest checkpoint, and the run is the same."""
     with LiveRun(tmp_path / "run", *STRICT) as live:

@@ -133,6 +133,6 @@ def test_a_disk_that_never_ends_is_told(lead: Lead, tmp_path: Path) -> None:
     lead.may_write.clear()
     one.save(1)
     with pytest.raises(
-        TimeoutError, match=r"checkpoint of step 1 is not written after 0.2 s more.*run\.stall_timeout_s"
+        RuntimeError, match=r"checkpoint of step 1 is not written after 0.2 s more.*run\.stall_timeout_s"
     ):
         one.finish()

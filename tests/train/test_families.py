@@ -158,7 +158,8 @@ def test_experts_of_either_spelling(tmp_path: Path) -> None:
     assert family.transformer_arguments(old) == family.transformer_arguments(new)
     moe = family.shape(old).moe
     assert moe is not None and (moe.experts, moe.top_k, moe.layers) == (4, 2, (0, 1, 2, 3))
-    assert family.shape(old).moe_layers == (0, 1, 2, 3)
+    moe = family.shape(old).moe
+    assert moe is not None and moe.layers == (0, 1, 2, 3)
 
 
 def test_a_layout_that_does_not_fill_its_ranks_is_refused() -> None:

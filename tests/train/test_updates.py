@@ -110,6 +110,18 @@ def test_mini_batches_are_parts_in_order_of_arrival(folder: Path) -> None:
     assert_same_bits(trainer.policy, plain)
 
 
+def test_it_tells_when_the_weights_are_between_two_steps(folder: Path) -> None:
+    """A stop may leave a step only before its first update."""
+    trainer = Together(make_backend(folder))
+    plan = UpdatePlan(groups=len(GROUPS), mini_batches=3, epochs=1, budget_tokens=BUDGET, ranks=1, seed=0)
+    updates = StepUpdates(trainer, plan, step=0)
+    made = []
+    for group in GROUPS:
+        updates.add([group])
+        made.append(updates.made)
+    assert made == [0, 1, 1, 2, 2, 3]
+
+
 def test_later_epochs_are_shuffled_by_seed_step_and_epoch(folder: Path) -> None:
     trainer = Together(make_backend(folder))
     result = run(trainer, mini_batches=2, epochs=3)

@@ -85,11 +85,6 @@ class ModelShape:
     attention: Attention
     moe: MixtureOfExperts | None = None
 
-    @property
-    def moe_layers(self) -> tuple[int, ...]:
-        """Layers with experts; none in a dense model."""
-        return self.moe.layers if self.moe is not None else ()
-
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
