@@ -46,6 +46,10 @@ OWN_FLAGS = {
     "skip-tokenizer-init": "nothing: tokens go in and out",
     "incremental-streaming-output": "nothing: it is always on",
     "config": "engine.flags itself",
+    "dist-init-addr": "nothing: a server stays on one host",
+    "nccl-init-addr": "nothing: a server stays on one host",
+    "nnodes": "nothing: a server stays on one host",
+    "node-rank": "nothing: a server stays on one host",
 }
 
 
@@ -62,16 +66,30 @@ def sglang_problems(config: RelaxConfig) -> Iterator[str]:
     if engine.mem_fraction is not None and not 0 < engine.mem_fraction < 1:
         yield f"engine.mem_fraction={engine.mem_fraction}: must be more than 0 and less than 1."
     for name in engine.flags:
-        if (key := OWN_FLAGS.get(name.replace("_", "-").lstrip("-"))) is not None:
-            yield f"engine.flags.{name}: Relax sets this flag itself. What sets it is {key}."
+        if (flag := _own_flag(name)) is not None:
+            yield f"engine.flags.{name}: Relax sets --{flag} itself. What sets it is {OWN_FLAGS[flag]}."
     yield from _truncation_problems(config)
     yield from _url_problems(engine)
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-").lstrip("-")
+
+
+def _own_flag(name: str) -> str | None:
+    """The flag of ours that the server would read here: it takes every beginning of a flag for the flag."""
+    flag = _flag(name)
+    return flag if flag in OWN_FLAGS else next((own for own in OWN_FLAGS if own.startswith(flag)), None)
 
 
 def _truncation_problems(config: RelaxConfig) -> Iterator[str]:
     """Where SGLang's log-probs would not be those of the distribution that was sampled from."""
     engine, rollout = config.engine, config.rollout
-    most = int(engine.flags.get("sampling-mask-max-tokens", MASK_TOKENS))
+    flags = {_flag(name): (name, value) for name, value in engine.flags.items()}
+    written, most = flags.get("sampling-mask-max-tokens", ("", MASK_TOKENS))
+    if not isinstance(most, int) or isinstance(most, bool) or most < 1:
+        yield f"engine.flags.{written}={most}: must be a whole number of tokens, 1 or more."
+        return
     if rollout.top_p < 1.0 and rollout.top_k == -1:
         yield (
             f"rollout.top_p={rollout.top_p:g} with engine=sglang: its log-probs are those of the tokens that were left "

@@ -131,7 +131,11 @@ class EngineClient(WeightCalls):
     async def _events(self, response: aiohttp.ClientResponse, reader: EventReader) -> AsyncIterator[Generated]:
         """What a stream of SGLang's events finishes."""
         async for data in response.content.iter_any():
-            for event in reader.feed(data):
+            try:
+                events = list(reader.feed(data))
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise EngineError(f"engine {self.url} /generate: an event that cannot be read: {error}") from error
+            for event in events:
                 if isinstance(event, str):
                     raise EngineError(f"engine {self.url} /generate: {event}")
                 yield event

@@ -21,6 +21,8 @@ class _Span(msgspec.Struct):
 
 class _FinishReason(msgspec.Struct):
     type: FinishReason
+    status_code: int | None = None  # an abort with one is SGLang's own failure, not an abort that was asked for
+    message: str | None = None
 
 
 class _Meta(msgspec.Struct):
@@ -92,6 +94,8 @@ class EventReader:
             logprobs += meta.output_token_sampling_logprobs
         if meta.finish_reason is None:
             return None
+        if meta.finish_reason.status_code is not None:
+            return f"{meta.finish_reason.status_code}: {meta.finish_reason.message}"
         del self._tokens[event.index]
         place, sample = divmod(event.index, self._n) if self._places is None else self._places[event.index]
         self.cached_tokens[place, sample] = meta.cached_tokens

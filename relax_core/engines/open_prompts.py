@@ -15,7 +15,10 @@ from relax_core.engines.routes import with_joined_experts
 class OpenPrompt:
     """One prompt with its ``n`` samples. ``place``: its place in the burst; ``tie``: see `Routed.place`; ``cost``:
     tokens that one of its samples may take. ``done``: the finished samples; ``partial``: what aborted ones had so far;
-    ``asked``: those that ``engine`` owes now. ``closed``: it was handed on, or given up."""
+    ``asked``: those that ``engine`` owes now. ``ticket``: number of the newest `ask`; whoever holds an older one owes
+    nothing any more. ``excused``: we want the engine to abort what is asked now. ``fruitless``: sample → how often in a
+    row it came back aborted without a new token, though nobody here wanted that. ``closed``: it was handed on, or given
+    up."""
 
     place: int
     tie: int
@@ -26,6 +29,9 @@ class OpenPrompt:
     partial: dict[int, Generated] = field(default_factory=dict)
     asked: set[int] = field(default_factory=set)
     engine: int | None = None
+    ticket: int = 0
+    excused: bool = False
+    fruitless: dict[int, int] = field(default_factory=dict)
     closed: bool = False
 
     @property
@@ -40,6 +46,8 @@ class OpenPrompt:
         missing = [sample for sample in range(self.n) if sample not in self.done]
         self.asked.update(missing)
         self.engine = engine
+        self.ticket += 1
+        self.excused = False
         if len(missing) == self.n and not self.partial:
             return [self.request]
         fresh = [sample for sample in missing if sample not in self.partial]
@@ -57,6 +65,10 @@ class OpenPrompt:
                 )
         return requests
 
+    def owed_by(self, ticket: int) -> bool:
+        """Whether samples are still owed by whoever was asked under this number."""
+        return ticket == self.ticket and bool(self.asked)
+
     def take(self, one: Generated) -> None:
         """A response came: a finished sample, or what an aborted one had."""
         self.asked.remove(one.sample)
@@ -64,8 +76,13 @@ class OpenPrompt:
         whole = one if before is None else joined(before, one)
         if whole.finish_reason != "abort":
             self.done[one.sample] = whole
-        elif whole.output_ids:
+            return
+        if whole.output_ids:
             self.partial[one.sample] = whole
+        if one.output_ids:
+            self.fruitless.pop(one.sample, None)
+        elif not self.excused:
+            self.fruitless[one.sample] = self.fruitless.get(one.sample, 0) + 1
 
     def lose(self) -> int:
         """The engine that was asked is gone: what it owed is missing again. Returns how many samples that are."""

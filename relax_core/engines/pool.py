@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from relax_core.contracts.engine import EngineUnreachable, Generated, PromptRequest, SamplingParams
+from relax_core.contracts.engine import EngineError, EngineUnreachable, Generated, PromptRequest, SamplingParams
 from relax_core.engines.client import EngineClient
 from relax_core.engines.fan_out import fan_out
 from relax_core.engines.open_prompts import OpenPrompt
@@ -21,6 +21,7 @@ from relax_core.engines.watch import LOOK_S, ClientFor, EngineWatch
 from relax_core.engines.wire import StreamEnd
 
 OnEnd = Callable[[StreamEnd], None]
+FRUITLESS_ASKS = 5  # in a row of one sample: an engine that aborts it unasked without a token will not do better
 log = logging.getLogger(__name__)
 
 
@@ -159,29 +160,40 @@ class EnginePool:
         """One request to one engine. Whoever does not come out of it finished is asked again."""
         requests: list[PromptRequest] = []
         owners: list[OpenPrompt] = []
+        tickets: dict[OpenPrompt, int] = {}
         for prompt in prompts:
+            if prompt.closed:  # given up since it was sent
+                continue
             asked = prompt.ask(engine)
             requests += asked
             owners += [prompt] * len(asked)
+            tickets[prompt] = prompt.ticket
             self._router.asked(engine, prompt.cost * len(prompt.asked))
+        if not requests:
+            return
         try:
             client = await self._client_for(engine, False)
             async for one in client.generate(requests, burst.params, on_end=burst.on_end):
                 prompt = owners[one.prompt]
-                if not prompt.closed:
+                if prompt.owed_by(tickets[prompt]):
                     self._take(burst, prompt, msgspec.structs.replace(one, engine=engine_name(engine)), engine)
         except EngineUnreachable as error:
-            log.warning("%s is lost, what it owed is asked again: %s", engine_name(engine), error)
-            self._watch.lost(engine, error)
-            silent_s = time.monotonic() - burst.silent_since.setdefault(engine, time.monotonic())
-            if silent_s > self._patience_s:  # it comes back each time, and never gets anywhere
-                raise EngineUnreachable(
-                    f"{engine_name(engine)} has answered nothing for {silent_s:.1f} s; last: {error}"
-                ) from error
-            owed = [prompt for prompt in prompts if not prompt.closed and prompt.asked]
+            self._note_lost(burst, engine, error)
+            owed = [prompt for prompt, ticket in tickets.items() if prompt.owed_by(ticket)]
             for prompt in owed:
                 self._lose(prompt)
             self._send(burst, owed)
+
+    def _note_lost(self, burst: _Burst, engine: int, error: EngineUnreachable) -> None:
+        """Raises EngineUnreachable where the engine comes back each time and never gets anywhere, and no other engine
+        does better."""
+        log.warning("%s is lost, what it owed is asked again: %s", engine_name(engine), error)
+        self._watch.lost(engine, error)
+        silent_s = time.monotonic() - burst.silent_since.setdefault(engine, time.monotonic())
+        if silent_s > self._patience_s and all(other in burst.silent_since for other in self._watch.usable()):
+            raise EngineUnreachable(
+                f"{engine_name(engine)} has answered nothing for {silent_s:.1f} s; last: {error}"
+            ) from error
 
     def _take(self, burst: _Burst, prompt: OpenPrompt, one: Generated, engine: int) -> None:
         burst.silent_since.pop(engine, None)
@@ -189,6 +201,11 @@ class EnginePool:
         self._router.came_back(engine, prompt.cost)
         if one.weight_versions:
             self._watch.serves(engine, one.weight_versions[-1].version)
+        if prompt.fruitless.get(one.sample, 0) == FRUITLESS_ASKS:
+            raise EngineError(
+                f"{engine_name(engine)} aborted sample {one.sample} of prompt {prompt.request.rid}, which came back "
+                f"without a new token {FRUITLESS_ASKS} times in a row. Nobody here asked for that: see the engine's log"
+            )
         if not prompt.missing:
             self._close(prompt)
             burst.events.put_nowait(prompt)
@@ -214,6 +231,7 @@ class EnginePool:
         for prompt in chosen:
             newest = max(prompt.request.min_version, min_version)
             prompt.request = msgspec.structs.replace(prompt.request, min_version=newest)
+            prompt.excused = True
         await self._abort(_by_engine(chosen))
 
     async def cancel(self, rids: Iterable[str]) -> None:

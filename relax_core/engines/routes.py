@@ -33,15 +33,17 @@ def read_routed_experts(text: str, *, prompt_tokens: int, response_tokens: int) 
 def with_joined_experts(whole: Generated, before: Generated, after: Generated) -> Generated:
     """``whole``, which ``after`` made of ``before`` by going on behind its tokens, with the experts of both.
 
-    Each token keeps those that it was fed through first: they belong to the log-probs that were sampled with. Only
-    ``before``'s last token had none yet, and gets those that ``after`` found for it as the last of its prompt.
+    Each token keeps those that it was fed through first: they belong to the log-probs that were sampled with. The rest
+    get those that ``after`` found for them at the end of its prompt: ``before``'s last token, which had none yet, and
+    all tokens whose engine told none (SGLang's abort of what it took from its cache).
     """
     if after.prompt_experts is None or after.response_experts is None:  # not asked for, or it never ran
         experts = before.prompt_experts, before.response_experts
-    elif before.prompt_experts is None or before.response_experts is None:
-        experts = after.prompt_experts, after.response_experts
     else:
-        last = RoutedExperts.of(after.prompt_experts.array()[-1:])
-        response = RoutedExperts.joined([before.response_experts, last, after.response_experts])
-        experts = before.prompt_experts, response
+        prefilled = after.prompt_experts.array()  # the prompt and before's tokens
+        known = [] if before.prompt_experts is None else [before.prompt_experts.array()]
+        known += [] if before.response_experts is None else [before.response_experts.array()]
+        rows = np.concatenate([*known, prefilled[sum(map(len, known)) :], after.response_experts.array()])
+        prompt_tokens = len(prefilled) - len(before.output_ids)
+        experts = RoutedExperts.of(rows[:prompt_tokens]), RoutedExperts.of(rows[prompt_tokens:])
     return msgspec.structs.replace(whole, prompt_experts=experts[0], response_experts=experts[1])

@@ -41,6 +41,7 @@ class EngineWatch:
         self._versions: dict[int, int] = {}
         self._behind_since: dict[int, float] = {}
         self._looked = time.monotonic()
+        self._looking: set[int] = set()  # engines whose look is under way
 
     # -- who is down --------------------------------------------------------------------------------------------------
     def usable(self) -> list[int]:
@@ -117,12 +118,15 @@ class EngineWatch:
     # -- what they have to do -----------------------------------------------------------------------------------------
     def look(self, heard: Callable[[int, int], None]) -> None:
         """Asks all engines for their load and their weights, beside the caller and not too often; ``heard`` gets
-        (engine, samples that run or wait there)."""
+        (engine, samples that run or wait there). One that has not answered the last time is not asked again: each
+        look holds a thread that others need."""
         now = time.monotonic()
         if self._count > 1 and now - self._looked >= LOOK_S:
             self._looked = now
             for engine in self._up():
-                self._start(self._look_at(engine, heard))
+                if engine not in self._looking:
+                    self._looking.add(engine)
+                    self._start(self._look_at(engine, heard))
 
     async def _look_at(self, engine: int, heard: Callable[[int, int], None]) -> None:
         try:
@@ -132,6 +136,8 @@ class EngineWatch:
         except EngineError as error:  # whoever generates there finds out, and says so
             log.debug("%s", error)
             return
+        finally:
+            self._looking.discard(engine)
         if version.isdecimal():
             self.serves(engine, int(version))
         heard(engine, int(loads["num_running_reqs"]) + int(loads["num_waiting_reqs"]))

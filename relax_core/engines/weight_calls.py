@@ -61,6 +61,11 @@ class WeightCalls(ABC):
         }
         return self._call("POST", "/update_weights_from_distributed", body)
 
+    def abandon_weight_update(self) -> dict[str, Any]:
+        """After a failure. The embedded engine needs no word of it: it serves what it has until a session ends well,
+        and the next one throws away what came in."""
+        return {}
+
     def end_weight_update(self, *, version: int, digest: str) -> dict[str, Any]:
         """Ends the session; raises EngineError where what came in has another digest."""
         return self._call("POST", "/end_weight_update", {"weight_version": str(version), "digest": digest})

@@ -13,10 +13,14 @@ class AttachedEngineHost(EngineHost):
     newest weights before it is asked for anything."""
 
     def work(self) -> None:
+        from relax_core.engines.sglang.client import SglangClient
+
         engine = self.context.config.engine
         self._url = engine.urls[self._rank].rstrip("/")
         client = engine_client(self.context, self._url)
+        assert isinstance(client, SglangClient)  # engine.urls is a key of engine=sglang only
         meet_server(client, timeout_s=engine.start_timeout_s)
+        client.forget_weights()  # another run's, or those of this one before it was taken back to a checkpoint
         self._address.set()
         while not self.stopping:
             try:

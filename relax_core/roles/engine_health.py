@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import threading
 import time
 from collections.abc import Callable
 
-from relax_core.contracts.engine import EngineUnreachable
+from relax_core.contracts.engine import EngineError, EngineUnreachable
 from relax_core.engines.client import EngineClient
 
 ASK_S = 1.0
+log = logging.getLogger(__name__)
 
 
 class EngineHealth:
@@ -37,7 +39,11 @@ class EngineHealth:
             try:
                 self._client.ready()
                 answered = time.monotonic()
-            except EngineUnreachable:
+            except EngineError as error:
+                if not isinstance(error, EngineUnreachable):  # an answer, though one in anger
+                    answered = time.monotonic()
+                    log.warning("%s", error)
+                    continue
                 silent_s = time.monotonic() - answered
                 if silent_s >= self._timeout_s and not self._ended.is_set():
                     self.frozen_s = silent_s

@@ -26,6 +26,30 @@ from relax_core.weights.publisher import read_latest
 WATCH_S = 0.25  # how often the owner looks at its engine; also how late it may bring weights to a new one
 
 
+class CatchUp:
+    """When the owner brings weights itself. At once to a process that has none, or only what the owner brought: the
+    trainer may not know its address yet. One that the trainer's pushes reach is behind during each of them: to that one
+    only after ``patience_s`` seconds at one version."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._brought = -1
+        self._behind: tuple[int, float] | None = None  # version that it serves, and since when it is behind with it
+
+    def brought(self, version: int) -> None:
+        self._brought = version
+
+    def due(self, serving: int, wanted: int, *, now: float) -> bool:
+        if serving >= wanted:
+            self._behind = None
+            return False
+        if serving in (-1, self._brought):
+            return True
+        if self._behind is None or self._behind[0] != serving:
+            self._behind = serving, now
+        return now - self._behind[1] >= self._patience_s
+
+
 class EngineHost(Worker):
     """Owner of engine ``rank``. Its address stays the same over restarts of the engine process."""
 
@@ -33,6 +57,7 @@ class EngineHost(Worker):
         self._rank = rank
         self._address = threading.Event()
         self._url = ""
+        self._catch_up = CatchUp(context.config.engine.sync_timeout_s)
         super().__init__(name, context)
 
     def endpoint(self, timeout_s: float) -> str:
@@ -109,18 +134,21 @@ class EngineHost(Worker):
         return self._launch(process.port)
 
     def _reconcile(self, client: EngineClient) -> None:
-        """Gives the engine the newest published weights where the trainer's own push has not reached it."""
+        """Gives the engine the newest published weights where the trainer's own push does not reach it."""
         latest = read_latest(self.context.weights_folder)
         if latest is None:
             self.set_state("waiting", "for the first published weights")
             return
         try:
             serving = int(client.model_info()["weight_version"])
-            if serving < latest.version:
+            if self._catch_up.due(serving, latest.version, now=time.monotonic()):
                 time.sleep(WATCH_S / 5)  # the trainer's push may be on its way right now
-                if int(client.model_info()["weight_version"]) < latest.version:
-                    client.update_weights(latest)
+                serving = int(client.model_info()["weight_version"])
+                if serving < latest.version:
+                    if client.update_weights(latest)["stall_ms"] > 0.0:  # else the trainer was faster
+                        self._catch_up.brought(latest.version)
+                    serving = latest.version
         except EngineError as error:
             self.set_state("waiting", str(error))
             return
-        self.set_state("running", f"{self._url} weights {max(serving, latest.version)}")
+        self.set_state("running", f"{self._url} weights {serving}")

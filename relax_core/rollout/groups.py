@@ -13,6 +13,7 @@ from relax_core.contracts.engine import Generated
 from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.sample import Group, Sample, group_uid, sample_uid
 
+REWARD_FAILED = "reward_failed"
 MIN_SAMPLES = 2  # a group-relative advantage of one sample says nothing
 
 
@@ -72,8 +73,8 @@ def complete_group(
 ) -> GroupRow | DroppedGroup:
     """The bus row of a group whose every response is in, or the reason why there is none.
 
-    A response that was aborted, or whose reward is None, is dropped alone; with fewer than two left of several, or none
-    of one, the group is.
+    A response whose reward is None is dropped alone; with fewer than two left of several, or none of one, the group is.
+    None was aborted: the engine pool goes on with those.
     ``refuse`` may drop a group that is complete. ``teacher``: the name that travels with the row, where there is one.
     ``mask_off_policy``: see `to_sample`.
     """
@@ -82,14 +83,12 @@ def complete_group(
     dropped: dict[str, str] = {}
     for response, output in sorted(zip(generated, rewards, strict=True), key=lambda pair: pair[0].sample):
         one = sample_uid(uid, response.sample)
-        if response.finish_reason == "abort":
-            dropped[one] = "aborted"
-        elif output.reward is None:
-            dropped[one] = "reward_failed"
+        if output.reward is None:
+            dropped[one] = REWARD_FAILED
         else:
             kept.append(to_sample(response, output, uid=one, mask_off_policy=mask_off_policy))
     if len(kept) < min(MIN_SAMPLES, len(generated)):
-        return DroppedGroup(group_uid=uid, reason="+".join(sorted(set(dropped.values()))))
+        return DroppedGroup(group_uid=uid, reason=REWARD_FAILED)
     refused = None if refuse is None else refuse([sample.reward for sample in kept if sample.reward is not None])
     if refused is not None:
         return DroppedGroup(group_uid=uid, reason=refused)

@@ -130,6 +130,8 @@ class Sampler:
             raise failures.exceptions[0] from failures  # the first one ended the others
 
     async def _launch(self, admissions: Sequence[Admission], tasks: asyncio.TaskGroup) -> None:
+        if self._turnover is not None:
+            self._turnover.admitted(admissions)
         await self._gate(max(admission.min_version for admission in admissions))
         tasks.create_task(self._burst(admissions, tasks))
 
@@ -151,9 +153,8 @@ class Sampler:
         """One engine request for everything admitted together; groups leave as they complete."""
         start = time.perf_counter()
         prompts = [self._in_hand(admission) for admission in admissions]
-        if self._turnover is not None:
-            for prompt in prompts:
-                self._turnover.began(prompt.index, prompt.request)
+        if self._turnover is not None:  # some may be over since they were admitted
+            prompts = [prompt for prompt in prompts if self._turnover.began(prompt.index, prompt.request)]
         samples = tokens = 0
         reward_s = 0.0
         version = 0

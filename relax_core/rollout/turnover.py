@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from relax_core.contracts.bus import VersionChange
+from relax_core.contracts.bus import Admission, VersionChange
 from relax_core.contracts.engine import PromptRequest
 from relax_core.contracts.sample import group_uid
 
@@ -27,8 +27,8 @@ class AbortingPool(Protocol):
 
 @dataclass(slots=True)
 class _UnderWay:
-    rid: str
     begun_at: int  # the oldest weights that its newest request may be started with
+    rid: str | None = None  # of its request; None before that is made
     aborts: int = 0
 
 
@@ -48,28 +48,43 @@ class Turnover:
         self._under_way: dict[str, _UnderWay] = {}  # by group uid
         self.aborts = 0
 
-    def began(self, index: int, request: PromptRequest) -> None:
-        self._under_way[group_uid(index)] = _UnderWay(request.rid, request.min_version)
+    def admitted(self, admissions: Sequence[Admission]) -> None:
+        """These are ours from now on; some of them may be over before they begin."""
+        for admission in admissions:
+            self._under_way[admission.group_uid] = _UnderWay(admission.min_version)
+
+    def began(self, index: int, request: PromptRequest) -> bool:
+        """Its request is about to go out. Returns whether it is still wanted."""
+        group = self._under_way.get(group_uid(index))
+        if group is None:
+            return False
+        group.rid = request.rid
+        return True
 
     def ended(self, index: int) -> None:
         self._under_way.pop(group_uid(index), None)
 
     async def run(self) -> None:
         """Until the bus closes (BusClosed)."""
-        version = -1
+        change = await self._bus.wait_version_async(-1, timeout_s=self._call_timeout_s)
+        await self._give_up(change.retired)  # nothing is aborted: whatever is under way began with these weights
         while True:
+            version = change.version
             change = await self._bus.wait_version_async(version, timeout_s=self._call_timeout_s)
             if change.version != version:
-                version = change.version
-                await self._turn(change)
+                await self._give_up(change.retired)
+                await self._go_on_anew(change)
 
-    async def _turn(self, change: VersionChange) -> None:
-        retired = [self._under_way.pop(uid).rid for uid in change.retired if uid in self._under_way]
-        if retired:
-            await self._pool.cancel(retired)
+    async def _give_up(self, retired: Sequence[str]) -> None:
+        ended = [self._under_way.pop(uid).rid for uid in retired if uid in self._under_way]
+        rids = [rid for rid in ended if rid is not None]
+        if rids:
+            await self._pool.cancel(rids)
+
+    async def _go_on_anew(self, change: VersionChange) -> None:
         aborted = []
         for group in self._under_way.values():
-            if group.begun_at < change.version and group.aborts < self._max_aborts:
+            if group.rid is not None and group.begun_at < change.version and group.aborts < self._max_aborts:
                 group.begun_at = change.version
                 group.aborts += 1
                 aborted.append(group.rid)

@@ -19,7 +19,17 @@ SGLANG = ["engine=sglang", "engine.urls=[http://127.0.0.1:30000]"]
         (["+engine.flags.tp_size=2"], "engine.flags={'tp_size': 2} is a key of engine=sglang only"),
         (["engine.python=/x"], "engine.python=/x is a key of engine=sglang only"),
         (["engine=sglang", "engine.python=/nowhere"], "engine.python=/nowhere: no such interpreter"),
-        (["engine=sglang", "+engine.flags.tp_size=2"], "engine.flags.tp_size: Relax sets this flag itself"),
+        (["engine=sglang", "+engine.flags.tp_size=2"], "engine.flags.tp_size: Relax sets --tp-size itself"),
+        (["engine=sglang", "+engine.flags.hos=0.0.0.0"], "engine.flags.hos: Relax sets --host itself"),
+        (["engine=sglang", "+engine.flags.nnodes=2"], "engine.flags.nnodes: Relax sets --nnodes itself"),
+        (
+            ["engine=sglang", "+engine.flags.sampling-mask-max-tokens=many"],
+            "engine.flags.sampling-mask-max-tokens=many: must be a whole number of tokens, 1 or more",
+        ),
+        (
+            ["engine=sglang", "+engine.flags.sampling_mask_max_tokens=100", "rollout.top_k=200"],
+            "rollout.top_k=200 with engine=sglang: at most 100",
+        ),
         (["engine=sglang", "+engine.flags.api-key=x"], "it is the run's token"),
         (["engine=sglang", "engine.token_file=/x"], "engine.token_file=/x: it is the key of servers that engine.urls"),
         ([*SGLANG, "engine.count=2"], "engine.urls names 1 servers. Use engine.count=1"),

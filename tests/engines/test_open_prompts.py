@@ -79,6 +79,32 @@ def test_a_prefix_outlives_the_engine_that_was_to_go_on_from_it() -> None:
     assert again.generated == 2 and again.input_ids == [7, 8, 5, 6]
 
 
+def test_whoever_was_asked_before_the_last_ask_owes_nothing() -> None:
+    prompt = open_prompt(1)
+    prompt.ask(0)
+    first = prompt.ticket
+    assert prompt.owed_by(first)
+    prompt.take(generated(0, [5], reason="abort"))
+    assert not prompt.owed_by(first)
+    prompt.ask(0)
+    assert prompt.owed_by(prompt.ticket) and not prompt.owed_by(first)
+
+
+def test_only_aborts_without_a_token_that_nobody_wanted_are_fruitless() -> None:
+    prompt = open_prompt(2)
+
+    def abort(ids: list[int], *, excused: bool = False) -> dict[int, int]:
+        prompt.ask(0)
+        prompt.excused = excused
+        prompt.take(generated(0, ids, reason="abort"))
+        prompt.lose()
+        return dict(prompt.fruitless)
+
+    assert [abort([]), abort([]), abort([], excused=True), abort([])] == [{0: 1}, {0: 2}, {0: 2}, {0: 3}]
+    assert abort([5]) == {}
+    assert abort([]) == {0: 1}, "a prefix of old is no fruit"
+
+
 @given(st.lists(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), max_size=3), min_size=1, max_size=5))
 def test_every_token_keeps_its_version_and_logprob(pieces: list[list[tuple[int, int]]]) -> None:
     """``pieces``: for each request the (tokens, version) that it made, one after the other."""

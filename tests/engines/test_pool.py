@@ -16,8 +16,10 @@ import pytest
 
 from relax_core.contracts.engine import EngineError, EngineUnreachable, Generated, PromptRequest, SamplingParams
 from relax_core.contracts.sample import VersionSpan
+from relax_core.engines import watch as watch_module
 from relax_core.engines.client import EngineClient
 from relax_core.engines.pool import EnginePool
+from relax_core.engines.watch import EngineWatch
 from relax_core.engines.wire import StreamEnd
 from tests.contracts.engine.harness import CONTEXT, EOS, TOKEN, Engine, make_model, prompts_of, publish
 
@@ -330,6 +332,148 @@ def test_a_laggard_is_named_and_what_it_holds_goes_to_another(
     assert "engine 1 serves weights 0, another one 2: more than 1 behind" in caplog.text
 
 
+def test_an_engine_dies_when_another_has_what_it_was_asked_for(start_engine: Callable[..., Engine]) -> None:
+    """An aborted prompt was asked again elsewhere, while the first stream went on with others and then broke."""
+    first, second = start_engine(), start_engine()
+    params = SamplingParams(n=2, max_new_tokens=2500, banned_token_ids=[EOS])
+    prompts = prompts_of([5], [6, 7], [8, 9, 4])  # 0 and 2 go to engine 0, and 0 to engine 1 when it is aborted
+    expected = tokens(generate(Directory(second), prompts, params))
+    directory = Directory(first, second)
+
+    async def scene() -> list[tuple[int, list[Generated]]]:
+        pool = EnginePool(2, directory.client_for, patience_s=10.0)
+        collecting = asyncio.ensure_future(_collect(pool.generate(prompts, params, places=[0, 1, 2])))
+        await until("it does not decode", lambda: first.client.loads()["generated_tokens"] > 50)
+        await pool.abort(["prompt-0"], min_version=0)
+        await until("nothing went on", lambda: _continued(directory) >= 2)
+        assert {engine for engine, prompt in directory.requests if prompt.generated} == {1}
+        kill(first)
+        found = await collecting
+        await directory.close()
+        return list(found.items())
+
+    assert tokens(asyncio.run(scene())) == expected
+    assert Counter(prompt.rid for engine, prompt in directory.requests if engine == 1) == {
+        "prompt-0": 2,  # each sample from its own prefix
+        "prompt-1": 1,
+        "prompt-2": 1,
+    }
+
+
+class Flawed:
+    """Gives the pool its engines; ``flaws`` takes the place of the generation of some of them."""
+
+    def __init__(self, directory: Directory, flaws: dict[int, Callable[[PromptRequest], Generated]]) -> None:
+        self._directory, self._flaws = directory, flaws
+        self.met: Counter[int] = Counter()
+
+    async def client_for(self, engine: int, fresh: bool) -> EngineClient:
+        client = await self._directory.client_for(engine, fresh)
+        if engine in self._flaws:
+
+            async def flawed(prompts: Sequence[PromptRequest], *args: Any, **options: Any) -> AsyncIterator[Generated]:
+                self.met[engine] += 1
+                for prompt in prompts:
+                    yield self._flaws[engine](prompt)
+
+            client.generate = flawed  # type: ignore[method-assign]
+        return client
+
+
+def breaks_off(prompt: PromptRequest) -> Generated:
+    raise EngineUnreachable("hung up after 0 of 3 responses")
+
+
+def test_an_engine_that_dies_twice_is_no_matter_while_another_lives(
+    start_engine: Callable[..., Engine], tmp_path: Path
+) -> None:
+    """Nothing is answered for longer than the patience, since the engine that lives waits for new weights."""
+    lives = start_engine()
+    held = [PromptRequest(rid=f"held-{at}", input_ids=[7, at], sampling_seed=3, min_version=1) for at in range(2)]
+    directory = Directory(lives, lives)
+    flawed = Flawed(directory, {0: breaks_off})
+
+    async def scene() -> dict[int, list[Generated]]:
+        pool = EnginePool(2, flawed.client_for, patience_s=0.3)
+        collecting = asyncio.ensure_future(_collect(pool.generate(held, SHORT, places=[0, 1])))
+        for deaths in (1, 2):
+            await until("not all is held", lambda: lives.client.loads()["held"] == 6)
+            assert flawed.met[0] == deaths
+            if deaths == 1:
+                await asyncio.sleep(0.5)  # longer than the patience; the engine is back meanwhile
+                await pool.abort(["held-0"], min_version=1)  # it has least to do, so this goes to it
+                await until("it was not asked again", lambda: flawed.met[0] == 2 or collecting.done())
+        lives.client.update_weights(publish(make_model(None, seed=1), tmp_path / "weights", version=1))
+        found = await collecting
+        await directory.close()
+        return found
+
+    assert sorted(asyncio.run(scene())) == [0, 1]
+
+
+def test_an_engine_that_aborts_without_a_token_is_not_asked_for_ever(start_engine: Callable[..., Engine]) -> None:
+    def aborts(prompt: PromptRequest) -> Generated:
+        return Generated(
+            rid=prompt.rid,
+            prompt=0,
+            sample=0,
+            output_ids=[],
+            logprobs=[],
+            weight_versions=[],
+            finish_reason="abort",
+        )
+
+    flawed = Flawed(Directory(start_engine()), {0: aborts})
+
+    async def scene() -> None:
+        pool = EnginePool(1, flawed.client_for, patience_s=10.0)
+        params = SamplingParams(n=1, max_new_tokens=4)
+        with pytest.raises(EngineError, match=r"engine-0 aborted sample 0 of prompt prompt-0, .* 5 times in a row"):
+            await asyncio.wait_for(_collect(pool.generate(prompts_of([5]), params, places=[0])), 10.0)
+
+    asyncio.run(scene())
+    assert flawed.met[0] == 5
+
+
+def test_what_is_given_up_before_it_was_asked_for_is_not_asked_for() -> None:
+    directory = Directory()
+
+    async def scene() -> dict[int, list[Generated]]:
+        pool = EnginePool(1, directory.client_for, patience_s=10.0)
+        collecting = asyncio.ensure_future(_collect(pool.generate(prompts_of([5], [6]), SHORT, places=[0, 1])))
+        await asyncio.sleep(0)  # it has been sent, and the request is not made yet
+        await pool.cancel(["prompt-0", "prompt-1"])
+        return await collecting
+
+    assert asyncio.run(scene()) == {}
+    assert directory.asked == []
+
+
+def test_a_frozen_engine_is_looked_at_once(start_engine: Callable[..., Engine], monkeypatch: Any) -> None:
+    """Each look that waits for it holds a thread; there are few, and rewards and aborts need them."""
+    monkeypatch.setattr(watch_module, "LOOK_S", 0.0)
+    engine = start_engine()
+    directory = Directory(engine, engine)
+    heard: list[int] = []
+
+    async def scene() -> None:
+        watch = EngineWatch(2, directory.client_for, patience_s=10.0, max_lag=1, lag_s=60.0)
+        os.kill(engine.process.pid, signal.SIGSTOP)
+        try:
+            for _ in range(5):
+                watch.look(lambda number, samples: heard.append(number))
+                await asyncio.sleep(0)
+            assert directory.asked == [(0, False), (1, False)] and not heard
+        finally:
+            os.kill(engine.process.pid, signal.SIGCONT)
+        await until("no look ended", lambda: sorted(heard) == [0, 1])
+        watch.look(lambda number, samples: heard.append(number))
+        await until("it is looked at no more", lambda: sorted(heard) == [0, 0, 1, 1])
+        await directory.close()
+
+    asyncio.run(scene())
+
+
 def test_a_refusal_is_not_retried(start_engine: Callable[..., Engine]) -> None:
     directory = Directory(start_engine())
     with pytest.raises(EngineError, match="/generate") as refusal:
@@ -340,20 +484,11 @@ def test_a_refusal_is_not_retried(start_engine: Callable[..., Engine]) -> None:
 
 def test_an_engine_that_is_up_but_never_gets_anywhere_is_given_up(start_engine: Callable[..., Engine]) -> None:
     """Its health says yes, its answers break off: that is not tried for ever."""
-    first = start_engine()
-    directory = Directory(first)
-
-    async def breaks_off(*args: Any, **options: Any) -> AsyncIterator[Generated]:
-        raise EngineUnreachable("hung up after 0 of 3 responses")
-        yield
-
-    async def client_for(engine: int, fresh: bool) -> EngineClient:
-        client = await directory.client_for(engine, fresh)
-        client.generate = breaks_off  # type: ignore[method-assign]
-        return client
+    directory = Directory(start_engine())
+    flawed = Flawed(directory, {0: breaks_off})
 
     async def scene() -> None:
-        pool = EnginePool(1, client_for, patience_s=0.5)
+        pool = EnginePool(1, flawed.client_for, patience_s=0.5)
         with pytest.raises(EngineUnreachable, match=r"engine-0 has answered nothing for 0\.\d s; last: hung up"):
             await _collect(pool.generate(prompts_of([5]), SHORT, places=[0]))
 

@@ -88,3 +88,19 @@ def test_a_part_that_never_ran_adds_no_experts() -> None:
     for before, after in ((ran, idle), (idle, ran)):
         whole = joined(before, after)
         assert (whole.prompt_experts, whole.response_experts) == (ran.prompt_experts, ran.response_experts)
+
+
+def test_tokens_whose_engine_told_no_experts_get_those_of_the_next_prefill() -> None:
+    """SGLang's abort of a sample that it took from its cache has tokens and no experts, at first or later."""
+    again, more = experts(6, start=100), experts(1, start=200)  # prompt of 3, tokens 1 to 3; token 4
+    last = answer([4, 5], again, more)
+    whole = joined(answer([1, 2, 3], None, None), last)
+    assert whole.prompt_experts is not None and whole.response_experts is not None
+    assert np.array_equal(whole.prompt_experts.array(), again[:3])
+    assert np.array_equal(whole.response_experts.array(), np.concatenate([again[3:], more]))
+
+    first = experts(4)  # prompt of 3, token 1 of 2; the engine that made token 3 told none
+    whole = joined(joined(answer([1, 2], first[:3], first[3:]), answer([3], None, None)), last)
+    assert whole.prompt_experts is not None and whole.response_experts is not None
+    assert np.array_equal(whole.prompt_experts.array(), first[:3])
+    assert np.array_equal(whole.response_experts.array(), np.concatenate([first[3:], again[4:], more]))

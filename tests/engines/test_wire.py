@@ -89,3 +89,15 @@ def test_an_error_event_is_told_and_an_unnumbered_version_is_unknown() -> None:
     (one,) = reader.feed(event(0, [1, 2], 2, finish="length", spans=False))
     assert isinstance(one, Generated)
     assert one.weight_versions == [VersionSpan(0, 2, UNKNOWN_VERSION)]
+
+
+def test_an_abort_with_a_status_is_a_failure_and_one_without_is_a_partial_response() -> None:
+    reader = EventReader(PROMPTS, n=1)
+    plain = event(0, [1, 2], 2, finish="abort")
+    failed = plain.replace(b'"matched": 3', b'"status_code": 500, "message": "Out of memory even after retracting"')
+    assert failed != plain
+    assert list(reader.feed(failed)) == ["500: Out of memory even after retracting"]
+    (one,) = EventReader(PROMPTS, n=1).feed(
+        plain.replace(b'"matched": 3', b'"status_code": null, "message": "Aborted"')
+    )
+    assert isinstance(one, Generated) and one.finish_reason == "abort" and one.output_ids == [1, 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -40,6 +41,8 @@ def test_one_of_two_engines_is_killed_and_nothing_is_lost(tmp_path: Path) -> Non
     assert books["trained"] == STEPS * 8 * 16, "a short step was not back-filled"
     assert set(books["dropped"]) <= {"over_sampled", "stale"} and books["dropped"]["over_sampled"] > 0
     assert run.summary["staleness"]["max"] <= 1
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    assert max(line["values"]["aborts"] for line in lines if line["source"] == "rollout") > 0
     assert [one["tier"] for one in run.summary["recoveries"]] == [1], "one engine of two is no reason to begin anew"
     with LedgerFile(run.folder / "ledger.sqlite") as file:
         lives = [life for step in range(STEPS) for life in file.lives({"step": step}) if life.state == "trained"]

@@ -14,7 +14,7 @@ from relax_core.contracts.sample import VersionSpan
 from relax_core.rollout.groups import DroppedGroup, GroupFilter, complete_group
 
 
-def response(sample: int, finish_reason: Literal["stop", "length", "abort"] = "stop", *, version: int = 4) -> Generated:
+def response(sample: int, finish_reason: Literal["stop", "length"] = "stop", *, version: int = 4) -> Generated:
     tokens = sample + 2
     return Generated(
         rid="r",
@@ -60,24 +60,10 @@ def test_a_reward_of_none_is_dropped_alone_and_never_becomes_0() -> None:
     assert [one.uid for one in c.decode_sample_info(row.columns[c.SAMPLE_INFO])] == row.uids
 
 
-def test_an_aborted_response_is_dropped_alone_whatever_its_reward() -> None:
-    row = completed((response(0), 0.1), (response(1, "abort"), 1.0), (response(2), 0.7))
-    assert not isinstance(row, DroppedGroup)
-    assert row.dropped == {"g00000012.1": "aborted"}
-
-
-@pytest.mark.parametrize(
-    ("pairs", "reason"),
-    [
-        ([(response(0), 1.0), (response(1), None)], "reward_failed"),
-        ([(response(0), None), (response(1), None)], "reward_failed"),
-        ([(response(0, "abort"), 1.0), (response(1), 1.0)], "aborted"),
-        ([(response(0, "abort"), None), (response(1), None), (response(2), 1.0)], "aborted+reward_failed"),
-        ([(response(0), None)], "reward_failed"),
-    ],
-)
-def test_fewer_than_two_left_drop_the_group(pairs: list[tuple[Generated, float | None]], reason: str) -> None:
-    assert completed(*pairs) == DroppedGroup(group_uid="g00000012", reason=reason)
+@pytest.mark.parametrize("rewards", [[1.0, None], [None, None], [None, None, 1.0], [None]])
+def test_fewer_than_two_left_drop_the_group(rewards: list[float | None]) -> None:
+    pairs = [(response(sample), reward) for sample, reward in enumerate(rewards)]
+    assert completed(*pairs) == DroppedGroup(group_uid="g00000012", reason="reward_failed")
 
 
 def test_a_group_of_one_is_complete_with_one() -> None:

@@ -8,7 +8,7 @@ from relax_core.contracts import columns as c
 from relax_core.contracts.bus import LeasedRow
 from relax_core.contracts.engine import Generated
 from relax_core.contracts.reward import RewardOutput
-from relax_core.contracts.sample import FinishReason, RoutedExperts, VersionSpan
+from relax_core.contracts.sample import RoutedExperts, VersionSpan
 from relax_core.rollout.groups import DroppedGroup, complete_group
 from relax_core.train.rows import decode_prompt_and_responses, decode_train_group
 
@@ -21,7 +21,7 @@ def experts_of(sample: int, tokens: int) -> np.ndarray:
     return np.full((tokens - 1, LAYERS, TOP_K), 100 * sample) + np.arange(TOP_K)
 
 
-def response(sample: int, tokens: int, *, replayed: bool, finish: FinishReason = "stop") -> Generated:
+def response(sample: int, tokens: int, *, replayed: bool) -> Generated:
     return Generated(
         rid="r",
         prompt=0,
@@ -29,7 +29,7 @@ def response(sample: int, tokens: int, *, replayed: bool, finish: FinishReason =
         output_ids=list(range(tokens)),
         logprobs=[-0.5] * tokens,
         weight_versions=[VersionSpan(0, tokens, 3)],
-        finish_reason=finish,
+        finish_reason="stop",
         prompt_experts=RoutedExperts.of(PROMPT) if replayed else None,
         response_experts=RoutedExperts.of(experts_of(sample, tokens)) if replayed else None,
     )
@@ -42,10 +42,10 @@ def leased(*, replayed: bool) -> LeasedRow:
         generated=[
             response(3, 5, replayed=replayed),
             response(0, 3, replayed=replayed),
-            response(1, 2, replayed=replayed, finish="abort"),
+            response(1, 2, replayed=replayed),
             response(2, 1, replayed=replayed),
         ],
-        rewards=[RewardOutput(reward=1.0, exact=True)] * 4,
+        rewards=[RewardOutput(reward=reward) for reward in (1.0, 1.0, None, 1.0)],
     )
     assert not isinstance(row, DroppedGroup)
     columns = row.columns | {c.ADVANTAGES: c.encode_ragged([[0.0] * 3, [0.0], [0.0] * 5], dtype="float32")}

@@ -314,6 +314,34 @@ def test_over_sampled_groups_fill_the_steps_and_end_with_their_reason(
         assert time.monotonic() < deadline, "the engine works on for nobody"
 
 
+def test_what_is_over_before_it_could_begin_is_not_generated(engine: Engine, tiny_folder: Path) -> None:
+    """The spare groups wait at the gate until the step has been taken without them."""
+
+    class InTwoParts(CoreBus):
+        async def admit_async(self, max_groups: int, *, timeout_s: float) -> list[Admission]:
+            return await super().admit_async(STEP_GROUPS, timeout_s=timeout_s)
+
+    async def scene() -> None:
+        bus = InTwoParts(steps=2, spare_groups=2, surplus="drop", on_step=renamed(engine))
+        gated = 0
+
+        async def gate(version: int) -> None:
+            nonlocal gated
+            gated += 1
+            while gated == 2 and bus.core.version == 0:
+                await asyncio.sleep(0.01)
+            for _ in range(20):  # turns of the loop, in which the news goes round
+                await asyncio.sleep(0)
+
+        records = await sample(engine, tiny_folder, bus, gate=gate, max_aborts=0)
+        drawn = sum(values["samples"] for source, _, values in records if source == "rollout")
+        assert bus.core.progress().ledger.dropped["over_sampled"] >= 2 * GROUP_SIZE
+        assert not {"g00000003", "g00000004"} & set(bus.rows)
+        assert drawn == GROUP_SIZE * len(bus.rows)
+
+    asyncio.run(within(scene()))
+
+
 def test_groups_that_are_aborted_at_a_weight_change_come_back_whole(engine: Engine, tiny_folder: Path) -> None:
     """One group is slow: the steps go on without it, until it has been aborted as often as it may be."""
 

@@ -35,6 +35,7 @@ from tests.contracts.engine.harness import (
 TRANSPORTS = ("shared_memory", "disk", "gloo")
 PROMPT = random_prompt(12)
 TIMEOUT_S = 30.0
+CONTEXT = 64
 
 
 def publisher_of(name: str, folder: Path, receivers: Callable[[], Sequence[Any]], model: Path) -> WeightPublisher:
@@ -157,7 +158,8 @@ def test_sglang_takes_every_transport(sglang_launch: Any, tmp_path: Path, model_
 
     from relax_core.engines.process import EngineProcess
 
-    process = EngineProcess.start(replace(sglang_launch, load_weights=False))
+    small = replace(sglang_launch.engine, context_length=CONTEXT, max_total_tokens=CONTEXT)
+    process = EngineProcess.start(replace(sglang_launch, engine=small, load_weights=False))
     engine = Engine(process, "sglang")
     damage: list[Path] = []
 
@@ -180,6 +182,11 @@ def test_sglang_takes_every_transport(sglang_launch: Any, tmp_path: Path, model_
             assert publish(publisher, first + 2).refused == {}
             serves(engine, first + 2)
             publisher.close()
+        for length in (1, CONTEXT - 1):
+            one = engine.generate(
+                prompts_of(random_prompt(length)), SamplingParams(max_new_tokens=CONTEXT - length, temperature=0.0)
+            )[0]
+            assert (len(one.output_ids), one.finish_reason) == (CONTEXT - length, "length"), "the largest requests"
     finally:
         process.stop(timeout_s=10.0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ import aiohttp
 import msgspec
 
 from relax_core.contracts.engine import EngineError, EngineUnreachable, Generated, PromptRequest, SamplingParams
+from relax_core.contracts.sample import FinishReason
 from relax_core.engines.client import EngineClient
 from relax_core.engines.events import UNKNOWN_VERSION, EventReader
 from relax_core.engines.scores import TokenScores, TokensToScore
@@ -20,7 +21,15 @@ from relax_core.engines.sglang.prompts import SampleRequest, sample_requests, sg
 from relax_core.engines.sglang.weight_calls import SglangWeightCalls
 from relax_core.engines.wire import StreamEnd
 
+NOT_OPEN = "no weight-update session is open"  # SGLang's words
 FIRST_LOOK_S, LAST_LOOK_S = 0.002, 0.05  # between two looks at a server's weight version, while prompts wait for it
+
+
+class _Info(msgspec.Struct):
+    weight_version: str
+
+
+_info_decoder = msgspec.json.Decoder(_Info)
 
 
 @dataclass(eq=False)
@@ -35,7 +44,7 @@ class _Held:
 
 class SglangClient(SglangWeightCalls, EngineClient):
     """SGLang holds no prompts for a weight version: this client does, and only then sends them. Its limits are refused
-    in words where the configuration is checked (config/engine.py).
+    in words where the configuration is checked (config/sglang.py).
 
     ``ranks``: GPUs of the server. ``seeds``: it runs with --enable-deterministic-inference; else seeds mean nothing to
     it. ``attached``: somebody else started it, so our loader is not inside.
@@ -75,7 +84,7 @@ class SglangClient(SglangWeightCalls, EngineClient):
             async for one in self._generate_from(version, waves[version], params):
                 yield one
             return
-        queue: asyncio.Queue[Generated | EngineError | None] = asyncio.Queue()
+        queue: asyncio.Queue[Generated | Exception | None] = asyncio.Queue()
         tasks = [asyncio.create_task(self._into(queue, version, wave, params)) for version, wave in waves.items()]
         running = len(tasks)
         try:
@@ -83,7 +92,7 @@ class SglangClient(SglangWeightCalls, EngineClient):
                 item = await queue.get()
                 if item is None:
                     running -= 1
-                elif isinstance(item, EngineError):
+                elif isinstance(item, Exception):
                     raise item
                 else:
                     yield item
@@ -93,7 +102,7 @@ class SglangClient(SglangWeightCalls, EngineClient):
 
     async def _into(
         self,
-        queue: asyncio.Queue[Generated | EngineError | None],
+        queue: asyncio.Queue[Generated | Exception | None],
         version: int,
         wave: dict[int, PromptRequest],
         params: SamplingParams,
@@ -102,7 +111,7 @@ class SglangClient(SglangWeightCalls, EngineClient):
             async for one in self._generate_from(version, wave, params):
                 queue.put_nowait(one)
             queue.put_nowait(None)
-        except EngineError as error:  # its consumer raises it
+        except Exception as error:  # whatever it is, its consumer waits for it and raises it
             queue.put_nowait(error)
 
     async def _generate_from(
@@ -142,7 +151,9 @@ class SglangClient(SglangWeightCalls, EngineClient):
         async for one in self._streamed(body, lambda response: self._events(response, reader), expected=len(call.sent)):
             cached = reader.cached_tokens.pop((one.prompt, one.sample), 0)
             newer = bool(one.weight_versions) and one.weight_versions[0].version > call.version
-            yield msgspec.structs.replace(one, prompt=places[one.prompt]), newer and cached > 0
+            reason = finish_reason(one, params, generated=chosen[one.prompt].generated)
+            whole = msgspec.structs.replace(one, prompt=places[one.prompt], finish_reason=reason)
+            yield whole, newer and cached > 0
 
     async def _hold(self, call: _Held, version: int, params: SamplingParams) -> AsyncIterator[Generated]:
         """Returns when the version is in; yields what was aborted before."""
@@ -156,12 +167,12 @@ class SglangClient(SglangWeightCalls, EngineClient):
                 )
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, LAST_LOOK_S)
-            for place in [place for place, prompt in call.prompts.items() if prompt.rid in call.aborted]:
-                prompt = call.prompts.pop(place)
-                for sample in range(params.n) if prompt.samples is None else prompt.samples:
-                    yield _never_sent(prompt, place, sample)
+            for one in _taken_out(call, params):
+                yield one
             if not call.prompts:
                 return
+        for one in _taken_out(call, params):  # an abort that came with the version
+            yield one
         call.version = found
 
     async def _weight_version(self) -> int:
@@ -169,7 +180,9 @@ class SglangClient(SglangWeightCalls, EngineClient):
             async with self._http_session().get(f"{self.url}/model_info") as response:
                 if response.status != 200:
                     raise self._refusal("/model_info", response.status, await response.read())
-                return version_number((await response.json())["weight_version"])
+                return version_number(_info_decoder.decode(await response.read()).weight_version)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise EngineError(f"engine {self.url} /model_info: an answer that cannot be read: {error}") from error
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineUnreachable(f"engine {self.url} /model_info: {type(error).__name__}: {error}") from error
 
@@ -189,17 +202,18 @@ class SglangClient(SglangWeightCalls, EngineClient):
     def loads(self) -> dict[str, Any]:
         """SGLang's own names, and those of the embedded engine for the same."""
         loads = super().loads()
-        held = sum(len(call.prompts) for call in self._calls if not call.sent)
+        held = sum(len(call.prompts) for call in list(self._calls) if not call.sent)
         return {**loads, "running": loads["num_running_reqs"], "queued": loads["num_waiting_reqs"], "held": held}
 
     def abort(self, rid: str | None = None) -> dict[str, Any]:
         """As `EngineClient.abort`. SGLang knows our prompts' samples by names of their own, and this client which."""
         calls = list(self._calls)
         for call in calls:
-            call.aborted |= {prompt.rid for prompt in call.prompts.values() if rid in (None, prompt.rid)}
+            # A thread of its own: the event loop changes both meanwhile.
+            call.aborted |= {prompt.rid for prompt in list(call.prompts.values()) if rid in (None, prompt.rid)}
         if rid is None:
             return super().abort()
-        known = [one.rid for call in calls for one in call.sent if one.rid.rsplit("/", 2)[0] == rid]
+        known = [one.rid for call in calls for one in list(call.sent) if one.rid.rsplit("/", 2)[0] == rid]
         for name in known or [rid]:
             super().abort(name)
         return {"aborted_samples": len(known)}
@@ -216,6 +230,21 @@ class SglangClient(SglangWeightCalls, EngineClient):
         self._memory_released = False
         return self.resume()
 
+    def forget_weights(self) -> None:
+        """Of a server that another run has used: its version says nothing about ours, nor does its cache. Ends what it
+        still does, and a pause and a session that were left behind."""
+        self._give_up()
+        try:
+            self._call("POST", "/end_weight_update", {})
+        except EngineError as error:
+            if NOT_OPEN not in str(error):
+                raise
+        self.resume()
+        wait_s = self._control_timeout_s / 2  # for the end of what was aborted; SGLang flushes only when it is idle
+        status, data = self._answer("POST", f"/flush_cache?timeout={wait_s:g}", None, timeout_s=self._control_timeout_s)
+        if status != 200:  # its answer is no JSON
+            raise self._refusal("/flush_cache", status, data)
+
     def score(self, rows: Sequence[TokensToScore], *, top_k: int, temperature: float) -> list[TokenScores]:
         if temperature != 1.0:
             raise EngineError(
@@ -228,6 +257,26 @@ class SglangClient(SglangWeightCalls, EngineClient):
 def version_number(version: str) -> int:
     """SGLang's versions are text, "default" before the first update."""
     return int(version) if version.isdecimal() else UNKNOWN_VERSION
+
+
+def finish_reason(one: Generated, params: SamplingParams, *, generated: int) -> FinishReason:
+    """What really ended it. After an abort SGLang makes one more token and still says abort: where that one was a stop
+    token, or the last that was allowed, the response is finished and must not go on. ``generated``: tokens that the
+    response had before this request."""
+    if one.finish_reason == "abort" and one.output_ids:
+        if one.output_ids[-1] in params.stop_token_ids:
+            return "stop"
+        if generated + len(one.output_ids) >= params.max_new_tokens:
+            return "length"
+    return one.finish_reason
+
+
+def _taken_out(call: _Held, params: SamplingParams) -> Iterator[Generated]:
+    """Empty responses for the prompts that were aborted before they were sent."""
+    for place in [place for place, prompt in call.prompts.items() if prompt.rid in call.aborted]:
+        prompt = call.prompts.pop(place)
+        for sample in range(params.n) if prompt.samples is None else prompt.samples:
+            yield _never_sent(prompt, place, sample)
 
 
 def _never_sent(prompt: PromptRequest, place: int, sample: int) -> Generated:

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from relax_core.engines.process import EngineLaunch
 
 SERVER = Path(__file__).with_name("server.py")
+# Of a context of C tokens SGLang refuses prompts from C - 6 on, and a prompt of P gets at most C - P - 2 new ones.
+SPARE_TOKENS = 7
 
 
 def command(launch: EngineLaunch) -> list[str]:
@@ -27,8 +29,8 @@ def command(launch: EngineLaunch) -> list[str]:
         "dtype": launch.dtype,
         "tp-size": engine.tp,
         "max-running-requests": engine.max_running_samples,
-        "max-total-tokens": engine.max_total_tokens,
-        "context-length": engine.context_length,
+        "max-total-tokens": engine.max_total_tokens + SPARE_TOKENS,
+        "context-length": engine.context_length + SPARE_TOKENS,
         "custom-weight-loader": [LOADER],
         "skip-tokenizer-init": True,
         "incremental-streaming-output": True,
@@ -61,6 +63,7 @@ def environment(launch: EngineLaunch) -> dict[str, str]:
         "OMP_NUM_THREADS": str(launch.engine.threads),
         "OMP_WAIT_POLICY": "PASSIVE",
         "HF_HUB_OFFLINE": "1",
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # SPARE_TOKENS; no position past the model's own is reached
         **({"GLOO_SOCKET_IFNAME": "lo"} if launch.engine.host.startswith("127.") else {}),
         "PYTHONUNBUFFERED": "1",
     }

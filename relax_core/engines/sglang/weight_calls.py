@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from relax_core.contracts.engine import EngineError, TensorSpec, WeightManifest
+from relax_core.contracts.engine import EngineError, EngineUnreachable, TensorSpec, WeightManifest
 from relax_core.engines.sglang.weight_orders import Attest, Confirm, LoadFile, Order, Outcome, Watch, order_payload
 from relax_core.engines.weight_calls import WeightCalls
 from relax_core.weights.transports.base import WeightGroupPlace
 
 LOADER = "relax_core.engines.sglang.weight_loader.follow"
-OPEN_SESSION_S = 10.0  # somebody else's session that is still open after this was left behind
 ALREADY_OPEN = "already open"  # SGLang's words
 NO_VERSION = "-1"
 _outcomes = msgspec.json.Decoder(Outcome)
@@ -29,7 +28,9 @@ class SglangWeightCalls(WeightCalls):
 
     url: str
     has_loader = True
+    _control_timeout_s: float
     _memory_released = False
+    _received = False  # something of the open session may be in the model
     _session_start = 0.0
 
     def update_weights(self, manifest: WeightManifest) -> dict[str, Any]:
@@ -39,12 +40,14 @@ class SglangWeightCalls(WeightCalls):
         start = time.perf_counter()
         if not self._begin(manifest.version):
             return _done(manifest, 0.0)
-        try:
-            if error := self._outcome(lambda outcome: LoadFile(manifest, outcome)):
-                raise EngineError(f"{self._where}: {error}; version {self._version_in_force()} stays in force")
+        with self._loading():
+            self._received = True
+            errors = self._outcome(lambda outcome: LoadFile(manifest, outcome))
+            if all(errors):  # no rank has touched its model
+                self._received = False
+                raise EngineError(f"{self._where}: {errors[0]}; version {self._version_in_force()} stays in force")
+            self._refuse(errors)
             self._order(Confirm(), version=str(manifest.version))
-        finally:
-            self._end()
         return _done(manifest, 1e3 * (time.perf_counter() - start))
 
     def update_weights_from_disk(self, manifest: WeightManifest) -> dict[str, Any]:
@@ -60,9 +63,11 @@ class SglangWeightCalls(WeightCalls):
             "flush_cache": False,
         }
         with self._standing_still():
-            self._call("POST", "/update_weights_from_disk", body)
             try:
+                self._call("POST", "/update_weights_from_disk", body)
                 self._check_file(manifest)
+            except EngineUnreachable:
+                raise
             except EngineError:
                 self._give_up()
                 raise
@@ -92,7 +97,13 @@ class SglangWeightCalls(WeightCalls):
     def begin_weight_update(self) -> dict[str, Any]:
         self._session_start = time.perf_counter()
         self._begin(None)
-        self._order(Watch())
+        try:
+            self._order(Watch())
+        except EngineUnreachable:
+            raise
+        except EngineError:
+            self.abandon_weight_update()
+            raise
         return {}
 
     def receive_weights(self, tensors: Sequence[TensorSpec], *, group: str, version: int) -> dict[str, Any]:
@@ -105,25 +116,30 @@ class SglangWeightCalls(WeightCalls):
             "load_format": "flattened_bucket",
             "flush_cache": False,
         }
+        self._received = True
         return self._call("POST", "/update_weights_from_distributed", body)
+
+    def abandon_weight_update(self) -> dict[str, Any]:
+        if self._received:
+            self._give_up()
+        self._end()
+        return {}
 
     def end_weight_update(self, *, version: int, digest: str) -> dict[str, Any]:
         """Where the digest is another one the model has those tensors already: it serves nothing until good ones are
         in."""
-        try:
-            if error := self._outcome(lambda outcome: Attest(digest, outcome)):
-                self._give_up()
-                raise EngineError(f"{self._where}: {error}; it serves nothing until other weights are in")
+        with self._loading():
+            self._refuse(self._outcome(lambda outcome: Attest(digest, outcome)))
             self._order(Confirm(), version=str(version))
-        finally:
-            self._end()
         stall_ms = 1e3 * (time.perf_counter() - self._session_start)
         return {"weight_version": version, "digest": digest, "stall_ms": stall_ms}
 
     # -- one session --------------------------------------------------------------------------------------------------
     def _begin(self, version: int | None) -> bool:
-        """Pauses and opens a session. False where ``version`` is in already: somebody else was faster."""
-        deadline = time.monotonic() + OPEN_SESSION_S
+        """Pauses and opens a session. False where ``version`` is in already: somebody else was faster. One that stays
+        open for longer than a call may take was left behind, with who knows what in the model: it is closed, once."""
+        deadline, closed = time.monotonic() + self._control_timeout_s, False
+        self._received = False
         while True:
             if version is not None and self._version_in_force() >= version:
                 return False
@@ -135,9 +151,31 @@ class SglangWeightCalls(WeightCalls):
                 if ALREADY_OPEN not in str(error):
                     self._go_on()
                     raise
+                if closed:  # by yet another sender, whose turn it is
+                    raise
             if time.monotonic() > deadline:
+                self._give_up()
                 self._call("POST", "/end_weight_update", {})
-            time.sleep(0.05)
+                closed = True
+            else:
+                time.sleep(0.05)
+
+    @contextmanager
+    def _loading(self) -> Iterator[None]:
+        """Ends the session. Where it has failed with something in the model, nothing is served until other weights are
+        in. A server that does not answer is left as it is: paused, its session open, for whoever comes next."""
+        try:
+            yield
+        except EngineUnreachable:
+            raise
+        except EngineError:
+            self.abandon_weight_update()
+            raise
+        self._end()
+
+    def _refuse(self, errors: list[str | None]) -> None:
+        if error := next(filter(None, errors), None):
+            raise EngineError(f"{self._where}: {error}; it serves nothing until other weights are in")
 
     def _end(self) -> None:
         self._call("POST", "/end_weight_update", {})
@@ -152,8 +190,12 @@ class SglangWeightCalls(WeightCalls):
         self._call("POST", "/pause_generation", {"mode": "in_place"})
         try:
             yield
-        finally:
+        except EngineUnreachable:
+            raise
+        except EngineError:
             self._go_on()
+            raise
+        self._go_on()
 
     def _give_up(self) -> None:
         """What the model has now is no version: nobody is to get a token of it."""
@@ -169,17 +211,17 @@ class SglangWeightCalls(WeightCalls):
         }
         self._call("POST", "/update_weights_from_tensor", body)
 
-    def _outcome(self, order: Any) -> str | None:
-        """Why one of the server's ranks did not do as told, or None."""
+    def _outcome(self, order: Callable[[str], Order]) -> list[str | None]:
+        """Why each of the server's ranks did not do as told, or None."""
         with tempfile.TemporaryDirectory(prefix="relax-weights-") as folder:
             self._order(order(f"{folder}/outcome"))
-            for rank in range(self.group_ranks):
-                file = Path(f"{folder}/outcome.{rank}")
+            files = [Path(f"{folder}/outcome.{rank}") for rank in range(self.group_ranks)]
+            for rank, file in enumerate(files):
                 if not file.is_file():
-                    return f"rank {rank} of the server says nothing of it: it must be on this host"
-                if (error := _outcomes.decode(file.read_bytes()).error) is not None:
-                    return error
-        return None
+                    raise EngineError(
+                        f"{self._where}: rank {rank} of the server says nothing of it: it must be on this host"
+                    )
+            return [_outcomes.decode(file.read_bytes()).error for file in files]
 
     def _version_in_force(self) -> int:
         version = self._call("GET", "/model_info")["weight_version"]

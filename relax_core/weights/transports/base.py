@@ -49,6 +49,9 @@ class WeightReceiver(Protocol):
     def receive_weights(self, tensors: Sequence[TensorSpec], *, group: str, version: int) -> dict[str, Any]:
         """Takes one broadcast of bytes: ``tensors``, one after the other."""
 
+    def abandon_weight_update(self) -> dict[str, Any]:
+        """Ends a session that has failed; an engine that loads as it receives serves nothing after that."""
+
     def end_weight_update(self, *, version: int, digest: str) -> dict[str, Any]:
         """Serves what came in, where its digest is ``digest``; refuses it otherwise."""
 

@@ -60,16 +60,16 @@ class CollectiveTransport:
         from relax_core.weights.files import view_bytes
 
         receiver.begin_weight_update()
-        name, group = self._groups.get(receiver.url) or self._join(receiver)
         try:
+            name, group = self._groups.get(receiver.url) or self._join(receiver)
             data = view_bytes(manifest)
             for bucket in buckets(manifest):
                 start, end = bucket[0].offset, bucket[-1].offset + bucket[-1].nbytes
                 sent = _beside(lambda start=start, end=end: group.send([data[start:end]]))  # type: ignore[misc]
                 receiver.receive_weights(bucket, group=name, version=manifest.version)
                 _ended(sent, receiver.url, f"group {name}: broadcast")
-        except EngineError:
-            self._leave(receiver)
+        except EngineError as error:
+            self._leave(receiver, gone=isinstance(error, EngineUnreachable))
             raise
 
     def _join(self, receiver: WeightReceiver) -> tuple[str, WeightGroup]:
@@ -89,12 +89,18 @@ class CollectiveTransport:
         self._groups[receiver.url] = place.name, _ended(joined, receiver.url, f"group {place.name}: joining")
         return self._groups[receiver.url]
 
-    def _leave(self, receiver: WeightReceiver) -> None:
-        """What is still being sent ends at its own deadline, in a thread that nobody waits for."""
-        name, group = self._groups.pop(receiver.url)
-        group.abort()
-        with suppress(EngineError):  # a process that is gone, or a new one that never knew the group
-            receiver.leave_weight_group(name)
+    def _leave(self, receiver: WeightReceiver, *, gone: bool) -> None:
+        """What is still being sent ends at its own deadline, in a thread that nobody waits for. ``gone``: it does not
+        answer, and is not asked for anything more."""
+        name, group = self._groups.pop(receiver.url, (None, None))
+        if group is not None:
+            group.abort()
+        if gone:
+            return
+        if name is not None:
+            with suppress(EngineError):  # a new process, which never knew the group
+                receiver.leave_weight_group(name)
+        receiver.abandon_weight_update()
 
 
 def buckets(manifest: WeightManifest) -> Iterator[Sequence[TensorSpec]]:

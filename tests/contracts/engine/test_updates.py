@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from relax_core.config.schema import WeightTransportName
-from relax_core.contracts.engine import Generated, SamplingParams
+from relax_core.contracts.engine import Generated, SamplingParams, TensorSpec
+from relax_core.engines.sglang.client import SglangClient
 from relax_core.weights.publisher import WEIGHTS, SyncReport, WeightPublisher
 from relax_core.weights.transports.build import build_transport
 from tests.contracts.engine.harness import (
+    TOKEN,
     Engine,
     hf_weights,
+    long_request,
     make_model,
     prompts_of,
     publish,
@@ -119,8 +123,64 @@ def test_a_session_that_was_left_open_is_closed_by_the_next_sender(engine_back: 
     engine_back.post("/pause_generation", {"mode": "in_place"})
     engine_back.post("/begin_weight_update", {})
     version = engine_back.version + 1
-    engine_back.client.update_weights(publish(make_model(None, seed=version), tmp_path / "next", version=version))
+    client = SglangClient(
+        engine_back.process.url, TOKEN, request_timeout_s=5.0, control_timeout_s=3.0, ranks=1, seeds=True
+    )
+    client.update_weights(publish(make_model(None, seed=version), tmp_path / "next", version=version))
     serves(engine_back, version)
+
+
+@sglang_only
+def test_a_second_run_on_one_server_serves_nothing_of_the_first(
+    engine_back: Engine, tmp_path: Path, model_folder: Path
+) -> None:
+    """The first has left a higher version, its prefixes in the cache, a sample in flight, a pause and a session."""
+    engine = engine_back
+    left = engine.version + 60
+    engine.client.update_weights(publish(make_model(None, seed=1), tmp_path / "first", version=left))
+    engine.generate(prompts_of(PROMPT, min_version=left), SamplingParams(max_new_tokens=2))
+    with engine.stream(long_request("first-run")) as events:
+        next(events)
+        engine.post("/pause_generation", {"mode": "in_place"})
+        engine.post("/begin_weight_update", {})
+        client = engine.new_client()
+        assert isinstance(client, SglangClient)
+        client.forget_weights()
+        assert [event["meta_info"]["finish_reason"] for event in events][-1]["type"] == "abort"
+    assert engine.version == -1 and client.ready()
+    publisher = publisher_of("disk", engine, tmp_path, model_folder, damage=[])
+    for version in (0, left):
+        assert send(publisher, version).refused == {}
+        serves(engine, version)
+    publisher.close()
+
+
+class RefusedInTheMiddle(SglangClient):
+    """Its server is asked to receive in a group that it does not know."""
+
+    def receive_weights(self, tensors: Sequence[TensorSpec], *, group: str, version: int) -> dict[str, Any]:
+        return super().receive_weights(tensors, group="nobody", version=version)
+
+
+@sglang_only
+def test_a_push_that_fails_in_the_middle_leaves_nothing_to_serve_and_nothing_open(
+    engine_back: Engine, tmp_path: Path, model_folder: Path
+) -> None:
+    """Some of its tensors may be in the model, under the old version's number."""
+    engine, before = engine_back, engine_back.version
+    engine.client = RefusedInTheMiddle(
+        engine.process.url, TOKEN, request_timeout_s=60.0, control_timeout_s=30.0, ranks=1, seeds=True
+    )
+    publisher = publisher_of("gloo", engine, tmp_path, model_folder, damage=[])
+    (why,) = send(publisher, before + 1).refused.values()
+    assert "nobody" in why
+    engine.client = engine.new_client()
+    assert engine.version == -1 and engine.client.ready()
+    start = time.monotonic()
+    assert send(publisher, before + 2).refused == {}
+    assert time.monotonic() - start < 20.0, "no session was left to wait for"
+    serves(engine, before + 2)
+    publisher.close()
 
 
 @sglang_only

@@ -1,0 +1,91 @@
+"""What the client makes of answers that a well server never gives, and of SGLang's aborts."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from relax_core.contracts.engine import EngineError, Generated, PromptRequest, SamplingParams
+from relax_core.contracts.sample import VersionSpan
+from relax_core.engines.sglang.client import SglangClient, finish_reason
+
+
+@contextmanager
+def serving(info: bytes, events: bytes) -> Iterator[str]:
+    """An HTTP server of these two answers; its address."""
+
+    class Answers(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer(info)
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self._answer(events)
+
+        def _answer(self, body: bytes) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            with suppress(ConnectionError):  # the client has heard enough of the other call
+                self.wfile.write(body)
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("versions", [(1, 1), (0, 1)])
+@pytest.mark.parametrize(
+    ("info", "events"),
+    [
+        (b"{}", b""),
+        (b"<html>", b""),
+        (b'{"weight_version": "3"}', b'data: {"output_ids": "many"}\n\n'),
+        (b'{"weight_version": "3"}', b"data: \xff\xfe\n\n"),
+    ],
+)
+def test_what_cannot_be_read_reaches_the_caller_in_words(versions: tuple[int, int], info: bytes, events: bytes) -> None:
+    """Also where the prompts of one call wait for different versions."""
+    prompts = [PromptRequest(rid="a", input_ids=[1], sampling_seed=1, min_version=version) for version in versions]
+
+    async def collect(url: str) -> list[Generated]:
+        client = SglangClient(url, "token", request_timeout_s=5.0, control_timeout_s=5.0, ranks=1, seeds=True)
+        try:
+            return [one async for one in client.generate(prompts, SamplingParams())]
+        finally:
+            await client.aclose()
+
+    with serving(info, events) as url, pytest.raises(EngineError, match="cannot be read"):
+        asyncio.run(asyncio.wait_for(collect(url), 20.0))
+
+
+@pytest.mark.parametrize(
+    ("ids", "generated", "found"),
+    [([], 0, "abort"), ([5, 6], 0, "abort"), ([5, 3], 0, "stop"), ([5, 6, 7, 8], 0, "length"), ([5, 6], 2, "length")],
+)
+def test_an_abort_on_the_last_token_is_its_end(ids: list[int], generated: int, found: str) -> None:
+    """Else the response would go on behind its stop token, or be asked for no token more."""
+    one = Generated(
+        rid="a",
+        prompt=0,
+        sample=0,
+        output_ids=ids,
+        logprobs=[-1.0] * len(ids),
+        weight_versions=[VersionSpan(0, len(ids), 1)],
+        finish_reason="abort",
+    )
+    params = SamplingParams(max_new_tokens=4, stop_token_ids=[3])
+    assert finish_reason(one, params, generated=generated) == found
