@@ -11,6 +11,9 @@ from relax_core.registry import is_plugin_module
 
 Lost = Literal["bus", "rank", "engine", "process", "time"]
 
+# Gloo's failures are bare RuntimeErrors. The first is the path of its source files.
+GLOO_WORDS = ("gloo/", "Application timeout caused pair closure", "monitoredBarrier")
+
 
 def what_was_lost(error: BaseException) -> Lost | None:
     """What a worker failed of where that is no fault of its own: another process is gone, or did not do its part in
@@ -46,6 +49,21 @@ def first_cause(error: BaseException) -> BaseException:
             error = error.cause
         else:
             return error
+
+
+def broke_of_others(error: BaseException) -> bool:
+    """Whether a collective broke, which tells that another rank is gone or late. An error of a rank's own is the cause
+    of such, and not one of them."""
+    from torch.distributed import DistError
+
+    while True:
+        if isinstance(error, DistError):
+            return True
+        if isinstance(error, RuntimeError) and any(words in str(error) for words in GLOO_WORDS):
+            return True
+        if error.__cause__ is None:
+            return False
+        error = error.__cause__
 
 
 def failure_line(error: BaseException) -> str:

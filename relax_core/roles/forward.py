@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from typing import NoReturn
 
 import numpy as np
 
@@ -37,7 +38,10 @@ class ForwardWorker(ColumnWorker):
         super().__init__(name, context)
 
     def prepare(self) -> None:
-        ranks = assemble_ranks(self.context, self.task, waiting=self.waiting)
+        try:
+            ranks = assemble_ranks(self.context, self.task, waiting=self.waiting, on_loss=self._end)
+        except RankLost as lost:
+            self._end(lost)
         self._gang = Gang(ranks, timeout_s=self.context.config.run.stall_timeout_s, waiting=self.waiting)
 
     def columns_of(self, rows: Sequence[LeasedRow]) -> RowColumns:
@@ -47,13 +51,16 @@ class ForwardWorker(ColumnWorker):
                 self._catch_up()
             logprobs = self._gang.logprobs(groups)
         except RankLost as lost:
-            log.error("%s ends, so that all ranks start anew: %s", self.name, lost)
-            logging.shutdown()
-            os._exit(1)  # Ray starts another, which takes the leases back and has new peers
+            self._end(lost)
         return {
             group.group_uid: {self.column: c.encode_flat(values.astype(np.float32), group.lengths.tolist())}
             for group, values in zip(groups, logprobs, strict=True)
         }
+
+    def _end(self, lost: RankLost) -> NoReturn:
+        log.error("%s ends, so that all ranks start anew: %s", self.name, lost)
+        logging.shutdown()
+        os._exit(1)  # Ray starts another, which takes the leases back and has new peers
 
     def _catch_up(self) -> None:
         """Loads the newest published weights where they are newer than those in use."""

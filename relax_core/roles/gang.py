@@ -3,6 +3,7 @@ trainer also the critic."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from relax_core.contracts.engine import WeightManifest
 from relax_core.contracts.train import TrainGroup
 from relax_core.roles.backend import load_published
 from relax_core.roles.context import worker_name
+from relax_core.roles.failure import broke_of_others, first_cause
 from relax_core.train.micro_batches import split_over_ranks
 from relax_core.train.updates import UpdateMetrics
 
@@ -30,11 +32,55 @@ POLICY, CRITIC = "train", "critic"  # their folders in a checkpoint
 DEATH_SHOWS_S = 10.0  # a collective breaks as soon as a process dies; Ray tells who it was a moment later
 
 Member = tuple[str, Any]  # a worker's name and its Ray handle
+Sent = Sequence[tuple[str, Any]]  # a worker's name and the Ray reference of what it was asked
 WaitingOn = Callable[..., AbstractContextManager[None]]  # `Worker.waiting`
 
 
 class RankLost(RuntimeError):
-    """A rank of the trainer or its critic died or did not answer before its deadline; the text names it."""
+    """A rank of a model, or the critic, died, was started anew or did not answer before its deadline; the text names
+    it."""
+
+
+def raise_cause(method: str, sent: Sent, error: BaseException) -> None:
+    """``error``: what a call to all ranks broke of. Raises RankLost where one of those who were asked is lost, and
+    what one of them raised by itself where ``error`` is only a collective that broke of it."""
+    references = {reference: who for who, reference in sent}
+    ray.wait(list(references), num_returns=len(references), timeout=DEATH_SHOWS_S)
+    own = []
+    for reference, who in references.items():
+        try:
+            ray.get(reference, timeout=0)
+        except RayActorError as death:
+            raise RankLost(f"{who} was lost in {method}: {death}") from error
+        except RankLost as anew:
+            raise RankLost(f"{who} was lost in {method}: {first_cause(anew)}") from error
+        except GetTimeoutError:  # it still waits
+            continue
+        except RayTaskError as failure:
+            if not broke_of_others(first_cause(failure)):
+                own.append(failure)
+    if own and broke_of_others(first_cause(error)):
+        raise own[0] from error
+
+
+def take_answers(method: str, sent: Sent, *, timeout_s: float, waiting: WaitingOn) -> list[Any]:
+    """Of all who were asked, in their order. Raises RankLost for one that is lost or has not answered within
+    ``timeout_s``, and what one of them raised."""
+    deadline = time.monotonic() + timeout_s
+    answers = []
+    for who, reference in sent:
+        with waiting(f"its part of {method}", on=who):
+            try:
+                answers.append(ray.get(reference, timeout=max(0.0, deadline - time.monotonic())))
+            except (RayActorError, RankLost) as error:
+                raise RankLost(f"{who} was lost in {method}: {first_cause(error)}") from error
+            except GetTimeoutError as error:
+                raise RankLost(f"{who} was lost in {method}: no answer within {timeout_s:.0f} s") from error
+            except RayTaskError as error:
+                if broke_of_others(first_cause(error)):
+                    raise_cause(method, sent, error)
+                raise
+    return answers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +157,9 @@ class Gang:
         return [(who, getattr(handle, method).remote(*arguments)) for who, handle in to]
 
     @contextmanager
-    def _together(self, method: str, sent: Sequence[tuple[str, Any]]) -> Iterator[None]:
-        """Around the lead's own part. A collective that breaks is told as the loss of the rank that broke it."""
+    def _together(self, method: str, sent: Sent) -> Iterator[None]:
+        """Around the lead's own part. A collective that breaks is told as what broke it: a rank's loss, or its own
+        failure."""
         if not sent:
             yield
             return
@@ -122,29 +169,11 @@ class Gang:
             try:
                 yield
             except RuntimeError as error:
-                self._raise_lost(method, sent, error)
+                raise_cause(method, sent, error)
                 raise
 
-    def _raise_lost(self, method: str, sent: Sequence[tuple[str, Any]], error: RuntimeError) -> None:
-        references = {reference: who for who, reference in sent}
-        ray.wait(list(references), num_returns=len(references), timeout=DEATH_SHOWS_S)
-        for reference, who in references.items():
-            try:
-                ray.get(reference, timeout=0)
-            except RayActorError as death:
-                raise RankLost(f"{who} was lost in {method}: {death}") from error
-            except (RayTaskError, GetTimeoutError):  # it failed as the lead did, or still waits
-                continue
-
-    def _wait(self, method: str, sent: Sequence[tuple[str, Any]]) -> list[Any]:
-        answers = []
-        for who, reference in sent:
-            with self._waiting(f"its part of {method}", on=who):
-                try:
-                    answers.append(ray.get(reference, timeout=self._timeout_s))
-                except (RayActorError, GetTimeoutError) as error:
-                    raise RankLost(f"{who} was lost in {method}: {error}") from error
-        return answers
+    def _wait(self, method: str, sent: Sent) -> list[Any]:
+        return take_answers(method, sent, timeout_s=self._timeout_s, waiting=self._waiting)
 
 
 class TrainerGang(Gang):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,34 +16,48 @@ import ray
 from relax_core.contracts.engine import WeightManifest
 from relax_core.roles.backend import build_role_backend, load_published
 from relax_core.roles.context import RunContext, worker_name
+from relax_core.roles.failure import broke_of_others, failure_line, what_was_lost
+from relax_core.roles.gang import RankLost
 from relax_core.roles.worker import Wait, WorkerStatus, process_host, python_stacks
 
 if TYPE_CHECKING:
     from relax_core.train.backend import MegatronBackend
 
+log = logging.getLogger(__name__)
 STATUS_GROUPS = {"status": 1, "files": 1}  # threads of their own tell how the rank is, and write its files
 
 
 class RankPeer:
     """Its calls run one after the other, in the lead's order; only what it tells of itself, and files, come at once.
-    Start it with `STATUS_GROUPS`. It belongs to one lead for life: a lead that was started anew needs new peers."""
+    Start it with `STATUS_GROUPS`. It belongs to one lead for life: a lead that was started anew needs new peers, and
+    the calls of a lead that knew another process of its name raise RankLost.
+
+    ``ends_with_others``: Ray starts it anew, so it ends itself where a collective breaks. So the break reaches a lead
+    that has no connection to the rank that died.
+    """
 
     role: str
-    _backend: MegatronBackend
+    ends_with_others = False
 
     def __init__(self, name: str, context: RunContext, rank: int) -> None:
-        import relax_core.train.backend  # noqa: F401  # seconds, in which the lead does the same
-
+        self.warm_up()
         self._name, self._context, self._rank = name, context, rank
         self._taken = False
+        self._built: MegatronBackend | None = None
+        self._failure: BaseException | None = None  # the first of its own
+        self._failed_at = 0.0
         self._doing, self._since = "", time.time()
+
+    def warm_up(self) -> None:
+        """Takes seconds, in which the lead does the same."""
+        import relax_core.train.backend  # noqa: F401
 
     # -- the lead's -------------------------------------------------------------------------------------------------
     def build(self, store_address: str) -> None:
         """Makes this rank's part of the model, with all other ranks."""
         self._taken = True
         with self._busy("build"):
-            self._backend = build_role_backend(self._context, self.role, rank=self._rank, store_address=store_address)
+            self._built = build_role_backend(self._context, self.role, rank=self._rank, store_address=store_address)
 
     def call(self, method: str, *arguments: Any) -> Any:
         """What the back end answers."""
@@ -66,7 +82,8 @@ class RankPeer:
     @ray.method(concurrency_group="files")
     def write_copy(self, folder: Path) -> None:
         """This rank's share in the write of a checkpoint; the step goes on beside it."""
-        self._backend.write_copy(folder)
+        with self._failures("write_copy"):
+            self._backend.write_copy(folder)
 
     # -- anyone's ---------------------------------------------------------------------------------------------------
     @ray.method(concurrency_group="status")
@@ -77,6 +94,18 @@ class RankPeer:
     @ray.method(concurrency_group="status")
     def status(self) -> WorkerStatus:
         lead = worker_name(self.role, 0)
+        failure = self._failure
+        if failure is not None:
+            return WorkerStatus(
+                name=self._name,
+                state="failed",
+                since=self._failed_at,
+                pid=os.getpid(),
+                detail=failure_line(failure),
+                error="".join(traceback.format_exception(failure)),
+                lost=what_was_lost(failure),
+                host=process_host(),
+            )
         idle = Wait(what="its next call", on=lead, since=self._since)
         return WorkerStatus(
             name=self._name,
@@ -102,13 +131,41 @@ class RankPeer:
         """True: it has no loop that could be waited for."""
         return True
 
+    @property
+    def _backend(self) -> MegatronBackend:
+        if self._built is None:
+            raise RankLost(f"{self._name} was started anew")
+        return self._built
+
     @contextmanager
     def _busy(self, method: str) -> Iterator[None]:
         self._doing, self._since = method, time.time()
         try:
-            yield
+            with self._failures(method):
+                yield
         finally:
             self._doing, self._since = "", time.time()
+
+    @contextmanager
+    def _failures(self, method: str) -> Iterator[None]:
+        """Keeps the first failure of this rank's own for `status`: the lead may wait for this rank, and not hear it."""
+        try:
+            yield
+        except RankLost:
+            raise
+        except Exception as error:
+            if not broke_of_others(error):
+                self._fail(method, error)
+            elif self.ends_with_others:
+                log.error("%s ends, since a collective of %s broke: %s", self._name, method, error)
+                logging.shutdown()
+                os._exit(1)
+            raise
+
+    def _fail(self, method: str, error: Exception) -> None:
+        if self._failure is None:
+            log.error("%s failed in %s", self._name, method, exc_info=error)
+            self._failed_at, self._failure = time.time(), error
 
 
 class ActorPeer(RankPeer):
@@ -119,7 +176,9 @@ class ActorPeer(RankPeer):
 
 class ActorFwdPeer(RankPeer):
     role = "actor_fwd"
+    ends_with_others = True
 
 
 class ReferencePeer(RankPeer):
     role = "reference"
+    ends_with_others = True

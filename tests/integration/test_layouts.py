@@ -14,6 +14,16 @@ STEPS = 60
 LAYOUT = ("model=tiny_qwen3_moe", "parallel=tp2_ep2", "mode=async", f"run.steps={STEPS}", "run.save_every=10")
 ACTOR_FWD = ("algo.old_logprobs=actor_fwd", "parallel.actor_fwd.dp=2", "parallel.actor_fwd.ep=2")
 ROUTES = ("algo.routing_replay=true", "engine.dtype=bfloat16")
+BROKEN_LOSS = """
+from dataclasses import replace
+from typing import Any, NoReturn
+from relax_core.registry import find_algorithm
+
+def loss(inputs: Any, knobs: Any) -> NoReturn:
+    raise ValueError("no such clip range")
+
+SPEC = replace(find_algorithm("grpo"), name="broken", loss=loss)
+"""
 ACTOR_PEER, ACTOR_FWD_PEER = "ray::ActorPeer", "ray::ActorFwdPeer"
 
 
@@ -37,3 +47,14 @@ def test_a_mixture_learns_over_two_ranks_and_a_killed_one_comes_back(tmp_path: P
     assert all(1.0 <= values["moe/max_load"] <= 8.0 for values in run.steps())
     rewards = [values["reward"] for values in run.steps()]
     assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.1
+
+
+def test_what_the_last_stage_alone_raises_ends_the_run_at_once(tmp_path: Path) -> None:
+    """The lead waits for that stage's gradients, and would for run.stall_timeout_s."""
+    plugin = tmp_path / "broken.py"
+    plugin.write_text(BROKEN_LOSS)
+    broken = ("parallel=pp2", "algo=plugin", f"algo.name={plugin}", "eval.every=0")
+    with LiveRun(tmp_path / "run", *broken, "run.stop_timeout_s=10") as live:  # the lead hears of no stop
+        run = live.finish(deadline_s=120.0)
+    assert run.code == 1, run.output
+    assert f"actor-1 failed: ValueError: no such clip range ({plugin}, line 7)" in run.output

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from relax_core.contracts.bus import BusLost, BusTimeout
 from relax_core.contracts.engine import EngineError, EngineUnreachable
 from relax_core.registry import find_reward
-from relax_core.roles.failure import failure_line, first_cause, what_was_lost
+from relax_core.roles.failure import broke_of_others, failure_line, first_cause, what_was_lost
 
 PLUGIN = """
 from dataclasses import dataclass
@@ -96,3 +98,41 @@ def lost_rank() -> BaseException:
 )
 def test_what_others_did_is_told_from_a_fault_of_ones_own(make: Callable[[], BaseException], lost: str | None) -> None:
     assert what_was_lost(make()) == lost
+
+
+def test_a_collective_that_breaks_is_of_others_and_a_ranks_own_error_is_not(tmp_path: Path) -> None:
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    soon = timedelta(milliseconds=200)
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        joined = [pool.submit(dist.ProcessGroupGloo, store, rank, 2, soon) for rank in range(2)]
+        alone, _other = (cast(Any, one.result()) for one in joined)
+
+    def root(rank: int) -> dist.BroadcastOptions:
+        options = dist.BroadcastOptions()
+        options.rootRank = rank
+        return options
+
+    def barrier() -> None:
+        alone.monitored_barrier(soon, True)
+
+    def wrapped() -> None:
+        try:
+            barrier()
+        except RuntimeError as error:
+            raise TimeoutError("train step 3") from error
+
+    broken = [lambda: alone.broadcast([torch.zeros(1)], root(1)).wait(), barrier, wrapped]
+    broken += [lambda: alone.broadcast([torch.zeros(1)], root(1)).wait(), lambda: dist.HashStore().wait(["who"], soon)]
+    for call in broken:
+        error = caught(call)
+        assert broke_of_others(error), error
+    own = [lambda: torch.zeros(2) @ torch.zeros(3), lambda: alone.broadcast([torch.zeros(1)], root(7))]
+    own += [lambda: torch.empty(1 << 60), lambda: [][0]]
+    for call in own:
+        error = caught(call)
+        assert not broke_of_others(error), error

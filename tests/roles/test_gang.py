@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -12,10 +14,16 @@ import pytest
 
 from relax_core.config.compose import load_config
 from relax_core.contracts.train import TrainGroup
-from relax_core.roles.gang import Gang, RankLost, Ranks, TrainerGang
+from relax_core.control.heartbeats import Beat
+from relax_core.control.watch import verdict
+from relax_core.roles.gang import Gang, RankLost, Ranks, TrainerGang, take_answers
+from relax_core.roles.rank_peer import STATUS_GROUPS, RankPeer
+from relax_core.roles.ranks import tell_loss
+from relax_core.roles.worker import WorkerStatus
 from relax_core.train.layout_arithmetic import replica_ranks, world_size
 
 OVERRIDES = ("parallel.dp=2", "parallel.tp=2")
+BROKE = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer"
 
 
 class Backend:
@@ -29,6 +37,10 @@ class Backend:
         self.groups += [group.group_uid for group in groups]
         if self.fails == "dies":
             os._exit(1)
+        if self.fails == "a bad loss":
+            raise ValueError(self.fails)
+        if self.fails == "hangs":
+            threading.Event().wait()
         if self.fails:
             raise RuntimeError(self.fails)
 
@@ -36,17 +48,30 @@ class Backend:
         return [np.array([self.rank, int(group.group_uid)]) for group in groups]
 
 
-class Peer(Backend):
-    """`relax_core.roles.rank_peer.RankPeer`, as far as the gang knows it."""
+class Peer(RankPeer):
+    """With a back end that needs no other ranks."""
 
-    def call(self, method: str, *arguments: Any) -> Any:
-        return getattr(self, method)(*arguments)
+    role = "actor"
 
-    def follow(self, method: str, *arguments: Any) -> None:
-        self.call(method, *arguments)
+    def warm_up(self) -> None:
+        """Nothing: Megatron is not needed."""
+
+    def build(self, fails: str) -> None:
+        with self._busy("build"):
+            if fails == "no file":
+                raise FileNotFoundError(fails)
+            if fails == "hangs in build":
+                threading.Event().wait()
+            self._built = Backend(self._rank, fails=fails)  # type: ignore[assignment]
 
     def seen(self) -> list[str]:
-        return self.groups
+        return self._backend.groups  # type: ignore[attr-defined]
+
+
+class RestartedPeer(Peer):
+    """Of a role that Ray starts anew."""
+
+    ends_with_others = True
 
 
 @pytest.fixture
@@ -65,13 +90,44 @@ def group(number: int, *, tokens: int) -> TrainGroup:
     return TrainGroup(group_uid=str(number), **arrays)
 
 
-def start(peers: list[Any], count: int, **fails: str) -> list[tuple[str, Any]]:
+def start(peers: list[Any], count: int, *, of: type[RankPeer] = Peer, **fails: str) -> list[tuple[str, Any]]:
+    """All of them built."""
     import ray
 
-    remote: Any = ray.remote(num_cpus=0)(Peer)
-    peers += [remote.remote(rank, fails=fails.get(f"rank_{rank}", "")) for rank in range(1, count + 1)]
-    ray.get([peer.seen.remote() for peer in peers])  # all are there
+    members = begin(peers, count, of=of)
+    ray.get([peer.build.remote(fails.get(f"rank_{rank}", "")) for rank, (_, peer) in enumerate(members, start=1)])
+    return members
+
+
+def begin(peers: list[Any], count: int, *, of: type[RankPeer] = Peer) -> list[tuple[str, Any]]:
+    import ray
+
+    options: dict[str, Any] = {"num_cpus": 0, "concurrency_groups": STATUS_GROUPS, "max_restarts": 1}
+    remote: Any = ray.remote(**options)(of)
+    peers += [remote.remote(f"actor-{rank}", None, rank) for rank in range(1, count + 1)]
     return [(f"actor-{rank}", peer) for rank, peer in enumerate(peers, start=1)]
+
+
+def pid_of(peer: Any) -> int | None:
+    """None while Ray starts another process."""
+    import ray
+    from ray.exceptions import ActorUnavailableError
+
+    try:
+        return int(ray.get(peer.status.remote()).pid)
+    except ActorUnavailableError:
+        return None
+
+
+def one_replica(lead: Backend, members: list[tuple[str, Any]], *, timeout_s: float = 60.0) -> TrainerGang:
+    replica = list(range(len(members) + 1))
+    ranks = Ranks(
+        name="actor-0",
+        lead=lead,  # type: ignore[arg-type]
+        peers=members,
+        replicas=[replica],
+    )
+    return TrainerGang(ranks, timeout_s=timeout_s, waiting=waiting)
 
 
 def waiting(what: str, *, on: str) -> Any:
@@ -87,9 +143,9 @@ def test_the_ranks_of_a_replica_get_the_same_groups_and_its_first_one_answers(pe
     lead = Backend(0)
     ranks = Ranks(
         name="actor-0",
-        lead=lead,
+        lead=lead,  # type: ignore[arg-type]
         peers=start(peers, world_size(parallel) - 1),
-        replicas=replicas,  # type: ignore[arg-type]
+        replicas=replicas,
     )
     groups = [group(number, tokens=tokens) for number, tokens in enumerate((9, 2, 4, 7, 1))]
     TrainerGang(ranks, timeout_s=30.0, waiting=waiting).accumulate(groups)
@@ -110,8 +166,8 @@ def test_a_rank_that_dies_is_named_also_where_the_lead_breaks_of_it(peers: list[
         names.append((what, on))
         yield
 
-    lead = Backend(0, fails="a collective broke")
-    members = start(peers, 3, rank_2="dies", rank_3="a collective broke")
+    lead = Backend(0, fails=BROKE)
+    members = start(peers, 3, rank_2="dies", rank_3=BROKE)
     ranks = Ranks(name="actor-0", lead=lead, peers=members, replicas=[[0, 1, 2, 3]])  # type: ignore[arg-type]
     with pytest.raises(RankLost, match=r"actor-2 was lost in accumulate"):
         TrainerGang(ranks, timeout_s=30.0, waiting=noted).accumulate([group(0, tokens=3)])
@@ -119,12 +175,73 @@ def test_a_rank_that_dies_is_named_also_where_the_lead_breaks_of_it(peers: list[
 
 
 def test_what_a_rank_raises_by_itself_is_no_loss(peers: list[Any]) -> None:
-    ranks = Ranks(
-        name="actor-0",
-        lead=Backend(0, fails="out of memory"),  # type: ignore[arg-type]
-        peers=start(peers, 1, rank_1="out of memory"),
-        replicas=[[0, 1]],
-    )
+    lead = Backend(0, fails="out of memory")
     with pytest.raises(RuntimeError, match="out of memory") as raised:
-        TrainerGang(ranks, timeout_s=30.0, waiting=waiting).accumulate([group(0, tokens=3)])
+        one_replica(lead, start(peers, 1, rank_1="out of memory")).accumulate([group(0, tokens=3)])
     assert not isinstance(raised.value, RankLost)
+
+
+def test_a_process_that_was_started_anew_is_a_lost_rank(peers: list[Any], wait_until: Callable[..., None]) -> None:
+    members = start(peers, 1)
+    pid = pid_of(peers[0])
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: pid_of(peers[0]) not in (None, pid), what="its new process")
+    for lead_fails in ("", BROKE):
+        with pytest.raises(RankLost, match=r"^actor-1 was lost in accumulate: actor-1 was started anew$"):
+            one_replica(Backend(0, fails=lead_fails), members).accumulate([group(0, tokens=3)])
+    assert status_of(peers[0]).state != "failed"
+
+
+def test_what_one_rank_alone_raises_is_told_by_it_and_by_the_lead(peers: list[Any]) -> None:
+    members = start(peers, 2, rank_1=BROKE, rank_2="a bad loss")
+    for lead_fails in ("", BROKE):
+        with pytest.raises(ValueError, match="a bad loss"):
+            one_replica(Backend(0, fails=lead_fails), members).accumulate([group(0, tokens=3)])
+    broke, failed = status_of(peers[0]), status_of(peers[1])
+    assert (broke.state, broke.error) == ("starting", None)
+    assert (failed.state, failed.detail, failed.lost) == ("failed", "ValueError: a bad loss", None)
+    assert failed.error is not None and "in accumulate" in failed.error
+    beats = {"actor-2": Beat(name="actor-2", life="alive", status=failed)}
+    assert str(verdict(beats, bus=None, killed={}, sure=True)) == "actor-2 failed: ValueError: a bad loss"
+
+
+def test_a_rank_that_ray_starts_anew_ends_where_a_collective_breaks(peers: list[Any]) -> None:
+    members = start(peers, 1, of=RestartedPeer, rank_1=BROKE)
+    with pytest.raises(RankLost, match=r"actor-1 was lost in accumulate"):
+        one_replica(Backend(0), members).accumulate([group(0, tokens=3)])
+
+
+def test_who_does_not_answer_in_time_is_named(peers: list[Any]) -> None:
+    members = start(peers, 2, rank_2="hangs")
+    with pytest.raises(RankLost, match=r"actor-2 was lost in accumulate: no answer within 1 s"):
+        one_replica(Backend(0), members, timeout_s=1.0).accumulate([group(0, tokens=3)])
+
+
+def test_a_loss_while_ranks_build_is_told_at_once(peers: list[Any]) -> None:
+    import ray
+
+    members = begin(peers, 2)
+    pid = pid_of(peers[1])
+    assert pid is not None
+    sent = [
+        (who, peer.build.remote(fails))
+        for (who, peer), fails in zip(members, ("no file", "hangs in build"), strict=True)
+    ]
+    losses: list[str] = []
+    ray.wait([sent[0][1]])
+    tell_loss(sent, 0.5, lambda lost: losses.append(str(lost)))
+    assert losses == ["actor-2 was lost in build: no answer within 0 s"]
+    assert status_of(peers[0]).detail == "FileNotFoundError: no file"
+    os.kill(pid, signal.SIGKILL)
+    tell_loss(sent, 60.0, lambda lost: losses.append(str(lost)))
+    assert len(losses) == 2 and losses[1].startswith("actor-2 was lost in build: The actor")
+    with pytest.raises(FileNotFoundError):
+        take_answers("build", sent, timeout_s=60.0, waiting=waiting)
+
+
+def status_of(peer: Any) -> WorkerStatus:
+    import ray
+
+    status: WorkerStatus = ray.get(peer.status.remote())
+    return status
