@@ -28,7 +28,8 @@ REASONS = {
     ("relax_core/control/fronts.py", "Fronts.close"): "after exception(timeout): the pool's only task has ended",
     ("relax_core/roles/critic.py", "CriticWorker.write_copy"): "after copy_state, which had the back end already",
     ("relax_core/train/stored_pieces.py", "StoredFolder._filled"): "the reader has read: its future is done",
-    ("relax_core/roles/forward.py", "ForwardWorker.columns_of"): "flushes the log's file: no other process",
+    ("relax_core/roles/forward.py", "ForwardWorker._end"): "flushes the log's file: no other process",
+    ("relax_core/roles/rank_peer.py", "RankPeer._failures"): "the same",
     # Whoever owes the answer has deadlines of its own, and ends this wait also when it fails.
     ("relax_core/engines/pool.py", "EnginePool.generate"): "each share ends with None or its error within patience_s",
     (
