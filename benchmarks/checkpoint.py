@@ -19,9 +19,8 @@ os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
 
 import numpy as np
 
-from relax_core.config.compose import compose, typed_config
+from benchmarks.one_rank import one_rank_setup
 from relax_core.contracts.train import TrainGroup
-from relax_core.registry import find_algorithm
 
 VOCABULARY = 8192
 
@@ -47,25 +46,8 @@ def make_model(folder: Path, *, width: int, layers: int) -> None:
 def trained(folder: Path) -> Any:
     """A back end after one step, so that the optimizer has its state."""
     from relax_core.train.backend import MegatronBackend
-    from relax_core.train.rank import RankSetup
 
-    config = typed_config(compose([]))
-    setup = RankSetup(
-        model_folder=folder,
-        family="qwen3",
-        parallel=config.parallel,
-        optimizer=config.optimizer,
-        total_steps=1,
-        dtype="float32",
-        algorithm=find_algorithm(config.algo.name),
-        knobs=config.algo,
-        rank=0,
-        world_size=1,
-        store_address="127.0.0.1:0",
-        timeout_s=600.0,
-        seed=0,
-    )
-    backend = MegatronBackend(setup, temperature=1.0)
+    backend = MegatronBackend(one_rank_setup(folder), temperature=1.0)
     tokens = np.ones(8, dtype=np.float32)
     backend.begin_step(0)
     backend.accumulate(

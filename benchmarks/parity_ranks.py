@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from algorithms import gspo
-from relax_core.config.schema import OptimizerConfig, ParallelConfig, Recompute, Schedule
+from benchmarks.one_rank import one_rank_parallel
+from relax_core.config.schema import OptimizerConfig, Schedule
 from relax_core.contracts.algorithm import LossInputs, LossOutputs, Needs, StepTotals
 from relax_core.contracts.train import StepMetrics, TrainGroup
 from relax_core.train import process_group
@@ -43,23 +44,7 @@ OPTIMIZER = OptimizerConfig(
 KNOBS = dataclasses.replace(gspo.GspoKnobs(group_size=4), clip_low=0.1, clip_high=0.1)
 ENTROPY_WEIGHT = 0.01
 TEMPERATURE = 0.9
-ONE_RANK = ParallelConfig(
-    name="parity",
-    dp=1,
-    tp=1,
-    pp=1,
-    vpp=1,
-    cp=1,
-    ep=1,
-    etp=1,
-    sequence_parallel=False,
-    recompute=Recompute.none,
-    distributed_optimizer=False,
-    overlap=False,
-    micro_batch_tokens=96,
-    logprob_chunk_tokens=8,
-    threads_per_rank=1,
-)
+ONE_RANK = one_rank_parallel(micro_batch_tokens=96, logprob_chunk_tokens=8)
 
 
 def _loss_with_entropy(inputs: LossInputs, knobs: gspo.GspoKnobs) -> LossOutputs:

@@ -25,8 +25,8 @@ os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
 import numpy as np
 import torch
 
+from benchmarks.one_rank import one_rank_parallel, one_rank_setup
 from benchmarks.tiny_model import engine_config
-from relax_core.config.compose import compose, typed_config
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.contracts.sample import RoutedExperts
 from relax_core.contracts.train import TrainGroup
@@ -34,7 +34,6 @@ from relax_core.data.generated import example
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.client import EngineClient
 from relax_core.engines.process import EngineLaunch, EngineProcess
-from relax_core.registry import find_algorithm
 from relax_core.tools.make_tiny import EXPERTS, tiny_model_folder
 
 REACH = 5.0  # the largest gap is to fall so many times
@@ -155,24 +154,9 @@ def _group(place: int, prompt: list[int], answers: Sequence[Generated]) -> Train
 def trainer(folder: Path) -> Any:
     """The trainer of model=tiny_qwen3_moe over the model in ``folder``; a forward pass takes all groups together."""
     from relax_core.train.backend import MegatronBackend
-    from relax_core.train.rank import RankSetup
 
-    config = typed_config(compose([f"model={EXPERTS}"]))
-    setup = RankSetup(
-        model_folder=folder,
-        family=config.model.family,
-        parallel=replace(config.parallel, micro_batch_tokens=1 << 30),
-        optimizer=config.optimizer,
-        total_steps=1,
-        dtype="float32",
-        algorithm=find_algorithm(config.algo.name),
-        knobs=config.algo,
-        rank=0,
-        world_size=1,
-        store_address="127.0.0.1:0",
-        timeout_s=60.0,
-        seed=0,
-    )
+    parallel = one_rank_parallel(micro_batch_tokens=1 << 30)
+    setup = one_rank_setup(folder, overrides=[f"model={EXPERTS}"], parallel=parallel)
     return MegatronBackend(setup, temperature=1.0, trainable=False)
 
 

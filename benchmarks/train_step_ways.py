@@ -141,27 +141,10 @@ class Ours:
 
     def __init__(self, folder: Path, *, family: str, learning_rate: float = LEARNING_RATE) -> None:
         from algorithms import grpo
-        from relax_core.config.schema import OptimizerConfig, ParallelConfig, Recompute, Schedule
+        from benchmarks.one_rank import one_rank_parallel, one_rank_setup
+        from relax_core.config.schema import OptimizerConfig, Schedule
         from relax_core.train.backend import MegatronBackend
-        from relax_core.train.rank import RankSetup
 
-        parallel = ParallelConfig(
-            name="benchmark",
-            dp=1,
-            tp=1,
-            pp=1,
-            vpp=1,
-            cp=1,
-            ep=1,
-            etp=1,
-            sequence_parallel=False,
-            recompute=Recompute.none,
-            distributed_optimizer=False,
-            overlap=False,
-            micro_batch_tokens=MICRO_BATCH_TOKENS,
-            logprob_chunk_tokens=1024,
-            threads_per_rank=1,
-        )
         optimizer = OptimizerConfig(
             lr=learning_rate,
             min_lr_ratio=0.0,
@@ -173,20 +156,14 @@ class Ours:
             weight_decay=0.0,
             clip_grad=CLIP_GRAD,
         )
-        setup = RankSetup(
-            model_folder=folder,
+        setup = one_rank_setup(
+            folder,
             family=family,
-            parallel=parallel,
+            parallel=one_rank_parallel(micro_batch_tokens=MICRO_BATCH_TOKENS),
             optimizer=optimizer,
             total_steps=1000,
-            dtype="float32",
             algorithm=grpo.SPEC,
             knobs=grpo.GrpoKnobs(old_logprobs="current", correction="none", routing_replay=family == "qwen3_moe"),
-            rank=0,
-            world_size=1,
-            store_address="127.0.0.1:0",
-            timeout_s=60.0,
-            seed=0,
         )
         self._backend = MegatronBackend(setup, temperature=1.0)
 

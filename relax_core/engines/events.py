@@ -124,9 +124,10 @@ class EventReader:
 
 def _spans(meta: _Meta, length: int) -> list[VersionSpan]:
     if meta.weight_versions:
-        return [VersionSpan(span.start, span.end, _number(span.version)) for span in meta.weight_versions]
-    return [VersionSpan(0, length, _number(meta.weight_version or ""))] if length else []
+        return [VersionSpan(span.start, span.end, version_number(span.version)) for span in meta.weight_versions]
+    return [VersionSpan(0, length, version_number(meta.weight_version or ""))] if length else []
 
 
-def _number(version: str) -> int:
+def version_number(version: str) -> int:
+    """SGLang's versions are text, "default" before the first update."""
     return int(version) if version.isdecimal() else UNKNOWN_VERSION

@@ -31,15 +31,7 @@ class WeightCalls(ABC):
 
     def join_weight_group(self, place: WeightGroupPlace) -> dict[str, Any]:
         """Joins as ranks 1 to ``group_ranks``; returns once all are there."""
-        body = {
-            "master_address": place.address,
-            "master_port": place.port,
-            "rank_offset": 1,
-            "world_size": place.world_size,
-            "group_name": place.name,
-            "backend": place.backend,
-            "timeout_s": place.timeout_s,
-        }
+        body = group_body(place) | {"timeout_s": place.timeout_s}
         return self._call("POST", "/init_weights_update_group", body)
 
     def leave_weight_group(self, name: str) -> dict[str, Any]:
@@ -51,14 +43,7 @@ class WeightCalls(ABC):
 
     def receive_weights(self, tensors: Sequence[TensorSpec], *, group: str, version: int) -> dict[str, Any]:
         """Takes one broadcast of the group's rank 0: the bytes of ``tensors``, one after the other."""
-        body = {
-            "names": [spec.name for spec in tensors],
-            "dtypes": [spec.dtype for spec in tensors],
-            "shapes": [spec.shape for spec in tensors],
-            "group_name": group,
-            "weight_version": str(version),
-            "load_format": "flattened_bucket",
-        }
+        body = tensors_body(tensors, group=group) | {"weight_version": str(version)}
         return self._call("POST", "/update_weights_from_distributed", body)
 
     def abandon_weight_update(self) -> dict[str, Any]:
@@ -69,3 +54,26 @@ class WeightCalls(ABC):
     def end_weight_update(self, *, version: int, digest: str) -> dict[str, Any]:
         """Ends the session; raises EngineError where what came in has another digest."""
         return self._call("POST", "/end_weight_update", {"weight_version": str(version), "digest": digest})
+
+
+def group_body(place: WeightGroupPlace) -> dict[str, Any]:
+    """Of /init_weights_update_group, as SGLang knows it."""
+    return {
+        "master_address": place.address,
+        "master_port": place.port,
+        "rank_offset": 1,
+        "world_size": place.world_size,
+        "group_name": place.name,
+        "backend": place.backend,
+    }
+
+
+def tensors_body(tensors: Sequence[TensorSpec], *, group: str) -> dict[str, Any]:
+    """Of /update_weights_from_distributed, as SGLang knows it: one broadcast of all ``tensors``."""
+    return {
+        "names": [spec.name for spec in tensors],
+        "dtypes": [spec.dtype for spec in tensors],
+        "shapes": [spec.shape for spec in tensors],
+        "group_name": group,
+        "load_format": "flattened_bucket",
+    }

@@ -15,7 +15,7 @@ import msgspec
 from relax_core.contracts.engine import EngineError, EngineUnreachable, Generated, PromptRequest, SamplingParams
 from relax_core.contracts.sample import FinishReason
 from relax_core.engines.client import EngineClient
-from relax_core.engines.events import UNKNOWN_VERSION, EventReader
+from relax_core.engines.events import UNKNOWN_VERSION, EventReader, version_number
 from relax_core.engines.scores import TokenScores, TokensToScore
 from relax_core.engines.sglang.prompts import SampleRequest, sample_requests, sglang_body
 from relax_core.engines.sglang.weight_calls import SglangWeightCalls
@@ -252,11 +252,6 @@ class SglangClient(SglangWeightCalls, EngineClient):
                 "Use rollout.temperature=1, or algo.served_by=forward."
             )
         return super().score(rows, top_k=top_k, temperature=temperature)
-
-
-def version_number(version: str) -> int:
-    """SGLang's versions are text, "default" before the first update."""
-    return int(version) if version.isdecimal() else UNKNOWN_VERSION
 
 
 def finish_reason(one: Generated, params: SamplingParams, *, generated: int) -> FinishReason:

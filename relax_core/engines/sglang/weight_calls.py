@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 
 from relax_core.contracts.engine import EngineError, EngineUnreachable, TensorSpec, WeightManifest
+from relax_core.engines.events import UNKNOWN_VERSION, version_number
 from relax_core.engines.sglang.weight_orders import Attest, Confirm, LoadFile, Order, Outcome, Watch, order_payload
-from relax_core.engines.weight_calls import WeightCalls
+from relax_core.engines.weight_calls import WeightCalls, group_body, tensors_body
 from relax_core.weights.transports.base import WeightGroupPlace
 
 LOADER = "relax_core.engines.sglang.weight_loader.follow"
 ALREADY_OPEN = "already open"  # SGLang's words
-NO_VERSION = "-1"
 _outcomes = msgspec.json.Decoder(Outcome)
 
 
@@ -84,15 +84,7 @@ class SglangWeightCalls(WeightCalls):
     # -- a collective group -------------------------------------------------------------------------------------------
     def join_weight_group(self, place: WeightGroupPlace) -> dict[str, Any]:
         """SGLang knows no deadline of its own here; that of the call holds."""
-        body = {
-            "master_address": place.address,
-            "master_port": place.port,
-            "rank_offset": 1,
-            "world_size": place.world_size,
-            "group_name": place.name,
-            "backend": place.backend,
-        }
-        return self._call("POST", "/init_weights_update_group", body)
+        return self._call("POST", "/init_weights_update_group", group_body(place))
 
     def begin_weight_update(self) -> dict[str, Any]:
         self._session_start = time.perf_counter()
@@ -108,15 +100,8 @@ class SglangWeightCalls(WeightCalls):
 
     def receive_weights(self, tensors: Sequence[TensorSpec], *, group: str, version: int) -> dict[str, Any]:
         """``version`` is told at the end, once the digest has agreed."""
-        body = {
-            "names": [spec.name for spec in tensors],
-            "dtypes": [spec.dtype for spec in tensors],
-            "shapes": [spec.shape for spec in tensors],
-            "group_name": group,
-            "load_format": "flattened_bucket",
-            "flush_cache": False,
-        }
         self._received = True
+        body = tensors_body(tensors, group=group) | {"flush_cache": False}
         return self._call("POST", "/update_weights_from_distributed", body)
 
     def abandon_weight_update(self) -> dict[str, Any]:
@@ -200,7 +185,7 @@ class SglangWeightCalls(WeightCalls):
     def _give_up(self) -> None:
         """What the model has now is no version: nobody is to get a token of it."""
         self._call("POST", "/abort_request", {"abort_all": True})
-        self._call("POST", "/update_weight_version", {"new_version": NO_VERSION, "abort_all_requests": False})
+        self._call("POST", "/update_weight_version", {"new_version": str(UNKNOWN_VERSION), "abort_all_requests": False})
 
     def _order(self, order: Order, *, version: str | None = None) -> None:
         body = {
@@ -224,8 +209,7 @@ class SglangWeightCalls(WeightCalls):
             return [_outcomes.decode(file.read_bytes()).error for file in files]
 
     def _version_in_force(self) -> int:
-        version = self._call("GET", "/model_info")["weight_version"]
-        return int(version) if version.isdecimal() else int(NO_VERSION)
+        return version_number(self._call("GET", "/model_info")["weight_version"])
 
     @property
     def _where(self) -> str:

@@ -53,16 +53,7 @@ def make_model(folder: Path | None, *, seed: int, tied: bool = True) -> Any:
         pad_token_id=0,
         bos_token_id=None,
     )
-    model = Qwen3ForCausalLM(config).float().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.copy_(1.0 + 0.2 * torch.randn_like(parameter))
-            else:
-                parameter.mul_(3.0)
-    if folder is not None:
-        model.save_pretrained(folder)
-    return model
+    return _spread(Qwen3ForCausalLM(config), folder)
 
 
 def make_moe_model(folder: Path | None, *, seed: int) -> Any:
@@ -88,7 +79,12 @@ def make_moe_model(folder: Path | None, *, seed: int) -> Any:
         pad_token_id=0,
         bos_token_id=None,
     )
-    model = Qwen3MoeForCausalLM(config).float().eval()
+    return _spread(Qwen3MoeForCausalLM(config), folder)
+
+
+def _spread(model: Any, folder: Path | None) -> Any:
+    """Moves its distributions away from flat, and saves it where there is a folder."""
+    model = model.float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
