@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -25,10 +26,14 @@ from safetensors.torch import load_file
 from relax_core.control.supervisor import CONTROLLER
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 300.0
-GONE_S = 15.0  # Ray's daemons get their SIGTERM a moment before the run's own process ends
+DEADLINE_S = 600.0
+GONE_S = 60.0  # Ray's daemons get their SIGTERM a moment before the run's own process ends
 POLL_S = 0.02
 MARK = "RELAX_TEST_RUN"  # in the environment of every process of the run
+
+NOTICED = re.compile("^tier [12] at step .*; (started again in place|all services start again from step)", re.MULTILINE)
+STOPPING = "stopping: a checkpoint is written"
+RECOVERED = "; training went on from step "
 
 ENGINE = "relax_core.engines.embedded"
 ROLLOUT = "ray::RolloutWorker"
@@ -79,13 +84,13 @@ class LiveRun:
         self.folder = folder
         self._mark = secrets.token_hex(8)
         # Short, because of the socket names below it. Everything that the run makes under /tmp is in here.
-        self._temporary = Path(tempfile.mkdtemp(prefix="rt", dir="/tmp"))
-        self._log = self._temporary.with_suffix(".log")
+        self.temporary = Path(tempfile.mkdtemp(prefix="rt"))
+        self._log = self.temporary.with_suffix(".log")
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "relax_core", f"run.dir={folder}", "run.panel=false", *overrides],
                 cwd=ROOT,
-                env={**os.environ, "TMPDIR": str(self._temporary), MARK: self._mark},
+                env={**os.environ, "TMPDIR": str(self.temporary), MARK: self._mark},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -105,7 +110,7 @@ class LiveRun:
                 os.kill(pid, signal.SIGKILL)
         for folder in self._shared_memory():
             shutil.rmtree(folder)
-        shutil.rmtree(self._temporary, ignore_errors=True)
+        shutil.rmtree(self.temporary, ignore_errors=True)
         self._log.unlink()
 
     @property
@@ -149,6 +154,27 @@ class LiveRun:
         """Waits until the trainer has reported train step ``step``."""
         self.wait_for(f"step {step}", lambda: max(_actor_steps(self.folder), default=-1) >= step)
 
+    def wait_checkpoint(self, step: int) -> None:
+        """Waits until the checkpoint of ``step`` is whole."""
+        file = self.folder / "checkpoints" / f"step_{step:08d}" / "meta.json"
+        self.wait_for(f"checkpoint {step}", file.exists)
+
+    def wait_drawn(self, samples: int) -> None:
+        """Waits until the rollout has reported so many samples."""
+        self.wait_for(f"{samples} samples", lambda: sum(_drawn(self.folder)) >= samples)
+
+    def wait_stop_heard(self) -> None:
+        """Waits until the trainer was told to end after its step."""
+        self.wait_for("the stop to be heard", lambda: STOPPING in self.output())
+
+    def wait_noticed(self, count: int) -> None:
+        """Waits until the run has told of ``count`` losses, of one process or of all services."""
+        self.wait_for(f"loss {count} to be noticed", lambda: len(NOTICED.findall(self.output())) >= count)
+
+    def wait_recovered(self, count: int) -> None:
+        """Waits until training has gone on after ``count`` of them."""
+        self.wait_for(f"recovery {count}", lambda: self.output().count(RECOVERED) >= count)
+
     # -- doing harm ---------------------------------------------------------------------------------------------------
     def kill(self, command: str) -> int:
         """SIGKILL to the one process whose command line has ``command`` in it; returns its pid."""
@@ -163,14 +189,31 @@ class LiveRun:
         os.kill(pid, signal.SIGCONT)
 
     def _signal(self, command: str, number: int) -> int:
-        (pid,) = (pid for pid, line in self.processes().items() if command in line)
+        pid = self._the_process(command, lambda pid, line: command in line)
         os.kill(pid, number)
         return pid
 
     def kill_controller(self) -> None:
         """SIGKILL to the controller; its supervisor, which has the same command line, lives on."""
-        (pid,) = (pid for pid in self.processes() if Path(f"/proc/{pid}/comm").read_text().strip() == CONTROLLER)
-        os.kill(pid, signal.SIGKILL)
+        os.kill(self._the_process(CONTROLLER, lambda pid, _: _short_name(pid) == CONTROLLER), signal.SIGKILL)
+
+    def _the_process(self, what: str, is_meant: Callable[[int, str], bool]) -> int:
+        """The one that is meant. One that was just forked off has its parent's name for a moment."""
+        found: list[int] = []
+
+        def one_is_there() -> bool:
+            found[:] = [pid for pid, line in self.processes().items() if is_meant(pid, line)]
+            return len(found) == 1
+
+        self.wait_for(f"one process {what}", one_is_there)
+        return found[0]
+
+    def kill_owners(self) -> None:
+        """SIGKILL to the controller and its supervisor at one moment: nobody cleans up after the rest."""
+        os.kill(self._process.pid, signal.SIGSTOP)
+        self.kill_controller()
+        self._process.kill()
+        self._process.wait(GONE_S)
 
     def kill_everything(self) -> None:
         """SIGKILL to every process of the run, as a machine's end does; returns when none is left."""
@@ -193,17 +236,22 @@ class LiveRun:
     # -- the end ------------------------------------------------------------------------------------------------------
     def finish(self, *, deadline_s: float = DEADLINE_S) -> FinishedRun:
         """Waits for the end, and asserts that no process, no shared memory and no temporary folder is left."""
-        code = self._process.wait(deadline_s)
+        try:
+            code = self._process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the run goes on after {deadline_s:.0f} s:\n{self.output()}") from None
         deadline = time.monotonic() + GONE_S
         while self.processes() and time.monotonic() < deadline:
             time.sleep(POLL_S)
         assert not self.processes(), f"left behind: {self.processes()}\n{self.output()}"
-        assert not self._shared_memory(), f"left behind: {self._shared_memory()}\n{self.output()}"
-        left = list(self._temporary.glob("rlx-*"))  # a cache folder of torch's may stay
-        assert not left, f"left behind: {left}\n{self.output()}"
+        assert not self.places(), f"left behind: {self.places()}\n{self.output()}"
         summary_file = self.folder / "summary.json"
         summary = json.loads(summary_file.read_text()) if summary_file.exists() else {}
         return FinishedRun(code=code, output=self.output(), folder=self.folder, summary=summary)
+
+    def places(self) -> list[Path]:
+        """The run's folders under /tmp and in shared memory; beside them a cache of torch's may stay."""
+        return [*self.temporary.glob("rlx-*"), *self._shared_memory()]
 
     def _shared_memory(self) -> list[Path]:
         return list(Path("/dev/shm").glob(f"relax-{self._process.pid}-*"))
@@ -216,10 +264,26 @@ def run_to_end(folder: Path, *overrides: str, deadline_s: float = DEADLINE_S) ->
 
 
 def _actor_steps(folder: Path) -> Mapping[int, dict[str, float]]:
-    """Step → the trainer's values, from the whole lines of metrics.jsonl."""
+    """Step → the trainer's values."""
+    return {record["step"]: record["values"] for record in _records(folder) if record["source"] == "actor"}
+
+
+def _drawn(folder: Path) -> list[float]:
+    """Samples of each of the rollout's records."""
+    return [record["values"]["samples"] for record in _records(folder) if record["source"] == "rollout"]
+
+
+def _records(folder: Path) -> list[dict[str, Any]]:
+    """The whole lines of metrics.jsonl."""
     try:
         text = (folder / "metrics.jsonl").read_text()
     except FileNotFoundError:
-        return {}
-    records = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    return {record["step"]: record["values"] for record in records if record["source"] == "actor"}
+        return []
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def _short_name(pid: int) -> str:
+    """As `ps` shows it; empty where the process is gone."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""

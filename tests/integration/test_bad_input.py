@@ -41,18 +41,19 @@ SPEC = RewardSpec(name="mine", summary="reads a key that is not there", knobs=Kn
 
 
 def assert_told(run: FinishedRun, *words: str, code: int) -> None:
+    """On the last screen: a slow machine tells more of its start before."""
     assert run.code == code, run.output
+    screen = "\n".join(run.output.splitlines()[-SCREEN_LINES:])
     for word in words:
-        assert word in run.output, run.output
+        assert word in screen, run.output
     assert "Traceback" not in run.output, run.output
-    assert len(run.output.splitlines()) <= SCREEN_LINES, run.output
 
 
 def refused(folder: Path, *overrides: str, words: tuple[str, ...]) -> None:
     """A mistake that is found before anything starts: not even the run's folder is made."""
     run = run_to_end(folder, *overrides)
     assert_told(run, *words, code=2)
-    assert run.output.startswith("relax: ")
+    assert run.output.startswith("relax: ") and len(run.output.splitlines()) <= SCREEN_LINES
     assert not folder.exists()
 
 

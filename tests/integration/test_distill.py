@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from relax_core.data.generated import example
+from tests.integration.held_training import HeldTraining
 from tests.integration.live_run import FinishedRun, LiveRun, run_to_end
 
 pytestmark = pytest.mark.integration
@@ -65,14 +66,19 @@ def test_two_teachers_by_engines_and_taking_turns(taught: FinishedRun, tmp_path:
 @pytest.mark.chaos
 def test_a_killed_teacher_is_replaced(tmp_path: Path) -> None:
     """First the process that asks, then the engine that answers."""
-    keys = ("algo.served_by=engine", "run.steps=60", "eval.every=0", "run.export_hf=false")
-    with LiveRun(tmp_path / "run", *QUIET, *keys) as live:
+    keys = ("algo.served_by=engine", "run.steps=60", "eval.every=0", "run.save_every=0", "run.export_hf=false")
+    held = HeldTraining(tmp_path, updates=15, algorithm="distill")
+    with LiveRun(tmp_path / "run", *held.overrides, *keys) as live:
         live.wait_step(5)
         worker = live.kill("TeacherWorker")
+        held.allow(40)
         live.wait_step(20)
         engine = live.kill("tiny_qwen3_teacher")
         assert worker != engine
+        live.wait_noticed(2)
+        held.let_go()
         run = live.finish()
     assert run.code == 0, run.output
     run.assert_books_closed()
+    assert [one["tier"] for one in run.summary["recoveries"]] == [1, 1]
     assert run.summary["ledger"]["trained"] == 60 * 8 * 16

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.held_training import HeldTraining
 from tests.integration.live_run import ENGINE, ROLLOUT, FinishedRun, LiveRun
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
@@ -14,15 +15,19 @@ pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 def run_with_kills(folder: Path, *, max_staleness: int, steps: int) -> FinishedRun:
     """The engine is killed after some steps, and its owner's rollout worker once training goes on."""
     overrides = (f"mode.max_staleness={max_staleness}", f"run.steps={steps}", "eval.every=0", "run.save_every=0")
-    with LiveRun(folder, *overrides) as live:
+    held = HeldTraining(folder.parent, updates=steps // 2)
+    with LiveRun(folder, *overrides, *held.overrides) as live:
         live.wait_step(2)
         engine = live.kill(ENGINE)
         live.wait_step(steps // 3)
         rollout = live.kill(ROLLOUT)
+        live.wait_noticed(2)
+        held.let_go()
         run = live.finish()
     assert run.code == 0, run.output
     assert run.summary["steps"] == steps
     assert engine != rollout
+    assert [one["tier"] for one in run.summary["recoveries"]] == [1, 1]
     return run
 
 
@@ -47,9 +52,11 @@ def test_in_a_window_every_sample_is_trained_or_dropped_with_a_reason(tmp_path: 
 
 def test_another_controller_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
     overrides = ("mode.max_staleness=1", "run.steps=60", "eval.every=0", "run.save_every=10")
-    with LiveRun(tmp_path / "run", *overrides) as live:
-        live.wait_for("a checkpoint", lambda: (live.folder / "checkpoints/step_00000020/meta.json").exists())
+    held = HeldTraining(tmp_path, updates=30)
+    with LiveRun(tmp_path / "run", *overrides, *held.overrides) as live:
+        live.wait_checkpoint(20)
         live.kill_controller()
+        held.let_go()
         run = live.finish()
     assert run.code == 0, run.output
     assert "the controller was killed by SIGKILL; another goes on from step" in run.output

@@ -13,7 +13,8 @@ pytestmark = pytest.mark.integration
 
 
 def test_math_file_trains_and_evaluates(tmp_path: Path) -> None:
-    run = run_to_end(tmp_path / "run", "experiment=math_file", "run.steps=3", "eval.rows=16", "run.save_every=0")
+    short = ("run.steps=3", "eval.rows=16", "run.save_every=0", "reward.timeout_s=60")
+    run = run_to_end(tmp_path / "run", "experiment=math_file", *short)
     assert run.code == 0, run.output
     assert run.summary["steps"] == 3
     run.assert_books_closed()

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from relax_core.observe.summary import STEP_PARTS
 from tests.integration.conftest import STRICT
+from tests.integration.held_training import HeldTraining
 from tests.integration.live_run import FinishedRun, LiveRun, run_to_end
 
 pytestmark = pytest.mark.integration
@@ -36,6 +38,19 @@ def test_a_strict_run_trains_every_sample_at_staleness_0(strict: FinishedRun) ->
     assert [one["step"] for one in strict.summary["eval"]] == [0, 25, 50, 60]
 
 
+def test_the_parts_of_each_step_are_the_step(strict: FinishedRun) -> None:
+    """Nothing is counted twice: the trainer's path has no more time than the step, and no part is negative."""
+    assert len(strict.steps()) == 60, strict.output
+    for step, values in enumerate(strict.steps()):
+        parts = [values[f"{part}_ms"] for part in STEP_PARTS]
+        assert min(parts) >= 0.0 and sum(parts) <= values["step_ms"], f"step {step}: {values}"
+        assert values["bus_ms"] > 0.0 and values["decode_ms"] > 0.0, f"step {step}: {values}"
+    split = dict(strict.summary["step_ms"])
+    total, beside = split.pop("total"), split.pop("rollout")
+    assert sum(split.values()) == pytest.approx(total)
+    assert min(split.values()) >= 0.0 and beside > 0.0
+
+
 def test_colocate_is_the_same_run_to_the_bit(strict: FinishedRun, tmp_path: Path) -> None:
     colocate = run_to_end(tmp_path / "run", *STRICT, "mode=colocate")
     assert colocate.code == 0, colocate.output
@@ -44,16 +59,20 @@ def test_colocate_is_the_same_run_to_the_bit(strict: FinishedRun, tmp_path: Path
 
 
 def test_ctrl_c_then_resume_is_the_same_run_to_the_bit(strict: FinishedRun, tmp_path: Path) -> None:
-    with LiveRun(tmp_path / "run", *STRICT) as live:
+    held = HeldTraining(tmp_path, updates=10)
+    strict_held = (*STRICT, *held.overrides)
+    with LiveRun(tmp_path / "run", *strict_held) as live:
         live.wait_step(2)
         live.interrupt()
+        live.wait_stop_heard()
+        held.let_go()
         stopped = live.finish()
     assert stopped.code == 130, stopped.output
     assert stopped.summary["outcome"] == "stopped"
     at = stopped.summary["steps"]
     assert 3 <= at < 60 and stopped.checkpoints() == [at]
 
-    resumed = run_to_end(tmp_path / "run", *STRICT, "resume=auto")
+    resumed = run_to_end(tmp_path / "run", *strict_held, "resume=auto")
     assert resumed.code == 0, resumed.output
     resumed.assert_books_closed()
     assert resumed.summary["ledger"]["trained"] == 60 * 8 * 16

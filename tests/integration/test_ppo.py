@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.held_training import HeldTraining
 from tests.integration.live_run import FinishedRun, LiveRun, run_to_end
 
 pytestmark = pytest.mark.integration
 
 PPO = ("algo=ppo", "eval.every=0", "run.export_hf=true")
-UPDATES = ("algo.mini_batches=2", "algo.epochs=2")
+UPDATES, UPDATES_A_STEP = ("algo.mini_batches=2", "algo.epochs=2"), 4
 STRICT = (*PPO, *UPDATES, "mode.max_staleness=0", "run.steps=24", "run.save_every=8")
 OF_THE_RUN = ("reward", "tokens", "updates", "loss", "grad_norm", "algorithm/ratio")
 OF_THE_CRITIC = ("value/loss", "value/grad_norm", "value/return", "value/explained_variance")
@@ -38,7 +39,7 @@ def assert_same_run(one: FinishedRun, other: FinishedRun) -> None:
 def test_a_strict_step_makes_its_updates_on_policy(strict: FinishedRun) -> None:
     assert strict.summary["staleness"]["max"] == 0
     for values in strict.steps():
-        assert values["updates"] == 4
+        assert values["updates"] == UPDATES_A_STEP
         assert values["logprob_gap_max"] <= 2e-5  # of the first update, whose weights the engine has
         assert values["algorithm/advantage"] == pytest.approx(0.0, abs=1e-4)  # whitened over the step
     first, last = strict.steps()[0], strict.steps()[-1]
@@ -54,15 +55,19 @@ def test_taking_turns_is_the_same_run_to_the_bit(strict: FinishedRun, tmp_path: 
 
 
 def test_a_resumed_critic_goes_on_to_the_bit(strict: FinishedRun, tmp_path: Path) -> None:
-    with LiveRun(tmp_path / "run", *STRICT) as live:
+    held = HeldTraining(tmp_path, updates=5 * UPDATES_A_STEP, algorithm="ppo")
+    strict_held = (*STRICT, *held.overrides)
+    with LiveRun(tmp_path / "run", *strict_held) as live:
         live.wait_step(2)
         live.interrupt()
+        live.wait_stop_heard()
+        held.let_go()
         stopped = live.finish()
     assert stopped.code == 130, stopped.output
-    (at,) = stopped.checkpoints()
-    assert 3 <= at < 24
+    at = stopped.summary["steps"]
+    assert 3 <= at < 24 and stopped.checkpoints()[-1] == at
     assert (stopped.folder / "checkpoints" / f"step_{at:08d}" / "critic" / "made_by.json").is_file()
-    resumed = run_to_end(tmp_path / "run", *STRICT, "resume=auto")
+    resumed = run_to_end(tmp_path / "run", *strict_held, "resume=auto")
     assert resumed.code == 0, resumed.output
     resumed.assert_books_closed()
     assert_same_run(resumed, strict)
@@ -71,12 +76,16 @@ def test_a_resumed_critic_goes_on_to_the_bit(strict: FinishedRun, tmp_path: Path
 @pytest.mark.chaos
 def test_a_lost_critic_is_a_lost_rank(strict: FinishedRun, tmp_path: Path) -> None:
     """Its weights are state of the trainer: all services go back to the newest checkpoint, and the run is the same."""
-    with LiveRun(tmp_path / "run", *STRICT) as live:
-        live.wait_step(9)
+    held = HeldTraining(tmp_path, updates=12 * UPDATES_A_STEP, algorithm="ppo")
+    with LiveRun(tmp_path / "run", *STRICT, *held.overrides) as live:
+        live.wait_checkpoint(8)
         live.kill("ray::CriticWorker")
+        held.let_go()
         run = live.finish()
     assert run.code == 0, run.output
     run.assert_books_closed()
+    (recovery,) = run.summary["recoveries"]
+    assert (recovery["tier"], recovery["from_step"]) == (2, 8)
     assert_same_run(run, strict)
 
 

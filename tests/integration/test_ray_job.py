@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import secrets
+import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,8 +20,9 @@ from relax_core.control.processes import kill_trees
 from relax_core.control.ray_session import new_token_file
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 120.0
+DEADLINE_S = 300.0
 POLL_S = 0.1
+ADDRESS = re.compile("RAY_API_SERVER_ADDRESS='(http://[0-9.:]+)'")  # in what `ray start` prints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,17 +41,10 @@ def call(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
-    folder = Path(f"/tmp/rj{secrets.token_hex(2)}")  # short, because of socket names
-    folder.mkdir(mode=0o700)
-    token_file, port = new_token_file(folder / "token"), free_port()
+    folder = Path(tempfile.mkdtemp(prefix="rj"))
+    token_file, log_file = new_token_file(folder / "token"), folder / "head.log"
     environment = {
         **os.environ,
         "RAY_AUTH_MODE": "token",
@@ -66,8 +60,8 @@ def cluster() -> Iterator[RayCluster]:
         "--disable-usage-stats",
         f"--temp-dir={folder}/ray",
     ]
-    words += [f"--dashboard-port={port}", f"--dashboard-agent-listen-port={free_port()}", "--include-dashboard=true"]
-    with (folder / "head.log").open("wb") as log:
+    words += ["--dashboard-port=0", "--dashboard-agent-listen-port=0", "--include-dashboard=true"]
+    with log_file.open("wb") as log:
         head = subprocess.Popen(
             [sys.executable, "-m", "ray.scripts.scripts", *words, f"--object-store-memory={200 << 20}"],
             env=environment,
@@ -76,12 +70,22 @@ def cluster() -> Iterator[RayCluster]:
             start_new_session=True,
         )
     try:
-        wait_until_it_takes_jobs(f"http://127.0.0.1:{port}", token_file)
-        yield RayCluster(address=f"http://127.0.0.1:{port}", token_file=token_file)
+        address = wait_for_address(head, log_file)
+        wait_until_it_takes_jobs(address, token_file)
+        yield RayCluster(address=address, token_file=token_file)
     finally:
         kill_trees([head.pid])
         head.wait()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def wait_for_address(head: subprocess.Popen[bytes], log_file: Path) -> str:
+    """Of the head's dashboard, which took a free port."""
+    deadline = time.monotonic() + DEADLINE_S
+    while (found := ADDRESS.search(log_file.read_text())) is None:
+        assert head.poll() is None and time.monotonic() < deadline, log_file.read_text()
+        time.sleep(POLL_S)
+    return found[1]
 
 
 def wait_until_it_takes_jobs(address: str, token_file: Path) -> None:
@@ -116,7 +120,7 @@ def test_the_cluster_wants_its_token(cluster: RayCluster, tmp_path: Path) -> Non
 
 def test_a_stop_writes_a_checkpoint(cluster: RayCluster, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    words = ["launcher.follow=false", f"launcher.token_file={cluster.token_file}", "run.steps=3000", "eval.every=0"]
+    words = ["launcher.follow=false", f"launcher.token_file={cluster.token_file}", "run.steps=1000000", "eval.every=0"]
     done = cluster.relax(*words, "run.save_every=0", f"run.dir={folder}")
     assert done.returncode == 0, done.stdout + done.stderr
     deadline = time.monotonic() + DEADLINE_S

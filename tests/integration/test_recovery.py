@@ -7,18 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.integration.live_run import ENGINE, FinishedRun, LiveRun
+from tests.integration.held_training import HeldTraining
+from tests.integration.live_run import ENGINE, ROLLOUT, FinishedRun, LiveRun
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
 ACTOR, PEER, BUS, ADVANTAGES = "ray::ActorWorker", "ray::ActorPeer", "ray::BusActor", "ray::AdvantagesWorker"
-ROLLOUT = "ray::RolloutWorker"
-OVERRIDES = ("eval.every=0", "run.save_every=10", "run.export_hf=false", "run.heartbeat_timeout_s=4")
-QUICK_S = 20.0  # 10 on quiet cores
-
-
-def wait_recovered(live: LiveRun, count: int) -> None:
-    live.wait_for(f"recovery {count}", lambda: live.output().count("training went on") >= count)
+OVERRIDES = ("eval.every=0", "run.save_every=10", "run.export_hf=false")
 
 
 def assert_whole(run: FinishedRun, *, steps: int) -> list[dict[str, Any]]:
@@ -29,34 +24,46 @@ def assert_whole(run: FinishedRun, *, steps: int) -> list[dict[str, Any]]:
     assert run.summary["ledger"]["trained"] == steps * 8 * 16
     assert run.summary["staleness"]["max"] <= 1
     recoveries: list[dict[str, Any]] = run.summary["recoveries"]
-    assert all(0.0 < recovery["seconds"] < QUICK_S for recovery in recoveries), recoveries
+    assert all(recovery["seconds"] > 0.0 for recovery in recoveries), recoveries
     return recoveries
 
 
 def test_a_peer_before_the_first_checkpoint_then_the_bus(tmp_path: Path) -> None:
-    with LiveRun(tmp_path / "run", *OVERRIDES, "run.steps=130", "run.save_every=80", "parallel.dp=2") as live:
+    held = HeldTraining(tmp_path, updates=40)
+    overrides = (*OVERRIDES, "run.steps=130", "run.save_every=80", "parallel.dp=2", *held.overrides)
+    with LiveRun(tmp_path / "run", *overrides) as live:
         live.wait_step(2)
         live.kill(PEER)
-        wait_recovered(live, 1)
-        live.wait_for("a checkpoint", lambda: (tmp_path / "run/checkpoints/step_00000080/meta.json").exists())
+        live.wait_noticed(1)
+        held.allow(100)
+        live.wait_recovered(1)
+        live.wait_checkpoint(80)
         live.kill(BUS)
+        held.let_go()
         run = live.finish()
     peer, bus = assert_whole(run, steps=130)
-    assert (peer["tier"], peer["cause"], peer["from_step"]) == (2, "actor-1 died", 0)
+    assert (peer["tier"], peer["from_step"]) == (2, 0)
+    # The lead may tell that it lost its peer before Ray tells that the peer died.
+    assert peer["cause"] == "actor-1 died" or peer["cause"].startswith("actor-0 failed: RankLost: actor-1 was lost")
     assert (bus["tier"], bus["cause"], bus["from_step"]) == (2, "the bus died", 80)
     assert 80 <= bus["at_step"] < 130
 
 
 def test_the_trainer_then_a_frozen_worker_and_a_frozen_engine(tmp_path: Path) -> None:
-    with LiveRun(tmp_path / "run", *OVERRIDES, "run.steps=90") as live:
-        live.wait_step(12)
+    held = HeldTraining(tmp_path, updates=30)
+    overrides = (*OVERRIDES, "run.steps=130", "run.heartbeat_timeout_s=10", *held.overrides)
+    with LiveRun(tmp_path / "run", *overrides) as live:
+        live.wait_checkpoint(10)
         live.kill(ACTOR)
-        wait_recovered(live, 1)
+        live.wait_recovered(1)  # the new trainer ends its 30 updates at step 60 at most
         live.freeze(ADVANTAGES)
-        wait_recovered(live, 2)
+        live.wait_noticed(2)
+        held.allow(60)  # step 90 at most
+        live.wait_recovered(2)
         live.freeze(ENGINE)
+        held.let_go()
         run = live.finish()
-    actor, advantages, engine = assert_whole(run, steps=90)
+    actor, advantages, engine = assert_whole(run, steps=130)
     assert (actor["tier"], actor["cause"]) == (2, "actor-0 died")
     assert actor["from_step"] >= 10
     assert advantages["tier"] == engine["tier"] == 1
@@ -65,10 +72,12 @@ def test_the_trainer_then_a_frozen_worker_and_a_frozen_engine(tmp_path: Path) ->
 
 
 def test_past_the_limit_the_run_ends_with_the_first_cause(tmp_path: Path) -> None:
-    with LiveRun(tmp_path / "run", *OVERRIDES, "run.steps=90", "run.max_recoveries=1") as live:
+    held = HeldTraining(tmp_path, updates=30)
+    overrides = (*OVERRIDES, "run.steps=90", "run.max_recoveries=1", *held.overrides)
+    with LiveRun(tmp_path / "run", *overrides) as live:
         live.wait_step(2)
         live.kill(BUS)
-        wait_recovered(live, 1)
+        live.wait_recovered(1)
         live.kill(ACTOR)
         run = live.finish()
     assert run.code == 1
@@ -79,11 +88,13 @@ def test_past_the_limit_the_run_ends_with_the_first_cause(tmp_path: Path) -> Non
 
 
 def test_the_watchdog_names_who_stands_still(tmp_path: Path) -> None:
-    watched = ("run.heartbeat_timeout_s=120", "run.watch_after_s=4", "run.steps=60")
+    watched = ("run.heartbeat_timeout_s=600", "run.watch_after_s=4", "run.steps=60")
     log, culprit = tmp_path / "run" / "logs" / "watchdog.log", "culprit: rollout-0\n"
-    with LiveRun(tmp_path / "run", *OVERRIDES, *watched) as live:
+    held = HeldTraining(tmp_path, updates=30)
+    with LiveRun(tmp_path / "run", *OVERRIDES, *watched, *held.overrides) as live:
         live.wait_step(5)
         pid = live.freeze(ROLLOUT)
+        held.let_go()
         live.wait_for("the watchdog", lambda: log.exists() and log.read_text().count(culprit) >= 2)
         live.thaw(pid)
         run = live.finish()

@@ -10,6 +10,7 @@ from relax_core.config.compose import load_config
 from relax_core.engines.process import EngineLaunch, EngineProcess
 from relax_core.tools.make_tiny import tiny_model_folder
 from tests.contracts.engine.harness import SGLANG_PYTHON
+from tests.integration.held_training import HeldTraining
 from tests.integration.live_run import LiveRun, run_to_end
 
 pytestmark = [pytest.mark.sglang, pytest.mark.integration]
@@ -26,9 +27,11 @@ def test_the_demo_reaches_the_embedded_engines_reward(tmp_path: Path) -> None:
 
 
 def test_a_server_that_is_killed_comes_back_with_the_newest_weights(tmp_path: Path) -> None:
-    with LiveRun(tmp_path / "kill", *SGLANG, "run.steps=40", "run.heartbeat_timeout_s=60") as run:
+    held = HeldTraining(tmp_path, updates=20)
+    with LiveRun(tmp_path / "kill", *SGLANG, "run.steps=40", "run.heartbeat_timeout_s=60", *held.overrides) as run:
         run.wait_step(10)
         run.kill("sglang/server.py")
+        held.let_go()
         done = run.finish()
     assert done.code == 0, done.output
     assert len(done.steps()) == 40

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import STRICT
+from tests.integration.held_training import HeldTraining
 from tests.integration.live_run import FinishedRun, LiveRun, run_to_end
 from tests.integration.test_on_policy import assert_same_run
 
@@ -24,9 +25,11 @@ def test_it_is_the_same_run_to_the_bit(strict: FinishedRun, tmp_path: Path) -> N
 def test_a_lost_storage_unit_is_a_lost_bus(tmp_path: Path) -> None:
     """All services start again from the newest checkpoint, with a TransferQueue of their own."""
     overrides = ("mode.max_staleness=1", "run.steps=40", "eval.every=0", "run.save_every=5")
-    with LiveRun(tmp_path / "run", "bus=transfer_queue", *overrides) as live:
-        live.wait_for("a checkpoint", lambda: (live.folder / "checkpoints/step_00000010/meta.json").exists())
+    held = HeldTraining(tmp_path, updates=20)
+    with LiveRun(tmp_path / "run", "bus=transfer_queue", *overrides, *held.overrides) as live:
+        live.wait_checkpoint(10)
         live.kill("ray::StorageHost")
+        held.let_go()
         run = live.finish()
     assert run.code == 0, run.output
     run.assert_books_closed()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from relax_core.bus.ledger_file import LedgerFile
+from tests.integration.held_training import HeldTraining
 from tests.integration.live_run import ENGINE, LiveRun
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
@@ -32,11 +33,14 @@ OVERRIDES = (
 
 
 def test_one_of_two_engines_is_killed_and_nothing_is_lost(tmp_path: Path) -> None:
-    with LiveRun(tmp_path / "run", *OVERRIDES) as live:
+    held = HeldTraining(tmp_path, updates=20)
+    with LiveRun(tmp_path / "run", *OVERRIDES, *held.overrides) as live:
         live.wait_step(10)
         engines = [pid for pid, line in live.processes().items() if ENGINE in line]
         assert len(engines) == 2
         os.kill(engines[0], signal.SIGKILL)
+        live.wait_noticed(1)
+        held.let_go()
         run = live.finish()
     assert run.code == 0, run.output
     run.assert_books_closed()

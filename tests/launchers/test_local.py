@@ -33,6 +33,8 @@ def test_resume_auto_finds_the_newest_folder_with_a_checkpoint(tmp_path: Path) -
     assert run_folder(config) == tmp_path / "new"
     (checkpoint / "meta.json").write_text("{}")
     assert run_folder(config) == tmp_path / "old"
+    checkpoint.rename(checkpoint.with_name(".step_00000100.replaced"))  # killed while another took its place
+    assert run_folder(config) == tmp_path / "old"
 
 
 def test_config_of_a_resumed_run_keeps_the_earlier_one(tmp_path: Path) -> None:

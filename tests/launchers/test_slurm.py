@@ -67,7 +67,7 @@ def test_a_sweep_is_an_array() -> None:
 def test_a_dry_run_needs_no_slurm(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "relax_core", "launcher=slurm", "launcher.dry_run=true", f"run.dir={tmp_path}/run"]
     done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PATH": "/nonexistent"}, capture_output=True, text=True, timeout=60
+        command, cwd=ROOT, env={**os.environ, "PATH": "/nonexistent"}, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0 and done.stdout.startswith("#!/bin/bash"), done.stderr
     assert list(tmp_path.iterdir()) == []
@@ -76,7 +76,7 @@ def test_a_dry_run_needs_no_slurm(tmp_path: Path) -> None:
 def test_without_slurm_nothing_is_made(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "relax_core", "launcher=slurm", f"run.dir={tmp_path}/run"]
     done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PATH": "/nonexistent"}, capture_output=True, text=True, timeout=60
+        command, cwd=ROOT, env={**os.environ, "PATH": "/nonexistent"}, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 2 and done.stderr == (
         "relax: launcher=slurm: there is no sbatch here. Submit on a login node of the cluster.\n"

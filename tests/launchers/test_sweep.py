@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,20 @@ def test_runs_here_end_with_their_comparison(tmp_path: Path, capsys: pytest.Capt
     printed = capsys.readouterr().out
     assert "seed=2" in printed and "0.200*" in printed and "0.100 " in printed
     assert (tmp_path / "sweep" / "compare.png").is_file()
+
+
+def test_a_run_here_knows_its_own_overrides(tmp_path: Path) -> None:
+    told: list[list[str]] = []
+
+    def tell(config: RelaxConfig) -> int:
+        told.append(sys.argv[1:])
+        return 0
+
+    before = list(sys.argv)
+    words = ["-m", f"hydra.sweep.dir={tmp_path}/sweep", f"run.dir={tmp_path}/run", "seed=1,2"]
+    assert compose.run(words, tell, sweep=Sweep(tell)) == 0
+    assert told == [[f"run.dir={tmp_path}/run", "seed=1"], [f"run.dir={tmp_path}/run", "seed=2"]]
+    assert sys.argv == before
 
 
 def test_a_failed_run_is_the_sweeps_exit_code(tmp_path: Path) -> None:

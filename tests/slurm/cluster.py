@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import secrets
 import shutil
 import signal
@@ -10,12 +11,14 @@ import socket
 import subprocess
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
+
+from relax_core.control.owned_folder import owned
 
 NODES = 2
 CPUS = 4
-DEADLINE_S = 30.0
+DEADLINE_S = 120.0
 POLL_S = 0.05
 DAEMONS = ("munged", "slurmctld", "slurmd")
 
@@ -70,6 +73,9 @@ class Cluster:
         self.root = Path(tempfile.mkdtemp(prefix="slurm-test-", dir="/tmp"))
         self.scratch = Path(f"/tmp/st{secrets.token_hex(2)}")  # short, because of socket names
         self.scratch.mkdir(mode=0o700)
+        self._owned = ExitStack()  # a later session removes what a killed one leaves
+        for folder in (self.root, self.scratch):
+            self._owned.enter_context(owned(folder, f"a test's Slurm, process {os.getpid()}"))
         self.environment = {**os.environ, "SLURM_CONF": str(self.root / "slurm.conf"), "TMPDIR": str(self.scratch)}
 
     def __enter__(self) -> Cluster:
@@ -178,8 +184,10 @@ class Cluster:
             deadline = time.monotonic() + wait_s
             while any(map(_is_alive, pids)) and time.monotonic() < deadline:
                 time.sleep(POLL_S)
+        assert not any(map(_is_alive, pids)), f"these do not end: {pids}"
         shutil.rmtree(self.root)
         shutil.rmtree(self.scratch)
+        self._owned.close()
 
     def _logs(self) -> str:
         return "\n".join(f"{file.name}\n{file.read_text()[-2000:]}" for file in (self.root / "log").iterdir())
@@ -200,11 +208,13 @@ def _own_address() -> str:
 
 
 def _free_ports(count: int) -> list[int]:
-    probes = [socket.socket() for _ in range(count)]
-    try:
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
-    finally:
-        for probe in probes:
-            probe.close()
+    """Below those that the kernel gives away by itself: nobody takes one by chance before its daemon does."""
+    given_away = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    free: list[int] = []
+    for port in random.sample(range(10_000, given_away), 1000):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            free.append(port)
+        if len(free) == count:
+            return free
+    raise RuntimeError(f"no {count} free ports between 10000 and {given_away}")

@@ -12,10 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.integration.live_run import STOPPING
 from tests.slurm.cluster import Cluster
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 180.0
+DEADLINE_S = 600.0
 POLL_S = 0.05
 FAST = ("eval.every=0", "launcher.cpus_per_node=2", "run.export_hf=false")
 
@@ -74,6 +75,10 @@ class Submitted:
             "its second turn", lambda: "Reason=BeginTime" in self.cluster.call("scontrol", "show", "job", job)
         )
         self.cluster.call("scontrol", "update", f"jobid={job}", "StartTime=now")
+
+    def wait_stop_heard(self) -> None:
+        """Waits until the trainer was told to end after its step."""
+        self.wait_for("the stop to be heard", lambda: STOPPING in self.logs())
 
     def steps(self) -> list[int]:
         """Train steps in the order in which they were reported; one that was done again is there twice."""

@@ -7,17 +7,19 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+from tests.integration.held_training import HeldTraining
 from tests.slurm.cluster import Cluster
 from tests.slurm.submitted import FAST, ROOT, Submitted
 
-LONG = "run.steps=3000"  # longer than any case looks at it
+LONG = "run.steps=1000000"  # longer than any case looks at it
 
 
 def relax(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=cluster.environment, capture_output=True, text=True, timeout=180)
+    return subprocess.run(command, cwd=ROOT, env=cluster.environment, capture_output=True, text=True, timeout=600)
 
 
 def task_of(cluster: Cluster, words: str) -> int:
@@ -34,9 +36,12 @@ def rank_of(pid: int) -> int:
 
 
 def test_a_run_over_two_nodes(quiet: Cluster, tmp_path: Path) -> None:
-    run = Submitted(quiet, tmp_path / "run", "launcher.nodes=2", "run.steps=30", "run.export_hf=true")
+    held = HeldTraining(tmp_path, updates=10)
+    words = ("launcher.nodes=2", "run.steps=30", "run.export_hf=true")
+    run = Submitted(quiet, tmp_path / "run", *words, *held.overrides)
     run.wait_step(0)
     assert {task_of(quiet, "relax_core.engines.embedded"), task_of(quiet, "ray::ActorWorker")} == {0, 1}
+    held.let_go()
     code, output = run.finish()
     assert code == 0, output
     assert "running on n[1-2]" in output and "the run ended with exit code 0" in output
@@ -67,21 +72,29 @@ def test_a_sweep_is_one_array_and_returns_at_once(quiet: Cluster, tmp_path: Path
 
 
 def test_preempted_it_goes_on_from_its_checkpoint(quiet: Cluster, tmp_path: Path) -> None:
-    run = Submitted(quiet, tmp_path / "run", "launcher.nodes=2", "run.steps=400", "run.save_every=0")
+    held = HeldTraining(tmp_path, updates=50)
+    words = ("launcher.nodes=2", "run.steps=100", "run.save_every=0")
+    run = Submitted(quiet, tmp_path / "run", *words, *held.overrides)
     run.wait_step(10)
     quiet.call("sbatch", "--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 2")
+    run.wait_stop_heard()
+    held.let_go()
     run.start_again()
     code, output = run.finish()
     assert code == 0, output
     assert "the job is queued again" in output and "started again 1 times" in output
     steps = run.steps()
-    assert sorted(steps) == list(range(400)), "every step once: the checkpoint holds the last one before it was stopped"
+    assert sorted(steps) == list(range(100)), "every step once: the checkpoint holds the last one before it was stopped"
     assert run.summary()["outcome"] == "finished" and run.summary()["ledger"]["lost"] == 0
 
 
 def test_the_time_limit_queues_it_again_until_that_is_too_often(quiet: Cluster, tmp_path: Path) -> None:
-    limits = ("launcher.time_limit_min=2", "launcher.checkpoint_s=80", "launcher.max_requeues=0")
+    limits = ("launcher.time_limit_min=60", "launcher.checkpoint_s=80", "launcher.max_requeues=0")
+    began = time.monotonic()
     run = Submitted(quiet, tmp_path / "run", LONG, "run.save_every=0", *limits)
+    run.wait_step(3)
+    minutes = int(time.monotonic() - began) // 60 + 2  # one to two from now
+    quiet.call("scontrol", "update", f"jobid={run.job_id()}", f"TimeLimit={minutes}")
     code, output = run.finish()
     assert code == 128 + signal.SIGTERM, output
     assert "Slurm stopped it again (launcher.max_requeues=0)" in output
@@ -147,7 +160,7 @@ def test_a_bad_partition_is_slurms_own_words_and_leaves_nothing(quiet: Cluster, 
 
 
 def test_a_full_queue_is_told_and_left_alone_after_ctrl_c(quiet: Cluster, tmp_path: Path) -> None:
-    quiet.call("sbatch", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 100")
+    quiet.call("sbatch", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
     run = Submitted(quiet, tmp_path / "run", LONG)
     job = run.job_id()
     run.wait_for("its place in the queue", lambda: "Reason=Resources" in quiet.call("scontrol", "show", "job", job))

@@ -7,6 +7,7 @@ Who writes another backend adds it to `relax_core.bus.factory.BACKENDS` and runs
 from __future__ import annotations
 
 import itertools
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,7 @@ def plane(ray_session: str) -> Iterator[DataPlane]:
     """One for all buses of bus=transfer_queue: it takes seconds to start."""
     from relax_core.bus.transfer_queue.plane import DataPlane  # late: it imports Ray
 
-    plane = DataPlane(storage_units=2, folder=Path("/tmp"))
+    plane = DataPlane(storage_units=2, folder=Path(tempfile.gettempdir()))
     yield plane
     plane.close()
 
@@ -73,5 +74,5 @@ def make_bus(request: pytest.FixtureRequest, ray_session: str, tmp_path: Path) -
 
     yield make
     for bus in made:
-        bus.close(reason="the test is over", timeout_s=10.0)
+        bus.close(reason="the test is over", timeout_s=60.0)
         bus.terminate()

@@ -10,7 +10,7 @@ from relax_core.contracts.bus import Bus, BusClosed, BusTimeout, LeaseLost
 from tests.bus.make_rows import for_actor, for_worker, make_row, uids_of
 
 MakeBus = Callable[..., Bus]
-T = 20.0  # deadline of calls that must succeed, in seconds
+T = 60.0  # deadline of calls that must succeed, in seconds
 SHORT = 0.05  # deadline of calls that must time out
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import threading
+import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from relax_core.contracts.bus import Bus, BusClosed, LeaseLost, LeaseRequest
 from tests.bus.make_rows import for_actor, for_worker, make_row
 
 MakeBus = Callable[..., Bus]
-T = 30.0
+T = 60.0
 
 STEPS, GROUPS = 12, 4
 
@@ -63,7 +64,7 @@ def test_every_sample_is_trained_exactly_once(make_bus: MakeBus, max_staleness: 
     with ThreadPoolExecutor(8) as pool:
         others: list[Future[None]] = [pool.submit(_produce, bus) for _ in range(4)]
         others += [pool.submit(_work, bus, seen) for _ in range(3)]
-        trained = pool.submit(_train, bus, max_staleness).result(timeout=120)
+        trained = pool.submit(_train, bus, max_staleness).result(timeout=5 * T)
         for future in others:
             future.result(timeout=T)
     assert Counter(trained) == Counter(f"g{index:08d}.{k}" for index in range(STEPS * GROUPS) for k in range(2))
@@ -72,54 +73,51 @@ def test_every_sample_is_trained_exactly_once(make_bus: MakeBus, max_staleness: 
     assert (books.issued, books.trained, books.open, books.lost, books.trained_twice) == (96, 96, 0, 0, 0)
 
 
-def _start(pool: ThreadPoolExecutor, call: Callable[[], object]) -> Future[object]:
-    """Runs ``call`` in a thread and returns once that thread is about to make it."""
-    started = threading.Event()
-
-    def run() -> object:
-        started.set()
-        return call()
-
-    future = pool.submit(run)
-    started.wait()
-    return future
+def _await_waits(bus: Bus, count: int) -> None:
+    """Until so many calls wait in the bus."""
+    deadline = time.monotonic() + T
+    while len(waits := bus.waits(timeout_s=T)) < count:
+        assert time.monotonic() < deadline, waits
+        time.sleep(0.01)
 
 
 def test_close_wakes_everybody_who_waits(make_bus: MakeBus) -> None:
     bus = make_bus(groups_per_step=1)
     bus.admit(10, timeout_s=T)
     with ThreadPoolExecutor(6) as pool:
-        waiting = [_start(pool, lambda: bus.admit(1, timeout_s=T)) for _ in range(2)]
-        waiting += [_start(pool, lambda: bus.lease(for_actor(0, groups=1), timeout_s=T)) for _ in range(2)]
-        waiting += [_start(pool, lambda: bus.lease(for_worker(), timeout_s=T)) for _ in range(2)]
-        assert not wait(waiting, timeout=0.3).done, "there is nothing yet to return"
+        waiting: list[Future[Any]] = [pool.submit(bus.admit, 1, timeout_s=T) for _ in range(2)]
+        waiting += [pool.submit(bus.lease, for_actor(0, groups=1), timeout_s=T) for _ in range(2)]
+        waiting += [pool.submit(bus.lease, for_worker(), timeout_s=T) for _ in range(2)]
+        _await_waits(bus, 6)
+        assert not any(future.done() for future in waiting), "there is nothing yet to return"
         bus.close(reason="stopped by the user", timeout_s=T)
         for future in waiting:
             with pytest.raises(BusClosed, match="stopped by the user"):
-                future.result(timeout=5.0)
+                future.result(timeout=T)
 
 
 def test_a_put_wakes_only_who_can_go_on(make_bus: MakeBus) -> None:
     bus = make_bus()
     first, second = bus.admit(2, timeout_s=T)
     with ThreadPoolExecutor(2) as pool:
-        for_two = _start(pool, lambda: bus.lease(for_actor(0, groups=2), timeout_s=T))
-        for_one = _start(pool, lambda: bus.lease(for_worker(), timeout_s=T))
+        for_two = pool.submit(bus.lease, for_actor(0, groups=2), timeout_s=T)
+        for_one = pool.submit(bus.lease, for_worker(), timeout_s=T)
+        _await_waits(bus, 2)
         bus.put([make_row(first)], timeout_s=T)
-        for_one.result(timeout=5.0)
-        assert not wait([for_two], timeout=0.2).done
+        for_one.result(timeout=T)
+        assert [one.task for one in bus.waits(timeout_s=T)] == ["actor"]
         bus.put([make_row(second)], timeout_s=T)
-        for_two.result(timeout=5.0)
+        for_two.result(timeout=T)
 
 
 def test_revoke_ends_the_waits_of_a_lost_worker(make_bus: MakeBus) -> None:
     bus = make_bus()
     with ThreadPoolExecutor(1) as pool:
-        waiting = _start(pool, lambda: bus.lease(for_worker(), timeout_s=T))
-        assert not wait([waiting], timeout=0.3).done
+        waiting = pool.submit(bus.lease, for_worker(), timeout_s=T)
+        _await_waits(bus, 1)
         bus.revoke("advantages", timeout_s=T)
         with pytest.raises(LeaseLost, match="leases of task advantages were revoked"):
-            waiting.result(timeout=5.0)
+            waiting.result(timeout=T)
 
 
 def test_reclaim_ends_the_wait_that_a_lost_rollout_left(make_bus: MakeBus) -> None:
@@ -128,8 +126,8 @@ def test_reclaim_ends_the_wait_that_a_lost_rollout_left(make_bus: MakeBus) -> No
     while len(bus.admit(100, timeout_s=T)) == 100:
         pass
     with ThreadPoolExecutor(1) as pool:
-        waiting = _start(pool, lambda: bus.admit(1, timeout_s=T))
-        assert not wait([waiting], timeout=0.3).done
+        waiting = pool.submit(bus.admit, 1, timeout_s=T)
+        _await_waits(bus, 1)
         assert bus.reclaim(timeout_s=T)
         with pytest.raises(LeaseLost, match="were reclaimed"):
-            waiting.result(timeout=5.0)
+            waiting.result(timeout=T)

@@ -14,7 +14,7 @@ from relax_core.contracts.columns import BOOKED_COLUMNS, decode_ragged, encode_r
 from tests.bus.make_rows import for_actor, for_worker, make_row
 
 MakeBus = Callable[..., Bus]
-T = 20.0
+T = 60.0
 
 TOKENS = [[1, 2, 3], [], list(range(5000))]
 IMAGES = [np.arange(height * 7 * 3, dtype=np.uint8).reshape(height, 7, 3) for height in (1, 40, 400)]

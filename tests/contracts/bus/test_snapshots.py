@@ -10,7 +10,7 @@ from relax_core.contracts.bus import Bus
 from tests.bus.make_rows import for_actor, make_row, uids_of
 
 MakeBus = Callable[..., Bus]
-T = 20.0
+T = 60.0
 
 
 def _train_step(bus: Bus, step: int) -> list[str]:

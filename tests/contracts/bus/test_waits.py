@@ -12,7 +12,7 @@ from relax_core.contracts.bus import Bus, BusWait
 from tests.bus.make_rows import for_actor, for_worker, make_row
 
 MakeBus = Callable[..., Bus]
-T = 20.0
+T = 60.0
 
 
 def waits_of(bus: Bus, count: int) -> dict[str, BusWait]:
@@ -48,6 +48,30 @@ def test_each_wait_names_what_it_lacks_and_who_owes_it(make_bus: MakeBus) -> Non
         assert all(call.exception(timeout=T) is not None for call in calls)
     assert bus.waits(timeout_s=T) == []
     assert early, "groups that the next version may start were admitted"
+
+
+def test_a_lease_tells_how_long_it_waited_for_rows(make_bus: MakeBus) -> None:
+    bus = make_bus()
+    late, *rest = bus.admit(2, timeout_s=T)
+    bus.put([make_row(one) for one in rest], timeout_s=T)
+    at_once = bus.lease(for_actor(0, groups=1), timeout_s=T)
+    assert at_once.waited_s == 0.0
+    with ThreadPoolExecutor(1) as threads:
+        began = time.monotonic()
+        call = threads.submit(bus.lease, for_actor(0, groups=1), timeout_s=T)
+        while waits_of(bus, 1)["actor"].since_s < 0.05:
+            assert time.monotonic() < began + T
+        bus.put([make_row(late)], timeout_s=T)
+        waited = call.result(timeout=T)
+        took_s = time.monotonic() - began
+    assert 0.05 <= waited.waited_s <= took_s
+    with ThreadPoolExecutor(1) as threads:
+        leases = [at_once.lease_id, waited.lease_id]
+        then = threads.submit(bus.ack, leases, step=0, dropped={}, then=for_actor(1, groups=1), timeout_s=T)
+        assert waits_of(bus, 1)["actor"].owed_by == ["rollout"]
+        bus.put([make_row(one) for one in bus.admit(1, timeout_s=T)], timeout_s=T)
+        lease = then.result(timeout=T)
+    assert lease is not None and lease.waited_s > 0.0
 
 
 def test_a_step_that_is_not_due_waits_for_the_trainer(make_bus: MakeBus) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from relax_core.config.schema import EngineConfig
 from relax_core.engines.process import EngineLaunch, EngineProcess
-from tests.contracts.engine.harness import CONTEXT, ENGINES, SGLANG_PYTHON, TOKEN, Engine, make_model
+from tests.contracts.engine.harness import CONTEXT, ENGINES, SGLANG_PYTHON, TOKEN, Engine, Started, make_model
 
 
 @pytest.fixture(scope="session")
@@ -35,11 +35,10 @@ def launch(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Engi
             max_running_samples=128,
             max_total_tokens=64 * CONTEXT,
             context_length=CONTEXT,
-            admission_window_ms=1.0,
             threads=1,
-            start_timeout_s=60.0,
+            start_timeout_s=120.0,
             request_timeout_s=60.0,
-            sync_timeout_s=30.0,
+            sync_timeout_s=60.0,
         ),
         dtype="float32",
         token_file=folder / "token",
@@ -60,7 +59,6 @@ def sglang_launch(launch: EngineLaunch, tmp_path_factory: pytest.TempPathFactory
         python=str(SGLANG_PYTHON),
         deterministic=True,
         max_total_tokens=8 * CONTEXT,
-        admission_window_ms=0.0,
         start_timeout_s=300.0,
     )
     log_file = tmp_path_factory.mktemp("sglang") / "engine.log"
@@ -70,17 +68,19 @@ def sglang_launch(launch: EngineLaunch, tmp_path_factory: pytest.TempPathFactory
 @pytest.fixture(scope="session")
 def engines(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Engine]]:
     """The session's engine of each kind, started when it is first asked for. It serves the folder's weights."""
-    started: dict[str, EngineProcess] = {}
+    processes: dict[str, EngineProcess] = {}
+    with Started() as started:
 
-    def engine_of(kind: str) -> Engine:
-        if kind not in started:
-            fixture = "launch" if kind == "embedded" else "sglang_launch"
-            started[kind] = EngineProcess.start(request.getfixturevalue(fixture))
-        return Engine(started[kind], kind)
+        def engine_of(kind: str) -> Engine:
+            if kind not in processes:
+                fixture = "launch" if kind == "embedded" else "sglang_launch"
+                processes[kind] = started.start(request.getfixturevalue(fixture))
+            return Engine(processes[kind], kind)
 
-    yield engine_of
-    for process in started.values():
-        process.stop(timeout_s=5.0)
+        yield engine_of
+        for process in processes.values():
+            process.stop(timeout_s=5.0)
+        assert not started.left(), "of engines that were ended as usual"
 
 
 @pytest.fixture(scope="session", params=ENGINES)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import os
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +19,7 @@ import torch
 
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams, WeightManifest
 from relax_core.engines.client import EngineClient
-from relax_core.engines.process import EngineProcess
+from relax_core.engines.process import EngineLaunch, EngineProcess
 from relax_core.engines.sglang.client import SglangClient
 from relax_core.weights.files import write_weights
 
@@ -32,6 +34,34 @@ VOCAB = 50
 EOS = 3
 CONTEXT = 32768
 LONG = 30000  # tokens: decoding them takes many seconds, so that a test can meet a request in the middle
+
+
+class Started:
+    """Engines whose temporary files go into one folder, so that what they leave can be seen. Use as a context manager.
+    Of shared memory it sees the names that SGLang gives by itself, and those with the name of an engine's folder."""
+
+    def __enter__(self) -> Started:
+        self._temporary = tempfile.TemporaryDirectory(prefix="e")  # short, because of socket names
+        self._before = set(os.listdir("/dev/shm"))
+        self._names = ["sem.mp-", "psm_", "sglang_"]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._temporary.cleanup()
+
+    def start(self, launch: EngineLaunch) -> EngineProcess:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TMPDIR", self._temporary.name)
+            patch.setattr(tempfile, "tempdir", self._temporary.name)
+            process = EngineProcess.start(launch)
+        self._names += os.listdir(self._temporary.name)
+        return process
+
+    def left(self) -> set[str]:
+        """What is there that was not there before."""
+        new = set(os.listdir("/dev/shm")) - self._before
+        shared = {name for name in new if any(part in name for part in self._names)}
+        return set(os.listdir(self._temporary.name)) | shared
 
 
 def make_model(folder: Path | None, *, seed: int, tied: bool = True) -> Any:
@@ -106,6 +136,21 @@ def publish(model: Any, path: Path, *, version: int) -> WeightManifest:
     return write_weights(path, version=version, tensors=hf_weights(model))
 
 
+def sglang_client(
+    url: str, *, token: str = TOKEN, control_timeout_s: float = 30.0, kind: type[SglangClient] = SglangClient
+) -> SglangClient:
+    """Of a server that this suite has started with `make_model`'s model."""
+    return kind(
+        url,
+        token,
+        request_timeout_s=60.0,
+        control_timeout_s=control_timeout_s,
+        ranks=1,
+        vocab_size=VOCAB,
+        seeds=True,
+    )
+
+
 @dataclass
 class Engine:
     process: EngineProcess
@@ -129,9 +174,7 @@ class Engine:
 
     def new_client(self, token: str = TOKEN) -> EngineClient:
         if self.kind == "sglang":
-            return SglangClient(
-                self.process.url, token, request_timeout_s=60.0, control_timeout_s=30.0, ranks=1, seeds=True
-            )
+            return sglang_client(self.process.url, token=token)
         return EngineClient(self.process.url, token, request_timeout_s=60.0, control_timeout_s=30.0)
 
     def connection(self) -> http.client.HTTPConnection:

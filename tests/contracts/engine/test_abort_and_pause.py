@@ -175,7 +175,7 @@ def test_a_client_that_hangs_up_has_its_samples_aborted(engine: Engine) -> None:
         request["sampling_params"]["n"] = n
         with engine.stream(request) as events:
             next(events)
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + 60.0
     while engine.client.loads()["running"]:
         assert time.monotonic() < deadline, "the engine still decodes for clients that hung up"
     assert engine.client.loads().get("decode_steps", 0) - steps < LONG

@@ -108,7 +108,7 @@ def test_tokens_keep_their_experts_when_the_cache_is_computed_anew_under_other_w
     moe: Engine, model: Any, tmp_path: Path
 ) -> None:
     other = make_moe_model(tmp_path, seed=1)
-    body = long_request("experts", tokens=40, return_routed_experts=True)
+    body = long_request("experts", return_routed_experts=True)
     with moe.stream(body) as events:
         tokens: list[int] = []
         while len(tokens) < 10:
@@ -119,6 +119,8 @@ def test_tokens_keep_their_experts_when_the_cache_is_computed_anew_under_other_w
         for event in events:
             tokens += event["output_ids"]
             meta = event["meta_info"]
+            if meta["weight_versions"][-1]["end"] - meta["weight_versions"][0]["end"] >= 10:
+                moe.client.abort("experts")
     change = meta["weight_versions"][0]["end"]  # tokens [0, change) were sampled with the first weights
     prompt = body["input_ids"]
     rows = len(prompt) + len(tokens) - 1
@@ -126,7 +128,7 @@ def test_tokens_keep_their_experts_when_the_cache_is_computed_anew_under_other_w
     first = transformers_view(model, prompt, tokens)[1]
     second = transformers_view(other, prompt, tokens)[1]
     fed_first = len(prompt) + change - 1  # the newest token of the first weights is fed under the second ones
-    assert 10 <= change < 40
+    assert 10 <= change <= len(tokens) - 10
     assert np.array_equal(np.sort(found[:fed_first], -1), first[:fed_first])
     assert np.array_equal(np.sort(found[fed_first:], -1), second[fed_first:])
     assert not np.array_equal(first[:fed_first], second[:fed_first])

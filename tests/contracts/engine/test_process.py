@@ -13,32 +13,30 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from relax_core.contracts.engine import EngineError, EngineUnreachable, SamplingParams
+from relax_core.control.processes import GONE, process_state
 from relax_core.engines.client import EngineClient
 from relax_core.engines.embedded.launch import ROOT
 from relax_core.engines.process import EngineLaunch, EngineProcess
 from tests.contracts.engine.harness import TOKEN, Engine, long_request, prompts_of
 
+ENDS_S = 60.0
 
-def gone_within(pid: int, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
-            return True
+
+def wait_gone(pid: int) -> None:
+    deadline = time.monotonic() + ENDS_S
+    while not process_state(pid).startswith(GONE):
+        assert time.monotonic() < deadline, f"engine {pid} is there after {ENDS_S:.0f} s"
         time.sleep(0.02)
-    return False
 
 
 def kill(process: EngineProcess) -> None:
     """Kills it and waits until it is gone with all its threads, so that its port is free."""
     os.kill(process.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 30.0
+    deadline = time.monotonic() + ENDS_S
     while process.poll() is None:
         assert time.monotonic() < deadline, f"engine {process.pid} outlives SIGKILL"
         time.sleep(0.01)
@@ -48,16 +46,14 @@ def test_it_ends_when_its_stdin_ends_even_while_it_decodes(start_engine: Callabl
     engine = start_engine()
     with engine.stream(long_request("running")) as events:
         next(events)
-        started = time.monotonic()
-        engine.process.stop(timeout_s=10.0)
-        assert time.monotonic() - started < 5.0
-    assert engine.process.poll() == 0
+        engine.process.stop(timeout_s=ENDS_S)
+    assert engine.process.poll() == 0, "it was killed for it did not end"
 
 
 def test_it_ends_on_sigterm(start_engine: Callable[..., Engine]) -> None:
     engine = start_engine()
     os.kill(engine.process.pid, signal.SIGTERM)
-    assert gone_within(engine.process.pid, 10.0)
+    wait_gone(engine.process.pid)
 
 
 def test_it_ends_with_an_owner_that_was_killed(launch: EngineLaunch, tmp_path: Path) -> None:
@@ -79,7 +75,7 @@ time.sleep(600)
     child.kill()
     child.wait()
     child.stdout.close()
-    assert gone_within(pid, 10.0)
+    wait_gone(pid)
 
 
 def test_a_restart_on_the_same_port_needs_no_new_client(start_engine: Callable[..., Engine]) -> None:
@@ -97,12 +93,15 @@ def test_a_restart_on_the_same_port_needs_no_new_client(start_engine: Callable[.
 
 
 def test_an_engine_that_dies_in_the_middle_is_unreachable(start_engine: Callable[..., Engine]) -> None:
+    """The first prompt has its responses; the second waits for weights that never come."""
     engine = start_engine()
+    first, second = prompts_of([5, 6], [7, 8])
+    prompts = [first, msgspec.structs.replace(second, min_version=10**6)]
 
     async def scene() -> None:
         client = engine.new_client()
         try:
-            async for _ in client.generate(prompts_of([5, 6], [7, 8]), SamplingParams(n=32, max_new_tokens=1500)):
+            async for _ in client.generate(prompts, SamplingParams(n=32, max_new_tokens=1500)):
                 os.kill(engine.process.pid, signal.SIGKILL)
         finally:
             await client.aclose()
@@ -149,7 +148,7 @@ def run_engine(launch: EngineLaunch) -> subprocess.CompletedProcess[str]:
         env=launch.environment(),
     ) as process:
         assert process.stdout is not None and process.stderr is not None
-        code = process.wait(60)
+        code = process.wait(120)
         return subprocess.CompletedProcess(process.args, code, process.stdout.read(), process.stderr.read())
 
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.contracts.engine.harness import CONTEXT, VOCAB, Engine, embedded_only, sglang_only
+from relax_core.contracts.engine import EngineError, SamplingParams
+from relax_core.engines.scores import TokensToScore
+from tests.contracts.engine.harness import CONTEXT, VOCAB, Engine, embedded_only, prompts_of, sglang_only
 
 OK = {"input_ids": [5, 6]}
 
@@ -20,7 +22,7 @@ OK = {"input_ids": [5, 6]}
         ({"input_ids": []}, "input_ids: missing or empty"),
         ({"input_ids": [[5], []]}, "input_ids[1]: empty"),
         ({"input_ids": [5, [6]]}, "mixed"),
-        ({"input_ids": [5, VOCAB]}, f"token id {VOCAB} is not in the vocabulary; ids go from 0 to {VOCAB - 1}"),
+        ({"input_ids": [5, VOCAB]}, f"input_ids[0]: token id {VOCAB} at position 1 is not in the vocabulary"),
         ({"input_ids": ["a"]}, "input_ids"),
         ({"text": "hello", **OK}, "text='hello'"),
         ({"stram": True, **OK}, "stram"),
@@ -72,6 +74,17 @@ def test_sglangs_refusals_are_words_too(engine: Engine, body: dict[str, Any], wo
     status, answer = engine.call("/generate", body)
     assert status == 400 and words in json.dumps(answer), answer
     assert engine.client.ready()
+
+
+@pytest.mark.parametrize("token", [VOCAB, -1])
+def test_a_token_outside_of_the_vocabulary_is_refused_and_harms_nobody(engine: Engine, token: int) -> None:
+    """SGLang's server would die of it."""
+    words = rf"token id {token} at position 2 is not in the vocabulary; ids go from 0 to {VOCAB - 1}"
+    with pytest.raises(EngineError, match=rf"/generate: .*input_ids\[1\] of rid prompt-1: {words}"):
+        engine.generate(prompts_of([5, 6], [7, 8, token]), SamplingParams(max_new_tokens=2))
+    with pytest.raises(EngineError, match=rf"/generate: .*input_ids\[0\]: {words}"):
+        engine.client.score([TokensToScore(input_ids=[7, 8, token], first=1)], top_k=0, temperature=1.0)
+    assert len(engine.generate(prompts_of([5, 6]), SamplingParams(max_new_tokens=2))) == 1
 
 
 @embedded_only

@@ -14,22 +14,43 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from relax_core.contracts.engine import EngineError, SamplingParams
 from relax_core.engines.process import EngineLaunch, EngineProcess
 from relax_core.engines.sglang.attached import meet_server
 from relax_core.engines.sglang.client import SglangClient
-from tests.contracts.engine.harness import ROOT, TOKEN, Engine, make_model, prompts_of, publish
+from tests.contracts.engine.harness import (
+    ROOT,
+    TOKEN,
+    VOCAB,
+    Engine,
+    Started,
+    make_model,
+    prompts_of,
+    publish,
+    random_prompt,
+)
 
 pytestmark = pytest.mark.sglang
 WaitUntil = Callable[..., None]
 
 
+CHUNK = 64
+
+
 @pytest.fixture(scope="module")
-def blank(sglang_launch: EngineLaunch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """A server that has no weights yet; the last test kills it."""
+def started() -> Iterator[Started]:
+    with Started() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def blank(sglang_launch: EngineLaunch, started: Started, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """A server that has no weights yet, and prefills in small chunks; a test kills it at the end."""
     log = tmp_path_factory.mktemp("blank") / "engine.log"
-    process = EngineProcess.start(replace(sglang_launch, load_weights=False, log_file=log))
+    engine = replace(sglang_launch.engine, flags={"chunked-prefill-size": CHUNK})
+    process = started.start(replace(sglang_launch, engine=engine, load_weights=False, log_file=log))
     yield Engine(process, "sglang")
     process.stop(timeout_s=10.0)
 
@@ -69,6 +90,38 @@ def test_prompts_that_wait_for_different_versions_share_a_call(blank: Engine, tm
     assert {one.weight_versions[0].version for one in responses if one.prompt == 1} == {version + 1}
 
 
+def test_a_prompt_that_new_weights_cut_in_two_is_asked_for_again(blank: Engine, tmp_path: Path) -> None:
+    """No log-prob may be of a cache that two versions made."""
+    version, params, deadline = blank.version + 1, SamplingParams(max_new_tokens=4), time.monotonic() + 120.0
+    blank.client.update_weights(publish(make_model(None, seed=9), tmp_path / "old", version=version))
+    model = make_model(None, seed=10)
+    manifest = publish(model, tmp_path / "new", version=version + 1)
+    with ThreadPoolExecutor() as pool:
+        for attempt in range(20):  # one whose prefill ends before it was seen is no use
+            prompt = random_prompt(4000, seed=attempt)
+            cut = pool.submit(blank.generate, prompts_of(prompt, min_version=version), params)
+            while not (half := half_prefilled(blank)) and not cut.done():
+                blank.client.resume()
+                assert time.monotonic() < deadline, "no prompt was seen in the middle of its prefill"
+            if half:
+                break
+        assert half
+        blank.client.update_weights(manifest)
+        (one,) = cut.result(120)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + one.output_ids])).logits[0, len(prompt) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(-1, torch.tensor(one.output_ids)[:, None])[:, 0]
+    assert float((expected - torch.tensor(one.logprobs)).abs().max()) <= 2e-5
+    assert [span.version for span in one.weight_versions] == [version + 1]
+
+
+def half_prefilled(engine: Engine) -> bool:
+    """Pauses it; whether the only prompt there has some chunks of its prefill behind it and some ahead."""
+    engine.client.pause("in_place")
+    loads = engine.client.loads()
+    return loads["num_waiting_reqs"] == 0 and loads["num_waiting_uncached_tokens"] > 8 * CHUNK
+
+
 def test_the_token_is_in_no_command_line_environment_or_log(blank: Engine, sglang_launch: EngineLaunch) -> None:
     for process in family(blank.process.pid):
         assert TOKEN not in " ".join(process.cmdline())
@@ -86,10 +139,11 @@ def test_everything_listens_on_loopback(blank: Engine) -> None:
 
 
 def test_a_server_can_be_met_by_its_address(blank: Engine) -> None:
+    setting = {"ranks": 1, "vocab_size": VOCAB, "seeds": True, "attached": True}
     times = {"request_timeout_s": 30.0, "control_timeout_s": 10.0}
-    attached = SglangClient(blank.process.url, TOKEN, ranks=1, seeds=True, attached=True, **times)
+    attached = SglangClient(blank.process.url, TOKEN, **setting, **times)
     assert meet_server(attached, timeout_s=10.0) == "0.5.23"
-    stranger = SglangClient(blank.process.url, "wrong", ranks=1, seeds=True, attached=True, **times)
+    stranger = SglangClient(blank.process.url, "wrong", **setting, **times)
     with pytest.raises(EngineError, match=r"/server_info: 401"):
         meet_server(stranger, timeout_s=10.0)
 
@@ -98,8 +152,16 @@ def test_a_server_that_is_killed_takes_its_processes_along(blank: Engine, wait_u
     processes = family(blank.process.pid)
     assert len(processes) >= 3
     os.kill(blank.process.pid, signal.SIGKILL)
-    wait_until(lambda: gone(processes), what="the end of all its processes", timeout_s=20.0)
+    wait_until(lambda: gone(processes), what="the end of all its processes", timeout_s=60.0)
     assert blank.process.poll() == -signal.SIGKILL
+
+
+def test_a_server_that_was_killed_leaves_nothing(blank: Engine, started: Started) -> None:
+    """Neither sockets and files nor names in shared memory, once its owner has seen its end."""
+    assert blank.process.poll() is not None, "the test before has killed it"
+    assert started.left(), "what it had made"
+    blank.process.stop(timeout_s=0.0)
+    assert not started.left()
 
 
 def test_it_ends_with_an_owner_that_was_killed(

@@ -15,10 +15,10 @@ import torch
 from relax_core.config.schema import WeightTransportName
 from relax_core.contracts.engine import Generated, SamplingParams, TensorSpec
 from relax_core.engines.sglang.client import SglangClient
-from relax_core.weights.publisher import WEIGHTS, SyncReport, WeightPublisher
+from relax_core.weights.publisher import WEIGHTS, SyncReport, WeightPublisher, read_latest
 from relax_core.weights.transports.build import build_transport
+from relax_core.weights.transports.files import DiskTransport
 from tests.contracts.engine.harness import (
-    TOKEN,
     Engine,
     hf_weights,
     long_request,
@@ -26,6 +26,7 @@ from tests.contracts.engine.harness import (
     prompts_of,
     publish,
     random_prompt,
+    sglang_client,
     sglang_only,
 )
 
@@ -93,6 +94,12 @@ def test_a_version_is_served_and_a_wrong_digest_is_not(
     assert engine.version == (-1 if name == "gloo" else before + 1)
     damage.clear()
 
+    flip_a_bit(max(tmp_path.glob(f"*/{WEIGHTS}")))  # back: the same version, offered again, is taken at once
+    latest = read_latest(tmp_path)
+    assert latest is not None and latest.version == before + 2
+    engine.client.update_weights(latest)
+    serves(engine, before + 2)
+
     assert send(publisher, before + 3).refused == {}
     serves(engine, before + 3)
     publisher.close()
@@ -119,13 +126,43 @@ def test_two_senders_of_one_version_do_not_disturb_each_other(engine_back: Engin
 
 
 @sglang_only
+def test_two_senders_from_disk_take_turns(engine_back: Engine, tmp_path: Path, model_folder: Path) -> None:
+    """SGLang's server would die of two loads at one time."""
+    version = engine_back.version + 1
+    publisher = WeightPublisher(tmp_path, list, transport=DiskTransport(), model_folder=model_folder)
+    assert send(publisher, version).refused == {}
+    publisher.close()
+    manifest = read_latest(tmp_path)
+    assert manifest is not None
+    with ThreadPoolExecutor() as pool:
+        clients = [engine_back.new_client() for _ in range(4)]
+        answers = list(pool.map(lambda client: client.update_weights_from_disk(manifest), clients))
+    assert sum(answer["stall_ms"] > 0.0 for answer in answers) == 1
+    serves(engine_back, version)
+
+
+@sglang_only
+def test_a_server_without_its_memory_is_not_woken_by_another_sender(engine_back: Engine, tmp_path: Path) -> None:
+    """In time sharing the trainer has taken it, and an engine's owner, who does not know, brings weights."""
+    engine, version = engine_back, engine_back.version + 1
+    engine.client.release_memory()
+    engine.new_client().update_weights(publish(make_model(None, seed=version), tmp_path / "w", version=version))
+    with ThreadPoolExecutor() as pool:
+        held = pool.submit(engine.generate, prompts_of(PROMPT, min_version=version), SamplingParams(max_new_tokens=2))
+        try:
+            with pytest.raises(TimeoutError):
+                held.result(1.0)
+        finally:
+            engine.client.resume_memory()
+        assert held.result(60)[0].weight_versions[0].version == version
+
+
+@sglang_only
 def test_a_session_that_was_left_open_is_closed_by_the_next_sender(engine_back: Engine, tmp_path: Path) -> None:
     engine_back.post("/pause_generation", {"mode": "in_place"})
     engine_back.post("/begin_weight_update", {})
     version = engine_back.version + 1
-    client = SglangClient(
-        engine_back.process.url, TOKEN, request_timeout_s=5.0, control_timeout_s=3.0, ranks=1, seeds=True
-    )
+    client = sglang_client(engine_back.process.url, control_timeout_s=3.0)
     client.update_weights(publish(make_model(None, seed=version), tmp_path / "next", version=version))
     serves(engine_back, version)
 
@@ -168,9 +205,7 @@ def test_a_push_that_fails_in_the_middle_leaves_nothing_to_serve_and_nothing_ope
 ) -> None:
     """Some of its tensors may be in the model, under the old version's number."""
     engine, before = engine_back, engine_back.version
-    engine.client = RefusedInTheMiddle(
-        engine.process.url, TOKEN, request_timeout_s=60.0, control_timeout_s=30.0, ranks=1, seeds=True
-    )
+    engine.client = sglang_client(engine.process.url, kind=RefusedInTheMiddle)
     publisher = publisher_of("gloo", engine, tmp_path, model_folder, damage=[])
     (why,) = send(publisher, before + 1).refused.values()
     assert "nobody" in why

@@ -59,10 +59,10 @@ def test_nothing_is_served_before_the_first_attested_weights(blank: Engine, tmp_
             assert not waiting.done() and not later.done()
         reply = blank.client.update_weights(publish(model, tmp_path / "w0", version=0))
         assert reply["weight_version"] == 0 and reply["stall_ms"] > 0.0
-        assert waiting.result(30)[0].weight_versions[0].version == 0
+        assert waiting.result(60)[0].weight_versions[0].version == 0
         assert blank.client.loads()["held"] == 1 and not later.done()
         blank.client.update_weights(publish(model, tmp_path / "w3", version=3))
-        assert later.result(30)[0].weight_versions[0].version == 3
+        assert later.result(60)[0].weight_versions[0].version == 3
     serves(blank, model, 3)
 
 
@@ -183,10 +183,10 @@ def test_from_distributed_over_gloo(blank: Engine) -> None:
             blank.post, "/init_weights_update_group", {**group, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
         )
         place = WeightGroupPlace(
-            name="weights", address="127.0.0.1", port=port, world_size=2, backend="gloo", timeout_s=20.0
+            name="weights", address="127.0.0.1", port=port, world_size=2, backend="gloo", timeout_s=60.0
         )
         ours = WeightGroup.join(place, rank=0)
-        joining.result(20)
+        joining.result(60)
         blank.post("/begin_weight_update")
         body = {
             "names": [name for name, _ in tensors],
@@ -197,7 +197,7 @@ def test_from_distributed_over_gloo(blank: Engine) -> None:
         }
         receiving = pool.submit(blank.post, "/update_weights_from_distributed", body)
         ours.send([value for _, value in tensors])
-        receiving.result(20)
+        receiving.result(60)
     blank.post("/end_weight_update", {"digest": tensors_digest(tensors)})
     blank.post("/destroy_weights_update_group", {"group_name": "weights"})
     serves(blank, model, 11)
@@ -218,16 +218,16 @@ def test_a_sender_that_joins_as_sglangs_trainers_do(blank: Engine) -> None:
         "rank_offset": 1,
         "world_size": 2,
         "backend": "gloo",
-        "timeout_s": 20.0,
+        "timeout_s": 60.0,
     }
     answers: list[tuple[int, Any]] = []
     thread = threading.Thread(target=lambda: answers.append(blank.call("/init_weights_update_group", body)))
     thread.start()
-    deadline = timedelta(seconds=20)
+    deadline = timedelta(seconds=60)
     store, rank, size = next(dist.rendezvous(f"tcp://127.0.0.1:{port}", 0, 2, timeout=deadline))
     prefixed = dist.PrefixStore("theirs", store)
     _new_process_group_helper(size, rank, [], "gloo", prefixed, group_name="theirs", timeout=deadline)
-    thread.join(30)
+    thread.join(60)
     assert answers and answers[0][0] == 200, answers
     blank.post("/destroy_weights_update_group", {"group_name": "theirs"})
 

@@ -1,0 +1,58 @@
+"""Training that stands still where a test says, until it lets it go on.
+
+However fast the machine is and however late the test: what it does to a run, it does before the run's end.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+PLUGIN = """
+import itertools
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from relax_core.registry import find_algorithm
+
+WHOLE = find_algorithm({algorithm!r})
+LIMIT = Path({limit!r})
+DEADLINE_S = 900.0
+updates = itertools.count()
+
+
+def denominator(totals, knobs):
+    update, deadline = next(updates), time.monotonic() + DEADLINE_S
+    while update >= int(LIMIT.read_text()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the test did not let training go on after {{update}} updates")
+        time.sleep(0.01)
+    return WHOLE.denominator(totals, knobs)
+
+
+SPEC = replace(WHOLE, name="held", denominator=denominator)
+"""
+NO_LIMIT = 1_000_000_000
+
+
+class HeldTraining:
+    """An algorithm's own file, in ``folder``: the same algorithm, but each process that trains makes ``updates``
+    optimizer updates at most and waits. One that is started anew counts from 0. ``overrides``: what a run takes it by.
+    """
+
+    def __init__(self, folder: Path, *, updates: int, algorithm: str = "grpo") -> None:
+        self._limit = folder / "updates"
+        self.allow(updates)
+        plugin = folder / "held.py"
+        plugin.write_text(PLUGIN.format(algorithm=algorithm, limit=str(self._limit)))
+        self.overrides = ("algo=plugin", f"algo.name={plugin}")
+
+    def allow(self, updates: int) -> None:
+        """So many in all, of each process."""
+        new = self._limit.with_suffix(".new")
+        new.write_text(str(updates))
+        os.replace(new, self._limit)
+
+    def let_go(self) -> None:
+        self.allow(NO_LIMIT)
