@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from relax_core.config.model_folder import read_model_config
 from relax_core.config.schema import EngineConfig
 from relax_core.engines.client import EngineClient
 
 
 def build_client(
-    engine: EngineConfig, url: str, *, token_file: Path, control_timeout_s: float | None = None
+    engine: EngineConfig, url: str, *, model_folder: Path, token_file: Path, control_timeout_s: float | None = None
 ) -> EngineClient:
-    """``token_file``: of the engines that the run starts; those that it attaches to have ``engine.token_file``, or ask
-    for no token. ``control_timeout_s``: another one than engine.sync_timeout_s."""
+    """``model_folder``: of the model that it serves. ``token_file``: of the engines that the run starts; those that it
+    attaches to have ``engine.token_file``, or ask for no token. ``control_timeout_s``: another one than
+    engine.sync_timeout_s."""
     if engine.urls:
         token = Path(engine.token_file).read_text().strip() if engine.token_file is not None else ""
     else:
@@ -25,6 +27,12 @@ def build_client(
         from relax_core.engines.sglang.client import SglangClient
 
         return SglangClient(
-            url, token, ranks=engine.tp, seeds=bool(engine.deterministic), attached=bool(engine.urls), **timeouts
+            url,
+            token,
+            ranks=engine.tp,
+            vocab_size=read_model_config(model_folder)["vocab_size"],
+            seeds=bool(engine.deterministic),
+            attached=bool(engine.urls),
+            **timeouts,
         )
     return EngineClient(url, token, **timeouts)

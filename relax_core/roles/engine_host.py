@@ -21,7 +21,7 @@ from relax_core.roles.engine_health import EngineHealth, how_it_ended
 from relax_core.roles.engines import engine_client
 from relax_core.roles.placement import node_address
 from relax_core.roles.worker import Worker
-from relax_core.weights.publisher import read_latest
+from relax_core.weights.publisher import read_latest, read_pushed
 
 WATCH_S = 0.25  # how often the owner looks at its engine; also how late it may bring weights to a new one
 
@@ -29,24 +29,34 @@ WATCH_S = 0.25  # how often the owner looks at its engine; also how late it may 
 class CatchUp:
     """When the owner brings weights itself. At once to a process that has none, or only what the owner brought: the
     trainer may not know its address yet. One that the trainer's pushes reach is behind during each of them: to that one
-    only after ``patience_s`` seconds at one version."""
+    when the push has ended and it is behind all the same. What it refuses is offered again after ``patience_s`` seconds
+    at one version; so is what is still being pushed then."""
 
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
         self._brought = -1
+        self._offered = -1
         self._behind: tuple[int, float] | None = None  # version that it serves, and since when it is behind with it
 
     def brought(self, version: int) -> None:
         self._brought = version
 
-    def due(self, serving: int, wanted: int, *, now: float) -> bool:
+    def offered(self, serving: int, version: int, *, now: float) -> None:
+        """The owner is about to bring ``version``, which the engine may refuse."""
+        self._offered = version
+        self._behind = serving, now
+
+    def due(self, serving: int, wanted: int, *, pushed: int, now: float) -> bool:
+        """``pushed``: the newest version whose push has ended, well or not."""
         if serving >= wanted:
             self._behind = None
             return False
-        if serving in (-1, self._brought):
+        if serving == -1:
             return True
         if self._behind is None or self._behind[0] != serving:
             self._behind = serving, now
+        if wanted > self._offered and (serving == self._brought or pushed >= wanted):
+            return True
         return now - self._behind[1] >= self._patience_s
 
 
@@ -124,6 +134,7 @@ class EngineHost(Worker):
         """Raises EngineUnreachable where it has ended too often."""
         self.last_restart = how
         self.restarts += 1
+        process.stop(timeout_s=0.0)  # it has ended; this removes what it left
         limit = self.context.config.run.max_restarts
         if self.restarts > limit:
             raise EngineUnreachable(
@@ -141,10 +152,12 @@ class EngineHost(Worker):
             return
         try:
             serving = int(client.model_info()["weight_version"])
-            if self._catch_up.due(serving, latest.version, now=time.monotonic()):
+            pushed = read_pushed(self.context.weights_folder)
+            if self._catch_up.due(serving, latest.version, pushed=pushed, now=time.monotonic()):
                 time.sleep(WATCH_S / 5)  # the trainer's push may be on its way right now
                 serving = int(client.model_info()["weight_version"])
                 if serving < latest.version:
+                    self._catch_up.offered(serving, latest.version, now=time.monotonic())
                     if client.update_weights(latest)["stall_ms"] > 0.0:  # else the trainer was faster
                         self._catch_up.brought(latest.version)
                     serving = latest.version

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -15,20 +17,31 @@ from relax_core.roles.context import RunContext, worker_name
 from relax_core.roles.failure import failure_line
 
 
-def engine_client(context: RunContext, url: str, *, control_timeout_s: float | None = None) -> EngineClient:
-    """A client with the run's token and deadlines. ``control_timeout_s``: another one than engine.sync_timeout_s."""
-    return build_client(context.config.engine, url, token_file=context.token_file, control_timeout_s=control_timeout_s)
+def engine_client(
+    context: RunContext, url: str, *, model_folder: Path | None = None, control_timeout_s: float | None = None
+) -> EngineClient:
+    """A client with the run's token and deadlines. ``model_folder``: of a teacher's model, where it is not the run's.
+    ``control_timeout_s``: another one than engine.sync_timeout_s."""
+    return build_client(
+        context.config.engine,
+        url,
+        model_folder=model_folder or context.model_folder,
+        token_file=context.token_file,
+        control_timeout_s=control_timeout_s,
+    )
 
 
 class EngineDirectory:
     """Clients of the run's engines, by number. Addresses come from the engines' owners, which may have been restarted:
-    ask afresh for one that stopped answering. ``role``: whose engines, by default those that sample; ``count``: how
-    many it has."""
+    ask afresh for one that stopped answering. ``role``: whose engines, by default those that sample;
+    ``model_folders``: of the model that each of them serves, by default the run's."""
 
-    def __init__(self, context: RunContext, *, role: str = "engine", count: int | None = None) -> None:
+    def __init__(
+        self, context: RunContext, *, role: str = "engine", model_folders: Sequence[Path] | None = None
+    ) -> None:
         self._context = context
         self._role = role
-        self._count = context.config.engine.count if count is None else count
+        self._folders = model_folders or [context.model_folder] * context.config.engine.count
         self._clients: dict[int, EngineClient] = {}
 
     def client(self, engine: int) -> EngineClient:
@@ -44,11 +57,11 @@ class EngineDirectory:
             url = ray.get(owner.endpoint.remote(timeout_s), timeout=timeout_s + 2.0)
         except (ValueError, RayError) as error:
             raise EngineUnreachable(f"{name}: its owner does not answer: {failure_line(error)}") from error
-        self._clients[engine] = engine_client(self._context, url)
+        self._clients[engine] = engine_client(self._context, url, model_folder=self._folders[engine])
 
     def reachable(self) -> list[EngineClient]:
         """Clients of the engines that are up; nobody is waited for."""
-        for engine in range(self._count):
+        for engine in range(len(self._folders)):
             if engine not in self._clients:
                 try:
                     self._connect(engine, timeout_s=0.0)

@@ -50,7 +50,7 @@ class TeacherWorker(ColumnWorker):
         assert needs is not None, "this role is started for an algorithm with teachers"
         folders = context.teacher_folders
         if needs.served_by == "engine":
-            directory = EngineDirectory(context, role=TEACHER_ENGINE, count=len(folders))
+            directory = EngineDirectory(context, role=TEACHER_ENGINE, model_folders=list(folders.values()))
             self._teachers = {
                 name: EngineTeacher(context, directory, number, top_k=needs.top_k)
                 for number, name in enumerate(folders)

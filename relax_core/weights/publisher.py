@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 KEPT_VERSIONS = 2  # a reader that has just read the newest manifest must still find its file
 LATEST = "latest.json"
+PUSHED = "pushed.json"
 WEIGHTS = "model.safetensors"
 COMPANIONS = {".json", ".txt", ".model", ".jinja"}  # config, tokenizer, chat template
 
@@ -48,9 +49,17 @@ def read_latest(folder: Path) -> WeightManifest | None:
     return msgspec.json.decode(data, type=WeightManifest)
 
 
+def read_pushed(folder: Path) -> int:
+    """The newest version whose push has ended, well or not; -1 before the first."""
+    try:
+        return msgspec.json.decode((folder / PUSHED).read_bytes(), type=int)
+    except FileNotFoundError:
+        return -1
+
+
 class WeightPublisher:
     """Publishes versions into ``folder`` and pushes them. A receiver that fails is named and left to its owner, which
-    brings it up to the newest version when it is back; nobody waits for it past its own deadline.
+    brings it up to the newest version once the push has ended; nobody waits for it past its own deadline.
 
     A version is a folder that loads as a Hugging Face model where ``model_folder`` is given, whose config and tokenizer
     it links to.
@@ -88,9 +97,7 @@ class WeightPublisher:
             link = home / companion.name
             if not link.is_symlink():
                 link.symlink_to(companion)
-        partial = self._folder / (LATEST + ".partial")
-        partial.write_bytes(msgspec.json.encode(manifest))
-        os.replace(partial, self._folder / LATEST)
+        self._replace(LATEST, manifest)
         self._versions.append(home)
         while len(self._versions) > KEPT_VERSIONS:
             shutil.rmtree(self._versions.pop(0), ignore_errors=True)  # a cluster's disk may still hold an open file
@@ -104,6 +111,7 @@ class WeightPublisher:
             outcomes = [self._push_one(receivers[0], manifest)]
         else:
             outcomes = list(self._pool.map(lambda receiver: self._push_one(receiver, manifest), receivers))
+        self._replace(PUSHED, manifest.version)
         return SyncReport(
             version=manifest.version,
             bytes=manifest.total_bytes,
@@ -123,6 +131,12 @@ class WeightPublisher:
             return float(self._transport.push(receiver, manifest)["stall_ms"])
         except EngineError as error:
             return str(error)
+
+    def _replace(self, name: str, content: object) -> None:
+        """Whole or not at all."""
+        partial = self._folder / f"{name}.partial"
+        partial.write_bytes(msgspec.json.encode(content))
+        os.replace(partial, self._folder / name)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)

@@ -1,32 +1,33 @@
-"""The ports that engines' owners take."""
+"""Engines' owners: the ports that they take, and when they bring weights."""
 
 from __future__ import annotations
 
-import socket
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from relax_core.config.compose import load_config
+from relax_core.config.schema import RelaxConfig
+from relax_core.contracts.engine import WeightManifest
+from relax_core.engines.client import EngineClient
 from relax_core.roles.context import RunContext
 from relax_core.roles.engine_host import CatchUp, EngineHost
+from relax_core.roles.engines import engine_client
 from relax_core.roles.teacher import TeacherEngineHost
 from relax_core.tools.make_tiny import tiny_model_folder
+from relax_core.weights.files import write_weights
+from relax_core.weights.model_folder import read_safetensors
+from relax_core.weights.publisher import WeightPublisher
+from relax_core.weights.transports.files import SharedMemoryTransport
+from tests.ports import free_port
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@pytest.mark.parametrize("host", [EngineHost, TeacherEngineHost])
-def test_a_fixed_port_is_the_students_and_no_teachers(tmp_path: Path, host: type[EngineHost]) -> None:
-    """Both may be rank 0 of one run."""
+def context_of(config: RelaxConfig, tmp_path: Path) -> RunContext:
     (tmp_path / "token").write_text("token-of-the-run")
-    config, port = load_config(), free_port()
-    config = replace(config, engine=replace(config.engine, port=port))
     folder = tiny_model_folder("tiny_qwen3", task="reverse_digits")
     context = RunContext(
         config=config,
@@ -41,25 +42,73 @@ def test_a_fixed_port_is_the_students_and_no_teachers(tmp_path: Path, host: type
         teacher_folders={"default": folder},
     )
     context.log_dir.mkdir(exist_ok=True)
+    return context
+
+
+@pytest.mark.parametrize("host", [EngineHost, TeacherEngineHost])
+def test_a_fixed_port_is_the_students_and_no_teachers(tmp_path: Path, host: type[EngineHost]) -> None:
+    """Both may be rank 0 of one run."""
+    config, port = load_config(), free_port()
+    context = context_of(replace(config, engine=replace(config.engine, port=port)), tmp_path)
     owner = host("owner", context, 0)
     try:
-        found = int(owner.endpoint(60.0).rpartition(":")[2])
+        found = int(owner.endpoint(180.0).rpartition(":")[2])
     finally:
         owner.request_stop()
-        assert owner.join(30.0)
+        assert owner.join(120.0)
     assert (found == port) == (host is EngineHost)
 
 
 def test_the_owner_brings_weights_at_once_only_where_no_push_has_been() -> None:
     catch_up = CatchUp(patience_s=60.0)
-    assert catch_up.due(-1, 0, now=0.0), "a new process"
+    assert catch_up.due(-1, 0, pushed=-1, now=0.0), "a new process"
     catch_up.brought(4)
-    assert catch_up.due(4, 5, now=1.0), "the trainer may not know this process yet"
+    assert catch_up.due(4, 5, pushed=4, now=1.0), "the trainer may not know this process yet"
     for version in range(5, 500):
-        assert not catch_up.due(version, version + 1, now=float(version)), "a push is on its way each time"
-    assert not catch_up.due(500, 501, now=500.0)
-    assert not catch_up.due(500, 501, now=559.0)
-    assert catch_up.due(500, 501, now=560.0)
-    assert not catch_up.due(501, 501, now=561.0)
-    assert not catch_up.due(500, 501, now=562.0), "it had caught up in between"
-    assert catch_up.due(-1, 502, now=563.0), "given up, or a new process"
+        assert not catch_up.due(version, version + 1, pushed=version, now=float(version)), "a push is on its way"
+    assert not catch_up.due(500, 501, pushed=500, now=500.0)
+    assert not catch_up.due(500, 501, pushed=500, now=559.0)
+    assert catch_up.due(500, 501, pushed=500, now=560.0)
+    assert not catch_up.due(501, 501, pushed=501, now=561.0)
+    assert not catch_up.due(500, 501, pushed=500, now=562.0), "it had caught up in between"
+    assert catch_up.due(-1, 502, pushed=500, now=563.0), "given up, or a new process"
+
+
+def test_what_a_push_did_not_bring_is_offered_at_once_and_what_is_refused_again_later() -> None:
+    catch_up = CatchUp(patience_s=60.0)
+    assert not catch_up.due(3, 4, pushed=3, now=0.0), "its push is under way"
+    assert catch_up.due(3, 4, pushed=4, now=1.0), "its push was refused"
+    catch_up.offered(3, 4, now=2.0)
+    assert not catch_up.due(3, 4, pushed=4, now=61.0), "so was the owner's offer"
+    assert catch_up.due(3, 4, pushed=4, now=62.0)
+    assert catch_up.due(3, 5, pushed=5, now=3.0), "but not that of the next one"
+
+
+class RefusedPush:
+    """Between publisher and engine: each push is of other bytes than those published."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self.url, self.group_ranks, self._client = client.url, client.group_ranks, client
+
+    def update_weights(self, manifest: WeightManifest) -> dict[str, Any]:
+        return self._client.update_weights(msgspec.structs.replace(manifest, digest="0" * 32))
+
+
+def test_a_refused_push_is_made_good_by_the_owner_at_once(tmp_path: Path, wait_until: Callable[..., None]) -> None:
+    """Neither the next version nor the end of engine.sync_timeout_s, which is far away here, is waited for."""
+    config = load_config()
+    context = context_of(replace(config, engine=replace(config.engine, sync_timeout_s=3600.0)), tmp_path)
+    owner = EngineHost("owner", context, 0)
+    publisher = WeightPublisher(
+        context.weights_folder, lambda: [RefusedPush(client)], transport=SharedMemoryTransport()
+    )
+    try:
+        client = engine_client(context, owner.endpoint(180.0), control_timeout_s=30.0)
+        weights = list(read_safetensors(context.model_folder))
+        client.update_weights(write_weights(tmp_path / "w", version=0, tensors=weights))
+        assert list(publisher.publish(1, weights).result(120.0).refused) == [client.url]
+        wait_until(lambda: client.model_info()["weight_version"] == "1", what="the owner's offer")
+    finally:
+        publisher.close()
+        owner.request_stop()
+        assert owner.join(120.0)

@@ -29,13 +29,13 @@ def test_versions_reach_every_engine_and_a_dead_one_is_named(
         tmp_path / "weights", lambda: [first.client, second.client], transport=SharedMemoryTransport()
     )
     weights = hf_weights(make_model(None, seed=1))
-    report = publisher.publish(1, weights).result(timeout=30.0)
+    report = publisher.publish(1, weights).result(timeout=120.0)
     assert (report.version, report.refused) == (1, {})
     assert report.bytes == sum(value.numel() * value.element_size() for _, value in weights)
     assert version_of(first) == version_of(second) == "1"
 
     os.kill(second.process.pid, signal.SIGKILL)
-    report = publisher.publish(2, hf_weights(make_model(None, seed=2))).result(timeout=30.0)
+    report = publisher.publish(2, hf_weights(make_model(None, seed=2))).result(timeout=120.0)
     assert list(report.refused) == [second.process.url]
     assert second.process.url in report.refused[second.process.url]
     assert version_of(first) == "2"
@@ -47,10 +47,10 @@ def test_weights_of_another_model_are_refused_and_not_served(
 ) -> None:
     engine = start_engine()
     publisher = WeightPublisher(tmp_path, lambda: [engine.client], transport=SharedMemoryTransport())
-    report = publisher.publish(1, [("a", torch.zeros(3))]).result(timeout=30.0)
+    report = publisher.publish(1, [("a", torch.zeros(3))]).result(timeout=120.0)
     assert list(report.refused) == [engine.process.url]
     assert version_of(engine) == "0"
-    assert publisher.publish(2, hf_weights(make_model(None, seed=2))).result(timeout=30.0).refused == {}
+    assert publisher.publish(2, hf_weights(make_model(None, seed=2))).result(timeout=120.0).refused == {}
     assert version_of(engine) == "2"
     publisher.close()
 
@@ -70,7 +70,7 @@ def test_bytes_that_are_not_those_published_are_refused(start_engine: Callable[.
             return engine.client.update_weights(manifest)
 
     publisher = WeightPublisher(tmp_path, lambda: [Damaged()], transport=SharedMemoryTransport())
-    why = publisher.publish(1, hf_weights(make_model(None, seed=1))).result(timeout=30.0).refused[engine.process.url]
+    why = publisher.publish(1, hf_weights(make_model(None, seed=1))).result(timeout=120.0).refused[engine.process.url]
     assert "bucket 0: digest" in why
     assert version_of(engine) == "0"
     publisher.close()
@@ -87,7 +87,7 @@ class Slow:
 
     def update_weights(self, manifest: WeightManifest) -> dict:
         if self._gate is not None:
-            assert self._gate.wait(30.0)
+            assert self._gate.wait(120.0)
         if self._error:
             raise EngineError(self._error)
         self.versions.append(manifest.version)
@@ -100,7 +100,7 @@ def test_one_refusal_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
     opens = Slow("opens")
     opens.update_weights = lambda manifest: (gate.set(), {"stall_ms": 0.0})[1]  # type: ignore[method-assign]
     publisher = WeightPublisher(tmp_path, lambda: [waits, refuses, opens], transport=SharedMemoryTransport())
-    assert publisher.publish(3, [("a", torch.ones(2))]).result(timeout=30.0).refused == {"refuses": "no"}
+    assert publisher.publish(3, [("a", torch.ones(2))]).result(timeout=120.0).refused == {"refuses": "no"}
     assert waits.versions == [3]
     publisher.close()
 
@@ -111,7 +111,7 @@ def test_the_newest_is_left_for_whoever_comes_later(tmp_path: Path) -> None:
     assert read_latest(folder) is None
     manifests = []
     for version in range(4):
-        publisher.publish(version, [("a", torch.full((5,), float(version)))]).result(timeout=30.0)
+        publisher.publish(version, [("a", torch.full((5,), float(version)))]).result(timeout=120.0)
         latest = read_latest(folder)
         assert latest is not None and latest.version == version
         manifests.append(latest)
@@ -119,5 +119,5 @@ def test_the_newest_is_left_for_whoever_comes_later(tmp_path: Path) -> None:
             ((_, value),) = read_weights(manifest)
             assert value.tolist() == [float(manifest.version)] * 5
     names = sorted(path.name for path in folder.iterdir())
-    assert names == ["00000002", "00000003", "latest.json"]
+    assert names == ["00000002", "00000003", "latest.json", "pushed.json"]
     publisher.close()

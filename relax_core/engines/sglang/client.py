@@ -13,12 +13,13 @@ import aiohttp
 import msgspec
 
 from relax_core.contracts.engine import EngineError, EngineUnreachable, Generated, PromptRequest, SamplingParams
-from relax_core.contracts.sample import FinishReason
+from relax_core.contracts.sample import FinishReason, VersionSpan
 from relax_core.engines.client import EngineClient
 from relax_core.engines.events import UNKNOWN_VERSION, EventReader, version_number
 from relax_core.engines.scores import TokenScores, TokensToScore
 from relax_core.engines.sglang.prompts import SampleRequest, sample_requests, sglang_body
 from relax_core.engines.sglang.weight_calls import SglangWeightCalls
+from relax_core.engines.vocabulary import unknown_token
 from relax_core.engines.wire import StreamEnd
 
 NOT_OPEN = "no weight-update session is open"  # SGLang's words
@@ -46,8 +47,9 @@ class SglangClient(SglangWeightCalls, EngineClient):
     """SGLang holds no prompts for a weight version: this client does, and only then sends them. Its limits are refused
     in words where the configuration is checked (config/sglang.py).
 
-    ``ranks``: GPUs of the server. ``seeds``: it runs with --enable-deterministic-inference; else seeds mean nothing to
-    it. ``attached``: somebody else started it, so our loader is not inside.
+    ``ranks``: GPUs of the server. ``vocab_size``: of its model; any other token would end it. ``seeds``: it runs with
+    --enable-deterministic-inference; else seeds mean nothing to it. ``attached``: somebody else started it, so our
+    loader is not inside.
     """
 
     def __init__(
@@ -58,12 +60,14 @@ class SglangClient(SglangWeightCalls, EngineClient):
         request_timeout_s: float,
         control_timeout_s: float,
         ranks: int,
+        vocab_size: int,
         seeds: bool,
         attached: bool = False,
     ) -> None:
         super().__init__(url, token, request_timeout_s=request_timeout_s, control_timeout_s=control_timeout_s)
         self.group_ranks = ranks
         self.has_loader = not attached
+        self._vocab_size = vocab_size
         self._seeds = seeds
         self._calls: list[_Held] = []
 
@@ -76,6 +80,8 @@ class SglangClient(SglangWeightCalls, EngineClient):
         on_end: Callable[[StreamEnd], None] | None = None,
     ) -> AsyncIterator[Generated]:
         """As `EngineClient.generate`; SGLang tells no times of its own."""
+        for place, prompt in enumerate(prompts):
+            self._check(place, prompt.input_ids, rid=prompt.rid)
         waves: dict[int, dict[int, PromptRequest]] = defaultdict(dict)
         for place, prompt in enumerate(prompts):
             waves[prompt.min_version][place] = prompt
@@ -150,10 +156,10 @@ class SglangClient(SglangWeightCalls, EngineClient):
         reader = EventReader(chosen, n=params.n, places=[(one.prompt, one.sample) for one in call.sent])
         async for one in self._streamed(body, lambda response: self._events(response, reader), expected=len(call.sent)):
             cached = reader.cached_tokens.pop((one.prompt, one.sample), 0)
-            newer = bool(one.weight_versions) and one.weight_versions[0].version > call.version
+            mixed = bool(one.output_ids) and prefilled_by_older(one.weight_versions[0], call.version, cached=cached)
             reason = finish_reason(one, params, generated=chosen[one.prompt].generated)
             whole = msgspec.structs.replace(one, prompt=places[one.prompt], finish_reason=reason)
-            yield whole, newer and cached > 0
+            yield whole, mixed
 
     async def _hold(self, call: _Held, version: int, params: SamplingParams) -> AsyncIterator[Generated]:
         """Returns when the version is in; yields what was aborted before."""
@@ -251,7 +257,20 @@ class SglangClient(SglangWeightCalls, EngineClient):
                 f"engine {self.url} /generate: scores at temperature {temperature:g}: SGLang scores at 1 only. "
                 "Use rollout.temperature=1, or algo.served_by=forward."
             )
+        for place, row in enumerate(rows):
+            self._check(place, row.input_ids, rid=None)
         return super().score(rows, top_k=top_k, temperature=temperature)
+
+    def _check(self, place: int, token_ids: Sequence[int], *, rid: str | None) -> None:
+        problem = unknown_token(place, token_ids, rid=rid, vocab_size=self._vocab_size)
+        if problem is not None:
+            raise EngineError(f"engine {self.url} /generate: {problem}")
+
+
+def prefilled_by_older(first: VersionSpan, sent_under: int, *, cached: int) -> bool:
+    """Whether older weights than those of its first token computed a part of the prompt: what was cached when the
+    weights that it was sent under were in force, or what was prefilled when they ended (scheduler_changes.py)."""
+    return first.end == 0 or (cached > 0 and first.version > sent_under)
 
 
 def finish_reason(one: Generated, params: SamplingParams, *, generated: int) -> FinishReason:

@@ -1,10 +1,10 @@
 """SGLang's server as a process of ours: a script for the interpreter of SGLang's own environment.
 
-    python -P server.py --token-file FILE --port 0 [flags of sglang.launch_server]
+    RELAX_ENGINE_SCRATCH=FOLDER python -P server.py --token-file FILE --port 0 [flags of sglang.launch_server]
 
-It takes the token from the file, so that no command line has it, tells address and pid on stdout once it serves, and
-ends with all its processes when its stdin does. SGLang starts its own processes by running this file again as their
-main module: what stands at the end without a guard is for all of them.
+It takes the token from the file, so that no command line has it, tells address and pid on stdout once it serves, keeps
+to the folder (scratch.py), and ends with all its processes when its stdin does. SGLang starts its own processes by
+running this file again as their main module: what stands at the end without a guard is for all of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -28,6 +30,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[3]
 ON_CPU = "SGLANG_USE_CPU_ENGINE"
 TOKEN_FILE = "RELAX_ENGINE_TOKEN_FILE"
+CHILDREN_GONE_S = 3.0  # less than the owner waits before it kills this process too
 
 
 class OurPackageAlone(MetaPathFinder):
@@ -78,6 +81,10 @@ def keep_to_the_given_host() -> None:
 def prepare_process() -> None:
     """What every process of the server needs before it imports sglang."""
     sys.meta_path.append(OurPackageAlone())
+    from relax_core.engines.sglang import scheduler_changes, scratch
+
+    scratch.keep_to_scratch(Path(os.environ[scratch.VARIABLE]))
+    scheduler_changes.install()
     hide_token_in_logs(Path(os.environ[TOKEN_FILE]).read_text().strip())
     keep_to_the_given_host()
     if os.environ.get(ON_CPU) == "1":
@@ -90,11 +97,25 @@ def end_with_stdin() -> None:
     """Waits for the owner's end of the pipe to close; then ends the server's processes and this one."""
     while os.read(0, 4096):
         pass
+    from relax_core.engines.sglang import scratch
+
+    try:
+        end_children()
+        scratch.remove_scratch(Path(os.environ[scratch.VARIABLE]))
+    finally:
+        os._exit(0)
+
+
+def end_children() -> None:
+    """Also those that the main thread starts meanwhile."""
     import psutil
 
-    for child in psutil.Process().children(recursive=True):
-        child.kill()
-    os._exit(0)
+    deadline = time.monotonic() + CHILDREN_GONE_S
+    while (children := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        psutil.wait_procs(children, timeout=CHILDREN_GONE_S)
 
 
 def free_port(host: str) -> int:

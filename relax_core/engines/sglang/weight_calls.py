@@ -5,9 +5,10 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 
@@ -19,6 +20,7 @@ from relax_core.weights.transports.base import WeightGroupPlace
 
 LOADER = "relax_core.engines.sglang.weight_loader.follow"
 ALREADY_OPEN = "already open"  # SGLang's words
+BUSY_S = 0.05  # between two looks whether another sender is done
 _outcomes = msgspec.json.Decoder(Outcome)
 
 
@@ -53,25 +55,51 @@ class SglangWeightCalls(WeightCalls):
     def update_weights_from_disk(self, manifest: WeightManifest) -> dict[str, Any]:
         """By SGLang's own loader, which compares no digest: the file's are compared here, before and after."""
         start = time.perf_counter()
-        if self._version_in_force() >= manifest.version:
-            return _done(manifest, 0.0)
-        self._check_file(manifest)
+        with self._one_sender(Path(manifest.path).parents[1]):
+            if self._version_in_force() >= manifest.version:
+                return _done(manifest, 0.0)
+            self._check_file(manifest)
+            with self._standing_still():
+                self._load_folder(manifest)
+        return _done(manifest, 1e3 * (time.perf_counter() - start))
+
+    def _load_folder(self, manifest: WeightManifest) -> None:
         body = {
             "model_path": str(Path(manifest.path).parent),
             "weight_version": str(manifest.version),
             "load_format": "safetensors",  # a server of ours was started with dummy weights
             "flush_cache": False,
         }
-        with self._standing_still():
+        try:
+            self._call("POST", "/update_weights_from_disk", body)
+            self._check_file(manifest)
+        except EngineUnreachable:
+            raise
+        except EngineError:
+            self._give_up()
+            raise
+
+    @contextmanager
+    def _one_sender(self, weights_folder: Path) -> Iterator[None]:
+        """SGLang's server ends when two load from disk at one time. Senders, which may be on different hosts, all see
+        the folder of the versions: who makes this one in it goes first. One that outlives two calls was left behind."""
+        mine = weights_folder / f"sending-{quote(self.url, safe='')}"
+        deadline = time.monotonic() + 2 * self._control_timeout_s
+        while True:
             try:
-                self._call("POST", "/update_weights_from_disk", body)
-                self._check_file(manifest)
-            except EngineUnreachable:
-                raise
-            except EngineError:
-                self._give_up()
-                raise
-        return _done(manifest, 1e3 * (time.perf_counter() - start))
+                mine.mkdir()
+                break
+            except FileExistsError:
+                if time.monotonic() > deadline:
+                    break
+            except OSError as error:  # the disk is full, or the run has gone on without us
+                raise EngineError(f"engine {self.url} /update_weights_from_disk: {error}") from error
+            time.sleep(BUSY_S)
+        try:
+            yield
+        finally:
+            with suppress(FileNotFoundError):  # taken for one that was left behind
+                mine.rmdir()
 
     def _check_file(self, manifest: WeightManifest) -> None:
         from relax_core.weights.files import DigestMismatch, read_weights
@@ -143,7 +171,7 @@ class SglangWeightCalls(WeightCalls):
                 self._call("POST", "/end_weight_update", {})
                 closed = True
             else:
-                time.sleep(0.05)
+                time.sleep(BUSY_S)
 
     @contextmanager
     def _loading(self) -> Iterator[None]:

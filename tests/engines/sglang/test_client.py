@@ -12,7 +12,9 @@ import pytest
 
 from relax_core.contracts.engine import EngineError, Generated, PromptRequest, SamplingParams
 from relax_core.contracts.sample import VersionSpan
-from relax_core.engines.sglang.client import SglangClient, finish_reason
+from relax_core.engines.sglang.client import SglangClient, finish_reason, prefilled_by_older
+
+TIMES = {"request_timeout_s": 5.0, "control_timeout_s": 5.0}
 
 
 @contextmanager
@@ -62,7 +64,7 @@ def test_what_cannot_be_read_reaches_the_caller_in_words(versions: tuple[int, in
     prompts = [PromptRequest(rid="a", input_ids=[1], sampling_seed=1, min_version=version) for version in versions]
 
     async def collect(url: str) -> list[Generated]:
-        client = SglangClient(url, "token", request_timeout_s=5.0, control_timeout_s=5.0, ranks=1, seeds=True)
+        client = SglangClient(url, "token", **TIMES, ranks=1, vocab_size=50, seeds=True)
         try:
             return [one async for one in client.generate(prompts, SamplingParams())]
         finally:
@@ -89,3 +91,17 @@ def test_an_abort_on_the_last_token_is_its_end(ids: list[int], generated: int, f
     )
     params = SamplingParams(max_new_tokens=4, stop_token_ids=[3])
     assert finish_reason(one, params, generated=generated) == found
+
+
+@pytest.mark.parametrize(
+    ("first", "cached", "found"),
+    [
+        (VersionSpan(0, 4, 7), 0, False),
+        (VersionSpan(0, 4, 7), 3, False),  # cached by the very weights that went on
+        (VersionSpan(0, 4, 8), 0, False),  # it waited until the next ones were in
+        (VersionSpan(0, 4, 8), 3, True),
+        (VersionSpan(0, 0, 7), 0, True),  # some chunks under 7, its tokens under 8
+    ],
+)
+def test_whose_prompt_older_weights_have_prefilled(first: VersionSpan, cached: int, found: bool) -> None:
+    assert prefilled_by_older(first, 7, cached=cached) == found

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
+
+from relax_core.engines.sglang.after_import import after_import
 
 ATTENTION = "torch_native"
 _kept: list[object] = []  # torch forgets the schemas of a library object that is collected
@@ -19,12 +18,9 @@ def install() -> None:
     if importlib.util.find_spec("sgl_kernel") is None:
         sys.path.append(str(Path(__file__).parent))
     _define_torchvision_schemas()
-    for module, repair in (
-        ("sglang.srt.mem_cache.pool_host.common", _pins_no_memory),
-        ("sglang.srt.arg_groups.choices", _allows_seeds),
-        ("sglang.srt.batch_invariant_ops", _keeps_torchs_kernels),
-    ):
-        sys.meta_path.insert(0, _AfterImport(module, repair))
+    after_import("sglang.srt.mem_cache.pool_host.common", _pins_no_memory)
+    after_import("sglang.srt.arg_groups.choices", _allows_seeds)
+    after_import("sglang.srt.batch_invariant_ops", _keeps_torchs_kernels)
 
 
 def _define_torchvision_schemas() -> None:
@@ -51,28 +47,3 @@ def _allows_seeds(module: ModuleType) -> None:
 def _keeps_torchs_kernels(module: ModuleType) -> None:
     """Its batch-invariant kernels are Triton's. Torch's on a CPU may round differently with the batch."""
     module.enable_batch_invariant_mode = lambda *arguments, **keywords: None  # type: ignore[attr-defined]
-
-
-class _AfterImport(MetaPathFinder):
-    """Runs ``repair`` on ``name`` once it is loaded."""
-
-    def __init__(self, name: str, repair: Callable[[ModuleType], None]) -> None:
-        self._name = name
-        self._repair = repair
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != self._name:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        assert spec is not None and spec.loader is not None, f"this SGLang has no {fullname}"
-        load = spec.loader.exec_module
-
-        def load_and_repair(module: ModuleType) -> None:
-            load(module)
-            self._repair(module)
-
-        spec.loader.exec_module = load_and_repair  # type: ignore[method-assign]
-        return spec
