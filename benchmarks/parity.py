@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 REACH = 1e-5
-DEADLINE_S = 300.0
+DEADLINE_S = 900.0
 FIGURES = ("loss", "grad_norm", "weights", "logprobs")
 DENSE, EXPERTS = "qwen3", "qwen3_moe"
 SHARDED = {"distributed_optimizer": True}

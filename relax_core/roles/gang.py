@@ -19,6 +19,7 @@ from relax_core.contracts.train import TrainGroup
 from relax_core.roles.backend import load_published
 from relax_core.roles.context import worker_name
 from relax_core.roles.failure import broke_of_others, first_cause
+from relax_core.train.checkpoint_store import SLOWEST_WRITE_S
 from relax_core.train.micro_batches import split_over_ranks
 from relax_core.train.updates import UpdateMetrics
 
@@ -205,12 +206,13 @@ class TrainerGang(Gang):
         self._all("copy_state")
 
     def write_copy(self, folder: Path) -> None:
-        """Writes the copies to ``folder``/train and, with a critic, ``folder``/critic; in any thread, beside steps."""
+        """Writes the copies to ``folder``/train and, with a critic, ``folder``/critic; in any thread, beside steps.
+        A write that stands still it does not notice."""
         sent = self._send(self._peers, "write_copy", folder / POLICY)
         sent += self._send(self._critic, "write_copy", folder / CRITIC)
         with self._together("write_copy", sent):
             self.lead.write_copy(folder / POLICY)
-        self._wait("write_copy", sent)
+        take_answers("write_copy", sent, timeout_s=SLOWEST_WRITE_S, waiting=self._waiting)
 
     def load(self, folder: Path) -> None:
         """Reads what `write_copy` wrote, in whatever layout."""

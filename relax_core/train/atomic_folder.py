@@ -28,11 +28,20 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         if target.exists():
             os.rename(target, replaced)
         os.rename(partial, target)
-        _sync_one(target.parent)
+        sync(target.parent)
     except OSError as error:
         raise OSError(error.errno, _failure_text(target, error)) from error
     finally:
         _settle(target, partial=partial, replaced=replaced)
+
+
+def recover_replaced(root: Path) -> None:
+    """After a process that was killed between the two renames of `atomic_folder`: the older folder, which stood aside
+    already, gets its name back. For all folders in ``root``, into which nobody may be writing."""
+    for replaced in root.glob(f".*{REPLACED_SUFFIX}"):
+        target = replaced.with_name(replaced.name.removeprefix(".").removesuffix(REPLACED_SUFFIX))
+        if not target.exists():
+            os.rename(replaced, target)
 
 
 def _settle(target: Path, *, partial: Path, replaced: Path) -> None:
@@ -57,11 +66,12 @@ def _sync(folder: Path) -> None:
     """Every file and folder below ``folder``, and itself, to disk."""
     for path, _, names in os.walk(folder):
         for name in names:
-            _sync_one(Path(path, name))
-        _sync_one(Path(path))
+            sync(Path(path, name))
+        sync(Path(path))
 
 
-def _sync_one(path: Path) -> None:
+def sync(path: Path) -> None:
+    """A file's bytes, or a folder's names, to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -75,6 +75,11 @@ class MegatronBackend(MegatronRank):
 
         like = [(torch.float32, ()), (torch.int64, (top_k,)), (torch.float32, (top_k,))]
         return [TopLogprobs(*columns) for columns in self._forward_only(groups, columns, like=like)]
+
+    @property
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Name and shape of what `export` gives, in its order."""
+        return self._weights.shapes
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """All weights under Hugging Face names, in map order; the tensors are valid until the next step."""

@@ -28,6 +28,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from relax_core.train.checkpoint_errors import read_errors_as_valueerror, write_errors_as_oserror
+from relax_core.train.checkpoint_store import SLOWEST_WRITE_S
 from relax_core.train.made_by import (
     MadeBy,
     check_same_model,
@@ -77,8 +78,9 @@ class RankCheckpoint:
         self._family, self._hf_config, self._head = family, hf_config, head
         self._places = places
         self._optimizer = optimizer
-        # Of its own: collectives of a thread that writes must not meet those of the train step.
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=setup.timeout_s))
+        # Of its own: collectives of a thread that writes must not meet those of the train step, and ranks that have
+        # written wait for one whose disk is slower.
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=SLOWEST_WRITE_S))
 
     def copy(self, *, steps_done: int) -> StateCopy:
         """Copies the state after ``steps_done`` train steps to the host."""

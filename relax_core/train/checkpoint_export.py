@@ -20,7 +20,7 @@ BUCKET_BYTES = 64 << 20
 def export_checkpoint(
     checkpoint: Path, target: Path, *, model_folder: Path, dtype: str | None = None, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Writes ``target`` as `export_hf_folder` does. In memory are one shard and 64 MiB, or one tensor.
+    """Writes ``target`` as `export_hf_folder` does. In memory are 64 MiB, or one tensor.
 
     ``checkpoint``: a model's part of one (made_by.json is in it). ``model_folder``: whose configuration and tokenizer
     go with the weights. ``dtype``: "float32" or "bfloat16"; None: the trainer's. Raises ValueError for a checkpoint
@@ -34,10 +34,21 @@ def export_checkpoint(
     with read_errors_as_valueerror(checkpoint):
         stored = StoredFolder(checkpoint)
 
+    names = [WEIGHTS + rule.hf for rule in family.weights(hf_config)]
+    written = dtype or made_by.dtype
+
     def tensors() -> Iterator[tuple[str, Tensor]]:
-        names = [WEIGHTS + rule.hf for rule in family.weights(hf_config)]
         with read_errors_as_valueerror(checkpoint):
             for name, tensor in stored.read(names, bucket_bytes=BUCKET_BYTES):
-                yield name.removeprefix(WEIGHTS), tensor if dtype is None else tensor.to(getattr(torch, dtype))
+                yield name.removeprefix(WEIGHTS), tensor.to(getattr(torch, written))
+                del tensor  # before the next ones are read
 
-    export_hf_folder(tensors(), source_folder=model_folder, target=target, shard_bytes=shard_bytes)
+    shapes = stored.tensors()
+    export_hf_folder(
+        tensors(),
+        shapes={name.removeprefix(WEIGHTS): shapes[name].size for name in names},
+        dtype=written,
+        source_folder=model_folder,
+        target=target,
+        shard_bytes=shard_bytes,
+    )

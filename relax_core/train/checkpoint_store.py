@@ -2,22 +2,26 @@
 
 <root>/step_00000100/meta.json, <what the writers wrote>
 <root>/.step_00000150.partial/        being written; never read
+<root>/.step_00000100.replaced/       the older of two of the same step, for the moment in which they change places
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import xxhash
 
-from relax_core.train.atomic_folder import PARTIAL_SUFFIX, atomic_folder
+from relax_core.train.atomic_folder import PARTIAL_SUFFIX, REPLACED_SUFFIX, atomic_folder, recover_replaced, sync
 
 META = "meta.json"
+SLOWEST_WRITE_S = 86_400.0  # for those who wait for a write; whether it goes on its progress tells
 REMOVED_SUFFIX = ".removed"
 LIBRARIES = ("torch", "megatron-core", "transformers", "ray", "numpy", "safetensors", "msgspec")
 _READ_BYTES = 8 << 20
@@ -53,6 +57,7 @@ class CheckpointStore:
             raise ValueError(f"run.keep_last={keep_last}: keep at least 1 checkpoint.")
         self._root = root
         self._keep_last = keep_last
+        self._settled = 0  # bytes that were digested, and bytes that are on disk
 
     def write(self, step: int, *, writers: Callable[[Path], None], meta: dict[str, Any]) -> Path:
         """Writes the checkpoint after ``step`` train steps, then removes the oldest beyond ``keep_last``.
@@ -60,9 +65,10 @@ class CheckpointStore:
         ``writers`` fills the folder it is given. Raises OSError (what, where, how many bytes are free) where the disk
         does not take it, and whatever ``writers`` raises; every older checkpoint is then as it was.
         """
+        recover_replaced(self._root)
         self._remove_leftovers()
         valid = self._valid()
-        target = self._root / f"step_{step:08d}"
+        target = self._folder(step)
         with atomic_folder(target) as folder:
             writers(folder)
             contents = CheckpointMeta(
@@ -71,11 +77,16 @@ class CheckpointStore:
                 made_by=f"relax-core {_version('relax-core')}",
                 libraries={library: _version(library) for library in LIBRARIES},
                 run=meta,
-                files={str(path.relative_to(folder)): _digest(path) for path in _files(folder)},
+                files={str(path.relative_to(folder)): self._settle(path) for path in _files(folder)},
             )
             (folder / META).write_bytes(msgspec.json.format(msgspec.json.encode(contents), indent=1))
         self._remove_oldest()
         return target
+
+    def progress(self, step: int) -> int:
+        """A number that changes as long as the write of the checkpoint after ``step`` goes on, in whatever process its
+        files grow: it stands still where the disk does. From any thread."""
+        return self._settled + _size(self._folder(step, hidden=PARTIAL_SUFFIX))
 
     def newest(self) -> Path | None:
         """The checkpoint written last; partial ones and those without a valid meta.json do not count."""
@@ -115,6 +126,20 @@ class CheckpointStore:
             raise ValueError(f"checkpoint {folder}: {path} {problem}. {_instead(folder)}")
         return meta
 
+    def _folder(self, step: int, *, hidden: str = "") -> Path:
+        name = f"step_{step:08d}"
+        return self._root / (f".{name}{hidden}" if hidden else name)
+
+    def _settle(self, path: Path) -> FileDigest:
+        """Digests a file and puts it on disk."""
+        digest = _digest(path, self._count)
+        sync(path)
+        self._count(digest.bytes)
+        return digest
+
+    def _count(self, settled: int) -> None:
+        self._settled += settled
+
     def _valid(self) -> list[tuple[CheckpointMeta, Path]]:
         """In the order of writing."""
         found = []
@@ -133,9 +158,14 @@ class CheckpointStore:
             shutil.rmtree(doomed)
 
     def _remove_leftovers(self) -> None:
-        for suffix in (PARTIAL_SUFFIX, REMOVED_SUFFIX):
+        for suffix in (PARTIAL_SUFFIX, REPLACED_SUFFIX, REMOVED_SUFFIX):
             for leftover in self._root.glob(f".step_*{suffix}"):
                 shutil.rmtree(leftover)
+
+
+def has_checkpoint(root: Path) -> bool:
+    """Whether `recover_replaced` and `CheckpointStore.newest` may find one in ``root``."""
+    return any(any(root.glob(f"{name}/{META}")) for name in ("step_*", f".step_*{REPLACED_SUFFIX}"))
 
 
 def _instead(folder: Path) -> str:
@@ -152,12 +182,24 @@ def _files(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*")) if path.is_file())
 
 
-def _digest(path: Path) -> FileDigest:
+def _size(folder: Path) -> int:
+    """Of all files that are there; some may go, or be renamed, meanwhile."""
+    total = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.stat(Path(path, name)).st_size
+    return total
+
+
+def _digest(path: Path, told: Callable[[int], None] = lambda count: None) -> FileDigest:
+    """``told``: called with the bytes of each piece."""
     hasher, count = xxhash.xxh3_128(), 0
     with path.open("rb") as file:
         while block := file.read(_READ_BYTES):
             hasher.update(block)
             count += len(block)
+            told(len(block))
     return FileDigest(bytes=count, digest=hasher.hexdigest())
 
 

@@ -57,7 +57,7 @@ class HfWeights:
         self._places = {name: place for name, place in places.items() if not name.startswith(VALUE_HEAD)}
         self._like = next(iter(self._places.values())).views[0]
         weights = agree_on_senders(rules, self._places, device=self._like.device)
-        self._shapes = {
+        self.shapes: Mapping[str, tuple[int, ...]] = {  # of what `export` gives, in its order
             weight.rule.hf: (shape.vocab_size, *weight.shape[1:]) if weight.rule.vocabulary else weight.shape
             for weight in weights
         }
@@ -71,22 +71,22 @@ class HfWeights:
         """
         for bucket in self._buckets:
             for rule, tensor in gather_bucket(bucket, self._places, like=self._like):
-                yield rule.hf, tensor[: self._shapes[rule.hf][0]]
+                yield rule.hf, tensor[: self.shapes[rule.hf][0]]
 
     def load(self, tensors: Iterable[tuple[str, WholeTensor]]) -> None:
         """Copies in what is this rank's, in any order; a stored tensor is read no further than that.
 
         Raises ValueError, on every rank, for a missing, unknown, repeated or misshapen one.
         """
-        missing = dict.fromkeys(self._shapes)
+        missing = dict.fromkeys(self.shapes)
         for name, tensor in tensors:
             if name in self._ignored:
                 continue
             if name not in missing:
-                problem = "comes twice" if name in self._shapes else f"is no weight of family {self._family.name}"
+                problem = "comes twice" if name in self.shapes else f"is no weight of family {self._family.name}"
                 raise ValueError(f"weight {name} {problem}.")
-            if tuple(tensor.shape) != self._shapes[name]:
-                raise ValueError(f"weight {name} has shape {tuple(tensor.shape)}; the model's is {self._shapes[name]}.")
+            if tuple(tensor.shape) != self.shapes[name]:
+                raise ValueError(f"weight {name} has shape {tuple(tensor.shape)}; the model's is {self.shapes[name]}.")
             if name in self._places:
                 self._places[name].fill(tensor)
             del missing[name]

@@ -101,29 +101,7 @@ class MegatronRank:
         self._setup, self._parallel = setup, setup.parallel
         self._algorithm, self._knobs = setup.algorithm, setup.knobs
         self._dtype, self._device = DTYPES[setup.dtype], training_device()
-        self.models: list[Any] = [
-            chunk.requires_grad_(trainable).train(trainable)
-            for chunk in build_chunks(
-                self.family,
-                self.hf_config,
-                self._parallel,
-                dtype=self._dtype,
-                value_head=value_head,
-                moe_aux_loss_coef=setup.moe_aux_loss_coef,
-            )
-        ]
-        self.model: Any = self.models[-1]  # on the last pipeline stage the one that ends in the head
-        self.model_chunks: list[Any] = self.models
-        self.optimizer: Any = None
-        if trainable:
-            self.model_chunks = wrap_for_training(self.models, parallel=self._parallel, dtype=self._dtype)
-            sharded = self._parallel.distributed_optimizer
-            self.optimizer = build_optimizer(
-                setup.optimizer, self.model_chunks, distributed_optimizer=sharded, dtype=self._dtype
-            )
-        # After the wrapper, which may move the parameters into its own buffer.
-        self._weights = HfWeights(self.models, self.family, self.hf_config, value_head=value_head)
-        self.load_weights(open_safetensors(setup.model_folder))
+        self._build_model(value_head=value_head)
         self._overlap = trainable and self._parallel.overlap
         self._moe = self.family.shape(self.hf_config).moe
         experts_over_ranks = self._parallel.ep * self._parallel.etp > 1 and self._moe is not None
@@ -147,6 +125,33 @@ class MegatronRank:
         self._learning_rate = 0.0
         self._sums = StepSums()
         self._timings_ms: dict[str, float] = {}
+
+    def _build_model(self, *, value_head: bool) -> None:
+        """This rank's part of the model with the weights of its folder, and where it trains their optimizer."""
+        setup, parallel, trainable = self._setup, self._parallel, self.trainable
+        self.models: list[Any] = [
+            chunk.requires_grad_(trainable).train(trainable)
+            for chunk in build_chunks(
+                self.family,
+                self.hf_config,
+                parallel,
+                dtype=self._dtype,
+                value_head=value_head,
+                moe_aux_loss_coef=setup.moe_aux_loss_coef,
+            )
+        ]
+        self.model: Any = self.models[-1]  # on the last pipeline stage the one that ends in the head
+        self.model_chunks: list[Any] = self.models
+        self.optimizer: Any = None
+        if trainable:
+            self.model_chunks = wrap_for_training(self.models, parallel=parallel, dtype=self._dtype)
+            sharded = parallel.distributed_optimizer
+            self.optimizer = build_optimizer(
+                setup.optimizer, self.model_chunks, distributed_optimizer=sharded, dtype=self._dtype
+            )
+        # After the wrapper, which may move the parameters into its own buffer.
+        self._weights = HfWeights(self.models, self.family, self.hf_config, value_head=value_head)
+        self.load_weights(open_safetensors(setup.model_folder))
 
     # -- an update ----------------------------------------------------------------------------------------------
     def begin_step(self, step: int) -> None:

@@ -24,6 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from relax_core.train.steady_files import SteadyFiles
+
 WEIGHTS = "weights/"  # how the names of a model's own tensors begin
 
 
@@ -90,9 +92,11 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
 def write_pieces(folder: Path, pieces: Mapping[str, Pieces], *, group: dist.ProcessGroup) -> None:
     """Collective over ``group``: returns once the blocks of all ranks are in ``folder``, and raises on all of them
     where one could not write. No two ranks may give the same block."""
+    writer = dcp.FileSystemWriter(folder, sync_files=False)
+    writer.fs = SteadyFiles()
     dcp.save(
         dict(pieces),
-        storage_writer=dcp.FileSystemWriter(folder, sync_files=False),
+        storage_writer=writer,
         planner=_SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
         process_group=group,
     )

@@ -13,19 +13,19 @@ from relax_core.contracts.engine import TensorSpec
 
 LENGTH_BYTES = 8
 ALIGNMENT = 8  # of the first tensor
-DTYPES = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "int16": "I16",
-    "int32": "I32",
+DTYPES = {  # in the order in which the library lays tensors out
     "int64": "I64",
+    "float64": "F64",
+    "float32": "F32",
+    "int32": "I32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "int16": "I16",
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float32": "F32",
-    "float64": "F64",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
 }
 
 

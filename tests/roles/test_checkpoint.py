@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ class Lead:
 
     def __init__(self) -> None:
         self.state = 0
+        self.writes = threading.Event()
         self.may_write = threading.Event()
         self.may_write.set()
 
@@ -30,7 +31,8 @@ class Lead:
         self.copy = self.state
 
     def write_copy(self, folder: Path) -> None:
-        assert self.may_write.wait(timeout=30)
+        self.writes.set()
+        assert self.may_write.wait(timeout=120)
         folder.write_text(str(self.copy))
 
 
@@ -49,7 +51,11 @@ def lead() -> Iterator[Lead]:
     one.may_write.set()
 
 
-def checkpoints(lead: Lead, run_dir: Path, *overrides: str) -> RunCheckpoints:
+def nobody(words: str) -> None:
+    """Does not care how far a write is."""
+
+
+def checkpoints(lead: Lead, run_dir: Path, *overrides: str, moved_on: Callable[[str], None] = nobody) -> RunCheckpoints:
     context = RunContext(
         config=load_config(["run.keep_last=9", *overrides]),
         run_namespace="run",
@@ -65,7 +71,7 @@ def checkpoints(lead: Lead, run_dir: Path, *overrides: str) -> RunCheckpoints:
     ranks = Ranks(name="actor-0", lead=whole, peers=[], replicas=[[0]])
     gang = TrainerGang(ranks, timeout_s=30, waiting=lambda what, *, on: nullcontext())
     bus: Any = Bus(lead)
-    return RunCheckpoints(context, bus=bus, gang=gang)
+    return RunCheckpoints(context, bus=bus, gang=gang, moved_on=moved_on)
 
 
 def saved(run_dir: Path) -> dict[str, tuple[bytes, str]]:
@@ -119,7 +125,8 @@ def test_a_failed_write_is_raised_with_its_cause(lead: Lead, tmp_path: Path, the
 
 def next_call(one: RunCheckpoints, name: str) -> None:
     if name == "raise_failure":
-        for _ in range(1000):  # steps; the first one after the failure raises it
+        deadline = time.monotonic() + 120.0
+        while time.monotonic() < deadline:  # steps; the first one after the failure raises it
             one.raise_failure()
             time.sleep(0.01)
     elif name == "save":
@@ -128,11 +135,36 @@ def next_call(one: RunCheckpoints, name: str) -> None:
         one.finish()
 
 
-def test_a_disk_that_never_ends_is_told(lead: Lead, tmp_path: Path) -> None:
-    one = checkpoints(lead, tmp_path, "run.stall_timeout_s=0.2", "run.watch_after_s=0.1")
+STALL_S = 0.2
+SHORT = (f"run.stall_timeout_s={STALL_S}", "run.watch_after_s=0.1")
+
+
+def test_a_disk_that_stands_still_is_told(lead: Lead, tmp_path: Path) -> None:
+    one = checkpoints(lead, tmp_path, *SHORT)
     lead.may_write.clear()
     one.save(1)
-    with pytest.raises(
-        RuntimeError, match=r"checkpoint of step 1 is not written after 0.2 s more.*run\.stall_timeout_s"
-    ):
+    words = r"checkpoint of step 1 is not written: nothing came to the disk for 0.2 s.*run\.stall_timeout_s"
+    with pytest.raises(RuntimeError, match=words):
         one.finish()
+
+
+def test_a_slow_disk_is_waited_for_as_long_as_it_goes_on(lead: Lead, tmp_path: Path) -> None:
+    told: list[str] = []
+    slow = tmp_path / "checkpoints" / ".step_00000001.partial" / "slow"
+
+    def a_byte_more(words: str) -> None:
+        told.append(words)
+        assert lead.writes.wait(timeout=120)
+        with slow.open("ab") as file:
+            file.write(b".")
+        if len(told) == 8:  # looks are STALL_S apart
+            lead.may_write.set()
+
+    one = checkpoints(lead, tmp_path, *SHORT, moved_on=a_byte_more)
+    lead.may_write.clear()
+    one.save(1)
+    began = time.monotonic()
+    one.finish()
+    assert time.monotonic() - began > 3 * STALL_S
+    assert set(told) == {"writes checkpoint of step 1"}
+    assert saved(tmp_path) == {"step_00000001": (b"0", "0")}

@@ -1,33 +1,57 @@
 """One data-parallel rank as its own process: trains, saves or loads, trains on; rank 0 writes the weights.
 
 python checkpoint_rank.py <rank> <world size> <port> <model folder> <output> <distributed optimizer: 0|1>
-                          <checkpoint folder or -> <load|save|absent>
+                          <checkpoint folder or -> <load|save|absent|slow>
 
 ``save``: 2 steps, save, 2 more. ``load``: load, then the 2 more. ``absent``: 2 steps, then leave without saving.
+``slow``: as ``save``, and rank 1's disk takes longer than ranks wait for each other elsewhere.
 """
 
 import os
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from safetensors.torch import save_file
 from tiny_trainer import dp_groups, make_backend, train_step
 
+from relax_core.train import process_group
 from relax_core.train.micro_batches import split_over_ranks
+from relax_core.train.steady_files import SteadyFiles
+
+SHORT_S = 4.0
+
+
+def slow_down(create_stream: Any) -> Any:
+    def create_late(*arguments: Any) -> Any:
+        time.sleep(1.5 * SHORT_S)
+        return create_stream(*arguments)
+
+    return create_late
 
 
 def main() -> None:
     rank, world_size, port, folder, output, sharded, checkpoint, what = sys.argv[1:]
-    backend = make_backend(
-        Path(folder),
-        rank=int(rank),
-        world_size=int(world_size),
-        store_address=f"127.0.0.1:{port}",
-        distributed_optimizer=sharded == "1",
-        timeout_s=60.0 if what in ("save", "load") else 3.0,
-        optimizer={"eps": 1e-4},
-    )
+
+    def build(timeout_s: float) -> Any:
+        return make_backend(
+            Path(folder),
+            rank=int(rank),
+            world_size=int(world_size),
+            store_address=f"127.0.0.1:{port}",
+            distributed_optimizer=sharded == "1",
+            timeout_s=timeout_s,
+            optimizer={"eps": 1e-4},
+        )
+
+    backend = build(300.0)
+    if what == "slow":  # both processes are there now
+        process_group.leave()
+        backend = build(SHORT_S)
+        if rank == "1":
+            SteadyFiles.create_stream = slow_down(SteadyFiles.create_stream)
 
     def train(step: int) -> None:
         train_step(backend, [split_over_ranks(groups, int(world_size))[int(rank)] for groups in dp_groups()], step=step)

@@ -6,7 +6,6 @@ python layout_ranks.py <folder>: makes a model there, and single.json, rank0.jso
 import dataclasses
 import json
 import multiprocessing
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,13 +14,15 @@ from typing import Any
 import numpy as np
 import torch
 from gang_layouts import parallel_config
-from tiny_trainer import KNOBS, PPO_CLIP, clip_loss, dp_groups, make_backend, make_model, train_step
+from tiny_models import make_model
+from tiny_trainer import KNOBS, PPO_CLIP, clip_loss, dp_groups, make_backend, train_step
 
 from relax_core.contracts.algorithm import LossInputs, LossOutputs
 from relax_core.contracts.train import TrainGroup
 from relax_core.train import process_group
 from relax_core.train.backend import MegatronBackend
 from relax_core.train.micro_batches import split_over_ranks
+from tests.ports import free_port
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
@@ -91,7 +92,7 @@ def build(folder: Path, **overrides: Any) -> MegatronBackend:
         folder,
         optimizer={"eps": 1e-2},
         algorithm=dataclasses.replace(PPO_CLIP, loss=loss_with_teacher),
-        timeout_s=60.0,
+        timeout_s=300.0,
         **overrides,
     )
     assert isinstance(backend, MegatronBackend)
@@ -118,9 +119,7 @@ def rank_main(folder: Path, rank: int, port: int) -> None:
 def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     fork = multiprocessing.get_context("fork")  # an import takes seconds: one process does it for all
     alone = fork.Process(target=single, args=(folder,))
     alone.start()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 RANKS = 2
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)

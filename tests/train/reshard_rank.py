@@ -1,6 +1,6 @@
 """One rank of a gang that trains in one layout, saves, and goes on in another, again and again.
 
-python reshard_rank.py <rank> <port> <folder of the models> <folder of the output>
+python reshard_rank.py <rank> <4> <port> <folder of the models> <folder of the output>
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def run_chain(name: str, *, rank: int, port: str, models: Path, output: Path) ->
 
 
 def main() -> None:
-    rank, port, models, output = sys.argv[1:]
+    rank, _, port, models, output = sys.argv[1:]
     for name in CHAINS:
         run_chain(name, rank=int(rank), port=port, models=Path(models), output=Path(output))
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_trainer import make_backend, make_groups, make_model
+from tiny_models import make_model
+from tiny_trainer import make_backend, make_groups
 
 from relax_core.plan.dimensions import read_dimensions
 from relax_core.plan.memory import FLOAT, activation_values

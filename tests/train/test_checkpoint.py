@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -15,14 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rank_processes import run_ranks
 from safetensors.torch import load_file
-from tiny_trainer import dp_groups, make_backend, make_critic, make_model, train_step
+from tiny_models import make_model
+from tiny_trainer import dp_groups, make_backend, make_critic, train_step
 
 from relax_core.train.checkpoint_store import CheckpointStore
 from relax_core.train.made_by import read_made_by
 from relax_core.train.stored_pieces import StoredFolder
-
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +156,7 @@ def test_a_copy_is_written_while_training_goes_on(folder: Path, tmp_path: Path) 
         train(backend, range(2, 3))  # in the middle of a checkpoint: what was copied does not change
         written = thread.submit(backend.write_copy, tmp_path / "later")
         train(backend, range(3, 5))
-        written.result(timeout=60)
+        written.result(timeout=300)
     now, later = StoredFolder(tmp_path / "now"), StoredFolder(tmp_path / "later")
     for one, other in zip(stored(now), stored(later), strict=True):
         assert one[0] == other[0]
@@ -196,46 +194,29 @@ def test_full_disk_is_an_oserror_and_leaves_nothing(folder: Path, tmp_path: Path
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def run_ranks(arguments: list[tuple[str, ...]], *, folder: Path, output: Path) -> list[tuple[int, str]]:
-    """Runs one process for each (world-wide arguments, …); returns exit status and stderr of each."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = os.environ | {
-        "PYTHONPATH": f"{HERE.parents[1]}:{os.environ.get('PYTHONPATH', '')}",
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, str(HERE / "checkpoint_rank.py")]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(len(arguments)), str(port), str(folder), str(output), *rest],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, rest in enumerate(arguments)
-    ]
-    try:
-        errors = [process.communicate(timeout=120)[1] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    return [(process.returncode, error) for process, error in zip(ranks, errors, strict=True)]
+def run_two(folder: Path, output: Path, *arguments: object) -> list[tuple[int, str]]:
+    return run_ranks("checkpoint_rank.py", [(folder, output, *arguments)] * 2)
 
 
 def test_two_ranks_go_on_to_the_bit(folder: Path, tmp_path: Path) -> None:
-    checkpoint = str(tmp_path / "checkpoint")
+    checkpoint = tmp_path / "checkpoint"
     weights = {}
     for what in ("save", "load"):
         output = tmp_path / f"{what}.safetensors"
-        ended = run_ranks([("1", checkpoint, what)] * 2, folder=folder, output=output)
+        ended = run_two(folder, output, 1, checkpoint, what)
         assert [status for status, _ in ended] == [0, 0], ended
         weights[what] = load_file(output)
         assert "random streams start anew" not in ended[0][1]
     assert_same_bits(weights["load"], weights["save"])
 
 
+def test_a_rank_whose_disk_is_slow_is_waited_for(folder: Path, tmp_path: Path) -> None:
+    ended = run_two(folder, tmp_path / "weights", 0, tmp_path / "checkpoint", "slow")
+    assert [status for status, _ in ended] == [0, 0], ended
+    assert read_made_by(tmp_path / "checkpoint").world_size == 2
+
+
 def test_a_missing_rank_is_named(folder: Path, tmp_path: Path) -> None:
-    ended = run_ranks([("0", str(tmp_path / "checkpoint"), "absent")] * 2, folder=folder, output=tmp_path / "unused")
+    ended = run_two(folder, tmp_path / "unused", 0, tmp_path / "checkpoint", "absent")
     assert ended[0][0] != 0 and ended[1][0] == 0
     assert "waited for the others to save" in ended[0][1] and "1" in ended[0][1].rsplit("waited for", 1)[1]

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from gang_layouts import make_models
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tiny_models import make_models
 from tiny_trainer import dp_groups, make_backend, make_critic, train_step
 from transformers import AutoModelForCausalLM
 

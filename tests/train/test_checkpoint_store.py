@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.train.atomic_folder import atomic_folder
-from relax_core.train.checkpoint_store import META, CheckpointStore
+from relax_core.train.atomic_folder import atomic_folder, recover_replaced
+from relax_core.train.checkpoint_store import META, CheckpointStore, has_checkpoint
 
 
 def writes(name: str, data: bytes) -> Callable[[Path], None]:
@@ -177,9 +177,24 @@ def rename(source, target):
     left -= 1
     real_rename(source, target)
 module.os.rename = rename
-with module.atomic_folder(Path(sys.argv[1])) as folder:
-    (folder / "file").write_text("new")
+root, name = os.path.split(sys.argv[1])
+if name.startswith("step_"):
+    from relax_core.train.checkpoint_store import CheckpointStore
+    writers = lambda folder: (folder / "file").write_text("new")
+    CheckpointStore(Path(root), keep_last=3).write(int(name[5:]), writers=writers, meta={})
+else:
+    with module.atomic_folder(Path(sys.argv[1])) as folder:
+        (folder / "file").write_text("new")
 """
+
+
+def killed_while_writing(target: Path, *, renames_before_the_kill: int) -> None:
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED, str(target), str(renames_before_the_kill)],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("renames_before_the_kill", [0, 1])
@@ -188,16 +203,50 @@ def test_killed_while_replacing(tmp_path: Path, renames_before_the_kill: int) ->
     target = tmp_path / "folder"
     with atomic_folder(target) as folder:
         (folder / "file").write_text("old")
-    killed = subprocess.run(
-        [sys.executable, "-c", KILLED, str(target), str(renames_before_the_kill)],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
-        check=False,
-    )
-    assert killed.returncode == -signal.SIGKILL
+    killed_while_writing(target, renames_before_the_kill=renames_before_the_kill)
     with pytest.raises(RuntimeError, match="not now"), atomic_folder(target) as folder:
         raise RuntimeError("not now")
     assert (target / "file").read_text() == "old"
     assert names(tmp_path) == ["folder"]
+
+
+def test_a_checkpoint_that_was_just_being_replaced_is_found(tmp_path: Path) -> None:
+    """Killed between the two renames: both of the same step stand under hidden names."""
+    store = CheckpointStore(tmp_path, keep_last=3)
+    old = store.write(20, writers=writes("file", b"old"), meta={})
+    killed_while_writing(old, renames_before_the_kill=1)
+    assert names(tmp_path) == [".step_00000020.partial", ".step_00000020.replaced"]
+    assert has_checkpoint(tmp_path)
+    recover_replaced(tmp_path)
+    assert store.newest() == old and store.verify(old).step == 20
+    store.write(30, writers=writes("file", b"next"), meta={})
+    assert names(tmp_path) == ["step_00000020", "step_00000030"]
+
+
+def test_what_was_replaced_goes_where_the_new_one_is_there(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=3)
+    new = store.write(20, writers=writes("w", b"new"), meta={})
+    (tmp_path / ".step_00000020.replaced").mkdir()  # killed before it was removed
+    recover_replaced(tmp_path)
+    assert (new / "rank" / "w").read_bytes() == b"new"
+    store.write(30, writers=writes("w", b"next"), meta={})
+    assert names(tmp_path) == ["step_00000020", "step_00000030"]
+
+
+def test_the_progress_of_a_write_is_what_came_to_the_disk(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep_last=3)
+    seen = []
+
+    def write(folder: Path) -> None:
+        for size in (100, 100, 250):  # the second look finds nothing new
+            (folder / "rank").mkdir(exist_ok=True)
+            (folder / "rank" / "w").write_bytes(b"x" * size)
+            seen.append(store.progress(20))
+        assert store.progress(10) == 0  # of another checkpoint
+
+    store.write(20, writers=write, meta={})
+    assert seen == [100, 100, 250]
+    assert store.progress(20) == 500  # digested, and put on disk
 
 
 def test_importing_the_store_does_not_import_torch() -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rank_processes import run_dp_ranks
 from safetensors.torch import load_file
-from test_step import run_ranks
-from tiny_trainer import dp_groups, make_critic, make_groups, make_model, train_step
+from tiny_models import make_model
+from tiny_trainer import dp_groups, make_critic, make_groups, train_step
 
 from relax_core.contracts.train import TrainGroup
 from relax_core.train.value_moments import explained_variance, moment_sums
@@ -138,7 +139,7 @@ def test_two_ranks_are_one(folder: Path, tmp_path: Path) -> None:
     one = make_critic(folder, optimizer={"eps": 1e-4})
     for step in range(2):
         expected = train_step(one, dp_groups(), step=step)
-    for status, error in run_ranks(folder, tmp_path / "two", steps=[2, 2], what="critic"):
+    for status, error in run_dp_ranks(folder, tmp_path / "two", steps=[2, 2], what="critic"):
         assert status == 0, error
     seen = json.loads((tmp_path / "two.json").read_text())
     assert seen["loss"] == pytest.approx(expected.loss, rel=1e-5)

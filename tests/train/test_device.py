@@ -33,7 +33,7 @@ def start(cache: Path) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str]) -> None:
-    output, error = process.communicate(timeout=120)
+    output, error = process.communicate(timeout=600)
     assert process.returncode == 0, error
     assert output.strip() == "CpuLoader False False"
     assert "not installed" not in error

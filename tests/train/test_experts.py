@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_models import make_model
 from tiny_trainer import make_backend, make_groups, train_step
 
 from relax_core.config.schema import Recompute
@@ -18,31 +19,10 @@ EXPERTS, TOP_K, LAYERS = 8, 2, 3
 
 
 def make_moe(folder: Path, *, normalized: bool = True, seed: int = 0) -> Any:
-    """Writes a tiny random Qwen3-MoE whose routers are far from even, and returns it."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        vocab_size=50,
-        hidden_size=64,
-        moe_intermediate_size=48,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_experts=EXPERTS,
-        num_experts_per_tok=TOP_K,
-        norm_topk_prob=normalized,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-    )
-    model = Qwen3MoeForCausalLM(config).float().eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn_like(parameter) * 0.1
-            parameter.copy_(parameter + noise if "norm" in name else noise)
-    model.save_pretrained(folder)
-    return model
+    """Writes a Qwen3-MoE and returns it."""
+    experts = {"num_experts": EXPERTS, "num_experts_per_tok": TOP_K, "moe_intermediate_size": 48}
+    layers = {"num_hidden_layers": LAYERS, "norm_topk_prob": normalized}
+    return make_model(folder, seed=seed, **experts, **layers).eval()
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +192,7 @@ def test_the_balancing_loss_evens_the_load(folder: Path) -> None:
     for coefficient in (0.0, 1.0):
         backend = make_backend(folder, family="qwen3_moe", moe_aux_loss_coef=coefficient, optimizer={"lr": 3e-3})
         loads = [train_step(backend, [groups_of()], step=step).moe["max_load"] for step in range(12)]
-        first[coefficient], last[coefficient] = loads[0], loads[-1]
+        first[coefficient], last[coefficient] = loads[0], sum(loads[-6:]) / 6  # single steps differ much
     assert first[0.0] == first[1.0] > 1.5
     assert last[1.0] < 0.8 * last[0.0]
 

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gang_layouts import DENSE_LAYOUTS, MOE_LAYOUTS, RANKS, make_models, run_gang
+from gang_layouts import DENSE_LAYOUTS, MOE_LAYOUTS, RANKS
+from rank_processes import run_ranks
+from tiny_models import make_models
 from weights_rank import BUCKET_BYTES
 
 CASES = [f"{model} {layout}" for model in ("untied", "tied") for layout in DENSE_LAYOUTS]
@@ -19,7 +21,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank saw, by model and layout."""
     folder = tmp_path_factory.mktemp("models")
     make_models(folder)
-    ended = run_gang("weights_rank.py", str(folder), str(folder / "seen"))
+    ended = run_ranks("weights_rank.py", [(folder, folder / "seen")] * RANKS)
     assert [status for status, _ in ended] == [0] * RANKS, ended
     return [json.loads(Path(f"{folder / 'seen'}.{rank}").read_text()) for rank in range(RANKS)]
 

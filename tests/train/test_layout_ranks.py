@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("ranks")
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
     command = [sys.executable, str(HERE / "layout_ranks.py"), str(path)]
-    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return path
 

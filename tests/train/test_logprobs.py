@@ -170,7 +170,7 @@ def test_memory_stays_at_one_chunk() -> None:
     flags = ["--way=ours", "--rows=512", "--vocab=20000", "--hidden=32", "--chunk=32"]
     command = [sys.executable, "-m", "benchmarks.logprobs", *flags]
     printed = subprocess.run(
-        command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, check=True, timeout=60
+        command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, check=True, timeout=300
     ).stdout
     assert json.loads(printed)["peak_mb"] < 16
 
@@ -280,6 +280,6 @@ def test_memory_stays_at_one_chunk_with_more_outputs(way: str) -> None:
     flags = [f"--way={way}", "--rows=512", "--vocab=20000", "--hidden=32", "--chunk=32"]
     command = [sys.executable, "-m", "benchmarks.logprobs", *flags]
     printed = subprocess.run(
-        command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, check=True, timeout=60
+        command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, check=True, timeout=300
     ).stdout
     assert json.loads(printed)["peak_mb"] < 16

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_trainer import KNOBS, clip_loss, make_backend, make_groups, make_model, train_step
+from tiny_models import make_model
+from tiny_trainer import KNOBS, clip_loss, make_backend, make_groups, train_step
 
 from relax_core.contracts.algorithm import LossInputs
 from relax_core.contracts.train import TrainGroup

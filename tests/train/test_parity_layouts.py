@@ -18,7 +18,7 @@ Figures = dict[tuple[str, str], dict[str, float]]
 def figures(tmp_path_factory: pytest.TempPathFactory) -> Figures:
     path = tmp_path_factory.mktemp("parity") / "figures.json"
     command = [sys.executable, "-m", "benchmarks.parity", "--json", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr
     return {(one.pop("name"), one.pop("packing")): one for one in json.loads(path.read_text())}
 

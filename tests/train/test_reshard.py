@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from gang_layouts import RANKS, make_models, run_gang
+from gang_layouts import RANKS
+from rank_processes import run_ranks
 from reshard_rank import CHAINS
 from safetensors.torch import load_file
+from tiny_models import make_models
 from tiny_trainer import dp_groups, make_backend, train_step
 
 LINKS = [f"{name}-{step}" for name, (*_, layouts) in CHAINS.items() for step, _ in enumerate(pairwise(layouts))]
@@ -28,7 +30,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def saved(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The checkpoints of all chains."""
     folder: Path = tmp_path_factory.mktemp("chains")
-    ended = run_gang("reshard_rank.py", str(models), str(folder), timeout_s=240.0)
+    ended = run_ranks("reshard_rank.py", [(models, folder)] * RANKS, timeout_s=900.0)
     assert [status for status, _ in ended] == [0] * RANKS, ended
     assert "random streams start anew" in ended[0][1]
     return folder

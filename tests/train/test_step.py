@@ -5,23 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from rank_processes import run_dp_ranks
 from safetensors.torch import load_file
-from tiny_trainer import PPO_CLIP, VOCABULARY, dp_groups, make_backend, make_groups, make_model, train_step
+from tiny_models import VOCABULARY, make_model
+from tiny_trainer import PPO_CLIP, dp_groups, make_backend, make_groups, train_step
 
 from relax_core.config.schema import OptimizerConfig, Schedule
 from relax_core.contracts.algorithm import LossInputs, LossOutputs, Needs
-
-HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
@@ -57,48 +53,12 @@ def test_micro_batches_change_nothing(folder: Path) -> None:
     assert_same_weights(weights(split), weights(whole))
 
 
-def run_ranks(
-    folder: Path,
-    output: Path,
-    *,
-    steps: list[int],
-    world_size: int = 2,
-    sharded: bool = False,
-    timeout_s: float = 60.0,
-    what: str = "policy",
-) -> list[tuple[int, str]]:
-    """Runs one process a rank, each for its own number of steps; returns exit status and stderr of each."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = os.environ | {"PYTHONPATH": f"{HERE.parents[1]}:{os.environ.get('PYTHONPATH', '')}"}
-    ranks = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                str(HERE / "dp_rank.py"),
-                *map(str, (rank, world_size, port, folder, output, int(sharded), rank_steps, timeout_s, what)),
-            ],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, rank_steps in enumerate(steps)
-    ]
-    try:
-        errors = [rank.communicate(timeout=120)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return [(rank.returncode, error) for rank, error in zip(ranks, errors, strict=True)]
-
-
 @pytest.mark.parametrize("sharded", [False, True])
 def test_two_ranks_are_one(folder: Path, tmp_path: Path, sharded: bool) -> None:
     one = make_backend(folder, optimizer={"eps": 1e-4})
     for step in range(2):
         expected = train_step(one, dp_groups(), step=step)
-    for status, error in run_ranks(folder, tmp_path / "two", steps=[2, 2], sharded=sharded):
+    for status, error in run_dp_ranks(folder, tmp_path / "two", steps=[2, 2], sharded=sharded):
         assert status == 0, error
     seen = json.loads((tmp_path / "two.json").read_text())
     assert seen["loss"] == pytest.approx(expected.loss, abs=1e-6)
@@ -111,14 +71,14 @@ def test_two_ranks_are_one(folder: Path, tmp_path: Path, sharded: bool) -> None:
 
 
 def test_a_rank_that_leaves_is_named(folder: Path, tmp_path: Path) -> None:
-    (status, error), (other, _) = run_ranks(folder, tmp_path / "two", steps=[2, 1])
+    (status, error), (other, _) = run_dp_ranks(folder, tmp_path / "two", steps=[2, 1])
     assert status == 1 and other == 0
-    assert "train step 1: trainer rank 0 waited for the others, at most 60 s, and:" in error
+    assert "train step 1: trainer rank 0 waited for the others, at most 300 s, and:" in error
     assert "Ranks 1 failed" in error
 
 
 def test_a_rank_that_never_comes_is_waited_for_only_so_long(folder: Path, tmp_path: Path) -> None:
-    ((status, error),) = run_ranks(folder, tmp_path / "two", steps=[1], timeout_s=1.0)
+    ((status, error),) = run_dp_ranks(folder, tmp_path / "two", steps=[1], timeout_s=1.0)
     assert status == 1
     assert "TimeoutError: trainer rank 0 waited 1 s at 127.0.0.1:" in error
     assert "for all 2 ranks" in error

@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_trainer import make_backend, make_groups, make_model
+from tiny_models import make_model
+from tiny_trainer import make_backend, make_groups
 
 from relax_core.contracts.train import TrainGroup
 from relax_core.train.tree import pack_tree

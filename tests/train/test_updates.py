@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_trainer import make_backend, make_critic, make_groups, make_model, train_step
+from tiny_models import make_model
+from tiny_trainer import make_backend, make_critic, make_groups, train_step
 
 from relax_core.contracts.train import StepMetrics, TrainGroup
 from relax_core.train.updates import StepResult, StepUpdates, UpdateMetrics, UpdatePlan, over_updates

@@ -1,4 +1,4 @@
-"""A tiny random Qwen3, random groups, a plain PPO-clip algorithm, a critic: what the trainer's tests share."""
+"""A back end of a tiny model, random groups, a plain PPO-clip algorithm, a critic: what the trainer's tests share."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from relax_core.config.schema import OptimizerConfig, ParallelConfig, Recompute, Schedule
+from relax_core.config.schema import OptimizerConfig, Schedule
 from relax_core.contracts.algorithm import AlgorithmKnobs, AlgorithmSpec, LossInputs, LossOutputs, Needs, StepTotals
 from relax_core.contracts.train import TrainGroup
-
-VOCABULARY = 50
+from tests.train.gang_layouts import parallel_config
+from tests.train.tiny_models import VOCABULARY
 
 
 @dataclass(frozen=True)
@@ -44,33 +44,6 @@ PPO_CLIP = AlgorithmSpec(
     denominator=_tokens,
 )
 KNOBS = ClipKnobs("ppo_clip", 16)
-
-
-def make_model(folder: Path, *, tied: bool = True, seed: int = 0) -> Any:
-    """Writes a tiny random Qwen3 to a folder and returns it."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=192,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=512,
-        rope_theta=1000000.0,
-        tie_word_embeddings=tied,
-        attn_implementation="sdpa",
-    )
-    model = Qwen3ForCausalLM(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn_like(parameter) * 0.1
-            parameter.copy_(parameter + noise if "norm" in name else noise)
-    model.save_pretrained(folder)
-    return model
 
 
 def make_groups(
@@ -118,22 +91,8 @@ def make_critic(folder: Path, **overrides: Any) -> Any:
 def _setup(folder: Path, overrides: dict[str, Any]) -> Any:
     from relax_core.train.rank import RankSetup
 
-    parallel = ParallelConfig(
-        name="test",
-        dp=overrides.get("world_size", 1),
-        tp=1,
-        pp=1,
-        vpp=1,
-        cp=1,
-        ep=1,
-        etp=1,
-        sequence_parallel=False,
-        recompute=Recompute.none,
-        overlap=False,
-        micro_batch_tokens=8192,
-        logprob_chunk_tokens=1024,
-        distributed_optimizer=overrides.pop("distributed_optimizer", False),
-        threads_per_rank=1,
+    parallel = parallel_config(
+        dp=overrides.get("world_size", 1), distributed_optimizer=overrides.pop("distributed_optimizer", False)
     )
     optimizer = OptimizerConfig(
         **{
@@ -161,7 +120,7 @@ def _setup(folder: Path, overrides: dict[str, Any]) -> Any:
         "rank": 0,
         "world_size": 1,
         "store_address": "127.0.0.1:0",
-        "timeout_s": 60.0,
+        "timeout_s": 300.0,
         "seed": 0,
     }
     return RankSetup(**(arguments | overrides))

@@ -1,6 +1,6 @@
 """One rank of a gang that holds the same models in many layouts, one after the other; rank 0 writes what it saw.
 
-python weights_rank.py <rank> <port> <folder of the models: untied, tied, moe> <output JSON>
+python weights_rank.py <rank> <4> <port> <folder of the models: untied, tied, moe> <output JSON>
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ def counted(folder: Path) -> Iterator[tuple[str, Counted]]:
 def see(folder: Path, family_name: str, sizes: dict[str, int], *, rank: int, port: str) -> dict[str, Any]:
     """Loads and exports a model in a layout. Bytes are of this rank."""
     parallel = parallel_config(**sizes)
-    process_group.join(parallel, rank=rank, world_size=RANKS, store_address=f"127.0.0.1:{port}", timeout_s=60.0, seed=0)
+    process_group.join(
+        parallel, rank=rank, world_size=RANKS, store_address=f"127.0.0.1:{port}", timeout_s=300.0, seed=0
+    )
     family, hf_config = find_family(family_name), read_hf_config(folder)
     chunks = build_chunks(family, hf_config, parallel, dtype=torch.float32)
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
@@ -104,7 +106,7 @@ def see(folder: Path, family_name: str, sizes: dict[str, int], *, rank: int, por
 
 
 def main() -> None:
-    rank, port, folder, output = sys.argv[1:]
+    rank, _, port, folder, output = sys.argv[1:]
     seen = {}
     for name, family, layouts in (
         ("untied", "qwen3", DENSE_LAYOUTS),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,15 +30,18 @@ from tests.contracts.engine.harness import (
     prompts_of,
     random_prompt,
 )
+from tests.ports import free_port
 
 TRANSPORTS = ("shared_memory", "disk", "gloo")
 PROMPT = random_prompt(12)
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
+HANGS_S = 3600.0  # whoever waits for the end of a broadcast that hangs comes too late for TIMEOUT_S
+SAMPLES = 16  # so that even a fast machine takes far longer over them than over a push
 CONTEXT = 64
 
 
 def publisher_of(name: str, folder: Path, receivers: Callable[[], Sequence[Any]], model: Path) -> WeightPublisher:
-    transport = build_transport(WeightTransportName(name), host="127.0.0.1", timeout_s=TIMEOUT_S)
+    transport = build_transport(WeightTransportName(name), host="127.0.0.1", timeout_s=HANGS_S)
     return WeightPublisher(folder, receivers, transport=transport, model_folder=model)
 
 
@@ -113,9 +115,12 @@ def test_what_runs_goes_on_under_the_new_version(
     name: str, pair: list[Engine], tmp_path: Path, model_folder: Path
 ) -> None:
     engine = pair[0]
-    before = int(engine.client.model_info()["weight_version"])
+    before = 1 + int(engine.client.model_info()["weight_version"])
     publisher = publisher_of(name, tmp_path, lambda: [engine.client], model_folder)
-    with engine.stream(long_request("over-the-change", tokens=LONG)) as events:
+    assert publish(publisher, before).refused == {}
+    request = long_request("over-the-change", tokens=LONG)
+    request["sampling_params"]["n"] = SAMPLES
+    with engine.stream(request) as events:
         next(events)
         assert publish(publisher, before + 1).refused == {}
         changed = engine.client.loads()["generated_tokens"]
@@ -195,7 +200,7 @@ class KilledWhileReceiving(EngineClient):
     """Its engine stands still from the first broadcast on, and is killed a moment later, as in the middle of it."""
 
     def __init__(self, engine: Engine) -> None:
-        super().__init__(engine.process.url, TOKEN, request_timeout_s=TIMEOUT_S, control_timeout_s=TIMEOUT_S)
+        super().__init__(engine.process.url, TOKEN, request_timeout_s=HANGS_S, control_timeout_s=HANGS_S)
         self._pid = engine.process.pid
 
     def receive_weights(self, *arguments: Any, **named: Any) -> dict[str, Any]:
@@ -207,11 +212,10 @@ class KilledWhileReceiving(EngineClient):
 def test_an_engine_that_is_killed_in_the_middle_of_a_broadcast_holds_up_nobody(
     start_engine: Callable[..., Engine], tmp_path: Path, model_folder: Path
 ) -> None:
-    """Also with far more bytes than the sockets take in: our own broadcast would wait for them for TIMEOUT_S."""
+    """Also with far more bytes than the sockets take in: our own broadcast would wait for them for HANGS_S."""
     stays, dies, dies_of_more = start_engine(), start_engine(), start_engine()
     receivers: list[EngineClient] = [stays.client, KilledWhileReceiving(dies)]
     publisher = publisher_of("gloo", tmp_path / "weights", lambda: receivers, model_folder)
-    start = time.monotonic()
     report = publish(publisher, 1)
     assert list(report.refused) == [dies.process.url] and dies.process.url in report.refused[dies.process.url]
     serves(stays, 1)
@@ -219,14 +223,13 @@ def test_an_engine_that_is_killed_in_the_middle_of_a_broadcast_holds_up_nobody(
     receivers[:] = [KilledWhileReceiving(dies_of_more)]
     many = [("many", torch.zeros(16 << 20))]
     assert list(publisher.publish(2, many).result(timeout=TIMEOUT_S).refused) == [dies_of_more.process.url]
-    assert time.monotonic() - start < TIMEOUT_S / 3
     publisher.close()
 
 
 def test_an_engine_that_was_restarted_joins_anew_and_a_late_one_reads_the_file(
     start_engine: Callable[..., Engine], tmp_path: Path, model_folder: Path
 ) -> None:
-    engine = start_engine()
+    engine = start_engine(port=free_port())
     publisher = publisher_of("gloo", tmp_path / "weights", lambda: [engine.client], model_folder)
     assert publish(publisher, 1).refused == {}
     os.kill(engine.process.pid, signal.SIGKILL)

@@ -1,0 +1,93 @@
+"""What every row of `benchmarks.parity` computes: two steps of this loss with this optimizer, and what is compared."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from algorithms import gspo
+from relax_core.config.schema import OptimizerConfig, Schedule
+from relax_core.contracts.algorithm import LossInputs, LossOutputs, Needs
+
+STEPS = 2  # what goes wrong only from the second step on (stale parameters, counts of gradients) shows
+# A step moves a weight by lr * g / (|g| + eps), so with an eps like the gradients' own size it measures these: with a
+# tiny one it would be their sign, and the sign of a gradient that is rounding alone is noise.
+OPTIMIZER = OptimizerConfig(
+    lr=3e-2,
+    min_lr_ratio=0.0,
+    schedule=Schedule.constant,
+    warmup_steps=0,
+    beta1=0.9,
+    beta2=0.99,
+    eps=1e-2,
+    weight_decay=0.1,
+    clip_grad=1.0,
+)
+KNOBS = dataclasses.replace(gspo.GspoKnobs(group_size=4), clip_low=0.1, clip_high=0.1)
+ENTROPY_WEIGHT = 0.01
+TEMPERATURE = 0.9
+
+
+def _loss_with_entropy(inputs: LossInputs, knobs: gspo.GspoKnobs) -> LossOutputs:
+    """A ratio a sequence needs the tokens of a sample together, wherever their rows lie."""
+    assert inputs.entropy is not None
+    outputs = gspo.loss(inputs, knobs)
+    bonus = (inputs.entropy * inputs.loss_mask).sum()
+    return dataclasses.replace(outputs, loss_sum=outputs.loss_sum - ENTROPY_WEIGHT * bonus)
+
+
+SPEC = dataclasses.replace(
+    gspo.SPEC, loss=_loss_with_entropy, needs=lambda knobs: Needs(old_logprobs="rollout", entropy=True)
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Of two steps: loss and gradient norm of each; log-probs before and after them; the weights after them; of a
+    mixture of experts their loads in each. Of a back end that does not train: the log-probs."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    logprobs: list[np.ndarray]
+    weights: Mapping[str, Tensor]
+    loads: list[float] = dataclasses.field(default_factory=list)
+
+    def difference(self, other: Outcome) -> dict[str, float]:
+        """The largest absolute ones; of the gradient norm relative to it."""
+
+        def widest(ours: Any, theirs: Any) -> float:
+            return max(float(np.abs(np.asarray(a) - np.asarray(b)).max()) for a, b in zip(ours, theirs, strict=True))
+
+        if not self.losses:
+            return {"logprobs": widest(self.logprobs, other.logprobs[:1])}
+        assert self.weights.keys() == other.weights.keys()
+        return {
+            "loss": widest(self.losses, other.losses),
+            "grad_norm": widest(np.divide(self.grad_norms, other.grad_norms), np.ones(STEPS)),
+            "weights": max(float((tensor - other.weights[name]).abs().max()) for name, tensor in self.weights.items()),
+            "logprobs": widest(self.logprobs, other.logprobs),
+        }
+
+    def save(self, path: Path) -> None:
+        arrays = {f"logprobs.{index}": torch.from_numpy(array) for index, array in enumerate(self.logprobs)}
+        figures = {"losses": torch.tensor(self.losses), "grad_norms": torch.tensor(self.grad_norms)}
+        figures["loads"] = torch.tensor(self.loads)
+        save_file({**arrays, **{name: one.double() for name, one in figures.items()}, **self.weights}, path)
+
+    @staticmethod
+    def read(path: Path) -> Outcome:
+        tensors = load_file(path)
+        return Outcome(
+            losses=tensors.pop("losses").tolist(),
+            grad_norms=tensors.pop("grad_norms").tolist(),
+            logprobs=[tensors.pop(f"logprobs.{index}").numpy() for index in range(2)],
+            loads=tensors.pop("loads").tolist(),
+            weights=tensors,
+        )

@@ -1,0 +1,127 @@
+"""The models and the groups of `benchmarks.parity`, packed in every way."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from relax_core.contracts.train import TrainGroup
+
+VOCABULARY = 51  # odd: two tensor-parallel ranks pad it
+
+
+def make_model(folder: Path, family: str) -> Any:
+    """A tiny random model of four layers: dense with tied embeddings, or of four experts without."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 512,
+        "rope_theta": 1000000.0,
+        "attn_implementation": "sdpa",
+    }
+    torch.manual_seed(0)
+    if family == "qwen3":
+        model: Any = Qwen3ForCausalLM(Qwen3Config(**shape, tie_word_embeddings=True))
+    else:
+        model = Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(
+                **shape,
+                tie_word_embeddings=False,
+                num_experts=4,
+                num_experts_per_tok=2,
+                moe_intermediate_size=32,
+                norm_topk_prob=True,
+            )
+        )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn_like(parameter) * 0.1
+            parameter.copy_(parameter + noise if "norm" in name else noise)
+    model.save_pretrained(folder)
+    return model
+
+
+def make_groups() -> list[TrainGroup]:
+    """Five groups of ragged prompts and responses, some of their tokens masked."""
+    random = np.random.default_rng(0)
+    lengths = [[5, 1, 8, 3], [7, 2, 6, 1], [3, 3, 3, 3], [9, 1, 1, 4], [2, 6, 5, 7]]
+    groups = []
+    for index, (of_group, prompt) in enumerate(zip(lengths, [9, 4, 13, 6, 1], strict=True)):
+        tokens = sum(of_group)
+        groups.append(
+            TrainGroup(
+                group_uid=f"g{index}",
+                prompt_ids=random.integers(0, VOCABULARY, prompt, dtype=np.int32),
+                lengths=np.array(of_group, dtype=np.int64),
+                response_ids=random.integers(0, VOCABULARY, tokens, dtype=np.int32),
+                loss_mask=random.random(tokens) >= 0.2,
+                rollout_logprobs=np.zeros(tokens, dtype=np.float32),
+                advantages=np.repeat(random.standard_normal(4), of_group).astype(np.float32),
+            )
+        )
+    return groups
+
+
+def with_rollout(groups: Sequence[TrainGroup], logprobs: Sequence[np.ndarray]) -> list[TrainGroup]:
+    """Sampled by a policy near this one, so that some ratios are clipped and most are not."""
+    random = np.random.default_rng(1)
+    return [
+        dataclasses.replace(group, rollout_logprobs=(mine + 0.1 * random.standard_normal(len(mine))).astype(np.float32))
+        for group, mine in zip(groups, logprobs, strict=True)
+    ]
+
+
+def one_sample_each(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
+    """Plain packing: the same samples, each a group of its own."""
+    found = []
+    for group in groups:
+        ends = np.cumsum(group.lengths)
+        for index, (start, end) in enumerate(zip(ends - group.lengths, ends, strict=True)):
+            columns = ("response_ids", "loss_mask", "rollout_logprobs", "advantages")
+            cut = {name: getattr(group, name)[start:end] for name in columns}
+            length = group.lengths[index : index + 1]
+            found.append(dataclasses.replace(group, group_uid=f"{group.group_uid}.{index}", lengths=length, **cut))
+    return found
+
+
+def micro_batches(groups: Sequence[TrainGroup], *, pipeline: bool) -> list[list[TrainGroup]]:
+    """In order; the last has one group, so that a second replica gets none. For a ``pipeline`` groups of one sample
+    make more of them than it waits for before its first run."""
+    others, size = groups[:-1], 2 if pipeline else len(groups) // 2
+    return [list(others[start : start + size]) for start in range(0, len(others), size)] + [list(groups[-1:])]
+
+
+def routed(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
+    """With experts to replay that no router would choose: two random ones of four, in each of the four layers."""
+    random = np.random.default_rng(2)
+    return [
+        dataclasses.replace(
+            group, routed_experts=random.random((group.packed_tokens, 4, 4)).argsort(-1)[..., :2].astype(np.uint8)
+        )
+        for group in groups
+    ]
+
+
+def save_rollout(folder: Path, family: str, packing: str, groups: Sequence[TrainGroup]) -> None:
+    np.save(folder / f"{family}.{packing}.npy", np.concatenate([group.rollout_logprobs for group in groups]))
+
+
+def read_groups(folder: Path, family: str, packing: str) -> list[TrainGroup]:
+    groups = one_sample_each(make_groups()) if packing == "plain" else make_groups()
+    if packing == "replay":
+        groups = routed(groups)
+    ends = np.cumsum([len(group.response_ids) for group in groups])[:-1]
+    rollout = np.split(np.load(folder / f"{family}.{packing}.npy"), ends)
+    return [dataclasses.replace(group, rollout_logprobs=mine) for group, mine in zip(groups, rollout, strict=True)]

@@ -1,0 +1,86 @@
+"""The steps of `benchmarks.parity` in Hugging Face: one padded batch and torch's AdamW."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from benchmarks.parity_case import KNOBS, OPTIMIZER, SPEC, STEPS, TEMPERATURE, Outcome
+from benchmarks.parity_data import one_sample_each
+from relax_core.contracts.algorithm import LossInputs, LossOutputs, StepTotals
+from relax_core.contracts.train import TrainGroup
+
+
+def huggingface_steps(model: Any, groups: Sequence[TrainGroup]) -> Outcome:
+    """Every sample as a row of one padded batch, the same loss function on its log-probs."""
+    model.train()
+    norms = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": OPTIMIZER.weight_decay}, {"params": norms, "weight_decay": 0.0}],
+        lr=OPTIMIZER.lr,
+        betas=(OPTIMIZER.beta1, OPTIMIZER.beta2),
+        eps=OPTIMIZER.eps,
+    )
+    before, losses, grad_norms = _padded_forward(model, groups)[0].detach().numpy(), [], []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        logprobs, entropy = _padded_forward(model, groups)
+        loss, denominator = _loss(logprobs, entropy, groups)
+        (loss.loss_sum / denominator).backward()
+        grad_norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad)))
+        losses.append(float(loss.loss_sum.detach()) / denominator)
+        optimizer.step()
+    after = _padded_forward(model, groups)[0].detach().numpy()
+    return Outcome(losses=losses, grad_norms=grad_norms, logprobs=[before, after], weights=_exported(model))
+
+
+def _padded_forward(model: Any, groups: Sequence[TrainGroup]) -> tuple[Tensor, Tensor]:
+    """Log-prob and entropy of every response token."""
+    samples = one_sample_each(groups)
+    sequences = [np.concatenate([one.prompt_ids, one.response_ids]) for one in samples]
+    width = max(map(len, sequences))
+    ids = torch.tensor(np.array([np.pad(one, (0, width - len(one))) for one in sequences]), dtype=torch.int64)
+    attention = torch.tensor([[1] * len(one) + [0] * (width - len(one)) for one in sequences])
+    every = (model(input_ids=ids, attention_mask=attention).logits / TEMPERATURE).log_softmax(-1)
+    parts = [
+        (every[row, len(one.prompt_ids) - 1 : len(sequence) - 1], torch.from_numpy(one.response_ids).long())
+        for row, (one, sequence) in enumerate(zip(samples, sequences, strict=True))
+    ]
+    logprobs = torch.cat([table.gather(1, targets[:, None])[:, 0] for table, targets in parts])
+    return logprobs, torch.cat([-(table.exp() * table).sum(1) for table, _ in parts])
+
+
+def _loss(logprobs: Tensor, entropy: Tensor, groups: Sequence[TrainGroup]) -> tuple[LossOutputs, float]:
+    def column(name: str) -> Tensor:
+        return torch.from_numpy(np.concatenate([getattr(group, name) for group in groups]))
+
+    lengths = np.concatenate([group.lengths for group in groups])
+    mask = column("loss_mask")
+    sample_ids = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
+    inputs = LossInputs(
+        logprobs=logprobs,
+        old_logprobs=column("rollout_logprobs"),
+        rollout_logprobs=column("rollout_logprobs"),
+        advantages=column("advantages"),
+        loss_mask=mask,
+        sample_ids=sample_ids,
+        num_samples=len(lengths),
+        entropy=entropy,
+    )
+    totals = StepTotals(tokens=int(mask.sum()), samples=len(sample_ids[mask].unique()), groups=len(groups))
+    return SPEC.loss(inputs, KNOBS), SPEC.denominator(totals, KNOBS)
+
+
+def _exported(model: Any) -> dict[str, Tensor]:
+    """Under the names on disk; transformers fuses the experts of a layer in memory."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return load_file(Path(folder) / "model.safetensors")

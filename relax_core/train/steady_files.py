@@ -1,0 +1,48 @@
+"""Files of a checkpoint whose bytes go to disk while they are written, so that their growth is the disk's.
+
+The kernel would keep a large part of memory's worth for the last moment: the file would be long at once, and then no
+sign of life come for as long as the disk takes for it (`CheckpointStore.progress`).
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+SYNC_BYTES = 256 << 20
+
+
+class SteadyFiles(FileSystem):
+    """For `torch.distributed.checkpoint.FileSystemWriter`."""
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with _SteadyStream(io.FileIO(path, "wb")) as stream:
+            yield stream
+
+
+class _SteadyStream(io.BufferedWriter):
+    def __init__(self, raw: io.RawIOBase) -> None:
+        super().__init__(raw)
+        self._unsynced = 0
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        written = super().write(data)
+        self._unsynced += written
+        if self._unsynced >= SYNC_BYTES:
+            self.flush()
+            os.fdatasync(self.fileno())
+            self._unsynced = 0
+        return written

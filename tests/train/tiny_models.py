@@ -1,0 +1,51 @@
+"""Tiny random models of every kind, as Hugging Face folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+VOCABULARY = 50
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "rope_theta": 1000000.0,
+    "attn_implementation": "sdpa",
+}
+
+
+def make_model(folder: Path, *, tied: bool = True, seed: int = 0, **sizes: Any) -> Any:
+    """Writes a Qwen3 to a folder and returns it; a Qwen3-MoE where ``sizes``, keys of its configuration, has
+    ``num_experts``. Its routers are far from even."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(seed)
+    settings = {**SHAPE, "tie_word_embeddings": tied, **sizes}
+    model: Any = (
+        Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings))
+        if "num_experts" in sizes
+        else Qwen3ForCausalLM(Qwen3Config(**settings))
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn_like(parameter) * 0.1
+            parameter.copy_(parameter + noise if "norm" in name else noise)
+    model.save_pretrained(folder)
+    return model
+
+
+def make_models(folder: Path) -> None:
+    """Of four layers, for layouts: untied, tied, moe. Two ranks cannot share their 51 words evenly."""
+    sizes = {"vocab_size": VOCABULARY + 1, "intermediate_size": 96, "num_hidden_layers": 4}
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+    make_model(folder / "untied", tied=False, **sizes)
+    make_model(folder / "tied", tied=True, **sizes)
+    make_model(folder / "moe", tied=False, **sizes, **experts)
