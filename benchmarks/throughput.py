@@ -13,8 +13,8 @@ How a step is split. ``train``: forward, backward, optimizer. ``sync``: publishi
 telling the engines to give up their memory and to take it back. Without overlap (staleness 0) ``engine`` (prefill and
 decode), ``reward`` and the whole push of the weights stand on the step path, and ``bus+control`` is the rest of the
 step: every hop between processes, decoding of rows, the trainer's record. At staleness 1 generation and push run beside
-the trainer: ``sync`` is what the trainer waited for, ``wait`` what it spent on the bus and on rows that were not ready;
-``bus+control`` is that and the rest, so it is an upper bound.
+the trainer: ``sync`` is what the trainer waited for, ``of which bus`` what its calls to the bus took, ``of which wait``
+how long they waited there for rows that were not ready; ``bus+control`` is both and the rest, so it is an upper bound.
 """
 
 from __future__ import annotations
@@ -153,6 +153,7 @@ def run_figures(
         "train": median(actor[step]["train_ms"] for step in steps),
         "sync": median(sync),
         "bus+control": median(other),
+        "of which bus": median(actor[step]["bus_ms"] for step in steps),
         "of which wait": median(actor[step]["wait_ms"] for step in steps),
         "control+bus+sync": median(a + b for a, b in zip(sync, other, strict=True)),
     }
@@ -183,7 +184,7 @@ def _medians(repeats: Sequence[Figures]) -> Figures:
 def table(medians: Mapping[str, Figures], ratios: Mapping[str, Figures]) -> str:
     """One column a way, one row a figure."""
     rows = ["samples/s", "samples/s, mean", "step", "engine", "reward", "train", "sync", "bus+control"]
-    rows += ["of which wait", "control+bus+sync", "first_step_s"]
+    rows += ["of which bus", "of which wait", "control+bus+sync", "first_step_s"]
     lines = ["", f"{'':24}" + "".join(f"{name:>12}" for name in medians)]
     for row in rows:
         rate = row.startswith("samples")

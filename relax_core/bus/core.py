@@ -12,7 +12,8 @@ import msgspec
 
 from relax_core.bus.admission import plan_admissions
 from relax_core.bus.checks import ACTOR, check_lease_request, check_samples, check_size
-from relax_core.bus.groups import HeldLease, OpenGroup
+from relax_core.bus.groups import OpenGroup
+from relax_core.bus.leases import HeldLease, LeaseBook
 from relax_core.bus.ledger import Ledger
 from relax_core.bus.selection import choose_for_actor, choose_for_worker
 from relax_core.bus.settings import BusSettings
@@ -25,7 +26,6 @@ from relax_core.contracts.bus import (
     GroupRow,
     Lease,
     LeasedRow,
-    LeaseLost,
     LeaseRequest,
     VersionChange,
 )
@@ -43,13 +43,12 @@ class BusCore:
         self.ledger = ledger
         self.clock = clock
         self.version = 0
-        # Both in order of issue: groups enter with growing indices and nothing is ever inserted before another.
+        # In order of issue: groups enter with growing indices and nothing is ever inserted before another.
         self.groups: dict[str, OpenGroup] = {}
-        self.leases: dict[int, HeldLease] = {}
+        self.leases = LeaseBook(clock)
         self.closed_because: str | None = None
         self._reissue: deque[tuple[int, int]] = deque()  # (index, attempt) of a restored snapshot
         self._next_index = 0
-        self._next_lease_id = 1
         self._staleness: Counter[int] = Counter()
         self._retired: list[tuple[int, str]] = []  # (version, group): ended in flight when that version came
 
@@ -181,22 +180,12 @@ class BusCore:
         return self._hand_out(request, chosen)
 
     def _hand_out(self, request: LeaseRequest, chosen: list[OpenGroup]) -> Lease:
-        lease_id = self._next_lease_id
-        self._next_lease_id += 1
-        now = self.clock()
-        self.leases[lease_id] = HeldLease(
-            lease_id=lease_id,
-            task=request.task,
-            step=request.step if request.task == ACTOR else None,
-            group_uids=[group.admission.group_uid for group in chosen],
-            leased_at=now,
-            expires_at=now + request.lease_s,
-        )
+        lease = self.leases.open(request, [group.admission.group_uid for group in chosen])
         rows = []
         for group in chosen:
             row = group.row
             assert row is not None
-            group.leases[request.task] = lease_id
+            group.leases[request.task] = lease.lease_id
             if request.task == ACTOR:
                 group.actor_step = self.version
                 group.deliveries += 1
@@ -210,12 +199,13 @@ class BusCore:
                     columns={column: row.columns[column] for column in request.columns},
                 )
             )
-        return Lease(lease_id=lease_id, task=request.task, rows=rows)
+        return Lease(lease_id=lease.lease_id, task=lease.task, rows=rows)
 
     def write(self, lease_id: int, columns: Mapping[str, Mapping[str, bytes]]) -> None:
         """Adds columns to every row of a worker's lease and ends it. Rows that have ended meanwhile are passed over."""
         self._require_open()
-        lease = self._held(lease_id)
+        self.expire()
+        lease = self.leases.held(lease_id)
         if lease.task == ACTOR:
             raise ValueError(f"bus: lease {lease_id} is the actor's: end it with ack or release, not write")
         if set(columns) != set(lease.group_uids):
@@ -233,7 +223,7 @@ class BusCore:
             group.row.columns.update(payloads)
             group.done.add(lease.task)
             del group.leases[lease.task]
-        del self.leases[lease_id]
+        self.leases.remove(lease_id)
 
     def ack(self, lease_ids: Sequence[int], *, step: int, dropped: Mapping[str, str]) -> None:
         """Books the leases' samples as trained at ``step`` or as ``dropped``; the version becomes ``step + 1``."""
@@ -242,53 +232,40 @@ class BusCore:
             raise ValueError(
                 f"bus: ack of step {step}, but version {self.version} is in force: ack step {self.version}"
             )
-        groups = [self.groups[uid] for lease in self._actor_leases(lease_ids, step) for uid in lease.group_uids]
+        self.expire()
+        leases = self.leases.of_step(lease_ids, step)
+        groups = [self.groups[uid] for lease in leases for uid in lease.group_uids]
         foreign = set(dropped).difference(*(group.row.uids for group in groups if group.row is not None))
         if foreign:
             raise ValueError(f"bus: ack drops samples that are not in its leases: {', '.join(sorted(foreign)[:4])}")
         for group in groups:
             self._end_as_trained(group, step=step, masked=dropped)
-        for lease_id in set(lease_ids):
-            del self.leases[lease_id]
+        for lease in leases:
+            self.leases.remove(lease.lease_id)
         self.version = step + 1
         for group in list(self.groups.values()):
             if not self._drop_if_surplus(group):
                 self._drop_if_stale(group)
-
-    def _actor_leases(self, lease_ids: Sequence[int], step: int) -> list[HeldLease]:
-        leases = [self._held(lease_id) for lease_id in dict.fromkeys(lease_ids)]
-        for lease in leases:
-            if lease.step != step:
-                what = f"was given for step {lease.step}" if lease.task == ACTOR else f"belongs to task {lease.task}"
-                raise ValueError(f"bus: ack of step {step} names lease {lease.lease_id}, which {what}")
-        return leases
 
     def release(self, lease_ids: Sequence[int]) -> None:
         """Gives rows back unused. A lease that has ended already is passed over."""
         self._require_open()
         for lease_id in lease_ids:
             if lease_id in self.leases:
-                self._end_lease(lease_id, reason="released")
+                self._end_lease(self.leases.held(lease_id), reason="released")
 
     def revoke(self, task: str) -> None:
         """Ends all leases of a task whose worker was lost."""
         self._require_open()
-        for lease in list(self.leases.values()):
-            if lease.task == task:
-                self._end_lease(lease.lease_id, reason="revoked")
+        for lease in self.leases.of_task(task):
+            self._end_lease(lease, reason="revoked")
 
     def expire(self) -> None:
         """Takes back the rows of every lease that ran out. A closed bus keeps its books as they are."""
         if self.closed_because is not None:
             return
-        now = self.clock()
-        for lease in list(self.leases.values()):
-            if lease.expires_at <= now:
-                self._end_lease(lease.lease_id, reason="expired")
-
-    def next_expiry(self) -> float | None:
-        """When `expire` has to be called next, on the core's clock."""
-        return min((lease.expires_at for lease in self.leases.values()), default=None)
+        for lease in self.leases.overdue():
+            self._end_lease(lease, reason="expired")
 
     # -- the run's side -----------------------------------------------------------------------------------------
     def slots_left(self) -> int:
@@ -388,8 +365,8 @@ class BusCore:
     def _forget(self, group: OpenGroup) -> None:
         del self.groups[group.admission.group_uid]
 
-    def _end_lease(self, lease_id: int, *, reason: str) -> None:
-        lease = self.leases.pop(lease_id)
+    def _end_lease(self, lease: HeldLease, *, reason: str) -> None:
+        self.leases.remove(lease.lease_id)
         for uid in lease.group_uids:
             group = self.groups.get(uid)
             if group is None:
@@ -402,16 +379,6 @@ class BusCore:
                 self._drop_if_stale(group)
 
     # -- what a call needs --------------------------------------------------------------------------------------
-    def _held(self, lease_id: int) -> HeldLease:
-        self.expire()
-        lease = self.leases.get(lease_id)
-        if lease is None:
-            raise LeaseLost(
-                f"lease {lease_id} is not held: it expired, was released or revoked, or the bus was restored; "
-                "its rows went back and may be with another worker"
-            )
-        return lease
-
     def _require_open(self) -> None:
         if self.closed_because is not None:
             raise BusClosed(f"the bus is closed: {self.closed_because}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from relax_core.bus.checks import ACTOR
 from relax_core.bus.core import BusCore
-from relax_core.bus.groups import HeldLease, OpenGroup
+from relax_core.bus.groups import OpenGroup
+from relax_core.bus.leases import HeldLease
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import LeaseRequest
 
@@ -88,7 +89,7 @@ def _lacking(groups: list[OpenGroup], columns: tuple[str, ...]) -> list[str]:
 
 
 def _leases(core: BusCore, task: str) -> list[str]:
-    return [f"{_describe(core, lease)}" for lease in core.leases.values() if lease.task == task]
+    return [_describe(core, lease) for lease in core.leases.of_task(task)]
 
 
 def _describe(core: BusCore, lease: HeldLease) -> str:

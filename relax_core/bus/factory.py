@@ -59,9 +59,6 @@ def create_bus(
         spare_groups=spare_groups,
         surplus=surplus,
     )
-
-    import ray
-
     options = {
         "name": name,
         "namespace": namespace,
@@ -71,14 +68,15 @@ def create_bus(
         **(node_options or {}),
     }
     if config.name == "transfer_queue":
-        from relax_core.bus.transfer_queue.backend import start_bus
-        from relax_core.bus.transfer_queue.plane import DataPlane
+        return _start_transfer_queue_bus(
+            config, settings, ledger_path, options=options, plane=plane, socket_folder=socket_folder
+        )
+    return _start_ray_bus(settings, ledger_path, options=options)
 
-        owned = None
-        if plane is None:
-            assert config.storage_units is not None
-            plane = owned = DataPlane(storage_units=config.storage_units, folder=socket_folder)
-        return start_bus(settings, ledger_path, options=options, plane=plane, owned=owned)
+
+def _start_ray_bus(settings: BusSettings, ledger_path: Path, *, options: Mapping[str, Any]) -> RayBus:
+    import ray
+
     from relax_core.bus.ray_actor import BusActor
     from relax_core.bus.ray_backend import RayBus, describe
 
@@ -86,6 +84,25 @@ def create_bus(
     actor = remote.remote(msgspec.msgpack.encode(settings), str(ledger_path))
     describe(actor, timeout_s=START_TIMEOUT_S)
     return RayBus(actor, settings=settings)
+
+
+def _start_transfer_queue_bus(
+    config: BusConfig,
+    settings: BusSettings,
+    ledger_path: Path,
+    *,
+    options: dict[str, Any],
+    plane: DataPlane | None,
+    socket_folder: Path,
+) -> RayBus:
+    from relax_core.bus.transfer_queue.backend import start_bus
+    from relax_core.bus.transfer_queue.plane import DataPlane
+
+    owned = None
+    if plane is None:
+        assert config.storage_units is not None
+        plane = owned = DataPlane(storage_units=config.storage_units, folder=socket_folder)
+    return start_bus(settings, ledger_path, options=options, plane=plane, owned=owned)
 
 
 def connect_bus(name: str, namespace: str) -> RayBus:

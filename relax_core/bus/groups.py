@@ -37,15 +37,3 @@ class OpenGroup:
 
     def has_columns(self, columns: Iterable[str]) -> bool:
         return self.row is not None and all(column in self.row.columns for column in columns)
-
-
-@dataclass(slots=True, kw_only=True)
-class HeldLease:
-    """A lease that is out. ``step`` is set for the task "actor" only; times are seconds of the core's clock."""
-
-    lease_id: int
-    task: str
-    step: int | None
-    group_uids: list[str]
-    leased_at: float
-    expires_at: float

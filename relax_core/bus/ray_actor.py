@@ -162,13 +162,17 @@ class BusActor:
 
     async def _lease(self, request_body: bytes, timeout_s: float, *, after: str = "") -> Lease:
         request = _request_decoder.decode(request_body)
-        lease = await self._room.wait(
-            lambda: self._core.lease(request),
-            explain=lambda waited_s: after + explain_lease(self._core, request, waited_s=waited_s),
-            timeout_s=timeout_s,
-            owed_by=lambda: lease_owed_by(self._core, request),
-            task=request.task,
-        )
+        lease = self._core.lease(request)
+        if lease is None:
+            since = self._core.clock()
+            lease = await self._room.wait(
+                lambda: self._core.lease(request),
+                explain=lambda waited_s: after + explain_lease(self._core, request, waited_s=waited_s),
+                timeout_s=timeout_s,
+                owed_by=lambda: lease_owed_by(self._core, request),
+                task=request.task,
+            )
+            lease = msgspec.structs.replace(lease, waited_s=self._core.clock() - since)
         self._arm_expiry()
         return lease
 
@@ -226,7 +230,7 @@ class BusActor:
                 else:
                     small[column] = payload
             rows.append(WireRow(row.group_uid, row.index, row.uids, row.versions, small, large))
-        return WireLease(lease.lease_id, lease.task, rows), tuple(numbers)
+        return WireLease(lease.lease_id, lease.task, rows, lease.waited_s), tuple(numbers)
 
     # -- changes and time ---------------------------------------------------------------------------------------
     def _changed(self) -> None:
@@ -238,7 +242,7 @@ class BusActor:
         if self._expiry is not None:
             self._expiry.cancel()
             self._expiry = None
-        at = self._core.next_expiry()
+        at = self._core.leases.next_expiry()
         if at is not None:
             delay = max(0.0, at - self._core.clock())
             self._expiry = asyncio.get_running_loop().call_later(delay, self._expire)

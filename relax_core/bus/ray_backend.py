@@ -160,7 +160,8 @@ class RayBus:
         if wire is None:
             return None
         blocks: list[Block] = get(refs, timeout_s=timeout_s, what=f"the payloads of a {method}") if refs else []
-        return Lease(lease_id=wire.lease_id, task=wire.task, rows=[_leased_row(row, blocks) for row in wire.rows])
+        rows = [_leased_row(row, blocks) for row in wire.rows]
+        return Lease(lease_id=wire.lease_id, task=wire.task, rows=rows, waited_s=wire.waited_s)
 
     async def _call_async(self, method: str, *args: Any, timeout_s: float) -> msgspec.Raw:
         reference = getattr(self._actor, method).remote(*args)

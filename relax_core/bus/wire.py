@@ -50,6 +50,7 @@ class WireLease(msgspec.Struct, frozen=True, array_like=True):
     lease_id: int
     task: str
     rows: list[WireRow]
+    waited_s: float
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):

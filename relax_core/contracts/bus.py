@@ -88,9 +88,12 @@ class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows on loan. ``waited_s``: seconds that the call for it waited in the bus because too few rows were ready."""
+
     lease_id: int
     task: str
     rows: list[LeasedRow]
+    waited_s: float = 0.0
 
 
 class LedgerCounts(msgspec.Struct, frozen=True, kw_only=True):

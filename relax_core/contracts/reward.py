@@ -31,8 +31,10 @@ class RewardOutput:
 
 @dataclass(frozen=True)
 class RewardKnobs:
+    """``timeout_s``: seconds that the scoring of one answer may take, where it runs in a worker."""
+
     name: str
-    timeout_s: float
+    timeout_s: float = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -77,6 +77,10 @@ class TrainBackend(Protocol):
 
     def logprobs(self, groups: Sequence[TrainGroup]) -> list[np.ndarray]:
         """Log-probs of the current weights, one float32 ``[tokens]`` a group. No gradient."""
+
+    @property
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Name and shape of what `export` gives, in its order."""
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """All weights, Hugging Face names and shapes, in the order of the family's map."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +85,11 @@ class MetricsClient:
         """See `MetricsService.mark_resume`; waits, so that it stands before the first report after the resume."""
         self._call("mark_resume", step, timeout_s=timeout_s)
 
+    def send_mark(self, step: int, *, timeout_s: float = CALL_TIMEOUT_S) -> Callable[[], None]:
+        """As `mark_resume`, but returns at once, with the call that waits."""
+        reference = self._handle.mark_resume.remote(step)
+        return lambda: self._answer("mark_resume", reference, timeout_s=timeout_s)
+
     def poll(self, since: int, *, timeout_s: float = CALL_TIMEOUT_S) -> tuple[int, list[MetricRecord]]:
         return self._call("poll", since, timeout_s=timeout_s)
 
@@ -131,10 +136,13 @@ class MetricsClient:
                 self.last_error = f"{type(error).__name__}: {error}"
 
     def _call(self, name: str, *args: Any, timeout_s: float) -> Any:
+        return self._answer(name, getattr(self._handle, name).remote(*args), timeout_s=timeout_s)
+
+    def _answer(self, name: str, reference: Any, *, timeout_s: float) -> Any:
         import ray
 
         try:
-            return ray.get(getattr(self._handle, name).remote(*args), timeout=timeout_s)
+            return ray.get(reference, timeout=timeout_s)
         except ray.exceptions.GetTimeoutError as error:
             raise MetricsUnavailable(f"the metrics actor did not answer {name} within {timeout_s:g} s") from error
         except ray.exceptions.RayActorError as error:

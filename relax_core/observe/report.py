@@ -15,7 +15,7 @@ from relax_core.observe.curves import CURVES_FILE
 from relax_core.observe.formatting import duration, number, staleness_shares
 from relax_core.observe.records import TextCell
 from relax_core.observe.sinks import METRICS_FILE, TENSORBOARD_FOLDER
-from relax_core.observe.summary import SUMMARY_FILE
+from relax_core.observe.summary import STEP_PARTS, SUMMARY_FILE
 
 Row = Mapping[str, TextCell]
 
@@ -84,16 +84,18 @@ def next_commands(run_dir: Path, summary: Mapping[str, Any]) -> list[tuple[str, 
     finished = summary["outcome"] == "finished"
     commands = []
     if any((run_dir / CHECKPOINTS_FOLDER).glob("*")):
+        here = (f"run.dir={run_dir}", "resume=auto")  # by itself resume=auto takes the newest of all runs
         if finished:
-            commands.append((_command(overrides, "resume=auto", f"run.steps={2 * summary['steps']}"), "train on"))
+            commands.append((_command(overrides, *here, f"run.steps={2 * summary['steps']}"), "train on"))
         else:
-            commands.append((_command(overrides, "resume=auto"), "go on from the newest checkpoint"))
+            commands.append((_command(overrides, *here), "go on from the newest checkpoint"))
     if (run_dir / TENSORBOARD_FOLDER).exists():
         commands.append(
             (f"tensorboard --logdir {shlex.quote(str(run_dir / TENSORBOARD_FOLDER))}", "look at every curve")
         )
     if finished:
-        commands.append((_command(overrides, "mode=colocate"), "the same run, strictly on-policy"))
+        if "mode=colocate" not in overrides:
+            commands.append((_command(overrides, "mode=colocate"), "the same run, strictly on-policy"))
         commands.append((_command(overrides, "mode=async", "mode.max_staleness=4"), "let rollouts run further ahead"))
         own = ("model=qwen3", "model.path=FOLDER", "data=file", "data.path=ROWS.jsonl", "reward=math")
         commands.append((_command((), *own), "your own model and data"))
@@ -148,7 +150,7 @@ def _figures(summary: Mapping[str, Any]) -> Table:
 
 
 def _step_split(step_ms: Mapping[str, float | None]) -> str:
-    parts = " · ".join(f"{name} {number(step_ms[name], '.1f')}" for name in ("wait", "train", "sync", "bus", "other"))
+    parts = " · ".join(f"{name} {number(step_ms[name], '.1f')}" for name in (*STEP_PARTS, "other"))
     return f"{number(step_ms['total'], '.1f')} ms = {parts} (rollout beside it: {number(step_ms['rollout'], '.1f')})"
 
 

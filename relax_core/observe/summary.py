@@ -17,7 +17,7 @@ from relax_core.observe.records import ACTOR, EVAL, ROLLOUT, MetricRecord, by_st
 
 SUMMARY_FILE = "summary.json"
 WARM_UP_STEPS = 5  # left out of medians: caches fill and pools grow in them
-PARTS_MS = ("wait_ms", "decode_ms", "train_ms", "sync_ms", "bus_ms")  # of a step, on the trainer's path
+STEP_PARTS = ("wait", "bus", "decode", "train", "sync", "checkpoint")  # one after the other, on the trainer's path
 OWN_PLACE = ("outcome", "wall_s", "first_step_s", "recoveries")  # of meta: not under "run"
 MEAN_STEPS = 10  # how many steps "first" and "last" are means of
 
@@ -125,25 +125,16 @@ def _logprob_gap(actor: Sequence[Values]) -> dict[str, float | None]:
 
 
 def _step_ms(settled: Sequence[Values], bursts: Sequence[Values]) -> dict[str, float | None]:
-    """Medians. Rollout runs beside the trainer, so the step is wait + train + sync + bus + other, without it."""
-
-    def of_step(*names: str) -> float | None:
-        told = [[values[name] for name in names if name in values] for values in settled]
-        return _median(sum(parts) for parts in told if parts)
-
-    return {
-        "total": of_step("step_ms"),
-        "rollout": _median(values.get("generate_ms") for values in bursts),
-        "wait": of_step("wait_ms"),
-        "train": of_step("train_ms"),
-        "sync": of_step("sync_ms"),
-        "bus": of_step("bus_ms", "decode_ms"),
-        "other": _median(
-            values["step_ms"] - sum(values.get(name, 0.0) for name in PARTS_MS)
-            for values in settled
-            if "step_ms" in values
-        ),
-    }
+    """Means, so that the parts and "other" are the total. Rollout runs beside the trainer and is no part of it."""
+    timed = [values for values in settled if "step_ms" in values]
+    rollout = [values["generate_ms"] for values in bursts if "generate_ms" in values]
+    split: dict[str, float | None] = dict.fromkeys(("total", *STEP_PARTS, "other"))
+    if timed:
+        total = fmean(values["step_ms"] for values in timed)
+        # An older Relax did not tell every part: what it did not tell is under "other".
+        parts = {part: fmean(values.get(f"{part}_ms", 0.0) for values in timed) for part in STEP_PARTS}
+        split = {"total": total, **parts, "other": total - sum(parts.values())}
+    return {**split, "rollout": fmean(rollout) if rollout else None}
 
 
 def _finite(value: Any) -> Any:

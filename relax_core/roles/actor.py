@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING
 
 from relax_core.config.schema import ModeName
 from relax_core.contracts import columns as c
@@ -29,7 +29,8 @@ from relax_core.roles.gang import TrainerGang
 from relax_core.roles.meet import meet_bus, meet_metrics, meet_worker
 from relax_core.roles.placement import node_address
 from relax_core.roles.ranks import assemble_ranks
-from relax_core.roles.step_record import StepClock, StepRows, step_values
+from relax_core.roles.step_clock import StepClock
+from relax_core.roles.step_record import StepRows, step_values
 from relax_core.roles.worker import Worker
 from relax_core.train.rows import decode_train_group
 from relax_core.train.updates import StepResult, StepUpdates, UpdatePlan
@@ -37,7 +38,9 @@ from relax_core.weights.publisher import SyncReport, WeightPublisher
 from relax_core.weights.transports.build import build_transport
 from relax_core.weights.transports.choice import choose_transport
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from torch import Tensor
+
 log = logging.getLogger(__name__)
 STOP_SLICE_S = 5.0  # how late a waiting trainer hears that it is to stop
 
@@ -81,7 +84,7 @@ class ActorWorker(Worker):
         self._directory = EngineDirectory(context)
         self._publisher = self._build_publisher()
         self._push: Future[SyncReport] | None = None
-        self._checkpoints = RunCheckpoints(context, bus=self._bus, gang=self._gang)
+        self._checkpoints = RunCheckpoints(context, bus=self._bus, gang=self._gang, moved_on=self.moved_on)
         try:
             if self.context.resume_from is not None:
                 self._gang.load(self.context.resume_from)
@@ -122,21 +125,34 @@ class ActorWorker(Worker):
         self._save(self._version)
         self._checkpoints.finish()
         if self._config.run.export_hf:
-            from relax_core.train.hf_export import export_hf_folder
+            self._export_hf()
 
-            export_hf_folder(
-                self._gang.export(), source_folder=self.context.model_folder, target=self.context.run_dir / "hf"
-            )
+    def _export_hf(self) -> None:
+        from relax_core.train.hf_export import export_hf_folder
+
+        def told() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in self._gang.export():
+                self.moved_on(f"writes hf/: {name}")
+                yield name, tensor
+                del tensor  # before the next one is made
+
+        export_hf_folder(
+            told(),
+            shapes=self._gang.lead.weight_shapes,
+            dtype=self._config.model.dtype,
+            source_folder=self.context.model_folder,
+            target=self.context.run_dir / "hf",
+        )
 
     def _step(self, lease: Lease | None) -> Lease | None:
         """One train step; returns the next step's first lease where it came with the acknowledgement."""
         step, clock = self._version, self._clock
         updates = StepUpdates(self._gang, self._plan, step=step)
         consumed = self._consume(updates, lease, clock, step=step)
-        result = _timed(clock, "train_ms", updates.finish)
-        _timed(clock, "sync_ms", partial(self._publish, step + 1))
+        result = clock.timed("train_ms", updates.finish)
+        clock.timed("sync_ms", partial(self._publish, step + 1))
         if self._time_sharing:
-            _timed(clock, "sync_ms", lambda: self._tell_engines(lambda client: client.resume_memory()))
+            clock.timed("sync_ms", lambda: self._tell_engines(lambda client: client.resume_memory()))
         self._version = step + 1
         self._report(consumed, result, clock, step=step)
         return self._acknowledge(consumed, step=step)
@@ -148,13 +164,13 @@ class ActorWorker(Worker):
         while remaining:
             if lease is None:
                 request = self._request(step, remaining)
-                lease = _timed(clock, "wait_ms", partial(self._lease, request, may_stop=not updates.made))
+                lease = self._lease(request, clock, may_stop=not updates.made)
             if self._time_sharing:
-                _timed(clock, "sync_ms", lambda: self._tell_engines(lambda client: client.release_memory()))
+                clock.timed("sync_ms", lambda: self._tell_engines(lambda client: client.release_memory()))
             remaining -= len(lease.rows)
-            groups = _timed(clock, "decode_ms", partial(self._decode, lease, step, consumed))
+            groups = clock.timed("decode_ms", partial(self._decode, lease, step, consumed))
             lease = None
-            _timed(clock, "train_ms", partial(updates.add, groups))
+            clock.timed("train_ms", partial(updates.add, groups))
         return consumed
 
     def _decode(self, lease: Lease, step: int, consumed: StepRows) -> list[TrainGroup]:
@@ -181,13 +197,15 @@ class ActorWorker(Worker):
             lease_s=self._config.bus.lease_s,
         )
 
-    def _lease(self, request: LeaseRequest, *, may_stop: bool) -> Lease:
+    def _lease(self, request: LeaseRequest, clock: StepClock, *, may_stop: bool) -> Lease:
         """Waits in slices, so that a stop is heard; past ``run.stall_timeout_s`` the bus says who owes the rows. A step
         that has made an update goes on: its weights belong to no checkpoint before it is done."""
         deadline = time.monotonic() + self._stall_s
         while True:
             try:
-                return self._bus.lease(request, timeout_s=STOP_SLICE_S)
+                return clock.timed_lease(
+                    lambda: self._bus.lease(request, timeout_s=STOP_SLICE_S), timeout_s=STOP_SLICE_S
+                )
             except BusTimeout:
                 if self.stopping and may_stop:
                     raise Stopped from None
@@ -199,10 +217,10 @@ class ActorWorker(Worker):
         due = every > 0 and (step + 1) % every == 0
         last = step + 1 == self._config.run.steps or self.stopping
         then = None if due or last else self._request(step + 1, self._config.rollout.prompts_per_step)
-        lease = _timed(self._clock, "wait_ms", lambda: self._ack(consumed, then, step=step))
+        lease = self._ack(consumed, then, step=step)
         self._checkpoints.raise_failure()
         if due:
-            _timed(self._clock, "checkpoint_ms", partial(self._save, step + 1))
+            self._clock.timed("checkpoint_ms", partial(self._save, step + 1))
         return lease
 
     def _save(self, version: int) -> None:
@@ -212,12 +230,16 @@ class ActorWorker(Worker):
         except MetricsUnavailable as error:
             log.warning("checkpoint %d may have come before its metrics: %s", version, error)
         self._checkpoints.save(version)
+        self._tell_step()
 
     def _ack(self, consumed: StepRows, then: LeaseRequest | None, *, step: int) -> Lease | None:
-        try:
+        def call() -> Lease | None:
             return self._bus.ack(
                 consumed.lease_ids, step=step, dropped=consumed.dropped, then=then, timeout_s=STOP_SLICE_S
             )
+
+        try:
+            return self._clock.timed_lease(call, timeout_s=STOP_SLICE_S)
         except BusTimeout:
             if then is None:
                 raise
@@ -228,7 +250,10 @@ class ActorWorker(Worker):
         step_ms = 1e3 * (now - self._step_ended)
         self._metrics.record("actor", step, step_values(consumed, result, clock, step=step, step_ms=step_ms))
         self._step_ended, self._clock = now, StepClock()
-        self.set_state("running", f"step {step + 1} of {self._config.run.steps}")
+        self._tell_step()
+
+    def _tell_step(self) -> None:
+        self.set_state("running", f"step {self._version} of {self._config.run.steps}")
 
     # -- engines ----------------------------------------------------------------------------------------------------
     def _publish(self, version: int) -> None:
@@ -255,13 +280,6 @@ class ActorWorker(Worker):
         for why in outcome.failures.values():
             if not isinstance(why, EngineUnreachable):  # it is there and keeps its memory
                 raise why
-
-
-def _timed(clock: StepClock, part: str, call: Callable[[], T]) -> T:
-    began = time.perf_counter()
-    result = call()
-    setattr(clock, part, getattr(clock, part) + 1e3 * (time.perf_counter() - began))
-    return result
 
 
 def train_columns(needs: Needs, *, routing_replay: bool) -> tuple[str, ...]:

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import AdvantageInputs, AlgorithmSpec, Needs
-from relax_core.contracts.bus import Lease, LeasedRow, LeaseRequest
+from relax_core.contracts.bus import LeasedRow, LeaseRequest
 from relax_core.registry import find_algorithm
 from relax_core.roles.context import RunContext
 from relax_core.roles.meet import meet_bus
+from relax_core.roles.patience import patiently, write_then_lease
 from relax_core.roles.whole_step import lease_whole_step
 from relax_core.roles.worker import Worker
 
@@ -44,12 +45,12 @@ class AdvantagesWorker(Worker):
         bus.revoke(request.task, timeout_s=timeout_s)  # what a predecessor that was killed had in hand
         if spec.normalize is not None:
             while True:
-                lease = lease_whole_step(bus, request, timeout_s=timeout_s)
+                lease = patiently(lambda: lease_whole_step(bus, request, timeout_s=timeout_s))
                 bus.write(lease.lease_id, advantage_columns(lease.rows, spec, config.algo), timeout_s=timeout_s)
-        following: Lease | None = bus.lease(request, timeout_s=timeout_s)
-        while following is not None:
-            columns = advantage_columns(following.rows, spec, config.algo)
-            following = bus.write(following.lease_id, columns, then=request, timeout_s=timeout_s)
+        lease = patiently(lambda: bus.lease(request, timeout_s=timeout_s))
+        while True:
+            columns = advantage_columns(lease.rows, spec, config.algo)
+            lease = write_then_lease(bus, lease.lease_id, columns, request, timeout_s=timeout_s)
 
 
 def input_columns(needs: Needs) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from relax_core.contracts.bus import Lease, LeasedRow, LeaseRequest
 from relax_core.roles.meet import meet_bus, meet_metrics
+from relax_core.roles.patience import patiently, write_then_lease
 from relax_core.roles.whole_step import lease_whole_step
 from relax_core.roles.worker import Worker
 
@@ -48,13 +49,18 @@ class ColumnWorker(Worker):
         self.set_state("running")
         timeout_s = config.run.stall_timeout_s
         bus.revoke(request.task, timeout_s=timeout_s)  # what a predecessor that was killed had in hand
-        then = None if self.whole_steps else request
-        lease: Lease | None = None
+
+        def next_lease() -> Lease:
+            if self.whole_steps:
+                return lease_whole_step(bus, request, timeout_s=timeout_s)
+            return bus.lease(request, timeout_s=timeout_s)
+
+        lease = patiently(next_lease)
         while True:
-            if lease is None and self.whole_steps:
-                lease = lease_whole_step(bus, request, timeout_s=timeout_s)
-            elif lease is None:
-                lease = bus.lease(request, timeout_s=timeout_s)
             columns = self.columns_of(lease.rows)
             metrics.record(self.task, self.version, {"groups": len(lease.rows), "version": self.version})
-            lease = bus.write(lease.lease_id, columns, then=then, timeout_s=timeout_s)
+            if self.whole_steps:
+                bus.write(lease.lease_id, columns, timeout_s=timeout_s)
+                lease = patiently(next_lease)
+            else:
+                lease = write_then_lease(bus, lease.lease_id, columns, request, timeout_s=timeout_s)

@@ -9,23 +9,9 @@ import numpy as np
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import LeasedRow
 from relax_core.contracts.train import StepMetrics
+from relax_core.roles.step_clock import StepClock
 from relax_core.train.updates import StepResult
 from relax_core.train.value_moments import MOMENTS, explained_variance
-
-
-@dataclass(kw_only=True)
-class StepClock:
-    """Milliseconds of one step on the lead rank, by part. ``push_ms``: how long the last push took; it goes on beside
-    the trainer, and only what was waited for is in ``sync_ms``. ``stall_ms``: how long an engine's decoding stood still
-    for it."""
-
-    wait_ms: float = 0.0
-    decode_ms: float = 0.0
-    train_ms: float = 0.0
-    sync_ms: float = 0.0
-    push_ms: float = 0.0
-    stall_ms: float = 0.0
-    checkpoint_ms: float = 0.0
 
 
 @dataclass(kw_only=True)
@@ -75,6 +61,7 @@ def step_values(rows: StepRows, result: StepResult, clock: StepClock, *, step: i
         "logprob_gap_tokens": metrics.logprob_gap_tokens,
         "step_ms": step_ms,
         "wait_ms": clock.wait_ms,
+        "bus_ms": clock.bus_ms,
         "decode_ms": clock.decode_ms,
         "train_ms": clock.train_ms,
         "sync_ms": clock.sync_ms,

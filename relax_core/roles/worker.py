@@ -44,7 +44,8 @@ class Wait:
 class WorkerStatus:
     """``since``: Unix time of the last change of state. ``detail``: of a failed worker, the cause in one line.
     ``error``: its traceback. ``lost``: what it failed of, where that was no fault of its own. ``host``: where ``pid``
-    means this process. ``child_pids``: processes that it owns. ``waits``: what it waits for, the oldest first."""
+    means this process. ``child_pids``: processes that it owns. ``waits``: what it waits for, the oldest first.
+    ``progress``: grows while a long work of its own goes on that the run waits for."""
 
     name: str
     state: State
@@ -58,6 +59,7 @@ class WorkerStatus:
     host: str = ""
     child_pids: tuple[int, ...] = ()
     waits: tuple[Wait, ...] = ()
+    progress: int = 0
 
 
 @functools.cache
@@ -88,6 +90,7 @@ class Worker(ABC):
         self._error: str | None = None
         self._lost: Lost | None = None
         self._waits: dict[object, Wait] = {}
+        self._progress = 0
         self.restarts = 0
         self.last_restart = ""
         self.child_pids: tuple[int, ...] = ()
@@ -108,6 +111,11 @@ class Worker(ABC):
             self._since = time.time()
         self._state, self._detail = state, detail
 
+    def moved_on(self, doing: str) -> None:
+        """Tells that a long work of this worker's own goes on. The run waits for it, and does not stand still."""
+        self.set_state("running", doing)
+        self._progress += 1
+
     def status(self) -> WorkerStatus:
         return WorkerStatus(
             name=self.name,
@@ -122,6 +130,7 @@ class Worker(ABC):
             host=process_host(),
             child_pids=self.child_pids,
             waits=tuple(sorted(self._waits.copy().values(), key=lambda wait: wait.since)),
+            progress=self._progress,
         )
 
     @contextmanager

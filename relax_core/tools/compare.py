@@ -10,13 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relax_core.observe.records import ACTOR, EVAL, by_step, without_undone
+from relax_core.observe.records import ACTOR, EVAL, MetricRecord, by_step, without_undone
 from relax_core.observe.sinks import read_metrics
 from relax_core.observe.summary import SUMMARY_FILE
 
 PICTURE = "compare.png"
 USAGE = 2
-CURVES = (("reward", ACTOR, "mean reward in training"), ("exact", EVAL, "exact answers on held-out prompts"))
+Curve = tuple[str, str, str]  # name of the value, source, title
+REWARD = ("reward", ACTOR, "mean reward in training")
+EXACT = ("exact", EVAL, "exact answers on held-out prompts")
+EXACT_IN_TRAINING = ("exact", ACTOR, "exact answers in training")
 COLOURS = ("#1f5fa8", "#d9660a", "#2b8a3e", "#b5179e", "#5a5a5a", "#0b7285", "#c92a2a", "#7950f2", "#996600", "#3d3d3d")
 STYLES = ("-", "--", ":")
 SMOOTH = 25  # curves are means over a 25th of their steps
@@ -88,11 +91,12 @@ def draw(runs: Sequence[ComparedRun], path: Path) -> Path | None:
 
     figure = Figure(figsize=(12, 4.8), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, len(CURVES))
     records = [without_undone(read_metrics(run.folder)) for run in runs]
+    curves = curves_of(records)
+    axes = figure.subplots(1, len(curves))
     some = False
     last = max((record.step for held in records for record in held), default=1) or 1
-    for axis, (name, source, title) in zip(axes, CURVES, strict=True):
+    for axis, (name, source, title) in zip(axes, curves, strict=True):
         for number, (run, held) in enumerate(zip(runs, records, strict=True)):
             points = {step: values[name] for step, values in by_step(held, source).items() if name in values}
             if points:
@@ -119,6 +123,12 @@ def draw(runs: Sequence[ComparedRun], path: Path) -> Path | None:
     figure.legend(handles, labels, loc="outside lower center", ncols=min(4, len(labels)), frameon=False)
     figure.savefig(path)
     return path
+
+
+def curves_of(records: Sequence[Sequence[MetricRecord]]) -> tuple[Curve, Curve]:
+    """What is drawn of these runs: where none of them was evaluated, exact answers in training."""
+    evaluated = any(record.source == EVAL for held in records for record in held)
+    return REWARD, EXACT if evaluated else EXACT_IN_TRAINING
 
 
 _COLUMNS = {"reward": "reward", "exact": "exact", "eval": "held-out exact", "samples_per_s": "samples/s"}

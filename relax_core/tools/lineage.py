@@ -83,12 +83,13 @@ def look_up(run: Path, filters: dict[str, str | int]) -> tuple[list[SampleLife],
 
 
 def _is_over(run: Path) -> bool:
-    """All train steps are done. A run that was stopped early keeps its open samples for a resume."""
+    """All train steps are done, and nothing was left open: a run that was stopped, or resumed with fewer steps than it
+    had groups for, keeps its open samples for a resume."""
     try:
         summary = msgspec.json.decode((run / "summary.json").read_bytes())
     except FileNotFoundError:
         return False
-    return bool(summary["outcome"] == "finished")
+    return bool(summary["outcome"] == "finished" and summary["ledger"]["open"] == 0)
 
 
 def _other_runs(run: Path) -> str:

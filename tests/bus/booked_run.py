@@ -13,7 +13,7 @@ from relax_core.contracts.columns import encode_group
 from relax_core.contracts.sample import Group, Sample, VersionSpan
 from tests.bus.make_rows import Clock, for_actor, make_settings, uids_of
 
-T = 10.0
+T = 120.0
 
 
 def generated_row(admission: Admission) -> GroupRow:

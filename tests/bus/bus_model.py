@@ -1,7 +1,4 @@
-"""A plain model of a run, moved by random choices, that checks every answer of the bus's core against itself.
-
-Its ledger writes a real file, which must agree with the counts after every restore, every crash and at the end.
-"""
+"""A plain model of a run, moved by random choices, that checks every answer of the bus's core against itself."""
 
 from __future__ import annotations
 
@@ -9,87 +6,23 @@ import copy
 import sqlite3
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import strategies as st
 
-from relax_core.bus.core import BusCore
-from relax_core.bus.journal import Journal
-from relax_core.bus.ledger import Ledger
-from relax_core.bus.ledger_file import LedgerFile
 from relax_core.contracts.bus import Admission, BusClosed, GroupRow, Lease, LeaseLost, LeaseRequest
-from tests.bus.make_rows import Clock, make_settings, uids_of
+from tests.bus.books_model import FLUSH_S, BooksModel, Saved
+from tests.bus.make_rows import uids_of
 
 LEASE_S = 10.0
-TOTAL_STEPS = 12
 COLUMNS = st.sampled_from([("a",), ("a", "b")])
-
-FLUSH_S = 10.0
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Saved:
-    """A checkpoint: the bus's snapshot, what the model knew then, and the ledger's file as it was on disk."""
-
-    snapshot: bytes
-    issued: set[str]
-    trained: dict[str, int]
-    ended_rows: dict[str, GroupRow]
-    file: Path
-
-
-class BusModel:
-    """What clients did, and what became of each sample. Actions take Hypothesis's ``draw``."""
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        groups_per_step: int,
-        group_size: int,
-        max_staleness: int,
-        on_stale: str,
-        spare_groups: int = 0,
-        surplus: str = "drop",
-    ) -> None:
-        self.folder = folder
-        self.files = 0
-        self.gps, self.group_size = groups_per_step, group_size
-        self.max_staleness, self.on_stale = max_staleness, on_stale
-        self.spare_groups, self.surplus = spare_groups, surplus
-        self.clock = Clock()
-        self.start(self.new_file())
-        self.in_flight: dict[str, Admission] = {}
-        self.rows: dict[str, GroupRow] = {}  # every row that was put
-        self.actor_leases: list[Lease] = []
-        self.worker_leases: list[Lease] = []
-        self.issued: set[str] = set()
-        self.trained: dict[str, int] = {}  # uid → staleness
-        self.saved: list[Saved] = []
-
-    def new_file(self) -> Path:
-        self.files += 1
-        return self.folder / f"ledger{self.files}.sqlite"
-
-    def start(self, file: Path) -> None:
-        """A bus process begins, on an empty file or on what an earlier one left."""
-        settings = make_settings(
-            groups_per_step=self.gps,
-            group_size=self.group_size,
-            max_staleness=self.max_staleness,
-            on_stale=self.on_stale,
-            total_steps=TOTAL_STEPS,
-            spare_groups=self.spare_groups,
-            surplus=self.surplus,
-        )
-        self.file = file
-        self.journal = Journal(file)
-        self.core = BusCore(settings, ledger=Ledger(group_size=self.group_size, journal=self.journal), clock=self.clock)
+class BusModel(BooksModel):
+    """What clients do and what goes wrong. Actions take Hypothesis's ``draw``."""
 
     # -- what clients do ----------------------------------------------------------------------------------------
     def admit(self, draw: Draw) -> None:
@@ -231,6 +164,7 @@ class BusModel:
             rows = [row for lease in held for row in lease.rows]
             masked = {rows[0].uids[0]: "masked"} if mask else {}
             self.core.ack([lease.lease_id for lease in held], step=step, dropped=masked)
+            self.unfilled += self.gps - len(rows)
             for row in rows:
                 for uid, version in zip(row.uids, row.versions, strict=True):
                     if uid not in masked:
@@ -246,7 +180,8 @@ class BusModel:
             assert self.core.finished() or (over and self.surplus == "drop"), "it could still be trained"
         assert not gone or self.spare_groups
         if self.core.finished():
-            assert not self.spare_groups or not self.core.groups, "nobody will train what is left"
+            may_be_left = 0 if self.spare_groups else self.unfilled
+            assert len(self.core.groups) <= may_be_left, "nobody will train what is left"
             return
         change = self.core.version_change(step)
         assert change is not None and (change.version, sorted(change.retired)) == (step + 1, sorted(gone))
@@ -302,6 +237,7 @@ class BusModel:
                 snapshot=snapshot,
                 issued=set(self.issued),
                 trained=dict(self.trained),
+                unfilled=self.unfilled,
                 ended_rows=copy.deepcopy(ended),
                 file=file,
             )
@@ -334,7 +270,7 @@ class BusModel:
             return
         self.journal.close(timeout_s=FLUSH_S)
         self.start(self.file)
-        self.issued, self.trained, self.rows = set(), {}, {}
+        self.issued, self.trained, self.rows, self.unfilled = set(), {}, {}, 0
         self.in_flight, self.actor_leases, self.worker_leases = {}, [], []
         self.admit_groups(1)
         self.check_file()
@@ -346,7 +282,7 @@ class BusModel:
         for lease_id in held:
             with pytest.raises(LeaseLost):
                 self.core.write(lease_id, {})
-        self.issued, self.trained = set(saved.issued), dict(saved.trained)
+        self.issued, self.trained, self.unfilled = set(saved.issued), dict(saved.trained), saved.unfilled
         self.rows = copy.deepcopy(saved.ended_rows)
         self.in_flight, self.actor_leases, self.worker_leases = {}, [], []
         self.check_file()
@@ -380,36 +316,3 @@ class BusModel:
         assert self.core.progress() == before
         self.check_file()
         self.journal.close(timeout_s=FLUSH_S)
-
-    # -- what must always hold ----------------------------------------------------------------------------------
-    def check_file(self) -> None:
-        """The file's events alone tell the same as the counts, and as the model."""
-        self.journal.flush(timeout_s=FLUSH_S)
-        counts = self.core.progress().ledger
-        with LedgerFile(self.file) as file:
-            books = file.books(run_over=self.core.finished())
-        assert books.lost == books.trained_twice == []
-        assert (books.issued, books.trained, books.dropped) == (counts.issued, counts.trained, counts.dropped)
-        assert sum(books.open.values()) == counts.open
-        with closing(sqlite3.connect(self.file)) as database:
-            trained = {uid for (uid,) in database.execute("SELECT uid FROM events WHERE event = 'trained'")}
-            issued = {uid for (uid,) in database.execute("SELECT uid FROM events WHERE event = 'issued'")}
-        assert (issued, trained) == (self.issued, set(self.trained))
-
-    def check_books(self) -> None:
-        progress = self.core.progress()
-        books = progress.ledger
-        assert books.lost == 0
-        assert books.trained_twice == 0
-        assert books.issued == len(self.issued)
-        assert books.trained == len(self.trained)
-        assert books.issued == books.trained + sum(books.dropped.values()) + books.open
-        assert sum(progress.staleness_histogram.values()) == books.trained
-        assert {k: list(self.trained.values()).count(k) for k in set(self.trained.values())} == (
-            progress.staleness_histogram
-        )
-        if self.on_stale == "drop":
-            assert max(progress.staleness_histogram, default=0) <= self.max_staleness
-        assert [g.admission.index for g in self.core.groups.values()] == sorted(
-            g.admission.index for g in self.core.groups.values()
-        )

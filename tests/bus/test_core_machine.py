@@ -31,7 +31,7 @@ class BusMachine(RuleBasedStateMachine):
         super().__init__()
         self.model: BusModel | None = None
         # On shared memory: the journal is tested, not the disk.
-        self.folder = tempfile.TemporaryDirectory(prefix="relax-test-", dir="/dev/shm")
+        self.folder = tempfile.TemporaryDirectory(prefix=f"{Path(tempfile.gettempdir()).name}-", dir="/dev/shm")
 
     @initialize(groups_per_step=st.integers(1, 4), group_size=st.integers(1, 3))
     def begin(self, groups_per_step: int, group_size: int) -> None:

@@ -14,7 +14,7 @@ from relax_core.bus.journal import Journal, LedgerUnwritable
 from relax_core.bus.ledger import Ledger
 from tests.bus.make_rows import Clock, for_actor, make_row, make_settings, uids_of
 
-T = 10.0
+T = 120.0
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from relax_core.config.schema import BusConfig
 from relax_core.contracts.bus import BusClosed, BusLost, BusTimeout
 from tests.bus.make_rows import for_actor, for_worker, make_row
 
-T = 20.0
+T = 120.0
 NAMESPACE = "test-ray-backend"
 
 
@@ -60,7 +60,7 @@ def test_large_payloads_outlive_their_producer_and_are_not_copied(bus: RayBus, r
         return os.getpid()
 
     producer: Any = ray.remote(num_cpus=0, max_calls=1)(produce)  # its process ends with the call
-    ray.get(producer.remote(bus), timeout=60)
+    ray.get(producer.remote(bus), timeout=180)
     other = connect_bus(request.node.name, NAMESPACE)
     lease = other.lease(for_worker(("pixels",)), timeout_s=T)
     pixels = lease.rows[0].columns["pixels"]

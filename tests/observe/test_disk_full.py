@@ -25,19 +25,19 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 for step in range(200):  # some 70 bytes each
     service.record("actor", step, {"reward": 0.5})
 problems = []
-deadline = time.monotonic() + 20
+deadline = time.monotonic() + 120
 while not problems and time.monotonic() < deadline:
     problems += service.problems()
 for step in range(200, 300):
     service.record("actor", step, {"reward": 0.5})
-service.close(timeout_s=10)
+service.close(timeout_s=120)
 print(json.dumps({"kept": service.poll(0)[0], "first": problems, "last": service.problems()}))
 """
 
 
 def test_a_file_that_may_not_grow_does_not_stop_recording(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", UNDER_A_LIMIT, str(tmp_path)], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", UNDER_A_LIMIT, str(tmp_path)], capture_output=True, text=True, timeout=400, check=True
     )
     told = json.loads(done.stdout)
     assert told["kept"] == 300
@@ -97,7 +97,7 @@ def test_a_disk_that_was_full_for_a_while_leaves_readable_files(
     assert {problem.split()[1] for problem in problems} == {"metrics.jsonl", "tensorboard"}
     ballast.unlink()
     service.record("actor", 1_000_000, {"reward": 0.75})
-    service.close(timeout_s=10)
+    service.close(timeout_s=120)
 
     written = read_metrics(tiny_disk)
     assert (written[0].step, written[-1].step) == (0, 1_000_000)

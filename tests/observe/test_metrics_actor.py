@@ -13,7 +13,7 @@ import ray
 
 from relax_core.config.schema import TrackerConfig
 from relax_core.observe.metrics_actor import MetricsClient, MetricsUnavailable, connect_metrics, start_metrics
-from relax_core.observe.sinks import read_metrics
+from relax_core.observe.sinks import read_metrics, read_texts
 
 NAMESPACE = "test-metrics"
 
@@ -22,7 +22,7 @@ NAMESPACE = "test-metrics"
 def client(ray_session: str, tmp_path: Path) -> Iterator[MetricsClient]:
     tracker = TrackerConfig(name="local", tensorboard=True, jsonl=True)
     client = start_metrics(tracker, tmp_path, name=tmp_path.name, namespace=NAMESPACE, max_restarts=1)
-    client.poll(0, timeout_s=60)  # it is up
+    client.poll(0, timeout_s=180)  # it is up
     yield client
     ray.kill(ray.get_actor(tmp_path.name, namespace=NAMESPACE))
 
@@ -39,7 +39,7 @@ def report_from_another_process(name: str) -> int:
 def test_any_process_reports_and_the_panel_polls(client: MetricsClient, tmp_path: Path) -> None:
     client.record("actor", 0, {"reward": 0.5})
     client.record_texts("eval", 0, [{"prompt": "12", "answer": "21", "response": "1", "exact": False}])
-    assert ray.get(report_from_another_process.remote(tmp_path.name), timeout=60) == 0
+    assert ray.get(report_from_another_process.remote(tmp_path.name), timeout=180) == 0
     cursor, records = client.poll(0)
     assert cursor == 6
     assert sorted((record.source, record.step) for record in records) == [
@@ -52,6 +52,28 @@ def test_any_process_reports_and_the_panel_polls(client: MetricsClient, tmp_path
     assert client.close() == []
     assert len(read_metrics(tmp_path)) == 6
     assert list((tmp_path / "tensorboard").iterdir())
+
+
+def test_a_mark_that_was_waited_for_stands_before_the_reports_of_others(client: MetricsClient, tmp_path: Path) -> None:
+    marked = client.send_mark(3)
+    marked()
+    assert ray.get(report_from_another_process.remote(tmp_path.name), timeout=180) == 0
+    _, records = client.poll(0)
+    assert [(record.source, record.step) for record in records] == [
+        ("run", 3),
+        *(("rollout", step) for step in range(5)),
+    ]
+    marked()  # the next incarnation asks as well
+
+
+def test_a_mark_whose_actor_dies_is_told(client: MetricsClient, tmp_path: Path) -> None:
+    actor: Any = ray.get_actor(tmp_path.name, namespace=NAMESPACE)
+    pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
+    os.kill(pid, signal.SIGSTOP)  # before it can take the mark
+    marked = client.send_mark(3, timeout_s=60.0)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(MetricsUnavailable, match="mark_resume"):
+        marked()
 
 
 def test_a_failed_report_is_counted_not_raised(client: MetricsClient, wait_until: Callable[..., None]) -> None:
@@ -69,13 +91,13 @@ def test_a_killed_actor_takes_up_what_the_files_hold(
     client.record("actor", 0, {"reward": 0.5})
     client.record_texts("eval", 0, [{"response": "before"}])
     wait_until(lambda: len(read_metrics(tmp_path)) == 1, what="the first line")
-    wait_until((tmp_path / "texts.jsonl").exists, what="the first text")
+    wait_until(lambda: len(read_texts(tmp_path)) == 1, what="the first text")
     actor: Any = ray.get_actor(tmp_path.name, namespace=NAMESPACE)
     pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
     os.kill(pid, signal.SIGKILL)
 
     wait_until(lambda: not Path(f"/proc/{pid}").exists(), what="the end of the actor's process")
-    wait_until(lambda: not unavailable(client), what="the restart")
+    wait_until(lambda: answers(client), what="the restart")
     assert client.poll(0)[0] == 1
     client.mark_resume(1)
     client.record("actor", 1, {"reward": 0.75})
@@ -83,7 +105,15 @@ def test_a_killed_actor_takes_up_what_the_files_hold(
     assert client.texts("eval")[0].rows == [{"response": "before"}]
 
 
-def unavailable(client: MetricsClient) -> bool:
+def answers(client: MetricsClient) -> bool:
+    try:
+        client.poll(0)
+    except MetricsUnavailable:
+        return False
+    return True
+
+
+def is_gone(client: MetricsClient) -> bool:
     try:
         client.poll(0)
     except MetricsUnavailable as error:
@@ -96,9 +126,9 @@ def test_a_dead_actor_is_named_and_reports_to_it_are_counted(
 ) -> None:
     tracker = TrackerConfig(name="none", tensorboard=False, jsonl=False)
     client = start_metrics(tracker, tmp_path, name="short-lived", namespace=NAMESPACE, max_restarts=0)
-    client.poll(0, timeout_s=60)
+    client.poll(0, timeout_s=180)
     ray.kill(ray.get_actor("short-lived", namespace=NAMESPACE))
-    wait_until(lambda: unavailable(client), what="the end of the actor")
+    wait_until(lambda: is_gone(client), what="the end of the actor")
     client.record("actor", 0, {"reward": 0.5})
     wait_until(lambda: client.errors == 1, what="the count of the failed report")
     with pytest.raises(ValueError, match="nobody"):

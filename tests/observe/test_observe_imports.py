@@ -15,5 +15,5 @@ print(sorted({"torch", "ray", "matplotlib", "tensorboard", "transformers", "omeg
 
 
 def test_no_module_imports_a_heavy_library() -> None:
-    done = subprocess.run([sys.executable, "-c", IMPORT_ALL], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", IMPORT_ALL], capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout.strip() == "[]"

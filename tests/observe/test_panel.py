@@ -12,6 +12,7 @@ import subprocess
 import sys
 import termios
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,10 +37,12 @@ ESCAPE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 RUN_A_PANEL = """
 import sys, time
 from pathlib import Path
+from relax_core.observe import panel as panel_module
 from relax_core.observe.panel import Panel, PanelState
 from relax_core.observe.records import MetricRecord
 from relax_core.observe.states import RoleState
 
+panel_module.LINE_S = panel_module.STILL_S = 3600.0  # lines come by steps alone, however slow the machine is
 with Panel(40, Path("/runs/x"), "grpo", live=sys.argv[1] == "live") as panel:
     for step in range(1, 41):
         values = {"reward": step / 40, "exact": 0.5, "samples": 8, "tokens": 64, "step_ms": 20.0}
@@ -75,7 +78,7 @@ def run_on_terminal(*arguments: str) -> str:
         pass
     finally:
         os.close(ours)
-        assert child.wait(timeout=30) == 0, seen.decode()
+        assert child.wait(timeout=120) == 0, seen.decode()
     return seen.decode()
 
 
@@ -107,7 +110,7 @@ def test_into_a_pipe_go_plain_lines() -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
+        timeout=300,
         env=os.environ | {"FORCE_COLOR": "1"},  # as CI services set it
     )
     assert done.stdout.splitlines() == [
@@ -136,24 +139,28 @@ def test_a_run_that_stands_still_names_what_it_waits_for(monkeypatch: pytest.Mon
     assert "step 3/40, still  actor waiting: 1 of 8 groups, from rollout" in text
 
 
-def test_a_frame_costs_at_most_15_ms_so_that_two_a_second_are_3_percent(
+def test_a_frame_costs_so_little_that_two_a_second_are_no_load(
     make_record: MakeRecord, progress: BusProgress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In calls of functions, which no machine makes more or fewer: 52,000 took 7 ms of a core."""
     monkeypatch.setattr(panel_module, "REFRESH_S", 0.0)
     records = [
         make_record("actor", step, reward=0.5, exact=0.5, samples=8, tokens=64, step_ms=20.0) for step in range(2000)
     ]
     console = Console(file=Screen(), force_terminal=True, width=120, height=40)
     state = PanelState(step=2000, records=records, progress=progress, roles=ROLES)
-    frames = []
+    events: Counter[str] = Counter()
     with Panel(4000, Path("/runs/x"), "grpo", console=console) as panel:
-        for _ in range(10):
-            start = time.process_time()
+        panel.update(state)
+        earlier = sys.getprofile()
+        sys.setprofile(lambda frame, event, argument: events.update([event]))
+        try:
             panel.update(state)
-            frames.append(time.process_time() - start)
+        finally:
+            sys.setprofile(earlier)
     assert isinstance(console.file, Screen)
-    assert console.file.getvalue().count("learning rate") >= 10
-    assert min(frames) < 0.015
+    assert console.file.getvalue().count("learning rate") >= 2
+    assert 0 < events["call"] + events["c_call"] < 100_000
 
 
 def view(numbers: RunningNumbers, progress: BusProgress | None, roles: tuple[RoleState, ...]) -> PanelView:

@@ -69,7 +69,7 @@ def test_a_run_that_did_not_finish_is_told_how_to_go_on(tmp_path: Path, progress
     assert next_commands(tmp_path, summary) == []
     (tmp_path / "checkpoints" / "step-5").mkdir(parents=True)
     assert next_commands(tmp_path, summary) == [
-        ("python -m relax_core resume=auto", "go on from the newest checkpoint")
+        (f"python -m relax_core run.dir={tmp_path} resume=auto", "go on from the newest checkpoint")
     ]
     console = Console(file=io.StringIO(), width=100)
     print_report(console, tmp_path, summary, [], [])
@@ -82,7 +82,8 @@ def test_commands_repeat_the_run_with_one_thing_changed(tmp_path: Path, progress
     summary = build_summary([], progress=progress, meta=META | {"overrides": overrides})
     commands = {purpose: command for command, purpose in next_commands(tmp_path, summary)}
     assert commands["train on"] == (
-        "python -m relax_core mode=colocate 'data.path=my rows.jsonl' mode.on_stale=mask resume=auto run.steps=24"
+        "python -m relax_core mode=colocate 'data.path=my rows.jsonl' mode.on_stale=mask "
+        f"run.dir={tmp_path} resume=auto run.steps=24"
     )
     assert commands["let rollouts run further ahead"] == (
         "python -m relax_core run.steps=12 'data.path=my rows.jsonl' mode=async mode.max_staleness=4"

@@ -106,15 +106,16 @@ def test_a_collective_that_breaks_is_of_others_and_a_ranks_own_error_is_not(tmp_
     import torch
     import torch.distributed as dist
 
-    soon = timedelta(milliseconds=200)
+    soon, patience = timedelta(milliseconds=200), timedelta(minutes=2)
     store = dist.FileStore(str(tmp_path / "store"), 2)
     with ThreadPoolExecutor(max_workers=2) as pool:
-        joined = [pool.submit(dist.ProcessGroupGloo, store, rank, 2, soon) for rank in range(2)]
+        joined = [pool.submit(dist.ProcessGroupGloo, store, rank, 2, patience) for rank in range(2)]
         alone, _other = (cast(Any, one.result()) for one in joined)
 
     def root(rank: int) -> dist.BroadcastOptions:
         options = dist.BroadcastOptions()
         options.rootRank = rank
+        options.timeout = soon
         return options
 
     def barrier() -> None:

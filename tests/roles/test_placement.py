@@ -31,10 +31,10 @@ def test_more_ranks_than_cores_start(ray_session: str, ray_address: str | None) 
     ranks = 2 * int(ray.cluster_resources()["CPU"])
     launcher = replace(config.launcher, ray_address=ray_address)
     group = reserve_ranks(launcher, config.placement, ranks)
-    assert group.wait(timeout_seconds=30)
+    assert group.wait(timeout_seconds=120)
     remote: Any = ray.remote(Rank)
     last = remote.options(**rank_options(config.placement, group, ranks - 1)).remote()
-    assert ray.get(last.group.remote(), timeout=60) == group.id.hex()
+    assert ray.get(last.group.remote(), timeout=120) == group.id.hex()
     remove_placement_group(group)
 
 

@@ -24,7 +24,8 @@ from relax_core.roles.context import RunContext
 from relax_core.roles.teacher import TeacherWorker
 from relax_core.roles.teacher_scorers import EngineTeacher, ForwardTeacher, TeacherScores
 from relax_core.train.rows import decode_train_group
-from tests.train.tiny_trainer import make_groups, make_model
+from tests.train.tiny_models import make_model
+from tests.train.tiny_trainer import make_groups
 
 TOLERANCE = 2e-5
 TOP_K = 6

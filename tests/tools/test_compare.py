@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.tools.compare import PICTURE, main, read_runs, table
+from relax_core.observe.sinks import read_metrics
+from relax_core.tools.compare import EXACT, EXACT_IN_TRAINING, PICTURE, REWARD, curves_of, main, read_runs, table
 
 
 def put_run(folder: Path, *, rewards: list[float], outcome: str = "finished", ended: bool = True) -> Path:
@@ -56,6 +57,14 @@ def test_folders_of_runs_by_their_names(tmp_path: Path) -> None:
     assert "one" in printed and "two" in printed
     assert main([*map(str, folders), "--picture", str(tmp_path / "both.png")]) == 0
     assert (tmp_path / "both.png").is_file()
+
+
+def test_runs_without_evaluation_show_their_training(tmp_path: Path) -> None:
+    records = read_metrics(put_run(tmp_path / "one", rewards=[0.5]))
+    assert curves_of([records]) == (REWARD, EXACT)
+    trained = [record for record in records if record.source == "actor"]
+    assert curves_of([trained, trained]) == (REWARD, EXACT_IN_TRAINING)
+    assert curves_of([trained, records]) == (REWARD, EXACT)
 
 
 def test_what_is_no_run_is_said_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -62,11 +62,13 @@ def test_json_has_the_same(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_an_open_sample_of_a_finished_run_is_lost(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "summary.json").write_text(json.dumps({"outcome": "finished"}))
+    (folder / "summary.json").write_text(json.dumps({"outcome": "finished", "ledger": {"open": 0}}))
     assert main([str(folder)]) == 1
     assert "lost 2; trained twice 0\nlost: g00000003.0, g00000003.1" in capsys.readouterr().out
-    (folder / "summary.json").write_text(json.dumps({"outcome": "stopped"}))
-    assert main([str(folder)]) == 0
+    for outcome, still_open in (("stopped", 0), ("finished", 2)):  # the second: resumed with fewer steps
+        (folder / "summary.json").write_text(json.dumps({"outcome": outcome, "ledger": {"open": still_open}}))
+        assert main([str(folder)]) == 0
+        assert "lost 0; trained twice 0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

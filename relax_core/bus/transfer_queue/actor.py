@@ -123,7 +123,7 @@ class TransferQueueBusActor(BusActor):
                 else:
                     inline[column] = payload
             rows.append(StoredRow(row.group_uid, row.index, row.uids, row.versions, inline, list(stored.values())))
-        return StoredLease(lease.lease_id, lease.task, rows), ()
+        return StoredLease(lease.lease_id, lease.task, rows, lease.waited_s), ()
 
     # -- the plane ----------------------------------------------------------------------------------------------
     async def _watch(self, title: str, host: Any) -> None:

@@ -109,7 +109,8 @@ class TransferQueueBus(RayBus):
         request = client.get(self.place.partition, wanted)
         found = client.call(request, timeout_s=STUCK_S, what=f"the rows of a {method}")
         payloads = {one.key: row for one, row in zip(wanted, found, strict=True)}
-        return Lease(lease_id=lease.lease_id, task=lease.task, rows=[_leased_row(row, payloads) for row in lease.rows])
+        rows = [_leased_row(row, payloads) for row in lease.rows]
+        return Lease(lease_id=lease.lease_id, task=lease.task, rows=rows, waited_s=lease.waited_s)
 
     def terminate(self) -> None:
         """Ends the bus process, and the plane if it is this bus's own."""

@@ -73,6 +73,7 @@ class StoredLease(msgspec.Struct, frozen=True, array_like=True):
     lease_id: int
     task: str
     rows: list[StoredRow]
+    waited_s: float
 
 
 def new_key(group_uid: str, *, timeout_s: float) -> str:

@@ -1,0 +1,117 @@
+"""What a plain model of a run knows of its books, beside a bus on a real ledger file.
+
+The file must agree with the counts after every restore, every crash and at the end.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from relax_core.bus.core import BusCore
+from relax_core.bus.journal import Journal
+from relax_core.bus.ledger import Ledger
+from relax_core.bus.ledger_file import LedgerFile
+from relax_core.contracts.bus import Admission, GroupRow, Lease
+from tests.bus.make_rows import Clock, make_settings
+
+TOTAL_STEPS = 12
+FLUSH_S = 120.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A checkpoint: the bus's snapshot, what the model knew then, and the ledger's file as it was on disk."""
+
+    snapshot: bytes
+    issued: set[str]
+    trained: dict[str, int]
+    unfilled: int
+    ended_rows: dict[str, GroupRow]
+    file: Path
+
+
+class BooksModel:
+    """A bus, its ledger's file, and what became of each sample by the model."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        groups_per_step: int,
+        group_size: int,
+        max_staleness: int,
+        on_stale: str,
+        spare_groups: int = 0,
+        surplus: str = "drop",
+    ) -> None:
+        self.folder = folder
+        self.files = 0
+        self.gps, self.group_size = groups_per_step, group_size
+        self.max_staleness, self.on_stale = max_staleness, on_stale
+        self.spare_groups, self.surplus = spare_groups, surplus
+        self.clock = Clock()
+        self.start(self.new_file())
+        self.in_flight: dict[str, Admission] = {}
+        self.rows: dict[str, GroupRow] = {}  # every row that was put
+        self.actor_leases: list[Lease] = []
+        self.worker_leases: list[Lease] = []
+        self.issued: set[str] = set()
+        self.trained: dict[str, int] = {}  # uid → staleness
+        self.unfilled = 0  # groups that the steps so far could have trained beyond those that they did
+        self.saved: list[Saved] = []
+
+    def new_file(self) -> Path:
+        self.files += 1
+        return self.folder / f"ledger{self.files}.sqlite"
+
+    def start(self, file: Path) -> None:
+        """A bus process begins, on an empty file or on what an earlier one left."""
+        settings = make_settings(
+            groups_per_step=self.gps,
+            group_size=self.group_size,
+            max_staleness=self.max_staleness,
+            on_stale=self.on_stale,
+            total_steps=TOTAL_STEPS,
+            spare_groups=self.spare_groups,
+            surplus=self.surplus,
+        )
+        self.file = file
+        self.journal = Journal(file)
+        self.core = BusCore(settings, ledger=Ledger(group_size=self.group_size, journal=self.journal), clock=self.clock)
+
+    # -- what must always hold ----------------------------------------------------------------------------------
+    def check_file(self) -> None:
+        """The file's events alone tell the same as the counts, and as the model."""
+        self.journal.flush(timeout_s=FLUSH_S)
+        counts = self.core.progress().ledger
+        none_left = self.core.finished() and (self.spare_groups > 0 or not self.unfilled)
+        with LedgerFile(self.file) as file:
+            books = file.books(run_over=none_left)
+        assert books.lost == books.trained_twice == []
+        assert (books.issued, books.trained, books.dropped) == (counts.issued, counts.trained, counts.dropped)
+        assert sum(books.open.values()) == counts.open
+        with closing(sqlite3.connect(self.file)) as database:
+            trained = {uid for (uid,) in database.execute("SELECT uid FROM events WHERE event = 'trained'")}
+            issued = {uid for (uid,) in database.execute("SELECT uid FROM events WHERE event = 'issued'")}
+        assert (issued, trained) == (self.issued, set(self.trained))
+
+    def check_books(self) -> None:
+        progress = self.core.progress()
+        books = progress.ledger
+        assert books.lost == 0
+        assert books.trained_twice == 0
+        assert books.issued == len(self.issued)
+        assert books.trained == len(self.trained)
+        assert books.issued == books.trained + sum(books.dropped.values()) + books.open
+        assert sum(progress.staleness_histogram.values()) == books.trained
+        assert {k: list(self.trained.values()).count(k) for k in set(self.trained.values())} == (
+            progress.staleness_histogram
+        )
+        if self.on_stale == "drop":
+            assert max(progress.staleness_histogram, default=0) <= self.max_staleness
+        assert [g.admission.index for g in self.core.groups.values()] == sorted(
+            g.admission.index for g in self.core.groups.values()
+        )
