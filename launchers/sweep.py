@@ -53,7 +53,11 @@ class Sweep:
                 print("relax: not started, since the sweep was stopped", file=sys.stderr)
                 return run
             run.folder = run_folder(config)
-            run.code = self._launch(config)
+            before, sys.argv = sys.argv, ["relax", *overrides]  # what its summary says it was started with
+            try:
+                run.code = self._launch(config)
+            finally:
+                sys.argv = before
             self._write()
         return run
 

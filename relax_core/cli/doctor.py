@@ -7,16 +7,16 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from relax_core.cli.leftovers import leftovers
 from relax_core.cli.versions import versions
 from relax_core.config.compose import load_config
 from relax_core.config.memory import available_bytes
+from relax_core.control.leftovers import find_leftovers, remove_leftovers
+from relax_core.control.place import temporary_folder
 from relax_core.plan.build import make_plan
 from relax_core.plan.text import size_words
 
@@ -40,8 +40,11 @@ class Finding:
     words: str
 
 
-def doctor_command() -> int:
-    """Prints every finding. Returns 1 where a run could not work, else 0."""
+def doctor_command(*, clean: bool = False) -> int:
+    """Prints every finding. Returns 1 where a run could not work, else 0. ``clean``: removes first what dead runs left,
+    and prints what it was."""
+    for leftover in remove_leftovers() if clean else ():
+        print(f"removed {leftover}")
     findings = [finding for look in _LOOKS for finding in look()]
     for finding in findings:
         print(f"{finding.verdict.value:<5} {finding.topic:<14} {finding.words}")
@@ -98,7 +101,7 @@ def _shared_memory() -> Iterator[Finding]:
 
 
 def _disk() -> Iterator[Finding]:
-    for topic, folder in (("disk, runs", Path.cwd()), ("disk, /tmp", Path(tempfile.gettempdir()))):
+    for topic, folder in (("disk, runs", Path.cwd()), ("disk, /tmp", temporary_folder())):
         free, writable = shutil.disk_usage(folder).free, os.access(folder, os.W_OK)
         words = f"{size_words(free)} free in {folder}" + ("" if writable else ", which cannot be written to")
         enough = Verdict.good if free >= DISK_BYTES else Verdict.note
@@ -137,9 +140,9 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _left() -> Iterator[Finding]:
-    found = leftovers()
-    for one in found:
-        words = f"{one.what}. Remove it: {one.removal}"
+    found = find_leftovers()
+    for leftover in found:
+        words = f"{leftover}. The next run removes it, or: relax doctor --clean"
         yield Finding(topic="left behind", verdict=Verdict.note, words=words)
     if not found:
         yield Finding(topic="left behind", verdict=Verdict.good, words="nothing of dead runs")

@@ -52,7 +52,7 @@ def _file_line(file: str, broken: list[str]) -> str:
             return _line(f"{kind}.name={file}", find(kind, file).summary)
         except PluginError as error:
             problems.append(str(error))
-    broken.append(problems[0])
+    broken.append(problems[0].removeprefix(f"{KINDS[0]}.name="))  # what kind it was meant to be is not known
     return _line(file, "broken, see below")
 
 

@@ -253,6 +253,8 @@ def _absolute(config: RelaxConfig) -> RelaxConfig:
     for section, key in _PATHS:
         holder: Any = getattr(config, section)
         if (path := getattr(holder, key, None)) is not None:  # token_file is of one launcher only
+            if not path:  # `run.dir=$UNSET` would be this very folder
+                raise ConfigError([f"{section}.{key} is empty. Give a path, or leave it out."])
             setattr(holder, key, str(Path(path).expanduser().absolute()))
     if config.resume is not None and config.resume != "auto":
         config.resume = str(Path(config.resume).expanduser().absolute())

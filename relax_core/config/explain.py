@@ -98,7 +98,8 @@ def _in_file(error: Exception) -> str:
 
 
 def _bad_syntax(override: str) -> str:
-    return f"{override!r} is not key=value. Examples: optimizer.lr=1e-4  mode=colocate  'name=\"two words\"'"
+    told = f"{override!r} is not key=value. Examples: optimizer.lr=1e-4  mode=colocate  'name=\"two words\"'"
+    return f"{told}. Commands: relax list, relax doctor." if override.isalpha() else told
 
 
 def _omegaconf_cause(error: BaseException | None) -> OmegaConfBaseException | None:

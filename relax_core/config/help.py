@@ -19,7 +19,7 @@ Examples
 
 Commands (relax is python -m relax_core)
   relax list [FILE.py ...]  algorithms, rewards, envs, models; your own files with their kind
-  relax doctor              whether a run could work on this machine, and what dead runs left on it
+  relax doctor [--clean]    whether a run could work on this machine, and what killed runs left on it (removes it)
 
 Groups: each is a set of keys that belong together; group=option chooses a file of conf/group (the default is marked *)
 """

@@ -61,7 +61,6 @@ RANGES: dict[str, Range] = {
     "engine.max_running_samples": _COUNT,
     "engine.max_total_tokens": _COUNT,
     "engine.context_length": _COUNT,
-    "engine.admission_window_ms": _FROM_ZERO,
     "engine.threads": _COUNT,
     "engine.start_timeout_s": _POSITIVE,
     "engine.request_timeout_s": _POSITIVE,

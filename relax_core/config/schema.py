@@ -140,7 +140,6 @@ class EngineConfig:
     max_running_samples: int = MISSING
     max_total_tokens: int = MISSING
     context_length: int = MISSING
-    admission_window_ms: float = MISSING
     threads: int = MISSING
     start_timeout_s: float = MISSING
     request_timeout_s: float = MISSING

@@ -61,8 +61,6 @@ def sglang_problems(config: RelaxConfig) -> Iterator[str]:
             if (value := getattr(engine, own)) != unset:
                 yield f"engine.{own}={value} is a key of engine=sglang only. Drop it, or choose engine=sglang."
         return
-    if engine.admission_window_ms != 0:
-        yield f"engine.admission_window_ms={engine.admission_window_ms:g}: SGLang has none. Leave it at 0."
     if engine.mem_fraction is not None and not 0 < engine.mem_fraction < 1:
         yield f"engine.mem_fraction={engine.mem_fraction}: must be more than 0 and less than 1."
     for name in engine.flags:

@@ -59,6 +59,7 @@ class Controller:
         self._watchdog = watchdog
         self._stop_requested = stop_requested
         self._step = context.start_step
+        self._progress = 0
         self._moved = time.monotonic()
 
     def run(self) -> RunEnd:
@@ -107,9 +108,14 @@ class Controller:
             time.sleep(TICK_S)
 
     def _look(self) -> None:
-        """Takes the signs of life. Serve's failure to start ends the run too."""
+        """Takes the signs of life; a long work of the trainer's own that goes on is no stall. Serve's failure to start
+        ends the run too."""
         self._health.look(bus_lost=self._bus.lost, step=self._step)
         self._services.note({name: beat.status for name, beat in self._health.beats.items() if beat.status})
+        progress = self._health.progress(TRAINER)
+        if progress != self._progress:
+            self._progress, self._moved = progress, time.monotonic()
+            self._watchdog.moved()
         if (error := self._fronts.error()) is not None:
             raise run_failed("Ray Serve did not start the roles' fronts", error)
 

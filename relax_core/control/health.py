@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from relax_core.control.heartbeats import Beat, Heartbeats
@@ -28,11 +28,18 @@ class HealthManager:
     """Watches one incarnation's services. A worker that answered once and then nothing for ``heartbeat_timeout_s`` is
     frozen (stopped, or its interpreter hangs): it is killed, so that Ray starts another."""
 
-    def __init__(self, services: Killable, book: Recoveries, *, heartbeat_timeout_s: float) -> None:
+    def __init__(
+        self,
+        services: Killable,
+        book: Recoveries,
+        *,
+        heartbeat_timeout_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._services = services
         self._book = book
         self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._heartbeats = Heartbeats()
+        self._heartbeats = Heartbeats(clock=clock)
         self._watch = RoleWatch()
         self._restarts: dict[str, int] = {}
         self._restarting: set[str] = set()
@@ -61,6 +68,11 @@ class HealthManager:
         """Whether this worker has done its part of the run."""
         beat = self.beats.get(name)
         return beat is not None and beat.status is not None and beat.status.state == "done"
+
+    def progress(self, name: str) -> int:
+        """What this worker tells of a long work of its own (`WorkerStatus.progress`)."""
+        beat = self.beats.get(name)
+        return beat.status.progress if beat is not None and beat.status is not None else 0
 
     def _kill_frozen(self, beat: Beat, status: WorkerStatus) -> None:
         here = status.host == process_host()

@@ -5,13 +5,19 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from relax_core.control.owned_folder import owned
+from relax_core.engines.sglang.scratch import remove_left_scratch
+
 SHARED_MEMORY = Path("/dev/shm")
+FOLDER_PREFIX, WEIGHTS_PREFIX = "rlx-", "relax-"
+BASE_BYTES = 26  # a socket's path has 107 bytes, of which Ray's names below a run's folder take the rest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,30 +32,31 @@ class RunPlace:
     namespace: str
 
 
-@contextmanager
-def run_place(*, shared: Path | None = None) -> Iterator[RunPlace]:
-    """Makes a place for one attempt of a run, and removes it afterwards; also what a dead run left in memory.
+def temporary_folder() -> Path:
+    """Where runs of this environment make their folders: TMPDIR, or /tmp where its path is too long for sockets."""
+    folder = Path(tempfile.gettempdir())
+    return folder if len(os.fsencode(folder)) <= BASE_BYTES else Path("/tmp")
 
-    ``shared``: a folder that all nodes of the run see. Weights and token lie there then, else in this machine's memory.
+
+@contextmanager
+def run_place(*, run_dir: Path, shared: bool = False) -> Iterator[RunPlace]:
+    """Makes a place for one attempt of the run in ``run_dir``, and removes it afterwards. What a kill of the whole run
+    leaves tells whose it is: see `owned_folder`.
+
+    ``shared``: weights and token lie in ``run_dir``, which all nodes of the run see, else in this machine's memory.
     """
-    _remove_dead_runs_weights()
-    namespace = f"relax-{os.getpid()}-{secrets.token_hex(4)}"  # tells whose a folder is that a kill left behind
+    owner = f"the run in {run_dir} (process {os.getpid()} of {socket.gethostname()})"
+    namespace = f"{WEIGHTS_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
     with ExitStack() as undo:
-        folder = Path(tempfile.mkdtemp(prefix="rlx-"))
+        folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=temporary_folder()))
+        undo.enter_context(owned(folder, owner))
         # Errors ignored: a Ray daemon may still be writing its last log line.
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
-        weights_folder = (SHARED_MEMORY if shared is None else shared) / namespace
-        weights_folder.mkdir(mode=0o700, parents=shared is not None)
+        undo.callback(remove_left_scratch, folder)
+        weights_folder = (run_dir if shared else SHARED_MEMORY) / namespace
+        weights_folder.mkdir(mode=0o700, parents=shared)
+        if not shared:  # a shared disk may know no locks
+            undo.enter_context(owned(weights_folder, f"{owner}, beside {folder}"))
         undo.callback(shutil.rmtree, weights_folder)
-        token_folder = folder if shared is None else weights_folder
+        token_folder = weights_folder if shared else folder
         yield RunPlace(folder=folder, weights_folder=weights_folder, token_folder=token_folder, namespace=namespace)
-
-
-def _remove_dead_runs_weights() -> None:
-    """What a run left in memory that was killed with its supervisor; its folder's name tells the process."""
-    import psutil
-
-    for left in SHARED_MEMORY.glob("relax-*-*"):
-        owner = left.name.split("-")[1]
-        if owner.isdigit() and not psutil.pid_exists(int(owner)) and left.stat().st_uid == os.getuid():
-            shutil.rmtree(left)

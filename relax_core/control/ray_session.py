@@ -7,6 +7,7 @@ import os
 import secrets
 import shutil
 import sys
+import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -72,7 +73,10 @@ class RaySession:
         os.environ.update(ONE_THREAD)
         if own:
             assert "ray" not in sys.modules or os.environ.get("RAY_AUTH_MODE") == "token", "Ray reads it when imported"
+            # Where torch has it too, told before TMPDIR moves: what was compiled outlives the run.
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
             os.environ.update(QUIET, RAY_AUTH_TOKEN_PATH=str(new_token_file(self._place.folder / "ray-token")))
+            os.environ["TMPDIR"] = str(self._place.folder)  # what lies there goes with the run
         import ray
 
         where = {

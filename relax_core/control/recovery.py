@@ -36,9 +36,10 @@ RETRY_S = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class RunParts:
-    """What lives as long as the run, beside its services."""
+    """What lives as long as the run, beside its services. ``marked`` waits until the metrics know where it began."""
 
     metrics: MetricsClient
+    marked: Callable[[], None]
     fronts: Fronts
     view: RunView
     book: Recoveries
@@ -113,7 +114,7 @@ def _exhausted(lost: ServicesLost, book: Recoveries, *, limit: int) -> RunFailed
 def _run_once(context: RunContext, point: ResumePoint | None, parts: RunParts) -> RunEnd:
     settings = context.config.run
     try:
-        services = Services(context, point.snapshot if point else None)
+        services = Services(context, point.snapshot if point else None, before_rollout=parts.marked)
     except (BusLost, BusTimeout, RayError) as error:
         raise ServicesLost(f"the services did not start: {error}") from error
     if context.namespace == incarnation(context, 0, None).namespace:  # later ones wait until training goes on
@@ -134,9 +135,14 @@ def _run_once(context: RunContext, point: ResumePoint | None, parts: RunParts) -
     except ServicesLost:
         services.kill()
         raise
-    except BaseException:
+    except KeyboardInterrupt:  # the user has asked twice
+        with suppress(LedgerUnwritable, BusTimeout):
+            services.close_at_once(reason="the run was ended at once")
+        raise
+    except BaseException as error:
+        failed = error.worker if isinstance(error, RunFailed) else None
         with suppress(LedgerUnwritable, BusTimeout):  # what ended the run is told, not what came of it
-            services.close(reason="the run has ended")
+            services.close(reason="the run has ended", failed=failed)
         raise
     try:
         services.close(reason="the run has ended")

@@ -10,6 +10,7 @@ import yaml
 from relax_core.config.identity import REFUSED, TOLD, changes
 from relax_core.config.saved import plain
 from relax_core.config.schema import RelaxConfig
+from relax_core.train.atomic_folder import recover_replaced
 from relax_core.train.checkpoint_store import CheckpointStore
 
 
@@ -31,7 +32,9 @@ def find_resume_point(config: RelaxConfig) -> ResumePoint | None:
     if config.resume is None:
         return None
     if config.resume == "auto":
-        folder = CheckpointStore(Path(config.run.dir) / "checkpoints", keep_last=config.run.keep_last).newest()
+        root = Path(config.run.dir) / "checkpoints"
+        recover_replaced(root)  # whoever wrote there is gone
+        folder = CheckpointStore(root, keep_last=config.run.keep_last).newest()
         if folder is None:
             return None
     else:

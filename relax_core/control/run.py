@@ -119,7 +119,10 @@ def _run_services(
     from relax_core.control.run_view import RunView
 
     config = context.config
+    earlier = read_metrics(context.run_dir)
     metrics = _start_metrics(context)
+    # Its process starts beside the others. From step 0 too, where a start before a first checkpoint had reported.
+    marked = metrics.send_mark(context.start_step) if context.start_step or earlier else lambda: None
     fronts = Fronts(context)
     title = f"{config.algo.name} · {config.model.name} · {config.data.name} · {config.mode.name.value}"
     try:
@@ -134,9 +137,16 @@ def _run_services(
             book = Recoveries(context.log_dir / "recoveries.json", tell=view.tell)
             if attempt.causes:
                 book.take_up()
-                at_step = max(last_step(metrics.poll(0)[1]), context.start_step)
+                at_step = max(last_step(earlier), context.start_step)
                 book.begin(FROM_CHECKPOINT, attempt.causes[-1], at_step=at_step, from_step=context.start_step)
-            parts = RunParts(metrics=metrics, fronts=fronts, view=view, book=book, stop_requested=signals.requested)
+            parts = RunParts(
+                metrics=metrics,
+                marked=marked,
+                fronts=fronts,
+                view=view,
+                book=book,
+                stop_requested=signals.requested,
+            )
             try:
                 end = run_services(context, resume, parts)
             except RunFailed as failure:
@@ -153,17 +163,13 @@ def _run_services(
 
 
 def _start_metrics(context: RunContext) -> MetricsClient:
-    """Marks where the run goes on, also from step 0 where a start before a first checkpoint had reported."""
-    client = start_metrics(
+    return start_metrics(
         context.config.tracker,
         context.run_dir,
         name=METRICS,
         namespace=context.run_namespace,
         max_restarts=context.config.run.max_restarts,
     )
-    if context.start_step or read_metrics(context.run_dir):
-        client.mark_resume(context.start_step)
-    return client
 
 
 def _model_folder(config: RelaxConfig) -> Path:

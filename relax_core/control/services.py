@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -51,10 +51,11 @@ RESTARTED_IN_PLACE = ("engine", "rollout", "advantages", "actor_fwd", "reference
 class Services:
     """The bus and the workers of one incarnation. They start at the same time and find each other.
 
-    Raises what the bus raises. Metrics and the fronts are the run's, and outlive it.
+    Raises what the bus raises. Metrics and the fronts are the run's, and outlive it. ``before_rollout`` waits for what
+    must stand before the first report: without rows nobody reports.
     """
 
-    def __init__(self, context: RunContext, snapshot: bytes | None) -> None:
+    def __init__(self, context: RunContext, snapshot: bytes | None, *, before_rollout: Callable[[], None]) -> None:
         config = context.config
         self._context = context
         self.roles = roles_of(config)
@@ -66,6 +67,7 @@ class Services:
             bus = pool.submit(self._create_bus, snapshot)
             self._start_roles(role for role in self.roles if role not in AFTER_RESTORE)
             self.bus: RayBus = bus.result(timeout=config.run.start_timeout_s)
+            before_rollout()
             self._start_roles(role for role in self.roles if role in AFTER_RESTORE)
             self.bus_pid = self.bus.process_id(timeout_s=config.bus.call_timeout_s)
             on_failure.pop_all()
@@ -149,8 +151,17 @@ class Services:
         else:
             ray.kill(self.handles()[name], no_restart=False)
 
-    def close(self, reason: str) -> None:
+    def close_at_once(self, reason: str) -> None:
+        """As `close`, but no worker is asked: one may be in the middle of a long work."""
+        try:
+            with suppress(BusLost):
+                self.bus.close(reason=reason, timeout_s=self._context.config.run.stop_timeout_s)
+        finally:
+            self.kill()
+
+    def close(self, reason: str, *, failed: str | None = None) -> None:
         """Ends every process in good order: the bus first, so that nobody waits; then the engines by their owners.
+        Of the role of ``failed``, a worker, nobody is asked: its ranks may wait for that one in a collective for good.
 
         Raises LedgerUnwritable or BusTimeout where the ledger's last events did not reach its file; all ends the same.
         """
@@ -159,12 +170,19 @@ class Services:
             with suppress(BusLost):  # nobody waits on a bus that is gone
                 self.bus.close(reason=reason, timeout_s=timeout_s)
         finally:
-            for worker in self.workers.values():
+            ranks = self._ranks_with(failed) if failed is not None else set()
+            asked = [worker for name, worker in self.workers.items() if name not in ranks]
+            for worker in asked:
                 worker.request_stop.remote()
-            ends = [worker.join.remote(timeout_s / 2) for worker in self.workers.values()]
+            ends = [worker.join.remote(timeout_s / 2) for worker in asked]
             ray.wait(ends, num_returns=len(ends), timeout=timeout_s)
             self._kill_actors()
             self.bus.terminate()
+
+    def _ranks_with(self, worker: str) -> set[str]:
+        """All ranks of the model of which this worker has one, itself among them; nobody of a role of other kind."""
+        role = worker.rpartition("-")[0]
+        return {worker_name(role, rank) for rank in range(self.roles[role])} if role in PEERS else set()
 
     def kill(self) -> None:
         """Ends every process at once, and returns when they are gone: none of them can then reach the run's files.

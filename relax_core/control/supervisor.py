@@ -24,6 +24,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from relax_core.config.schema import RelaxConfig
+from relax_core.control.leftovers import remove_leftovers
 from relax_core.control.orphans import PR_SET_NAME, PR_SET_PDEATHSIG, adopt_orphans, end_children, prctl
 from relax_core.control.place import RunPlace, run_place
 from relax_core.control.resume import ResumePoint, find_resume_point
@@ -32,6 +33,7 @@ from relax_core.control.signals import STOP_SIGNALS
 FAILED = 1
 BEAT_S = 1.0
 LOOK_S = 0.2  # how late an end, a freeze or a signal is noticed
+LONGEST_GAP_S = 3.0  # between two looks; more was this process's own pause, and is held against nobody
 ORPHANS_S = 10.0  # Ray's daemons get their SIGTERM a moment before the controller ends
 CONTROLLER = "relax-control"  # its name in `ps` and `top`; 15 characters at most
 
@@ -50,12 +52,14 @@ class Attempt:
 
 def supervise(config: RelaxConfig, resume: ResumePoint | None, run_once: RunOnce) -> int:
     """Runs ``run_once`` in a child until it ends by itself; returns its exit code. A killed one is repeated from the
-    newest checkpoint, ``run.max_recoveries`` times; then the code is 1. Nothing of the run is left afterwards."""
+    newest checkpoint, ``run.max_recoveries`` times; then the code is 1. Nothing of the run is left afterwards, and what
+    earlier ones left, killed with their supervisors, is removed first."""
+    _remove_leftovers()
     adopt_orphans()
     attempt = Attempt(number=0, started=next(_STARTS)())
     with _Signals() as signals:
         while True:
-            with run_place(shared=_shared_folder(config)) as place:
+            with run_place(run_dir=Path(config.run.dir), shared=_is_shared(config)) as place:
                 controller = _Controller(partial(run_once, config, resume, place, attempt), signals)
                 code = controller.wait(frozen_after_s=config.run.heartbeat_timeout_s)
                 signals.controller = None
@@ -78,6 +82,15 @@ def supervise(config: RelaxConfig, resume: ResumePoint | None, run_once: RunOnce
             print(f"relax: {how}; another goes on from step {step}", file=sys.stderr, flush=True)
 
 
+def _remove_leftovers() -> None:
+    """Says what it was; what cannot be removed is said too, and keeps no run from starting."""
+    try:
+        for leftover in remove_leftovers():
+            print(f"relax: removed {leftover}", file=sys.stderr, flush=True)
+    except (OSError, RuntimeError) as error:
+        print(f"relax: what a killed run left cannot be removed: {error}", file=sys.stderr, flush=True)
+
+
 def _end_rest(*, grace_s: float) -> None:
     try:
         end_children(grace_s=grace_s)
@@ -85,11 +98,10 @@ def _end_rest(*, grace_s: float) -> None:
         print(f"relax: {error}", file=sys.stderr)
 
 
-def _shared_folder(config: RelaxConfig) -> Path | None:
+def _is_shared(config: RelaxConfig) -> bool:
     """A cluster that was joined may have several nodes, and engines that were attached be on others: what all share is
     the run's own folder."""
-    elsewhere = config.launcher.ray_address is not None or config.engine.urls
-    return Path(config.run.dir) if elsewhere else None
+    return config.launcher.ray_address is not None or bool(config.engine.urls)
 
 
 class _Signals:
@@ -142,17 +154,18 @@ class _Controller:
 
     def wait(self, *, frozen_after_s: float) -> int:
         """The exit code, or the negative number of the signal that killed it."""
-        last = time.monotonic()
+        looked, silent_s = time.monotonic(), 0.0
         while True:
             ended, status = os.waitpid(self._pid, os.WNOHANG)
             if ended:
                 os.close(self._beats)
                 return os.waitstatus_to_exitcode(status)
-            if select.select([self._beats], [], [], LOOK_S)[0]:
-                if not os.read(self._beats, 4096):
-                    time.sleep(LOOK_S)  # its end is closed: it is ending
-                last = time.monotonic()
-            elif time.monotonic() - last > frozen_after_s:
+            beats = select.select([self._beats], [], [], LOOK_S)[0]
+            now = time.monotonic()
+            looked, silent_s = now, 0.0 if beats else silent_s + min(now - looked, LONGEST_GAP_S)
+            if beats and not os.read(self._beats, 4096):
+                time.sleep(LOOK_S)  # its end is closed: it is ending
+            elif silent_s > frozen_after_s:
                 os.kill(self._pid, signal.SIGKILL)
 
 

@@ -19,11 +19,12 @@ STATES: Mapping[str, RoleStateName] = {"restarting": "restarting", "dead": "fail
 
 class RunFailed(RuntimeError):
     """The run cannot go on; the text is the first cause in one line, with its role. ``log``: its traceback, for the
-    run's logs."""
+    run's logs. ``worker``: whose own failure it is, by name."""
 
-    def __init__(self, text: str, *, log: str = "") -> None:
+    def __init__(self, text: str, *, log: str = "", worker: str | None = None) -> None:
         super().__init__(text)
         self.log = log
+        self.worker = worker
 
 
 class ServicesLost(RunFailed):
@@ -52,13 +53,13 @@ class RoleWatch:
             if self._pids.setdefault(beat.name, status.pid) != status.pid:
                 self._pids[beat.name] = status.pid
                 self._restarts[beat.name] = self._restarts.get(beat.name, 0) + 1
-            silent = f"silent for {beat.silent_s:.0f} s; " if beat.silent_s > 1.0 else ""
+            silent = [f"silent for {beat.silent_s:.0f} s"] if beat.silent_s > 1.0 else []
             return RoleState(
                 name=beat.name,
                 state=status.state,
                 since_s=time.time() - status.since,
                 restarts=self._restarts.get(beat.name, 0) + status.restarts,
-                detail=silent + status.detail,
+                detail="; ".join([*silent, *([status.detail] if status.detail else [])]),
             )
         return RoleState(
             name=beat.name,
@@ -93,7 +94,7 @@ def verdict(beats: Mapping[str, Beat], *, bus: str | None, killed: Mapping[str, 
         return ServicesLost("the bus died", log=first_failed.error or "")
     if first_failed.lost is not None:
         return ServicesLost(text, log=first_failed.error or "")
-    return RunFailed(text, log=first_failed.error or "") if sure else None
+    return RunFailed(text, log=first_failed.error or "", worker=first_failed.name) if sure else None
 
 
 def _failed(beat: Beat) -> WorkerStatus | None:

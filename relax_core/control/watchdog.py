@@ -32,7 +32,7 @@ class Watchdog:
         self._since = self._told = time.monotonic()
 
     def moved(self) -> None:
-        """A train step ended."""
+        """A train step ended, or a checkpoint that it waits for was written further."""
         self._since = self._told = time.monotonic()
 
     def check(self, beats: Mapping[str, Beat], *, step: int) -> None:

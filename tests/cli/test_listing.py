@@ -51,5 +51,5 @@ def test_a_broken_file_is_named_with_its_line(tmp_path: Path, capsys: pytest.Cap
     file.write_text("\n\nraise RuntimeError('no')\n")
     assert list_command([str(file)]) == 2
     told = capsys.readouterr()
-    assert f"{file}, line 3: RuntimeError: no" in told.err
+    assert f"relax: {file}: {file}, line 3: RuntimeError: no" in told.err
     assert "grpo" in told.out

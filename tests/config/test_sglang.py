@@ -39,7 +39,6 @@ SGLANG = ["engine=sglang", "engine.urls=[http://127.0.0.1:30000]"]
         ([*SGLANG, "rollout.top_p=0.9"], "Add rollout.top_k=2048, or use rollout.top_p=1"),
         ([*SGLANG, "rollout.top_k=5000"], "rollout.top_k=5000 with engine=sglang: at most 4096"),
         ([*SGLANG, "engine.weight_transport=gloo"], "those servers have no loader of Relax's"),
-        ([*SGLANG, "engine.admission_window_ms=2"], "engine.admission_window_ms=2: SGLang has none"),
     ],
 )
 def test_it_is_said_with_the_fix(overrides: list[str], words: str, tmp_path: Path) -> None:

@@ -48,6 +48,13 @@ def test_auto_takes_the_newest(config: RelaxConfig) -> None:
     assert (point.folder, point.step, point.snapshot) == (newest, 20, b"new")
 
 
+def test_auto_finds_one_whose_replacement_was_cut_short(config: RelaxConfig) -> None:
+    folder = write_checkpoint(Path(config.run.dir), 10)
+    folder.rename(folder.with_name(f".{folder.name}.replaced"))
+    point = find_resume_point(replace(config, resume="auto"))
+    assert point is not None and (point.folder, point.step) == (folder, 10)
+
+
 def test_a_named_folder_counts_even_if_it_is_not_the_newest(config: RelaxConfig, tmp_path: Path) -> None:
     older = write_checkpoint(tmp_path / "other", 10, snapshot=b"old")
     write_checkpoint(tmp_path / "other", 20)

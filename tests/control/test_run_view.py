@@ -19,7 +19,7 @@ from relax_core.observe.panel import Panel
 from relax_core.observe.sinks import read_metrics
 
 NAMESPACE = "test-run-view"
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 def answers(client: MetricsClient) -> bool:
@@ -37,8 +37,8 @@ def test_frozen_metrics_are_started_again_with_what_the_files_hold(
     client = start_metrics(tracker, tmp_path, name=tmp_path.name, namespace=NAMESPACE, max_restarts=1)
     try:
         client.record("actor", 0, {"reward": 0.5})
-        assert client.poll(0, timeout_s=60.0)[0] == 1
-        frozen = ray.get(client._handle.__ray_call__.remote(lambda _: os.getpid()), timeout=30)
+        assert client.poll(0, timeout_s=120.0)[0] == 1
+        frozen = ray.get(client._handle.__ray_call__.remote(lambda _: os.getpid()), timeout=120)
         with Panel(5, tmp_path, "title", live=False, console=Console(file=io.StringIO())) as panel:
             view = RunView(panel, client, log_dir=tmp_path / "logs", step=0, heartbeat_timeout_s=3.0)
             view.show(step=1, progress=None, roles=[], message="")
@@ -51,6 +51,6 @@ def test_frozen_metrics_are_started_again_with_what_the_files_hold(
             client.record("actor", 1, {"reward": 0.6})
             wait_until(lambda: client.poll(0)[0] == 2, what="the earlier report and the new one")
         assert [record.step for record in read_metrics(tmp_path)] == [0, 1]
-        assert ray.get(client._handle.__ray_call__.remote(lambda _: os.getpid()), timeout=30) != frozen
+        assert ray.get(client._handle.__ray_call__.remote(lambda _: os.getpid()), timeout=120) != frozen
     finally:
         ray.kill(ray.get_actor(tmp_path.name, namespace=NAMESPACE))

@@ -70,7 +70,7 @@ def test_what_a_roles_own_code_raised_ends_the_run_once_that_is_sure() -> None:
     assert judge(*given, sure=False) is None
     failure = judge(*given)
     assert type(failure) is RunFailed
-    assert str(failure) == "rollout-0 failed: rollout-0's words"
+    assert (str(failure), failure.worker) == ("rollout-0 failed: rollout-0's words", "rollout-0")
     assert failure.log == "Traceback\n  early"
 
 
