@@ -46,7 +46,6 @@ def engine_kinds() -> dict[str, EngineConfig]:
             python=str(SGLANG_PYTHON),
             tp=1,
             deterministic=False,
-            admission_window_ms=0.0,
             start_timeout_s=300.0,
         )
     else:
@@ -72,7 +71,7 @@ async def decode(batches: list[int], *, new_tokens: int, rounds: int) -> None:
             )
             process = EngineProcess.start(launch)
             stack.callback(process.stop, timeout_s=10.0)
-            clients.append(build_client(engine, process.url, token_file=token_file))
+            clients.append(build_client(engine, process.url, model_folder=folder, token_file=token_file))
             contenders[name] = Engine(clients[-1], process.pid)
         print("\nDecode, 102k parameters, prompts of 16 tokens; ratios to transformers: of wall time (least to most of")
         print(f"{rounds} rounds) and of process CPU time")

@@ -43,7 +43,6 @@ def engine_config() -> EngineConfig:
         max_running_samples=256,
         max_total_tokens=65536,
         context_length=256,
-        admission_window_ms=1.0,
         threads=1,
         start_timeout_s=60.0,
         request_timeout_s=120.0,

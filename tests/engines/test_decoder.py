@@ -58,7 +58,9 @@ def alone(model: Qwen3Model, one: Prefix) -> tuple[list[int], list[float]]:
     return single.slots.output(0)
 
 
-@pytest.mark.parametrize("seed", range(4))
+# Rounding differs between batches of other sizes, and between CPUs, by some 1e-6. With these seeds all random numbers
+# are 1.5e-5 away from the edge to another token.
+@pytest.mark.parametrize("seed", [13, 21, 23, 28])
 def test_arrivals_departures_and_growth(model: Qwen3Model, seed: int) -> None:
     rng = random.Random(seed)
     waiting = [prefix(rng.randint(1, 60), new=rng.randint(1, 40), seed=100 * seed + place) for place in range(40)]
@@ -102,9 +104,9 @@ def test_a_group_is_prefilled_once(model: Qwen3Model, monkeypatch: pytest.Monkey
     rows: list[int] = []
     hidden = Qwen3Model.hidden
 
-    def counted(self: Qwen3Model, ids: torch.Tensor, *others: object) -> torch.Tensor:
+    def counted(self: Qwen3Model, ids: torch.Tensor, *others: object, **more: object) -> torch.Tensor:
         rows.append(ids.shape[0])
-        return hidden(self, ids, *others)  # type: ignore[arg-type]
+        return hidden(self, ids, *others, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Qwen3Model, "hidden", counted)
     shared = decoder(model)

@@ -82,10 +82,14 @@ def test_truncation_and_logprobs_are_those_of_transformers(
     if top_k > 0:
         expected = TopKLogitsWarper(top_k)(None, expected)  # type: ignore[arg-type]
     if top_p < 1.0:
+        sums = expected.double().softmax(-1).sort(descending=True).values.cumsum(-1)
+        clear = ((sums - top_p).abs() > 1e-5).all(-1)  # else rounding says whether a token is in
+        logits, expected = logits[clear], expected[clear]
         expected = TopPLogitsWarper(top_p)(None, expected)  # type: ignore[arg-type]
     expected = expected.log_softmax(-1)
-    plan = sampling_plan([one(temperature=temperature, top_p=top_p, top_k=top_k)] * 16, vocab_size=VOCAB)
-    ids, logprobs = sample(logits.clone(), plan, torch.rand(16, dtype=torch.float64, generator=generator))
+    rows = len(logits)
+    plan = sampling_plan([one(temperature=temperature, top_p=top_p, top_k=top_k)] * rows, vocab_size=VOCAB)
+    ids, logprobs = sample(logits.clone(), plan, torch.rand(rows, dtype=torch.float64, generator=generator))
     assert torch.isfinite(expected.gather(-1, ids[:, None])).all()
     torch.testing.assert_close(logprobs, expected.gather(-1, ids[:, None])[:, 0], atol=1e-5, rtol=0.0)
 
@@ -99,8 +103,9 @@ def test_rows_with_different_settings_do_not_touch_each_other() -> None:
         one(banned_token_ids=(0, 4)),
         one(temperature=0.0, banned_token_ids=(1,)),
     ]
-    logits = torch.randn(len(kinds), VOCAB)
-    random = torch.rand(len(kinds), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(len(kinds), VOCAB, generator=generator)
+    random = torch.rand(len(kinds), dtype=torch.float64, generator=generator)
     ids, logprobs = sample(logits.clone(), sampling_plan(kinds, vocab_size=VOCAB), random)
     for row, kind in enumerate(kinds):
         alone = sample(logits[row : row + 1].clone(), sampling_plan([kind], vocab_size=VOCAB), random[row : row + 1])
@@ -110,7 +115,9 @@ def test_rows_with_different_settings_do_not_touch_each_other() -> None:
 def test_large_batches_are_sampled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = [one(temperature=0.5 + 0.1 * row, banned_token_ids=(row,)) for row in range(10)]
     plan = sampling_plan(kinds, vocab_size=VOCAB)
-    logits, random = torch.randn(10, VOCAB), torch.rand(10, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(10, VOCAB, generator=generator)
+    random = torch.rand(10, dtype=torch.float64, generator=generator)
     whole = sample(logits.clone(), plan, random)
     monkeypatch.setattr(sampler, "_CHUNK_ELEMENTS", 3 * VOCAB)
     parts = sample(logits.clone(), plan, random)

@@ -47,7 +47,7 @@ def build_app(arguments: argparse.Namespace) -> tuple[EngineApp, Scheduler]:
         version = arguments.weight_version
     with torch.inference_mode():
         _warm_up(decoder)
-    scheduler = Scheduler(decoder, version=version, admission_window_s=arguments.admission_window_ms / 1e3)
+    scheduler = Scheduler(decoder, version=version)
     info = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
     info["weight_bytes"] = weights.nbytes
     limits = RequestLimits(

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from relax_core.engines.embedded.decode_attention import CacheViews, DecodeAttention
 from relax_core.engines.embedded.kv_cache import KVCache
-from relax_core.engines.embedded.model import Attend, Qwen3Model
-from relax_core.engines.embedded.prefill import empty_kv, like_lengths, prefill_passes
+from relax_core.engines.embedded.model import Qwen3Model
+from relax_core.engines.embedded.prefill import Wanted, empty_kv, like_lengths, prefill_passes
 from relax_core.engines.embedded.routes import RouteTable
 from relax_core.engines.embedded.sampler import NonFiniteLogits, sample
 from relax_core.engines.embedded.scoring import ScoreItem, Scores, score
@@ -39,10 +40,8 @@ class Decoder:
             one = config.experts
             self.routes = RouteTable(max_samples, layers=config.num_layers, per_token=one.per_token, experts=one.count)
         self._noting = False  # whether a running sample wants its experts
-        self._columns = torch.arange(context_length)
-        self._keys = self._values = torch.empty(0)
-        self._rows: list[Tensor] = []
-        self._row_base = torch.empty(0, dtype=torch.int64)
+        self._views = CacheViews(self.cache)
+        self._attention: DecodeAttention | None = None  # of the steps that the slots have prepared
 
     # -- admission ------------------------------------------------------------------------------------------------
     def fits(self, *, samples: int, columns: int) -> bool:
@@ -66,7 +65,9 @@ class Decoder:
             self._fill(kv, batch, starts)
         copies = torch.tensor([len(prefix.keys) for prefix in prefixes])
         logits = self._model.logits(hidden).repeat_interleave(copies, 0)
-        return self._take(first, logits)
+        plan = self.slots.plan().rows(first, self.slots.count)
+        ids, logprobs = sample(logits, plan, self.slots.first_draws(first))
+        return self.slots.record_first(first, ids.numpy(), _finite(logprobs))
 
     def _fill(self, kv: Tensor, batch: list[int], starts: np.ndarray) -> None:
         """Copies each prefix's keys and values to its samples' slots; neighbours in one copy."""
@@ -90,11 +91,10 @@ class Decoder:
             self._noting = True
             routes = np.empty((count, width, *self.routes.shape), dtype=self.routes.dtype)
         kv = empty_kv(self._model, count=count, width=width, dtype=self._dtype)
-        last = torch.tensor([len(ids) for ids in token_ids]) - 1
+        last = Wanted(torch.arange(count), torch.tensor([len(ids) - 1 for ids in token_ids]))
         output = torch.empty(count, self._model.config.hidden_size, dtype=self._dtype)
-        for start, stop, hidden in prefill_passes(self._model, token_ids, kv, routes):
-            ends = ((last >= start) & (last < stop)).nonzero()[:, 0]
-            output[ends] = hidden[ends, last[ends] - start]
+        for found, hidden in prefill_passes(self._model, token_ids, kv, wanted=last, routes=routes):
+            output[found] = hidden
         if routes is not None:
             self._note_prefixes(prefixes, slots, routes)
         return kv, output
@@ -121,36 +121,31 @@ class Decoder:
     # -- decoding -------------------------------------------------------------------------------------------------
     def step(self) -> np.ndarray:
         """One more token for every running sample; returns the slots that are finished by it."""
-        count = self.slots.count
-        ids = torch.from_numpy(self.slots.token[:count])
-        positions = torch.from_numpy(self.slots.position[:count])
-        attend = self._decode_attention(count, positions)
-        hidden = self._noted(ids, positions, attend) if self._noting else self._model.hidden(ids, positions, attend)
-        return self._take(0, self._model.logits(hidden))
-
-    def _noted(self, ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """The same, and the experts of the tokens that are fed are written down."""
-        assert self.routes is not None
-        chosen: list[Tensor] = []
-        hidden = self._model.hidden(ids, positions, attend, chosen)
-        self.routes.record(self.slots.newest(), torch.stack(chosen, 1).numpy())
-        return hidden
+        slots = self.slots
+        attention = self._next_attention()
+        chosen: list[Tensor] | None = [] if self._noting else None
+        hidden = self._model.hidden(slots.newest_ids, attention.positions, attention, routes=chosen)
+        if chosen is not None and self.routes is not None:
+            self.routes.record(slots.newest(), torch.stack(chosen, 1).numpy())
+        ids, logprobs = sample(self._model.logits(hidden), slots.plan(), slots.draw())
+        return slots.record(ids, _finite(logprobs))
 
     def response_routes(self, slot: int) -> np.ndarray:
         """Experts of a sample's response tokens but its newest, ``[tokens - 1, layers, per_token]``."""
         assert self.routes is not None
         return self.routes.rows(slot, self.slots.length(slot) - 1)
 
-    def _take(self, first: int, logits: Tensor) -> np.ndarray:
-        """Samples the next token of slots first..count-1."""
-        plan = self.slots.plan()
-        if first:
-            plan = plan.rows(first, self.slots.count)
-        ids, logprobs = sample(logits, plan, self.slots.random(first))
-        values = logprobs.numpy()
-        if np.isnan(values).any():
-            raise NonFiniteLogits("the weights in force yield logits that are not finite")
-        return self.slots.record(first, ids.numpy(), values)
+    def _next_attention(self) -> DecodeAttention:
+        """Of this step. What several steps share is made with the first of them."""
+        slots = self.slots
+        if slots.ahead and self._attention is not None:
+            self._attention.advance()
+        else:
+            steps = slots.look_ahead()
+            positions = slots.position[: slots.count]
+            self._reserve(int(positions.max()) + steps, used_slots=slots.count)
+            self._attention = DecodeAttention(self._views, positions, steps=steps, dtype=self._dtype)
+        return self._attention
 
     def _reserve(self, columns: int, *, used_slots: int) -> None:
         """Room for all slots, of which ``used_slots`` hold something, in ``columns``. Admission counts with the most
@@ -159,43 +154,8 @@ class Decoder:
             self._bind_cache()
 
     def _bind_cache(self) -> None:
-        """Views of all layers' keys (transposed), values and rows, made once for each rectangle."""
-        data, config = self.cache.data, self._model.config
-        slots, columns, heads, dim = self.cache.slots, self.cache.columns, config.num_kv_heads, config.head_dim
-        flat = data.view(config.num_layers, 2, slots * heads, columns, dim)
-        self._keys, self._values = flat[:, 0].transpose(2, 3), flat[:, 1]
-        self._rows = list(data.view(config.num_layers, 2 * slots * heads * columns, dim).unbind(0))
-        head = torch.arange(slots * heads).view(slots, heads)
-        self._row_base = torch.cat((head, head + slots * heads), 1) * columns  # [slots, 2 * kv_heads]
-
-    def _decode_attention(self, count: int, positions: Tensor) -> Attend:
-        """One query a slot over the slot's columns, grouped by key head: for one token two batched products beat the
-        fused kernel, which pads the query."""
-        config = self._model.config
-        heads, dim = config.num_kv_heads, config.head_dim
-        group, used = config.num_heads // heads, count * heads
-        slot_positions = self.slots.position[:count]
-        width = int(slot_positions.max()) + 1
-        if width > self.cache.columns:
-            self._reserve(width, used_slots=count)
-        bias: Tensor | None = None
-        if int(slot_positions.min()) + 1 < width:
-            hidden = self._columns[:width] > positions[:, None]
-            bias = torch.zeros(count, width, dtype=self._dtype).masked_fill_(hidden, float("-inf"))
-            bias = bias.repeat_interleave(heads, 0)[:, None]
-        rows = (self._row_base[:count] + positions[:, None]).view(-1)
-        keys = self._keys[:, :used, :, :width].unbind(0)
-        values = self._values[:, :used, :width].unbind(0)
-        layer_rows = self._rows
-
-        def attend(layer: int, q: Tensor, kv: Tensor) -> Tensor:
-            layer_rows[layer].index_copy_(0, rows, kv.reshape(-1, dim))
-            scores = torch.bmm(q.reshape(used, group, dim), keys[layer])
-            if bias is not None:
-                scores.add_(bias)
-            return torch.bmm(scores.softmax(-1), values[layer]).view(count, -1)
-
-        return attend
+        self._views = CacheViews(self.cache)
+        self._attention = None
 
     # -- leaving --------------------------------------------------------------------------------------------------
     def remove(self, slots: Sequence[int]) -> list[tuple[int, int]]:
@@ -215,3 +175,10 @@ class Decoder:
         assert self.slots.count == 0
         self.cache.free()
         self._bind_cache()
+
+
+def _finite(logprobs: Tensor) -> np.ndarray:
+    values = logprobs.numpy()
+    if np.count_nonzero(np.isnan(values)):
+        raise NonFiniteLogits("the weights in force yield logits that are not finite")
+    return values

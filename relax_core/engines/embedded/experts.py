@@ -9,23 +9,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from relax_core.engines.embedded.model_config import Experts
+from relax_core.engines.embedded.products import product
 
 
 class ExpertWeights(NamedTuple):
     """One layer's router and experts, in the model's dtype."""
 
-    router: Tensor  # [experts, hidden]
-    gate_up: list[Tensor]  # one an expert, [2 * width, hidden]
-    down_t: list[Tensor]  # one an expert, [width, hidden], transposed views
+    router_t: Tensor  # [hidden, experts], as all: a transposed view
+    gate_up_t: list[Tensor]  # one an expert, [hidden, 2 * width]
+    down_t: list[Tensor]  # one an expert, [width, hidden]
 
 
-def choose_experts(rows: Tensor, router: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
+def choose_experts(rows: Tensor, router_t: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
     """Qwen3-MoE's rule: softmax over all experts in float32, the ``per_token`` likeliest.
 
     ``rows`` ``[rows, hidden]`` → weights ``[rows, per_token]`` in their dtype, and the experts int64 of that shape,
     likeliest first.
     """
-    scores = F.linear(rows, router).softmax(-1, dtype=torch.float32)
+    scores = product(rows, router_t).softmax(-1, dtype=torch.float32)
     weights, chosen = scores.topk(experts.per_token, -1)
     if experts.normalized:
         weights = weights / weights.sum(-1, keepdim=True)
@@ -46,11 +47,12 @@ def mix_experts(rows: Tensor, weights: Tensor, chosen: Tensor, mlp: ExpertWeight
     sorted_rows = rows.index_select(0, owners)
     outputs = torch.empty_like(sorted_rows)
     start = 0
-    for expert, count in enumerate(flat.bincount(minlength=len(mlp.gate_up)).tolist()):
+    for expert, count in enumerate(flat.bincount(minlength=len(mlp.gate_up_t)).tolist()):
         if count:
             end = start + count
-            gate, up = F.linear(sorted_rows[start:end], mlp.gate_up[expert]).chunk(2, -1)
-            torch.mm(F.silu(gate).mul_(up), mlp.down_t[expert], out=outputs[start:end])
+            gate_up_t, down_t = mlp.gate_up_t[expert], mlp.down_t[expert]
+            gate, up = product(sorted_rows[start:end], gate_up_t).chunk(2, -1)
+            outputs[start:end] = product(F.silu(gate).mul_(up), down_t)
             start = end
     outputs.mul_(weights.view(-1).index_select(0, order)[:, None])
     return torch.zeros_like(rows).index_add_(0, owners, outputs)

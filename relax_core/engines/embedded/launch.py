@@ -23,7 +23,6 @@ def command(launch: EngineLaunch) -> list[str]:
         "--max-running-samples": engine.max_running_samples,
         "--max-total-tokens": engine.max_total_tokens,
         "--context-length": engine.context_length,
-        "--admission-window-ms": engine.admission_window_ms,
         "--threads": engine.threads,
         "--dtype": launch.dtype,
     }

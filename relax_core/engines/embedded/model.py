@@ -11,6 +11,7 @@ from torch import Tensor
 
 from relax_core.engines.embedded.experts import ExpertWeights, choose_experts, mix_experts
 from relax_core.engines.embedded.model_config import ModelConfig
+from relax_core.engines.embedded.products import add_product, product
 from relax_core.engines.embedded.weights import FusedWeights
 
 # (layer, q [rows, heads, dim], keys, then values [rows, 2 * kv_heads, dim]) -> [rows, heads * dim]; q comes divided by
@@ -46,41 +47,53 @@ class Qwen3Model:
         heads.div_(length.hypot_(self._head_floor)).mul_(weight)
         heads.view(torch.complex64).mul_(rotation)
 
-    def hidden(self, ids: Tensor, positions: Tensor, attend: Attend, routes: list[Tensor] | None = None) -> Tensor:
+    def hidden(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        *,
+        routes: list[Tensor] | None = None,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
         """``ids``, ``positions`` int64 ``[rows]`` → the last layer's output, not yet normed, ``[rows, hidden]``.
 
-        ``routes``, where given, gets the experts of each layer, int64 ``[rows, per_token]``."""
+        ``routes``, where given, gets the experts of each layer, int64 ``[rows, per_token]``. ``wanted``, where given:
+        int64, the rows whose output is asked for; behind its attention the last layer is computed for them alone."""
         config = self.config
         shape = (ids.shape[0], -1, config.head_dim)
         heads, kv_heads, rotated = config.num_heads, config.num_kv_heads, config.num_heads + config.num_kv_heads
         rotation = self._rotation.index_select(0, positions)
         x = self.weights.embedding.index_select(0, ids)
         for index, layer in enumerate(self.weights.layers):
-            qkv = F.linear(self._norm(x, layer.input_norm), layer.qkv).view(shape)
+            qkv = product(self._norm(x, layer.input_norm), layer.qkv_t).view(shape)
             if self._narrow:
                 qkv = qkv.float()
             self._norm_and_rotate(qkv.narrow(1, 0, rotated), layer.qk_norm, rotation)
             if self._narrow:
                 qkv = qkv.to(self._dtype)
             q, kv = qkv.split_with_sizes((heads, 2 * kv_heads), 1)
-            x = torch.addmm(x, attend(index, q, kv), layer.output_t)
+            attended = attend(index, q, kv)
+            if wanted is not None and index == config.num_layers - 1:
+                x, attended = x.index_select(0, wanted), attended.index_select(0, wanted)
+            x = add_product(x, attended, layer.output_t)
             normed = self._norm(x, layer.mlp_norm)
             if isinstance(layer.mlp, ExpertWeights):
                 x = x + self._experts(normed, layer.mlp, routes)
             else:
-                gate_up = F.linear(normed, layer.mlp.gate_up)
+                gate_up = product(normed, layer.mlp.gate_up_t)
                 gate, up = gate_up.split_with_sizes((config.intermediate_size, config.intermediate_size), 1)
-                x = torch.addmm(x, F.silu(gate).mul_(up), layer.mlp.down_t)
+                x = add_product(x, F.silu(gate).mul_(up), layer.mlp.down_t)
         return x
 
     def _experts(self, rows: Tensor, mlp: ExpertWeights, routes: list[Tensor] | None) -> Tensor:
         assert self.config.experts is not None
-        weights, chosen = choose_experts(rows, mlp.router, self.config.experts)
+        weights, chosen = choose_experts(rows, mlp.router_t, self.config.experts)
         if routes is not None:
             routes.append(chosen)
         return mix_experts(rows, weights, chosen, mlp)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[rows, hidden]`` → float32 ``[rows, vocab]``, a tensor that the caller may write to."""
-        logits = F.linear(self._norm(hidden, self.weights.final_norm), self.weights.head)
+        logits = product(self._norm(hidden, self.weights.final_norm), self.weights.head_t)
         return logits.float() if self._narrow else logits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,13 +34,26 @@ def empty_kv(model: Qwen3Model, *, count: int, width: int, dtype: torch.dtype) -
     return torch.zeros((config.num_layers, 2, count, config.num_kv_heads, width, config.head_dim), dtype=dtype)
 
 
-def prefill_passes(
-    model: Qwen3Model, token_ids: Sequence[Sequence[int]], kv: Tensor, routes: np.ndarray | None = None
-) -> Iterator[tuple[int, int, Tensor]]:
-    """Fills ``kv`` and yields (start, stop, output ``[rows, stop - start, hidden]``, not yet normed) piece by piece.
+class Wanted(NamedTuple):
+    """Places whose output is asked for, int64 ``[wanted]`` each."""
 
-    Shorter rows are padded on the right: what a pad's output is says nothing. ``routes`` ``[rows, width, layers,
-    per_token]``, where given, is filled with the experts of every place.
+    rows: Tensor
+    columns: Tensor
+
+
+def prefill_passes(
+    model: Qwen3Model,
+    token_ids: Sequence[Sequence[int]],
+    kv: Tensor,
+    *,
+    wanted: Wanted,
+    routes: np.ndarray | None = None,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Fills ``kv`` and yields piece by piece (which of the wanted places, their output ``[places, hidden]``, not yet
+    normed).
+
+    Shorter rows are padded on the right. ``routes`` ``[rows, width, layers, per_token]``, where given, is filled with
+    the experts of every place.
     """
     count, width = len(token_ids), kv.shape[4]
     padded = np.zeros((count, width), dtype=np.int64)
@@ -50,12 +64,17 @@ def prefill_passes(
     for start in range(0, width, chunk):
         stop = min(start + chunk, width)
         positions = torch.arange(start, stop).repeat(count)
-        chosen: list[Tensor] | None = None if routes is None else []
+        tokens = rows[:, start:stop].reshape(-1)
         attend = _causal_attention(kv, start, stop)
-        hidden = model.hidden(rows[:, start:stop].reshape(-1), positions, attend, chosen)
-        if routes is not None and chosen is not None:
+        found = ((wanted.columns >= start) & (wanted.columns < stop)).nonzero()[:, 0]
+        places = wanted.rows[found] * (stop - start) + wanted.columns[found] - start
+        if routes is None:
+            hidden = model.hidden(tokens, positions, attend, wanted=places)
+        else:
+            chosen: list[Tensor] = []
+            hidden = model.hidden(tokens, positions, attend, routes=chosen).index_select(0, places)
             routes[:, start:stop] = torch.stack(chosen, 1).view(count, stop - start, *routes.shape[2:]).numpy()
-        yield start, stop, hidden.view(count, stop - start, -1)
+        yield found, hidden
 
 
 def _causal_attention(kv: Tensor, start: int, stop: int) -> Attend:

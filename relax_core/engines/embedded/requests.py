@@ -12,6 +12,7 @@ import msgspec
 from relax_core.engines.embedded.asgi import HttpError
 from relax_core.engines.embedded.model_config import ModelConfig
 from relax_core.engines.embedded.sampler import SamplingSettings
+from relax_core.engines.vocabulary import unknown_token
 
 MAX_SAMPLES = 65536  # of one request: prompts times n
 
@@ -138,9 +139,14 @@ def parse_body(body: bytes, *, msgpack: bool, model: ModelConfig) -> RequestBody
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise HttpError(400, f"/generate: {error}") from error
     _neutral(raw, _defaults_generate, _GENERATE_NEUTRAL, where="")
-    prompts, single = _prompts(raw.input_ids, vocab_size=model.vocab_size)
+    prompts, single = _prompts(raw.input_ids)
+    rids = _rids(raw.rid, len(prompts))
+    for place, (ids, rid) in enumerate(zip(prompts, rids, strict=True)):
+        given = None if raw.rid is None else rid
+        if (problem := unknown_token(place, ids, rid=given, vocab_size=model.vocab_size)) is not None:
+            raise HttpError(400, problem)
     sampling = _sampling(raw.sampling_params, len(prompts))
-    return RequestBody(raw=raw, prompts=prompts, single=single, sampling=sampling, rids=_rids(raw.rid, len(prompts)))
+    return RequestBody(raw=raw, prompts=prompts, single=single, sampling=sampling, rids=rids)
 
 
 def parse_generate(body: RequestBody, *, model: ModelConfig, limits: RequestLimits) -> GenerateRequest:
@@ -210,7 +216,7 @@ def _neutral(raw: Any, defaults: Any, names: tuple[str, ...], *, where: str) -> 
             )
 
 
-def _prompts(input_ids: list[int | list[int]] | None, *, vocab_size: int) -> tuple[list[list[int]], bool]:
+def _prompts(input_ids: list[int | list[int]] | None) -> tuple[list[list[int]], bool]:
     if not input_ids:
         raise HttpError(400, "input_ids: missing or empty; give the prompt's token ids, or a list of such lists")
     rows: list[list[int]] = []
@@ -221,18 +227,13 @@ def _prompts(input_ids: list[int | list[int]] | None, *, vocab_size: int) -> tup
     for place, ids in enumerate(rows):
         if not ids:
             raise HttpError(400, f"input_ids[{place}]: empty; a prompt has at least one token")
-        _check_ids(f"input_ids[{place}]", ids, vocab_size=vocab_size)
     return rows, bool(flat)
 
 
-def _check_ids(key: str, ids: list[int], *, vocab_size: int) -> None:
-    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
-        bad = next(token for token in ids if not 0 <= token < vocab_size)
-        raise HttpError(400, f"{key}: token id {bad} is not in the vocabulary; ids go from 0 to {vocab_size - 1}")
-
-
 def _token_ids(key: str, ids: list[int], *, vocab_size: int) -> tuple[int, ...]:
-    _check_ids(key, ids, vocab_size=vocab_size)
+    bad = next((token for token in ids if not 0 <= token < vocab_size), None)
+    if bad is not None:
+        raise HttpError(400, f"{key}: token id {bad} is not in the vocabulary; ids go from 0 to {vocab_size - 1}")
     return tuple(sorted(set(ids)))
 
 

@@ -146,7 +146,7 @@ def _sample_rows(logits: Tensor, plan: SamplingPlan, random: Tensor) -> tuple[Te
         logits.mul_(plan.inverse_temperature)
     if plan.top_k is not None and plan.top_p is not None:
         _truncate(logits, plan.top_k, plan.top_p)
-    logprobs = F.log_softmax(logits, -1)
+    logprobs = logits.log_softmax(-1)
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     target = random.unsqueeze(1) * cumulative.narrow(1, logits.shape[1] - 1, 1)
     # the first token whose cumulative probability exceeds the target: never one of probability 0

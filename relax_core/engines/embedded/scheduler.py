@@ -42,12 +42,11 @@ class Load:
 class Scheduler(threading.Thread):
     """Owns the decoder. Everything that touches it runs in this thread: `post` brings it here, between two steps."""
 
-    def __init__(self, decoder: Decoder, *, version: int, admission_window_s: float) -> None:
+    def __init__(self, decoder: Decoder, *, version: int) -> None:
         super().__init__(name="decode", daemon=True)
         self.version = version
         self.failure: BaseException | None = None
         self._decoder = decoder
-        self._window_s = admission_window_s
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: list[Waiting] = []
         self._running: list[Sample] = []  # by slot
@@ -169,16 +168,10 @@ class Scheduler(threading.Thread):
             self._fail_all(f"weight version {self.version}: {error}")
 
     def _receive(self) -> None:
-        """Takes in what has arrived; where there is nothing to do, waits for it, and a moment more for its burst."""
+        """Takes in what has arrived; where there is nothing to do, waits for it. A burst of requests needs no more:
+        what comes during the first one's prefill has the next one together."""
         if self._idle():
             self._inbox.get()()
-            if len(self._waiting) == 1 and not self._idle():
-                deadline = time.perf_counter() + self._window_s
-                while (left := deadline - time.perf_counter()) > 0:
-                    try:
-                        self._inbox.get(timeout=left)()
-                    except queue.Empty:
-                        break
         while not self._inbox.empty():
             self._inbox.get()()
 

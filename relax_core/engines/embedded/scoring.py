@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from relax_core.engines.embedded.model import Qwen3Model
-from relax_core.engines.embedded.prefill import empty_kv, prefill_passes
+from relax_core.engines.embedded.prefill import Wanted, empty_kv, prefill_passes
 from relax_core.engines.embedded.sampler import NonFiniteLogits
 
 _CHUNK_ELEMENTS = 1 << 22  # logits that exist at one time; bounds them to 16 MiB, and their log-softmax to as much
@@ -44,14 +44,15 @@ def score(model: Qwen3Model, items: Sequence[ScoreItem], *, dtype: torch.dtype) 
     inverse = torch.tensor([1.0 / item.temperature for item in items])
     top_k = max(item.top_k for item in items)
     parts = []
-    for start, stop, hidden in prefill_passes(model, rows, kv):
-        owners, places, targets = _asked(items, start, stop)
-        step = max(1, _CHUNK_ELEMENTS // model.config.vocab_size)
-        for at in range(0, len(owners), step):
-            own = owners[at : at + step]
-            logits = model.logits(hidden[own, places[at : at + step]])
+    asked, targets = _asked(items)
+    step = max(1, _CHUNK_ELEMENTS // model.config.vocab_size)
+    for these, hidden in prefill_passes(model, rows, kv, wanted=asked):
+        for at in range(0, len(these), step):
+            some = these[at : at + step]
+            own = asked.rows[some]
+            logits = model.logits(hidden[at : at + step])
             logprobs = F.log_softmax(logits.mul_(inverse[own, None]), -1)
-            chosen = logprobs.gather(-1, targets[at : at + step, None])[:, 0]
+            chosen = logprobs.gather(-1, targets[some, None])[:, 0]
             if bool(chosen.isnan().any()):
                 raise NonFiniteLogits("the weights in force yield logits that are not finite")
             top = logprobs.topk(top_k, -1)
@@ -67,15 +68,15 @@ def score(model: Qwen3Model, items: Sequence[ScoreItem], *, dtype: torch.dtype) 
     return found
 
 
-def _asked(items: Sequence[ScoreItem], start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the positions [start, stop) that predict a token to be scored: its row, its place there, the token."""
-    owners: list[int] = []
-    places: list[int] = []
+def _asked(items: Sequence[ScoreItem]) -> tuple[Wanted, Tensor]:
+    """The places that predict a token to be scored, and these tokens."""
+    rows: list[int] = []
+    columns: list[int] = []
     targets: list[int] = []
     for row, item in enumerate(items):
-        first, last = max(start, item.start), min(stop, len(item.token_ids) - 1)
-        if first < last:
-            owners += [row] * (last - first)
-            places += range(first - start, last - start)
-            targets += item.token_ids[first + 1 : last + 1]
-    return torch.tensor(owners, dtype=torch.int64), torch.tensor(places, dtype=torch.int64), torch.tensor(targets)
+        last = len(item.token_ids) - 1
+        rows += [row] * (last - item.start)
+        columns += range(item.start, last)
+        targets += item.token_ids[item.start + 1 :]
+    wanted = Wanted(torch.tensor(rows, dtype=torch.int64), torch.tensor(columns, dtype=torch.int64))
+    return wanted, torch.tensor(targets, dtype=torch.int64)

@@ -12,7 +12,10 @@ from relax_core.engines.embedded.routes import PromptRoutes
 from relax_core.engines.embedded.sampler import SamplingPlan, SamplingSettings, sampling_plan, uniforms
 
 FIRST_TOKENS = 16
-DRAWN_TOKENS = 8  # random numbers that are drawn at one time: a hash of few numbers is all overhead
+STEPS_AHEAD = (
+    8  # steps that are prepared, and whose tokens are written down, at one time: of few numbers all is overhead
+)
+NO_ROWS = np.empty(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,35 +42,41 @@ class Prefix:
 
 
 class SlotTable:
-    """Rows 0..count-1 are running samples."""
+    """Rows 0..count-1 are running samples.
+
+    Their next steps are prepared together (`look_ahead`): random numbers for all of them, and no more steps than the
+    first row needs to reach its limit, so that on the way only stop tokens are to be looked for.
+    """
 
     def __init__(self, capacity: int, *, vocab_size: int) -> None:
         self.count = 0
+        self.ahead = 0  # steps that are prepared; 0 whenever a row came or went
+        self.newest_ids = torch.empty(0, dtype=torch.int64)  # of all rows, for the next of these steps
         self._vocab_size = vocab_size
         self._settings: list[SamplingSettings] = []
         self._plan: SamplingPlan | None = None
-        self.token = np.zeros(capacity, dtype=np.int64)  # the newest token, not yet in the cache
-        self.position = np.zeros(capacity, dtype=np.int64)  # its column
+        self.position = np.zeros(capacity, dtype=np.int64)  # the newest token's column, which is not yet in the cache
         self.columns = np.zeros(capacity, dtype=np.int64)  # the most it may come to need
+        self._token = np.zeros(capacity, dtype=np.int64)  # the newest
         self._key = np.zeros(capacity, dtype=np.uint64)
         self._length = np.zeros(capacity, dtype=np.int64)  # tokens generated
         self._limit = np.zeros(capacity, dtype=np.int64)
         self._stop = np.full((capacity, 1), -1, dtype=np.int64)
         self._ids = np.zeros((capacity, FIRST_TOKENS), dtype=np.int64)
         self._logprobs = np.zeros((capacity, FIRST_TOKENS), dtype=np.float32)
-        self._random = np.zeros((DRAWN_TOKENS, capacity)).T  # [capacity, tokens], of the next tokens
-        self._used = DRAWN_TOKENS  # of them, by every row alike
-        self._room = FIRST_TOKENS  # tokens that every row can take at least before the two are full
+        self._draws: list[torch.Tensor] = []  # random numbers of the steps ahead, the next step's last
+        self._unsettled = 0  # steps whose tokens stand in the next two, not yet in the columns above
+        self._step_ids = np.zeros((STEPS_AHEAD, capacity), dtype=np.int64)
+        self._step_logprobs = np.zeros((STEPS_AHEAD, capacity), dtype=np.float32)
 
     def add(self, prefixes: Sequence[Prefix]) -> None:
         """Appends the samples of ``prefixes``, in order."""
+        self.settle()
         for prefix in prefixes:
             rows = slice(self.count, self.count + len(prefix.keys))
             done, settings = len(prefix.done), prefix.settings
             self._widen_stops(len(settings.stop_token_ids))
-            if done >= self._ids.shape[1]:
-                self._widen_output(done + 1)
-            self._room = min(self._room, self._ids.shape[1] - done)
+            self._widen_output(done)
             self.position[rows] = len(prefix.token_ids) - 1
             self.columns[rows] = prefix.columns
             self._key[rows] = prefix.keys
@@ -80,80 +89,119 @@ class SlotTable:
             self._settings.extend([settings] * len(prefix.keys))
             self.count = rows.stop
         self._plan = None
-        self._used = DRAWN_TOKENS
+        self.ahead = 0
 
     def _widen_stops(self, stops: int) -> None:
         if stops > self._stop.shape[1]:
             self._stop = np.pad(self._stop, ((0, 0), (0, stops - self._stop.shape[1])), constant_values=-1)
 
     def _widen_output(self, tokens: int) -> None:
-        more = ((0, 0), (0, max(tokens, 2 * self._ids.shape[1]) - self._ids.shape[1]))
-        self._ids, self._logprobs = np.pad(self._ids, more), np.pad(self._logprobs, more)
+        width = self._ids.shape[1]
+        if tokens > width:
+            more = ((0, 0), (0, max(tokens, 2 * width) - width))
+            self._ids, self._logprobs = np.pad(self._ids, more), np.pad(self._logprobs, more)
 
     def plan(self) -> SamplingPlan:
         if self._plan is None:
             self._plan = sampling_plan(self._settings, vocab_size=self._vocab_size)
         return self._plan
 
-    def random(self, first: int) -> torch.Tensor:
-        """Uniform numbers for the next tokens of rows first..count-1, which are then to be recorded."""
+    # -- the first token of new rows --------------------------------------------------------------------------------
+    def first_draws(self, first: int) -> torch.Tensor:
+        """Uniform numbers for the next token of rows first..count-1."""
         rows = slice(first, self.count)
-        if first:
-            return torch.from_numpy(uniforms(self._key[rows], self._length[rows]))
-        if self._used == DRAWN_TOKENS:
-            next_tokens = self._length[rows, None] + np.arange(DRAWN_TOKENS)
-            self._random[rows] = uniforms(self._key[rows, None], next_tokens)
-            self._used = 0
-        self._used += 1
-        return torch.from_numpy(self._random[rows, self._used - 1])
+        return torch.from_numpy(uniforms(self._key[rows], self._length[rows]))
 
-    def record(self, first: int, ids: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
-        """Takes the next tokens of rows first..count-1; returns the rows that are finished by them."""
-        rows = slice(first, self.count)
-        if self._room == 0:
-            longest = int(self._length[: self.count].max())
-            if longest == self._ids.shape[1]:
-                self._widen_output(longest + 1)
-            self._room = self._ids.shape[1] - longest
-        self._room -= 1
+    def record_first(self, first: int, ids: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
+        """Takes the next token of rows first..count-1; returns the rows that are finished by it."""
+        self._write(first, ids[:, None], logprobs[:, None])
+        return self._finished(first)
+
+    # -- steps of all rows ------------------------------------------------------------------------------------------
+    def look_ahead(self) -> int:
+        """Prepares the next steps, at least one, while no row comes or goes; returns how many."""
+        self.settle()
+        rows = slice(0, self.count)
+        self.ahead = min(STEPS_AHEAD, int((self._limit[rows] - self._length[rows]).min()))
+        assert self.ahead > 0, "a finished sample is still in its row"
+        places = self._length[rows] + np.arange(self.ahead)[::-1, None]
+        self._draws = list(torch.from_numpy(uniforms(self._key[rows], places)).unbind(0))
+        self.newest_ids = torch.from_numpy(self._token[rows])
+        return self.ahead
+
+    def draw(self) -> torch.Tensor:
+        """Uniform numbers for this step, float64 ``[rows]``."""
+        return self._draws.pop()
+
+    def record(self, ids: torch.Tensor, logprobs: np.ndarray) -> np.ndarray:
+        """Takes the next token of every row; returns the rows that are finished by it."""
+        tokens = ids.numpy()
+        self.newest_ids = ids
+        self._step_ids[self._unsettled, : self.count] = tokens
+        self._step_logprobs[self._unsettled, : self.count] = logprobs
+        self._unsettled += 1
+        self.ahead -= 1
+        if self.ahead and not np.count_nonzero(self._stop[: self.count] == tokens[:, None]):
+            return NO_ROWS
+        self.settle()
+        return self._finished(0)
+
+    def settle(self) -> None:
+        """Writes the tokens of the last steps to their columns: many at one time."""
+        if self._unsettled:
+            steps, self._unsettled = self._unsettled, 0
+            self._write(0, self._step_ids[:steps, : self.count].T, self._step_logprobs[:steps, : self.count].T)
+
+    def _write(self, first: int, ids: np.ndarray, logprobs: np.ndarray) -> None:
+        """``[rows, tokens]`` of rows first..count-1."""
+        rows, tokens = slice(first, self.count), ids.shape[1]
         length = self._length[rows]
-        where = np.arange(first, self.count), length
+        self._widen_output(int(length.max()) + tokens)
+        where = np.arange(first, self.count)[:, None], length[:, None] + np.arange(tokens)
         self._ids[where] = ids
         self._logprobs[where] = logprobs
-        length += 1
-        self.position[rows] += 1
-        self.token[rows] = ids
-        finished = (self._stop[rows] == ids[:, None]).any(1)
-        finished |= length >= self._limit[rows]
+        length += tokens
+        self.position[rows] += tokens
+        self._token[rows] = ids[:, -1]
+
+    def _finished(self, first: int) -> np.ndarray:
+        """Of rows first..count-1, those that their newest token finishes."""
+        rows = slice(first, self.count)
+        finished = (self._stop[rows] == self._token[rows, None]).any(1)
+        finished |= self._length[rows] >= self._limit[rows]
         return np.flatnonzero(finished) + first
 
+    # -- what there is ----------------------------------------------------------------------------------------------
     def length(self, row: int) -> int:
-        return int(self._length[row])
+        return int(self._length[row]) + self._unsettled
 
     def newest(self) -> np.ndarray:
         """Number of each running sample's newest token, which the next step feeds."""
-        newest: np.ndarray = self._length[: self.count] - 1
+        newest: np.ndarray = self._length[: self.count] + (self._unsettled - 1)
         return newest
 
     def output(self, row: int, start: int = 0) -> tuple[list[int], list[float]]:
         """Token ids and log-probs of a row from its token ``start`` on."""
+        self.settle()
         stop = self._length[row]
         return self._ids[row, start:stop].tolist(), self._logprobs[row, start:stop].tolist()
 
     def remove(self, rows: Sequence[int]) -> list[tuple[int, int]]:
         """Drops rows and closes the gaps with the last ones; returns the moves as (from, to)."""
+        self.settle()
         gone = set(rows)
         kept = self.count - len(gone)
         movers = [row for row in range(kept, self.count) if row not in gone]
         holes = sorted(row for row in gone if row < kept)
         moves = list(zip(movers, holes, strict=True))
         if moves:
-            columns = (self.token, self.position, self.columns, self._key, self._length, self._limit)
-            for column in (*columns, self._stop, self._ids, self._logprobs, self._random):
+            columns = (self._token, self.position, self.columns, self._key, self._length, self._limit)
+            for column in (*columns, self._stop, self._ids, self._logprobs):
                 column[holes] = column[movers]
             for source, target in moves:
                 self._settings[target] = self._settings[source]
         del self._settings[kept:]
         self.count = kept
         self._plan = None
+        self.ahead = 0
         return moves

@@ -14,10 +14,10 @@ from relax_core.engines.embedded.model_config import Experts, ModelConfig
 
 
 class DenseWeights(NamedTuple):
-    """One layer's feed-forward."""
+    """One layer's feed-forward; as everywhere here, ``_t`` is a transposed view, as a product takes it."""
 
-    gate_up: Tensor  # [2 * intermediate, hidden]
-    down_t: Tensor  # [intermediate, hidden], a transposed view
+    gate_up_t: Tensor  # [hidden, 2 * intermediate]
+    down_t: Tensor  # [intermediate, hidden]
 
 
 class LayerWeights(NamedTuple):
@@ -25,9 +25,9 @@ class LayerWeights(NamedTuple):
     that rotary embedding is one complex product; dot products and norms do not see the order."""
 
     input_norm: Tensor  # [hidden], as all norms: float32, with the factors of `Target.scale`
-    qkv: Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    qkv_t: Tensor  # [hidden, (heads + 2 * kv_heads) * head_dim]
     qk_norm: Tensor  # [heads + kv_heads, head_dim]
-    output_t: Tensor  # [heads * head_dim, hidden], a transposed view
+    output_t: Tensor  # [heads * head_dim, hidden]
     mlp_norm: Tensor  # [hidden]
     mlp: DenseWeights | ExpertWeights
 
@@ -54,10 +54,11 @@ class FusedWeights:
         self.layers = [self._layer(index, config, dtype) for index in range(config.num_layers)]
         self.final_norm = torch.zeros(hidden)
         self._whole("model.norm.weight", self.final_norm, scale=math.sqrt(hidden))
-        self.head = self.embedding
+        head = self.embedding
         if not config.tie_word_embeddings:
-            self.head = torch.zeros(vocab, hidden, dtype=dtype)
-            self._whole("lm_head.weight", self.head)
+            head = torch.zeros(vocab, hidden, dtype=dtype)
+            self._whole("lm_head.weight", head)
+        self.head_t = head.t()
         self._tied = config.tie_word_embeddings
 
     def _whole(self, name: str, tensor: Tensor, *, scale: float = 1.0) -> None:
@@ -93,20 +94,20 @@ class FusedWeights:
             mlp = self._dense(f"{layer}mlp.", hidden, config.intermediate_size, dtype)
         else:
             mlp = self._experts(f"{layer}mlp.", hidden, config.experts, dtype)
-        return LayerWeights(input_norm, qkv, qk_norm, output.t(), mlp_norm, mlp)
+        return LayerWeights(input_norm, qkv.t(), qk_norm, output.t(), mlp_norm, mlp)
 
     def _dense(self, prefix: str, hidden: int, width: int, dtype: torch.dtype) -> DenseWeights:
         gate_up, down = torch.zeros(2 * width, hidden, dtype=dtype), torch.zeros(hidden, width, dtype=dtype)
         self._whole(f"{prefix}gate_proj.weight", gate_up[:width])
         self._whole(f"{prefix}up_proj.weight", gate_up[width:])
         self._whole(f"{prefix}down_proj.weight", down)
-        return DenseWeights(gate_up, down.t())
+        return DenseWeights(gate_up.t(), down.t())
 
     def _experts(self, prefix: str, hidden: int, experts: Experts, dtype: torch.dtype) -> ExpertWeights:
         router = torch.zeros(experts.count, hidden, dtype=dtype)
         self._whole(f"{prefix}gate.weight", router)
         each = [self._dense(f"{prefix}experts.{one}.", hidden, experts.width, dtype) for one in range(experts.count)]
-        return ExpertWeights(router, [one.gate_up for one in each], [one.down_t for one in each])
+        return ExpertWeights(router.t(), [one.gate_up_t for one in each], [one.down_t for one in each])
 
     @property
     def nbytes(self) -> int:

@@ -1,0 +1,156 @@
+"""What the pool's tests share: real engines behind clients that note what goes over them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
+from relax_core.engines.client import EngineClient
+from relax_core.engines.pool import EnginePool
+from relax_core.engines.wire import StreamEnd
+from tests.contracts.engine.harness import TOKEN, Engine
+
+SHORT = SamplingParams(n=3, max_new_tokens=4)
+DEADLINE_S = 120.0
+
+
+class NotedClient(EngineClient):
+    """A client that notes what goes over it."""
+
+    def __init__(self, engine: Engine, number: int, directory: Directory) -> None:
+        super().__init__(engine.process.url, TOKEN, request_timeout_s=60.0, control_timeout_s=30.0)
+        self._number, self._directory = number, directory
+
+    async def generate(
+        self, prompts: Sequence[PromptRequest], params: SamplingParams, **options: Any
+    ) -> AsyncIterator[Generated]:
+        self._directory.calls.append(self._number)
+        self._directory.requests += [(self._number, prompt) for prompt in prompts]
+        async for one in super().generate(prompts, params, **options):
+            self._directory.came += [(self._number, one)]
+            yield one
+
+
+class Directory:
+    """Gives the pool its clients, and remembers what it asked for and what came: ``calls`` of generate, by engine;
+    ``requests``, ``came`` of (engine, prompt or response). ``replace``: called for a fresh address."""
+
+    def __init__(self, *engines: Engine, replace: Callable[[int], Engine] | None = None) -> None:
+        self.engines = list(engines)
+        self.asked: list[tuple[int, bool]] = []
+        self.calls: list[int] = []
+        self.requests: list[tuple[int, PromptRequest]] = []
+        self.came: list[tuple[int, Generated]] = []
+        self._replace = replace
+        self._clients: list[EngineClient] = []
+
+    async def client_for(self, engine: int, fresh: bool) -> EngineClient:
+        self.asked.append((engine, fresh))
+        if fresh and self._replace is not None:
+            self.engines[engine] = await asyncio.to_thread(self._replace, engine)
+            self._replace = None
+        client = NotedClient(self.engines[engine], engine, self)
+        self._clients.append(client)
+        return client
+
+    async def close(self) -> None:
+        for client in self._clients:
+            await client.aclose()
+
+
+class Flawed:
+    """Gives the pool its engines; ``flaws`` takes the place of the generation of some of them."""
+
+    def __init__(self, directory: Directory, flaws: dict[int, Callable[[PromptRequest], Generated]]) -> None:
+        self._directory, self._flaws = directory, flaws
+        self.met: Counter[int] = Counter()
+
+    async def client_for(self, engine: int, fresh: bool) -> EngineClient:
+        client = await self._directory.client_for(engine, fresh)
+        if engine in self._flaws:
+
+            async def flawed(prompts: Sequence[PromptRequest], *args: Any, **options: Any) -> AsyncIterator[Generated]:
+                self.met[engine] += 1
+                for prompt in prompts:
+                    yield self._flaws[engine](prompt)
+
+            client.generate = flawed  # type: ignore[method-assign]
+        return client
+
+
+def generate(
+    directory: Directory,
+    prompts: list[PromptRequest],
+    params: SamplingParams,
+    *,
+    patience_s: float = 60.0,
+    on_done: Callable[[int], None] = lambda place: None,
+    ends: list[StreamEnd] | None = None,
+) -> list[tuple[int, list[Generated]]]:
+    async def collect() -> list[tuple[int, list[Generated]]]:
+        pool = EnginePool(len(directory.engines), directory.client_for, patience_s=patience_s)
+        found = []
+        try:
+            async for place, responses in pool.generate(
+                prompts, params, places=range(len(prompts)), on_end=None if ends is None else ends.append
+            ):
+                found.append((place, responses))
+                on_done(place)
+        finally:
+            await directory.close()
+        return found
+
+    return asyncio.run(collect())
+
+
+async def list_groups(groups: AsyncIterator[tuple[int, list[Generated]]]) -> list[tuple[int, list[Generated]]]:
+    return [one async for one in groups]
+
+
+async def collect_groups(groups: AsyncIterator[tuple[int, list[Generated]]]) -> dict[int, list[Generated]]:
+    return dict(await list_groups(groups))
+
+
+def tokens(found: list[tuple[int, list[Generated]]]) -> dict[int, list[list[int]]]:
+    return {
+        place: [one.output_ids for one in sorted(responses, key=lambda one: one.sample)] for place, responses in found
+    }
+
+
+def continued(directory: Directory) -> int:
+    return sum(prompt.generated > 0 for _, prompt in directory.requests)
+
+
+def kill(engine: Engine) -> None:
+    os.kill(engine.process.pid, signal.SIGKILL)
+
+
+def decode_a_little(engine: Engine) -> None:
+    """Some steps of an engine that is paused and is paused again: what is asked of it in between meets its samples in
+    the middle, however fast it decodes."""
+    engine.client.resume()
+    engine.client.pause("in_place")
+
+
+def decodes(engine: Engine) -> Callable[[], bool]:
+    """For `until`: decodes a little at a time, until there are some tokens more of all samples."""
+    done = engine.client.loads()["generated_tokens"]
+
+    def some_more() -> bool:
+        decode_a_little(engine)
+        return bool(engine.client.loads()["generated_tokens"] >= done + 50)
+
+    return some_more
+
+
+async def until(what: str, true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not true():
+        assert time.monotonic() < deadline, what
+        await asyncio.sleep(0.005)
