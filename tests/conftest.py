@@ -1,34 +1,54 @@
-"""What all tests share: one small local Ray for the whole session."""
+"""What all tests share: one small local Ray for the whole session, and a folder for what they make under /tmp."""
 
 from __future__ import annotations
 
 import os
-import secrets
-import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Generator, Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
-RAY_FOLDER = pytest.StashKey[Path]()
+from relax_core.control.ray_session import new_token_file
+from tests.scratch import Scratch
+
+SCRATCH = pytest.StashKey[Scratch]()
+
+# The same examples each time, however slow the machine is: a red test is of the change before it.
+# `--hypothesis-profile=default` draws new ones.
+settings.register_profile(
+    "relax", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.load_profile("relax")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Ray reads these when it is imported, and test files import it while pytest collects them."""
-    # Short: Ray's socket paths lie below it and may have 107 bytes at most.
-    folder = Path(tempfile.mkdtemp(prefix="rx", dir="/tmp"))
-    token = folder / "token"
-    token.touch(mode=0o600)
-    token.write_text(secrets.token_hex(32))
+    """Ray and torch read these when they are imported, and test files import them while pytest collects them."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as `make test` does: bits are those of one thread, and cores shared
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    scratch = config.stash[SCRATCH] = Scratch()
+    scratch.as_tmpdir()
+    (scratch.folder / "r").mkdir()
     os.environ["RAY_AUTH_MODE"] = "token"
-    os.environ["RAY_AUTH_TOKEN_PATH"] = str(token)
-    config.stash[RAY_FOLDER] = folder
+    os.environ["RAY_AUTH_TOKEN_PATH"] = str(new_token_file(scratch.folder / "r" / "token"))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    shutil.rmtree(config.stash[RAY_FOLDER], ignore_errors=True)
+    config.stash[SCRATCH].close()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
+    yield
+    item.config.stash[SCRATCH].note(item.nodeid)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_left_behind(pytestconfig: pytest.Config) -> Iterator[None]:
+    """No folder, no shared memory, no process of any test outlives the session. Its teardown is the last one."""
+    yield
+    left = pytestconfig.stash[SCRATCH].left()
+    assert not left, "tests left behind:\n" + "\n".join(left)
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +60,7 @@ def ray_session(pytestconfig: pytest.Config) -> Iterator[str]:
         num_cpus=8,
         include_dashboard=False,
         object_store_memory=200 * 1024 * 1024,
-        _temp_dir=str(pytestconfig.stash[RAY_FOLDER]),
+        _temp_dir=str(pytestconfig.stash[SCRATCH].folder / "r"),
         _node_ip_address="127.0.0.1",
     )
     yield ray.get_runtime_context().gcs_address
@@ -49,7 +69,7 @@ def ray_session(pytestconfig: pytest.Config) -> Iterator[str]:
 
 @pytest.fixture
 def wait_until() -> Callable[..., None]:
-    def wait(condition: Callable[[], bool], *, what: str, timeout_s: float = 60.0) -> None:
+    def wait(condition: Callable[[], bool], *, what: str, timeout_s: float = 120.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, f"{what} did not happen within {timeout_s} s"

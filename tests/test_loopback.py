@@ -15,7 +15,8 @@ from relax_core.config.compose import load_config
 from relax_core.control.place import run_place
 from relax_core.control.ray_session import RaySession
 
-with run_place() as place, RaySession(load_config([]).launcher, place, log_dir=Path(sys.argv[1])):
+logs = Path(sys.argv[1])
+with run_place(run_dir=logs) as place, RaySession(load_config([]).launcher, place, log_dir=logs):
     import psutil, ray
 
     @ray.remote
@@ -24,7 +25,7 @@ with run_place() as place, RaySession(load_config([]).launcher, place, log_dir=P
             return True
 
     worker = Worker.remote()
-    assert ray.get(worker.here.remote(), timeout=60)
+    assert ray.get(worker.here.remote(), timeout=300)
     own = {psutil.Process().pid, *(child.pid for child in psutil.Process().children(recursive=True))}
     found = [c.laddr.ip for c in psutil.net_connections("inet") if c.status == "LISTEN" and c.pid in own]
 print(json.dumps(found))
@@ -34,7 +35,7 @@ print(json.dumps(found))
 def test_ray_listens_on_loopback_only(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[1]
     done = subprocess.run(
-        [sys.executable, "-c", SESSION, str(tmp_path)], cwd=root, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", SESSION, str(tmp_path)], cwd=root, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     addresses = [ipaddress.ip_address(one) for one in json.loads(done.stdout.splitlines()[-1])]

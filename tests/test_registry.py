@@ -49,7 +49,7 @@ def test_listing_imports_no_torch() -> None:
         "import sys; from relax_core.registry import KINDS, names; print([names(kind) for kind in KINDS]); "
         "sys.exit(any(name in sys.modules for name in ('torch', 'algorithms.grpo')))"
     )
-    result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "grpo" in result.stdout
 
@@ -75,7 +75,7 @@ def test_knobs_of_a_file_plugin_cross_to_another_process(tmp_path: Path) -> None
     knobs = load_config([f"reward.name={file}", "reward.target=7"]).reward
     code = "import pickle, sys; print(pickle.loads(sys.stdin.buffer.read()).target)"
     result = subprocess.run(
-        [sys.executable, "-c", code], input=pickle.dumps(knobs), cwd=REPOSITORY, capture_output=True, timeout=60
+        [sys.executable, "-c", code], input=pickle.dumps(knobs), cwd=REPOSITORY, capture_output=True, timeout=300
     )
     assert result.stdout.strip() == b"7", result.stderr
 
@@ -116,6 +116,6 @@ def test_entry_point(tmp_path: Path) -> None:
         env={"PYTHONPATH": f"{REPOSITORY}:{tmp_path}"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert result.stdout.strip() == "Right length. True 5", result.stderr

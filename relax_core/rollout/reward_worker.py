@@ -23,7 +23,8 @@ from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput, 
 from relax_core.rollout.reward_wire import HEADER_BYTES, Ready, payload_bytes, to_frame
 
 _START_DEADLINE_S = 120.0
-_END_DEADLINE_S = 10.0  # of a process that was killed, or that closed its pipe
+_END_DEADLINE_S = 10.0  # of a process that was killed
+_CLOSED_S = 10.0  # how long one that closed its pipe may take to end
 _READ_BYTES = 1 << 16
 
 
@@ -193,7 +194,7 @@ class _Worker:
 
     def _died(self) -> _Gone:
         try:
-            code = self._process.wait(_END_DEADLINE_S)
+            code = self._process.wait(_CLOSED_S)
         except subprocess.TimeoutExpired:
             return _Gone("its worker process closed its pipe and goes on")
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

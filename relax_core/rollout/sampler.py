@@ -6,12 +6,13 @@ It never waits for the trainer: it asks for admissions one step ahead, and the e
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from relax_core.contracts.bus import Admission, GroupRow
+from relax_core.contracts.bus import Admission, BusTimeout, GroupRow
 from relax_core.contracts.data import DataRow, PromptSource
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.contracts.env import EnvSpec
@@ -26,6 +27,7 @@ from relax_core.rollout.teachers import TeacherOf
 from relax_core.rollout.turnover import Turnover
 
 Record = Callable[[str, int, Mapping[str, float]], None]
+log = logging.getLogger(__name__)
 
 
 class RolloutBus(Protocol):
@@ -124,10 +126,17 @@ class Sampler:
                 for start in range(0, len(reclaimed), burst):
                     await self._launch(reclaimed[start : start + burst], tasks)
                 while True:
-                    admissions = await self._bus.admit_async(burst, timeout_s=self._settings.admit_timeout_s)
-                    await self._launch(admissions, tasks)
+                    await self._launch(await self._admitted(burst), tasks)
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from failures  # the first one ended the others
+
+    async def _admitted(self, burst: int) -> list[Admission]:
+        """Waits as long as the run goes on, however long the trainer is busy; the controller knows when it stands."""
+        while True:
+            try:
+                return await self._bus.admit_async(burst, timeout_s=self._settings.admit_timeout_s)
+            except BusTimeout as late:
+                log.warning("waits on: %s", late)
 
     async def _launch(self, admissions: Sequence[Admission], tasks: asyncio.TaskGroup) -> None:
         if self._turnover is not None:

@@ -1,0 +1,184 @@
+"""The sampler's loop with the bus's own state machine and a trainer that takes what it gets: for its tests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from relax_core.contracts import columns as c
+from relax_core.contracts.bus import Admission, BusClosed, GroupRow, VersionChange
+from relax_core.contracts.data import DataRow
+from relax_core.contracts.engine import SamplingParams
+from relax_core.contracts.reward import RewardSpec
+from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.engines.client import EngineClient
+from relax_core.engines.pool import EnginePool
+from relax_core.registry import find_env, find_reward
+from relax_core.rollout.reward_worker import RewardPool
+from relax_core.rollout.sampler import PromptMaker, Sampler, SamplerSettings
+from relax_core.rollout.turnover import Turnover
+from tests.bus.make_rows import for_actor, make_core
+from tests.contracts.engine.harness import Engine
+
+STEP_GROUPS = 3
+GROUP_SIZE = 2
+CONTEXT = 64
+
+
+class CoreBus:
+    """`BusCore` in the sampler's own event loop, with a trainer that takes a step as soon as its rows are there."""
+
+    def __init__(
+        self,
+        *,
+        steps: int,
+        put: Callable[[Sequence[GroupRow]], None] = lambda rows: None,
+        on_step: Callable[[int], None] = lambda version: None,
+        **settings: Any,
+    ) -> None:
+        self._on_step = on_step
+        self.core = make_core(
+            **{"groups_per_step": STEP_GROUPS, "group_size": GROUP_SIZE, "total_steps": steps, "max_staleness": 0}
+            | settings
+        )
+        self.rows: dict[str, GroupRow] = {}
+        self.puts = 0
+        self._on_put = put
+        self._changed = asyncio.Event()
+
+    async def admit_async(self, max_groups: int, *, timeout_s: float) -> list[Admission]:
+        while True:
+            if self.core.finished():
+                raise BusClosed("all train steps are done")
+            if admitted := self.core.admit(max_groups):
+                return admitted
+            self._changed.clear()
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
+
+    async def put_async(self, rows: Sequence[GroupRow], *, timeout_s: float) -> None:
+        await asyncio.sleep(0)
+        self._on_put(rows)
+        self.puts += 1
+        self.core.put(rows)
+        self.rows |= {row.group_uid: row for row in rows}
+        self._train()
+
+    async def drop_async(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
+        self.core.drop(group_uid, reason=reason)
+        self._train()
+
+    def _train(self) -> None:
+        request = for_actor(self.core.version, groups=STEP_GROUPS)
+        request = type(request)(**{**_fields(request), "columns": (c.REWARDS,)})
+        if lease := self.core.lease(request):
+            self._on_step(self.core.version + 1)
+            self.core.ack([lease.lease_id], step=self.core.version, dropped={})
+        self._changed.set()
+
+    async def wait_version_async(self, since_version: int, *, timeout_s: float) -> VersionChange:
+        while True:
+            if change := self.core.version_change(since_version):
+                return change
+            self._changed.clear()
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
+
+
+def _fields(request: Any) -> dict[str, Any]:
+    return {name: getattr(request, name) for name in request.__struct_fields__}
+
+
+class Rows:
+    """Prompt ``rev <index>``; ``changes``: other prompts at some indices."""
+
+    def __init__(self, changes: Mapping[int, str]) -> None:
+        self._changes = changes
+
+    def row(self, index: int) -> DataRow:
+        return {"prompt": self._changes.get(index, f"rev {100 + index}"), "answer": str(100 + index)[::-1]}
+
+    def eval_rows(self) -> list[DataRow]:
+        return []
+
+
+async def no_gate(version: int) -> None: ...
+
+
+async def sample(
+    engine: Engine,
+    folder: Path,
+    bus: CoreBus,
+    *,
+    reward: RewardSpec | None = None,
+    prompts: Mapping[int, str] | None = None,
+    gate: Callable[[int], Awaitable[None]] = no_gate,
+    reclaimed: Sequence[Admission] = (),
+    max_new_tokens: int = 8,
+    temperature: float = 1.0,
+    max_aborts: int | None = None,
+    client: EngineClient | None = None,
+) -> list[tuple[str, int, Mapping[str, float]]]:
+    """Runs the sampler until the bus has had enough; returns what it recorded."""
+    client = client or engine.new_client()
+    tokenizer = PromptTokenizer(folder)
+    spec = reward or find_reward("reverse_digits")
+    env = find_env("single_turn")
+    records: list[tuple[str, int, Mapping[str, float]]] = []
+
+    async def client_for(place: int, fresh: bool) -> Any:
+        return client
+
+    with RewardPool(spec, spec.knobs(name=spec.name, timeout_s=5.0), workers=1) as rewards:
+        pool = EnginePool(1, client_for, patience_s=60.0)
+        sampler = Sampler(
+            bus=bus,
+            pool=pool,
+            prompts=PromptMaker(
+                source=Rows(prompts or {}),
+                env=env,
+                env_knobs=env.knobs(name="single_turn"),
+                tokenizer=tokenizer,
+                max_prompt_tokens=CONTEXT - 8,
+            ),
+            rewards=rewards,
+            settings=SamplerSettings(
+                seed=0,
+                burst_prompts=STEP_GROUPS + bus.core.settings.spare_groups,
+                sampling=SamplingParams(
+                    n=GROUP_SIZE,
+                    max_new_tokens=max_new_tokens,
+                    temperature=temperature,
+                    stop_token_ids=tokenizer.stop_token_ids,
+                ),
+                admit_timeout_s=60.0,
+                call_timeout_s=60.0,
+            ),
+            record=lambda source, version, values: records.append((source, version, values)),
+            gate=gate,
+            turnover=None if max_aborts is None else Turnover(bus, pool, max_aborts=max_aborts, call_timeout_s=60.0),
+        )
+        try:
+            await sampler.run(reclaimed)
+        except BusClosed:
+            return records
+        finally:
+            await client.aclose()
+            left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+            assert not [task for task in left if "Sampler" in repr(task)], left
+    raise AssertionError("the sampler ended by itself")
+
+
+def renamed(engine: Engine) -> Callable[[int], None]:
+    """The weights in force become those of the next version: their push, without the wait."""
+
+    def on_step(version: int) -> None:
+        engine.post("/update_weight_version", {"new_version": version})
+
+    return on_step
+
+
+async def within(call: Awaitable[None]) -> None:
+    """A loop that does not hear of a failure would wait for ever."""
+    async with asyncio.timeout(120.0):
+        await call

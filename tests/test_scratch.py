@@ -1,0 +1,72 @@
+"""What tests leave behind is told and removed; what a killed session left goes with the next one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from relax_core.control.owned_folder import owned
+from relax_core.control.place import SHARED_MEMORY
+from tests import scratch
+from tests.scratch import Scratch, processes_in
+
+ROOT = Path(__file__).resolve().parents[1]
+KILLED = """
+import os, signal, subprocess
+from tests.scratch import Scratch
+folder = Scratch().folder
+environment = {**os.environ, "TMPDIR": str(folder)}
+subprocess.Popen(["sleep", "600"], env=environment, start_new_session=True, stdout=subprocess.DEVNULL)
+print(folder, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def one(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scratch]:
+    monkeypatch.setattr(scratch, "GONE_S", 0.0)
+    one = Scratch()
+    yield one
+    if one.folder.exists():
+        one.close()
+
+
+def test_nothing_left_is_nothing_told(one: Scratch) -> None:
+    assert one.left() == []
+    one.close()
+    assert not one.folder.exists()
+
+
+def test_folders_memory_and_processes_are_told_with_their_test(one: Scratch) -> None:
+    weights = SHARED_MEMORY / f"relax-0-{os.urandom(4).hex()}"
+    weights.mkdir()
+    with owned(weights, f"a run, beside {one.folder}/rlx-1"):
+        pass
+    one.note("test_a")
+    (one.folder / "left").touch()
+    one.note("test_b")
+    environment = {**os.environ, "TMPDIR": str(one.folder), "PYTEST_CURRENT_TEST": "test_c (call)"}
+    with subprocess.Popen(["sleep", "600"], env=environment) as process:
+        assert one.left() == [
+            f"{weights}, first seen after test_a",
+            f"{one.folder}/left, first seen after test_b",
+            f"process {process.pid}: sleep 600 (of test_c (call))",
+        ]
+        one.close()
+    assert process.returncode == -signal.SIGKILL
+    assert not weights.exists() and not one.folder.exists()
+
+
+def test_a_killed_session_is_removed_by_the_next(one: Scratch) -> None:
+    killed = subprocess.run([sys.executable, "-c", KILLED], cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    Scratch().close()
+    folder = Path(killed.stdout.strip())
+    assert not folder.exists() and not processes_in(folder)
+    assert one.folder.exists(), "this one lives"
