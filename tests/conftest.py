@@ -14,6 +14,10 @@ from tests.scratch import Scratch
 
 SCRATCH = pytest.StashKey[Scratch]()
 
+# As `make test` does: bits are those of one thread, and cores shared. Here, since a room's own conftest imports torch.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 # The same examples each time, however slow the machine is: a red test is of the change before it.
 # `--hypothesis-profile=default` draws new ones.
 settings.register_profile(
@@ -23,9 +27,7 @@ settings.load_profile("relax")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Ray and torch read these when they are imported, and test files import them while pytest collects them."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as `make test` does: bits are those of one thread, and cores shared
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    """Ray reads these when it is imported, and test files import it while pytest collects them."""
     scratch = config.stash[SCRATCH] = Scratch()
     scratch.as_tmpdir()
     (scratch.folder / "r").mkdir()

@@ -12,9 +12,7 @@ from relax_core.engines.embedded.routes import PromptRoutes
 from relax_core.engines.embedded.sampler import SamplingPlan, SamplingSettings, sampling_plan, uniforms
 
 FIRST_TOKENS = 16
-STEPS_AHEAD = (
-    8  # steps that are prepared, and whose tokens are written down, at one time: of few numbers all is overhead
-)
+STEPS_AHEAD = 8  # steps prepared, and their tokens written down, at one time: of few numbers all is overhead
 NO_ROWS = np.empty(0, dtype=np.int64)
 
 
