@@ -1,5 +1,22 @@
 """Real engine processes over a tiny random model, as the engine's contract suite starts them."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+
+import pytest
+
+from relax_core.engines.process import EngineLaunch
 from tests.contracts.engine.conftest import launch, model_folder, start_engine
+from tests.contracts.engine.harness import Engine
+from tests.engines.slow_engine import SlowLaunch
 
 __all__ = ["launch", "model_folder", "start_engine"]
+
+
+@pytest.fixture
+def start_slow_engine(launch: EngineLaunch, start_engine: Callable[..., Engine]) -> Callable[[], Engine]:
+    """Starts engines whose decode steps are slow."""
+    values = {field.name: getattr(launch, field.name) for field in fields(launch)}
+    return lambda: start_engine(SlowLaunch(**values))

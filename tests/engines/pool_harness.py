@@ -132,8 +132,8 @@ def kill(engine: Engine) -> None:
 
 
 def decode_a_little(engine: Engine) -> None:
-    """Some steps of an engine that is paused and is paused again: what is asked of it in between meets its samples in
-    the middle, however fast it decodes."""
+    """Some steps of a slow engine, which is paused and is paused again: what is asked of it then meets its samples in
+    the middle."""
     engine.client.resume()
     engine.client.pause("in_place")
 

@@ -59,9 +59,11 @@ def test_an_engine_without_a_share_is_not_asked(start_engine: Callable[..., Engi
     assert directory.calls == [0]
 
 
-def test_what_a_killed_engine_owed_is_redone_and_nothing_else(start_engine: Callable[..., Engine]) -> None:
+def test_what_a_killed_engine_owed_is_redone_and_nothing_else(
+    start_engine: Callable[..., Engine], start_slow_engine: Callable[[], Engine]
+) -> None:
     """Killed in the middle of a group: only the samples that are missing are asked for, of the engine that lives."""
-    first, second = start_engine(), start_engine()
+    first, second = start_engine(), start_slow_engine()
     prompts = prompts_of(*([5 + place, 6] for place in range(8)), seed=LENGTHS_SEED)  # 1, 3, 5, 7 go to engine 1
     expected = tokens(generate(Directory(first), prompts, LENGTHS))
     directory = Directory(first, second)

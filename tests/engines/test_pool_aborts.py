@@ -36,10 +36,10 @@ TOKENS = 250
 
 
 def test_aborted_samples_go_on_from_their_prefixes_as_if_nothing_had_happened(
-    start_engine: Callable[..., Engine],
+    start_slow_engine: Callable[[], Engine],
 ) -> None:
     """Under the same weights they get the tokens of an undisturbed run: random numbers go on with the position."""
-    engine = start_engine()
+    engine = start_slow_engine()
     params = SamplingParams(n=3, max_new_tokens=TOKENS, banned_token_ids=[EOS])
     prompts = prompts_of([5, 6], [7], [8, 9], seed=ABORTED_SEED)
     calm = dict(generate(Directory(engine), prompts, params))
@@ -72,10 +72,10 @@ def test_aborted_samples_go_on_from_their_prefixes_as_if_nothing_had_happened(
 
 
 def test_what_is_aborted_at_a_weight_change_goes_on_with_the_new_weights(
-    start_engine: Callable[..., Engine], tmp_path: Path
+    start_slow_engine: Callable[[], Engine], tmp_path: Path
 ) -> None:
     """Its tokens say who made them; those behind the change are what the new weights make of the whole prefix."""
-    engine, new = start_engine(), make_model(None, seed=1)
+    engine, new = start_slow_engine(), make_model(None, seed=1)
     params = SamplingParams(n=2, max_new_tokens=TOKENS, banned_token_ids=[EOS])
     request = PromptRequest(rid="group", input_ids=[5, 6], sampling_seed=3)
     directory = Directory(engine)
@@ -110,8 +110,8 @@ def logprobs_of(model: Any, prompt: list[int], response: list[int]) -> list[floa
     return chosen
 
 
-def test_a_prompt_that_is_given_up_ends_at_the_engine_too(start_engine: Callable[..., Engine]) -> None:
-    engine = start_engine()
+def test_a_prompt_that_is_given_up_ends_at_the_engine_too(start_slow_engine: Callable[[], Engine]) -> None:
+    engine = start_slow_engine()
     params = SamplingParams(n=2, max_new_tokens=20000, banned_token_ids=[EOS])
     directory = Directory(engine)
 
@@ -133,9 +133,11 @@ def test_a_prompt_that_is_given_up_ends_at_the_engine_too(start_engine: Callable
     assert engine.client.loads()["running"] == 0
 
 
-def test_an_engine_dies_when_another_has_what_it_was_asked_for(start_engine: Callable[..., Engine]) -> None:
+def test_an_engine_dies_when_another_has_what_it_was_asked_for(
+    start_engine: Callable[..., Engine], start_slow_engine: Callable[[], Engine]
+) -> None:
     """An aborted prompt was asked again elsewhere, while the first stream went on with others and then broke."""
-    first, second = start_engine(), start_engine()
+    first, second = start_slow_engine(), start_engine()
     params = SamplingParams(n=2, max_new_tokens=TOKENS, banned_token_ids=[EOS])
     # 0 and 2 go to engine 0, and 0 to engine 1 when it is aborted
     prompts = prompts_of([5], [6, 7], [8, 9, 4], seed=DIES_SEED)

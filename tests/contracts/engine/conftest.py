@@ -91,11 +91,12 @@ def engine(request: pytest.FixtureRequest, engines: Callable[[str], Engine]) -> 
 
 @pytest.fixture
 def start_engine(launch: EngineLaunch) -> Iterator[Callable[..., Engine]]:
-    """Starts embedded engines of its own for a test; keywords replace fields of `EngineLaunch`."""
+    """Starts embedded engines of its own for a test, by a launch of its own where it gives one; keywords replace fields
+    of it."""
     started: list[EngineProcess] = []
 
-    def start(**changes: object) -> Engine:
-        process = EngineProcess.start(replace(launch, **changes))  # type: ignore[arg-type]
+    def start(given: EngineLaunch = launch, **changes: object) -> Engine:
+        process = EngineProcess.start(replace(given, **changes))  # type: ignore[arg-type]
         started.append(process)
         return Engine(process)
 
