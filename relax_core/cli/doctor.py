@@ -16,12 +16,11 @@ from relax_core.cli.versions import versions
 from relax_core.config.compose import load_config
 from relax_core.config.memory import available_bytes
 from relax_core.control.leftovers import find_leftovers, remove_leftovers
-from relax_core.control.place import temporary_folder
+from relax_core.control.place import SHARED_MEMORY, temporary_folder
 from relax_core.plan.build import make_plan
 from relax_core.plan.text import size_words
 
 CORES, DISK_BYTES, SHARED_BYTES = 2, 2 << 30, 512 << 20
-_SHARED_MEMORY = Path("/dev/shm")
 _NVIDIA_S = 10.0
 
 
@@ -85,13 +84,13 @@ def _machine() -> Iterator[Finding]:
 
 
 def _shared_memory() -> Iterator[Finding]:
-    if not _SHARED_MEMORY.is_dir() or not os.access(_SHARED_MEMORY, os.W_OK):
-        words = f"{_SHARED_MEMORY} is not there or cannot be written to: weights travel by it. Mount a tmpfs"
+    if not SHARED_MEMORY.is_dir() or not os.access(SHARED_MEMORY, os.W_OK):
+        words = f"{SHARED_MEMORY} is not there or cannot be written to: weights travel by it. Mount a tmpfs"
         yield Finding(topic="shared memory", verdict=Verdict.bad, words=words)
         return
-    free = shutil.disk_usage(_SHARED_MEMORY).free
+    free = shutil.disk_usage(SHARED_MEMORY).free
     enough = free >= SHARED_BYTES
-    words = f"{size_words(free)} free in {_SHARED_MEMORY}"
+    words = f"{size_words(free)} free in {SHARED_MEMORY}"
     more = f"; {size_words(SHARED_BYTES)} is little enough. In a container: --shm-size=2g"
     yield Finding(
         topic="shared memory",

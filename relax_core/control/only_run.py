@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import socket
 import sys
@@ -11,7 +10,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+
+from relax_core.control.owned_folder import locked
 
 LOCK_FILE = ".lock"
 POLL_S = 0.2
@@ -28,7 +28,7 @@ def only_run(folder: Path, *, wait_s: float = 0.0) -> Iterator[None]:
     deadline = time.monotonic() + wait_s
     with (folder / LOCK_FILE).open("a+") as file:
         try:
-            while not _locked(file):
+            while not locked(file):
                 if time.monotonic() >= deadline:
                     file.seek(0)
                     raise ValueError(
@@ -44,11 +44,3 @@ def only_run(folder: Path, *, wait_s: float = 0.0) -> Iterator[None]:
         file.write(f"process {os.getpid()} of {socket.gethostname()}\n")
         file.flush()
         yield
-
-
-def _locked(file: IO[str]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

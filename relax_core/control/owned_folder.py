@@ -11,6 +11,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 OWNER_FILE = "owner"
 
@@ -43,12 +44,17 @@ def claimed(folder: Path) -> Iterator[bool]:
         yield False
         return
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
+        yield locked(file)
+
+
+def locked(file: IO[str]) -> bool:
+    """Takes the file's lock, for this process and its forks, unless somebody holds it. Raises OSError (ENOLCK and the
+    like) where the file system knows no locks."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def owner_words(folder: Path) -> str:

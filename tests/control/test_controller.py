@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from relax_core.config.compose import load_config
 from relax_core.control.controller import TRAINER, Controller
 from relax_core.control.heartbeats import Beat
 from relax_core.control.watch import RoleWatch, ServicesLost
-from relax_core.roles.context import RunContext
 from relax_core.roles.worker import WorkerStatus
+from tests.roles.run_context import context_in
 
 LONG_S = 1000.0  # more than run.start_timeout_s and run.stall_timeout_s together
 
@@ -43,17 +42,7 @@ class Health:
 
 
 def controller(health: Any, folder: Path) -> Controller:
-    context = RunContext(
-        config=load_config(),
-        run_namespace="run",
-        namespace="run-0",
-        run_dir=folder,
-        model_folder=folder,
-        weights_folder=folder,
-        token_file=folder / "token",
-        resume_from=None,
-        start_step=0,
-    )
+    context = context_in(folder)
     nothing: Any = SimpleNamespace(
         lost=None,
         note=lambda statuses: None,

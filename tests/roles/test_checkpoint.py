@@ -11,11 +11,10 @@ from typing import Any
 
 import pytest
 
-from relax_core.config.compose import load_config
 from relax_core.roles.checkpoint import BUS_SNAPSHOT, RunCheckpoints
-from relax_core.roles.context import RunContext
 from relax_core.roles.gang import Ranks, TrainerGang
 from relax_core.train.checkpoint_store import CheckpointStore
+from tests.roles.run_context import context_in
 
 
 class Lead:
@@ -56,17 +55,7 @@ def nobody(words: str) -> None:
 
 
 def checkpoints(lead: Lead, run_dir: Path, *overrides: str, moved_on: Callable[[str], None] = nobody) -> RunCheckpoints:
-    context = RunContext(
-        config=load_config(["run.keep_last=9", *overrides]),
-        run_namespace="run",
-        namespace="run-0",
-        run_dir=run_dir,
-        model_folder=run_dir,
-        weights_folder=run_dir,
-        token_file=run_dir / "token",
-        resume_from=None,
-        start_step=0,
-    )
+    context = context_in(run_dir, "run.keep_last=9", *overrides)
     whole: Any = lead
     ranks = Ranks(name="actor-0", lead=whole, peers=[], replicas=[[0]])
     gang = TrainerGang(ranks, timeout_s=30, waiting=lambda what, *, on: nullcontext())

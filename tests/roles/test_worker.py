@@ -10,26 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.config.compose import load_config
 from relax_core.contracts.bus import BusClosed, BusLost
 from relax_core.roles.context import RunContext, worker_name
 from relax_core.roles.worker import Worker
+from tests.roles.run_context import context_in
 
 
 @pytest.fixture(scope="module")
 def context(tmp_path_factory: pytest.TempPathFactory) -> RunContext:
-    folder = tmp_path_factory.mktemp("run")
-    return RunContext(
-        config=load_config(),
-        run_namespace="test",
-        namespace="test-0",
-        run_dir=folder,
-        model_folder=folder,
-        weights_folder=folder,
-        token_file=folder / "token",
-        resume_from=None,
-        start_step=0,
-    )
+    return context_in(tmp_path_factory.mktemp("run"))
 
 
 class Scripted(Worker):

@@ -1,0 +1,24 @@
+"""A run's context over one folder, for what needs one without a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from relax_core.config.compose import load_config
+from relax_core.roles.context import RunContext
+
+
+def context_in(folder: Path, *overrides: str) -> RunContext:
+    """With the default configuration and ``overrides``; everything lies in ``folder``, which also passes for the model.
+    Nothing is made there."""
+    return RunContext(
+        config=load_config(list(overrides)),
+        run_namespace="test",
+        namespace="test-0",
+        run_dir=folder,
+        model_folder=folder,
+        weights_folder=folder,
+        token_file=folder / "token",
+        resume_from=None,
+        start_step=0,
+    )
