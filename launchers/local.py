@@ -50,7 +50,7 @@ def run_in_folder(config: RelaxConfig, *, prepare: Callable[[], object], again: 
             print(f"relax: {error}", file=sys.stderr)
             return USAGE
         resume = newest or named
-        for note in resume.notes if resume is not None else ():
+        for note in (*resume.left, *resume.notes) if resume is not None else ():
             print(f"relax: resume: {note}", file=sys.stderr)
         if again:
             print(f"relax: goes on from step {resume.step if resume is not None else 0}", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -54,7 +55,9 @@ class Recoveries:
 
     def _keep(self) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        self._file.write_bytes(msgspec.json.encode(self._all))
+        partial = self._file.with_name(f"{self._file.name}.partial")
+        partial.write_bytes(msgspec.json.encode(self._all))
+        os.replace(partial, self._file)  # a controller that is killed here leaves the earlier one whole
 
     def step_done(self) -> None:
         """A train step ended: whatever was under way has succeeded."""

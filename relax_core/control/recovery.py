@@ -72,6 +72,8 @@ def run_services(context: RunContext, resume: ResumePoint | None, parts: RunPart
             if parts.book.count(FROM_CHECKPOINT) >= limit:
                 raise _exhausted(lost, parts.book, limit=limit) from lost
             point = _newest(context, lost) or resume
+            for left in point.left if point else ():
+                parts.view.tell(left)
             from_step = point.step if point else 0
             at_step = max(parts.view.step, from_step)  # the last one before the loss may not have been seen
             parts.book.begin(FROM_CHECKPOINT, str(lost), at_step=at_step, from_step=from_step)

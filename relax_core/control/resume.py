@@ -1,4 +1,4 @@
-"""Where a run goes on: the newest checkpoint of its folder, or the one that the user named."""
+"""Where a run goes on: the newest whole checkpoint of its folder, or the one that the user named."""
 
 from __future__ import annotations
 
@@ -11,49 +11,53 @@ from relax_core.config.identity import REFUSED, TOLD, changes
 from relax_core.config.saved import plain
 from relax_core.config.schema import RelaxConfig
 from relax_core.train.atomic_folder import recover_replaced
-from relax_core.train.checkpoint_store import CheckpointStore
+from relax_core.train.checkpoint_store import BUS_SNAPSHOT, CONFIG, CheckpointStore, WholeCheckpoint
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
     """``folder``: the checkpoint. ``step``: train steps it holds. ``snapshot``: the bus's part of the cut.
-    ``notes``: what the user should be told, e.g. of knobs that have changed since."""
+    ``notes``: what the user should be told, e.g. of knobs that have changed since. ``left``: which checkpoints that are
+    not whole resume=auto left, and why."""
 
     folder: Path
     step: int
     snapshot: bytes
     notes: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
 
 
 def find_resume_point(config: RelaxConfig) -> ResumePoint | None:
     """None for a fresh start (also with resume=auto where there is no checkpoint yet). Raises ValueError for a
-    checkpoint that cannot be read, holds more steps than the run has, or is of a run with other data, another model
-    or another algorithm."""
+    checkpoint that is named and not whole, where none is whole, and for one that holds more steps than the run has, or
+    is of a run with other data, another model or another algorithm."""
     if config.resume is None:
         return None
-    if config.resume == "auto":
-        root = Path(config.run.dir) / "checkpoints"
-        recover_replaced(root)  # whoever wrote there is gone
-        folder = CheckpointStore(root, keep_last=config.run.keep_last).newest()
-        if folder is None:
-            return None
-    else:
-        folder = Path(config.resume)
-    meta = CheckpointStore.verify(folder)
-    if meta.step > config.run.steps:
+    found = _newest_whole(config) if config.resume == "auto" else _named(Path(config.resume))
+    if found is None:
+        return None
+    folder, step = found.folder, found.meta.step
+    if step > config.run.steps:
         raise ValueError(
-            f"resume={folder}: it holds {meta.step} train steps, but run.steps={config.run.steps}. Raise run.steps."
+            f"resume={folder}: it holds {step} train steps, but run.steps={config.run.steps}. Raise run.steps."
         )
-    snapshot, saved = folder / "bus.msgpack", folder / "config.yaml"
-    for file in (snapshot, saved):
-        if not file.is_file():
-            raise ValueError(f"resume={folder}: {file} is not there: it is no checkpoint of a whole run.")
     return ResumePoint(
         folder=folder,
-        step=meta.step,
-        snapshot=snapshot.read_bytes(),
-        notes=_compare(saved, config, what=f"resume={folder}", step=meta.step),
+        step=step,
+        snapshot=(folder / BUS_SNAPSHOT).read_bytes(),
+        notes=_compare(folder / CONFIG, config, what=f"resume={folder}", step=step),
+        left=tuple(f"{one}; the run goes on from {folder.name}" for one in found.left),
     )
+
+
+def _newest_whole(config: RelaxConfig) -> WholeCheckpoint | None:
+    root = Path(config.run.dir) / "checkpoints"
+    recover_replaced(root)  # whoever wrote there is gone
+    return CheckpointStore(root, keep_last=config.run.keep_last).newest_whole(needs=(BUS_SNAPSHOT, CONFIG))
+
+
+def _named(folder: Path) -> WholeCheckpoint:
+    return WholeCheckpoint(folder=folder, meta=CheckpointStore.verify(folder, needs=(BUS_SNAPSHOT, CONFIG)))
 
 
 def _compare(saved: Path, config: RelaxConfig, *, what: str, step: int) -> tuple[str, ...]:

@@ -78,6 +78,8 @@ def supervise(config: RelaxConfig, resume: ResumePoint | None, run_once: RunOnce
             except ValueError as error:
                 print(f"relax: failed: {how}, and its newest checkpoint is of no use: {error}", file=sys.stderr)
                 return FAILED
+            for left in resume.left if resume is not None else ():
+                print(f"relax: resume: {left}", file=sys.stderr)
             step = resume.step if resume is not None else 0
             print(f"relax: {how}; another goes on from step {step}", file=sys.stderr, flush=True)
 

@@ -12,10 +12,8 @@ from relax_core.config.saved import to_yaml
 from relax_core.contracts.bus import Bus
 from relax_core.roles.context import RunContext
 from relax_core.roles.gang import TrainerGang
-from relax_core.train.checkpoint_store import CheckpointStore
+from relax_core.train.checkpoint_store import BUS_SNAPSHOT, CONFIG, CheckpointStore
 
-BUS_SNAPSHOT = "bus.msgpack"
-CONFIG = "config.yaml"
 LOOK_S = 0.5  # how often a write that is waited for is looked at
 
 

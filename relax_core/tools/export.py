@@ -13,10 +13,10 @@ from pathlib import Path
 import yaml
 
 from relax_core.tools.make_tiny import tiny_model_folder
-from relax_core.train.checkpoint_store import META, CheckpointStore
+from relax_core.train.checkpoint_store import CONFIG, META, CheckpointStore
 
 DTYPES = ("float32", "bfloat16")
-CONFIG, POLICY = "config.yaml", "train"  # in a run's checkpoint
+POLICY = "train"  # in a run's checkpoint
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

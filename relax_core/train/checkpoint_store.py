@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +21,24 @@ import msgspec
 import xxhash
 
 from relax_core.train.atomic_folder import PARTIAL_SUFFIX, REPLACED_SUFFIX, atomic_folder, recover_replaced, sync
+from relax_core.weights.digested_json import decode_digested, encode_digested
 
 META = "meta.json"
+BUS_SNAPSHOT, CONFIG = "bus.msgpack", "config.yaml"  # what a run's checkpoint has beside the models
 SLOWEST_WRITE_S = 86_400.0  # for those who wait for a write; whether it goes on its progress tells
 REMOVED_SUFFIX = ".removed"
 LIBRARIES = ("torch", "megatron-core", "transformers", "ray", "numpy", "safetensors", "msgspec")
 _READ_BYTES = 8 << 20
+_ANEW = "Start anew with resume=null and another run.dir."
+_STEP_NAME = re.compile(r"step_(\d{8,})")
+
+
+class CheckpointDamaged(ValueError):
+    """A checkpoint cannot be used as it is; the text says why, and what to resume from instead. ``problem``: why."""
+
+    def __init__(self, folder: Path, problem: str) -> None:
+        super().__init__(f"checkpoint {folder}: {problem}. {_instead(folder)}")
+        self.problem = problem
 
 
 class FileDigest(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +49,7 @@ class FileDigest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """What meta.json holds.
+    """What meta.json holds, under a digest of its own.
 
     ``sequence``: order of writing, by which the newest is found: a run may go back to an older step.
     ``run``: what the writer told of its run, the digest of its configuration among it.
@@ -47,6 +61,16 @@ class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
     libraries: dict[str, str]
     run: dict[str, Any]
     files: dict[str, FileDigest]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeCheckpoint:
+    """A checkpoint of which every file agrees with its digest. ``left``: why newer ones, and those whose place in the
+    order of writing nobody can read, were left; a sentence each."""
+
+    folder: Path
+    meta: CheckpointMeta
+    left: tuple[str, ...] = ()
 
 
 class CheckpointStore:
@@ -67,19 +91,19 @@ class CheckpointStore:
         """
         recover_replaced(self._root)
         self._remove_leftovers()
-        valid = self._valid()
+        earlier, _ = self._by_sequence()
         target = self._folder(step)
         with atomic_folder(target) as folder:
             writers(folder)
             contents = CheckpointMeta(
                 step=step,
-                sequence=valid[-1][0].sequence + 1 if valid else 0,
+                sequence=earlier[-1][0].sequence + 1 if earlier else 0,
                 made_by=f"relax-core {_version('relax-core')}",
                 libraries={library: _version(library) for library in LIBRARIES},
                 run=meta,
                 files={str(path.relative_to(folder)): self._settle(path) for path in _files(folder)},
             )
-            (folder / META).write_bytes(msgspec.json.format(msgspec.json.encode(contents), indent=1))
+            (folder / META).write_bytes(encode_digested(contents, indent=1))
         self._remove_oldest()
         return target
 
@@ -88,42 +112,62 @@ class CheckpointStore:
         files grow: it stands still where the disk does. From any thread."""
         return self._settled + _size(self._folder(step, hidden=PARTIAL_SUFFIX))
 
-    def newest(self) -> Path | None:
-        """The checkpoint written last; partial ones and those without a valid meta.json do not count."""
-        valid = self._valid()
-        return valid[-1][1] if valid else None
+    def newest_whole(self, *, needs: Sequence[str] = ()) -> WholeCheckpoint | None:
+        """The checkpoint written last of those that `verify` finds whole; None where there is no checkpoint at all.
+
+        Reads the files of every checkpoint that it takes or leaves. Raises ValueError, which says what is wrong with
+        each, where there are checkpoints and none of them is whole.
+        """
+        readable, left = self._by_sequence()
+        for _, folder in reversed(readable):
+            try:
+                return WholeCheckpoint(folder=folder, meta=self.verify(folder, needs=needs), left=tuple(left))
+            except CheckpointDamaged as damaged:
+                left.append(f"{folder.name} is left: {damaged.problem}")
+        if left:
+            raise ValueError(f"no checkpoint in {self._root} is whole: {'; '.join(left)}. {_ANEW}")
+        return None
 
     @staticmethod
     def read_meta(folder: Path) -> CheckpointMeta:
-        """Reads a checkpoint's meta.json; ValueError says what is wrong with it and what to resume from instead."""
+        """Reads a checkpoint's meta.json. Raises `CheckpointDamaged` where it is not there, does not agree with its own
+        digest, or says another step than the folder's name."""
         path = folder / META
         try:
-            return msgspec.json.decode(path.read_bytes(), type=CheckpointMeta)
+            meta = decode_digested(path.read_bytes(), type=CheckpointMeta)
         except FileNotFoundError:
-            raise ValueError(f"checkpoint {folder}: {path} is not there. {_instead(folder)}") from None
-        except (OSError, msgspec.DecodeError) as error:
-            raise ValueError(f"checkpoint {folder}: {path} cannot be read: {error}. {_instead(folder)}") from error
+            raise CheckpointDamaged(folder, f"{path} is not there") from None
+        except (OSError, ValueError) as error:
+            raise CheckpointDamaged(folder, f"{path} cannot be read: {error}") from error
+        named = _STEP_NAME.fullmatch(folder.name)  # a copy may have any other name
+        if named is not None and int(named[1]) != meta.step:
+            raise CheckpointDamaged(folder, f"{path} says step {meta.step}, and its folder's name another one")
+        return meta
 
     @staticmethod
-    def verify(folder: Path) -> CheckpointMeta:
-        """Compares every file with its size and digest in meta.json; ValueError names the first that differs.
+    def verify(folder: Path, *, needs: Sequence[str] = ()) -> CheckpointMeta:
+        """Compares every file with its size and digest in meta.json, and meta.json with its own digest. Raises
+        `CheckpointDamaged`, which names the first that differs, or the first of ``needs`` that was never written.
 
         What was loaded after this is what was saved. Costs one pass over the files, at the speed of the disk.
         """
         meta = CheckpointStore.read_meta(folder)
+        for name in needs:
+            if name not in meta.files:
+                raise CheckpointDamaged(folder, f"{folder / name} is not there: it is no checkpoint of a whole run")
         for name, expected in meta.files.items():
             path = folder / name
             try:
                 found = _digest(path)
             except OSError as error:
-                raise ValueError(f"checkpoint {folder}: {path}: {error.strerror}. {_instead(folder)}") from error
+                raise CheckpointDamaged(folder, f"{path}: {error.strerror}") from error
             if found.bytes != expected.bytes:
                 problem = f"has {found.bytes:,} bytes, was written with {expected.bytes:,}"
             elif found.digest != expected.digest:
                 problem = f"is corrupt: digest {found.digest}, was written with {expected.digest}"
             else:
                 continue
-            raise ValueError(f"checkpoint {folder}: {path} {problem}. {_instead(folder)}")
+            raise CheckpointDamaged(folder, f"{path} {problem}")
         return meta
 
     def _folder(self, step: int, *, hidden: str = "") -> Path:
@@ -140,18 +184,18 @@ class CheckpointStore:
     def _count(self, settled: int) -> None:
         self._settled += settled
 
-    def _valid(self) -> list[tuple[CheckpointMeta, Path]]:
-        """In the order of writing."""
-        found = []
-        for folder in self._root.glob("step_*"):
+    def _by_sequence(self) -> tuple[list[tuple[CheckpointMeta, Path]], list[str]]:
+        """The checkpoints whose meta.json can be read, in the order of writing, and what is wrong with the others."""
+        readable, unreadable = [], []
+        for folder in sorted(self._root.glob("step_*")):
             try:
-                found.append((self.read_meta(folder), folder))
-            except ValueError:
-                continue
-        return sorted(found, key=lambda pair: pair[0].sequence)
+                readable.append((self.read_meta(folder), folder))
+            except CheckpointDamaged as damaged:
+                unreadable.append(f"{folder.name} is left: {damaged.problem}")
+        return sorted(readable, key=lambda pair: pair[0].sequence), unreadable
 
     def _remove_oldest(self) -> None:
-        for _, folder in self._valid()[: -self._keep_last]:
+        for _, folder in self._by_sequence()[0][: -self._keep_last]:
             # Out of sight first, so that no reader finds half of it.
             doomed = folder.with_name(f".{folder.name}{REMOVED_SUFFIX}")
             folder.rename(doomed)
@@ -164,7 +208,7 @@ class CheckpointStore:
 
 
 def has_checkpoint(root: Path) -> bool:
-    """Whether `recover_replaced` and `CheckpointStore.newest` may find one in ``root``."""
+    """Whether `recover_replaced` and `CheckpointStore.newest_whole` may find one in ``root``."""
     return any(any(root.glob(f"{name}/{META}")) for name in ("step_*", f".step_*{REPLACED_SUFFIX}"))
 
 
@@ -174,7 +218,7 @@ def _instead(folder: Path) -> str:
         (other for other in folder.parent.glob("step_*") if other != folder and (other / META).is_file()), reverse=True
     )
     if not others:
-        return f"There is no other checkpoint in {folder.parent}; start anew with resume=null and another run.dir."
+        return f"There is no other checkpoint in {folder.parent}. {_ANEW}"
     return "Go on from another one: " + ", ".join(f"resume={other}" for other in others) + "."
 
 

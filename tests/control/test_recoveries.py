@@ -32,6 +32,18 @@ def test_each_is_told_when_it_begins_and_when_training_goes_on(tmp_path: Path) -
     assert book.first_cause(FROM_CHECKPOINT) == "the bus died"
 
 
+def test_the_book_on_disk_is_whole_at_every_moment(tmp_path: Path) -> None:
+    """A controller may be killed while it writes; who has the file open reads the earlier book to its end."""
+    file = tmp_path / "recoveries.json"
+    book = Recoveries(file, tell=lambda text: None)
+    book.begin(FROM_CHECKPOINT, "the bus died", at_step=12, from_step=10)
+    earlier = file.read_bytes()
+    with file.open("rb") as reader:
+        book.begin(FROM_CHECKPOINT, "actor-0 died", at_step=15, from_step=10)
+        assert reader.read() == earlier
+    assert [path.name for path in tmp_path.iterdir()] == ["recoveries.json"]
+
+
 def test_a_controller_that_follows_a_killed_one_knows_the_earlier_ones(tmp_path: Path) -> None:
     first = Recoveries(tmp_path / "recoveries.json", tell=lambda text: None)
     first.begin(FROM_CHECKPOINT, "the bus died", at_step=12, from_step=10)

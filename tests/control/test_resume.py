@@ -11,7 +11,7 @@ from relax_core.config.compose import load_config
 from relax_core.config.saved import plain, to_yaml
 from relax_core.config.schema import RelaxConfig
 from relax_core.control.resume import find_resume_point
-from relax_core.train.checkpoint_store import CheckpointStore
+from relax_core.train.checkpoint_store import META, CheckpointStore
 
 STEPS = 100
 
@@ -70,20 +70,46 @@ def test_all_steps_done_may_be_resumed_and_more_may_not(config: RelaxConfig) -> 
         find_resume_point(replace(config, resume="auto"))
 
 
-@pytest.mark.parametrize("name", ["bus.msgpack", "train/weights"])
-@pytest.mark.parametrize("harm", ["flip", "cut", "remove"])
-def test_a_checkpoint_that_is_not_whole_is_refused_with_what_else_there_is(
-    config: RelaxConfig, name: str, harm: str
-) -> None:
-    older = write_checkpoint(Path(config.run.dir), 10)
-    newest = write_checkpoint(Path(config.run.dir), 20)
-    file = newest / name
+def damage(file: Path, harm: str) -> None:
+    """flip: one bit. cut: its second half. remove: the file. another step: what a digit that flipped makes of it."""
     data = file.read_bytes()
     if harm == "remove":
         file.unlink()
+    elif harm == "another step":
+        assert data.count(b'"step": 20') == 1
+        file.write_bytes(data.replace(b'"step": 20', b'"step": 21'))
     else:
-        file.write_bytes(data[:-1] if harm == "cut" else bytes([data[0] ^ 1]) + data[1:])
+        file.write_bytes(data[: len(data) // 2] if harm == "cut" else bytes([data[0] ^ 1]) + data[1:])
+
+
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [
+        *((name, harm) for name in ("bus.msgpack", "config.yaml", "train/weights") for harm in ("flip", "remove")),
+        *((META, harm) for harm in ("flip", "cut", "remove", "another step")),
+    ],
+)
+def test_a_checkpoint_that_is_not_whole_is_left_for_the_newest_that_is(
+    config: RelaxConfig, name: str, harm: str
+) -> None:
+    """resume=auto says which one it leaves and why; the same checkpoint by its name is refused."""
+    write_checkpoint(Path(config.run.dir), 5)
+    older = write_checkpoint(Path(config.run.dir), 10, snapshot=b"of 10")
+    newest = write_checkpoint(Path(config.run.dir), 20)
+    file = newest / name
+    damage(file, harm)
+    point = find_resume_point(replace(config, resume="auto"))
+    assert point is not None and (point.folder, point.step, point.snapshot) == (older, 10, b"of 10")
+    (left,) = point.left
+    assert left.startswith(f"step_00000020 is left: {file}") and left.endswith("the run goes on from step_00000010")
     with pytest.raises(ValueError, match=rf"{newest}: {file}.*resume={older}"):
+        find_resume_point(replace(config, resume=str(newest)))
+
+
+def test_auto_never_starts_afresh_beside_damaged_checkpoints(config: RelaxConfig) -> None:
+    for step in (10, 20):
+        damage(write_checkpoint(Path(config.run.dir), step) / META, "cut")
+    with pytest.raises(ValueError, match=r"is whole: step_00000010 is left: .*; step_00000020 .*Start anew with"):
         find_resume_point(replace(config, resume="auto"))
 
 

@@ -189,26 +189,33 @@ def test_a_full_disk_is_told_and_the_old_checkpoints_stay(full_disk_run: Finishe
     assert not list((full_disk_run.folder / "checkpoints").glob(".*partial"))
 
 
-def test_a_run_goes_on_from_the_checkpoint_before_the_disk_was_full(
+def test_a_run_goes_on_from_the_newest_whole_checkpoint_before_the_disk_was_full(
     full_disk_run: FinishedRun, small_disk: Path
 ) -> None:
+    """The newest says another step than it holds: it is left, and the screen says why."""
     subprocess.run(["mount", "-o", "remount,size=100m", small_disk], check=True)
-    newest = full_disk_run.checkpoints()[-1]
-    settings = ("resume=auto", "run.save_every=0", f"run.steps={newest + 3}", *NO_EVAL)
+    *_, whole, newest = full_disk_run.checkpoints()
+    meta = full_disk_run.folder / "checkpoints" / f"step_{newest:08d}" / "meta.json"
+    text = meta.read_text()
+    assert f'"step": {newest},' in text
+    meta.write_text(text.replace(f'"step": {newest},', f'"step": {newest + 50},'))
+    settings = ("resume=auto", "run.save_every=0", f"run.steps={newest + 1}", *NO_EVAL)
     run = run_to_end(full_disk_run.folder, *settings)
     assert run.code == 0, run.output
-    assert run.summary["steps"] == newest + 3
+    assert f"relax: resume: step_{newest:08d} is left: {meta} cannot be read: its digest does not agree" in run.output
+    assert f"the run goes on from step_{whole:08d}" in run.output
+    assert run.summary["steps"] == newest + 1
     assert run.summary["ledger"]["lost"] == run.summary["ledger"]["trained_twice"] == 0
-    assert newest + 3 in run.checkpoints()
+    assert newest + 1 in run.checkpoints()
 
 
 def test_a_corrupt_checkpoint_is_refused_with_what_else_there_is(full_disk_run: FinishedRun, tmp_path: Path) -> None:
     source = full_disk_run.folder / "checkpoints"
     newest = max(source.glob("step_*"))
     copies = tmp_path / "old" / "checkpoints"
-    for name in ("step_00000002", "step_00000004"):
-        shutil.copytree(newest, copies / name)
-    corrupt = copies / "step_00000004"
+    for folder in (source / "step_00000002", newest):
+        shutil.copytree(folder, copies / folder.name)
+    corrupt = copies / newest.name
     victim = max(corrupt.rglob("*.distcp"), key=lambda file: os.path.getsize(file))
     data = bytearray(victim.read_bytes())
     data[len(data) // 2] ^= 1

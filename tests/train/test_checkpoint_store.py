@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,21 +25,28 @@ def writes(name: str, data: bytes) -> Callable[[Path], None]:
     return write
 
 
+def newest(store: CheckpointStore) -> Path:
+    """The newest whole checkpoint, where none had to be left for it."""
+    found = store.newest_whole()
+    assert found is not None and found.left == ()
+    return found.folder
+
+
 def names(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir())
 
 
 def test_write_then_read(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "run" / "checkpoints", keep_last=2)
-    assert store.newest() is None
+    assert store.newest_whole() is None
     folder = store.write(100, writers=writes("weights", b"abc"), meta={"config_digest": "d1"})
-    assert folder == tmp_path / "run" / "checkpoints" / "step_00000100" == store.newest()
+    assert folder == tmp_path / "run" / "checkpoints" / "step_00000100" == newest(store)
     meta = store.verify(folder)
     assert (meta.step, meta.sequence, meta.run) == (100, 0, {"config_digest": "d1"})
     assert meta.libraries["torch"].startswith("2.") and meta.made_by.startswith("relax-core ")
     assert {name: file.bytes for name, file in meta.files.items()} == {"rank/weights": 3}
     assert (folder / "rank" / "weights").read_bytes() == b"abc"
-    assert json.loads((folder / META).read_text())["step"] == 100  # plain JSON for other tools
+    assert json.loads((folder / META).read_text())["content"]["step"] == 100  # plain JSON for other tools
 
 
 def test_keeps_the_last(tmp_path: Path) -> None:
@@ -53,11 +61,11 @@ def test_newest_is_the_one_written_last(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep_last=2)
     for step in (10, 30, 20):
         store.write(step, writers=writes("w", b"x"), meta={})
-    assert store.newest() == tmp_path / "step_00000020"
+    assert newest(store) == tmp_path / "step_00000020"
     assert names(tmp_path) == ["step_00000020", "step_00000030"]
     store.write(30, writers=writes("w", b"new"), meta={})
     assert (tmp_path / "step_00000030" / "rank" / "w").read_bytes() == b"new"
-    assert store.newest() == tmp_path / "step_00000030"
+    assert newest(store) == tmp_path / "step_00000030"
     assert names(tmp_path) == ["step_00000020", "step_00000030"]
 
 
@@ -69,7 +77,9 @@ def test_newest_ignores_what_is_not_whole(tmp_path: Path) -> None:
         if text is not None:
             (tmp_path / broken / META).write_text(text)
     (tmp_path / ".step_00000050.partial").mkdir()
-    assert store.newest() == good
+    whole = store.newest_whole()
+    assert whole is not None and whole.folder == good
+    assert [left.split(" is left: ")[0] for left in whole.left] == ["step_00000020", "step_00000030", "step_00000040"]
     store.write(60, writers=writes("w", b"x"), meta={})
     assert ".step_00000050.partial" not in names(tmp_path)
 
@@ -87,11 +97,35 @@ def test_corrupt_checkpoint_names_the_file_and_the_way_out(tmp_path: Path) -> No
     (bad / "rank" / "w").unlink()
     with pytest.raises(ValueError, match=rf"{bad}/rank/w: No such file.*resume={older}"):
         store.verify(bad)
+    (bad / "rank" / "w").write_bytes(b"good")
+    assert store.verify(bad).step == 20
     (bad / META).write_text('{"step": "x"}')
     with pytest.raises(ValueError, match=rf"{bad}/meta.json cannot be read.*resume={older}"):
         store.read_meta(bad)
     with pytest.raises(ValueError, match=r"meta\.json is not there"):
         store.read_meta(tmp_path / "step_00000099")
+
+
+def test_meta_has_a_digest_of_its_own_and_the_folder_its_step(tmp_path: Path) -> None:
+    """Each byte of it decides where a run goes on; a copy under any other name is as good."""
+    store = CheckpointStore(tmp_path, keep_last=3)
+    folder = store.write(20, writers=writes("w", b"x"), meta={"version": 20})
+    text = (folder / META).read_text()
+    for old, new in (
+        ('"step": 20', '"step": 29'),
+        ('"sequence": 0', '"sequence": 9'),
+        ('"version": 20', '"version": 2'),
+    ):
+        assert old in text
+        (folder / META).write_text(text.replace(old, new))
+        with pytest.raises(ValueError, match=r"meta\.json cannot be read: its digest does not agree"):
+            store.verify(folder)
+    (folder / META).write_text(text)
+    copy = shutil.copytree(folder, tmp_path / "best")
+    assert store.verify(copy).step == 20
+    renamed = folder.rename(tmp_path / "step_00000030")
+    with pytest.raises(ValueError, match=r"says step 20, and its folder's name another one"):
+        store.verify(renamed)
 
 
 def test_no_other_checkpoint_is_said(tmp_path: Path) -> None:
@@ -158,7 +192,7 @@ def test_full_disk_at_any_moment(small_disk: Path) -> None:
         assert f"{root}/step_00000020 was not written: No space left on device" in text
         assert f"bytes are free in {root}" in text
         assert names(root) == ["step_00000010"]
-        assert store.newest() == old and store.verify(old).step == 10
+        assert newest(store) == old
     assert failures >= 6  # five pages of payload, at least one of meta.json
     assert names(root) == ["step_00000020"]
     assert store.verify(root / "step_00000020").step == 20
@@ -218,7 +252,7 @@ def test_a_checkpoint_that_was_just_being_replaced_is_found(tmp_path: Path) -> N
     assert names(tmp_path) == [".step_00000020.partial", ".step_00000020.replaced"]
     assert has_checkpoint(tmp_path)
     recover_replaced(tmp_path)
-    assert store.newest() == old and store.verify(old).step == 20
+    assert newest(store) == old
     store.write(30, writers=writes("file", b"next"), meta={})
     assert names(tmp_path) == ["step_00000020", "step_00000030"]
 
