@@ -21,7 +21,7 @@ from relax_core.roles.engine_health import EngineHealth, how_it_ended
 from relax_core.roles.engines import engine_client
 from relax_core.roles.placement import node_address
 from relax_core.roles.worker import Worker
-from relax_core.weights.publisher import read_latest, read_pushed
+from relax_core.weights.publisher import PublishedUnreadable, read_latest, read_pushed
 
 WATCH_S = 0.25  # how often the owner looks at its engine; also how late it may bring weights to a new one
 
@@ -146,11 +146,11 @@ class EngineHost(Worker):
 
     def _reconcile(self, client: EngineClient) -> None:
         """Gives the engine the newest published weights where the trainer's own push does not reach it."""
-        latest = read_latest(self.context.weights_folder)
-        if latest is None:
-            self.set_state("waiting", "for the first published weights")
-            return
         try:
+            latest = read_latest(self.context.weights_folder)
+            if latest is None:
+                self.set_state("waiting", "for the first published weights")
+                return
             serving = int(client.model_info()["weight_version"])
             pushed = read_pushed(self.context.weights_folder)
             if self._catch_up.due(serving, latest.version, pushed=pushed, now=time.monotonic()):
@@ -161,7 +161,7 @@ class EngineHost(Worker):
                     if client.update_weights(latest)["stall_ms"] > 0.0:  # else the trainer was faster
                         self._catch_up.brought(latest.version)
                     serving = latest.version
-        except EngineError as error:
+        except (EngineError, PublishedUnreadable) as error:
             self.set_state("waiting", str(error))
             return
         self.set_state("running", f"{self._url} weights {serving}")

@@ -8,8 +8,9 @@ from typing import Literal
 from relax_core.contracts.bus import BusLost
 from relax_core.contracts.engine import EngineUnreachable
 from relax_core.registry import is_plugin_module
+from relax_core.weights.publisher import PublishedUnreadable
 
-Lost = Literal["bus", "rank", "engine", "process", "time"]
+Lost = Literal["bus", "rank", "engine", "process", "time", "weights"]
 
 # Gloo's failures are bare RuntimeErrors. The first is the path of its source files.
 GLOO_WORDS = ("gloo/", "Application timeout caused pair closure", "monitoredBarrier")
@@ -32,6 +33,8 @@ def what_was_lost(error: BaseException) -> Lost | None:
             return "engine"
         case RayActorError():
             return "process"
+        case PublishedUnreadable():
+            return "weights"
         case TimeoutError():  # a BusTimeout among them: it names whom it waited for
             return "time"
     return None

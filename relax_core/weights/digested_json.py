@@ -19,9 +19,11 @@ class _Digested(msgspec.Struct, frozen=True):
     content: msgspec.Raw
 
 
-def encode_digested(content: object, *, indent: int = -1) -> bytes:
-    """The bytes of such a file. ``indent``: spaces a level, for people; -1 writes one line."""
-    data = msgspec.json.format(msgspec.json.encode(content), indent=indent)
+def encode_digested(content: object, *, indent: int | None = None) -> bytes:
+    """The bytes of such a file. ``indent``: spaces a level, for people; None writes one line."""
+    data = msgspec.json.encode(content)
+    if indent is not None:
+        data = msgspec.json.format(data, indent=indent)
     return b'{"digest": "%s",\n"content": %s}\n' % (xxhash.xxh3_128_hexdigest(data).encode(), data)
 
 

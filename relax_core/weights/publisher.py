@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import msgspec
+from typing import TYPE_CHECKING, TypeVar
 
 from relax_core.contracts.engine import EngineError, WeightManifest
+from relax_core.weights.digested_json import decode_digested, encode_digested
 from relax_core.weights.transports.base import WeightReceiver, WeightTransport
 
 if TYPE_CHECKING:
@@ -23,6 +22,8 @@ KEPT_VERSIONS = 2  # a reader that has just read the newest manifest must still 
 LATEST = "latest.json"
 PUSHED = "pushed.json"
 WEIGHTS = "model.safetensors"
+READS = 5  # of a file that looks damaged: a network's file system may show half of one that was just replaced
+READ_AGAIN_S = 0.1
 COMPANIONS = {".json", ".txt", ".model", ".jinja"}  # config, tokenizer, chat template
 
 
@@ -40,21 +41,38 @@ class SyncReport:
     refused: dict[str, str]
 
 
+class PublishedUnreadable(RuntimeError):
+    """A file of the folder of published weights is damaged; the text names it."""
+
+
+Content = TypeVar("Content")
+
+
 def read_latest(folder: Path) -> WeightManifest | None:
-    """The newest published version, or None before the first."""
-    try:
-        data = (folder / LATEST).read_bytes()
-    except FileNotFoundError:
-        return None
-    return msgspec.json.decode(data, type=WeightManifest)
+    """The newest published version, or None before the first. Raises `PublishedUnreadable` where the file that says so
+    is damaged, also when it is read again."""
+    return _read(folder / LATEST, type=WeightManifest)
 
 
 def read_pushed(folder: Path) -> int:
-    """The newest version whose push has ended, well or not; -1 before the first."""
-    try:
-        return msgspec.json.decode((folder / PUSHED).read_bytes(), type=int)
-    except FileNotFoundError:
-        return -1
+    """The newest version whose push has ended, well or not; -1 before the first. Raises as `read_latest` does."""
+    pushed = _read(folder / PUSHED, type=int)
+    return -1 if pushed is None else pushed
+
+
+def _read(path: Path, *, type: type[Content]) -> Content | None:
+    for attempt in range(READS):
+        if attempt:
+            time.sleep(READ_AGAIN_S)
+        try:
+            return decode_digested(path.read_bytes(), type=type)
+        except FileNotFoundError:
+            return None
+        except ValueError as damaged:
+            problem = damaged
+    raise PublishedUnreadable(
+        f"{path} is damaged: {problem}. The next version of the weights replaces it."
+    ) from problem
 
 
 class WeightPublisher:
@@ -135,7 +153,7 @@ class WeightPublisher:
     def _replace(self, name: str, content: object) -> None:
         """Whole or not at all."""
         partial = self._folder / f"{name}.partial"
-        partial.write_bytes(msgspec.json.encode(content))
+        partial.write_bytes(encode_digested(content))
         os.replace(partial, self._folder / name)
 
     def close(self) -> None:

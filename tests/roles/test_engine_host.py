@@ -21,7 +21,7 @@ from relax_core.roles.teacher import TeacherEngineHost
 from relax_core.tools.make_tiny import tiny_model_folder
 from relax_core.weights.files import write_weights
 from relax_core.weights.model_folder import read_safetensors
-from relax_core.weights.publisher import WeightPublisher
+from relax_core.weights.publisher import LATEST, WeightPublisher
 from relax_core.weights.transports.files import SharedMemoryTransport
 from tests.ports import free_port
 
@@ -94,8 +94,11 @@ class RefusedPush:
         return self._client.update_weights(msgspec.structs.replace(manifest, digest="0" * 32))
 
 
-def test_a_refused_push_is_made_good_by_the_owner_at_once(tmp_path: Path, wait_until: Callable[..., None]) -> None:
-    """Neither the next version nor the end of engine.sync_timeout_s, which is far away here, is waited for."""
+def test_a_refused_push_is_made_good_by_the_owner_at_once_and_a_damaged_file_is_named(
+    tmp_path: Path, wait_until: Callable[..., None]
+) -> None:
+    """Neither the next version nor the end of engine.sync_timeout_s, which is far away here, is waited for. Where the
+    file that tells the newest version is damaged the owner says so, and goes on with the next version."""
     config = load_config()
     context = context_of(replace(config, engine=replace(config.engine, sync_timeout_s=3600.0)), tmp_path)
     owner = EngineHost("owner", context, 0)
@@ -108,6 +111,11 @@ def test_a_refused_push_is_made_good_by_the_owner_at_once(tmp_path: Path, wait_u
         client.update_weights(write_weights(tmp_path / "w", version=0, tensors=weights))
         assert list(publisher.publish(1, weights).result(120.0).refused) == [client.url]
         wait_until(lambda: client.model_info()["weight_version"] == "1", what="the owner's offer")
+        latest = context.weights_folder / LATEST
+        latest.write_bytes(latest.read_bytes()[:100])
+        wait_until(lambda: f"{latest} is damaged" in owner.status().detail, what="the name of the damaged file")
+        publisher.publish(2, weights).result(120.0)
+        wait_until(lambda: client.model_info()["weight_version"] == "2", what="the next version")
     finally:
         publisher.close()
         owner.request_stop()

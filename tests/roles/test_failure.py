@@ -13,6 +13,7 @@ from relax_core.contracts.bus import BusLost, BusTimeout
 from relax_core.contracts.engine import EngineError, EngineUnreachable
 from relax_core.registry import find_reward
 from relax_core.roles.failure import broke_of_others, failure_line, first_cause, what_was_lost
+from relax_core.weights.publisher import PublishedUnreadable
 
 PLUGIN = """
 from dataclasses import dataclass
@@ -89,6 +90,7 @@ def lost_rank() -> BaseException:
         (lost_rank, "rank"),
         (lambda: EngineUnreachable("engine 0 has answered nothing"), "engine"),
         (gone_actor, "process"),
+        (lambda: PublishedUnreadable("latest.json is damaged"), "weights"),
         (lambda: BusTimeout("actor waits for 8 groups"), "time"),
         (lambda: TimeoutError("bus was not there"), "time"),
         (lambda: EngineError("engine did not start: no such model"), None),

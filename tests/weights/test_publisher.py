@@ -8,11 +8,19 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 
 from relax_core.contracts.engine import EngineError, WeightManifest
 from relax_core.weights.files import read_weights
-from relax_core.weights.publisher import WeightPublisher, read_latest
+from relax_core.weights.publisher import (
+    LATEST,
+    PUSHED,
+    PublishedUnreadable,
+    WeightPublisher,
+    read_latest,
+    read_pushed,
+)
 from relax_core.weights.transports.files import SharedMemoryTransport
 from tests.contracts.engine.harness import Engine, hf_weights, make_model
 
@@ -103,6 +111,30 @@ def test_one_refusal_does_not_keep_the_others_waiting(tmp_path: Path) -> None:
     assert publisher.publish(3, [("a", torch.ones(2))]).result(timeout=120.0).refused == {"refuses": "no"}
     assert waits.versions == [3]
     publisher.close()
+
+
+@pytest.mark.parametrize("name", [LATEST, PUSHED])
+def test_a_damaged_file_is_read_again_and_then_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    publisher = WeightPublisher(tmp_path, list, transport=SharedMemoryTransport())
+    publisher.publish(7, [("a", torch.ones(2))]).result(timeout=120.0)
+    publisher.close()
+    file = tmp_path / name
+    whole = file.read_bytes()
+    read = read_latest if name == LATEST else read_pushed
+    before = read(tmp_path)
+
+    def goes_on_being_written(seconds: float) -> None:
+        file.write_bytes(whole)
+
+    for damaged in (whole[: len(whole) // 2], b"", whole.replace(b"7", b"9"), b"[]", b"\xff" * 40):
+        file.write_bytes(damaged)
+        with pytest.raises(PublishedUnreadable, match=rf"{file} is damaged: .*The next version"):
+            read(tmp_path)
+        with monkeypatch.context() as patch:  # what happens between two reads
+            patch.setattr("relax_core.weights.publisher.time.sleep", goes_on_being_written)
+            assert read(tmp_path) == before
 
 
 def test_the_newest_is_left_for_whoever_comes_later(tmp_path: Path) -> None:
