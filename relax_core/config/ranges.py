@@ -100,6 +100,7 @@ RANGES: dict[str, Range] = {
     "run.max_recoveries": _FROM_ZERO,
     "run.heartbeat_timeout_s": _POSITIVE,
     "run.watch_after_s": _POSITIVE,
+    "run.watch_steps": Range(0, why="0 never says so"),
     "eval.every": Range(0, why="0 never evaluates"),
     "eval.rows": _COUNT,
 }

@@ -291,6 +291,7 @@ class RunSettings:
     max_recoveries: int = MISSING
     heartbeat_timeout_s: float = MISSING
     watch_after_s: float = MISSING
+    watch_steps: int = MISSING
 
 
 @dataclass

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from relax_core.contracts.bus import BusProgress
 from relax_core.observe.curves import CURVES_FILE, plot_curves
+from relax_core.observe.metrics import MetricsHealth
 from relax_core.observe.metrics_actor import MetricsClient, MetricsUnavailable
 from relax_core.observe.records import ACTOR, MetricRecord, TextRecord
 from relax_core.observe.report import print_report
@@ -26,7 +27,7 @@ class RunRecords:
     records: list[MetricRecord]
     texts: list[TextRecord]
     progress: BusProgress
-    problems: list[str]
+    health: MetricsHealth
 
 
 def collect(metrics: MetricsClient, progress: BusProgress, *, run_dir: Path) -> RunRecords:
@@ -35,18 +36,20 @@ def collect(metrics: MetricsClient, progress: BusProgress, *, run_dir: Path) -> 
     try:
         _, records = metrics.poll(0)
         texts = metrics.texts("eval")
-        return RunRecords(records=records, texts=texts, progress=progress, problems=metrics.close())
+        return RunRecords(records=records, texts=texts, progress=progress, health=metrics.close())
     except MetricsUnavailable as error:
         problem = f"{error}; the summary has only what was written to the run's folder"
         texts = [text for text in read_texts(run_dir) if text.kind == "eval"]
-        return RunRecords(records=read_metrics(run_dir), texts=texts, progress=progress, problems=[problem])
+        health = MetricsHealth(problems=[problem], dropped={})
+        return RunRecords(records=read_metrics(run_dir), texts=texts, progress=progress, health=health)
 
 
 def write_end(run_dir: Path, end: RunRecords, *, meta: Mapping[str, Any], started: float) -> dict[str, Any]:
     """Writes summary.json and the curves. ``started``: Unix time at which the process began."""
     steps = [record.time_s for record in end.records if record.source == ACTOR and record.time_s >= started]
     first_step_s = steps[0] - started if steps else None
-    summary = build_summary(end.records, progress=end.progress, meta={**meta, "first_step_s": first_step_s})
+    own = {"first_step_s": first_step_s, "records_dropped": end.health.dropped}
+    summary = build_summary(end.records, progress=end.progress, meta={**meta, **own})
     write_summary(run_dir, summary)
     if any(record.source == ACTOR for record in end.records):
         plot_curves(end.records, run_dir / CURVES_FILE)
@@ -58,5 +61,5 @@ def show_end(run_dir: Path, end: RunRecords, summary: Mapping[str, Any]) -> None
     first = end.texts[0].rows if end.texts else []
     newest = end.texts[-1].rows if end.texts else []
     print_report(Console(), run_dir, summary, first, newest)
-    for problem in end.problems:
+    for problem in end.health.problems:
         print(f"relax: {problem}", file=sys.stderr)

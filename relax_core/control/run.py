@@ -23,6 +23,7 @@ from relax_core.control.watch import RunFailed, run_failed
 from relax_core.observe.metrics_actor import MetricsClient, start_metrics
 from relax_core.observe.panel import Panel
 from relax_core.observe.records import last_step
+from relax_core.observe.signal_watch import SignalWatch
 from relax_core.observe.sinks import read_metrics
 from relax_core.roles.context import METRICS, RunContext
 from relax_core.tools.make_tiny import tiny_model_folder
@@ -133,6 +134,7 @@ def _run_services(
                 log_dir=context.log_dir,
                 step=context.start_step,
                 heartbeat_timeout_s=config.run.heartbeat_timeout_s,
+                signal_watch=SignalWatch(steps=config.run.watch_steps, max_new_tokens=config.rollout.max_new_tokens),
             )
             book = Recoveries(context.log_dir / "recoveries.json", tell=view.tell)
             if attempt.causes:
@@ -159,6 +161,7 @@ def _run_services(
             recoveries=book.as_records(),
         )
     finally:
+        metrics.end()
         fronts.close(timeout_s=config.run.stop_timeout_s)
 
 

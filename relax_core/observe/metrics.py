@@ -1,6 +1,6 @@
-"""Takes what the roles report, keeps it in memory for the panel and the summary, writes it out beside the run's path.
+"""Takes what the roles report, keeps it in memory for the panel and the summary, and hands it to the sinks.
 
-A disk that is slow or full costs lines in a file, never a train step: the caller only appends to a list.
+A sink that is slow, full, broken or hangs costs records in that sink alone, never a train step and no other sink.
 """
 
 from __future__ import annotations
@@ -8,16 +8,40 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
-from relax_core.observe.records import RESUMED, RUN, MetricRecord, TextCell, TextRecord
-from relax_core.observe.sinks import Record, Sink
+import msgspec
+
+from relax_core.observe.records import (
+    RESUMED,
+    RUN,
+    HistogramRecord,
+    MetricRecord,
+    Record,
+    TextCell,
+    TextRecord,
+    metric_record,
+    record_key,
+    text_record,
+)
+from relax_core.observe.sink_thread import SinkThread
+from relax_core.observe.sinks import Sink
 
 HEAD_RECORDS = 1_000  # the first ones are never forgotten: a summary compares a run's end with its start
 TAIL_RECORDS = 20_000  # some 40 MB
-QUEUE_RECORDS = 10_000
+QUEUE_RECORDS = 10_000  # that wait for one sink
+KNOWN_RECORDS = 50_000  # of which the service knows that it has them already
 BATCH_S = 0.5
+NOT_DELIVERED = "not delivered"  # stands beside the sinks' names: records that never reached the service
+
+
+class MetricsHealth(msgspec.Struct, frozen=True, kw_only=True):
+    """``problems``: what went wrong and was not told yet, a sentence each. ``dropped``: how many records each sink
+    lacks, by its name; a sink that lacks none is not in it."""
+
+    problems: list[str]
+    dropped: dict[str, int]
 
 
 class MetricsService:
@@ -38,45 +62,50 @@ class MetricsService:
         queue_records: int = QUEUE_RECORDS,
         batch_s: float = BATCH_S,
     ) -> None:
-        self._sinks = list(sinks)
-        self._head_records = head_records
-        self._queue_records = queue_records
-        self._batch_s = batch_s
         self._lock = threading.Lock()
-        self._wake = threading.Condition(self._lock)
+        self._head_records = head_records
         self._head: list[MetricRecord] = []
         self._tail: deque[MetricRecord] = deque(maxlen=tail_records)
         self._count = 0
         self._texts: dict[str, list[TextRecord]] = {}
-        self._pending: list[Record] = []
-        self._problems: list[str] = []
-        self._skipped = 0
-        self._lost = {sink.name: 0 for sink in self._sinks}
-        self._writing = ""
-        self._taken = self._written = 0  # records that sinks get; those that every sink got
-        self._flushing = self._closing = False
-        for record in history:
+        self._known: dict[tuple[str, int, float], None] = {}  # in order of arrival
+        self._not_delivered = 0
+        self._closed = False
+        kept: list[Record] = [*history, *texts]
+        for record in kept:
             self._keep(record)
-        for text in texts:
-            self._keep_text(text)
-        self._thread = threading.Thread(target=self._write_loop, name="metrics-writer", daemon=True)
-        self._thread.start()
+        ordered = sorted(sinks, key=lambda sink: not sink.local)
+        self._sinks = [SinkThread(sink, queue_records=queue_records, batch_s=batch_s) for sink in ordered]
+        self._taken = 0  # records that were handed to the sinks
 
     def record(self, source: str, step: int, values: Mapping[str, float]) -> None:
-        """Takes numbers; never waits for a disk. Raises TypeError or ValueError for what is not a number, and
+        """Takes numbers; never waits for a sink. Raises TypeError or ValueError for what is not a number, and
         RuntimeError after `close`."""
-        numbers = {name: float(value) for name, value in values.items()}
-        record = MetricRecord(source=source, step=step, time_s=time.time(), values=numbers)
-        with self._lock:
-            self._keep(record)
-            self._enqueue(record)
+        self.take([metric_record(source, step, values)])
 
     def record_texts(self, kind: str, step: int, rows: Sequence[Mapping[str, TextCell]]) -> None:
-        """Takes texts, such as an evaluation's answers; never waits for a disk."""
-        record = TextRecord(kind=kind, step=step, time_s=time.time(), rows=[dict(row) for row in rows])
+        """Takes texts, such as an evaluation's answers; never waits for a sink."""
+        self.take([text_record(kind, step, rows)])
+
+    def take(self, records: Iterable[Record], *, left_out: int = 0) -> tuple[int, int]:
+        """Takes records that their writer made. One that is here already, by source, step and time, is ignored, so that
+        a writer may send again what it had no answer for. ``left_out``: how many records the writer left out since
+        its last call.
+
+        Returns how many records were taken in all, these included, and how many of those are settled (written or
+        dropped) in every local sink. Raises RuntimeError after `close`.
+        """
         with self._lock:
-            self._keep_text(record)
-            self._enqueue(record)
+            if self._closed:
+                raise RuntimeError("metrics: a record came after the service was closed")
+            self._not_delivered += left_out
+            for record in records:
+                if record_key(record) not in self._known:
+                    self._keep(record)
+                    self._taken += 1
+                    for sink in self._sinks:
+                        sink.put(record)
+            return self._taken, self._settled()
 
     def mark_resume(self, step: int) -> None:
         """The run goes on from a checkpoint of ``step`` train steps: what was reported for later ones is undone."""
@@ -94,95 +123,52 @@ class MetricsService:
         with self._lock:
             return list(self._texts.get(kind, ()))
 
-    def problems(self) -> list[str]:
-        """What went wrong since the last call; every trouble is told once, not once a record."""
+    def health(self) -> MetricsHealth:
+        """How the sinks are doing; see `MetricsHealth`."""
+        dropped = {sink.name: sink.dropped for sink in self._sinks} | {NOT_DELIVERED: self._not_delivered}
+        return MetricsHealth(
+            problems=[problem for sink in self._sinks for problem in sink.problems()],
+            dropped={name: count for name, count in dropped.items() if count},
+        )
+
+    def flush(self, *, timeout_s: float) -> tuple[int, int]:
+        """Waits until every local sink has what was taken so far, and looks at no other sink. Returns as `take` does.
+        Raises TimeoutError, which names the sink, where one hangs."""
+        deadline = time.monotonic() + timeout_s
+        for sink in self._local():
+            sink.flush(deadline=deadline)
         with self._lock:
-            problems, self._problems = self._problems, []
-            return problems
+            return self._taken, self._settled()
 
-    def flush(self, *, timeout_s: float) -> None:
-        """Waits until every sink got what was taken so far. Raises TimeoutError, naming the sink, when one hangs."""
-        with self._wake:
-            upto, self._flushing = self._taken, True
-            self._wake.notify_all()
-            if not self._wake.wait_for(lambda: self._written >= upto, timeout_s):
-                raise TimeoutError(f"metrics: {self._writing} did not take its records within {timeout_s:g} s")
-
-    def close(self, *, timeout_s: float) -> None:
-        """Writes what is pending and closes the sinks. Raises TimeoutError, naming the sink, when one hangs."""
+    def close(self, *, timeout_s: float) -> MetricsHealth:
+        """Writes what waits and closes the sinks, the local ones first. One that takes longer is left to itself, which
+        is one of the problems."""
         with self._lock:
-            self._closing = True
-            self._wake.notify_all()
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            raise TimeoutError(f"metrics: {self._writing} did not take its records within {timeout_s:g} s")
-
-    def _keep(self, record: MetricRecord) -> None:
-        if len(self._head) < self._head_records:
-            self._head.append(record)
-        else:
-            self._tail.append(record)
-        self._count += 1
-
-    def _keep_text(self, record: TextRecord) -> None:
-        kept = self._texts.setdefault(record.kind, [])
-        kept[1:] = [record]
-
-    def _enqueue(self, record: Record) -> None:
-        if self._closing:
-            raise RuntimeError("metrics: a record came after the service was closed")
-        if not self._sinks:
-            return
-        if len(self._pending) < self._queue_records:
-            self._pending.append(record)
-            self._taken += 1
-            self._wake.notify_all()
-            return
-        self._skipped += 1
-        if self._skipped == 1:
-            self._problems.append(
-                f"metrics: {self._writing} is too slow, {self._queue_records} records wait for it; "
-                "newer ones are left out of the files until it catches up"
-            )
-
-    def _write_loop(self) -> None:
-        while True:
-            with self._wake:
-                self._wake.wait_for(lambda: self._pending or self._closing)
-                batch, self._pending, self._flushing = self._pending, [], False
-            if not batch:
-                break
-            for sink in self._sinks:
-                self._write(sink, batch)
-            with self._wake:
-                self._written += len(batch)
-                self._wake.notify_all()
-                # What comes meanwhile goes out in one write.
-                self._wake.wait_for(lambda: self._flushing or self._closing, self._batch_s)
+            self._closed = True
+        deadline = time.monotonic() + timeout_s
         for sink in self._sinks:
-            self._close(sink)
+            sink.begin_close()
+        for sink in self._sinks:
+            sink.join(deadline=deadline)
+        return self.health()
 
-    def _write(self, sink: Sink, batch: Sequence[Record]) -> None:
-        self._writing = sink.name
-        try:
-            sink.write(batch)
-        except OSError as error:
-            with self._lock:
-                if self._lost[sink.name] == 0:
-                    self._problems.append(
-                        f"metrics: {sink.name} cannot be written: {error}. The run goes on; the panel and the summary "
-                        "lack nothing, the file lacks these records. Free space or mend the folder."
-                    )
-                self._lost[sink.name] += len(batch)
+    def _local(self) -> list[SinkThread]:
+        return [sink for sink in self._sinks if sink.local]
 
-    def _close(self, sink: Sink) -> None:
-        self._writing = sink.name
-        try:
-            sink.close()
-        except OSError as error:
-            with self._lock:
-                self._problems.append(f"metrics: {sink.name} cannot be closed: {error}")
-        with self._lock:
-            missing = self._lost[sink.name] + self._skipped
-            if missing:
-                self._problems.append(f"metrics: {sink.name} lacks up to {missing} records")
+    def _settled(self) -> int:
+        return min((sink.settled for sink in self._local()), default=self._taken)
+
+    def _keep(self, record: Record) -> None:
+        self._known[record_key(record)] = None
+        if len(self._known) > KNOWN_RECORDS:
+            del self._known[next(iter(self._known))]
+        if isinstance(record, TextRecord):
+            self._texts.setdefault(record.kind, [])[1:] = [record]
+        elif isinstance(record, MetricRecord):
+            if len(self._head) < self._head_records:
+                self._head.append(record)
+            else:
+                self._tail.append(record)
+            self._count += 1
+        else:
+            assert isinstance(record, HistogramRecord)  # a picture for the sinks: its figures are among the numbers

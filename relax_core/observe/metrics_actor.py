@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import threading
+import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relax_core.observe.metrics import MetricsService
-from relax_core.observe.records import MetricRecord, TextCell, TextRecord
+from relax_core.observe.metrics import MetricsHealth, MetricsService
+from relax_core.observe.outbox import Outbox, Receipt, Refused, Undelivered
+from relax_core.observe.records import MetricRecord, Record, TextCell, TextRecord, metric_record, text_record
 from relax_core.observe.sinks import make_sinks, read_metrics, read_texts
 
 if TYPE_CHECKING:
     from relax_core.config.schema import TrackerConfig
 
-MAX_IN_FLIGHT = 1_000  # reports not yet taken by the actor; more means that it hangs
 CALL_TIMEOUT_S = 10.0
 
 
@@ -26,15 +27,13 @@ class MetricsActor:
     """`MetricsService` behind Ray. A restarted one, and one of a resumed run, takes up what the files hold."""
 
     def __init__(self, tracker: TrackerConfig, run_dir: Path) -> None:
+        self._name = secrets.token_hex(8)
         self._service = MetricsService(
             make_sinks(tracker, run_dir), history=read_metrics(run_dir), texts=read_texts(run_dir)
         )
 
-    def record(self, source: str, step: int, values: dict[str, float]) -> None:
-        self._service.record(source, step, values)
-
-    def record_texts(self, kind: str, step: int, rows: list[dict[str, TextCell]]) -> None:
-        self._service.record_texts(kind, step, rows)
+    def take(self, records: list[Record], left_out: int) -> Receipt:
+        return self._receipt(self._service.take(records, left_out=left_out))
 
     def mark_resume(self, step: int) -> None:
         self._service.mark_resume(step)
@@ -45,45 +44,55 @@ class MetricsActor:
     def texts(self, kind: str) -> list[TextRecord]:
         return self._service.texts(kind)
 
-    def problems(self) -> list[str]:
-        return self._service.problems()
+    def health(self) -> MetricsHealth:
+        return self._service.health()
 
-    def flush(self, timeout_s: float) -> None:
-        self._service.flush(timeout_s=timeout_s)
+    def flush(self, timeout_s: float) -> Receipt:
+        return self._receipt(self._service.flush(timeout_s=timeout_s))
 
-    def close(self, timeout_s: float) -> list[str]:
-        """Returns the problems not told yet, those of the closing included."""
-        self._service.close(timeout_s=timeout_s)
-        return self._service.problems()
+    def close(self, timeout_s: float) -> MetricsHealth:
+        return self._service.close(timeout_s=timeout_s)
+
+    def _receipt(self, counts: tuple[int, int]) -> Receipt:
+        return Receipt(service=self._name, taken=counts[0], settled=counts[1])
 
 
 class MetricsClient:
     """Usable from any process of the run; thread-safe.
 
-    Reports are sent and not waited for: ``errors`` counts those that failed or were left out because the actor did not
-    take the earlier ones; ``last_error`` has the words of the newest. The other calls wait for an answer and raise
-    `MetricsUnavailable` when there is none.
+    Reports are put into an `Outbox`, which keeps them until they are in the run's files, also while the actor is killed
+    and starts again. ``errors`` counts those that were left out; ``last_error`` has the words of the newest failure.
+    The other calls wait for an answer, and raise `MetricsUnavailable` when there is none; `mark_resume`, `flush` and
+    `close` first wait until the actor has taken what this process has reported.
     """
 
     def __init__(self, handle: Any) -> None:
-        self.errors = 0
-        self.last_error = ""
         self._handle = handle
-        self._lock = threading.Lock()
-        self._in_flight = 0
+        self._outbox = Outbox(self._send)
+
+    @property
+    def errors(self) -> int:
+        return self._outbox.left_out
+
+    @property
+    def last_error(self) -> str:
+        return self._outbox.last_error
 
     def record(self, source: str, step: int, values: Mapping[str, float]) -> None:
-        """Sends numbers and returns at once. Raises TypeError or ValueError for what is not a number."""
-        numbers = {name: float(value) for name, value in values.items()}
-        self._send(self._handle.record, source, step, numbers)
+        """Reports numbers and returns at once. Raises TypeError or ValueError for what is not a number."""
+        self.put(metric_record(source, step, values))
 
     def record_texts(self, kind: str, step: int, rows: Sequence[Mapping[str, TextCell]]) -> None:
-        """Sends texts and returns at once."""
-        self._send(self._handle.record_texts, kind, step, [dict(row) for row in rows])
+        """Reports texts and returns at once."""
+        self.put(text_record(kind, step, rows))
+
+    def put(self, record: Record) -> None:
+        """Reports a record that the caller made, and returns at once."""
+        self._outbox.put(record)
 
     def mark_resume(self, step: int, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """See `MetricsService.mark_resume`; waits, so that it stands before the first report after the resume."""
-        self._call("mark_resume", step, timeout_s=timeout_s)
+        self._call_in_order("mark_resume", step, timeout_s=timeout_s)
 
     def send_mark(self, step: int, *, timeout_s: float = CALL_TIMEOUT_S) -> Callable[[], None]:
         """As `mark_resume`, but returns at once, with the call that waits."""
@@ -96,21 +105,34 @@ class MetricsClient:
     def texts(self, kind: str, *, timeout_s: float = CALL_TIMEOUT_S) -> list[TextRecord]:
         return self._call("texts", kind, timeout_s=timeout_s)
 
-    def problems(self, *, timeout_s: float = CALL_TIMEOUT_S) -> list[str]:
-        return self._call("problems", timeout_s=timeout_s)
+    def health(self, *, timeout_s: float = CALL_TIMEOUT_S) -> MetricsHealth:
+        return self._call("health", timeout_s=timeout_s)
 
     def flush(self, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Waits until all that this process reported is in the files. A file that hangs counts as unavailable."""
+        """Waits until all that this process reported is in the run's own files; other sinks are not waited for. A file
+        that hangs counts as unavailable."""
         import ray
 
-        try:
-            self._call("flush", timeout_s / 2, timeout_s=timeout_s)
-        except ray.exceptions.RayTaskError as error:
-            raise MetricsUnavailable(str(error.cause)) from error
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left_s = max(0.0, deadline - time.monotonic())
+            try:
+                receipt = self._call_in_order("flush", left_s / 2, timeout_s=left_s)
+            except ray.exceptions.RayTaskError as error:
+                raise MetricsUnavailable(str(error.cause)) from error
+            if self._outbox.settle(receipt):
+                return
 
-    def close(self, *, timeout_s: float = CALL_TIMEOUT_S) -> list[str]:
-        """Flushes the sinks and ends the service; returns the problems not told yet."""
-        return self._call("close", timeout_s / 2, timeout_s=timeout_s)
+    def close(self, *, timeout_s: float = CALL_TIMEOUT_S) -> MetricsHealth:
+        """Closes the sinks and ends the service; returns what was not told yet. Nothing can be reported after it."""
+        try:
+            return self._call_in_order("close", timeout_s / 2, timeout_s=timeout_s)
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """This process reports nothing any more; what it still keeps is given up."""
+        self._outbox.end()
 
     def restart(self) -> None:
         """Kills the actor, also a stopped one (seconds then); Ray starts another as often as it may."""
@@ -118,22 +140,23 @@ class MetricsClient:
 
         ray.kill(self._handle, no_restart=False)
 
-    def _send(self, method: Any, *args: Any) -> None:
-        with self._lock:
-            if self._in_flight >= MAX_IN_FLIGHT:
-                self.errors += 1
-                self.last_error = f"the metrics actor has not taken {MAX_IN_FLIGHT} earlier reports"
-                return
-            self._in_flight += 1
-        method.remote(*args).future().add_done_callback(self._sent)
+    def _send(self, records: Sequence[Record], left_out: int) -> Receipt:
+        import ray
 
-    def _sent(self, future: Any) -> None:
-        error = future.exception()
-        with self._lock:
-            self._in_flight -= 1
-            if error is not None:
-                self.errors += 1
-                self.last_error = f"{type(error).__name__}: {error}"
+        if not ray.is_initialized():  # a call would start another Ray
+            raise Refused("Ray has ended")
+        try:
+            return self._answer("take", self._handle.take.remote(list(records), left_out), timeout_s=CALL_TIMEOUT_S)
+        except ray.exceptions.RayTaskError as error:
+            raise Refused(str(error.cause)) from error
+        except (MetricsUnavailable, ray.exceptions.RayError) as error:
+            raise Undelivered(str(error)) from error
+
+    def _call_in_order(self, name: str, *args: Any, timeout_s: float) -> Any:
+        deadline = time.monotonic() + timeout_s
+        if not self._outbox.wait_sent(timeout_s=timeout_s):
+            raise MetricsUnavailable(f"{name} waits for earlier reports: {self.last_error or 'there is no answer yet'}")
+        return self._call(name, *args, timeout_s=max(0.0, deadline - time.monotonic()))
 
     def _call(self, name: str, *args: Any, timeout_s: float) -> Any:
         return self._answer(name, getattr(self._handle, name).remote(*args), timeout_s=timeout_s)

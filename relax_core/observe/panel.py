@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -27,13 +27,15 @@ STILL_S = 30.0
 @dataclass(frozen=True, kw_only=True)
 class PanelState:
     """Where the run stands. ``step``: train steps done. ``records``: the newest ones, in order; they may repeat what an
-    earlier state had. ``message``: what the user should know now."""
+    earlier state had. ``message``: what the user should know now. ``records_dropped``: how many records each sink of
+    the metrics lacks."""
 
     step: int
     records: Sequence[MetricRecord] = ()
     progress: BusProgress | None = None
     roles: Sequence[RoleState] = ()
     message: str = ""
+    records_dropped: Mapping[str, int] = field(default_factory=dict)
 
 
 class Panel:
@@ -108,6 +110,7 @@ class Panel:
             progress=self._state.progress,
             roles=self._state.roles,
             message=self._state.message,
+            records_dropped=self._state.records_dropped,
         )
 
     def _print_changes(self, now: float) -> None:

@@ -36,6 +36,11 @@ class RunningNumbers:
                 return values[name]
         return None
 
+    def of_newest_step(self, name: str) -> float | None:
+        """The newest train step's value; None where that step has none, whatever earlier ones had."""
+        newest = next(reversed(self._values[ACTOR].values()), {})
+        return newest[name] if name in newest and math.isfinite(newest[name]) else None
+
     def latest_step(self, source: str) -> int | None:
         return next(reversed(self._values[source]), None)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -45,6 +45,7 @@ class PanelView:
     progress: BusProgress | None
     roles: Sequence[RoleState]
     message: str
+    records_dropped: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def eta_s(self) -> float | None:
@@ -81,13 +82,17 @@ def line(view: PanelView) -> str:
         ("tokens/s", numbers.per_second("tokens"), ".0f"),
         ("loss", numbers.latest("loss"), ".4g"),
         ("grad_norm", numbers.latest("grad_norm"), ".3g"),
-        ("gap", numbers.latest("logprob_gap_max"), ".1e"),
+        ("gap", numbers.of_newest_step("logprob_gap_max"), ".1e"),
+        ("cut", numbers.of_newest_step("truncated") or None, ".0%"),
+        ("equal groups", numbers.of_newest_step("groups_without_signal") or None, ".0%"),
     ):
         if value is not None:
             parts.append(f"{label} {format(value, spec)}")
     shares = staleness_shares(view.progress.staleness_histogram) if view.progress else []
     if shares:
         parts.append("staleness " + ",".join(f"{staleness}:{share:.0%}" for staleness, share in shares))
+    if view.records_dropped:
+        parts.append("metrics lack " + _counts(view.records_dropped))
     if view.eta_s is not None:
         parts.append(f"eta {duration(view.eta_s)}")
     return "  ".join(parts)
@@ -157,21 +162,44 @@ def _figures(view: PanelView) -> Table:
     )
     row(
         "log-prob gap",
-        number(numbers.latest("logprob_gap_max"), ".1e"),
+        number(numbers.of_newest_step("logprob_gap_max"), ".1e"),
         "rollout ↔ trainer",
         "learning rate",
         number(numbers.latest("learning_rate"), ".2g"),
     )
+    row(
+        "entropy",
+        number(numbers.latest("entropy"), ".3f"),
+        sparkline(numbers.curve("entropy"), width=SPARK_WIDTH),
+        "answers cut",
+        number(numbers.of_newest_step("truncated"), ".0%"),
+    )
+    row(
+        "reward ±",
+        number(numbers.latest("reward/std"), ".3f"),
+        _range(numbers, "reward", ".3g"),
+        "equal groups",
+        number(numbers.of_newest_step("groups_without_signal"), ".0%"),
+    )
     grid = Table.grid()
     grid.add_row(table)
-    grid.add_row(_bus_rows(view.progress))
+    grid.add_row(_bus_rows(view))
     return grid
 
 
-def _bus_rows(progress: BusProgress | None) -> Table:
+def _range(numbers: RunningNumbers, name: str, spec: str) -> str:
+    """Least to largest of the newest step's samples; empty before the first."""
+    least, largest = numbers.of_newest_step(f"{name}/min"), numbers.of_newest_step(f"{name}/max")
+    return "" if least is None or largest is None else f"{least:{spec}} to {largest:{spec}}"
+
+
+def _bus_rows(view: PanelView) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True, min_width=len("log-prob gap"))
     table.add_column(no_wrap=True)
+    if view.records_dropped:
+        table.add_row("metrics", Text(f"records missing: {_counts(view.records_dropped)}", style="bold red"))
+    progress = view.progress
     if progress is None:
         table.add_row("staleness", "–")
         table.add_row("samples", "–")
@@ -186,7 +214,14 @@ def _bus_rows(progress: BusProgress | None) -> Table:
         f"{ledger.trained:,} trained · {dropped:,} dropped{faults} · "
         f"groups {progress.in_flight} in flight, {progress.waiting} waiting",
     )
+    if dropped:
+        table.add_row("dropped", Text(_counts(ledger.dropped), overflow="ellipsis"))
     return table
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    """The most frequent first."""
+    return " · ".join(f"{count:,} {name}" for name, count in sorted(counts.items(), key=lambda one: -one[1]))
 
 
 def _staleness_bar(histogram: Mapping[int, int]) -> Text:

@@ -1,14 +1,16 @@
-"""What is reported while a run goes on: numbers a step, and texts (answers of an evaluation)."""
+"""What is reported while a run goes on: numbers a step, texts (answers of an evaluation), and histograms."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
 ACTOR = "actor"  # once a train step
 ROLLOUT = "rollout"  # once a burst of generation
 EVAL = "eval"  # once an evaluation, step = weight version
+LEDGER = "ledger"  # what the data bus has booked, once a train step as long as samples were dropped
 RUN = "run"  # what happened to the run itself
 RESUMED = "resumed"
 
@@ -31,6 +33,48 @@ class TextRecord(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     time_s: float
     rows: list[dict[str, TextCell]]
+
+
+class HistogramRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """How the values of ``name`` that ``source`` had at ``step`` were distributed: ``counts[k]`` of them lie above
+    ``limits[k - 1]`` (any number, for k = 0) and up to ``limits[k]``. ``total`` and ``total_of_squares``: sums over the
+    values. ``time_s``: Unix time, in seconds."""
+
+    source: str
+    step: int
+    time_s: float
+    name: str
+    limits: list[float]
+    counts: list[int]
+    least: float
+    largest: float
+    total: float
+    total_of_squares: float
+
+
+Record = MetricRecord | TextRecord | HistogramRecord
+
+
+def metric_record(source: str, step: int, values: Mapping[str, float]) -> MetricRecord:
+    """A record of now. Raises TypeError or ValueError for what is not a number."""
+    numbers = {name: float(value) for name, value in values.items()}
+    return MetricRecord(source=source, step=step, time_s=time.time(), values=numbers)
+
+
+def text_record(kind: str, step: int, rows: Sequence[Mapping[str, TextCell]]) -> TextRecord:
+    """A record of now."""
+    return TextRecord(kind=kind, step=step, time_s=time.time(), rows=[dict(row) for row in rows])
+
+
+def record_key(record: Record) -> tuple[str, int, float]:
+    """Tells a record from every other one of the run."""
+    match record:
+        case MetricRecord():
+            return record.source, record.step, record.time_s
+        case TextRecord():
+            return f"texts of {record.kind}", record.step, record.time_s
+        case HistogramRecord():
+            return f"histogram of {record.source}/{record.name}", record.step, record.time_s
 
 
 def is_resume(record: MetricRecord) -> bool:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from relax_core.observe.curves import CURVES_FILE
-from relax_core.observe.formatting import duration, number, staleness_shares
+from relax_core.observe.formatting import UNKNOWN, duration, number, staleness_shares
 from relax_core.observe.records import TextCell
 from relax_core.observe.sinks import METRICS_FILE, TENSORBOARD_FOLDER
 from relax_core.observe.summary import STEP_PARTS, SUMMARY_FILE
@@ -43,6 +43,8 @@ def print_report(
     """Prints the end of a run. The texts are rows of the first and of the newest evaluation (`TextRecord`)."""
     console.print()
     console.print(_headline(summary))
+    for finding in summary["findings"]:
+        console.print(Text(finding, style="bold yellow"), soft_wrap=True)
     console.print(_figures(summary))
     answers = answers_table(texts_before, texts_after)
     if answers.row_count:
@@ -115,7 +117,8 @@ def _covers(key: str, other: str) -> bool:
 
 def _headline(summary: Mapping[str, Any]) -> Text:
     outcome = summary["outcome"]
-    style = {"finished": "bold green", "stopped": "bold yellow"}.get(outcome, "bold red")
+    finished = "bold yellow" if summary["findings"] else "bold green"
+    style = {"finished": finished, "stopped": "bold yellow"}.get(outcome, "bold red")
     return Text.assemble(
         (outcome, style), f" after {summary['steps']} train steps in {duration(summary['wall_s'])}", overflow="fold"
     )
@@ -128,6 +131,7 @@ def _figures(summary: Mapping[str, Any]) -> Table:
     for name, label in (("reward", "reward"), ("exact", "exact answers")):
         ends = summary[name]
         table.add_row(label, f"{number(ends['first'], '.3f')} → [bold]{number(ends['last'], '.3f')}[/] in training")
+    table.add_row("answers", _answers(summary))
     if summary["eval"]:
         first, last = summary["eval"][0], summary["eval"][-1]
         table.add_row(
@@ -144,9 +148,28 @@ def _figures(summary: Mapping[str, Any]) -> Table:
     histogram = {int(staleness): count for staleness, count in summary["staleness"]["histogram"].items()}
     shares = " · ".join(f"{staleness}: {share:.0%}" for staleness, share in staleness_shares(histogram))
     table.add_row("staleness", shares or "–")
-    table.add_row("log-prob gap", f"max {number(summary['logprob_gap']['max'], '.1e')} between rollout and trainer")
+    table.add_row("log-prob gap", _logprob_gap(summary["logprob_gap"]))
     table.add_row("samples", Text(_ledger(summary["ledger"])))
+    if summary["records_dropped"]:
+        lacking = ", ".join(f"{count:,} in {sink}" for sink, count in summary["records_dropped"].items())
+        table.add_row("metrics", Text(f"records missing: {lacking}"))
     return table
+
+
+def _answers(summary: Mapping[str, Any]) -> str:
+    lengths, cut = summary["response_tokens"], summary["truncated"]["last"]
+    least, largest = number(lengths["min"], ".0f"), number(lengths["max"], ".0f")
+    return (
+        f"{number(lengths['last'], '.1f')} tokens ({least} to {largest}) · {number(cut, '.0%')} cut · "
+        f"entropy {number(summary['entropy']['last'], '.3f')} nats · "
+        f"rewards equal in {number(summary['groups_without_signal']['last'], '.0%')} of the groups"
+    )
+
+
+def _logprob_gap(gap: Mapping[str, float | None]) -> str:
+    if gap["max"] is None:
+        return f"{UNKNOWN} (no token was trained with the weights that sampled it)"
+    return f"max {gap['max']:.1e} between rollout and trainer"
 
 
 def _step_split(step_ms: Mapping[str, float | None]) -> str:

@@ -12,11 +12,11 @@ import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
-from relax_core.observe.records import MetricRecord, TextRecord, is_resume
+from relax_core.observe.records import HistogramRecord, MetricRecord, Record, TextRecord, is_resume
 
 if TYPE_CHECKING:
     from relax_core.config.schema import TrackerConfig
@@ -25,14 +25,19 @@ METRICS_FILE = "metrics.jsonl"
 TEXTS_FILE = "texts.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
 
-Record = MetricRecord | TextRecord
-
 
 class Sink(Protocol):
-    """Called by one thread. `write` and `close` raise OSError when the records could not be kept."""
+    """Called by a thread of its own (`SinkThread`), so it may wait, and whatever it raises is told and counted: the
+    batch is then dropped, and the next one tried. A kind of record that it does not know it leaves out.
+
+    ``local``: it is the run's own record on disk, which a checkpoint waits for and a restarted service reads.
+    """
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def local(self) -> bool: ...
 
     def write(self, batch: Sequence[Record]) -> None: ...
 
@@ -84,6 +89,7 @@ class JsonlSink:
     """One JSON object a line: numbers to ``metrics.jsonl``, texts to ``texts.jsonl``. NaN and infinities as null."""
 
     name = METRICS_FILE
+    local = True
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -107,36 +113,23 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """Scalars with tag ``<source>/<name>``, through TensorBoard's own protobufs and framing.
+    """Scalars with tag ``<source>/<name>`` and histograms, through TensorBoard's own protobufs and framing.
 
     A resume is told as a session start, so that TensorBoard hides the steps that it undid. Texts are left to the
     JSON lines. EventFileWriter is not used: it has a thread of its own, which a full disk kills.
     """
 
     name = TENSORBOARD_FOLDER
+    local = False
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / TENSORBOARD_FOLDER
         self._file: AppendFile | None = None
 
     def write(self, batch: Sequence[Record]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.event_pb2 import Event
 
-        events = []
-        for record in batch:
-            if isinstance(record, TextRecord):
-                continue
-            if is_resume(record):
-                event = Event(session_log=SessionLog(status=SessionLog.START))
-            else:
-                scalars = [
-                    Summary.Value(tag=f"{record.source}/{name}", simple_value=value)
-                    for name, value in record.values.items()
-                ]
-                event = Event(summary=Summary(value=scalars))
-            event.wall_time, event.step = record.time_s, record.step
-            events.append(event)
+        events = [_event(record) for record in batch if not isinstance(record, TextRecord)]
         if not events:
             return
         if self._file is None:
@@ -149,6 +142,30 @@ class TensorBoardSink:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def _event(record: MetricRecord | HistogramRecord) -> Any:
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+    from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+
+    if isinstance(record, HistogramRecord):
+        histogram = HistogramProto(
+            min=record.least,
+            max=record.largest,
+            num=sum(record.counts),
+            sum=record.total,
+            sum_squares=record.total_of_squares,
+            bucket_limit=record.limits,
+            bucket=record.counts,
+        )
+        values = [Summary.Value(tag=f"{record.source}/{record.name}", histo=histogram)]
+    elif is_resume(record):
+        return Event(session_log=SessionLog(status=SessionLog.START), wall_time=record.time_s, step=record.step)
+    else:
+        values = [
+            Summary.Value(tag=f"{record.source}/{name}", simple_value=value) for name, value in record.values.items()
+        ]
+    return Event(summary=Summary(value=values), wall_time=record.time_s, step=record.step)
 
 
 def _frame(events: Sequence[bytes]) -> bytes:

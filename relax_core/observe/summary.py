@@ -13,13 +13,15 @@ from statistics import fmean, median
 from typing import Any
 
 from relax_core.contracts.bus import BusProgress
+from relax_core.observe.findings import findings
 from relax_core.observe.records import ACTOR, EVAL, ROLLOUT, MetricRecord, by_step, without_undone
 
 SUMMARY_FILE = "summary.json"
 WARM_UP_STEPS = 5  # left out of medians: caches fill and pools grow in them
 STEP_PARTS = ("wait", "bus", "decode", "train", "sync", "checkpoint")  # one after the other, on the trainer's path
-OWN_PLACE = ("outcome", "wall_s", "first_step_s", "recoveries")  # of meta: not under "run"
+OWN_PLACE = ("outcome", "wall_s", "first_step_s", "recoveries", "records_dropped")  # of meta: not under "run"
 MEAN_STEPS = 10  # how many steps "first" and "last" are means of
+QUANTILES = ("p10", "p50", "p90")
 
 Values = Mapping[str, float]
 
@@ -28,28 +30,37 @@ def build_summary(records: Iterable[MetricRecord], *, progress: BusProgress, met
     """The run in figures, as docs/summary.md describes them. A figure without data is None.
 
     ``records``: everything reported, in order. ``meta`` has wall_s and first_step_s (seconds; first_step_s None when no
-    step was finished) and outcome ("finished", "stopped" or "failed: <first cause>"); the rest of it goes under "run",
-    where the report looks for overrides (the command line's, a list).
+    step was finished) and outcome ("finished", "stopped" or "failed: <first cause>"), and may have recoveries and
+    records_dropped (by sink); the rest of it goes under "run", where the report looks for overrides (the command
+    line's, a list).
     """
     outcome = meta["outcome"]
     assert outcome in ("finished", "stopped") or outcome.startswith("failed: "), outcome
     held = without_undone(records)
-    actor = list(by_step(held, ACTOR).values())
+    by_train_step, evaluations = by_step(held, ACTOR), by_step(held, EVAL)
+    actor = list(by_train_step.values())
     settled = actor[WARM_UP_STEPS:]
     bursts = [record.values for record in held if record.source == ROLLOUT]
     return {
         "outcome": outcome,
+        "findings": findings(by_train_step, evaluations),
         "steps": progress.version,
         "steps_recorded": len(actor),
         "wall_s": meta["wall_s"],
         "first_step_s": meta["first_step_s"],
         "samples_per_s": _median([_rate(values, "samples") for values in settled]),
         "tokens_per_s": _median([_rate(values, "tokens") for values in settled]),
-        "reward": _first_and_last(actor, "reward"),
+        "reward": _first_and_last(actor, "reward") | _spread(actor, "reward") | {"std": _last(actor, "reward/std")},
         "exact": _first_and_last(actor, "exact"),
+        "response_tokens": _first_and_last(actor, "response_tokens")
+        | _spread(actor, "response_tokens")
+        | {quantile: _last(actor, f"response_tokens/{quantile}") for quantile in QUANTILES},
+        "truncated": _first_and_last(actor, "truncated"),
+        "groups_without_signal": _first_and_last(actor, "groups_without_signal"),
+        "entropy": _first_and_last(actor, "entropy"),
         "eval": [
             {"step": step, "exact": values["exact"], "reward": values["reward"], "rows": int(values["rows"])}
-            for step, values in by_step(held, EVAL).items()
+            for step, values in evaluations.items()
         ],
         "staleness": _staleness(progress.staleness_histogram),
         "ledger": {
@@ -63,6 +74,7 @@ def build_summary(records: Iterable[MetricRecord], *, progress: BusProgress, met
         "logprob_gap": _logprob_gap(actor),
         "step_ms": _step_ms(settled, bursts[WARM_UP_STEPS:]),
         "recoveries": list(meta.get("recoveries", ())),
+        "records_dropped": dict(meta.get("records_dropped", {})),
         "run": {key: value for key, value in meta.items() if key not in OWN_PLACE},
         "versions": library_versions(),
     }
@@ -104,9 +116,20 @@ def _rate(values: Values, name: str) -> float | None:
 
 def _first_and_last(actor: Sequence[Values], name: str) -> dict[str, float | None]:
     known = [values[name] for values in actor if name in values]
+    return {"first": fmean(known[:MEAN_STEPS]) if known else None, "last": _last(actor, name)}
+
+
+def _last(actor: Sequence[Values], name: str) -> float | None:
+    """Mean of the last steps that have it."""
+    known = [values[name] for values in actor if name in values]
+    return fmean(known[-MEAN_STEPS:]) if known else None
+
+
+def _spread(actor: Sequence[Values], name: str) -> dict[str, float | None]:
+    """Least and largest of all samples of all steps."""
     return {
-        "first": fmean(known[:MEAN_STEPS]) if known else None,
-        "last": fmean(known[-MEAN_STEPS:]) if known else None,
+        "min": min((values[f"{name}/min"] for values in actor if f"{name}/min" in values), default=None),
+        "max": max((values[f"{name}/max"] for values in actor if f"{name}/max" in values), default=None),
     }
 
 

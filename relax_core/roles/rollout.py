@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 
@@ -14,7 +15,7 @@ from relax_core.contracts.engine import SamplingParams
 from relax_core.data.sources import make_source
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.pool import EnginePool
-from relax_core.observe.metrics_actor import MetricsClient
+from relax_core.observe.metrics_actor import MetricsClient, MetricsUnavailable
 from relax_core.registry import find_algorithm, find_env, find_reward
 from relax_core.roles.context import RunContext
 from relax_core.roles.engines import EngineDirectory
@@ -29,6 +30,7 @@ from relax_core.rollout.sampler import PromptMaker, Sampler, SamplerSettings
 from relax_core.rollout.teachers import teacher_chooser
 from relax_core.rollout.turnover import Turnover
 
+log = logging.getLogger(__name__)
 CLOSED_S = 0.2
 OWNER_FIRST_S = 10.0  # an engine that does not start is its owner's to report: it knows why
 
@@ -86,7 +88,7 @@ class RolloutWorker(Worker):
         self.set_state("running")
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._evaluate(evaluator))
+                group.create_task(self._evaluate(evaluator, metrics))
                 group.create_task(self._sample(sampler, bus))
         except* Exception as failures:
             raise first_cause(failures) from failures
@@ -109,8 +111,9 @@ class RolloutWorker(Worker):
         except BusClosed as closed:  # nothing is left to sample; the last evaluation may still be ahead
             self.set_state("running", str(closed))
 
-    async def _evaluate(self, evaluator: Evaluator) -> None:
-        """A stop ends it, and the sampling that waits for it: its weights may never come to the engine."""
+    async def _evaluate(self, evaluator: Evaluator, metrics: MetricsClient) -> None:
+        """A stop ends it, and the sampling that waits for it: its weights may never come to the engine. It counts once
+        its record is in the run's files."""
         running = asyncio.create_task(evaluator.run())
         try:
             while not running.done() and not self.stopping:
@@ -118,9 +121,16 @@ class RolloutWorker(Worker):
             if not running.done():
                 raise BusClosed("the run was stopped before its next evaluation")
             running.result()
+            await asyncio.to_thread(self._write_out, metrics)
             self._evaluated.set()
         finally:
             running.cancel()
+
+    def _write_out(self, metrics: MetricsClient) -> None:
+        try:
+            metrics.flush()
+        except MetricsUnavailable as error:
+            log.warning("the last evaluation may be missing in the metrics: %s", error)
 
     def wait_evaluated(self, timeout_s: float) -> bool:
         """Waits until the last evaluation is in; False past the deadline or when the loop has ended without it."""

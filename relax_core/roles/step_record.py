@@ -1,32 +1,39 @@
-"""What the trainer tells of a step: rewards and lengths of the rows it consumed, and where its time went."""
+"""What the trainer tells of a step: rewards and lengths of the rows that it consumed, and where its time went. The unit
+of every figure stands in docs/metrics.md."""
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import LeasedRow
-from relax_core.contracts.train import StepMetrics
+from relax_core.contracts.train import StepMetrics, TrainGroup
+from relax_core.observe.records import ACTOR, HistogramRecord
 from relax_core.roles.step_clock import StepClock
 from relax_core.train.updates import StepResult
 from relax_core.train.value_moments import MOMENTS, explained_variance
 
+QUANTILES = (10, 50, 90)
+HISTOGRAM_BINS = 20
+
 
 @dataclass(kw_only=True)
 class StepRows:
-    """The rows that a step consumed, by which leases. ``dropped``: uids that were masked whole, and why."""
+    """The rows that a step consumed, by which leases, and the trainer's groups that were made of them, in the same
+    order. ``dropped``: uids that were masked whole, and why."""
 
     rows: list[LeasedRow] = field(default_factory=list)
+    groups: list[TrainGroup] = field(default_factory=list)
     lease_ids: list[int] = field(default_factory=list)
     dropped: dict[str, str] = field(default_factory=dict)
 
     def values(self, *, step: int) -> dict[str, float]:
-        """Means over the step's samples; ``degenerate_groups``: groups of several whose rewards are all equal."""
-        rewards = [c.decode_array(row.columns[c.REWARDS]) for row in self.rows]
+        """Figures over the step's samples; what has no data is left out."""
         info = [one for row in self.rows for one in c.decode_sample_info(row.columns[c.SAMPLE_INFO])]
-        lengths = [n for row in self.rows for n in c.decode_ragged(row.columns[c.RESPONSE_IDS]).lengths]
         staleness = [step - version for row in self.rows for version in row.versions]
         parts: dict[str, list[float]] = {}
         for one in info:
@@ -34,15 +41,76 @@ class StepRows:
                 parts.setdefault(name, []).append(value)
         count = len(info)
         return {
-            "reward": float(np.concatenate(rewards).mean()),
+            **reward_values([c.decode_array(row.columns[c.REWARDS]) for row in self.rows]),
             "exact": sum(parts.pop("exact", [0.0])) / count,
             **{f"reward_{name}": sum(values) / len(values) for name, values in parts.items()},
-            "response_tokens": sum(lengths) / count,
+            **length_values(self._lengths()),
             "truncated": sum(one.finish_reason == "length" for one in info) / count,
-            "degenerate_groups": float(sum(len(group) > 1 and bool((group == group[0]).all()) for group in rewards)),
+            **sampled_entropy(self.groups),
             "staleness_max": float(max(staleness)),
             "staleness_mean": sum(staleness) / count,
         }
+
+    def length_histogram(self, *, step: int) -> HistogramRecord:
+        """How the lengths of the answers are distributed, in at most `HISTOGRAM_BINS` bins of equal width."""
+        lengths = self._lengths()
+        least, largest = int(lengths[0]), int(lengths[-1])
+        width = math.ceil((largest - least + 1) / HISTOGRAM_BINS)
+        limits = np.arange(least + width - 1, largest + width, width)
+        counts = np.diff(np.searchsorted(lengths, limits, side="right"), prepend=0)
+        return HistogramRecord(
+            source=ACTOR,
+            step=step,
+            time_s=time.time(),
+            name="response_tokens",
+            limits=limits.astype(float).tolist(),
+            counts=counts.tolist(),
+            least=float(least),
+            largest=float(largest),
+            total=float(lengths.sum()),
+            total_of_squares=float((lengths * lengths).sum()),
+        )
+
+    def _lengths(self) -> np.ndarray:
+        """Tokens of each answer, int64 ``[samples]``, in ascending order."""
+        return np.sort(np.concatenate([group.lengths for group in self.groups]))
+
+
+def reward_values(groups: list[np.ndarray]) -> dict[str, float]:
+    """``groups``: the rewards of each group's samples. A group without signal has several samples and one reward."""
+    rewards = np.concatenate(groups)
+    several = [group for group in groups if len(group) > 1]
+    values = {
+        "reward": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/min": float(rewards.min()),
+        "reward/max": float(rewards.max()),
+    }
+    if several:
+        values["groups_without_signal"] = sum(bool((group == group[0]).all()) for group in several) / len(several)
+    return values
+
+
+def length_values(lengths: np.ndarray) -> dict[str, float]:
+    """``lengths``: int64 ``[samples]``, in ascending order. A quantile p is the least length that p % of the answers do
+    not exceed."""
+    return {
+        "response_tokens": float(lengths.mean()),
+        "response_tokens/min": float(lengths[0]),
+        **{f"response_tokens/p{q}": float(lengths[math.ceil(q * len(lengths) / 100) - 1]) for q in QUANTILES},
+        "response_tokens/max": float(lengths[-1]),
+    }
+
+
+def sampled_entropy(groups: list[TrainGroup]) -> dict[str, float]:
+    """−mean log-prob of the trained tokens in the engine: an estimate, from samples, of the entropy of what they were
+    drawn from, in nats a token."""
+    masks = np.concatenate([group.loss_mask for group in groups])
+    tokens = int(np.count_nonzero(masks))
+    if not tokens:
+        return {}
+    logprobs = np.concatenate([group.rollout_logprobs for group in groups])
+    return {"entropy": -float(logprobs[masks].sum(dtype=np.float64)) / tokens}
 
 
 def step_values(rows: StepRows, result: StepResult, clock: StepClock, *, step: int, step_ms: float) -> dict[str, float]:
@@ -56,9 +124,9 @@ def step_values(rows: StepRows, result: StepResult, clock: StepClock, *, step: i
         "updates": result.updates,
         "samples": metrics.samples,
         "tokens": metrics.tokens,
-        "logprob_gap_max": metrics.logprob_gap_max,
-        "logprob_gap_mean": metrics.logprob_gap_mean,
-        "logprob_gap_tokens": metrics.logprob_gap_tokens,
+        "samples_per_s": 1e3 * metrics.samples / step_ms,
+        "tokens_per_s": 1e3 * metrics.tokens / step_ms,
+        **logprob_gap(metrics),
         "step_ms": step_ms,
         "wait_ms": clock.wait_ms,
         "bus_ms": clock.bus_ms,
@@ -72,6 +140,17 @@ def step_values(rows: StepRows, result: StepResult, clock: StepClock, *, step: i
         **{f"moe/{name}": value for name, value in metrics.moe.items()},
         **({} if critic is None else critic_values(critic)),
         **{f"train/{name}": value for name, value in metrics.timings_ms.items()},
+    }
+
+
+def logprob_gap(metrics: StepMetrics) -> dict[str, float]:
+    """Where no token was compared, which stale samples alone do not allow, there is no gap: it is left out."""
+    if not metrics.logprob_gap_tokens:
+        return {"logprob_gap_tokens": 0.0}
+    return {
+        "logprob_gap_max": metrics.logprob_gap_max,
+        "logprob_gap_mean": metrics.logprob_gap_mean,
+        "logprob_gap_tokens": float(metrics.logprob_gap_tokens),
     }
 
 

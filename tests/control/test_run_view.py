@@ -16,6 +16,7 @@ from relax_core.config.schema import TrackerConfig
 from relax_core.control.run_view import EVENTS_LOG, RunView
 from relax_core.observe.metrics_actor import MetricsClient, MetricsUnavailable, start_metrics
 from relax_core.observe.panel import Panel
+from relax_core.observe.signal_watch import SignalWatch
 from relax_core.observe.sinks import read_metrics
 
 NAMESPACE = "test-run-view"
@@ -37,10 +38,17 @@ def test_frozen_metrics_are_started_again_with_what_the_files_hold(
     client = start_metrics(tracker, tmp_path, name=tmp_path.name, namespace=NAMESPACE, max_restarts=1)
     try:
         client.record("actor", 0, {"reward": 0.5})
-        assert client.poll(0, timeout_s=120.0)[0] == 1
+        client.flush(timeout_s=120.0)
         frozen = ray.get(client._handle.__ray_call__.remote(lambda _: os.getpid()), timeout=120)
         with Panel(5, tmp_path, "title", live=False, console=Console(file=io.StringIO())) as panel:
-            view = RunView(panel, client, log_dir=tmp_path / "logs", step=0, heartbeat_timeout_s=3.0)
+            view = RunView(
+                panel,
+                client,
+                log_dir=tmp_path / "logs",
+                step=0,
+                heartbeat_timeout_s=3.0,
+                signal_watch=SignalWatch(steps=20, max_new_tokens=8),
+            )
             view.show(step=1, progress=None, roles=[], message="")
             os.kill(frozen, signal.SIGSTOP)
             deadline = time.monotonic() + DEADLINE_S

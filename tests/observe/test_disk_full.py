@@ -27,11 +27,12 @@ for step in range(200):  # some 70 bytes each
 problems = []
 deadline = time.monotonic() + 120
 while not problems and time.monotonic() < deadline:
-    problems += service.problems()
+    problems += service.health().problems
 for step in range(200, 300):
     service.record("actor", step, {"reward": 0.5})
-service.close(timeout_s=120)
-print(json.dumps({"kept": service.poll(0)[0], "first": problems, "last": service.problems()}))
+last = service.close(timeout_s=120)
+told = {"kept": service.poll(0)[0], "first": problems, "last": last.problems, "dropped": last.dropped}
+print(json.dumps(told))
 """
 
 
@@ -46,6 +47,7 @@ def test_a_file_that_may_not_grow_does_not_stop_recording(tmp_path: Path) -> Non
     (total,) = told["last"]
     written = len(read_metrics(tmp_path))
     assert total == f"metrics: metrics.jsonl lacks up to {300 - written} records"
+    assert told["dropped"] == {"metrics.jsonl": 300 - written}
     kept = (tmp_path / "metrics.jsonl").read_bytes()
     assert len(kept) <= 4096 and len(kept.splitlines()) == written  # no half line
 
@@ -78,7 +80,7 @@ def test_a_disk_that_was_full_for_a_while_leaves_readable_files(
     service = MetricsService([jsonl, tensorboard], batch_s=0.0)
     service.record("actor", 0, {"reward": 0.5})
     wait_until(lambda: len(read_metrics(tiny_disk)) == 1, what="the first line")
-    wait_until(lambda: event_steps(tiny_disk) == [0], what="the first event")  # the sinks write one after the other
+    wait_until(lambda: event_steps(tiny_disk) == [0], what="the first event")
     ballast = tiny_disk / "ballast"
     with pytest.raises(OSError, match="No space left"):
         ballast.write_bytes(b"x" * (256 << 10))
@@ -89,7 +91,7 @@ def test_a_disk_that_was_full_for_a_while_leaves_readable_files(
         nonlocal step
         step += 1
         service.record("actor", step, {"reward": 0.5})
-        problems.extend(service.problems())
+        problems.extend(service.health().problems)
         return len(problems) >= 2
 
     wait_until(both_failed, what="a failure of both sinks")
@@ -97,11 +99,11 @@ def test_a_disk_that_was_full_for_a_while_leaves_readable_files(
     assert {problem.split()[1] for problem in problems} == {"metrics.jsonl", "tensorboard"}
     ballast.unlink()
     service.record("actor", 1_000_000, {"reward": 0.75})
-    service.close(timeout_s=120)
+    end = service.close(timeout_s=120)
 
     written = read_metrics(tiny_disk)
     assert (written[0].step, written[-1].step) == (0, 1_000_000)
     assert service.poll(0)[0] == step + 2
     steps = event_steps(tiny_disk)
     assert (steps[0], steps[-1]) == (0, 1_000_000)
-    assert all("lacks up to" in problem for problem in service.problems())
+    assert all("lacks up to" in problem for problem in end.problems)

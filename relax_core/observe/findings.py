@@ -1,0 +1,71 @@
+"""What the numbers of a run that has ended say against it: one that did all its steps may still have learnt nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from statistics import fmean
+
+Values = Mapping[str, float]
+
+WINDOW = 10  # steps of which a mean is taken
+NOISE = 5.0  # so many standard errors of the difference of two windows
+LOST_SHARE = 1 / 3  # of what the reward had gained
+EVAL_NOISE = 3.0  # standard errors of the difference of two evaluations
+EVAL_FALL = 0.03
+MOST_GROUPS = MOSTLY_RIGHT = 0.5
+
+
+def findings(actor: Mapping[int, Values], evaluations: Mapping[int, Values]) -> list[str]:
+    """One sentence for each thing that a reader should know before "finished" is believed; none for a healthy run.
+
+    ``actor``: the trainer's values by train step. ``evaluations``: those of the evaluations by weight version.
+    """
+    return [*_of_rewards(actor), *_of_evaluations(evaluations), *_of_the_last_steps(list(actor.values())[-WINDOW:])]
+
+
+def _of_rewards(actor: Mapping[int, Values]) -> Iterator[str]:
+    """The reward fell: the last window's mean is below the best one's by more than a third of what had been gained, and
+    by more than the noise from step to step can do."""
+    known = [
+        (step, values["reward"]) for step, values in actor.items() if math.isfinite(values.get("reward", math.nan))
+    ]
+    if len(known) < 2 * WINDOW:
+        return
+    rewards = [reward for _, reward in known]
+    means = [fmean(rewards[start : start + WINDOW]) for start in range(len(rewards) - WINDOW + 1)]
+    best = max(range(len(means)), key=means.__getitem__)
+    first, highest, last = means[0], means[best], means[-1]
+    # Of independent noise the differences of neighbours have twice the variance.
+    noise = math.sqrt(fmean((after - before) ** 2 for before, after in pairwise(rewards)) / 2)
+    lost = highest - last
+    if lost > LOST_SHARE * (highest - first) and lost > NOISE * noise * math.sqrt(2 / WINDOW):
+        steps = f"steps {known[best][0]} to {known[best + WINDOW - 1][0]}"
+        yield f"The reward fell from {highest:.3f} ({steps}) to {last:.3f} in the last {WINDOW} steps."
+
+
+def _of_evaluations(evaluations: Mapping[int, Values]) -> Iterator[str]:
+    """The held-out accuracy fell by more than `EVAL_FALL`, and by more than so many prompts can tell apart."""
+    if len(evaluations) < 2:
+        return
+    best = max(evaluations, key=lambda step: evaluations[step]["exact"])
+    last = max(evaluations)
+    high, low, rows = evaluations[best]["exact"], evaluations[last]["exact"], evaluations[last]["rows"]
+    middle = (high + low) / 2
+    if high - low > max(EVAL_FALL, EVAL_NOISE * math.sqrt(2 * middle * (1 - middle) / max(1.0, rows))):
+        yield f"The held-out accuracy fell from {high:.3f} at step {best} to {low:.3f} at step {last}."
+
+
+def _of_the_last_steps(newest: Sequence[Values]) -> Iterator[str]:
+    if not newest:
+        return
+    if all(values.get("truncated") == 1.0 for values in newest):
+        yield f"No answer of the last {len(newest)} steps ended by itself: all were cut at rollout.max_new_tokens."
+    equal = [values["groups_without_signal"] for values in newest if "groups_without_signal" in values]
+    exact = fmean(values.get("exact", 0.0) for values in newest)
+    if equal and fmean(equal) > MOST_GROUPS and exact < MOSTLY_RIGHT:
+        yield (
+            f"In {fmean(equal):.0%} of the groups of the last {len(newest)} steps all rewards were equal, with "
+            f"{exact:.0%} of the answers right: there was hardly anything to learn from."
+        )
