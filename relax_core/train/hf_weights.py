@@ -14,7 +14,7 @@ from torch import Tensor
 from relax_core.train.gpt import VALUE_HEAD
 from relax_core.train.models.family import Family, HfConfig, Shard, WeightRule
 from relax_core.train.weight_gather import BUCKET_BYTES, agree_on_senders, buckets_of, gather_bucket
-from relax_core.train.weight_places import WeightPlace, WholeTensor, weight_places
+from relax_core.train.weight_places import WeightPlace, WholeTensor, part_view, weight_places
 
 VALUE_RULES = tuple(WeightRule(VALUE_HEAD + name, VALUE_HEAD + name, Shard.replicated) for name in ("weight", "bias"))
 
@@ -45,13 +45,16 @@ class HfWeights:
             output = {rule.hf for rule in rules if rule.megatron == "output_layer.weight"}
             self._ignored |= output
             rules = tuple(rule for rule in rules if rule.hf not in output)
+        all_rules = (*rules, *(VALUE_RULES if value_head else ()))
+        self._order = {rule.hf: place for place, rule in enumerate(all_rules)}
         places, unused = weight_places(
             chunks,
-            (*rules, *(VALUE_RULES if value_head else ())),
+            all_rules,
             shape,
             tied_output=shape.tied_embeddings or value_head,
             tensor_of=tensor_of,
         )
+        self._attention = shape.attention
         assert not unused, f"family {family.name} maps not all parameters: {unused}"
         self.all_places: Mapping[str, WeightPlace] = places  # those of a value head as well
         self._places = {name: place for name, place in places.items() if not name.startswith(VALUE_HEAD)}
@@ -72,6 +75,13 @@ class HfWeights:
         for bucket in self._buckets:
             for rule, tensor in gather_bucket(bucket, self._places, like=self._like):
                 yield rule.hf, tensor[: self.shapes[rule.hf][0]]
+
+    def parts(self, tensor_of: Callable[[torch.nn.Parameter], Tensor]) -> Iterator[tuple[int, str, Tensor]]:
+        """This rank's piece of each Hugging Face tensor, or what ``tensor_of`` gives for its parameter, such as its
+        gradient: (place in the order of the map, which all ranks share, name, piece)."""
+        for name, weight in self.all_places.items():
+            for parameter in weight.parameters:
+                yield self._order[name], name, part_view(tensor_of(parameter), weight.rule.part, self._attention)
 
     def load(self, tensors: Iterable[tuple[str, WholeTensor]]) -> None:
         """Copies in what is this rank's, in any order; a stored tensor is read no further than that.

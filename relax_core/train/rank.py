@@ -31,6 +31,7 @@ from relax_core.train.hf_weights import HfWeights
 from relax_core.train.micro_batches import MicroBatcher
 from relax_core.train.models.family import MixtureOfExperts
 from relax_core.train.models.registry import read_model
+from relax_core.train.not_finite import look_at_gradients, refuse_update, refuse_weights
 from relax_core.train.optimizer import build_optimizer, learning_rate, wrap_for_training
 from relax_core.train.router_replay import RouterPlan
 from relax_core.train.row_cut import RowCut
@@ -151,6 +152,7 @@ class MegatronRank:
             )
         # After the wrapper, which may move the parameters into its own buffer.
         self._weights = HfWeights(self.models, self.family, self.hf_config, value_head=value_head)
+        self._parameters = [parameter.detach() for model in self.models for parameter in model.parameters()]
         self.load_weights(open_safetensors(setup.model_folder))
 
     # -- an update ----------------------------------------------------------------------------------------------
@@ -178,7 +180,8 @@ class MegatronRank:
         """Computes what the schedule still holds, divides by the global denominator, clips, steps the optimizer.
 
         Raises on every rank, with the weights untouched: ValueError when no token of the update is trained,
-        FloatingPointError when a gradient is not finite. RuntimeError names ranks that do not come in ``timeout_s``.
+        FloatingPointError when a gradient, whose tensor it names, or the loss is not finite. Raises FloatingPointError
+        on a rank whose weights the update made not finite. RuntimeError names ranks that do not come in ``timeout_s``.
         """
         self._schedule.finish()
         with self.timed("reduce"):
@@ -192,6 +195,8 @@ class MegatronRank:
             updated, grad_norm, _ = self.optimizer.step()
             assert updated, "only a loss scaler refuses an update, and none is used"
             self._params_on_their_way = self._overlap
+            if not self._overlap:
+                self._refuse_weights()
         self._steps_done = self._step + 1
         return StepMetrics(
             loss=sums.loss / denominator,
@@ -337,14 +342,9 @@ class MegatronRank:
         if self._overlap:
             finalize_model_grads(self.model_chunks)  # waits for what is on its way
         own = self._sums if _reports() else StepSums()
-        if not all(_gradient_is_finite(chunk) for chunk in self.model_chunks):
-            own.broken_ranks = [self.rank]
+        look_at_gradients(own, self._weights, self.model_chunks, rank=self.rank)
         sums = add_over_ranks(own, process_group.world_group())
-        if sums.broken_ranks:
-            raise FloatingPointError(
-                f"train step {self._step}: the gradient is not finite on rank(s) {sums.broken_ranks}; "
-                f"loss sum {sums.loss}. The weights are untouched."
-            )
+        refuse_update(sums, step=self._step)
         if not sums.tokens:
             raise ValueError(f"train step {self._step}: every token is masked, so there is nothing to train on.")
         return sums
@@ -356,6 +356,11 @@ class MegatronRank:
             for chunk in self.model_chunks:
                 chunk.start_param_sync(force_sync=True)
             self._params_on_their_way = False
+            self._refuse_weights()
+
+    def _refuse_weights(self) -> None:
+        lr = self._learning_rate
+        refuse_weights(self._parameters, self._weights, rank=self.rank, step=self._step, lr=lr)
 
     def _most_over_ranks(self, number: int) -> int:
         most = torch.tensor(number)
@@ -370,8 +375,3 @@ def _reports() -> bool:
         and parallel_state.get_tensor_model_parallel_rank() == 0
         and parallel_state.get_context_parallel_rank() == 0
     )
-
-
-def _gradient_is_finite(chunk: Any) -> bool:
-    buffers = chunk.buffers + chunk.expert_parallel_buffers
-    return all(bool(torch.isfinite(buffer.grad_data.sum())) for buffer in buffers)

@@ -13,9 +13,20 @@ from relax_core.contracts.algorithm import LossOutputs, StepTotals
 from relax_core.contracts.train import TrainGroup
 
 
+class NotFinite(msgspec.Struct, frozen=True, kw_only=True):
+    """The first tensor of a ``rank`` that is not finite: its Hugging Face ``name``, and its ``place`` in the order of
+    the family's map. ``weight``: the weight itself is not finite, else its gradient alone."""
+
+    rank: int
+    name: str
+    place: int
+    weight: bool
+
+
 class StepSums(msgspec.Struct, kw_only=True):
     """Counts and sums, Python floats (float64). ``samples``, ``groups``: those with a trained token at least.
-    ``algorithm``: metric name → (sum, count). ``broken_ranks``: those whose gradient is not finite."""
+    ``algorithm``: metric name → (sum, count). ``broken_ranks``: those whose gradient is not finite. ``not_finite``: the
+    first tensor of each of them that is not."""
 
     tokens: int = 0
     samples: int = 0
@@ -26,6 +37,7 @@ class StepSums(msgspec.Struct, kw_only=True):
     gap_max: float = 0.0
     algorithm: dict[str, tuple[float, float]] = {}
     broken_ranks: list[int] = []
+    not_finite: list[NotFinite] = []
 
     def add(self, other: StepSums) -> None:
         self.tokens += other.tokens
@@ -36,6 +48,7 @@ class StepSums(msgspec.Struct, kw_only=True):
         self.gap_tokens += other.gap_tokens
         self.gap_max = max(self.gap_max, other.gap_max)
         self.broken_ranks += other.broken_ranks
+        self.not_finite += other.not_finite
         for name, (total, count) in other.algorithm.items():
             before = self.algorithm.get(name, (0.0, 0.0))
             self.algorithm[name] = (before[0] + total, before[1] + count)

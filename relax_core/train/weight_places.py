@@ -137,7 +137,7 @@ def weight_places(
         unused.difference_update(names)
         if not held:
             continue
-        views = tuple(_view_of(tensor_of(parameter), rule.part, shape.attention) for parameter in held)
+        views = tuple(part_view(tensor_of(parameter), rule.part, shape.attention) for parameter in held)
         piece, pieces = _piece_of(rule)
         places[rule.hf] = WeightPlace(
             rule=rule,
@@ -185,7 +185,7 @@ def _piece_of(rule: WeightRule) -> tuple[int, int]:
     return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
 
 
-def _view_of(parameter: Tensor, part: Part, attention: Attention) -> Tensor:
+def part_view(parameter: Tensor, part: Part, attention: Attention) -> Tensor:
     """The part of a Megatron parameter that one Hugging Face tensor is, as a view of its memory."""
     if part is Part.whole:
         return parameter

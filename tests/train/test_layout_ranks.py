@@ -61,10 +61,10 @@ def test_top_tokens_are_on_all_ranks(folder: Path, layout: str) -> None:
 def test_a_broken_gradient_is_refused_everywhere_with_its_rank(folder: Path, layout: str) -> None:
     """Overlapped, it is found when it has reached the others."""
     ranks = "[0, 1]" if "overlap" in layout else "[1]"
-    for seen in of_both_ranks(folder, layout):
-        assert seen["broken"].startswith(
-            f"FloatingPointError: train step 2: the gradient is not finite on rank(s) {ranks}"
-        )
+    first, second = (seen["broken"] for seen in of_both_ranks(folder, layout))
+    assert first == second, "all ranks name the same tensor"
+    assert first.startswith(f"FloatingPointError: train step 2: the gradient is not finite on rank(s) {ranks}; ")
+    assert "; the first such tensor is model." in first
 
 
 def test_an_update_without_trained_tokens_is_refused_everywhere(folder: Path, layout: str) -> None:

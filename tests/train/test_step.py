@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gang_layouts import parallel_config
 from rank_processes import run_dp_ranks
 from safetensors.torch import load_file
 from tiny_models import VOCABULARY, make_model
@@ -121,9 +122,72 @@ def test_a_broken_gradient_stops_before_the_update(folder: Path) -> None:
 
     backend = make_backend(folder, algorithm=dataclasses.replace(PPO_CLIP, loss=explode))
     before = weights(backend)
-    with pytest.raises(FloatingPointError, match=r"train step 3: the gradient is not finite on rank\(s\) \[0\]"):
+    words = r"train step 3: the gradient is not finite on rank\(s\) \[0\]; the first such tensor is model.embed_tokens"
+    with pytest.raises(FloatingPointError, match=words):
         train_step(backend, [make_groups([[3]], prompt_lengths=[5])], step=3)
     assert all(torch.equal(tensor, before[name]) for name, tensor in backend.export())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.embed_tokens.weight",
+        *(f"model.layers.0.self_attn.{part}_proj.weight" for part in "qkv"),
+        *(f"model.layers.1.mlp.{part}_proj.weight" for part in ("gate", "up", "down")),
+        "model.norm.weight",
+    ],
+)
+def test_the_first_tensor_that_is_not_finite_is_named(folder: Path, name: str) -> None:
+    """Megatron holds query, key and value in one parameter, gate and up in another."""
+    backend = make_backend(folder)
+    backend.begin_step(4)
+    backend.accumulate(make_groups([[3]], prompt_lengths=[5]))
+    for _, other, gradient in backend._weights.parts(lambda parameter: parameter.main_grad):
+        if other in (name, "model.norm.weight"):  # a later one, too
+            gradient[(-1,) * gradient.ndim] = math.inf
+    with pytest.raises(FloatingPointError, match=rf"train step 4: .*; the first such tensor is {name};"):
+        backend.finish_step()
+
+
+def test_a_loss_that_is_not_finite_ends_the_step(folder: Path) -> None:
+    """Also where no gradient tells of it."""
+
+    def endless(inputs: LossInputs, knobs: Any) -> LossOutputs:
+        return LossOutputs(loss_sum=inputs.logprobs.sum() + math.inf)
+
+    backend = make_backend(folder, algorithm=dataclasses.replace(PPO_CLIP, loss=endless))
+    with pytest.raises(FloatingPointError, match="train step 5: the loss sum is inf, though every gradient is finite"):
+        train_step(backend, [make_groups([[3]], prompt_lengths=[5])], step=5)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_update_that_breaks_the_weights_ends_before_they_are_published(folder: Path, overlap: bool) -> None:
+    """With overlap the ranks have an update's weights only when somebody reads them."""
+    parallel = parallel_config(distributed_optimizer=overlap, overlap=overlap)
+    groups = [make_groups([[3]], prompt_lengths=[5])]
+    huge = make_backend(folder, optimizer={"lr": 1e37}, parallel=parallel)
+    train_step(huge, groups)
+    assert max(float(tensor.abs().max()) for _, tensor in huge.export()) > 1e36  # finite, though their norm is not
+    backend = make_backend(folder, optimizer={"lr": 1e30, "weight_decay": 1e10}, parallel=parallel)
+    words = "train step 6: its update made weights that are not finite on rank 0; the first such tensor is model.embed"
+
+    def step_then_export() -> None:
+        train_step(backend, groups, step=6)
+        list(backend.export())
+
+    with pytest.raises(FloatingPointError, match=words):
+        step_then_export()
+
+
+def test_weights_that_were_broken_before_are_named_as_the_cause(folder: Path) -> None:
+    backend = make_backend(folder)
+    broken = "model.layers.1.mlp.up_proj.weight"
+    with torch.no_grad():
+        weight = next(part for _, name, part in backend._weights.parts(torch.Tensor.detach) if name == broken)
+        weight[0, 0] = math.nan
+    words = rf"train step 7: .*; the first tensor whose weights are not finite themselves is {broken}; loss sum nan"
+    with pytest.raises(FloatingPointError, match=words):
+        train_step(backend, [make_groups([[3]], prompt_lengths=[5])], step=7)
 
 
 def test_old_and_reference_logprobs_reach_the_loss(folder: Path) -> None:
