@@ -97,7 +97,7 @@ def length_values(lengths: np.ndarray) -> dict[str, float]:
     return {
         "response_tokens": float(lengths.mean()),
         "response_tokens/min": float(lengths[0]),
-        **{f"response_tokens/p{q}": float(lengths[math.ceil(q * len(lengths) / 100) - 1]) for q in QUANTILES},
+        **{f"response_tokens/p{q}": float(lengths[-(-q * len(lengths) // 100) - 1]) for q in QUANTILES},
         "response_tokens/max": float(lengths[-1]),
     }
 

@@ -66,7 +66,9 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def event_steps(folder: Path) -> list[int]:
-    """Steps of actor/reward as TensorBoard reads them."""
+    """Steps of actor/reward as TensorBoard reads them; none before its file is there."""
+    if not (folder / "tensorboard").exists():
+        return []
     reader = EventAccumulator(str(folder / "tensorboard"))
     reader.Reload()
     tags = reader.Tags()["scalars"]

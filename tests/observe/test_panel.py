@@ -14,6 +14,7 @@ import termios
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -192,12 +193,17 @@ def test_the_picture_fits_80_by_24_and_shows_everything(make_record: MakeRecord,
             grad_norm=1.5,
             learning_rate=1e-3,
             logprob_gap_max=2e-6,
+            entropy=1.5 - step / 10,
+            truncated=0.25,
+            groups_without_signal=0.5,
+            **{"reward/std": 0.125, "reward/min": -0.5, "reward/max": 1.0},
         )
         for step in range(12)
     )
     numbers.merge([make_record("eval", 10, exact=0.75, reward=0.8, rows=16)])
     console = Console(file=io.StringIO(), width=80)
-    console.print(picture(view(numbers, progress, ROLES)))
+    shown_run = replace(view(numbers, progress, ROLES), records_dropped={"tensorboard": 12})
+    console.print(picture(shown_run))
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
     assert len(text.splitlines()) <= 24
@@ -215,14 +221,32 @@ def test_the_picture_fits_80_by_24_and_shows_everything(make_record: MakeRecord,
         "2.0e-06",
         "0 ▁ 8%   1 █ 92%",
         "48 trained · 4 dropped · groups 1 in flight, 1 waiting",
+        "dropped       3 stale · 1 reward timeout",
+        "entropy       0.400",
+        "answers cut    25%",
+        "reward ±      0.125    -0.5 to 1",
+        "equal groups   50%",
+        "records missing: 12 tensorboard",
         "▁▁▂▃▃▄▅▆▆▇██",
         "engine-0 is slow",
         "waits for weights 7",
     ):
         assert shown in text, f"{shown!r} is not in\n{text}"
-    plain = line(view(numbers, progress, ROLES))
+    plain = line(shown_run)
     assert plain.startswith("step 12/112  reward 0.917  exact 0.458  eval 0.750  samples/s 100  tokens/s 500")
-    assert "staleness 0:8%,1:92%" in plain
+    assert "  gap 2.0e-06  cut 25%  equal groups 50%  staleness 0:8%,1:92%  metrics lack 12 tensorboard  eta" in plain
+
+
+def test_a_step_that_compared_no_token_has_no_gap_and_none_of_an_earlier_one(make_record: MakeRecord) -> None:
+    numbers = RunningNumbers()
+    numbers.merge([make_record("actor", 0, logprob_gap_max=2e-6, truncated=0.25)])
+    numbers.merge([make_record("actor", 1, logprob_gap_tokens=0.0, truncated=0.0, groups_without_signal=0.0)])
+    console = Console(file=io.StringIO(), width=80)
+    console.print(picture(view(numbers, None, ())))
+    assert isinstance(console.file, io.StringIO)
+    text = console.file.getvalue()
+    assert "log-prob gap  –" in text and "e-06" not in text and "0.0e+00" not in text
+    assert line(view(numbers, None, ())) == "step 12/112", "what is 0 matters not"
 
 
 def test_before_the_first_step_there_are_dashes_not_errors() -> None:

@@ -45,10 +45,40 @@ def test_the_report_tells_the_run(tmp_path: Path, make_record: MakeRecord, progr
     assert "0.409 → 0.591 in training" in text  # means of 0..9 and of 2..11 over 11
     assert "0.500 at step 12, 16 prompts" in text
     assert "100 samples/s" in text
+    assert "– (no token was trained with the weights that sampled it)" in text
+    assert "finished after" in text and "records missing" not in text
     assert "4 dropped (3 stale, 1 reward timeout)" in text
     assert "✗ 1 [bold]" in text and "✓ 21" in text
     assert f"{tmp_path}/hf" in text.replace("\n", "") and "checkpoints" not in text
     assert "tensorboard --logdir" in text and "mode=colocate" in text
+
+
+def test_what_speaks_against_a_finished_run_stands_below_its_first_line(
+    tmp_path: Path, make_record: MakeRecord, progress: BusProgress
+) -> None:
+    records = [
+        make_record(
+            "actor",
+            step,
+            reward=1.0 if step < 10 else 0.0,
+            truncated=0.5,
+            logprob_gap_tokens=4,
+            logprob_gap_max=2e-6,
+            logprob_gap_mean=1e-6,
+            **{"response_tokens": 4.0, "response_tokens/min": 1.0, "response_tokens/max": 8.0},
+        )
+        for step in range(20)
+    ]
+    summary = build_summary(records, progress=progress, meta=META | {"records_dropped": {"tensorboard": 1200}})
+    console = Console(file=io.StringIO(), width=100)
+    print_report(console, tmp_path, summary, [], [])
+    _, first, second, *_ = rendered(console).splitlines()
+    assert first.startswith("finished after") and second.startswith(
+        "The reward fell from 1.000 (steps 0 to 9) to 0.000"
+    )
+    assert "4.0 tokens (1 to 8) · 50% cut · entropy – nats" in rendered(console)
+    assert "max 2.0e-06 between rollout and trainer" in rendered(console)
+    assert "records missing: 1,200 in tensorboard" in rendered(console)
 
 
 def test_answers_that_changed_come_first_and_long_ones_keep_their_end() -> None:

@@ -11,7 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from relax_core.config.schema import TrackerConfig
-from relax_core.observe.records import RESUMED, RUN, MetricRecord, TextRecord
+from relax_core.observe.records import RESUMED, RUN, HistogramRecord, MetricRecord, TextRecord
 from relax_core.observe.sinks import JsonlSink, TensorBoardSink, make_sinks, read_metrics, read_texts
 
 MakeRecord = Callable[..., MetricRecord]
@@ -34,6 +34,32 @@ def test_tensorboard_reads_its_own_event_file(tmp_path: Path, make_record: MakeR
     assert scalars(tmp_path, "actor/reward") == [(0, 1000.0, 0.5), (1, 1001.0, 0.75)]
     assert scalars(tmp_path, "actor/algorithm/clip_share") == [(0, 1000.0, 0.25)]
     assert scalars(tmp_path, "eval/exact") == [(0, 1000.0, 0.0)]
+
+
+def test_tensorboard_reads_the_histogram_and_json_lines_leave_it_out(tmp_path: Path) -> None:
+    histogram = HistogramRecord(
+        source="actor",
+        step=3,
+        time_s=1003.0,
+        name="response_tokens",
+        limits=[4.0, 8.0],
+        counts=[3, 1],
+        least=2.0,
+        largest=8.0,
+        total=17.0,
+        total_of_squares=93.0,
+    )
+    for sink in (TensorBoardSink(tmp_path), JsonlSink(tmp_path)):
+        sink.write([histogram])
+        sink.close()
+    reader = EventAccumulator(str(tmp_path / "tensorboard"))
+    reader.Reload()
+    (event,) = reader.Histograms("actor/response_tokens")
+    assert (event.step, event.wall_time) == (3, 1003.0)
+    found = event.histogram_value
+    assert (found.min, found.max, found.num, found.sum, found.sum_squares) == (2.0, 8.0, 4.0, 17.0, 93.0)
+    assert (list(found.bucket_limit), list(found.bucket)) == ([4.0, 8.0], [3.0, 1.0])
+    assert [path.name for path in tmp_path.iterdir()] == ["tensorboard"]
 
 
 def test_tensorboard_hides_the_steps_that_a_resume_undid(tmp_path: Path, make_record: MakeRecord) -> None:

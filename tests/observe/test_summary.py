@@ -33,6 +33,16 @@ def step_values(step: int) -> dict[str, float]:
         "train_ms": 25,
         "sync_ms": 2,
         "checkpoint_ms": 21 if step == 10 else 0,
+        "reward/std": step / 100,
+        "reward/min": -step,
+        "reward/max": 1.0,
+        "response_tokens": 5.0,
+        "response_tokens/min": 2 + step,
+        "response_tokens/max": 8 + step,
+        **{f"response_tokens/p{share}": share / 10 + step for share in (10, 50, 90)},
+        "truncated": step / 11,
+        "groups_without_signal": 0.25,
+        "entropy": 2.0 - step / 10,
         "logprob_gap_max": 1e-6 * (step + 1),
         "logprob_gap_mean": 1e-7 if step < 6 else 4e-7,
         "logprob_gap_tokens": 20 if step < 6 else 10,
@@ -53,7 +63,14 @@ def test_figures_of_a_run(make_record: MakeRecord, progress: BusProgress) -> Non
     assert (summary["wall_s"], summary["first_step_s"]) == (30.0, 12.5)
     assert summary["samples_per_s"] == pytest.approx(100.0)  # 4 samples in 40 ms
     assert summary["tokens_per_s"] == pytest.approx(500.0)
-    assert summary["reward"] == pytest.approx({"first": 0.45, "last": 0.65})  # means of 0..0.9 and 0.2..1.1
+    # means of 0..0.9 and 0.2..1.1; deviation over steps 2..11; least and largest of all steps
+    assert summary["reward"] == pytest.approx({"first": 0.45, "last": 0.65, "std": 0.065, "min": -11, "max": 1})
+    lengths = {"first": 5, "last": 5, "min": 2, "max": 19, "p10": 7.5, "p50": 11.5, "p90": 15.5}
+    assert summary["response_tokens"] == pytest.approx(lengths)
+    assert summary["truncated"] == pytest.approx({"first": 4.5 / 11, "last": 6.5 / 11})
+    assert summary["groups_without_signal"] == pytest.approx({"first": 0.25, "last": 0.25})
+    assert summary["entropy"] == pytest.approx({"first": 1.55, "last": 1.35})
+    assert summary["findings"] == [] and summary["records_dropped"] == {}
     assert summary["exact"] == pytest.approx({"first": 0.225, "last": 0.325})
     assert summary["eval"] == [
         {"step": 0, "exact": 0.0, "reward": 0.25, "rows": 16},
@@ -85,6 +102,15 @@ def test_recoveries_have_a_place_of_their_own(progress: BusProgress) -> None:
     assert "recoveries" not in summary["run"]
 
 
+def test_what_speaks_against_a_run_and_what_its_files_lack_have_a_place(
+    make_record: MakeRecord, progress: BusProgress
+) -> None:
+    records = [make_record("actor", step, reward=1.0 if step < 10 else 0.0) for step in range(20)]
+    summary = build_summary(records, progress=progress, meta={**META, "records_dropped": {"tensorboard": 7}})
+    assert summary["findings"] == ["The reward fell from 1.000 (steps 0 to 9) to 0.000 in the last 10 steps."]
+    assert summary["records_dropped"] == {"tensorboard": 7} and "records_dropped" not in summary["run"]
+
+
 def test_what_a_record_does_not_tell_is_under_other(make_record: MakeRecord, progress: BusProgress) -> None:
     records = []
     for step in range(12):
@@ -107,7 +133,8 @@ def test_a_run_that_failed_before_its_first_step_has_nulls(tmp_path: Path) -> No
     assert path == tmp_path / "summary.json"
     assert read["outcome"] == "failed: engine 0 did not start"
     assert read["samples_per_s"] is None and read["first_step_s"] is None
-    assert read["reward"] == {"first": None, "last": None}
+    assert read["reward"] == dict.fromkeys(("first", "last", "std", "min", "max"))
+    assert read["entropy"] == {"first": None, "last": None}
     assert read["staleness"] == {"max": None, "histogram": {}}
     assert read["logprob_gap"] == {"max": None, "mean": None, "tokens": 0}
     assert set(read["step_ms"].values()) == {None}

@@ -1,0 +1,31 @@
+"""docs/metrics.md as its tables have it: which tags it describes, and which of them every run has."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+def rows() -> list[tuple[str, str, str]]:
+    """(tag, unit, when) of each tag; a tag may have a ``<part>`` that stands for any name."""
+    found = []
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| `"):
+            assert len(cells) == 4, f"four cells, and no bar within one: {line}"
+            found += [(tag, cells[1], cells[2]) for tag in re.findall(r"`([^`]+)`", cells[0])]
+    return found
+
+
+def not_described(tags: Iterable[str]) -> set[str]:
+    """Those of ``tags``, "<source>/<name>", that no row stands for."""
+    patterns = [re.compile(re.sub(r"<\w+>", r"[^/]+", re.escape(tag))) for tag, _, _ in rows()]
+    return {tag for tag in tags if not any(pattern.fullmatch(tag) for pattern in patterns)}
+
+
+def always() -> set[str]:
+    """The tags that a run with evaluations has whatever it does."""
+    return {tag for tag, _, when in rows() if when in ("always", "`eval.every`") and "<" not in tag}
