@@ -1,25 +1,29 @@
-"""kill -9 of the engine and of the rollout's worker in mid-run: the run goes on and the books close."""
+"""kill -9 of the engine, of the rollout's worker and of the metrics in mid-run: the run goes on and the books close."""
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from relax_core.observe.sinks import read_metrics
 from tests.integration.held_training import HeldTraining
 from tests.integration.live_run import ENGINE, ROLLOUT, FinishedRun, LiveRun
 
+METRICS = "ray::MetricsActor"
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
 
 def run_with_kills(folder: Path, *, max_staleness: int, steps: int) -> FinishedRun:
-    """The engine is killed after some steps, and its owner's rollout worker once training goes on."""
+    """The engine is killed after some steps, and its owner's rollout worker and the metrics once training goes on."""
     overrides = (f"mode.max_staleness={max_staleness}", f"run.steps={steps}", "eval.every=0", "run.save_every=0")
     held = HeldTraining(folder.parent, updates=steps // 2)
     with LiveRun(folder, *overrides, *held.overrides) as live:
         live.wait_step(2)
         engine = live.kill(ENGINE)
         live.wait_step(steps // 3)
+        live.kill(METRICS)
         rollout = live.kill(ROLLOUT)
         live.wait_noticed(2)
         held.let_go()
@@ -27,6 +31,9 @@ def run_with_kills(folder: Path, *, max_staleness: int, steps: int) -> FinishedR
     assert run.code == 0, run.output
     assert run.summary["steps"] == steps
     assert engine != rollout
+    told = Counter(record.step for record in read_metrics(folder) if record.source == "actor")
+    assert told == dict.fromkeys(range(steps), 1), "the trainer keeps its reports until they are in the file"
+    assert run.summary["steps_recorded"] == steps and run.summary["records_dropped"] == {}
     assert [one["tier"] for one in run.summary["recoveries"]] == [1, 1]
     return run
 

@@ -25,6 +25,7 @@ def client(ray_session: str, tmp_path: Path) -> Iterator[MetricsClient]:
     client = start_metrics(tracker, tmp_path, name=tmp_path.name, namespace=NAMESPACE, max_restarts=1)
     client.poll(0, timeout_s=180)  # it is up
     yield client
+    client.end()
     ray.kill(ray.get_actor(tmp_path.name, namespace=NAMESPACE))
 
 
