@@ -86,9 +86,9 @@ class MetricsClient:
         """Reports texts and returns at once."""
         self.put(text_record(kind, step, rows))
 
-    def put(self, record: Record) -> None:
-        """Reports a record that the caller made, and returns at once."""
-        self._outbox.put(record)
+    def put(self, *records: Record) -> None:
+        """Reports records that the caller made, and returns at once."""
+        self._outbox.put(*records)
 
     def mark_resume(self, step: int, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
         """See `MetricsService.mark_resume`; waits, so that it stands before the first report after the resume."""

@@ -59,17 +59,16 @@ class Outbox:
         self._ended = False
         self._thread: threading.Thread | None = None
 
-    def put(self, record: Record) -> None:
-        """Takes a record and returns at once."""
+    def put(self, *records: Record) -> None:
+        """Takes records, which go out with one call, and returns at once."""
         with self._wake:
-            if self._ended:
-                self.left_out += 1
-            elif len(self._kept) >= self._kept_records:
-                self.left_out += 1
-                self.last_error = f"{self._kept_records:,} records wait for the service; {self.last_error}"
-            else:
-                self._kept.append(record)
-                self._wake.notify_all()
+            room = 0 if self._ended else max(0, self._kept_records - len(self._kept))
+            self._kept += records[:room]
+            self._wake.notify_all()
+            if len(records) > room:
+                self.left_out += len(records) - room
+                if not self._ended:
+                    self.last_error = f"{self._kept_records:,} records wait for the service"
             if self._thread is None and not self._ended:
                 self._thread = threading.Thread(target=self._main, name="metrics-outbox", daemon=True)
                 self._thread.start()

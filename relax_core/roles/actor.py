@@ -21,7 +21,7 @@ from relax_core.contracts.train import TrainGroup
 from relax_core.engines.client import EngineClient
 from relax_core.engines.fan_out import fan_out
 from relax_core.observe.metrics_actor import MetricsUnavailable
-from relax_core.observe.records import ACTOR
+from relax_core.observe.records import ACTOR, metric_record
 from relax_core.registry import find_algorithm
 from relax_core.roles.checkpoint import RunCheckpoints
 from relax_core.roles.context import RunContext, worker_name
@@ -250,8 +250,8 @@ class ActorWorker(Worker):
     def _report(self, consumed: StepRows, result: StepResult, clock: StepClock, *, step: int) -> None:
         now = time.perf_counter()
         step_ms = 1e3 * (now - self._step_ended)
-        self._metrics.record(ACTOR, step, step_values(consumed, result, clock, step=step, step_ms=step_ms))
-        self._metrics.put(consumed.length_histogram(step=step))
+        values = step_values(consumed, result, clock, step=step, step_ms=step_ms)
+        self._metrics.put(metric_record(ACTOR, step, values), consumed.length_histogram(step=step))
         self._step_ended, self._clock = now, StepClock()
         self._tell_step()
 

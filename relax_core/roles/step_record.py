@@ -110,7 +110,8 @@ def sampled_entropy(groups: list[TrainGroup]) -> dict[str, float]:
     if not tokens:
         return {}
     logprobs = np.concatenate([group.rollout_logprobs for group in groups])
-    return {"entropy": -float(logprobs[masks].sum(dtype=np.float64)) / tokens}
+    trained = logprobs if tokens == len(masks) else logprobs[masks]
+    return {"entropy": -float(trained.sum(dtype=np.float64)) / tokens}
 
 
 def step_values(rows: StepRows, result: StepResult, clock: StepClock, *, step: int, step_ms: float) -> dict[str, float]:
