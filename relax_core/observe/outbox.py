@@ -55,6 +55,7 @@ class Outbox:
         self._sent = 0  # how many of them the service has taken
         self._calls: deque[tuple[int, int]] = deque()  # of each call: the receipt's ``taken``, and the records in it
         self._service = ""
+        self._round = self._batch_round = 0  # how often all was to be sent again: by now, and when the batch was made
         self._told_left_out = 0
         self._ended = False
         self._thread: threading.Thread | None = None
@@ -94,8 +95,9 @@ class Outbox:
     def _main(self) -> None:
         pause_s = RETRY_S
         while batch := self._next_batch():
+            left_out = self.left_out - self._told_left_out
             try:
-                receipt = self._send(batch, left_out := self.left_out - self._told_left_out)
+                receipt = self._send(batch, left_out)
             except Undelivered as away:
                 with self._wake:
                     self._send_again(str(away))
@@ -110,7 +112,7 @@ class Outbox:
                 pause_s = RETRY_S
                 with self._wake:
                     self._told_left_out += left_out
-                    if self._settle(receipt):
+                    if self._batch_round == self._round and self._settle(receipt):
                         self._sent += len(batch)
                         self._calls.append((receipt.taken, len(batch)))
                         self._settle(receipt)
@@ -120,6 +122,7 @@ class Outbox:
         """Waits for records that the service has not taken; none: the end."""
         with self._wake:
             self._wake.wait_for(lambda: self._sent < len(self._kept) or self._ended)
+            self._batch_round = self._round
             return [] if self._ended else list(islice(self._kept, self._sent, self._sent + BATCH_RECORDS))
 
     def _settle(self, receipt: Receipt) -> bool:
@@ -136,6 +139,6 @@ class Outbox:
 
     def _send_again(self, why: str) -> None:
         self.last_error = why
-        self._sent, self._service = 0, ""
+        self._sent, self._service, self._round = 0, "", self._round + 1
         self._calls.clear()
         self._wake.notify_all()

@@ -12,9 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from relax_core.config.compose import load_config
+from relax_core.config.saved import to_yaml
 from relax_core.control.leftovers import find_leftovers, remove_leftovers
 from relax_core.control.owned_folder import owned
 from relax_core.control.processes import process_state
+from relax_core.train.checkpoint_store import BUS_SNAPSHOT, CONFIG, CheckpointStore
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120.0
@@ -113,6 +116,24 @@ def test_a_killed_controller_is_repeated_and_its_orphans_and_folders_are_gone(tm
     assert len(set(places)) == 4 and not any(place.exists() for place in places)
     # The orphan sleeps for 600 s in a session of its own: only a parent that adopted it can have ended it.
     assert process_state(int((tmp_path / "orphan").read_text())) == "gone"
+
+
+def test_a_controller_that_is_repeated_goes_on_from_the_newest_whole_checkpoint(tmp_path: Path) -> None:
+    """The newest is damaged: the screen says that it is left, and why."""
+    config = load_config([f"run.dir={tmp_path}", "run.max_recoveries=2"])
+
+    def write(folder: Path) -> None:
+        (folder / CONFIG).write_text(to_yaml(config))
+        (folder / BUS_SNAPSHOT).write_bytes(b"cut")
+
+    store = CheckpointStore(tmp_path / "checkpoints", keep_last=2)
+    _, newest = (store.write(step, writers=write, meta={}) for step in (10, 20))
+    (newest / BUS_SNAPSHOT).write_bytes(b"cat")
+    process = start(tmp_path, "killed_once")
+    _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 7, err
+    assert f"resume: step_00000020 is left: {newest / BUS_SNAPSHOT} is corrupt" in err
+    assert "the run goes on from step_00000010" in err and "another goes on from step 10" in err
 
 
 def test_the_limit_ends_it(tmp_path: Path) -> None:

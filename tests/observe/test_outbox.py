@@ -158,6 +158,34 @@ def test_a_flush_that_another_process_answers_does_not_count(
     assert steps_in(tmp_path) == [0, 1]
 
 
+def test_a_call_under_way_while_the_service_changes_does_not_stand_for_earlier_records(
+    service: Service, make_outbox: Callable[..., Outbox], tmp_path: Path
+) -> None:
+    """The earlier record was taken by the lost process alone; the call's own went to the next one."""
+    arrived, may_go = threading.Event(), threading.Event()
+    may_go.set()
+
+    def send(records: Sequence[Record], left_out: int) -> Receipt:
+        arrived.set()
+        may_go.wait()
+        return service.send(records, left_out)
+
+    outbox = make_outbox(send)
+    service.file.may_write.clear()
+    put(outbox, 0)
+    assert outbox.wait_sent(timeout_s=T)
+    may_go.clear()
+    arrived.clear()
+    put(outbox, 1)
+    assert arrived.wait(T)
+    service.lose()
+    service.start()
+    assert not outbox.settle(service.flush())
+    may_go.set()
+    flushed(outbox, service)
+    assert steps_in(tmp_path) == [0, 1]
+
+
 def test_what_is_kept_is_bounded_and_what_is_left_out_is_counted_by_the_service(
     service: Service, make_outbox: Callable[..., Outbox], tmp_path: Path
 ) -> None:
