@@ -1,29 +1,26 @@
 """CISPO (MiniMax-M1, arXiv 2506.13585): REINFORCE with a clipped, detached importance weight.
 
-The clip bounds how much a token counts; unlike PPO's it never takes a token's gradient away.
+The clip bounds how much a token counts; unlike PPO's it never takes a token's gradient away. The paper has no lower
+bound and a tuned upper one, of which it gives no number; a weight of at most 5 is ScaleRL's (arXiv 2510.13786).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from algorithms import functional as F
 from algorithms import policy_gradient as P
-from relax_core.contracts.algorithm import AdvantageInputs, AlgorithmSpec, LossInputs, LossOutputs
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from relax_core.contracts.algorithm import AlgorithmSpec, LossInputs, LossOutputs
 
 
 @dataclass(frozen=True)
-class CispoKnobs(P.PolicyGradientKnobs):
+class CispoKnobs(P.GroupKnobs):
     """Values are documented in conf/algo."""
 
     name: str = "cispo"
     clip_low: float = 1.0
     clip_high: float = 4.0
-    std_epsilon: float = 1e-6
+    trust_region: str = "none"
 
 
 def check(knobs: CispoKnobs) -> None:
@@ -31,15 +28,8 @@ def check(knobs: CispoKnobs) -> None:
     problems = P.group_problems(knobs)
     if not 0 < knobs.clip_low <= 1:
         problems.append(f"algo.clip_low={knobs.clip_low}: must lie in (0, 1]. CISPO uses 1, which is no lower bound.")
-    P.refuse(problems + P.above_zero(knobs, clip_high=4.0, std_epsilon=1e-6))
-
-
-def advantages(inputs: AdvantageInputs, knobs: CispoKnobs) -> Tensor:
-    """``[tokens]`` float32: relative to the group, as GRPO's."""
-    of_samples = F.group_relative_advantages(
-        rewards=P.penalized_rewards(inputs, knobs), normalize_std=True, std_epsilon=knobs.std_epsilon
-    )
-    return of_samples[inputs.sample_ids]
+    problems += P.choice_problems("algo.trust_region", knobs.trust_region, F.CISPO_TRUST_REGIONS)
+    P.refuse(problems + P.above_zero(knobs, clip_high=4.0))
 
 
 def loss(inputs: LossInputs, knobs: CispoKnobs) -> LossOutputs:
@@ -51,6 +41,7 @@ def loss(inputs: LossInputs, knobs: CispoKnobs) -> LossOutputs:
         loss_mask=inputs.loss_mask,
         clip_low=knobs.clip_low,
         clip_high=knobs.clip_high,
+        trust_region=knobs.trust_region,
     )
     return P.outputs(policy, inputs, knobs)
 
@@ -59,9 +50,10 @@ SPEC = AlgorithmSpec(
     name="cispo",
     summary="REINFORCE with a clipped importance weight, every token keeps its gradient",
     knobs=CispoKnobs,
-    needs=P.needs,
+    needs=P.group_needs,
     check=check,
-    advantages=advantages,
+    advantages=P.group_advantages,
     loss=loss,
     denominator=P.denominator,
+    normalize=P.normalize_group,
 )

@@ -1,4 +1,7 @@
-"""DAPO (arXiv 2503.14476): GRPO with a higher upper clip, token mean, dynamic sampling and soft overlong punishment."""
+"""DAPO (arXiv 2503.14476): GRPO with a higher upper clip, token mean, dynamic sampling and soft overlong punishment.
+
+The punishment is off in the presets, as its lengths belong to the run: the paper's are 20480 and 4096 tokens.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class DapoKnobs(P.ClipKnobs):
+class DapoKnobs(P.GroupKnobs, P.TokenClipKnobs):
     """Values are documented in conf/algo."""
 
     name: str = "dapo"
     clip_high: float = 0.28
-    std_epsilon: float = 1e-6
     max_dropped_in_a_row: int = 20
     overlong_length: int = 0
     overlong_buffer: int = 0
@@ -28,7 +30,7 @@ class DapoKnobs(P.ClipKnobs):
 
 def check(knobs: DapoKnobs) -> None:
     """Raises ValueError that lists every knob that makes no sense, with its fix."""
-    problems = P.group_problems(knobs) + P.clip_problems(knobs, usual="DAPO uses 0.2 and 0.28.")
+    problems = P.group_problems(knobs) + P.token_clip_problems(knobs, usual="DAPO uses 0.2 and 0.28.")
     if knobs.max_dropped_in_a_row < 0:
         problems.append(
             f"algo.max_dropped_in_a_row={knobs.max_dropped_in_a_row}: must not be negative. "
@@ -40,18 +42,27 @@ def check(knobs: DapoKnobs) -> None:
             f"algo.overlong_length={knobs.overlong_length} with algo.overlong_buffer={knobs.overlong_buffer}: need "
             "0 < overlong_buffer < overlong_length (the paper: 4096 and 20480), or both 0 for no punishment."
         )
-    P.refuse(problems + P.above_zero(knobs, std_epsilon=1e-6))
+    P.refuse(problems)
+
+
+def punished_rewards(inputs: AdvantageInputs, knobs: DapoKnobs) -> Tensor:
+    """``[samples]`` rewards, less the KL where it belongs into them, and punished for length."""
+    rewards = P.penalized_rewards(inputs, knobs)
+    if not knobs.overlong_length:
+        return rewards
+    return rewards + F.overlong_penalty(
+        lengths=inputs.lengths, max_length=knobs.overlong_length, buffer=knobs.overlong_buffer
+    )
 
 
 def advantages(inputs: AdvantageInputs, knobs: DapoKnobs) -> Tensor:
     """``[tokens]`` float32: GRPO's, of rewards that were punished for length."""
-    rewards = P.penalized_rewards(inputs, knobs)
-    if knobs.overlong_length:
-        rewards = rewards + F.overlong_penalty(
-            lengths=inputs.lengths, max_length=knobs.overlong_length, buffer=knobs.overlong_buffer
-        )
-    of_samples = F.group_relative_advantages(rewards=rewards, normalize_std=True, std_epsilon=knobs.std_epsilon)
-    return of_samples[inputs.sample_ids]
+    return P.sample_advantages(punished_rewards(inputs, knobs), knobs)[inputs.sample_ids]
+
+
+def normalize(advantages: Sequence[Tensor], inputs: Sequence[AdvantageInputs], knobs: DapoKnobs) -> list[Tensor]:
+    """GRPO's, of the same rewards."""
+    return P.normalize_group(advantages, inputs, knobs, rewards=[punished_rewards(one, knobs) for one in inputs])
 
 
 def drop_group(rewards: Sequence[float], dropped_in_a_row: int, knobs: DapoKnobs) -> str | None:
@@ -63,10 +74,11 @@ SPEC = AlgorithmSpec(
     name="dapo",
     summary="GRPO with a higher upper clip, dynamic sampling and overlong punishment",
     knobs=DapoKnobs,
-    needs=P.needs,
+    needs=P.group_needs,
     check=check,
     advantages=advantages,
     loss=P.clipped_loss,
     denominator=P.denominator,
+    normalize=normalize,
     drop_group=drop_group,
 )

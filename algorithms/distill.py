@@ -24,7 +24,7 @@ SERVED_BY = ("forward", "engine")
 
 
 @dataclass(frozen=True)
-class DistillKnobs(P.ClipKnobs):
+class DistillKnobs(P.GroupKnobs, P.TokenClipKnobs):
     """Values are documented in conf/algo."""
 
     name: str = "distill"
@@ -35,8 +35,6 @@ class DistillKnobs(P.ClipKnobs):
     teacher_coef: float = 1.0
     top_k: int = 16
     mix: float = 0.5
-    normalize_std: bool = True
-    std_epsilon: float = 1e-6
 
 
 def needs(knobs: DistillKnobs) -> Needs:
@@ -53,11 +51,13 @@ def needs(knobs: DistillKnobs) -> Needs:
 def check(knobs: DistillKnobs) -> None:
     """Raises ValueError that lists every knob that makes no sense, with its fix."""
     problems = P.group_problems(knobs) if knobs.form == "advantage" else P.common_problems(knobs)
-    problems += P.clip_problems(knobs, usual="0.2 and 0.2 are usual.")
+    problems += P.token_clip_problems(knobs, usual="0.2 and 0.2 are usual.")
     for key, value, allowed in (("form", knobs.form, FORMS), ("served_by", knobs.served_by, SERVED_BY)):
         if value not in allowed:
             problems.append(f"algo.{key}={value}: no such choice. Use one of: {', '.join(allowed)}.")
-    problems += P.above_zero(knobs, teacher_coef=1.0, top_k=16, std_epsilon=1e-6)
+    problems += P.above_zero(knobs, teacher_coef=1.0, top_k=16)
+    if knobs.normalize_std == "batch":
+        problems.append("algo.normalize_std=batch: the teacher's part would be divided too. Use group or none.")
     if knobs.form in TOP_K:
         problems += _top_k_problems(knobs)
     teachers = [name for name, model in knobs.teachers.items() if model is not None]
@@ -81,6 +81,8 @@ def _top_k_problems(knobs: DistillKnobs) -> list[str]:
         problems.append(
             f"algo.opsm_threshold={knobs.opsm_threshold} with algo.form={knobs.form}: nothing is bad. Use 0."
         )
+    if knobs.correction == "tis_normalized":
+        problems.append(f"algo.correction=tis_normalized with algo.form={knobs.form}: it has no advantages. Use tis.")
     return problems
 
 
@@ -98,10 +100,7 @@ def advantages(inputs: AdvantageInputs, knobs: DistillKnobs) -> Tensor:
     if knobs.form == "pure":
         penalties = P.token_penalties(inputs, knobs)
         return taught if penalties is None else taught - penalties
-    of_samples = F.group_relative_advantages(
-        rewards=P.penalized_rewards(inputs, knobs), normalize_std=knobs.normalize_std, std_epsilon=knobs.std_epsilon
-    )
-    return of_samples[inputs.sample_ids] + taught
+    return P.group_advantages(inputs, knobs) + taught
 
 
 def loss(inputs: LossInputs, knobs: DistillKnobs) -> LossOutputs:
@@ -115,6 +114,7 @@ def loss(inputs: LossInputs, knobs: DistillKnobs) -> LossOutputs:
         clip_low=knobs.clip_low,
         clip_high=knobs.clip_high,
         dual_clip=knobs.dual_clip,
+        trust_region=knobs.trust_region,
     )
     told = {
         "teacher_kl": F.teacher_log_ratio(
@@ -148,4 +148,5 @@ SPEC = AlgorithmSpec(
     advantages=advantages,
     loss=loss,
     denominator=P.denominator,
+    normalize=P.normalize_weights,
 )

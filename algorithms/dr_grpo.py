@@ -1,6 +1,6 @@
 """Dr. GRPO (arXiv 2503.20783): GRPO without its two biases, the group's std and the response's own length.
 
-A = r - mean; each response's sum is divided by one constant length. The constant only scales the loss.
+A = r - mean; each response's sum is divided by one constant length, the longest that a response may be.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class DrGrpoKnobs(P.ClipKnobs):
+class DrGrpoKnobs(P.TokenClipKnobs):
     """Values are documented in conf/algo."""
 
     name: str = "dr_grpo"
     aggregation: str = "seq_mean_token_sum_norm"
-    norm_length: float = 8.0
 
 
 def check(knobs: DrGrpoKnobs) -> None:
     """Raises ValueError that lists every knob that makes no sense, with its fix."""
-    P.refuse(P.group_problems(knobs) + P.clip_problems(knobs, usual="Dr. GRPO uses 0.2 and 0.2."))
+    P.refuse(P.baseline_problems(knobs) + P.token_clip_problems(knobs, usual="Dr. GRPO uses 0.2 and 0.2."))
 
 
 def advantages(inputs: AdvantageInputs, knobs: DrGrpoKnobs) -> Tensor:
@@ -47,4 +46,5 @@ SPEC = AlgorithmSpec(
     advantages=advantages,
     loss=P.clipped_loss,
     denominator=P.denominator,
+    normalize=P.normalize_weights,
 )

@@ -8,13 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from algorithms import functional as F
-from algorithms import grpo
 from algorithms import policy_gradient as P
 from relax_core.contracts.algorithm import AlgorithmSpec, LossInputs, LossOutputs
 
 
 @dataclass(frozen=True)
-class GspoKnobs(grpo.GrpoKnobs):
+class GspoKnobs(P.GroupKnobs, P.ClipKnobs):
     """Values are documented in conf/algo."""
 
     name: str = "gspo"
@@ -25,8 +24,7 @@ class GspoKnobs(grpo.GrpoKnobs):
 
 def check(knobs: GspoKnobs) -> None:
     """Raises ValueError that lists every knob that makes no sense, with its fix."""
-    problems = P.group_problems(knobs) + P.clip_problems(knobs, usual="GSPO uses 3e-4 and 4e-4.")
-    P.refuse(problems + P.above_zero(knobs, std_epsilon=1e-6))
+    P.refuse(P.group_problems(knobs) + P.clip_problems(knobs, usual="GSPO uses 3e-4 and 4e-4."))
 
 
 def loss(inputs: LossInputs, knobs: GspoKnobs) -> LossOutputs:
@@ -49,9 +47,10 @@ SPEC = AlgorithmSpec(
     name="gspo",
     summary="one length-normalised ratio a sequence, clipped at 3e-4 / 4e-4",
     knobs=GspoKnobs,
-    needs=P.needs,
+    needs=P.group_needs,
     check=check,
-    advantages=grpo.advantages,
+    advantages=P.group_advantages,
     loss=loss,
     denominator=P.denominator,
+    normalize=P.normalize_group,
 )

@@ -2,7 +2,8 @@
 
 ``group_baseline=true`` is the paper's "REINFORCE++ w/ Baseline" for several samples a prompt: the group's mean is taken
 off first, and the KL, where it is on, is k2 as a loss. ``group_baseline=false`` with ``kl_placement=reward`` and
-``kl_estimator=k1`` is its plain form: each token is then charged with the KL from it to the response's end.
+``kl_estimator=k1`` is its plain form: each token is then charged with the KL from it to the response's end. The plain
+form's only baseline is the mean over the step, so its groups may have one sample.
 """
 
 from __future__ import annotations
@@ -13,50 +14,72 @@ from typing import TYPE_CHECKING
 
 from algorithms import functional as F
 from algorithms import policy_gradient as P
-from relax_core.contracts.algorithm import AdvantageInputs, AlgorithmSpec
+from relax_core.contracts.algorithm import AdvantageInputs, AlgorithmSpec, Needs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True)
-class ReinforcePpKnobs(P.ClipKnobs):
+class ReinforcePpKnobs(P.TokenClipKnobs):
     """Values are documented in conf/algo."""
 
     name: str = "reinforce_pp"
     group_baseline: bool = True
+    gamma: float = 1.0
     std_epsilon: float = 1e-8
     kl_estimator: str = "k2"
 
 
+def needs(knobs: ReinforcePpKnobs) -> Needs:
+    """What `policy_gradient.needs` says, and a whole step's groups."""
+    return P.needs(knobs, whole_step=True)
+
+
 def check(knobs: ReinforcePpKnobs) -> None:
     """Raises ValueError that lists every knob that makes no sense, with its fix."""
-    problems = P.group_problems(knobs) + P.clip_problems(knobs, usual="REINFORCE++ uses 0.2 and 0.2.")
+    problems = P.baseline_problems(knobs) if knobs.group_baseline else P.common_problems(knobs)
+    problems += P.token_clip_problems(knobs, usual="REINFORCE++ uses 0.2 and 0.2.")
+    if not 0 < knobs.gamma <= 1:
+        problems.append(f"algo.gamma={knobs.gamma}: must lie in (0, 1]. 1 is usual.")
     P.refuse(problems + P.above_zero(knobs, std_epsilon=1e-8))
 
 
 def advantages(inputs: AdvantageInputs, knobs: ReinforcePpKnobs) -> Tensor:
-    """``[tokens]`` float32, before `normalize`."""
+    """``[tokens]`` float32, before `normalize`: Σ γ^(k - t) r_k over the sample's trained tokens k from t on, where r_k
+    is less the token's KL penalty, and at the last one the reward is added."""
     rewards = inputs.rewards
     if knobs.group_baseline:
         rewards = F.group_relative_advantages(rewards=rewards, normalize_std=False, std_epsilon=0.0)
-    of_tokens = rewards[inputs.sample_ids]
     penalties = P.token_penalties(inputs, knobs)
+    if knobs.gamma < 1:
+        return F.discounted_rewards(
+            token_rewards=F.rewards_of_tokens(
+                rewards=rewards, penalties=penalties, loss_mask=inputs.loss_mask, sample_ids=inputs.sample_ids
+            ),
+            loss_mask=inputs.loss_mask,
+            sample_ids=inputs.sample_ids,
+            num_samples=rewards.numel(),
+            gamma=knobs.gamma,
+        )
+    of_tokens = rewards[inputs.sample_ids]
     if penalties is None:
         return of_tokens
     return of_tokens - F.sums_to_the_end(per_token=penalties, loss_mask=inputs.loss_mask, sample_ids=inputs.sample_ids)
 
 
-def normalize(advantages: Sequence[Tensor], loss_masks: Sequence[Tensor], knobs: ReinforcePpKnobs) -> list[Tensor]:
+def normalize(advantages: Sequence[Tensor], inputs: Sequence[AdvantageInputs], knobs: ReinforcePpKnobs) -> list[Tensor]:
     """Over all trained tokens of a train step's groups."""
-    return F.normalize_over_step(advantages=advantages, loss_masks=loss_masks, std_epsilon=knobs.std_epsilon)
+    masks = [one.loss_mask for one in inputs]
+    whitened = F.normalize_over_step(advantages=advantages, loss_masks=masks, std_epsilon=knobs.std_epsilon)
+    return P.normalize_weights(whitened, inputs, knobs)
 
 
 SPEC = AlgorithmSpec(
     name="reinforce_pp",
     summary="PPO clip without critic, advantages normalised over the step",
     knobs=ReinforcePpKnobs,
-    needs=P.needs,
+    needs=needs,
     check=check,
     advantages=advantages,
     loss=P.clipped_loss,

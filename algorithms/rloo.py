@@ -1,7 +1,8 @@
 """RLOO (arXiv 2402.14740): REINFORCE with the mean of the group's other rewards as baseline.
 
-A response is one action: its log-probs are summed, never averaged (``seq_mean_token_sum_norm`` with a length of 1). At
-r = 1 the gradient of the clipped surrogate is REINFORCE's; the clip only holds what staleness does to the ratio.
+A response is one action: its log-probs are summed and never averaged over its own length. The sum is divided by one
+constant length, as that of Dr. GRPO, so that the clip of the gradient's norm acts as it does elsewhere. At r = 1 the
+gradient of the clipped surrogate is REINFORCE's; the clip only holds what staleness does to the ratio.
 """
 
 from __future__ import annotations
@@ -18,33 +19,45 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class RlooKnobs(P.ClipKnobs):
+class RlooKnobs(P.DeviationKnobs, P.TokenClipKnobs):
     """Values are documented in conf/algo."""
 
     name: str = "rloo"
     aggregation: str = "seq_mean_token_sum_norm"
-    norm_length: float = 1.0
+    normalize_std: str = "none"
     kl_estimator: str = "k1"
     kl_placement: str = "reward"
 
 
 def check(knobs: RlooKnobs) -> None:
     """Raises ValueError that lists every knob that makes no sense, with its fix."""
-    P.refuse(P.group_problems(knobs) + P.clip_problems(knobs, usual="0.2 and 0.2 are usual."))
+    problems = P.baseline_problems(knobs) + P.token_clip_problems(knobs, usual="0.2 and 0.2 are usual.")
+    if knobs.normalize_std == "others" and knobs.group_size < 3:
+        problems.append(
+            f"algo.normalize_std=others with algo.group_size={knobs.group_size}: one other sample has no standard "
+            "deviation. Use algo.group_size=3 or more, or algo.normalize_std=group."
+        )
+    P.refuse(problems + P.deviation_problems(knobs, F.LEAVE_ONE_OUT_DEVIATIONS))
 
 
 def advantages(inputs: AdvantageInputs, knobs: RlooKnobs) -> Tensor:
-    """``[tokens]`` float32: the sample's reward minus the mean of the others'."""
-    return F.leave_one_out_advantages(rewards=P.penalized_rewards(inputs, knobs))[inputs.sample_ids]
+    """``[tokens]`` float32: the sample's reward minus the mean of the others', over what ``normalize_std`` says."""
+    of_samples = F.leave_one_out_advantages(
+        rewards=P.penalized_rewards(inputs, knobs),
+        deviation="none" if knobs.normalize_std == "batch" else knobs.normalize_std,
+        std_epsilon=knobs.std_epsilon,
+    )
+    return of_samples[inputs.sample_ids]
 
 
 SPEC = AlgorithmSpec(
     name="rloo",
     summary="REINFORCE with a leave-one-out baseline",
     knobs=RlooKnobs,
-    needs=P.needs,
+    needs=P.group_needs,
     check=check,
     advantages=advantages,
     loss=P.clipped_loss,
     denominator=P.denominator,
+    normalize=P.normalize_group,
 )

@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from algorithms import functional as F
 from algorithms import policy_gradient as P
-from relax_core.contracts.algorithm import AdvantageInputs, AlgorithmSpec, LossInputs, LossOutputs
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from relax_core.contracts.algorithm import AlgorithmSpec, LossInputs, LossOutputs
 
 
 @dataclass(frozen=True)
-class SapoKnobs(P.PolicyGradientKnobs):
+class SapoKnobs(P.GroupKnobs):
     """Values are documented in conf/algo."""
 
     name: str = "sapo"
     tau_positive: float = 1.0
     tau_negative: float = 1.05
-    std_epsilon: float = 1e-6
     aggregation: str = "seq_mean_token_mean"
 
 
 def check(knobs: SapoKnobs) -> None:
     """Raises ValueError that lists every knob that makes no sense, with its fix."""
-    P.refuse(P.group_problems(knobs) + P.above_zero(knobs, tau_positive=1.0, tau_negative=1.05, std_epsilon=1e-6))
-
-
-def advantages(inputs: AdvantageInputs, knobs: SapoKnobs) -> Tensor:
-    """``[tokens]`` float32: relative to the group, as GRPO's."""
-    of_samples = F.group_relative_advantages(
-        rewards=P.penalized_rewards(inputs, knobs), normalize_std=True, std_epsilon=knobs.std_epsilon
-    )
-    return of_samples[inputs.sample_ids]
+    P.refuse(P.group_problems(knobs) + P.above_zero(knobs, tau_positive=1.0, tau_negative=1.05))
 
 
 def loss(inputs: LossInputs, knobs: SapoKnobs) -> LossOutputs:
@@ -54,9 +41,10 @@ SPEC = AlgorithmSpec(
     name="sapo",
     summary="a soft gate of the ratio instead of a clip",
     knobs=SapoKnobs,
-    needs=P.needs,
+    needs=P.group_needs,
     check=check,
-    advantages=advantages,
+    advantages=P.group_advantages,
     loss=loss,
     denominator=P.denominator,
+    normalize=P.normalize_group,
 )

@@ -9,10 +9,10 @@ gradient is 0.
 from __future__ import annotations
 
 from algorithms.functional.advantages import (
+    discounted_rewards,
     drop_all_equal,
     generalized_advantages,
-    group_relative_advantages,
-    leave_one_out_advantages,
+    length_adaptive_lambda,
     normalize_over_step,
     overlong_penalty,
     rewards_of_tokens,
@@ -25,26 +25,57 @@ from algorithms.functional.aggregation import (
     mean_of_samples,
     sum_of_samples,
 )
-from algorithms.functional.corrections import CORRECTION_LEVELS, CORRECTIONS, correction_weights, kept_by_opsm
+from algorithms.functional.baselines import (
+    DEVIATIONS,
+    LEAVE_ONE_OUT_DEVIATIONS,
+    divide_by_step_deviation,
+    group_relative_advantages,
+    leave_one_out_advantages,
+    pass_at_k_advantages,
+)
+from algorithms.functional.corrections import (
+    CORRECTION_LEVELS,
+    CORRECTIONS,
+    correction_weights,
+    divide_by_mean_weight,
+    kept_by_opsm,
+    weights_to_average,
+)
 from algorithms.functional.distillation import TOP_K_DIVERGENCES, teacher_log_ratio, top_k_divergence, with_tail
 from algorithms.functional.losses import (
     PolicyLoss,
-    ValueLoss,
     cispo_policy_loss,
     clipped_policy_loss,
-    clipped_value_loss,
     gspo_policy_loss,
     sapo_policy_loss,
 )
-from algorithms.functional.ratios import KL_ESTIMATORS, MAX_LOG_RATIO, kl_estimate, masked_log_ratio
+from algorithms.functional.ratios import (
+    KL_ESTIMATORS,
+    KL_LOSSES,
+    MAX_KL,
+    MAX_LOG_RATIO,
+    kl_estimate,
+    kl_loss,
+    masked_log_ratio,
+)
+from algorithms.functional.rejection import REJECTION_RULES, kept_by_rejection
+from algorithms.functional.trust_region import CISPO_TRUST_REGIONS, TRUST_REGIONS, moved_too_far
+from algorithms.functional.value_loss import ValueLoss, clipped_value_loss
 
 __all__ = [
     "AGGREGATIONS",
+    "CISPO_TRUST_REGIONS",
     "CORRECTIONS",
     "CORRECTION_LEVELS",
+    "DEVIATIONS",
     "KL_ESTIMATORS",
+    "KL_LOSSES",
+    "LEAVE_ONE_OUT_DEVIATIONS",
+    "MAX_KL",
     "MAX_LOG_RATIO",
+    "REJECTION_RULES",
     "TOP_K_DIVERGENCES",
+    "TRUST_REGIONS",
     "PolicyLoss",
     "ValueLoss",
     "aggregate_denominator",
@@ -53,22 +84,31 @@ __all__ = [
     "clipped_policy_loss",
     "clipped_value_loss",
     "correction_weights",
+    "discounted_rewards",
+    "divide_by_mean_weight",
+    "divide_by_step_deviation",
     "drop_all_equal",
     "generalized_advantages",
     "group_relative_advantages",
     "gspo_policy_loss",
     "kept_by_opsm",
+    "kept_by_rejection",
     "kl_estimate",
+    "kl_loss",
     "leave_one_out_advantages",
+    "length_adaptive_lambda",
     "masked_log_ratio",
     "mean_of_samples",
+    "moved_too_far",
     "normalize_over_step",
     "overlong_penalty",
+    "pass_at_k_advantages",
     "rewards_of_tokens",
     "sapo_policy_loss",
     "sum_of_samples",
     "sums_to_the_end",
     "teacher_log_ratio",
     "top_k_divergence",
+    "weights_to_average",
     "with_tail",
 ]

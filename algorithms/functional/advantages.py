@@ -1,4 +1,4 @@
-"""From rewards to advantages: baselines, shaping, normalisation. Statistics in float64, results in float32."""
+"""Rewards of tokens, GAE, normalisation over a step. Statistics in float64, results in float32."""
 
 from __future__ import annotations
 
@@ -7,37 +7,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-def group_relative_advantages(*, rewards: Tensor, normalize_std: bool, std_epsilon: float) -> Tensor:
-    """``[samples]`` rewards of one group → ``[samples]`` advantages, float32.
-
-    ``(r - mean) / (std + std_epsilon)`` with the unbiased std (GRPO); without ``normalize_std`` only ``r - mean``
-    (Dr. GRPO). Equal rewards give exactly 0. Raises ValueError for a group of one, which has no baseline.
-    """
-    _require_group(rewards)
-    if bool((rewards == rewards[0]).all()):  # rounding of the mean would be blown up by the tiny std
-        return rewards.new_zeros(rewards.shape).float()
-    values = rewards.double()
-    centred = values - values.mean()
-    if normalize_std:
-        centred = centred / (values.std(correction=1) + std_epsilon)
-    return centred.float()
-
-
-def leave_one_out_advantages(*, rewards: Tensor) -> Tensor:
-    """RLOO (arXiv 2402.14740): ``[samples]`` rewards → each reward minus the mean of the group's OTHER rewards.
-
-    That is n / (n - 1) × (r - mean). Raises ValueError for a group of one, which has no others.
-    """
-    _require_group(rewards)
-    values, count = rewards.double(), rewards.numel()
-    return (values - (values.sum() - values) / (count - 1)).float()
-
-
-def _require_group(rewards: Tensor) -> None:
-    if rewards.numel() < 2:
-        raise ValueError(f"a group of {rewards.numel()} has no baseline: group-relative advantages need 2 or more")
 
 
 def overlong_penalty(*, lengths: Tensor, max_length: int, buffer: int) -> Tensor:
@@ -70,13 +39,14 @@ def generalized_advantages(
     sample_ids: Tensor,
     num_samples: int,
     gamma: float,
-    gae_lambda: float,
+    gae_lambda: float | Tensor,
 ) -> Tensor:
     """GAE (Schulman et al. 2016, arXiv 1506.02438, eq. 16): ``[tokens]`` float32 advantages.
 
     δ_t = r_t + gamma · V_{t+1} - V_t and A_t = δ_t + gamma · gae_lambda · A_{t+1}; beyond a sample's end V and A are 0.
     ``values`` ``[tokens]``: of the state in front of each token. t + 1 is the sample's next TRAINED token: masked ones
-    are stepped over, as no decision of the policy's, and have advantage 0.
+    are stepped over, as no decision of the policy's, and have advantage 0. ``gae_lambda``: one number, or one a sample,
+    ``[samples]``.
     """
     import torch  # here, because the knobs are checked in processes that have no torch
 
@@ -90,13 +60,38 @@ def generalized_advantages(
     grid[0, samples, place], grid[1, samples, place] = token_rewards[trained].double(), values[trained].double()
     advantages = grid[0] - grid[1] + gamma * torch.nn.functional.pad(grid[1, :, 1:], (0, 1))
     # The sum of a geometric tail by doubling: after round k each entry holds its own and the next 2^k - 1 terms.
-    reach, decay = 1, gamma * gae_lambda
+    reach, decay = 1, gamma * (gae_lambda if isinstance(gae_lambda, float | int) else gae_lambda.double()[:, None])
     while reach <= longest:
         advantages[:, :-reach] += decay * advantages[:, reach:]
         reach, decay = 2 * reach, decay * decay
     result = values.new_zeros(values.shape).float()
     result[trained] = advantages[samples, place].float()
     return result
+
+
+def discounted_rewards(
+    *, token_rewards: Tensor, loss_mask: Tensor, sample_ids: Tensor, num_samples: int, gamma: float
+) -> Tensor:
+    """``[tokens]`` float32: Σ gamma^k r_{t+k} over the sample's trained tokens from each trained token on."""
+    return generalized_advantages(
+        token_rewards=token_rewards,
+        values=token_rewards.new_zeros(token_rewards.shape),
+        loss_mask=loss_mask,
+        sample_ids=sample_ids,
+        num_samples=num_samples,
+        gamma=gamma,
+        gae_lambda=1.0,
+    )
+
+
+def length_adaptive_lambda(*, loss_mask: Tensor, sample_ids: Tensor, num_samples: int, alpha: float) -> Tensor:
+    """VAPO's length-adaptive GAE (arXiv 2504.05118): λ = 1 - 1 / (alpha · l) of a sample with l trained tokens.
+
+    ``[samples]`` float64. The weights of GAE's terms, Σ λ^t = 1 / (1 - λ), then add up to alpha · l. Where alpha · l is
+    below 1, λ is 0.
+    """
+    lengths = loss_mask.new_zeros(num_samples).double().index_add(0, sample_ids, loss_mask.double())
+    return 1.0 - 1.0 / (alpha * lengths).clamp(min=1.0)
 
 
 def rewards_of_tokens(*, rewards: Tensor, penalties: Tensor | None, loss_mask: Tensor, sample_ids: Tensor) -> Tensor:

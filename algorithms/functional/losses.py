@@ -1,4 +1,4 @@
-"""Policy losses of r = π / π_old and the critic's loss, one value a token."""
+"""Policy losses of r = π / π_old, one value a token."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from algorithms.functional.aggregation import mean_of_samples
 from algorithms.functional.ratios import masked_log_ratio
+from algorithms.functional.trust_region import CISPO_TRUST_REGIONS, moved_too_far
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,13 +32,35 @@ def clipped_policy_loss(
     clip_low: float,
     clip_high: float,
     dual_clip: float = 0.0,
+    trust_region: str = "ratio",
 ) -> PolicyLoss:
-    """PPO's clipped surrogate (arXiv 1707.06347) with a lower and an upper range; all inputs ``[tokens]``.
+    """PPO's clipped surrogate (arXiv 1707.06347, eq. 7) with a lower and an upper range; all inputs ``[tokens]``.
 
     ``dual_clip`` above 0 (arXiv 1912.09729; 3.0 is usual): where A < 0 the loss is at most ``dual_clip`` × |A|.
+    ``trust_region`` other than "ratio" puts a mask in the place of the clip: the loss is -r · A, and 0 where
+    `moved_too_far` says so.
     """
     log_ratio = masked_log_ratio(logprobs, old_logprobs, loss_mask)
-    return _clipped_surrogate(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+    if trust_region == "ratio":
+        return _clipped_surrogate(log_ratio, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip)
+    moved_down, moved_up = moved_too_far(
+        logprobs=logprobs,
+        old_logprobs=old_logprobs,
+        advantages=advantages,
+        loss_mask=loss_mask,
+        low=clip_low,
+        high=clip_high,
+        trust_region=trust_region,
+    )
+    ratio = log_ratio.exp()
+    per_token = -ratio * advantages
+    dual_cut = moved_up & False
+    if dual_clip > 0:
+        bad = advantages < 0
+        per_token = per_token.minimum(-dual_clip * advantages).where(bad, per_token)
+        dual_cut = (ratio.detach() > dual_clip) & bad
+    per_token = per_token.masked_fill(moved_down | moved_up, 0.0)
+    return PolicyLoss(per_token, log_ratio, ratio, moved_down, moved_up | dual_cut)
 
 
 def gspo_policy_loss(
@@ -105,37 +128,29 @@ def sapo_policy_loss(
 
 
 def cispo_policy_loss(
-    *, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, loss_mask: Tensor, clip_low: float, clip_high: float
+    *,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    loss_mask: Tensor,
+    clip_low: float,
+    clip_high: float,
+    trust_region: str = "none",
 ) -> PolicyLoss:
-    """CISPO (arXiv 2506.13585): -sg(clip(r, 1 - clip_low, 1 + clip_high)) · A · log π.
+    """CISPO (arXiv 2506.13585, eq. 4 and 5): -sg(clip(r, 1 - clip_low, 1 + clip_high)) · A · log π.
 
     The weight is clipped, never the gradient: every token keeps one. ``cut_low``, ``cut_high``: where it was clipped.
+    ``trust_region`` "ratio" is the paper's unified form (eq. 6 and 7), with the same bounds for its mask: 0 where A > 0
+    and r > 1 + clip_high, or A < 0 and r < 1 - clip_low, which are PPO's tokens without a gradient.
     """
+    if trust_region not in CISPO_TRUST_REGIONS:
+        raise ValueError(f"trust region {trust_region!r} is not one of {', '.join(CISPO_TRUST_REGIONS)}")
     log_ratio = masked_log_ratio(logprobs, old_logprobs, loss_mask)
     ratio = log_ratio.exp()
     value = ratio.detach()
     weight = value.clamp(1.0 - clip_low, 1.0 + clip_high)
     per_token = -weight * advantages * logprobs.masked_fill(~loss_mask, 0.0)
-    return PolicyLoss(per_token, log_ratio, ratio, value < 1.0 - clip_low, value > 1.0 + clip_high)
-
-
-class ValueLoss(NamedTuple):
-    """Per token ``[tokens]``: the loss, 0 where masked; bool: where the clip holds the gradient back."""
-
-    per_token: Tensor
-    cut: Tensor
-
-
-def clipped_value_loss(
-    *, values: Tensor, old_values: Tensor, returns: Tensor, loss_mask: Tensor, clip: float
-) -> ValueLoss:
-    """½ · max((V - R)², (clip(V, V_old ± clip) - R)²), the value loss of PPO's reference implementation; all inputs
-    ``[tokens]``. ``clip`` 0: ½ · (V - R)² alone."""
-    error = (values - returns).masked_fill(~loss_mask, 0.0)
-    if clip == 0:
-        return ValueLoss(0.5 * error.square(), loss_mask.new_zeros(loss_mask.shape))
-    moved = (values - old_values).masked_fill(~loss_mask, 0.0)
-    start = (old_values - returns).masked_fill(~loss_mask, 0.0)
-    clipped = start + moved.clamp(-clip, clip)
-    cut = (moved.detach().abs() > clip) & (clipped.detach().abs() > error.detach().abs())
-    return ValueLoss(0.5 * error.square().maximum(clipped.square()), cut)
+    cut_low, cut_high = value < 1.0 - clip_low, value > 1.0 + clip_high
+    if trust_region == "ratio":
+        per_token = per_token.masked_fill((cut_low & (advantages < 0)) | (cut_high & (advantages > 0)), 0.0)
+    return PolicyLoss(per_token, log_ratio, ratio, cut_low, cut_high)

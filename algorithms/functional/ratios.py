@@ -1,4 +1,4 @@
-"""Log-ratios of two policies, and the KL estimators made of them."""
+"""Log-ratios of two policies, the KL estimators made of them, and the KL as a term of the loss."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-KL_ESTIMATORS = ("k1", "k2", "k3")
+KL_ESTIMATORS = ("k1", "k2", "k3", "k3_clamped", "abs")
+KL_LOSSES = ("loss", "loss_times_ratio", "loss_k2_gradient")
 MAX_LOG_RATIO = 20.0
+MAX_KL = 10.0  # what k3_clamped never passes
 
 
 def masked_log_ratio(numerator: Tensor, denominator: Tensor, loss_mask: Tensor) -> Tensor:
@@ -18,7 +20,8 @@ def masked_log_ratio(numerator: Tensor, denominator: Tensor, loss_mask: Tensor) 
 
 def kl_estimate(*, logprobs: Tensor, reference_logprobs: Tensor, loss_mask: Tensor, estimator: str) -> Tensor:
     """Per-token estimate ``[tokens]`` of KL(π ‖ π_ref), with x = log π - log π_ref: k1 = x, k2 = x²/2,
-    k3 = e^-x + x - 1 (never negative). As a loss, k1 has zero expected gradient on policy."""
+    k3 = e^-x + x - 1 (never negative; Schulman 2020, "Approximating KL divergence"), k3_clamped = min(k3, 10),
+    abs = |x|. As a loss, k1 has zero expected gradient on policy."""
     x = masked_log_ratio(logprobs, reference_logprobs, loss_mask)
     if estimator == "k1":
         return x
@@ -26,4 +29,43 @@ def kl_estimate(*, logprobs: Tensor, reference_logprobs: Tensor, loss_mask: Tens
         return 0.5 * x.square()
     if estimator == "k3":
         return (-x).expm1() + x
+    if estimator == "k3_clamped":
+        return ((-x).expm1() + x).clamp(max=MAX_KL)
+    if estimator == "abs":
+        return x.abs()
     raise ValueError(f"KL estimator {estimator!r} is not one of {', '.join(KL_ESTIMATORS)}")
+
+
+def kl_loss(
+    *,
+    logprobs: Tensor,
+    reference_logprobs: Tensor,
+    old_logprobs: Tensor,
+    loss_mask: Tensor,
+    estimator: str,
+    placement: str,
+) -> Tensor:
+    """The KL to the reference as a term of the loss, ``[tokens]``; 0 without gradient where masked.
+
+    ``placement`` "loss": `kl_estimate` as it is. "loss_times_ratio": times the live ratio π / π_old, whose gradient
+    flows too (DeepSeek-V3.2, arXiv 2512.02556, eq. 7). With k1 or k3 its mean over tokens of π_old is the KL at that
+    place, and so is its gradient; k3_clamped clamps the product. "loss_k2_gradient": the value of ``estimator`` with
+    the gradient of k2, a straight-through estimator; on policy k2's expected gradient is that of the KL.
+    """
+
+    def estimate(kind: str) -> Tensor:
+        return kl_estimate(
+            logprobs=logprobs, reference_logprobs=reference_logprobs, loss_mask=loss_mask, estimator=kind
+        )
+
+    if placement == "loss":
+        return estimate(estimator)
+    if placement == "loss_times_ratio":
+        ratio = masked_log_ratio(logprobs, old_logprobs, loss_mask).exp()
+        if estimator == "k3_clamped":
+            return (ratio * estimate("k3")).clamp(max=MAX_KL)
+        return ratio * estimate(estimator)
+    if placement == "loss_k2_gradient":
+        k2 = estimate("k2")
+        return estimate(estimator).detach() + (k2 - k2.detach())
+    raise ValueError(f"KL loss {placement!r} is not one of {', '.join(KL_LOSSES)}")

@@ -1,27 +1,65 @@
 """What all policy-gradient algorithms here share: their common knobs, the checks, and the way from a policy loss per
-token to a `LossOutputs` (correction, OPSM, KL, entropy bonus, aggregation, metrics)."""
+token to a `LossOutputs` (correction, rejection, OPSM, KL, entropy bonus, aggregation, metrics)."""
 
 from __future__ import annotations
 
-from algorithms.policy_gradient.checks import above_zero, clip_problems, common_problems, group_problems, refuse
-from algorithms.policy_gradient.knobs import ClipKnobs, PolicyGradientKnobs, denominator, needs
+from algorithms.policy_gradient.advantages import (
+    group_advantages,
+    normalize_group,
+    normalize_weights,
+    penalized_rewards,
+    sample_advantages,
+    token_penalties,
+)
+from algorithms.policy_gradient.checks import (
+    above_zero,
+    baseline_problems,
+    choice_problems,
+    clip_problems,
+    common_problems,
+    deviation_problems,
+    group_problems,
+    refuse,
+    token_clip_problems,
+)
+from algorithms.policy_gradient.knobs import (
+    ClipKnobs,
+    DeviationKnobs,
+    GroupKnobs,
+    PolicyGradientKnobs,
+    TokenClipKnobs,
+    denominator,
+    group_needs,
+    needs,
+)
 from algorithms.policy_gradient.outputs import clipped_loss, metric_sums, old_logprobs, outputs
-from algorithms.policy_gradient.rewards import penalized_rewards, token_penalties
 
 __all__ = [
     "ClipKnobs",
+    "DeviationKnobs",
+    "GroupKnobs",
     "PolicyGradientKnobs",
+    "TokenClipKnobs",
     "above_zero",
+    "baseline_problems",
+    "choice_problems",
     "clip_problems",
     "clipped_loss",
     "common_problems",
     "denominator",
+    "deviation_problems",
+    "group_advantages",
+    "group_needs",
     "group_problems",
     "metric_sums",
     "needs",
+    "normalize_group",
+    "normalize_weights",
     "old_logprobs",
     "outputs",
     "penalized_rewards",
     "refuse",
+    "sample_advantages",
+    "token_clip_problems",
     "token_penalties",
 ]

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from algorithms import functional as F
-from algorithms.policy_gradient.knobs import ClipKnobs, PolicyGradientKnobs
+from algorithms.policy_gradient.correction_checks import choice_problems, correction_problems
+from algorithms.policy_gradient.knobs import (
+    ClipKnobs,
+    DeviationKnobs,
+    GroupKnobs,
+    PolicyGradientKnobs,
+    TokenClipKnobs,
+)
 
-KL_PLACEMENTS = ("loss", "reward")
+KL_PLACEMENTS = (*F.KL_LOSSES, "reward")
 OLD_LOGPROBS = ("rollout", "actor_fwd", "current")
-CORRECTION_CHOICES = ("auto", "none", *F.CORRECTIONS)
 
 
 def refuse(problems: list[str]) -> None:
@@ -16,7 +22,23 @@ def refuse(problems: list[str]) -> None:
         raise ValueError("\n".join(problems))
 
 
-def group_problems(knobs: PolicyGradientKnobs) -> list[str]:
+def group_problems(knobs: GroupKnobs) -> list[str]:
+    """`baseline_problems`, and what is wrong with the deviation and with ``pass_k``."""
+    problems = baseline_problems(knobs) + deviation_problems(knobs, F.DEVIATIONS)
+    if not 1 <= knobs.pass_k < max(2, knobs.group_size):
+        problems.append(
+            f"algo.pass_k={knobs.pass_k} with algo.group_size={knobs.group_size}: need 1 <= pass_k < group_size, as a "
+            "group has one subset of all its samples. 1 is the usual advantage."
+        )
+    if knobs.pass_k > 1 and knobs.normalize_std == "batch":
+        problems.append(
+            f"algo.pass_k={knobs.pass_k} with algo.normalize_std=batch: the deviation is that of the group's subsets. "
+            "Use algo.normalize_std=group or none."
+        )
+    return problems
+
+
+def baseline_problems(knobs: PolicyGradientKnobs) -> list[str]:
     """`common_problems`, and a group too small to be its own baseline."""
     problems = common_problems(knobs)
     if knobs.group_size < 2:
@@ -24,31 +46,34 @@ def group_problems(knobs: PolicyGradientKnobs) -> list[str]:
     return problems
 
 
+def deviation_problems(knobs: DeviationKnobs, allowed: tuple[str, ...]) -> list[str]:
+    """``allowed``: what the algorithm may divide by."""
+    return choice_problems("algo.normalize_std", knobs.normalize_std, allowed) + above_zero(knobs, std_epsilon=1e-6)
+
+
 def common_problems(knobs: PolicyGradientKnobs) -> list[str]:
     """What is wrong with the common knobs, one sentence each with key, value and fix."""
     problems = [
-        *_choice("algo.aggregation", knobs.aggregation, F.AGGREGATIONS),
-        *_choice("algo.kl_estimator", knobs.kl_estimator, F.KL_ESTIMATORS),
-        *_choice("algo.kl_placement", knobs.kl_placement, KL_PLACEMENTS),
-        *_choice("algo.old_logprobs", knobs.old_logprobs, OLD_LOGPROBS),
-        *_choice("algo.correction", knobs.correction, CORRECTION_CHOICES),
-        *_choice("algo.correction_level", knobs.correction_level, F.CORRECTION_LEVELS),
+        *choice_problems("algo.aggregation", knobs.aggregation, F.AGGREGATIONS),
+        *choice_problems("algo.kl_estimator", knobs.kl_estimator, F.KL_ESTIMATORS),
+        *choice_problems("algo.kl_placement", knobs.kl_placement, KL_PLACEMENTS),
+        *choice_problems("algo.old_logprobs", knobs.old_logprobs, OLD_LOGPROBS),
     ]
     if knobs.kl_coef < 0:
         problems.append(f"algo.kl_coef={knobs.kl_coef}: must not be negative. Use 0 for no KL term.")
     if knobs.kl_coef > 0 and knobs.kl_placement == "loss" and knobs.kl_estimator == "k1":
         problems.append(
             f"algo.kl_estimator=k1 with algo.kl_coef={knobs.kl_coef}: as a loss, k1 has zero expected gradient. "
-            "Use k2 or k3, or algo.kl_placement=reward."
+            "Use k2 or k3, or another algo.kl_placement."
         )
-    if (knobs.aggregation == "seq_mean_token_sum_norm") != (knobs.norm_length > 0):
+    if knobs.aggregation == "seq_mean_token_sum_norm" and not knobs.norm_length > 0:
         problems.append(
-            f"algo.norm_length={knobs.norm_length} with algo.aggregation={knobs.aggregation}: seq_mean_token_sum_norm "
-            "needs a length above 0 (for instance rollout.max_new_tokens), the others need 0."
+            f"algo.norm_length={knobs.norm_length} with algo.aggregation={knobs.aggregation}: each sample's sum is "
+            "divided by it. Use algo.norm_length=${rollout.max_new_tokens}, as the presets do."
         )
     if knobs.entropy_coef < 0:
         problems.append(f"algo.entropy_coef={knobs.entropy_coef}: must not be negative. Use 0 for no bonus.")
-    return problems + _update_problems(knobs) + _correction_problems(knobs)
+    return problems + _update_problems(knobs) + correction_problems(knobs)
 
 
 def _update_problems(knobs: PolicyGradientKnobs) -> list[str]:
@@ -59,31 +84,6 @@ def _update_problems(knobs: PolicyGradientKnobs) -> list[str]:
         "update would take its own weights for the old ones, so the ratio is always 1 and nothing is clipped. Use "
         "algo.old_logprobs=rollout or actor_fwd."
     ]
-
-
-def _correction_problems(knobs: PolicyGradientKnobs) -> list[str]:
-    problems = []
-    low, high = knobs.correction_low, knobs.correction_high
-    if not 0 <= low < high:
-        problems.append(
-            f"algo.correction_low={low}, algo.correction_high={high}: need 0 <= correction_low < correction_high. "
-            "TIS uses 0 and 2, IcePop 0.5 and 5."
-        )
-    if knobs.correction in F.CORRECTIONS and knobs.old_logprobs == "rollout":
-        problems.append(
-            f"algo.correction={knobs.correction} with algo.old_logprobs=rollout: the engine's own log-probs are the "
-            "old ones, so there is nothing to correct. Use algo.old_logprobs=actor_fwd, or algo.correction=none."
-        )
-    if knobs.correction == "icepop" and knobs.correction_level == "sequence":
-        problems.append("algo.correction=icepop with algo.correction_level=sequence: IcePop is per token. Use mis.")
-    if knobs.opsm_threshold < 0:
-        problems.append(f"algo.opsm_threshold={knobs.opsm_threshold}: must not be negative. 0 is off, 1e-4 is usual.")
-    if knobs.opsm_threshold > 0 and knobs.old_logprobs == "current":
-        problems.append(
-            f"algo.opsm_threshold={knobs.opsm_threshold} with algo.old_logprobs=current: the ratio is always 1, so "
-            "OPSM never acts. Use algo.old_logprobs=rollout or actor_fwd."
-        )
-    return problems
 
 
 def above_zero(knobs: PolicyGradientKnobs, **usual: float) -> list[str]:
@@ -110,5 +110,14 @@ def clip_problems(knobs: ClipKnobs, *, usual: str) -> list[str]:
     return problems
 
 
-def _choice(key: str, value: str, allowed: tuple[str, ...]) -> list[str]:
-    return [] if value in allowed else [f"{key}={value}: no such choice. Use one of: {', '.join(allowed)}."]
+def token_clip_problems(knobs: TokenClipKnobs, *, usual: str) -> list[str]:
+    """`clip_problems`, and a trust region that does not exist or that nothing could leave."""
+    problems = clip_problems(knobs, usual=usual) + choice_problems(
+        "algo.trust_region", knobs.trust_region, F.TRUST_REGIONS
+    )
+    if knobs.trust_region != "ratio" and knobs.clip_high >= 1:
+        problems.append(
+            f"algo.clip_high={knobs.clip_high} with algo.trust_region={knobs.trust_region}: no probability moves by "
+            "1 or more. 0.2 is usual."
+        )
+    return problems

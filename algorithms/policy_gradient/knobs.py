@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from algorithms import functional as F
 from relax_core.contracts.algorithm import AlgorithmKnobs, Needs, StepTotals
@@ -24,8 +25,24 @@ class PolicyGradientKnobs(AlgorithmKnobs):
     correction_level: str = "token"
     correction_low: float = 0.0
     correction_high: float = 2.0
+    rejection: dict[str, Any] = field(default_factory=dict)  # rule → [low, high]
     opsm_threshold: float = 0.0
     entropy_coef: float = 0.0
+
+
+@dataclass(frozen=True)
+class DeviationKnobs(PolicyGradientKnobs):
+    """Of algorithms whose advantages may be divided by a standard deviation of rewards."""
+
+    normalize_std: str = "group"
+    std_epsilon: float = 1e-6
+
+
+@dataclass(frozen=True)
+class GroupKnobs(DeviationKnobs):
+    """Of algorithms whose baseline is the group's mean."""
+
+    pass_k: int = 1
 
 
 @dataclass(frozen=True)
@@ -37,13 +54,29 @@ class ClipKnobs(PolicyGradientKnobs):
     dual_clip: float = 0.0
 
 
-def needs(knobs: PolicyGradientKnobs) -> Needs:
-    """A reference only with a KL term; the entropy only with a bonus; old log-probs from where the knob says."""
+@dataclass(frozen=True)
+class TokenClipKnobs(ClipKnobs):
+    """Of those whose clip is on each token's own ratio."""
+
+    trust_region: str = "ratio"
+
+
+def needs(knobs: PolicyGradientKnobs, *, whole_step: bool = False) -> Needs:
+    """A reference only with a KL term; the entropy only with a bonus; old log-probs from where the knob says; a whole
+    step's groups where the algorithm says so, or where weights are divided by their mean over the step."""
+    normalizes_weights = knobs.correction == "tis_normalized"
     return Needs(
         old_logprobs="actor_fwd" if knobs.old_logprobs == "actor_fwd" else "rollout",
         reference=knobs.kl_coef > 0,
         entropy=knobs.entropy_coef > 0,
+        whole_step=whole_step or normalizes_weights,
+        rollout_logprobs=normalizes_weights,
     )
+
+
+def group_needs(knobs: DeviationKnobs) -> Needs:
+    """`needs`, and a whole step's groups where their rewards have one standard deviation."""
+    return needs(knobs, whole_step=knobs.normalize_std == "batch")
 
 
 def denominator(totals: StepTotals, knobs: PolicyGradientKnobs) -> float:

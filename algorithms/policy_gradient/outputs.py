@@ -1,11 +1,11 @@
-"""From a policy loss a token to a `LossOutputs`: correction, OPSM, KL, entropy bonus, aggregation, metrics."""
+"""From a policy loss a token to a `LossOutputs`: correction, rejection, OPSM, KL, entropy bonus, sum, metrics."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from algorithms import functional as F
-from algorithms.policy_gradient.knobs import ClipKnobs, PolicyGradientKnobs
+from algorithms.policy_gradient.knobs import PolicyGradientKnobs, TokenClipKnobs
 from relax_core.contracts.algorithm import LossInputs, LossOutputs
 
 if TYPE_CHECKING:
@@ -19,8 +19,8 @@ def old_logprobs(inputs: LossInputs, knobs: PolicyGradientKnobs) -> Tensor:
     return inputs.logprobs.detach() if knobs.old_logprobs == "current" else inputs.old_logprobs
 
 
-def clipped_loss(inputs: LossInputs, knobs: ClipKnobs) -> LossOutputs:
-    """PPO's clip per token, with everything that `outputs` adds."""
+def clipped_loss(inputs: LossInputs, knobs: TokenClipKnobs) -> LossOutputs:
+    """PPO's clip per token, or the mask in its place, with everything that `outputs` adds."""
     policy = F.clipped_policy_loss(
         logprobs=inputs.logprobs,
         old_logprobs=old_logprobs(inputs, knobs),
@@ -29,16 +29,17 @@ def clipped_loss(inputs: LossInputs, knobs: ClipKnobs) -> LossOutputs:
         clip_low=knobs.clip_low,
         clip_high=knobs.clip_high,
         dual_clip=knobs.dual_clip,
+        trust_region=knobs.trust_region,
     )
     return outputs(policy, inputs, knobs)
 
 
 def outputs(policy: F.PolicyLoss, inputs: LossInputs, knobs: PolicyGradientKnobs) -> LossOutputs:
-    """The policy loss, weighted by the correction, without what OPSM leaves out, plus the KL term, less the entropy
-    bonus; its metrics."""
+    """The policy loss, weighted by the correction, without what rejection and OPSM leave out, plus the KL term, less
+    the entropy bonus; its metrics."""
     per_token = policy.per_token
     extra: dict[str, Tensor] = {}
-    method = _correction(knobs)
+    method = correction_method(knobs)
     if method != "none":
         extra["tis_weight"], extra["tis_cut"] = F.correction_weights(
             old_logprobs=old_logprobs(inputs, knobs),
@@ -52,6 +53,18 @@ def outputs(policy: F.PolicyLoss, inputs: LossInputs, knobs: PolicyGradientKnobs
             high=knobs.correction_high,
         )
         per_token = per_token * extra["tis_weight"]
+    if knobs.rejection:
+        # The trainer's own distribution: recomputed where there is one, else that of the step's forward.
+        trainer = inputs.old_logprobs if knobs.old_logprobs == "actor_fwd" else inputs.logprobs.detach()
+        kept = F.kept_by_rejection(
+            logprobs=trainer,
+            rollout_logprobs=inputs.rollout_logprobs,
+            loss_mask=inputs.loss_mask,
+            sample_ids=inputs.sample_ids,
+            num_samples=inputs.num_samples,
+            rules=knobs.rejection,
+        )
+        per_token, extra["rejected"] = per_token.masked_fill(~kept, 0.0), ~kept
     if knobs.opsm_threshold > 0:
         kept = F.kept_by_opsm(
             log_ratio=F.masked_log_ratio(inputs.logprobs, inputs.old_logprobs, inputs.loss_mask),
@@ -62,13 +75,15 @@ def outputs(policy: F.PolicyLoss, inputs: LossInputs, knobs: PolicyGradientKnobs
             threshold=knobs.opsm_threshold,
         )
         per_token, extra["opsm_cut"] = per_token * kept, ~kept
-    if knobs.kl_coef > 0 and knobs.kl_placement == "loss":
+    if knobs.kl_coef > 0 and knobs.kl_placement != "reward":
         assert inputs.reference_logprobs is not None, "needs() asked for a reference"
-        extra["reference_kl"] = F.kl_estimate(
+        extra["reference_kl"] = F.kl_loss(
             logprobs=inputs.logprobs,
             reference_logprobs=inputs.reference_logprobs,
+            old_logprobs=old_logprobs(inputs, knobs),
             loss_mask=inputs.loss_mask,
             estimator=knobs.kl_estimator,
+            placement=knobs.kl_placement,
         )
         per_token = per_token + knobs.kl_coef * extra["reference_kl"]
     if knobs.entropy_coef > 0:
@@ -88,7 +103,7 @@ def outputs(policy: F.PolicyLoss, inputs: LossInputs, knobs: PolicyGradientKnobs
     )
 
 
-def _correction(knobs: PolicyGradientKnobs) -> str:
+def correction_method(knobs: PolicyGradientKnobs) -> str:
     """ "auto" is TIS wherever the trainer computed the old log-probs, and none where they are the engine's own."""
     if knobs.correction != "auto":
         return knobs.correction

@@ -16,7 +16,7 @@ from yaml import MarkedYAMLError
 
 from relax_core.config.errors import ConfigError
 from relax_core.config.explain import explain
-from relax_core.config.options import conf_folder, plugin_options
+from relax_core.config.options import conf_folder, plugin_options, yaml_options
 from relax_core.config.plugins import typed_knobs
 from relax_core.config.schema import LAUNCHERS, RelaxConfig
 from relax_core.config.schema_keys import section_types, unknown_key
@@ -193,9 +193,11 @@ def run(
 
 
 def _with_plugin_groups(overrides: Sequence[str]) -> list[str]:
-    """``algo.name=x`` alone means ``algo=plugin algo.name=x``: another plug-in must not inherit grpo.yaml's values."""
-    keys = {override.split("=", 1)[0] for override in overrides}
-    return [*overrides, *(f"{kind}=plugin" for kind in KINDS if f"{kind}.name" in keys and kind not in keys)]
+    """``algo.name=x`` alone means ``algo=x`` where there is such an option, whose values may follow other keys.
+    Elsewhere it means ``algo=plugin algo.name=x``: another plug-in must not inherit grpo.yaml's values."""
+    given = dict(override.split("=", 1) for override in overrides if "=" in override)
+    named = [(kind, given[f"{kind}.name"]) for kind in KINDS if f"{kind}.name" in given and kind not in given]
+    return [*overrides, *(f"{kind}={name if name in yaml_options(kind) else 'plugin'}" for kind, name in named)]
 
 
 @contextmanager

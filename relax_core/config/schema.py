@@ -268,6 +268,7 @@ class RolloutConfig:
     partial: Partial = MISSING
     max_aborts: int = MISSING
     mask_off_policy: bool = MISSING
+    mask_truncated: bool = MISSING
 
     @property
     def spare_prompts(self) -> int:
@@ -325,3 +326,9 @@ class RelaxConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     run: RunSettings = field(default_factory=RunSettings)
     eval: EvalConfig = field(default_factory=EvalConfig)
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether the same seed gives the same run again, on a CPU to the bit: where no batch depends on timing."""
+        timed = self.mode.max_staleness > 0 or self.rollout.over_sampling > 1.0 or self.engine.deterministic is False
+        return not timed

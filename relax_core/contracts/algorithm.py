@@ -34,20 +34,25 @@ class TeacherNeeds:
 @dataclass(frozen=True, kw_only=True)
 class Needs:
     """Roles and columns that an algorithm needs under given knobs. ``entropy``: the loss wants the entropy of the
-    whole distribution at every token."""
+    whole distribution at every token. ``whole_step``: of a spec with ``normalize``, whether it must see a whole train
+    step's groups under these knobs. ``rollout_logprobs``: the advantages want the engine's log-probs beside the old
+    ones."""
 
     old_logprobs: OldLogprobs
     reference: bool = False
     critic: bool = False
     teacher: TeacherNeeds | None = None
     entropy: bool = False
+    whole_step: bool = True
+    rollout_logprobs: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageInputs:
     """One whole group. ``rewards`` ``[samples]``; log-prob tensors are None unless `Needs` asked for them.
 
-    ``old_logprobs`` are those of `LossInputs`: recomputed, or the engine's own where a reference is asked for.
+    ``old_logprobs`` are those of `LossInputs`: recomputed, or the engine's own where a reference is asked for. A sample
+    that is masked whole has a reward all the same: it counts in the group's baseline.
     """
 
     rewards: Tensor
@@ -55,6 +60,7 @@ class AdvantageInputs:
     loss_mask: Tensor  # [tokens] bool
     sample_ids: Tensor  # [tokens] int64
     old_logprobs: Tensor | None = None
+    rollout_logprobs: Tensor | None = None  # [tokens], of the engine's sampling distribution
     reference_logprobs: Tensor | None = None
     teacher_logprobs: Tensor | None = None  # [tokens], of the sampled tokens
     values: Tensor | None = None  # [tokens], of the critic, in front of each token
@@ -133,13 +139,15 @@ class AlgorithmSpec:
 
     ``check`` raises ValueError (key, value, fix) for knobs that make no sense together.
     ``advantages`` → ``[tokens]`` float32. ``denominator``: from the step's global counts.
-    ``normalize``: of an algorithm whose advantages need statistics beyond one group. It gets the advantages and the
-    loss masks of as many groups as a train step has, ``[tokens]`` each, and returns the advantages to train with.
+    ``normalize``: of an algorithm whose advantages need statistics beyond one group. It gets the advantages of as many
+    groups as a train step has, ``[tokens]`` each, and the inputs that they were made of, and returns the advantages to
+    train with; `Needs.whole_step` may switch it off.
     ``drop_group``: may refuse a complete group before it enters the bus; the prompt is replaced by the next. It gets
     the rewards of the group's samples and how many groups were refused since the last that was kept, and returns the
     reason for the ledger, or None to keep the group.
     ``value_loss``: the critic's loss, of an algorithm that needs one; its denominator is the policy's. The critic
-    learns the returns: the advantages as ``advantages`` gave them, plus the values.
+    learns the returns ``[tokens]``: what ``returns`` makes of a group and its advantages before ``normalize``, or
+    without it those advantages plus the values.
     """
 
     name: str
@@ -150,6 +158,7 @@ class AlgorithmSpec:
     advantages: Callable[[AdvantageInputs, Any], Tensor]
     loss: Callable[[LossInputs, Any], LossOutputs]
     denominator: Callable[[StepTotals, Any], float]
-    normalize: Callable[[Sequence[Tensor], Sequence[Tensor], Any], list[Tensor]] | None = None
+    normalize: Callable[[Sequence[Tensor], Sequence[AdvantageInputs], Any], list[Tensor]] | None = None
     drop_group: Callable[[Sequence[float], int, Any], str | None] | None = None
     value_loss: Callable[[ValueInputs, Any], LossOutputs] | None = None
+    returns: Callable[[AdvantageInputs, Tensor, Any], Tensor] | None = None

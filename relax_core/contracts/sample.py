@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
+TRUNCATED = "truncated"  # the ledger's reason for a sample of which nothing is trained because it was cut at its limit
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -67,8 +68,10 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def version(self) -> int:
-        """The version of the OLDEST trained token: what staleness is counted from (DESIGN §5)."""
-        return min(span.version for span in self.weight_versions if any(self.loss_mask[span.start : span.end]))
+        """The version of the OLDEST trained token: what staleness is counted from (DESIGN §5). Of a sample without a
+        trained token it is the version of its newest token."""
+        trained = [span.version for span in self.weight_versions if any(self.loss_mask[span.start : span.end])]
+        return min(trained) if trained else max(span.version for span in self.weight_versions)
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):

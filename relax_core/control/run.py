@@ -56,31 +56,31 @@ def run_local(config: RelaxConfig, resume: ResumePoint | None, place: RunPlace, 
         except (ValueError, RuntimeError, OSError) as error:
             outcome = _Outcome(word="failed", failure=run_failed("the run did not start", error))
     if outcome.failure is not None:
-        _tell_failure(outcome, run_dir, started=started)
+        _tell_failure(outcome, config, started=started)
         return FAILED
     assert outcome.records is not None
-    show_end(run_dir, outcome.records, _write_end(outcome, run_dir, started=started))
+    show_end(run_dir, outcome.records, _write_end(outcome, config, started=started))
     return 128 + signals.received if outcome.word == "stopped" and signals.received else 0
 
 
-def _write_end(outcome: _Outcome, run_dir: Path, *, started: float) -> dict[str, Any]:
+def _write_end(outcome: _Outcome, config: RelaxConfig, *, started: float) -> dict[str, Any]:
     assert outcome.records is not None
     word = outcome.word if outcome.failure is None else f"{outcome.word}: {outcome.failure}"
     meta = {"outcome": word, "wall_s": time.time() - started, "overrides": sys.argv[1:]}
-    meta["recoveries"] = list(outcome.recoveries)
-    return write_end(run_dir, outcome.records, meta=meta, started=started)
+    meta |= {"seed": config.seed, "repeatable": config.repeatable, "recoveries": list(outcome.recoveries)}
+    return write_end(Path(config.run.dir), outcome.records, meta=meta, started=started)
 
 
-def _tell_failure(outcome: _Outcome, run_dir: Path, *, started: float) -> None:
+def _tell_failure(outcome: _Outcome, config: RelaxConfig, *, started: float) -> None:
     """The cause on the screen, its traceback in the logs, and a summary; a disk that is full takes neither of them."""
     assert outcome.failure is not None
-    log = run_dir / "logs" / FAILURE_LOG
+    log = Path(config.run.dir) / "logs" / FAILURE_LOG
     print(f"relax: failed: {outcome.failure}", file=sys.stderr)
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_text(f"{outcome.failure}\n\n{outcome.failure.log}\n", encoding="utf-8")
         if outcome.records is not None:
-            _write_end(outcome, run_dir, started=started)
+            _write_end(outcome, config, started=started)
         print(f"relax: more in {log}", file=sys.stderr)
     except OSError as error:
         print(f"relax: the logs and the summary are not complete: {error}", file=sys.stderr)

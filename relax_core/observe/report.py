@@ -153,6 +153,9 @@ def _figures(summary: Mapping[str, Any]) -> Table:
     if summary["records_dropped"]:
         lacking = ", ".join(f"{count:,} in {sink}" for sink, count in summary["records_dropped"].items())
         table.add_row("metrics", Text(f"records missing: {lacking}"))
+    if "repeatable" in summary["run"]:
+        again = "gives this run again" if summary["run"]["repeatable"] else "gives another run: it depends on timing"
+        table.add_row("seed", f"the same seed, {summary['run']['seed']}, {again}")
     return table
 
 

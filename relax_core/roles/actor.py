@@ -180,7 +180,7 @@ class ActorWorker(Worker):
         for row in lease.rows:
             group, masked = decode_train_group(row, step=step, oldest_version=oldest)
             groups.append(group)
-            consumed.dropped.update(dict.fromkeys(masked, "stale"))
+            consumed.dropped.update(masked)
             self._group_tokens = max(self._group_tokens, group.packed_tokens)
         consumed.lease_ids.append(lease.lease_id)
         consumed.rows.extend(lease.rows)

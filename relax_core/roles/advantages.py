@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 class AdvantagesWorker(Worker):
     """Computes advantages on the CPU, on as many groups at a time as are ready; on a whole train step's worth where
-    the algorithm normalises over the step."""
+    the algorithm normalises over the step under the run's knobs."""
 
     def __init__(self, name: str, context: RunContext, rank: int) -> None:
         assert rank == 0, "one advantages worker keeps up with any trainer"
@@ -34,16 +34,17 @@ class AdvantagesWorker(Worker):
         config = self.context.config
         spec = find_algorithm(config.algo.name)
         bus = meet_bus(self.context, self.waiting)
+        needs = spec.needs(config.algo)
         request = LeaseRequest(
             task="advantages",
-            columns=input_columns(spec.needs(config.algo)),
+            columns=input_columns(needs),
             max_groups=config.rollout.prompts_per_step,
             lease_s=config.bus.lease_s,
         )
         self.set_state("running")
         timeout_s = config.run.stall_timeout_s
         bus.revoke(request.task, timeout_s=timeout_s)  # what a predecessor that was killed had in hand
-        if spec.normalize is not None:
+        if spec.normalize is not None and needs.whole_step:
             while True:
                 lease = patiently(lambda: lease_whole_step(bus, request, timeout_s=timeout_s))
                 bus.write(lease.lease_id, advantage_columns(lease.rows, spec, config.algo), timeout_s=timeout_s)
@@ -62,7 +63,8 @@ def input_columns(needs: Needs) -> tuple[str, ...]:
         columns.append(c.REFERENCE_LOGPROBS)
     if needs.teacher is not None:
         columns.append(c.TEACHER_LOGPROBS)
-    if needs.old_logprobs == "rollout" and (needs.reference or needs.teacher is not None):
+    as_old = needs.old_logprobs == "rollout" and (needs.reference or needs.teacher is not None)
+    if as_old or needs.rollout_logprobs:
         columns.append(c.ROLLOUT_LOGPROBS)
     if needs.critic:
         columns.append(c.VALUES)
@@ -71,12 +73,12 @@ def input_columns(needs: Needs) -> tuple[str, ...]:
 
 def advantage_columns(rows: Sequence[LeasedRow], spec: AlgorithmSpec, knobs: object) -> dict[str, dict[str, bytes]]:
     """The advantages column of each group, normalised over all of them where the algorithm does that; with a critic the
-    returns too: what advantages and values were together before that."""
+    returns too, made of what the advantages were before that."""
     inputs = [advantage_inputs(row) for row in rows]
     values = [spec.advantages(one, knobs) for one in inputs]
-    of_critic = [None if one.values is None else raw + one.values for one, raw in zip(inputs, values, strict=True)]
+    of_critic = [_returns(one, raw, spec, knobs) for one, raw in zip(inputs, values, strict=True)]
     if spec.normalize is not None:
-        values = spec.normalize(values, [one.loss_mask for one in inputs], knobs)
+        values = spec.normalize(values, inputs, knobs)
     columns = {
         row.group_uid: {c.ADVANTAGES: _ragged(advantages, one)}
         for row, one, advantages in zip(rows, inputs, values, strict=True)
@@ -85,6 +87,13 @@ def advantage_columns(rows: Sequence[LeasedRow], spec: AlgorithmSpec, knobs: obj
         if returns is not None:
             columns[row.group_uid][c.RETURNS] = _ragged(returns, one)
     return columns
+
+
+def _returns(group: AdvantageInputs, advantages: Tensor, spec: AlgorithmSpec, knobs: object) -> Tensor | None:
+    """What the critic learns of a group; None without a critic."""
+    if group.values is None:
+        return None
+    return advantages + group.values if spec.returns is None else spec.returns(group, advantages, knobs)
 
 
 def _ragged(of_tokens: Tensor, group: AdvantageInputs) -> bytes:
@@ -107,6 +116,7 @@ def advantage_inputs(row: LeasedRow) -> AdvantageInputs:
         loss_mask=torch.from_numpy(mask.flat().astype(bool)),
         sample_ids=torch.repeat_interleave(torch.arange(len(lengths)), lengths),
         old_logprobs=tensor(c.OLD_LOGPROBS if c.OLD_LOGPROBS in row.columns else c.ROLLOUT_LOGPROBS),
+        rollout_logprobs=tensor(c.ROLLOUT_LOGPROBS),
         reference_logprobs=tensor(c.REFERENCE_LOGPROBS),
         teacher_logprobs=tensor(c.TEACHER_LOGPROBS),
         values=tensor(c.VALUES),

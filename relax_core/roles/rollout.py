@@ -149,6 +149,7 @@ class RolloutWorker(Worker):
             admit_timeout_s=config.run.stall_timeout_s,
             call_timeout_s=config.bus.call_timeout_s,
             mask_off_policy=config.rollout.mask_off_policy,
+            mask_truncated=config.rollout.mask_truncated,
         )
 
     def _sampling(self, tokenizer: PromptTokenizer, *, greedy: bool) -> SamplingParams:

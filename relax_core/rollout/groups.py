@@ -11,7 +11,7 @@ from relax_core.contracts.bus import GroupRow
 from relax_core.contracts.columns import TEACHER, encode_group
 from relax_core.contracts.engine import Generated
 from relax_core.contracts.reward import RewardOutput
-from relax_core.contracts.sample import Group, Sample, group_uid, sample_uid
+from relax_core.contracts.sample import TRUNCATED, Group, Sample, group_uid, sample_uid
 
 REWARD_FAILED = "reward_failed"
 MIN_SAMPLES = 2  # a group-relative advantage of one sample says nothing
@@ -39,14 +39,23 @@ class GroupFilter:
         return reason
 
 
-def to_sample(generated: Generated, output: RewardOutput, *, uid: str, mask_off_policy: bool = False) -> Sample:
+def to_sample(
+    generated: Generated,
+    output: RewardOutput,
+    *,
+    uid: str,
+    mask_off_policy: bool = False,
+    mask_truncated: bool = False,
+) -> Sample:
     """``mask_off_policy``: of a response that several weight versions made, only the newest one's tokens are trained;
-    its version is then that one."""
+    its version is then that one. ``mask_truncated``: of a response that was cut at its limit nothing is trained."""
     tokens = len(generated.output_ids)
     trained_from = 0
     if mask_off_policy and generated.weight_versions:
         newest = max(span.version for span in generated.weight_versions)
         trained_from = min(span.start for span in generated.weight_versions if span.version == newest)
+    if mask_truncated and generated.finish_reason == "length":
+        trained_from = tokens
     return Sample(
         uid=uid,
         response_ids=generated.output_ids,
@@ -70,13 +79,15 @@ def complete_group(
     refuse: GroupFilter | None = None,
     teacher: str | None = None,
     mask_off_policy: bool = False,
+    mask_truncated: bool = False,
 ) -> GroupRow | DroppedGroup:
     """The bus row of a group whose every response is in, or the reason why there is none.
 
     A response whose reward is None is dropped alone; with fewer than two left of several, or none of one, the group is.
     None was aborted: the engine pool goes on with those.
     ``refuse`` may drop a group that is complete. ``teacher``: the name that travels with the row, where there is one.
-    ``mask_off_policy``: see `to_sample`.
+    ``mask_off_policy``, ``mask_truncated``: see `to_sample`. A masked sample stays in the row, as its reward is part of
+    the group's baseline; a group without one trained token is dropped.
     """
     uid = group_uid(index)
     kept: list[Sample] = []
@@ -86,9 +97,14 @@ def complete_group(
         if output.reward is None:
             dropped[one] = REWARD_FAILED
         else:
-            kept.append(to_sample(response, output, uid=one, mask_off_policy=mask_off_policy))
+            kept.append(
+                to_sample(response, output, uid=one, mask_off_policy=mask_off_policy, mask_truncated=mask_truncated)
+            )
     if len(kept) < min(MIN_SAMPLES, len(generated)):
         return DroppedGroup(group_uid=uid, reason=REWARD_FAILED)
+    trained = [sample.version for sample in kept if any(sample.loss_mask)]
+    if not trained:
+        return DroppedGroup(group_uid=uid, reason=TRUNCATED)
     refused = None if refuse is None else refuse([sample.reward for sample in kept if sample.reward is not None])
     if refused is not None:
         return DroppedGroup(group_uid=uid, reason=refused)
@@ -104,7 +120,7 @@ def complete_group(
         group_uid=uid,
         index=index,
         uids=[sample.uid for sample in kept],
-        versions=[sample.version for sample in kept],
+        versions=[max(sample.version, min(trained)) for sample in kept],  # what is not trained makes no row stale
         columns=encode_group(group) | named,
         dropped=dropped,
     )

@@ -17,6 +17,7 @@ from relax_core.contracts.data import DataRow, PromptSource
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.contracts.env import EnvSpec
 from relax_core.contracts.reward import RewardInput, RewardOutput
+from relax_core.contracts.sample import TRUNCATED
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.pool import EnginePool
 from relax_core.engines.wire import StreamEnd
@@ -28,6 +29,7 @@ from relax_core.rollout.turnover import Turnover
 
 Record = Callable[[str, int, Mapping[str, float]], None]
 log = logging.getLogger(__name__)
+MAX_TRUNCATED_IN_A_ROW = 64  # groups of which every response was cut, under rollout.mask_truncated
 
 
 class RolloutBus(Protocol):
@@ -48,6 +50,7 @@ class SamplerSettings:
     admit_timeout_s: float
     call_timeout_s: float
     mask_off_policy: bool = False
+    mask_truncated: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +116,7 @@ class Sampler:
         self._refuse = refuse
         self._teacher_of = teacher_of
         self._turnover = turnover
+        self._truncated_in_a_row = 0
         self._staged: list[GroupRow] = []
         self._flushing = False
 
@@ -219,7 +223,9 @@ class Sampler:
             refuse=self._refuse,
             teacher=prompt.teacher,
             mask_off_policy=self._settings.mask_off_policy,
+            mask_truncated=self._settings.mask_truncated,
         )
+        self._count_truncated(done)
         if isinstance(done, DroppedGroup):
             await self._bus.drop_async(done.group_uid, reason=done.reason, timeout_s=self._settings.call_timeout_s)
             return
@@ -227,6 +233,17 @@ class Sampler:
         if not self._flushing:
             self._flushing = True
             tasks.create_task(self._flush())
+
+    def _count_truncated(self, done: GroupRow | DroppedGroup) -> None:
+        """Raises ValueError where nothing ends any more, and prompts would be sampled for ever."""
+        truncated = isinstance(done, DroppedGroup) and done.reason == TRUNCATED
+        self._truncated_in_a_row = self._truncated_in_a_row + 1 if truncated else 0
+        if self._truncated_in_a_row >= MAX_TRUNCATED_IN_A_ROW:
+            raise ValueError(
+                f"rollout.mask_truncated=true: every response of {MAX_TRUNCATED_IN_A_ROW} groups in a row was cut at "
+                f"rollout.max_new_tokens={self._settings.sampling.max_new_tokens}, so there is nothing to train on. "
+                "Raise rollout.max_new_tokens, or use rollout.mask_truncated=false."
+            )
 
     async def _flush(self) -> None:
         """Puts whatever is staged; what comes meanwhile goes with the next put, so a burst costs one or two."""

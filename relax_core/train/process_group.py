@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from datetime import timedelta
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
@@ -55,6 +57,8 @@ def join(
         expert_tensor_parallel_size=parallel.etp,
         distributed_timeout_minutes=timeout_s / 60,
     )
+    random.seed(seed)  # nothing of ours draws from these two, but a plug-in may
+    np.random.seed(seed)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import LeasedRow
-from relax_core.contracts.sample import VersionSpan
+from relax_core.contracts.sample import TRUNCATED, VersionSpan
 from relax_core.contracts.train import TrainGroup
 
 
@@ -44,23 +44,25 @@ def _oldest_of_all_tokens(row: LeasedRow) -> list[int]:
     return [min(span.version for span in sample) for sample in spans]
 
 
-def decode_train_group(row: LeasedRow, *, step: int, oldest_version: int) -> tuple[TrainGroup, list[str]]:
-    """A row as the trainer sees it at ``step``, and the uids whose every token is older than ``oldest_version``.
+def decode_train_group(row: LeasedRow, *, step: int, oldest_version: int) -> tuple[TrainGroup, dict[str, str]]:
+    """A row as the trainer sees it at ``step``, and the uids of which no token is trained, with the ledger's reason.
 
-    Tokens older than that are masked (mode.on_stale=mask; with drop the bus never hands such a row out).
+    Tokens older than ``oldest_version`` are masked (mode.on_stale=mask; with drop the bus never hands such a row out).
+    A sample that comes without a trained token was truncated (rollout.mask_truncated).
     """
     responses = c.decode_ragged(row.columns[c.RESPONSE_IDS])
     lengths = np.asarray(responses.lengths, dtype=np.int64)
     loss_mask = c.decode_ragged(row.columns[c.LOSS_MASK]).flat().astype(bool)
-    fully_masked: list[str] = []
+    masked: dict[str, str] = {}
+    if not loss_mask.all():
+        masked = dict.fromkeys(_untrained(row, loss_mask, lengths), TRUNCATED)
     # A token counts as fresh only with its whole sample: later ones attend to what older weights left in the cache.
     oldest = row.versions if loss_mask.all() else _oldest_of_all_tokens(row)
     fresh = np.repeat([version == step for version in oldest], lengths)
     if min(row.versions) < oldest_version:
         versions = token_versions(c.decode_weight_versions(row.columns[c.WEIGHT_VERSIONS]), lengths)
         loss_mask &= versions >= oldest_version
-        kept = np.add.reduceat(loss_mask.astype(np.int64), np.cumsum(lengths) - lengths)
-        fully_masked = [uid for uid, tokens in zip(row.uids, kept, strict=True) if tokens == 0]
+        masked = dict.fromkeys(_untrained(row, loss_mask, lengths), "stale") | masked
 
     def column(name: str) -> np.ndarray | None:
         payload = row.columns.get(name)
@@ -89,4 +91,10 @@ def decode_train_group(row: LeasedRow, *, step: int, oldest_version: int) -> tup
         returns=column(c.RETURNS),
         routed_experts=_routed_experts(row),
     )
-    return group, fully_masked
+    return group, masked
+
+
+def _untrained(row: LeasedRow, loss_mask: np.ndarray, lengths: np.ndarray) -> list[str]:
+    """The uids of samples without a trained token."""
+    trained = np.logical_or.reduceat(loss_mask, np.cumsum(lengths) - lengths)
+    return [uid for uid, one in zip(row.uids, trained, strict=True) if not one]

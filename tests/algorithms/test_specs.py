@@ -20,7 +20,8 @@ ALGORITHMS = Path(__file__).resolve().parents[2] / "algorithms"
 
 
 def knobs_of(algorithm: str, **changes: Any) -> Any:
-    return find_algorithm(algorithm).knobs(**changes)
+    """With the length that conf/algo takes from rollout.max_new_tokens."""
+    return find_algorithm(algorithm).knobs(**{"norm_length": 8.0} | changes)
 
 
 def test_the_papers_own_ranges() -> None:
@@ -48,7 +49,10 @@ def test_defaults_pass_and_need_no_other_role(algorithm: str) -> None:
     [
         ({"kl_coef": 0.1, "kl_placement": "loss", "kl_estimator": "k1"}, "zero expected gradient"),
         ({"correction": "tis"}, "algo.correction=tis with algo.old_logprobs=rollout"),
-        ({"norm_length": 2.0, "aggregation": "token_mean"}, "algo.norm_length=2.0"),
+        ({"norm_length": 0.0, "aggregation": "seq_mean_token_sum_norm"}, "algo.norm_length=0.0"),
+        ({"kl_coef": 0.1, "kl_placement": "loss_times_kl"}, "algo.kl_placement=loss_times_kl: no such choice"),
+        ({"rejection": {"seq_mean_k3": [0.0]}}, "algo.rejection.seq_mean_k3=.0.0.: expected two numbers"),
+        ({"correction": "tis_normalized"}, "algo.correction=tis_normalized with algo.old_logprobs=rollout"),
         ({"old_logprobs": "current", "opsm_threshold": 1e-4}, "OPSM never acts"),
         ({"old_logprobs": "current", "mini_batches": 2, "epochs": 1}, "algo.mini_batches=2, algo.epochs=1: every"),
         ({"old_logprobs": "current", "mini_batches": 1, "epochs": 3}, "algo.mini_batches=1, algo.epochs=3: every"),
@@ -61,8 +65,10 @@ def test_impossible_combinations_are_refused(algorithm: str, wrong: dict[str, An
 
 
 @pytest.mark.parametrize("algorithm", BUILT_IN)
-def test_a_group_of_one_needs_a_critic_or_a_teacher(algorithm: str) -> None:
+def test_a_group_of_one_needs_a_critic_a_teacher_or_a_baseline_of_the_step(algorithm: str) -> None:
     spec, knobs = find_algorithm(algorithm), knobs_of(algorithm, group_size=1)
+    if algorithm == "reinforce_pp":  # the plain form's baseline is the step's mean
+        spec.check(dataclasses.replace(knobs, group_baseline=False))
     if spec.needs(knobs).critic or spec.needs(knobs).teacher is not None:
         spec.check(knobs)
         return
@@ -82,7 +88,18 @@ def test_a_group_of_one_needs_a_critic_or_a_teacher(algorithm: str) -> None:
         ("dapo", {"overlong_length": 10, "overlong_buffer": 10}, "0 < overlong_buffer < overlong_length"),
         ("dapo", {"max_dropped_in_a_row": -1}, "algo.max_dropped_in_a_row=-1"),
         ("reinforce_pp", {"std_epsilon": 0.0}, "algo.std_epsilon=0.0: must be above 0. Use 1e-08."),
+        ("reinforce_pp", {"gamma": 0.0}, "algo.gamma=0.0: must lie in (0, 1]"),
         ("rloo", {"dual_clip": 1.0}, "algo.dual_clip=1.0"),
+        ("rloo", {"normalize_std": "other"}, "Use one of: none, group, others, batch."),
+        ("rloo", {"normalize_std": "others", "group_size": 2}, "one other sample has no standard deviation"),
+        (
+            "cispo",
+            {"trust_region": "probability"},
+            "algo.trust_region=probability: no such choice. Use one of: none, ratio.",
+        ),
+        ("distill", {"normalize_std": "batch"}, "algo.normalize_std=batch: the teacher's part would be divided too"),
+        ("distill", {"form": "topk_jsd", "correction": "tis_normalized", "old_logprobs": "actor_fwd"}, "no advantages"),
+        ("ppo", {"gae_alpha": -0.1}, "algo.gae_alpha=-0.1: must not be negative"),
         ("ppo", {"gae_lambda": 1.1}, "algo.gae_lambda=1.1: must lie in [0, 1]"),
         ("ppo", {"gamma": -0.1}, "algo.gamma=-0.1: must lie in [0, 1]"),
         ("ppo", {"value_clip": -0.2}, "algo.value_clip=-0.2: must not be negative"),
@@ -112,11 +129,13 @@ def test_every_knob_is_read(algorithm: str) -> None:
     spec, read = find_algorithm(algorithm), set[str]()
     fields = {field.name for field in dataclasses.fields(spec.knobs)}
     base = {"kl_coef": 0.1, "kl_estimator": "k3", "old_logprobs": "actor_fwd", "opsm_threshold": 1e-4}
-    base |= {"entropy_coef": 0.1}
+    base |= {"entropy_coef": 0.1, "rejection": {"token_k3": [0, 1]}}
     base |= {name: value for name, value in (("overlong_length", 4), ("overlong_buffer", 2)) if name in fields}
     tokens = torch.full((4,), -1.0)
     mask, ids = torch.ones(4, dtype=torch.bool), torch.tensor([0, 0, 1, 1])
     forms = [{"form": form} for form in distill.FORMS] if algorithm == "distill" else [{}]
+    forms += [{"pass_k": 2}] if "pass_k" in fields else []
+    forms += [{"gamma": 0.9}] if algorithm == "reinforce_pp" else []
     for placement, form in itertools.product(("loss", "reward"), forms):
         knobs: Any = Reads(knobs_of(algorithm, **base, **form, kl_placement=placement), read)
         spec.needs(knobs)
@@ -142,12 +161,13 @@ def test_every_knob_is_read(algorithm: str) -> None:
             sample_ids=ids,
             old_logprobs=tokens,
             reference_logprobs=tokens,
+            rollout_logprobs=tokens,
             values=tokens,
             teacher_logprobs=tokens,
         )
         values = spec.advantages(advantage_inputs, knobs)
         if spec.normalize is not None:
-            spec.normalize([values], [mask], knobs)
+            spec.normalize([values], [advantage_inputs], knobs)
         if spec.drop_group is not None:
             spec.drop_group([0.0, 1.0], 0, knobs)
         if spec.value_loss is not None:

@@ -69,6 +69,7 @@ def advantage_inputs(group: Mapping[str, Any], *, knobs: Any) -> AdvantageInputs
         loss_mask=flat(samples, "mask", torch.bool),
         sample_ids=sample_ids(samples),
         old_logprobs=flat(samples, old, torch.float32),
+        rollout_logprobs=flat(samples, "rollout_logprobs", torch.float32),
         reference_logprobs=flat(samples, "reference_logprobs", torch.float32),
         values=flat(samples, "values", torch.float32) if "values" in samples[0] else None,
     )

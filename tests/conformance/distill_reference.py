@@ -16,7 +16,7 @@ from dataclasses import asdict
 from typing import Any
 
 from algorithms.distill import SPEC, DistillKnobs
-from tests.conformance import reference
+from tests.conformance import advantage_reference, reference
 from tests.conformance.cases import VECTORS
 from tests.conformance.generate import rounded
 
@@ -39,7 +39,7 @@ LOSS_CASES: list[dict[str, Any]] = [
 ADVANTAGE_CASES: list[dict[str, Any]] = [
     {"form": "pure", "teacher_coef": 0.5},
     {"form": "advantage"},
-    {"form": "advantage", "teacher_coef": 0.1, "normalize_std": False},
+    {"form": "advantage", "teacher_coef": 0.1, "normalize_std": "none"},
     {"form": "advantage", "kl_coef": 0.1, "kl_placement": "reward", "kl_estimator": "k1"},
     {"form": "topk_forward"},
     {"form": "pure", "kl_coef": 0.1, "kl_placement": "reward", "kl_estimator": "k2"},
@@ -129,9 +129,9 @@ def advantages(knobs: Knobs, rewards: Sequence[float], samples: Sequence[Sample]
     """MiniLLM's reward of one step: - λ (log π_S - log π_T), where the form has one, upon the group's."""
     if knobs["form"].startswith("topk_"):
         return [[0.0] * len(sample["mask"]) for sample in samples]
-    base = [[-charge for charge in reference._charges(knobs, sample)] for sample in samples]
+    base = [[-charge for charge in advantage_reference.charges(knobs, sample)] for sample in samples]
     if knobs["form"] == "advantage":
-        base = reference._group_advantages("grpo", knobs, rewards, samples)
+        base = advantage_reference.group_advantages("grpo", knobs, rewards, samples)
     return [
         [
             a

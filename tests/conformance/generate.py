@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_core.registry import find_algorithm
-from tests.conformance import reference
+from tests.conformance import advantage_reference, reference
 
 VECTORS = Path(__file__).parent / "vectors"
 LENGTHS = (4, 1, 3, 2, 5)
@@ -39,6 +39,66 @@ ENTROPY: list[dict[str, Any]] = [
     {"entropy_coef": 0.02},
     {**ACTOR_FWD, "entropy_coef": 0.5, "aggregation": "seq_mean_token_mean", "norm_length": 0.0},
 ]
+FOR_ALL: list[dict[str, Any]] = [
+    {"kl_coef": 0.1, "kl_placement": "loss_times_ratio", "kl_estimator": "k3"},
+    {**ACTOR_FWD, "kl_coef": 0.1, "kl_placement": "loss_k2_gradient", "kl_estimator": "k3"},
+    {**ACTOR_FWD, "correction_level": "geometric", "correction_low": 0.9, "correction_high": 1.1},
+    {**ACTOR_FWD, "rejection": {"seq_mean_k3": [0, 0.03]}},
+    {"rejection": {"token_ratio": [0.7, 1.4]}},
+]
+WIDE = "spread of the log-probs"  # of a case, not a knob: log-ratios so large that a clamp acts
+KL_CASES: list[dict[str, Any]] = [
+    {"kl_coef": 0.1, "kl_placement": "loss", "kl_estimator": "abs"},
+    {"kl_coef": 0.1, "kl_placement": "loss", "kl_estimator": "k3_clamped", WIDE: 4.0},
+    {"kl_coef": 0.1, "kl_placement": "loss_times_ratio", "kl_estimator": "k1"},
+    {"kl_coef": 0.1, "kl_placement": "loss_times_ratio", "kl_estimator": "k2"},
+    {"kl_coef": 0.1, "kl_placement": "loss_times_ratio", "kl_estimator": "abs"},
+    {"kl_coef": 0.1, "kl_placement": "loss_times_ratio", "kl_estimator": "k3_clamped", WIDE: 4.0},
+    {"kl_coef": 0.1, "kl_placement": "loss_times_ratio", "kl_estimator": "k3", "old_logprobs": "current"},
+    {**ACTOR_FWD, "kl_coef": 0.1, "kl_placement": "loss_times_ratio", "kl_estimator": "k3"},
+    {"kl_coef": 0.1, "kl_placement": "loss_k2_gradient", "kl_estimator": "k1"},
+    {"kl_coef": 0.1, "kl_placement": "loss_k2_gradient", "kl_estimator": "abs"},
+    {"kl_coef": 0.1, "kl_placement": "loss_k2_gradient", "kl_estimator": "k3_clamped", WIDE: 4.0},
+]
+REJECTION_CASES: list[dict[str, Any]] = [
+    *({**ACTOR_FWD, "rejection": {f"{scope}_ratio": [0.8, 1.3]}} for scope in ("seq_sum", "seq_mean", "seq_any")),
+    *({**ACTOR_FWD, "rejection": {f"{scope}_k1": [-0.2, 0.3]}} for scope in ("token", "seq_sum", "seq_mean")),
+    {**ACTOR_FWD, "rejection": {"seq_any_k1": [-0.4, 0.5]}},
+    *(
+        {**ACTOR_FWD, "rejection": {f"{scope}_{name}": [0, 0.05 * factor]}}
+        for name, factor in (("k2", 1.0), ("k3", 0.9))
+        for scope in ("token", "seq_sum", "seq_any")
+    ),
+    {**ACTOR_FWD, "rejection": {"seq_mean_k2": [0, 0.04]}},
+    *(
+        {**ACTOR_FWD, "rejection": {f"{scope}_difference": [-0.05, 0.06]}}
+        for scope in ("token", "seq_sum", "seq_mean", "seq_any")
+    ),
+    # Token weights that nothing truncates, of samples whose geometric mean lies in a narrow range.
+    {**ACTOR_FWD, "correction_low": 0.0, "correction_high": 1e9, "rejection": {"seq_mean_ratio": [0.9, 1.15]}},
+    # Truncated token weights, and a veto: one token whose ratio is too low takes its sample along.
+    {**ACTOR_FWD, "correction_low": 0.0, "rejection": {"seq_any_ratio": [0.65, 1e9]}},
+    {**ACTOR_FWD, "correction": "none", "rejection": {"token_ratio": [0.5, 1.2], "seq_mean_k3": [0, 0.05]}},
+    {**ACTOR_FWD, "correction": "tis_normalized", "rejection": {"token_k3": [0, 0.05]}},
+    {**ACTOR_FWD, "correction": "mis", "correction_level": "geometric", "correction_low": 0.9, "correction_high": 1.1},
+    {"old_logprobs": "current", "rejection": {"seq_mean_k3": [0, 0.05]}},
+    {"rejection": {"seq_sum_k3": [0, 0.15]}, "aggregation": "seq_mean_token_mean", "kl_coef": 0.1},
+]
+TRUST_REGION_CASES: list[dict[str, Any]] = [
+    {"trust_region": "probability", "clip_low": 0.05, "clip_high": 0.04},
+    {"trust_region": "probability_both", "clip_low": 0.05, "clip_high": 0.04},
+    {"trust_region": "probability", "clip_low": 0.1, "clip_high": 0.1, "dual_clip": 1.2},
+    {**ACTOR_FWD, "trust_region": "probability", "clip_low": 0.05, "clip_high": 0.05},
+]
+LATER: dict[str, list[dict[str, Any]]] = {  # behind all others, so that those keep the seeds that they were made with
+    "grpo": KL_CASES + REJECTION_CASES + TRUST_REGION_CASES,
+    "ppo": TRUST_REGION_CASES[:1],
+    "cispo": [
+        {"trust_region": "ratio", "clip_low": 0.2, "clip_high": 0.3},
+        {**ACTOR_FWD, "trust_region": "ratio", "clip_low": 0.1, "clip_high": 0.1},
+    ],
+    "gspo": [{**ACTOR_FWD, "rejection": {"token_k3": [0, 0.05]}}],
+}
 OWN: dict[str, list[dict[str, Any]]] = {
     "sapo": [{"tau_positive": 2.0, "tau_negative": 4.0}],
     "cispo": [{"clip_low": 0.2, "clip_high": 0.3}],
@@ -47,11 +107,41 @@ OWN: dict[str, list[dict[str, Any]]] = {
 CLIPPED: list[dict[str, Any]] = [{"clip_low": 0.1, "clip_high": 0.4}, {"dual_clip": 1.5}]
 KL_IN_REWARD = {"kl_coef": 0.1, "kl_placement": "reward", "kl_estimator": "k1"}
 ADVANTAGES: dict[str, list[dict[str, Any]]] = {
-    "grpo": [{"normalize_std": False}],
+    "grpo": [{"normalize_std": "none"}],
     "dapo": [{"overlong_length": 4, "overlong_buffer": 3}],
     "reinforce_pp": [{"group_baseline": False}, {"group_baseline": False, **KL_IN_REWARD}],
     "ppo": [{"gamma": 0.9, "gae_lambda": 0.5}, {"gae_lambda": 1.0, **KL_IN_REWARD}, {"gae_lambda": 0.0}],
 }
+BATCH_STD = {"normalize_std": "batch"}
+NORMALIZED = {**ACTOR_FWD, "correction": "tis_normalized"}
+LATER_ADVANTAGES: dict[str, list[dict[str, Any]]] = {
+    "grpo": [
+        BATCH_STD,
+        {**BATCH_STD, **KL_IN_REWARD},
+        {**KL_IN_REWARD, "kl_estimator": "abs"},
+        {**KL_IN_REWARD, "kl_estimator": "k3_clamped"},
+        {"pass_k": 2},
+        {"pass_k": 3},
+        {"pass_k": 2, "normalize_std": "none", **KL_IN_REWARD},
+        NORMALIZED,
+        {**NORMALIZED, "correction_level": "sequence"},
+        {**NORMALIZED, "correction_level": "geometric", **BATCH_STD},
+    ],
+    "dapo": [BATCH_STD | {"overlong_length": 4, "overlong_buffer": 3}, {"pass_k": 2}],
+    "gspo": [BATCH_STD, NORMALIZED],
+    "sapo": [BATCH_STD, {"normalize_std": "none"}],
+    "cispo": [BATCH_STD, {"normalize_std": "none"}],
+    "dr_grpo": [NORMALIZED],
+    "rloo": [{"normalize_std": "group"}, {"normalize_std": "others"}, BATCH_STD, NORMALIZED],
+    "reinforce_pp": [
+        {"gamma": 0.9},
+        {"gamma": 0.8, "group_baseline": False},
+        {"gamma": 0.8, "group_baseline": False, **KL_IN_REWARD},
+        NORMALIZED,
+    ],
+    "ppo": [{"gae_alpha": 0.4, "gae_lambda": 1.0}, {"gae_alpha": 0.6, "gae_lambda": 0.5, "gamma": 0.9}, NORMALIZED],
+}
+LENGTHS_OF_RUN = {"dr_grpo": {"norm_length": 8.0}, "rloo": {"norm_length": 1.0}}  # conf/algo takes them from the run
 VALUE: list[dict[str, Any]] = [
     {},
     {"value_clip": 0.0},
@@ -94,7 +184,9 @@ def make_samples(
 def loss_case(algorithm: str, knobs: dict[str, Any], *, seed: int) -> dict[str, Any]:
     """Inputs are drawn until no kink of the loss lies within the finite differences."""
     source = random.Random(seed)
-    spread = 1e-3 if algorithm == "gspo" and knobs["clip_low"] < 0.01 and seed % 2 else 0.5
+    spread = knobs.pop(WIDE, 0.5)
+    if algorithm == "gspo" and knobs["clip_low"] < 0.01 and seed % 2:
+        spread = 1e-3
     while True:
         samples = make_samples(source, LENGTHS, spread=spread, advantages=True)
         if knobs["entropy_coef"]:
@@ -152,14 +244,18 @@ def advantage_case(algorithm: str, knobs: dict[str, Any], *, seed: int) -> dict[
         for lengths in GROUPS
     ]
     if algorithm != "ppo":
-        return {"knobs": knobs, "groups": groups, "expected": rounded(reference.advantages(algorithm, knobs, groups))}
+        return {
+            "knobs": knobs,
+            "groups": groups,
+            "expected": rounded(advantage_reference.advantages(algorithm, knobs, groups)),
+        }
     for group in groups:
         group["samples"] = [one | {"values": numbers(source, len(one["mask"]), -0.5, 1.0)} for one in group["samples"]]
     return {
         "knobs": knobs,
         "groups": groups,
-        "expected": rounded(reference.advantages(algorithm, knobs, groups)),
-        "returns": rounded([reference.returns(knobs, group) for group in groups]),
+        "expected": rounded(advantage_reference.advantages(algorithm, knobs, groups)),
+        "returns": rounded([advantage_reference.returns(knobs, group) for group in groups]),
     }
 
 
@@ -168,12 +264,13 @@ def vectors(algorithm: str) -> dict[str, Any]:
     spec = find_algorithm(algorithm)
     defaults = asdict(spec.knobs())  # type: ignore[call-arg]  # the built-in ones have a default for every knob
     own = OWN.get(algorithm, []) + (CLIPPED if "dual_clip" in defaults and algorithm != "gspo" else [])
-    defaults |= ONE_UPDATE
-    for_loss = [defaults | changes for changes in COMMON + own + ENTROPY]
-    for_advantages = [defaults | changes for changes in [{}, KL_IN_REWARD, *ADVANTAGES.get(algorithm, [])]]
+    defaults |= ONE_UPDATE | LENGTHS_OF_RUN.get(algorithm, {})
+    for_loss = [defaults | changes for changes in COMMON + own + ENTROPY + FOR_ALL + LATER.get(algorithm, [])]
+    own_advantages = ADVANTAGES.get(algorithm, []) + LATER_ADVANTAGES.get(algorithm, [])
+    for_advantages = [defaults | changes for changes in [{}, KL_IN_REWARD, *own_advantages]]
     for_value = [defaults | changes for changes in VALUE] if spec.value_loss is not None else []
     for knobs in for_loss + for_advantages + for_value:
-        spec.check(spec.knobs(**knobs))
+        spec.check(spec.knobs(**{key: value for key, value in knobs.items() if key != WIDE}))
     made = {
         "algorithm": algorithm,
         "loss": [loss_case(algorithm, knobs, seed=seed) for seed, knobs in enumerate(for_loss)],

@@ -27,7 +27,20 @@ def log_ratio(numerator: float, denominator: float) -> float:
 
 
 def kl(x: float, estimator: str) -> float:
-    return {"k1": x, "k2": x * x / 2, "k3": math.exp(-x) + x - 1}[estimator]
+    k3 = math.exp(-x) + x - 1
+    return {"k1": x, "k2": x * x / 2, "k3": k3, "k3_clamped": min(k3, 10.0), "abs": abs(x)}[estimator]
+
+
+def kl_term(knobs: Knobs, *, live: float, frozen: float, old: float, reference: float) -> float:
+    """The KL as a loss. ``frozen`` is what stands under a stop-gradient."""
+    x, held = log_ratio(live, reference), log_ratio(frozen, reference)
+    estimator = knobs["kl_estimator"]
+    if knobs["kl_placement"] == "loss_times_ratio":
+        ratio = math.exp(log_ratio(live, old))
+        return min(ratio * kl(x, "k3"), 10.0) if estimator == "k3_clamped" else ratio * kl(x, estimator)
+    if knobs["kl_placement"] == "loss_k2_gradient":
+        return kl(held, estimator) + (x * x - held * held) / 2
+    return kl(x, estimator)
 
 
 def sigmoid(x: float) -> float:
@@ -50,7 +63,10 @@ def _sample_losses(algorithm: str, knobs: Knobs, sample: Sample, live: Sequence[
         old = sample["rollout_logprobs"]
     moved = {t: log_ratio(live[t], old[t]) for t in trained}
     drift = -sum(log_ratio(frozen[t], old[t]) for t in trained) / max(1, len(trained))
-    weights = _weights(knobs, {t: log_ratio(old[t], sample["rollout_logprobs"][t]) for t in trained})
+    weights = weights_of(knobs, {t: log_ratio(old[t], sample["rollout_logprobs"][t]) for t in trained})
+    trainer = sample["old_logprobs"] if knobs["old_logprobs"] == "actor_fwd" else frozen
+    for t in _rejected(knobs, {t: (trainer[t], sample["rollout_logprobs"][t]) for t in trained}):
+        weights[t] = 0.0
     out = [0.0] * len(live)
     for t in trained:
         a = sample["advantages"][t]
@@ -60,19 +76,24 @@ def _sample_losses(algorithm: str, knobs: Knobs, sample: Sample, live: Sequence[
         elif algorithm == "cispo":
             r = math.exp(log_ratio(frozen[t], old[t]))
             value = -clamp(r, 1 - knobs["clip_low"], 1 + knobs["clip_high"]) * a * live[t]
+            if knobs["trust_region"] == "ratio":  # M = 0 of the unified form
+                value *= not ((a > 0 and r > 1 + knobs["clip_high"]) or (a < 0 and r < 1 - knobs["clip_low"]))
         elif algorithm == "gspo" and len(set(weights.values())) == 1:
             # The paper's sequence form: one ratio, in which every token's gradient meets.
             value = _clipped(math.exp(sum(moved.values()) / len(trained)), a, knobs)
         elif algorithm == "gspo":  # its token form (GSPO-token), the one that takes a weight a token
             value = _clipped(math.exp(-drift) * math.exp(live[t] - frozen[t]), a, knobs)
+        elif knobs["trust_region"] != "ratio":
+            value = _unclipped(math.exp(moved[t]), a, knobs)
+            value *= not _moved_too_far(math.exp(frozen[t]) - math.exp(old[t]), a, knobs)
         else:
             value = _clipped(math.exp(moved[t]), a, knobs)
         value *= weights[t]
         if knobs["opsm_threshold"] > 0 and a < 0 and drift > knobs["opsm_threshold"]:
             value = 0.0
-        if knobs["kl_coef"] > 0 and knobs["kl_placement"] == "loss":
-            x = log_ratio(live[t], sample["reference_logprobs"][t])
-            value += knobs["kl_coef"] * kl(x, knobs["kl_estimator"])
+        if knobs["kl_coef"] > 0 and knobs["kl_placement"] != "reward":
+            reference = sample["reference_logprobs"][t]
+            value += knobs["kl_coef"] * kl_term(knobs, live=live[t], frozen=frozen[t], old=old[t], reference=reference)
         if knobs["entropy_coef"] > 0:
             value -= knobs["entropy_coef"] * sample["entropy"][t]
         out[t] = value
@@ -86,7 +107,54 @@ def _clipped(ratio: float, a: float, knobs: Knobs) -> float:
     return -objective
 
 
-def _weights(knobs: Knobs, rho: Mapping[int, float]) -> dict[int, float]:
+def _unclipped(ratio: float, a: float, knobs: Knobs) -> float:
+    objective = ratio * a
+    if knobs["dual_clip"] and a < 0:
+        objective = max(objective, knobs["dual_clip"] * a)
+    return -objective
+
+
+def _moved_too_far(difference: float, a: float, knobs: Knobs) -> bool:
+    """DPPO masks what moves on in the direction of its advantage, IPO whatever has moved."""
+    up, down = difference > knobs["clip_high"], difference < -knobs["clip_low"]
+    if knobs["trust_region"] == "probability_both":
+        return up or down
+    return up if a > 0 else down
+
+
+def _rejected(knobs: Knobs, pairs: Mapping[int, tuple[float, float]]) -> set[int]:
+    """The trained tokens that a rule leaves out; ``pairs``: token → log π of the trainer, log μ of the engine."""
+    rho = {t: math.exp(log_ratio(trainer, engine)) for t, (trainer, engine) in pairs.items()}
+    statistics: dict[str, dict[int, float]] = {
+        "ratio": rho,
+        "k1": {t: -math.log(r) for t, r in rho.items()},
+        "k2": {t: math.log(r) ** 2 / 2 for t, r in rho.items()},
+        "k3": {t: r - 1 - math.log(r) for t, r in rho.items()},
+        "difference": {t: math.exp(trainer) - math.exp(engine) for t, (trainer, engine) in pairs.items()},
+    }
+    out: set[int] = set()
+    for rule, (low, high) in knobs["rejection"].items():
+        scope, name = rule.rsplit("_", 1)
+        values = statistics[name]
+        wrong = {t for t, value in values.items() if not low <= value <= high}
+        if scope == "token":
+            out |= wrong
+            continue
+        if scope == "seq_any":
+            sample_is_out = bool(wrong)
+        elif not values:
+            sample_is_out = False
+        else:
+            of_sample = math.prod(values.values()) if name == "ratio" else math.fsum(values.values())
+            if scope == "seq_mean":
+                of_sample = of_sample ** (1 / len(values)) if name == "ratio" else of_sample / len(values)
+            sample_is_out = not low <= of_sample <= high
+        if sample_is_out:
+            out |= set(values)
+    return out
+
+
+def weights_of(knobs: Knobs, rho: Mapping[int, float]) -> dict[int, float]:
     """The importance weights of the trained tokens, from log π_old - log μ."""
     method = knobs["correction"]
     if method == "auto":
@@ -95,9 +163,11 @@ def _weights(knobs: Knobs, rho: Mapping[int, float]) -> dict[int, float]:
         return dict.fromkeys(rho, 1.0)
     if knobs["correction_level"] == "sequence":
         rho = dict.fromkeys(rho, clamp(sum(rho.values()), -LIMIT, LIMIT))
+    if knobs["correction_level"] == "geometric":
+        rho = dict.fromkeys(rho, sum(rho.values()) / max(1, len(rho)))
     low, high = knobs["correction_low"], knobs["correction_high"]
     ratios = {t: math.exp(x) for t, x in rho.items()}
-    if method == "tis":
+    if method in ("tis", "tis_normalized"):
         return {t: clamp(r, low, high) for t, r in ratios.items()}
     return {t: r if low <= r <= high else 0.0 for t, r in ratios.items()}
 
@@ -173,88 +243,3 @@ def value_losses(knobs: Knobs, samples: Sequence[Sample]) -> list[list[float]]:
 def value_gradient(knobs: Knobs, samples: Sequence[Sample]) -> list[list[float]]:
     """The critic's loss of the step by each value."""
     return differences(samples, "values", lambda moved: step_loss(knobs, moved, value_losses(knobs, moved)))
-
-
-def _generalized_advantages(knobs: Knobs, reward: float, sample: Sample) -> list[float]:
-    """GAE as a sum, not as a recursion: A_t = Σ_l (γλ)^l δ_{t+l} over the sample's trained tokens."""
-    trained = [t for t, one in enumerate(sample["mask"]) if one]
-    charges = _charges(knobs, sample)
-    rewards = [-charges[t] + (reward if t == trained[-1] else 0.0) for t in trained]
-    values = [sample["values"][t] for t in trained] + [0.0]
-    deltas = [rewards[i] + knobs["gamma"] * values[i + 1] - values[i] for i in range(len(trained))]
-    decay = knobs["gamma"] * knobs["gae_lambda"]
-    out = [0.0] * len(sample["mask"])
-    for i, t in enumerate(trained):
-        out[t] = math.fsum(decay ** (j - i) * deltas[j] for j in range(i, len(trained)))
-    return out
-
-
-# -- advantages -----------------------------------------------------------------------------------------------------
-def advantages(algorithm: str, knobs: Knobs, groups: Sequence[Mapping[str, Any]]) -> list[list[list[float]]]:
-    """Of every token of every sample of every group of a train step. A group: ``rewards``, and ``samples`` as above."""
-    step = [_group_advantages(algorithm, knobs, group["rewards"], group["samples"]) for group in groups]
-    if algorithm not in ("reinforce_pp", "ppo"):
-        return step
-    trained = [
-        a
-        for group, values in zip(groups, step, strict=True)
-        for sample, row in zip(group["samples"], values, strict=True)
-        for a, one in zip(row, sample["mask"], strict=True)
-        if one
-    ]
-    mean = math.fsum(trained) / len(trained)
-    std = math.sqrt(math.fsum((a - mean) ** 2 for a in trained) / len(trained))
-    return [[[(a - mean) / (std + knobs["std_epsilon"]) for a in row] for row in values] for values in step]
-
-
-def returns(knobs: Knobs, group: Mapping[str, Any]) -> list[list[float]]:
-    """What PPO's critic learns, of every token of a group: its advantage before whitening, plus the value."""
-    raw = _group_advantages("ppo", knobs, group["rewards"], group["samples"])
-    return [
-        [a + v for a, v in zip(row, sample["values"], strict=True)]
-        for row, sample in zip(raw, group["samples"], strict=True)
-    ]
-
-
-def _group_advantages(
-    algorithm: str, knobs: Knobs, rewards: Sequence[float], samples: Sequence[Sample]
-) -> list[list[float]]:
-    if algorithm == "ppo":
-        return [_generalized_advantages(knobs, reward, one) for reward, one in zip(rewards, samples, strict=True)]
-    charges = [_charges(knobs, sample) for sample in samples]
-    if algorithm == "reinforce_pp":
-        mean = math.fsum(rewards) / len(rewards) if knobs["group_baseline"] else 0.0
-        return [
-            [reward - mean - math.fsum(charge[t:]) for t in range(len(charge))]
-            for reward, charge in zip(rewards, charges, strict=True)
-        ]
-    rewards = [reward - math.fsum(charge) for reward, charge in zip(rewards, charges, strict=True)]
-    if algorithm == "dapo" and knobs["overlong_length"]:
-        longest, buffer = knobs["overlong_length"], knobs["overlong_buffer"]
-        rewards = [
-            reward + clamp((longest - buffer - len(sample["mask"])) / buffer, -1.0, 0.0)
-            for reward, sample in zip(rewards, samples, strict=True)
-        ]
-    count = len(rewards)
-    if algorithm == "rloo":
-        values = [
-            rewards[i] - math.fsum(rewards[j] for j in range(count) if j != i) / (count - 1) for i in range(count)
-        ]
-    else:
-        mean = math.fsum(rewards) / count
-        values = [reward - mean for reward in rewards]
-        if algorithm != "dr_grpo" and knobs.get("normalize_std", True):
-            std = math.sqrt(math.fsum(value * value for value in values) / (count - 1))
-            values = [value / (std + knobs["std_epsilon"]) for value in values]
-    return [[value] * len(sample["mask"]) for value, sample in zip(values, samples, strict=True)]
-
-
-def _charges(knobs: Knobs, sample: Sample) -> list[float]:
-    """What each token's KL takes off the reward."""
-    if knobs["kl_coef"] == 0 or knobs["kl_placement"] == "loss":
-        return [0.0] * len(sample["mask"])
-    old = sample["rollout_logprobs"] if knobs["old_logprobs"] != "actor_fwd" else sample["old_logprobs"]
-    return [
-        knobs["kl_coef"] * kl(log_ratio(old[t], sample["reference_logprobs"][t]), knobs["kl_estimator"]) if one else 0.0
-        for t, one in enumerate(sample["mask"])
-    ]

@@ -22,16 +22,20 @@ EIGHTHS = st.lists(st.integers(-32, 32), min_size=2, max_size=16)
 patient = settings(deadline=None)  # the first call may wait for a busy machine
 
 
-def _of_group(algorithm: str, rewards: Tensor) -> Tensor:
-    spec = find_algorithm(algorithm)
+def _group(rewards: Tensor) -> AdvantageInputs:
+    """Samples of one token each."""
     count = len(rewards)
-    inputs = AdvantageInputs(
+    return AdvantageInputs(
         rewards=rewards,
         lengths=torch.ones(count, dtype=torch.int64),
         loss_mask=torch.ones(count, dtype=torch.bool),
         sample_ids=torch.arange(count),
     )
-    return spec.advantages(inputs, spec.knobs())  # type: ignore[call-arg]
+
+
+def _of_group(algorithm: str, rewards: Tensor) -> Tensor:
+    spec = find_algorithm(algorithm)
+    return spec.advantages(_group(rewards), spec.knobs())  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "ppo"])  # whose baseline is the critic
@@ -56,9 +60,9 @@ def test_rloo_is_grpo_without_std_scaled(eighths: list[int]) -> None:
 @given(groups=st.lists(EIGHTHS, min_size=1, max_size=4))
 @patient
 def test_reinforce_pp_has_mean_0_and_std_1_over_the_step(groups: list[list[int]]) -> None:
-    values = [_of_group("reinforce_pp", torch.tensor(group) / 8) for group in groups]
-    masks = [torch.ones(len(group), dtype=torch.bool) for group in groups]
-    got = torch.cat(reinforce_pp.normalize(values, masks, reinforce_pp.ReinforcePpKnobs()))
+    inputs = [_group(torch.tensor(group) / 8) for group in groups]
+    values = [_of_group("reinforce_pp", one.rewards) for one in inputs]
+    got = torch.cat(reinforce_pp.normalize(values, inputs, reinforce_pp.ReinforcePpKnobs()))
     assert float(got.mean()) == pytest.approx(0.0, abs=1e-5)
     varied = any(len(set(group)) > 1 for group in groups)
     assert float(got.std(correction=0)) == pytest.approx(1.0 if varied else 0.0, abs=1e-4)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from beartype import beartype
 from beartype.roar import BeartypeCallHintViolation
-from jaxtyping import Bool, Float32, Int64, jaxtyped
+from jaxtyping import Bool, Float32, Float64, Int64, jaxtyped
 from torch import Tensor
 
 from algorithms import functional as F
@@ -27,14 +27,25 @@ BY_NAME = {
     **dict.fromkeys(("numerator", "denominator", "per_token", "log_ratio", "advantages"), Tokens),
     **dict.fromkeys(("values", "old_values", "returns", "token_rewards"), Tokens),
     "penalties": Tokens | None,
+    "weights": Tokens,
     "loss_mask": Mask,
     "sample_ids": Ids,
     "rewards": Samples,
     "lengths": Lengths,
 }
+OneMean = Float64[Tensor, " _"]  # what is averaged, of one group
 RETURNS: dict[str, Any] = {
     "masked_log_ratio": Tokens,
     "kl_estimate": Tokens,
+    "kl_loss": Tokens,
+    "kept_by_rejection": Mask,
+    "moved_too_far": tuple[Mask, Mask],
+    "weights_to_average": OneMean,
+    "divide_by_mean_weight": list[Tensor],
+    "divide_by_step_deviation": list[Tensor],
+    "pass_at_k_advantages": Samples,
+    "discounted_rewards": Tokens,
+    "length_adaptive_lambda": Float64[Tensor, " samples"],
     "sums_to_the_end": Tokens,
     "correction_weights": tuple[Tokens, Mask],
     "kept_by_opsm": Mask,
@@ -55,7 +66,9 @@ RETURNS: dict[str, Any] = {
 }
 OneGroup, OneMask = Float32[Tensor, " _"], Bool[Tensor, " _"]  # groups differ in length
 BY_FUNCTION: dict[str, dict[str, Any]] = {
-    "normalize_over_step": {"advantages": Sequence[OneGroup], "loss_masks": Sequence[OneMask]}
+    "normalize_over_step": {"advantages": Sequence[OneGroup], "loss_masks": Sequence[OneMask]},
+    "divide_by_mean_weight": {"advantages": Sequence[OneGroup], "weights": Sequence[OneMean]},
+    "divide_by_step_deviation": {"advantages": Sequence[OneGroup], "rewards": Sequence[OneGroup]},
 }
 
 
@@ -119,7 +132,10 @@ def test_every_algorithm_keeps_to_the_shapes(called: set[str]) -> None:
             for one, group in zip(values, groups, strict=True):
                 assert one.dtype == torch.float32 and one.shape == group.sample_ids.shape
             if spec.normalize is not None:
-                spec.normalize(values, [group.loss_mask for group in groups], knobs)
+                spec.normalize(values, groups, knobs)
+            for one, group in zip(values, groups, strict=True):
+                if spec.returns is not None:
+                    assert spec.returns(group, one, knobs).shape == one.shape
         for case in vectors.get("value", []):
             assert spec.value_loss is not None
             values = cases.value_inputs(case["samples"], dtype=torch.float32)

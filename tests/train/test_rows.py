@@ -43,7 +43,7 @@ def row(*samples: Sample, extra: tuple[str, ...] = ()) -> LeasedRow:
 
 def test_everything_arrives_flat_and_in_order() -> None:
     group, masked = decode_train_group(row(sample(0, [(2, 5)]), sample(1, [(3, 5)])), step=5, oldest_version=5)
-    assert masked == []
+    assert masked == {}
     assert group.prompt_ids.tolist() == [7, 8, 9]
     assert group.lengths.tolist() == [2, 3]
     assert group.response_ids.tolist() == [0, 1, 100, 101, 102]
@@ -92,14 +92,14 @@ def test_old_tokens_are_masked_one_by_one_and_what_is_left_with_none_is_told() -
     )
     group, masked = decode_train_group(leased, step=4, oldest_version=3)
     assert group.loss_mask.tolist() == [False, False, False, True, True, False, False, False, True, False, False]
-    assert masked == ["g.1", "g.3"]
+    assert masked == {"g.1": "stale", "g.3": "stale"}
 
 
 def test_a_row_within_the_window_is_left_as_it_is() -> None:
     leased = row(sample(0, [(2, 3)], mask=[0, 1]), sample(1, [(1, 4)]))
     group, masked = decode_train_group(leased, step=4, oldest_version=3)
     assert group.loss_mask.tolist() == [False, True, True]
-    assert masked == []
+    assert masked == {}
 
 
 @pytest.mark.parametrize(
@@ -125,5 +125,19 @@ def test_masked_tokens_of_older_weights_make_a_sample_old_for_the_gap() -> None:
     one, other = sample(0, [(2, 4), (1, 5)], mask=[0, 0, 1]), sample(1, [(2, 5)])
     assert (one.version, other.version) == (5, 5)
     group, masked = decode_train_group(row(one, other), step=5, oldest_version=5)
-    assert masked == [] and group.loss_mask.tolist() == [False, False, True, True, True]
+    assert masked == {} and group.loss_mask.tolist() == [False, False, True, True, True]
     assert group.fresh is not None and group.fresh.tolist() == [False] * 3 + [True] * 2
+
+
+def test_a_sample_without_a_trained_token_was_truncated_whatever_its_age() -> None:
+    """rollout.mask_truncated: it stays in the row for its group's baseline, and is neither trained nor stale."""
+    leased = row(
+        sample(0, [(2, 3)]),
+        sample(1, [(2, 1), (1, 3)], mask=[0, 0, 0]),
+        sample(2, [(3, 1)]),
+    )
+    group, masked = decode_train_group(leased, step=4, oldest_version=3)
+    assert masked == {"g.1": "truncated", "g.2": "stale"}
+    assert group.loss_mask.tolist() == [True, True] + [False] * 6
+    young, masked = decode_train_group(leased, step=1, oldest_version=0)
+    assert masked == {"g.1": "truncated"} and young.loss_mask.tolist() == [True] * 2 + [False] * 3 + [True] * 3
