@@ -43,7 +43,7 @@ def flat(columns: Mapping[str, Mapping[str, bytes]], uid: str) -> list[float]:
 
 def test_each_group_is_on_its_own_without_normalize() -> None:
     rows = [leased("a", [1.0, 0.0], [1, 2]), leased("b", [5.0, 5.0], [1, 1])]
-    columns = advantage_columns(rows, GRPO, GrpoKnobs(normalize_std=False))
+    columns = advantage_columns(rows, GRPO, GrpoKnobs(normalize_std="none"))
     assert flat(columns, "a") == [0.5, -0.5, -0.5]
     assert flat(columns, "b") == [0.0, 0.0]
     assert c.decode_ragged(columns["a"][c.ADVANTAGES]).lengths == [1, 2]
@@ -56,6 +56,43 @@ def test_normalize_sees_all_groups() -> None:
     root = 1.25**0.5
     assert flat(columns, "a") == pytest.approx([0.5 / root, -0.5 / root])
     assert flat(columns, "b") == pytest.approx([1.5 / root, -1.5 / root])
+
+
+def test_the_deviation_of_a_step_is_that_of_all_groups_and_needs_them_together() -> None:
+    knobs = GrpoKnobs(normalize_std="batch", std_epsilon=1e-6)
+    assert GRPO.needs(knobs).whole_step and not GRPO.needs(GrpoKnobs()).whole_step
+    assert REINFORCE_PP.needs(ReinforcePpKnobs()).whole_step and PPO.needs(PpoKnobs()).whole_step
+    rows = [leased("a", [1.0, 0.0], [1, 2]), leased("b", [3.0, 0.0], [1, 1])]
+    columns = advantage_columns(rows, GRPO, knobs)
+    std = 2.0**0.5  # of 1, 0, 3, 0 around their mean of 1, unbiased: sqrt((0 + 1 + 4 + 1) / 3)
+    assert flat(columns, "a") == pytest.approx([0.5 / std, -0.5 / std, -0.5 / std], rel=1e-5)
+    assert flat(columns, "b") == pytest.approx([1.5 / std, -1.5 / std], rel=1e-5)
+
+
+def test_a_group_of_one_has_the_step_as_its_baseline() -> None:
+    """Plain REINFORCE++: each prompt's single reward against the others'."""
+    knobs = ReinforcePpKnobs(group_size=1, group_baseline=False)
+    REINFORCE_PP.check(knobs)
+    columns = advantage_columns([leased("a", [1.0], [2]), leased("b", [0.0], [2])], REINFORCE_PP, knobs)
+    assert flat(columns, "a") == pytest.approx([1.0, 1.0]) and flat(columns, "b") == pytest.approx([-1.0, -1.0])
+
+
+def test_weights_are_divided_by_their_mean_over_the_step() -> None:
+    knobs = GrpoKnobs(normalize_std="none", old_logprobs="actor_fwd", correction="tis_normalized")
+    needs = GRPO.needs(knobs)
+    assert needs.whole_step and {c.OLD_LOGPROBS, c.ROLLOUT_LOGPROBS} <= set(input_columns(needs))
+    assert c.ROLLOUT_LOGPROBS not in input_columns(GRPO.needs(GrpoKnobs(old_logprobs="actor_fwd")))
+
+    def rows(*ratios: float) -> list[LeasedRow]:
+        old = [c.encode_flat(np.log(np.array([ratio, ratio], dtype=np.float32)), [1, 1]) for ratio in ratios]
+        engine = c.encode_flat(np.zeros(2, dtype=np.float32), [1, 1])
+        return [
+            leased(f"{place}", [1.0, 0.0], [1, 1], **{c.OLD_LOGPROBS: one, c.ROLLOUT_LOGPROBS: engine})
+            for place, one in enumerate(old)
+        ]
+
+    columns = advantage_columns(rows(0.25, 0.75), GRPO, knobs)  # weights of mean 1/2
+    assert flat(columns, "0") == pytest.approx([1.0, -1.0]) and flat(columns, "1") == pytest.approx([1.0, -1.0])
 
 
 def test_the_engines_logprobs_stand_for_the_old_ones() -> None:
@@ -76,6 +113,9 @@ def test_a_critics_returns_are_advantages_before_whitening_plus_values() -> None
     # lambda 1: advantages 0.75, -0.5, -0.75, and the return of each token is its sample's reward
     assert c.decode_ragged(columns["a"][c.RETURNS]).flat().tolist() == [1.0, 0.0, 0.0]
     assert c.decode_ragged(columns["a"][c.RETURNS]).lengths == [1, 2]
+    # VAPO: the advantages' own λ, here 0 as 0.4 times two tokens is below 1, leaves the returns as they are.
+    adaptive = advantage_columns(rows, PPO, PpoKnobs(gae_lambda=1.0, gae_alpha=0.4))
+    assert adaptive["a"][c.RETURNS] == columns["a"][c.RETURNS] and flat(adaptive, "a") != flat(columns, "a")
     raw = np.array([0.75, -0.5, -0.75])
     assert flat(columns, "a") == pytest.approx(((raw - raw.mean()) / raw.std()).tolist())
     plain = advantage_columns([leased("a", [1.0, 0.0], [1, 2])], GRPO, GrpoKnobs())

@@ -117,6 +117,7 @@ async def sample(
     max_new_tokens: int = 8,
     temperature: float = 1.0,
     max_aborts: int | None = None,
+    mask_truncated: bool = False,
     client: EngineClient | None = None,
 ) -> list[tuple[str, int, Mapping[str, float]]]:
     """Runs the sampler until the bus has had enough; returns what it recorded."""
@@ -153,6 +154,7 @@ async def sample(
                 ),
                 admit_timeout_s=60.0,
                 call_timeout_s=60.0,
+                mask_truncated=mask_truncated,
             ),
             record=lambda source, version, values: records.append((source, version, values)),
             gate=gate,

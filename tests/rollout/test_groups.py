@@ -7,11 +7,19 @@ from typing import Literal
 
 import pytest
 
+from algorithms.grpo import SPEC as GRPO
+from algorithms.grpo import GrpoKnobs
+from relax_core.bus.core import BusCore
 from relax_core.contracts import columns as c
+from relax_core.contracts.bus import GroupRow, LeaseRequest
 from relax_core.contracts.engine import Generated
 from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.sample import VersionSpan
+from relax_core.roles.advantages import advantage_columns
 from relax_core.rollout.groups import DroppedGroup, GroupFilter, complete_group
+from relax_core.train.rows import decode_train_group
+from relax_core.train.step_sums import micro_batch_totals
+from tests.bus.make_rows import make_core
 
 
 def response(sample: int, finish_reason: Literal["stop", "length"] = "stop", *, version: int = 4) -> Generated:
@@ -110,3 +118,59 @@ def test_tokens_of_older_weights_are_masked_on_request(mask: bool, masks: list[i
     assert c.decode_ragged(row.columns[c.LOSS_MASK]).flat().tolist() == masks
     assert row.versions == versions
     assert len(c.decode_weight_versions(row.columns[c.WEIGHT_VERSIONS])[0]) == 2, "what made them is told all the same"
+
+
+def truncated(*pairs: tuple[Generated, float | None]) -> GroupRow | DroppedGroup:
+    return complete_group(
+        index=0,
+        prompt_ids=[1, 2, 3],
+        generated=[one for one, _ in pairs],
+        rewards=[RewardOutput(reward=reward) for _, reward in pairs],
+        refuse=GroupFilter(lambda rewards, dropped: "all_equal" if len(set(rewards)) == 1 else None),
+        mask_truncated=True,
+    )
+
+
+def test_nothing_is_trained_of_a_truncated_response_and_its_age_does_not_count() -> None:
+    row = truncated((response(0, "length", version=1), 0.0), (response(1, version=5), 1.0), (response(2), 1.0))
+    assert not isinstance(row, DroppedGroup)
+    assert c.decode_ragged(row.columns[c.LOSS_MASK]).flat().tolist() == [0] * 2 + [1] * 7
+    assert c.decode_array(row.columns[c.REWARDS]).tolist() == [0.0, 1.0, 1.0] and row.dropped == {}
+    # Its tokens are of versions 1 and 5; the group is as old as the oldest trained token, of version 4.
+    assert row.versions == [5, 5, 4]
+
+
+def test_a_group_of_truncated_responses_is_dropped_before_it_is_asked_about() -> None:
+    cut = [(response(place, "length"), reward) for place, reward in enumerate((0.0, 0.0, None))]
+    assert truncated(*cut) == DroppedGroup(group_uid="g00000000", reason="truncated")
+    assert truncated(*cut[1:]) == DroppedGroup(group_uid="g00000000", reason="reward_failed")
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "denominator"),
+    [("token_mean", 7.0), ("seq_mean_token_mean", 2.0), ("seq_mean_token_sum_norm", 2 * 8.0)],
+)
+def test_the_way_of_a_truncated_sample_from_the_engine_to_the_ledger(aggregation: str, denominator: float) -> None:
+    """Its reward is in the baseline, its tokens are in no denominator, and the ledger says why it was not trained."""
+    core: BusCore = make_core(groups_per_step=1, group_size=3, max_staleness=1)
+    core.admit(1)
+    row = truncated(
+        (response(0, "length", version=0), -2.0), (response(1, version=0), 1.0), (response(2, version=0), 1.0)
+    )
+    assert not isinstance(row, DroppedGroup)
+    core.put([row])
+    request = LeaseRequest(task="advantages", columns=(c.REWARDS, c.LOSS_MASK), max_groups=1, lease_s=60.0)
+    lease = core.lease(request)
+    assert lease is not None
+    knobs = GrpoKnobs(normalize_std="none", aggregation=aggregation, norm_length=8.0)
+    core.write(lease.lease_id, advantage_columns(lease.rows, GRPO, knobs))
+    columns = (*c.ROLLOUT_COLUMNS, c.ADVANTAGES)
+    lease = core.lease(LeaseRequest(task="actor", columns=columns, max_groups=1, step=0, lease_s=60.0))
+    assert lease is not None
+    group, masked = decode_train_group(lease.rows[0], step=0, oldest_version=0)
+    assert group.advantages is not None and group.advantages[group.loss_mask].tolist() == [1.0] * 7  # the mean is 0
+    assert GRPO.denominator(micro_batch_totals([group]), knobs) == denominator
+    core.ack([lease.lease_id], step=0, dropped=masked)
+    counts = core.progress().ledger
+    assert (counts.issued, counts.trained, counts.dropped, counts.lost) == (3, 2, {"truncated": 1}, 0)
+    assert core.progress().staleness_histogram == {0: 2}

@@ -267,3 +267,16 @@ async def sample_with(
     engine: Engine, folder: Path, *, put: Callable[[Sequence[GroupRow]], None] = lambda rows: None, **changes: Any
 ) -> None:
     await sample(engine, folder, CoreBus(steps=2, put=put), **changes)
+
+
+def test_a_run_whose_every_response_is_cut_ends_with_words(engine: Engine, tiny_folder: Path) -> None:
+    """With rollout.mask_truncated nothing of it could be trained, and prompts would be replaced for ever."""
+
+    async def scene() -> None:
+        bus = CoreBus(steps=1)
+        with pytest.raises(ValueError, match=r"64 groups in a row was cut at rollout\.max_new_tokens=1"):
+            await sample(engine, tiny_folder, bus, max_new_tokens=1, temperature=0.0, mask_truncated=True)
+        counts = bus.core.progress().ledger
+        assert not bus.rows and counts.dropped == {"truncated": 63 * GROUP_SIZE} and not counts.lost
+
+    asyncio.run(within(scene()))
