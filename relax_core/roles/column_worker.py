@@ -19,7 +19,8 @@ class ColumnWorker(Worker):
 
     ``task``: its name on the bus. ``inputs``: columns that it asks for. ``version``: of the weights in use, for the
     metrics; -1 where they never change. ``whole_steps``: takes the rows of a train step together, so that what it
-    writes does not depend, to the bit, on when each of them came.
+    writes does not depend, to the bit, on when each of them came. Every such worker does so in a run that the same seed
+    is to give again.
     """
 
     task: str
@@ -37,6 +38,7 @@ class ColumnWorker(Worker):
 
     def work(self) -> None:
         config = self.context.config
+        whole_steps = self.whole_steps or config.repeatable
         self.prepare()
         bus = meet_bus(self.context, self.waiting)
         metrics = meet_metrics(self.context)
@@ -51,7 +53,7 @@ class ColumnWorker(Worker):
         bus.revoke(request.task, timeout_s=timeout_s)  # what a predecessor that was killed had in hand
 
         def next_lease() -> Lease:
-            if self.whole_steps:
+            if whole_steps:
                 return lease_whole_step(bus, request, timeout_s=timeout_s)
             return bus.lease(request, timeout_s=timeout_s)
 
@@ -59,7 +61,7 @@ class ColumnWorker(Worker):
         while True:
             columns = self.columns_of(lease.rows)
             metrics.record(self.task, self.version, {"groups": len(lease.rows), "version": self.version})
-            if self.whole_steps:
+            if whole_steps:
                 bus.write(lease.lease_id, columns, timeout_s=timeout_s)
                 lease = patiently(next_lease)
             else:

@@ -67,10 +67,35 @@ def test_a_plugins_yaml_has_its_knobs_and_their_defaults(kind: Kind) -> None:
         fields = {field.name: field for field in dataclasses.fields(find(kind, name).knobs)}
         assert isinstance(values, DictConfig)
         assert set(values) == set(fields)
-        for key, value in {str(key): value for key, value in values.items()}.items():
+        for key in map(str, values):
             default = fields[key].default
-            if key != "name" and default is not dataclasses.MISSING:
-                assert value == pytest.approx(default), f"{kind}={name}: {key}"
+            follows = OmegaConf.is_interpolation(values, key)  # another key of the run
+            if key != "name" and default is not dataclasses.MISSING and not follows:
+                assert values[key] == pytest.approx(default), f"{kind}={name}: {key}"
+
+
+@pytest.mark.parametrize("chosen", ["algo", "algo.name"])
+def test_the_length_that_a_sum_is_divided_by_is_the_runs_longest_response(chosen: str) -> None:
+    for algorithm in ("dr_grpo", "rloo"):
+        config = load_config([f"{chosen}={algorithm}", "rollout.max_new_tokens=24"])
+        assert (config.algo.aggregation, config.algo.norm_length) == ("seq_mean_token_sum_norm", 24.0)
+    own = load_config([f"{chosen}=rloo", "algo.norm_length=1"])
+    assert own.algo.norm_length == 1.0
+    for algorithm in set(names("algo")) & set(yaml_options("algo")):
+        aggregation = "algo.aggregation=seq_mean_token_sum_norm"
+        assert load_config([f"{chosen}={algorithm}", aggregation]).algo.norm_length == 8.0
+
+
+def test_rejection_rules_are_written_on_one_line() -> None:
+    config = load_config(["algo.rejection={seq_any_ratio:[1e-4,inf],seq_mean_k3:[0,0.01]}"])
+    assert config.algo.rejection == {"seq_any_ratio": [1e-4, float("inf")], "seq_mean_k3": [0, 0.01]}
+
+
+def test_which_runs_the_same_seed_gives_again() -> None:
+    assert not load_config().repeatable
+    for overrides in (["mode=colocate"], ["mode.max_staleness=0"]):
+        assert load_config(overrides).repeatable
+        assert not load_config([*overrides, "rollout.over_sampling=1.5"]).repeatable
 
 
 def test_every_value_is_explained_beside_it() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from relax_core.observe.sinks import read_metrics
 from tests.integration.live_run import run_to_end
 
 pytestmark = pytest.mark.integration
@@ -29,15 +30,23 @@ def test_refused_groups_are_booked_and_replaced(tmp_path: Path) -> None:
 
 
 def test_advantages_are_normalized_over_the_step(tmp_path: Path) -> None:
-    """With a KL in the reward: the reference and the recomputed log-probs reach the advantages."""
+    """With a KL in the reward, so that the reference and the recomputed log-probs reach the advantages; without what
+    was cut at its limit; and in a run that the same seed is to give again."""
     keys = ("algo=reinforce_pp", "algo.group_baseline=false", "algo.kl_coef=0.05", "algo.kl_placement=reward")
-    run = run_to_end(
-        tmp_path / "run", *SHORT, *keys, "algo.kl_estimator=k1", "algo.old_logprobs=actor_fwd", "mode.max_staleness=0"
-    )
+    strict = ("algo.kl_estimator=k1", "algo.old_logprobs=actor_fwd", "mode.max_staleness=0")
+    cut = ("rollout.mask_truncated=true", "rollout.max_new_tokens=7", "algo.correction=tis_normalized")
+    run = run_to_end(tmp_path / "run", *SHORT, *keys, *strict, *cut)
     assert run.code == 0, run.output
     run.assert_books_closed()
-    assert run.summary["ledger"]["trained"] == 6 * 8 * 16
+    books = run.summary["ledger"]
+    assert set(books["dropped"]) == {"truncated"} and books["dropped"]["truncated"] > 0
+    assert books["trained"] + books["dropped"]["truncated"] == 6 * 8 * 16
     for values in run.steps():  # over the very groups of the step, as nothing is stale
         assert values["algorithm/advantage"] == pytest.approx(0.0, abs=1e-5)
         assert 0.5 < values["algorithm/advantage_size"] <= 1.0
         assert 0.9 < values["algorithm/tis_weight"] < 1.1
+        assert values["samples"] == pytest.approx(8 * 16 * (1 - values["truncated"]))
+    # The last bits of a forward pass depend on which groups it has: on those of a whole step, and not on timing.
+    assert run.summary["run"]["repeatable"] is True
+    passes = [one for one in read_metrics(run.folder) if one.source in ("actor_fwd", "reference")]
+    assert len(passes) == 2 * 6 and {one.values["groups"] for one in passes} == {8.0}

@@ -35,7 +35,7 @@ def test_the_report_tells_the_run(tmp_path: Path, make_record: MakeRecord, progr
         (tmp_path / name).mkdir()
     records = [make_record("actor", step, reward=step / 11, exact=0.5, step_ms=40.0, samples=4) for step in range(12)]
     records.append(make_record("eval", 12, exact=0.5, reward=0.75, rows=16))
-    summary = build_summary(records, progress=progress, meta=META)
+    summary = build_summary(records, progress=progress, meta=META | {"seed": 3, "repeatable": False})
     console = Console(file=io.StringIO(), width=100)
     before = [row("reverse 12", "21", "1 [bold]"), row("reverse 34", "43", "43"), row("reverse 56", "65", "6")]
     after = [row("reverse 12", "21", "21"), row("reverse 34", "43", "43"), row("reverse 56", "65", "66")]
@@ -47,6 +47,7 @@ def test_the_report_tells_the_run(tmp_path: Path, make_record: MakeRecord, progr
     assert "100 samples/s" in text
     assert "– (no token was trained with the weights that sampled it)" in text
     assert "finished after" in text and "records missing" not in text
+    assert "the same seed, 3, gives another run" in text
     assert "4 dropped (3 stale, 1 reward timeout)" in text
     assert "✗ 1 [bold]" in text and "✓ 21" in text
     assert f"{tmp_path}/hf" in text.replace("\n", "") and "checkpoints" not in text
