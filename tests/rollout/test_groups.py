@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+import msgspec
 import pytest
 
 from algorithms.grpo import SPEC as GRPO
@@ -138,6 +139,9 @@ def test_nothing_is_trained_of_a_truncated_response_and_its_age_does_not_count()
     assert c.decode_array(row.columns[c.REWARDS]).tolist() == [0.0, 1.0, 1.0] and row.dropped == {}
     # Its tokens are of versions 1 and 5; the group is as old as the oldest trained token, of version 4.
     assert row.versions == [5, 5, 4]
+    early = msgspec.structs.replace(response(0, "length"), weight_versions=[VersionSpan(0, 2, 3)])
+    row = truncated((early, 0.0), (response(1, version=5), 1.0), (response(2, version=5), 1.0))
+    assert not isinstance(row, DroppedGroup) and row.versions == [5, 5, 5]
 
 
 def test_a_group_of_truncated_responses_is_dropped_before_it_is_asked_about() -> None:
