@@ -50,7 +50,9 @@ def needs(knobs: DistillKnobs) -> Needs:
 
 def check(knobs: DistillKnobs) -> None:
     """Raises ValueError that lists every knob that makes no sense, with its fix."""
-    problems = P.group_problems(knobs) if knobs.form == "advantage" else P.common_problems(knobs)
+    problems = P.common_problems(knobs) + P.deviation_problems(knobs, F.DEVIATIONS)
+    if knobs.form == "advantage":
+        problems = P.group_problems(knobs)
     problems += P.token_clip_problems(knobs, usual="0.2 and 0.2 are usual.")
     for key, value, allowed in (("form", knobs.form, FORMS), ("served_by", knobs.served_by, SERVED_BY)):
         if value not in allowed:
