@@ -69,7 +69,7 @@ def main() -> None:
     if rank == "0":
         save_file({name: tensor.contiguous() for name, tensor in backend.export()}, output)
     dist.barrier()
-    dist.destroy_process_group()  # else gloo's threads may still run when the interpreter ends, which aborts
+    os._exit(0)  # gloo's threads may abort a process whose interpreter shuts down while they run
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ python dp_rank.py <rank> <world size> <port> <model folder> <output> <distribute
 """
 
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -34,7 +35,8 @@ def main() -> None:
         tensors = backend.export() if what == "policy" else backend.model.named_parameters()
         save_file({name: tensor.detach().contiguous() for name, tensor in tensors}, f"{output}.safetensors")
         Path(f"{output}.json").write_text(json.dumps(asdict(metrics)))
-    dist.destroy_process_group()  # gloo's threads must not outlive the interpreter
+    dist.barrier()  # a rank that ends breaks the connections of those that still compute
+    os._exit(0)  # gloo's threads may abort a process whose interpreter shuts down while they run
 
 
 if __name__ == "__main__":
