@@ -136,7 +136,7 @@ def profile(folder: Path, batch: int, new_tokens: int) -> None:
     from torch.profiler import profile as torch_profile
 
     from relax_core.engines.embedded.decoder import Decoder
-    from relax_core.engines.embedded.model import Qwen3Model
+    from relax_core.engines.embedded.model import LanguageModel
     from relax_core.engines.embedded.model_config import read_model_config
     from relax_core.engines.embedded.sampler import SamplingSettings, sample_keys
     from relax_core.engines.embedded.slots import Prefix
@@ -147,7 +147,7 @@ def profile(folder: Path, batch: int, new_tokens: int) -> None:
     weights = FusedWeights(config, torch.float32)
     weights.apply(weights.checked(read_safetensors(folder)))
     decoder = Decoder(
-        Qwen3Model(config, weights, context_length=512),
+        LanguageModel(config, weights, context_length=512),
         dtype=torch.float32,
         max_samples=batch,
         max_tokens=batch * 512,

@@ -21,6 +21,7 @@ from relax_core.control.teachers import teacher_model_problems
 from relax_core.data import generated
 from relax_core.data.sources import GENERATED_KEYS, file_rows, make_source
 from relax_core.engines.sglang.version import version_problem
+from relax_core.families.folder import find_family, folder_architecture
 from relax_core.plan.models import find_dimensions, layout_shape, shape_dimensions
 from relax_core.registry import find_algorithm
 from relax_core.rollout.teachers import named_teacher
@@ -33,7 +34,6 @@ from relax_core.train.layout_arithmetic import (
     trainer_faults,
 )
 from relax_core.train.models.check_folder import weight_problems
-from relax_core.train.models.registry import find_family, read_model
 
 PYTHON_S = 60.0  # for an interpreter to say which SGLang it has
 
@@ -87,12 +87,12 @@ def family_problems(config: RelaxConfig) -> Iterator[str]:
     except ValueError:
         return  # config/ has said so
     try:
-        family, hf_config = read_model(folder, config.model.family)
+        architecture = folder_architecture(folder, family=config.model.family)
     except ValueError as error:
         yield str(error)
         return
     if any(folder.glob("*.safetensors")):
-        wrong = weight_problems(folder, family, hf_config)
+        wrong = weight_problems(folder, architecture)
         yield from wrong[:SHOWN]
         if len(wrong) > SHOWN:
             yield f"{len(wrong) - SHOWN} more: python -m relax_core.tools.check_model {folder}"

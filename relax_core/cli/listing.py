@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from relax_core.config.options import first_comment, yaml_options
+from relax_core.families.table import FAMILIES
 from relax_core.plan.models import shape_dimensions, shape_names
 from relax_core.registry import KINDS, Kind, PluginError, find, names, package_of
-from relax_core.train.models.registry import FAMILIES
 
 _TITLES: dict[Kind, str] = {"algo": "Algorithms", "reward": "Rewards", "env": "Envs"}
 _CANNOT = 2

@@ -8,9 +8,9 @@ from pathlib import Path
 from relax_core.config.model_folder import folder_problems, read_model_config
 from relax_core.config.schema import RelaxConfig
 from relax_core.data.tokenizer import token_difference
+from relax_core.families.folder import folder_architecture
 from relax_core.registry import find_algorithm
 from relax_core.tools.make_tiny import MODEL_NAMES, tiny_model_folder
-from relax_core.train.models.registry import read_model
 
 
 def teacher_folders(config: RelaxConfig, *, student: Path) -> dict[str, Path]:
@@ -52,7 +52,7 @@ def teacher_model_problems(config: RelaxConfig, name: str, model: str, *, top_k:
 def _misfits(config: RelaxConfig, folder: Path, *, student: Path, key: str, top_k: int) -> Iterator[str]:
     """Why a teacher's numbers would mean nothing to the student."""
     try:
-        read_model(folder, config.model.family)
+        folder_architecture(folder)
     except ValueError as error:
         yield f"{key}: {error}"
         return

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from relax_core.families.table import FAMILIES, read_architecture
+
 Values = Mapping[str, Any]
 
 
@@ -43,7 +45,8 @@ class LinearAttention:
 @dataclass(frozen=True, kw_only=True)
 class ModelDimensions:
     """``family``: config.json's model_type. ``feed_forward``: width of a dense layer, 0 with experts. ``output_gate``:
-    the query projection also makes a gate of its own size. ``towers``: encoder of a modality → its parameters."""
+    the query projection also makes a gate of its own size. ``qkv_bias``, ``qk_norm``: whether query, key and value have
+    a bias, and query and key heads a norm. ``towers``: encoder of a modality → its parameters."""
 
     name: str
     family: str
@@ -59,6 +62,8 @@ class ModelDimensions:
     experts: Experts | None = None
     linear: LinearAttention | None = None
     output_gate: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = True
     towers: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -117,7 +122,8 @@ class ModelDimensions:
 
     def _attention_parameters(self) -> int:
         projections = self.query * (2 if self.output_gate else 1) + 2 * self.key + self.query
-        return self.hidden * projections + 2 * self.head_dim
+        biases = self.query + 2 * self.key if self.qkv_bias else 0
+        return self.hidden * projections + biases + (2 * self.head_dim if self.qk_norm else 0)
 
     def _linear_attention_parameters(self, one: LinearAttention) -> int:
         into = 2 * one.keys + 2 * one.values + 2 * one.value_heads
@@ -132,11 +138,15 @@ class ModelDimensions:
 
 
 def read_dimensions(values: Values, *, name: str) -> ModelDimensions:
-    """From the content of a config.json. Raises ValueError for a family that is not known, and for a missing field."""
-    family = values.get("model_type")
-    reader = _READERS.get(str(family))
+    """From the content of a config.json. Raises ValueError for a family that is not known, for one that cannot be
+    computed, and for a missing field."""
+    family = str(values.get("model_type"))
+    if family in FAMILIES:
+        return _of_a_family_that_trains(values, name)
+    reader = _READERS.get(family)
     if reader is None:
-        raise ValueError(f"{name}: model_type={family!r} cannot be planned. What can: {', '.join(sorted(_READERS))}.")
+        known = ", ".join(sorted([*FAMILIES, *_READERS]))
+        raise ValueError(f"{name}: model_type={values.get('model_type')!r} cannot be planned. What can: {known}.")
     try:
         return reader(values, name)
     except KeyError as error:
@@ -144,7 +154,7 @@ def read_dimensions(values: Values, *, name: str) -> ModelDimensions:
 
 
 def _language(values: Values, name: str, *, whole: Values) -> dict[str, Any]:
-    """What every family's language model has. ``whole``: the outermost level of config.json."""
+    """What every such family's language model has. ``whole``: the outermost level of config.json."""
     heads = values["num_attention_heads"]
     return {
         "name": name,
@@ -160,12 +170,30 @@ def _language(values: Values, name: str, *, whole: Values) -> dict[str, Any]:
     }
 
 
-def _dense(values: Values, name: str) -> ModelDimensions:
-    return ModelDimensions(feed_forward=values["intermediate_size"], **_language(values, name, whole=values))
-
-
-def _mixture(values: Values, name: str) -> ModelDimensions:
-    return ModelDimensions(feed_forward=0, experts=_experts(values), **_language(values, name, whole=values))
+def _of_a_family_that_trains(values: Values, name: str) -> ModelDimensions:
+    try:
+        one = read_architecture(FAMILIES[values["model_type"]], values)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+    experts = one.experts
+    return ModelDimensions(
+        name=name,
+        family=one.family,
+        layers=one.num_layers,
+        hidden=one.hidden_size,
+        feed_forward=one.intermediate_size if experts is None else 0,
+        heads=one.num_heads,
+        kv_heads=one.num_kv_heads,
+        head_dim=one.head_dim,
+        vocabulary=one.vocab_size,
+        positions=one.max_positions,
+        tied_embeddings=one.tie_word_embeddings,
+        experts=None
+        if experts is None
+        else Experts(count=experts.count, per_token=experts.per_token, width=experts.width),
+        qkv_bias=one.qkv_bias,
+        qk_norm=one.qk_norm,
+    )
 
 
 def _omni_mixture(values: Values, name: str) -> ModelDimensions:
@@ -238,9 +266,8 @@ def audio_parameters(values: Values) -> int:
     return int(convolutions + values["encoder_layers"] * layer + projections)
 
 
+# Of families that can be planned and not yet be trained.
 _READERS = {
-    "qwen3": _dense,
-    "qwen3_moe": _mixture,
     "qwen3_vl_moe": _omni_mixture,
     "qwen3_5_moe": _hybrid_mixture,
     "qwen3_omni_moe_thinker": _omni_mixture,

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from relax_core.train.models.check_folder import tensor_shape, weight_problems
-from relax_core.train.models.family import read_hf_config
-from relax_core.train.models.registry import FAMILIES, check_model_type
+from relax_core.families.folder import folder_architecture
+from relax_core.train.models.check_folder import weight_problems
+from relax_core.train.models.weight_rules import tensor_shape, weight_rules
 
 SHOWN = 20  # problems; a wrong folder has thousands
 
@@ -25,12 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="a Hugging Face model folder")
     folder = parser.parse_args(arguments).folder
     try:
-        hf_config = read_hf_config(folder)
-        of_type = [each for each in FAMILIES.values() if each.hf_model_type == hf_config.get("model_type")]
-        family = of_type[0] if of_type else next(iter(FAMILIES.values()))
-        check_model_type(family, hf_config, model_folder=folder)
-        family.transformer_arguments(hf_config)
-        problems = weight_problems(folder, family, hf_config)
+        architecture = folder_architecture(folder)
+        problems = weight_problems(folder, architecture)
     except ValueError as error:
         problems = [str(error)]
     for problem in problems[:SHOWN]:
@@ -39,9 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if len(problems) > SHOWN:
             print(f"relax: … {len(problems) - SHOWN} more", file=sys.stderr)
         return 2
-    rules = family.weights(hf_config)
-    parameters = sum(math.prod(tensor_shape(rule, family, hf_config)) for rule in rules)
-    print(f"{folder}: {len(rules):,} weights, {parameters:,} parameters; model.family={family.name} trains it.")
+    rules = weight_rules(architecture)
+    parameters = sum(math.prod(tensor_shape(rule, architecture)) for rule in rules)
+    print(f"{folder}: {len(rules):,} weights, {parameters:,} parameters; model={architecture.family} trains it.")
     return 0
 
 

@@ -39,7 +39,7 @@ class MegatronBackend(MegatronRank):
             raise ValueError(f"rollout.temperature={temperature}: training needs more than 0; 1.0 is usual.")
         super().__init__(setup, trainable=trainable)
         self._inverse_temperature = 1.0 / temperature
-        self._vocab_size = self.family.shape(self.hf_config).vocab_size
+        self._vocab_size = self.architecture.vocab_size
         self._wants_entropy = self.trainable and self._algorithm.needs(self._knobs).entropy
 
     def loss(self, batch: MicroBatch, hidden: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from relax_core.families.architecture import Architecture
 from relax_core.train.checkpoint_errors import read_errors_as_valueerror, write_errors_as_oserror
 from relax_core.train.checkpoint_store import SLOWEST_WRITE_S
 from relax_core.train.made_by import (
@@ -38,7 +39,6 @@ from relax_core.train.made_by import (
     read_made_by,
     write_made_by,
 )
-from relax_core.train.models.family import Family, HfConfig
 from relax_core.train.optimizer_state import adam_states, create_optimizer_state, set_updates_done, updates_done
 from relax_core.train.random_state import random_state, set_random_state
 from relax_core.train.stored_pieces import WEIGHTS, Block, Pieces, read_pieces, write_pieces
@@ -68,14 +68,13 @@ class RankCheckpoint:
         self,
         setup: RankSetup,
         *,
-        family: Family,
-        hf_config: HfConfig,
+        architecture: Architecture,
         places: Sequence[WeightPlace],
         optimizer: Any,
         head: str,
     ) -> None:
         self._setup = setup
-        self._family, self._hf_config, self._head = family, hf_config, head
+        self._architecture, self._head = architecture, head
         self._places = places
         self._optimizer = optimizer
         # Of its own: collectives of a thread that writes must not meet those of the train step, and ranks that have
@@ -157,10 +156,10 @@ class RankCheckpoint:
     def _made_by(self, steps_done: int) -> MadeBy:
         setup = self._setup
         return MadeBy(
-            family=self._family.name,
+            family=self._architecture.family,
             head=self._head,
             dtype=setup.dtype,
-            model=model_numbers(self._family, self._hf_config),
+            model=model_numbers(self._architecture),
             layout=layout_sizes(setup.parallel),
             world_size=setup.world_size,
             step=steps_done,

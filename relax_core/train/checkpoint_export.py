@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from relax_core.families.folder import folder_architecture
 from relax_core.train.checkpoint_errors import read_errors_as_valueerror
 from relax_core.train.hf_export import SHARD_BYTES, export_hf_folder
 from relax_core.train.made_by import check_same_numbers, model_numbers, read_made_by
-from relax_core.train.models.registry import read_model
+from relax_core.train.models.weight_rules import weight_rules
 from relax_core.train.stored_pieces import WEIGHTS, StoredFolder
 
 BUCKET_BYTES = 64 << 20
@@ -29,12 +30,12 @@ def export_checkpoint(
     made_by = read_made_by(checkpoint)
     if made_by.head != "policy":
         raise ValueError(f"checkpoint {checkpoint} is of a {made_by.head}: Hugging Face knows no such model.")
-    family, hf_config = read_model(model_folder, made_by.family)
-    check_same_numbers(made_by.model, model_numbers(family, hf_config), folder=checkpoint)
+    architecture = folder_architecture(model_folder, family=made_by.family)
+    check_same_numbers(made_by.model, model_numbers(architecture), folder=checkpoint)
     with read_errors_as_valueerror(checkpoint):
         stored = StoredFolder(checkpoint)
 
-    names = [WEIGHTS + rule.hf for rule in family.weights(hf_config)]
+    names = [WEIGHTS + rule.hf for rule in weight_rules(architecture)]
     written = dtype or made_by.dtype
 
     def tensors() -> Iterator[tuple[str, Tensor]]:

@@ -15,7 +15,6 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from relax_core.train.models.family import MixtureOfExperts
 from relax_core.train.router_replay import OWN_CHOICE, RouterRows
 from relax_core.train.tree_attention import TreeBatch
 
@@ -88,10 +87,10 @@ def routers(chunks: Sequence[torch.nn.Module]) -> Iterator[BalancedRouter]:
         yield from (module for module in chunk.modules() if isinstance(module, BalancedRouter))
 
 
-def number_routers(chunks: Sequence[torch.nn.Module], moe: MixtureOfExperts) -> None:
-    """Tells each router which of the model's layers with experts is its own; Megatron counts layers from 1."""
+def number_routers(chunks: Sequence[torch.nn.Module]) -> None:
+    """Tells each router which of the model's layers is its own: all have experts, and Megatron counts them from 1."""
     for router in routers(chunks):
-        router.experts_index = moe.layers.index(router.layer_number - 1)
+        router.experts_index = router.layer_number - 1
 
 
 def clear_counts(chunks: Sequence[torch.nn.Module]) -> None:
@@ -100,7 +99,7 @@ def clear_counts(chunks: Sequence[torch.nn.Module]) -> None:
 
 
 def balance_metrics(
-    chunks: Sequence[torch.nn.Module], moe: MixtureOfExperts, *, group: dist.ProcessGroup | None
+    chunks: Sequence[torch.nn.Module], *, layers: int, experts: int, group: dist.ProcessGroup | None
 ) -> dict[str, float]:
     """How evenly the update's tokens went to the experts, over all layers and ranks; collective over ``group``, a gloo
     group of all ranks, None for one alone.
@@ -109,13 +108,13 @@ def balance_metrics(
     ``entropy``: of the experts' shares, relative to even shares, mean over layers. ``balance_loss``: the balancing loss
     without its coefficient, mean over layers, where it is on; 1 is even.
     """
-    found = torch.zeros(len(moe.layers), moe.experts + 2, dtype=torch.float64)
+    found = torch.zeros(layers, experts + 2, dtype=torch.float64)
     for router in routers(chunks):
-        found[router.experts_index, : moe.experts] += router.chosen.cpu()
-        found[router.experts_index, moe.experts :] += torch.tensor([float(router.balance_sum), router.balance_weight])
+        found[router.experts_index, :experts] += router.chosen.cpu()
+        found[router.experts_index, experts:] += torch.tensor([float(router.balance_sum), router.balance_weight])
     if group is not None:
         dist.all_reduce(found, group=group)
-    return loads(found[:, : moe.experts].numpy()) | _balance_loss(found[:, moe.experts :].numpy())
+    return loads(found[:, :experts].numpy()) | _balance_loss(found[:, experts:].numpy())
 
 
 def loads(chosen: np.ndarray) -> dict[str, float]:

@@ -20,9 +20,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from relax_core.config.schema import ParallelConfig
+from relax_core.families.architecture import Architecture
 from relax_core.train.device import has_cuda
 from relax_core.train.experts import number_routers
-from relax_core.train.models.family import Family, HfConfig
+from relax_core.train.models.megatron_arguments import megatron_arguments
 from relax_core.train.specs import block_spec, has_transformer_engine
 from relax_core.train.tree_attention import TreeBatch
 
@@ -83,16 +84,15 @@ class TreeValueModel(TreeGPTModel):
 
 
 def transformer_config(
-    family: Family,
-    hf_config: HfConfig,
+    architecture: Architecture,
     parallel: ParallelConfig,
     *,
     dtype: torch.dtype,
     moe_aux_loss_coef: float = 0.0,
 ) -> TransformerConfig:
-    """Megatron's config: the family's arguments and ours. Every fusion that needs a GPU library is off."""
-    arguments: dict[str, Any] = family.transformer_arguments(hf_config)
-    if family.shape(hf_config).moe is not None:
+    """Megatron's config: the architecture's arguments and ours. Every fusion that needs a GPU library is off."""
+    arguments: dict[str, Any] = megatron_arguments(architecture)
+    if architecture.experts is not None:
         arguments |= {
             "moe_enable_routing_replay": True,  # which changes nothing until there is something to replay
             "moe_router_load_balancing_type": "aux_loss" if moe_aux_loss_coef else "none",
@@ -134,8 +134,7 @@ def transformer_config(
 
 
 def build_chunks(
-    family: Family,
-    hf_config: HfConfig,
+    architecture: Architecture,
     parallel: ParallelConfig,
     *,
     dtype: torch.dtype,
@@ -147,29 +146,30 @@ def build_chunks(
 
     With ``value_head`` the model has no output layer of its own, tied or not.
     """
-    config = transformer_config(family, hf_config, parallel, dtype=dtype, moe_aux_loss_coef=moe_aux_loss_coef)
-    shape = family.shape(hf_config)
+    config = transformer_config(architecture, parallel, dtype=dtype, moe_aux_loss_coef=moe_aux_loss_coef)
     chunks = []
     for chunk in range(parallel.vpp):
         vp_stage = chunk if parallel.vpp > 1 else None
         model = (TreeValueModel if value_head else TreeGPTModel)(
             config,
             block_spec(config, recompute=parallel.recompute, vp_stage=vp_stage),
-            padded_vocabulary(shape.vocab_size, parallel),
-            shape.max_positions,
+            padded_vocabulary(architecture.vocab_size, parallel),
+            architecture.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             position_embedding_type="rope",
-            rotary_base=shape.rotary_base,
-            share_embeddings_and_output_weights=shape.tied_embeddings or value_head,
+            rotary_base=architecture.rope.theta,
+            share_embeddings_and_output_weights=architecture.tie_word_embeddings or value_head,
             vp_stage=vp_stage,
         )
+        # Megatron scales frequencies by Llama 3.1's own numbers only; a model may have others.
+        model.rotary_pos_emb.inv_freq = architecture.rope.scaled(model.rotary_pos_emb.inv_freq)
         _mark_shards(model)
         if config.num_moe_experts and parallel.etp != parallel.tp:
             _reduce_experts_apart(model)
         chunks.append(model.to(device="cuda" if has_cuda() else "cpu", dtype=dtype))
-    if shape.moe is not None:
-        number_routers(chunks, shape.moe)
+    if architecture.experts is not None:
+        number_routers(chunks)
     return chunks
 
 

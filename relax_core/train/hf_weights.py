@@ -1,4 +1,4 @@
-"""Weights between Hugging Face names and a Megatron model, by the family's map, both ways and to the bit.
+"""Weights between Hugging Face names and a Megatron model, by the map of its architecture, both ways and to the bit.
 
 Under any layout: each rank reads only the slices of its own parameters, and an export brings the pieces together on
 rank 0, a bucket at a time. No rank ever holds the whole model.
@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from relax_core.families.architecture import OUTPUT_WEIGHT, Architecture
 from relax_core.train.gpt import VALUE_HEAD
-from relax_core.train.models.family import Family, HfConfig, Shard, WeightRule
+from relax_core.train.models.weight_rules import Shard, WeightRule, weight_rules
 from relax_core.train.weight_gather import BUCKET_BYTES, agree_on_senders, buckets_of, gather_bucket
 from relax_core.train.weight_places import WeightPlace, WholeTensor, part_view, weight_places
 
@@ -30,38 +31,34 @@ class HfWeights:
     def __init__(
         self,
         chunks: Sequence[torch.nn.Module],
-        family: Family,
-        hf_config: HfConfig,
+        architecture: Architecture,
         *,
         value_head: bool = False,
         bucket_bytes: int = BUCKET_BYTES,
         tensor_of: Callable[[torch.nn.Parameter], Tensor] = torch.Tensor.detach,
     ) -> None:
-        shape = family.shape(hf_config)
-        rules = family.weights(hf_config)
-        self._family = family
-        self._ignored = family.ignored(hf_config)
-        if value_head and not shape.tied_embeddings:
-            output = {rule.hf for rule in rules if rule.megatron == "output_layer.weight"}
-            self._ignored |= output
-            rules = tuple(rule for rule in rules if rule.hf not in output)
+        self._architecture = architecture
+        rules = weight_rules(architecture)
+        self._ignored = architecture.ignored_weights
+        if value_head and not architecture.tie_word_embeddings:
+            self._ignored |= {OUTPUT_WEIGHT}
+            rules = tuple(rule for rule in rules if rule.hf != OUTPUT_WEIGHT)
         all_rules = (*rules, *(VALUE_RULES if value_head else ()))
         self._order = {rule.hf: place for place, rule in enumerate(all_rules)}
         places, unused = weight_places(
             chunks,
             all_rules,
-            shape,
-            tied_output=shape.tied_embeddings or value_head,
+            architecture,
+            tied_output=architecture.tie_word_embeddings or value_head,
             tensor_of=tensor_of,
         )
-        self._attention = shape.attention
-        assert not unused, f"family {family.name} maps not all parameters: {unused}"
+        assert not unused, f"family {architecture.family} maps not all parameters: {unused}"
         self.all_places: Mapping[str, WeightPlace] = places  # those of a value head as well
         self._places = {name: place for name, place in places.items() if not name.startswith(VALUE_HEAD)}
         self._like = next(iter(self._places.values())).views[0]
         weights = agree_on_senders(rules, self._places, device=self._like.device)
         self.shapes: Mapping[str, tuple[int, ...]] = {  # of what `export` gives, in its order
-            weight.rule.hf: (shape.vocab_size, *weight.shape[1:]) if weight.rule.vocabulary else weight.shape
+            weight.rule.hf: (architecture.vocab_size, *weight.shape[1:]) if weight.rule.vocabulary else weight.shape
             for weight in weights
         }
         self._buckets = buckets_of(weights, element_size=self._like.element_size(), bucket_bytes=bucket_bytes)
@@ -81,7 +78,7 @@ class HfWeights:
         gradient: (place in the order of the map, which all ranks share, name, piece)."""
         for name, weight in self.all_places.items():
             for parameter in weight.parameters:
-                yield self._order[name], name, part_view(tensor_of(parameter), weight.rule.part, self._attention)
+                yield self._order[name], name, part_view(tensor_of(parameter), weight.rule.part, self._architecture)
 
     def load(self, tensors: Iterable[tuple[str, WholeTensor]]) -> None:
         """Copies in what is this rank's, in any order; a stored tensor is read no further than that.
@@ -93,7 +90,7 @@ class HfWeights:
             if name in self._ignored:
                 continue
             if name not in missing:
-                problem = "comes twice" if name in self.shapes else f"is no weight of family {self._family.name}"
+                problem = "comes twice" if name in self.shapes else f"is no weight of family {self._architecture.family}"
                 raise ValueError(f"weight {name} {problem}.")
             if tuple(tensor.shape) != self.shapes[name]:
                 raise ValueError(f"weight {name} has shape {tuple(tensor.shape)}; the model's is {self.shapes[name]}.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 import msgspec
 
 from relax_core.config.schema import ParallelConfig
-from relax_core.train.models.family import Family, HfConfig
+from relax_core.families.architecture import Architecture
+from relax_core.train.models.megatron_arguments import megatron_arguments
 
 MADE_BY = "made_by.json"
 _SIZES = ("dp", "tp", "pp", "vpp", "cp", "ep", "etp")
@@ -42,15 +44,18 @@ def library_versions() -> dict[str, str]:
     return {library: importlib.metadata.version(library) for library in _LIBRARIES}
 
 
-def model_numbers(family: Family, hf_config: HfConfig) -> dict[str, Any]:
-    """What must agree between a model and the one that wrote a checkpoint."""
-    shape = family.shape(hf_config)
-    return {
-        **family.transformer_arguments(hf_config),
-        "vocab_size": shape.vocab_size,
-        "rotary_base": shape.rotary_base,
-        "tied_embeddings": shape.tied_embeddings,
+def model_numbers(architecture: Architecture) -> dict[str, Any]:
+    """What must agree between a model and the one that wrote a checkpoint. A plain rotary embedding has no scaling in
+    it, so that checkpoints which are older than the key can be read."""
+    numbers = {
+        **megatron_arguments(architecture),
+        "vocab_size": architecture.vocab_size,
+        "rotary_base": architecture.rope.theta,
+        "tied_embeddings": architecture.tie_word_embeddings,
     }
+    if architecture.rope.scaling is not None:
+        numbers["rotary_scaling"] = dataclasses.asdict(architecture.rope.scaling)
+    return numbers
 
 
 def write_made_by(made_by: MadeBy, folder: Path) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from relax_core.config.schema import OptimizerConfig, ParallelConfig
 from relax_core.contracts.algorithm import AlgorithmSpec, StepTotals
 from relax_core.contracts.train import StepMetrics, TrainGroup
+from relax_core.families.folder import folder_architecture
 from relax_core.train import process_group
 from relax_core.train.checkpoint import RankCheckpoint, StateCopy
 from relax_core.train.device import has_cuda, training_device
@@ -29,8 +30,6 @@ from relax_core.train.experts import balance_metrics, clear_counts
 from relax_core.train.gpt import build_chunks
 from relax_core.train.hf_weights import HfWeights
 from relax_core.train.micro_batches import MicroBatcher
-from relax_core.train.models.family import MixtureOfExperts
-from relax_core.train.models.registry import read_model
 from relax_core.train.not_finite import look_at_gradients, refuse_update, refuse_weights
 from relax_core.train.optimizer import build_optimizer, learning_rate, wrap_for_training
 from relax_core.train.router_replay import RouterPlan
@@ -87,7 +86,7 @@ class MegatronRank:
     def __init__(self, setup: RankSetup, *, trainable: bool = True, value_head: bool = False) -> None:
         if setup.dtype not in DTYPES:
             raise ValueError(f"model.dtype={setup.dtype}: not known. What exists: {', '.join(DTYPES)}.")
-        self.family, self.hf_config = read_model(setup.model_folder, setup.family)
+        self.architecture = folder_architecture(setup.model_folder, family=setup.family)
         process_group.join(
             setup.parallel,
             rank=setup.rank,
@@ -104,20 +103,19 @@ class MegatronRank:
         self._dtype, self._device = DTYPES[setup.dtype], training_device()
         self._build_model(value_head=value_head)
         self._overlap = trainable and self._parallel.overlap
-        self._moe = self.family.shape(self.hf_config).moe
-        experts_over_ranks = self._parallel.ep * self._parallel.etp > 1 and self._moe is not None
+        experts = self.architecture.experts
+        experts_over_ranks = self._parallel.ep * self._parallel.etp > 1 and experts is not None
         self._needs_company = self._overlap or experts_over_ranks
         self._cut = RowCut.of_this_rank(sequence_parallel=self._parallel.sequence_parallel)
         # A critic routes by itself: the experts that came with the groups are the policy's.
-        self._routers = None if self._moe is None else self._router_plan(self._moe, replays=not value_head)
+        self._routers = None if experts is None else self._router_plan(replays=not value_head)
         self._schedule = Schedule(self.model_chunks, self, overlap=self._overlap)
         self._params_on_their_way = False  # of an update with overlap
         if trainable:
             self._copy: StateCopy | None = None  # that waits to be written
             self._checkpoint = RankCheckpoint(
                 setup,
-                family=self.family,
-                hf_config=self.hf_config,
+                architecture=self.architecture,
                 places=list(self._weights.all_places.values()),
                 optimizer=self.optimizer,
                 head="critic" if value_head else "policy",
@@ -133,8 +131,7 @@ class MegatronRank:
         self.models: list[Any] = [
             chunk.requires_grad_(trainable).train(trainable)
             for chunk in build_chunks(
-                self.family,
-                self.hf_config,
+                self.architecture,
                 parallel,
                 dtype=self._dtype,
                 value_head=value_head,
@@ -151,7 +148,7 @@ class MegatronRank:
                 setup.optimizer, self.model_chunks, distributed_optimizer=sharded, dtype=self._dtype
             )
         # After the wrapper, which may move the parameters into its own buffer.
-        self._weights = HfWeights(self.models, self.family, self.hf_config, value_head=value_head)
+        self._weights = HfWeights(self.models, self.architecture, value_head=value_head)
         self._parameters = [parameter.detach() for model in self.models for parameter in model.parameters()]
         self.load_weights(open_safetensors(setup.model_folder))
 
@@ -208,7 +205,7 @@ class MegatronRank:
             logprob_gap_mean=sums.gap_sum / max(1, sums.gap_tokens),
             logprob_gap_tokens=sums.gap_tokens,
             algorithm={name: total / count for name, (total, count) in sums.algorithm.items() if count},
-            moe={} if self._moe is None else self._balance(self._moe),
+            moe=self._balance(),
             timings_ms=self._timings_ms,
         )
 
@@ -279,10 +276,10 @@ class MegatronRank:
     def _denominator(self, totals: StepTotals) -> float:
         return self._algorithm.denominator(totals, self._knobs)
 
-    def _router_plan(self, moe: MixtureOfExperts, *, replays: bool) -> RouterPlan:
+    def _router_plan(self, *, replays: bool) -> RouterPlan:
         cut_again = self._parallel.sequence_parallel
         return RouterPlan(
-            moe=moe,
+            model=self.architecture,
             cut=self._cut,
             parts=self._parallel.tp if cut_again else 1,
             part=parallel_state.get_tensor_model_parallel_rank() if cut_again else 0,
@@ -295,9 +292,13 @@ class MegatronRank:
         totals = micro_batch_totals(groups)
         return self._denominator(totals) if self._setup.moe_aux_loss_coef and totals.tokens else 0.0
 
-    def _balance(self, moe: MixtureOfExperts) -> dict[str, float]:
+    def _balance(self) -> dict[str, float]:
+        experts = self.architecture.experts
+        if experts is None:
+            return {}
         everyone = process_group.world_group() if self.world_size > 1 else None
-        return balance_metrics(self.model_chunks, moe, group=everyone)
+        layers = self.architecture.num_layers
+        return balance_metrics(self.model_chunks, layers=layers, experts=experts.count, group=everyone)
 
     def _column(self, arrays: Sequence[np.ndarray | None]) -> Tensor:
         """One array a group → one tensor on the device."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from relax_core.contracts.train import TrainGroup
-from relax_core.train.models.family import MixtureOfExperts
+from relax_core.families.architecture import Architecture
 from relax_core.train.row_cut import RowCut
 
 
@@ -39,7 +39,7 @@ class RouterRows:
 OWN_CHOICE = RouterRows(experts=None, pads=None, balance_weight=0.0)
 
 
-def packed_experts(groups: Sequence[TrainGroup], moe: MixtureOfExperts) -> np.ndarray | None:
+def packed_experts(groups: Sequence[TrainGroup], model: Architecture) -> np.ndarray | None:
     """The groups' experts in the order of their common stream, ``[rows, layers, top_k]``; None where none came.
 
     Raises ValueError for what does not fit the model: another number of layers, or an expert that it does not have.
@@ -48,17 +48,19 @@ def packed_experts(groups: Sequence[TrainGroup], moe: MixtureOfExperts) -> np.nd
     if not present:
         return None
     assert len(present) == len(groups), "a column is there for all groups of a step or for none"
+    assert model.experts is not None
     found = []
     for group, experts in zip(groups, present, strict=True):
-        wanted = (group.packed_tokens, len(moe.layers), moe.top_k)
+        wanted = (group.packed_tokens, model.num_layers, model.experts.per_token)
         if experts.size != np.prod(wanted) or len(experts) != wanted[0]:
             raise ValueError(
                 f"group {group.group_uid}: routed experts of shape {list(experts.shape)}, but its rows, the model's "
                 f"layers with experts and the experts a token are {list(wanted)}. Is the engine's model another one?"
             )
-        if int(experts.max()) >= moe.experts:
+        if int(experts.max()) >= model.experts.count:
             raise ValueError(
-                f"group {group.group_uid}: routed to expert {experts.max()}, but the model has {moe.experts} experts."
+                f"group {group.group_uid}: routed to expert {experts.max()}, but the model has "
+                f"{model.experts.count} experts."
             )
         found.append(experts.reshape(wanted))  # SGLang tells no shape: layers and experts come as one axis
     return np.concatenate(found)
@@ -87,7 +89,7 @@ class RouterPlan:
     """How this rank makes the `RouterRows` of a micro-batch. ``parts``, ``part``: of sequence parallelism. ``replays``:
     whether experts that came with the groups are followed."""
 
-    moe: MixtureOfExperts
+    model: Architecture
     cut: RowCut
     parts: int
     part: int
@@ -99,7 +101,7 @@ class RouterPlan:
     ) -> RouterRows:
         """Of a micro-batch whose stream has ``stream`` rows, and with its pads ``padded_rows``."""
         rows = rows_inside_layers(self.cut, padded_rows, parts=self.parts, part=self.part)
-        experts = packed_experts(groups, self.moe) if self.replays else None
+        experts = packed_experts(groups, self.model) if self.replays else None
         return RouterRows(
             experts=None if experts is None else torch.from_numpy(cut_experts(experts, rows)).to(self.device),
             pads=torch.from_numpy(rows >= stream).to(self.device) if padded_rows > stream else None,

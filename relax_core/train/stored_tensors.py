@@ -9,6 +9,8 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
+from relax_core.families.folder import weight_files
+
 
 class StoredTensor:
     """A tensor in a file; cutting a slice out of it reads that slice alone. ``dtype``: safetensors' own word."""
@@ -25,9 +27,9 @@ class StoredTensor:
 
 
 def open_safetensors(folder: Path) -> Iterator[tuple[str, StoredTensor]]:
-    """All tensors of a folder's ``*.safetensors``, unread, in the order in which they lie there; ValueError where there
-    are none."""
-    files = sorted(folder.glob("*.safetensors"))
+    """All tensors of a folder's weights, unread, in the order in which they lie there; ValueError where there are
+    none."""
+    files = weight_files(folder)
     if not files:
         raise ValueError(f"model.path={folder}: no *.safetensors file there. Give a Hugging Face folder with weights.")
     for path in files:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from relax_core.train.models.family import Part, Shard, WeightRule
+from relax_core.train.models.weight_rules import Part, Shard, WeightRule
 from relax_core.train.weight_places import WeightPlace
 
 BUCKET_BYTES = 64 << 20

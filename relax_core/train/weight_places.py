@@ -11,8 +11,9 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
+from relax_core.families.architecture import Architecture
 from relax_core.train.gpt import VALUE_HEAD
-from relax_core.train.models.family import Attention, ModelShape, Part, Shard, WeightRule
+from relax_core.train.models.weight_rules import Part, Shard, WeightRule
 from relax_core.train.specs import parameter_name
 from relax_core.train.stored_pieces import Block
 
@@ -118,7 +119,7 @@ def _rectangles(begin: int, end: int, *, width: int) -> Iterator[tuple[int, int,
 def weight_places(
     chunks: Sequence[torch.nn.Module],
     rules: Sequence[WeightRule],
-    shape: ModelShape,
+    architecture: Architecture,
     *,
     tied_output: bool,
     tensor_of: Callable[[torch.nn.Parameter], Tensor],
@@ -127,17 +128,17 @@ def weight_places(
 
     ``tied_output``: a last pipeline stage that is not the first has a copy of the embedding as its output weight.
     """
-    parameters = _parameters_by_global_name(chunks, shape)
+    parameters = _parameters_by_global_name(chunks, architecture)
     unused = set(parameters)
     places = {}
     for rule in rules:
-        name = parameter_name(rule.megatron, experts=shape.moe is not None)
+        name = parameter_name(rule.megatron, experts=architecture.experts is not None)
         names = [name, _OUTPUT] if tied_output and name == _EMBEDDING else [name]
         held = [parameters[each] for each in names if each in parameters]
         unused.difference_update(names)
         if not held:
             continue
-        views = tuple(part_view(tensor_of(parameter), rule.part, shape.attention) for parameter in held)
+        views = tuple(part_view(tensor_of(parameter), rule.part, architecture) for parameter in held)
         piece, pieces = _piece_of(rule)
         places[rule.hf] = WeightPlace(
             rule=rule,
@@ -146,16 +147,16 @@ def weight_places(
             is_copy=name not in parameters,
             piece=piece,
             pieces=pieces,
-            shape=_whole_shape(views[0], rule, pieces, shape),
+            shape=_whole_shape(views[0], rule, pieces, architecture),
         )
     return places, unused
 
 
 def _parameters_by_global_name(
-    chunks: Sequence[torch.nn.Module], shape: ModelShape
+    chunks: Sequence[torch.nn.Module], architecture: Architecture
 ) -> Mapping[str, torch.nn.Parameter]:
     """Layers and experts are numbered over the whole model, not over this rank's part of it."""
-    experts = shape.moe.experts if shape.moe is not None else 0
+    experts = architecture.experts.count if architecture.experts is not None else 0
     first_expert = (
         experts // parallel_state.get_expert_model_parallel_world_size()
     ) * parallel_state.get_expert_model_parallel_rank()
@@ -185,14 +186,14 @@ def _piece_of(rule: WeightRule) -> tuple[int, int]:
     return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
 
 
-def part_view(parameter: Tensor, part: Part, attention: Attention) -> Tensor:
+def part_view(parameter: Tensor, part: Part, architecture: Architecture) -> Tensor:
     """The part of a Megatron parameter that one Hugging Face tensor is, as a view of its memory."""
     if part is Part.whole:
         return parameter
     if part in (Part.gate, Part.up):
         return parameter.chunk(2, dim=0)[0 if part is Part.gate else 1]
-    heads = attention.query_heads // attention.groups
-    grouped = parameter.view(-1, heads + 2, attention.head_dim, *parameter.shape[1:])  # this rank's groups
+    heads = architecture.num_heads // architecture.num_kv_heads
+    grouped = parameter.view(-1, heads + 2, architecture.head_dim, *parameter.shape[1:])  # this rank's groups
     if part is Part.query:
         return grouped[:, :heads]
     return grouped[:, heads if part is Part.key else heads + 1]
@@ -200,15 +201,17 @@ def part_view(parameter: Tensor, part: Part, attention: Attention) -> Tensor:
 
 def piece_shape(view: Tensor, rule: WeightRule) -> tuple[int, ...]:
     """Shape of the piece as Hugging Face has it: query, key and value views have extra leading axes."""
+    if rule.is_bias:
+        return (view.numel(),)
     if rule.part in (Part.query, Part.key, Part.value):
         return (view.shape[:-1].numel(), view.shape[-1])
     return tuple(view.shape)
 
 
-def _whole_shape(view: Tensor, rule: WeightRule, pieces: int, shape: ModelShape) -> tuple[int, ...]:
+def _whole_shape(view: Tensor, rule: WeightRule, pieces: int, architecture: Architecture) -> tuple[int, ...]:
     whole = list(piece_shape(view, rule))
     if rule.shard is not Shard.replicated:
         whole[rule.shard.value] *= pieces
     if rule.vocabulary:
-        whole[0] = shape.vocab_size
+        whole[0] = architecture.vocab_size
     return tuple(whole)

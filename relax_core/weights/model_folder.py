@@ -8,11 +8,13 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
+from relax_core.families.folder import weight_files
+
 
 def read_safetensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
-    """All tensors of a folder's ``*.safetensors``, in the order in which they lie there, one in memory at a time;
-    ValueError where there are none."""
-    files = sorted(folder.glob("*.safetensors"))
+    """All tensors of a folder's weights, in the order in which they lie there, one in memory at a time; ValueError
+    where there are none."""
+    files = weight_files(folder)
     if not files:
         raise ValueError(f"model.path={folder}: no *.safetensors file there. Give a Hugging Face folder with weights.")
     for path in files:

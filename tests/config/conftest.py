@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 
 from relax_core.contracts.engine import TensorSpec
-from relax_core.train.models.check_folder import tensor_shape
-from relax_core.train.models.family import Family
-from relax_core.train.models.qwen3 import QWEN3
-from relax_core.train.models.qwen3_moe import QWEN3_MOE
+from relax_core.families.table import FAMILIES, read_architecture
+from relax_core.train.models.weight_rules import tensor_shape, weight_rules
 from relax_core.weights.safetensors_header import header_bytes
 
 SHAPE = {
@@ -35,30 +33,31 @@ SHAPE = {
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:
     """What the checks read of a Hugging Face folder: config.json, the header of its weights, a tokenizer."""
-    return write_folder(tmp_path / "model", QWEN3, SHAPE | {"model_type": "qwen3"})
+    return write_folder(tmp_path / "model", SHAPE | {"model_type": "qwen3"})
 
 
 @pytest.fixture
 def mixture_folder(tmp_path: Path) -> Path:
     """The same of a mixture of experts."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
-    return write_folder(tmp_path / "mixture", QWEN3_MOE, SHAPE | experts | {"model_type": "qwen3_moe"})
+    return write_folder(tmp_path / "mixture", SHAPE | experts | {"model_type": "qwen3_moe"})
 
 
-def write_folder(folder: Path, family: Family, values: dict[str, Any]) -> Path:
+def write_folder(folder: Path, values: dict[str, Any]) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(values))
-    write_header(folder / "model.safetensors", family, values)
+    write_header(folder / "model.safetensors", values)
     (folder / "tokenizer.json").write_text("{}")
     return folder
 
 
-def write_header(path: Path, family: Family, hf_config: dict[str, Any]) -> None:
+def write_header(path: Path, values: dict[str, Any]) -> None:
     """All weights, which are zeros that take no room."""
     specs: list[TensorSpec] = []
     end = 0
-    for rule in family.weights(hf_config):
-        shape = tensor_shape(rule, family, hf_config)
+    architecture = read_architecture(FAMILIES[values["model_type"]], values)
+    for rule in weight_rules(architecture):
+        shape = tensor_shape(rule, architecture)
         size = 4 * math.prod(shape)
         specs.append(TensorSpec(name=rule.hf, dtype="float32", shape=list(shape), offset=end, nbytes=size))
         end += size

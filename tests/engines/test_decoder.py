@@ -10,7 +10,7 @@ import torch
 
 from relax_core.engines.embedded.decoder import Decoder
 from relax_core.engines.embedded.kv_cache import KVCache
-from relax_core.engines.embedded.model import Qwen3Model
+from relax_core.engines.embedded.model import LanguageModel
 from relax_core.engines.embedded.model_config import ModelConfig, read_model_config
 from relax_core.engines.embedded.prefill import like_lengths
 from relax_core.engines.embedded.sampler import SamplingSettings, sample_keys
@@ -33,13 +33,13 @@ def config(folder: Path) -> ModelConfig:
 
 
 @pytest.fixture(scope="module")
-def model(folder: Path, config: ModelConfig) -> Qwen3Model:
+def model(folder: Path, config: ModelConfig) -> LanguageModel:
     weights = FusedWeights(config, torch.float32)
     weights.apply(weights.checked(read_safetensors(folder)))
-    return Qwen3Model(config, weights, context_length=256)
+    return LanguageModel(config, weights, context_length=256)
 
 
-def decoder(model: Qwen3Model, *, max_samples: int = 16, max_tokens: int = 1024) -> Decoder:
+def decoder(model: LanguageModel, *, max_samples: int = 16, max_tokens: int = 1024) -> Decoder:
     return Decoder(model, dtype=torch.float32, max_samples=max_samples, max_tokens=max_tokens, context_length=256)
 
 
@@ -50,7 +50,7 @@ def prefix(length: int, *, new: int, n: int = 1, seed: int = 0) -> Prefix:
     return Prefix(token_ids=random_prompt(length, seed=seed), settings=settings, keys=sample_keys([seed], n)[0])
 
 
-def alone(model: Qwen3Model, one: Prefix) -> tuple[list[int], list[float]]:
+def alone(model: LanguageModel, one: Prefix) -> tuple[list[int], list[float]]:
     single = decoder(model)
     done = single.admit([one])
     while not len(done):
@@ -61,7 +61,7 @@ def alone(model: Qwen3Model, one: Prefix) -> tuple[list[int], list[float]]:
 # Rounding differs between batches of other sizes, and between CPUs, by some 1e-6. With these seeds all random numbers
 # are 1.5e-5 away from the edge to another token.
 @pytest.mark.parametrize("seed", [13, 21, 23, 28])
-def test_arrivals_departures_and_growth(model: Qwen3Model, seed: int) -> None:
+def test_arrivals_departures_and_growth(model: LanguageModel, seed: int) -> None:
     rng = random.Random(seed)
     waiting = [prefix(rng.randint(1, 60), new=rng.randint(1, 40), seed=100 * seed + place) for place in range(40)]
     expected = {id(one): alone(model, one) for one in waiting}
@@ -100,15 +100,15 @@ def leave(
 
 
 @torch.inference_mode()
-def test_a_group_is_prefilled_once(model: Qwen3Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_is_prefilled_once(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
-    hidden = Qwen3Model.hidden
+    hidden = LanguageModel.hidden
 
-    def counted(self: Qwen3Model, ids: torch.Tensor, *others: object, **more: object) -> torch.Tensor:
+    def counted(self: LanguageModel, ids: torch.Tensor, *others: object, **more: object) -> torch.Tensor:
         rows.append(ids.shape[0])
         return hidden(self, ids, *others, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Qwen3Model, "hidden", counted)
+    monkeypatch.setattr(LanguageModel, "hidden", counted)
     shared = decoder(model)
     shared.admit([prefix(20, new=4, n=8)])
     assert rows == [20]

@@ -15,10 +15,11 @@ from tiny_models import make_models
 from tiny_trainer import dp_groups, make_backend, make_critic, train_step
 from transformers import AutoModelForCausalLM
 
+from relax_core.families.folder import folder_architecture, read_hf_config
 from relax_core.tools import check_model, export
 from relax_core.train.checkpoint_store import CheckpointStore
-from relax_core.train.models.check_folder import stored_shapes, tensor_shape, weight_problems
-from relax_core.train.models.registry import read_model
+from relax_core.train.models.check_folder import stored_shapes, weight_problems
+from relax_core.train.models.weight_rules import tensor_shape, weight_rules
 
 
 @pytest.fixture(scope="module")
@@ -91,27 +92,26 @@ def test_what_cannot_be_exported_is_told(
 def _refusal_of_other_family(checkpoint: Path, models: Path) -> str:
     from relax_core.train.made_by import check_same_numbers, model_numbers, read_made_by
 
-    family, hf_config = read_model(models / "untied", "qwen3")
+    here = model_numbers(folder_architecture(models / "untied"))
     with pytest.raises(ValueError, match="is of another model") as error:
-        check_same_numbers(
-            read_made_by(checkpoint / "train").model, model_numbers(family, hf_config), folder=checkpoint
-        )
+        check_same_numbers(read_made_by(checkpoint / "train").model, here, folder=checkpoint)
     return str(error.value)
 
 
 @pytest.mark.parametrize("name", ["untied", "tied", "moe"])
 def test_shapes_are_those_of_transformers(models: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    family, hf_config = read_model(models / name, "qwen3_moe" if name == "moe" else "qwen3")
-    wanted = {rule.hf: tensor_shape(rule, family, hf_config) for rule in family.weights(hf_config)}
+    architecture = folder_architecture(models / name)
+    wanted = {rule.hf: tensor_shape(rule, architecture) for rule in weight_rules(architecture)}
     assert wanted == {tensor: shape for tensor, shape, _ in stored_shapes(models / name)}
     assert check_model.main([str(models / name)]) == 0
     parameters = sum(tensor.numel() for tensor in load_file(models / name / "model.safetensors").values())
-    assert f"{len(wanted)} weights, {parameters:,} parameters; model.family={family.name}" in capsys.readouterr().out
+    told = f"{len(wanted)} weights, {parameters:,} parameters; model={architecture.family} trains it."
+    assert told in capsys.readouterr().out
 
 
 def test_a_wrong_folder_is_told_in_words(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    family, hf_config = read_model(models / "moe", "qwen3_moe")
-    assert "no *.safetensors file there" in weight_problems(tmp_path, family, hf_config)[0]
+    architecture = folder_architecture(models / "moe")
+    assert "no *.safetensors file there" in weight_problems(tmp_path, architecture)[0]
     weights = load_file(models / "moe" / "model.safetensors")
     first, second, third = sorted(weights)[:3]
     wrong = {name: tensor for name, tensor in weights.items() if name != third}
@@ -127,16 +127,15 @@ def test_a_wrong_folder_is_told_in_words(models: Path, tmp_path: Path, capsys: p
     assert f"1 of {len(weights)} weights are missing: {third}" in told
     (tmp_path / "b.safetensors").write_bytes(b"no header")
     assert check_model.main([str(tmp_path)]) == 2 and "b.safetensors cannot be read" in capsys.readouterr().err
-    (tmp_path / "config.json").write_text(json.dumps({**hf_config, "model_type": "llama"}))
-    assert check_model.main([str(tmp_path)]) == 2 and "its model_type is 'llama'" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text(json.dumps({**read_hf_config(models / "moe"), "model_type": "phi3"}))
+    assert check_model.main([str(tmp_path)]) == 2 and "its model_type is 'phi3'" in capsys.readouterr().err
 
 
 def test_checking_reads_no_tensor(models: Path, tmp_path: Path) -> None:
     """A folder of headers alone passes: bytes of tensors are never touched."""
-    family, hf_config = read_model(models / "untied", "qwen3")
     whole = (models / "untied" / "model.safetensors").read_bytes()
     size = 8 + int.from_bytes(whole[:8], "little")
     (tmp_path / "model.safetensors").write_bytes(whole[:size] + b"\xff" * (len(whole) - size))
-    assert not weight_problems(tmp_path, family, hf_config)
+    assert not weight_problems(tmp_path, folder_architecture(models / "untied"))
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         assert file.get_tensor("model.norm.weight").isnan().all()

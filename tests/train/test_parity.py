@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import make_model
 from tiny_trainer import KNOBS, clip_loss, make_backend, make_groups, train_step
 
+from benchmarks.family_models import VARIANTS, make_family_model
 from relax_core.contracts.algorithm import LossInputs
 from relax_core.contracts.train import TrainGroup
 
@@ -45,24 +45,25 @@ def reference_loss(model: Any, groups: list[TrainGroup]) -> torch.Tensor:
     return clip_loss(inputs, KNOBS).loss_sum / mask.sum()
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logprobs_match(tmp_path: Path, tied: bool, temperature: float) -> None:
-    model = make_model(tmp_path, tied=tied)
-    backend = make_backend(tmp_path, temperature=temperature)
+def test_logprobs_match(tmp_path: Path, variant: str, temperature: float) -> None:
+    model = make_family_model(tmp_path, variant)
+    backend = make_backend(tmp_path, family=VARIANTS[variant][0], temperature=temperature)
     with torch.no_grad():
         expected = reference_logprobs(model, GROUPS, temperature=temperature).numpy()
     np.testing.assert_allclose(np.concatenate(backend.logprobs(GROUPS)), expected, atol=1e-5, rtol=0)
 
 
-def test_logits_match(tmp_path: Path) -> None:
+@pytest.mark.parametrize("variant", ["qwen3", "llama, llama3 rope"])
+def test_logits_match(tmp_path: Path, variant: str) -> None:
     """A prompt with a one-token response is a plain sequence: its hidden states give the model's logits."""
     from relax_core.train.tree import pack_tree
     from relax_core.train.tree_attention import TreeBatch
 
-    model = make_model(tmp_path)
-    backend = make_backend(tmp_path)
-    group = make_groups([[1]], prompt_lengths=[21])[0]
+    model = make_family_model(tmp_path, variant)
+    backend = make_backend(tmp_path, family=VARIANTS[variant][0])
+    group = make_groups([[1]], prompt_lengths=[121])[0]  # turns of all frequencies
     tree = TreeBatch.of(pack_tree([group]), device=torch.device("cpu"), dtype=torch.float32)
     with torch.no_grad():
         logits = backend.model(tree) @ backend.model.output_weight().t()
@@ -71,11 +72,14 @@ def test_logits_match(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("distributed_optimizer", [False, True])
-@pytest.mark.parametrize("tied", [True, False])
-def test_two_steps_match_adamw(tmp_path: Path, tied: bool, distributed_optimizer: bool) -> None:
-    model = make_model(tmp_path, tied=tied)
+@pytest.mark.parametrize("variant", ["qwen3", "qwen2", "llama, tied, linear rope", "mistral"])
+def test_two_steps_match_adamw(tmp_path: Path, variant: str, distributed_optimizer: bool) -> None:
+    model = make_family_model(tmp_path, variant)
     backend = make_backend(
-        tmp_path, optimizer={"weight_decay": 0.1, "eps": 1e-4}, distributed_optimizer=distributed_optimizer
+        tmp_path,
+        family=VARIANTS[variant][0],
+        optimizer={"weight_decay": 0.1, "eps": 1e-4},
+        distributed_optimizer=distributed_optimizer,
     )
     matrices = [p for p in model.parameters() if p.dim() > 1]
     norms = [p for p in model.parameters() if p.dim() == 1]
@@ -100,21 +104,19 @@ def test_two_steps_match_adamw(tmp_path: Path, tied: bool, distributed_optimizer
         torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_gradients_match(tmp_path: Path, tied: bool) -> None:
+@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant != "qwen3_moe"])  # test_experts.py
+def test_gradients_match(tmp_path: Path, variant: str) -> None:
     """Seen as HF tensors, through the weight map; the tied output weight is used outside the model's forward."""
     from relax_core.train.hf_weights import HfWeights
 
-    model = make_model(tmp_path, tied=tied)
-    backend = make_backend(tmp_path, optimizer={"clip_grad": 0.0})
+    model = make_family_model(tmp_path, variant)
+    backend = make_backend(tmp_path, family=VARIANTS[variant][0], optimizer={"clip_grad": 0.0})
     reference_loss(model, GROUPS).backward()
     backend.begin_step(0)
     backend.accumulate(GROUPS)
     tokens = sum(int(group.loss_mask.sum()) for group in GROUPS)
     expected = {name: parameter.grad for name, parameter in model.named_parameters()}
-    gradients = HfWeights(
-        [backend.model], backend.family, backend.hf_config, tensor_of=lambda parameter: parameter.main_grad
-    )
+    gradients = HfWeights([backend.model], backend.architecture, tensor_of=lambda parameter: parameter.main_grad)
     for name, gradient in gradients.export():
         scale = float(expected[name].abs().max())
         torch.testing.assert_close(gradient / tokens, expected[name], atol=2e-6 * max(1.0, scale), rtol=1e-4, msg=name)

@@ -17,10 +17,11 @@ from safetensors.torch import load_file
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from relax_core.families.folder import folder_architecture
 from relax_core.train import process_group
 from relax_core.train.gpt import build_chunks
 from relax_core.train.hf_weights import HfWeights
-from relax_core.train.models.registry import find_family, read_hf_config
+from relax_core.train.models.weight_rules import weight_rules
 from relax_core.train.stored_tensors import StoredTensor, open_safetensors
 
 BUCKET_BYTES = 80_000  # a few tensors of these models, so that buckets are many
@@ -67,19 +68,19 @@ def counted(folder: Path) -> Iterator[tuple[str, Counted]]:
     return ((name, Counted(stored)) for name, stored in open_safetensors(folder))
 
 
-def see(folder: Path, family_name: str, sizes: dict[str, int], *, rank: int, port: str) -> dict[str, Any]:
+def see(folder: Path, family: str, sizes: dict[str, int], *, rank: int, port: str) -> dict[str, Any]:
     """Loads and exports a model in a layout. Bytes are of this rank."""
     parallel = parallel_config(**sizes)
     process_group.join(
         parallel, rank=rank, world_size=RANKS, store_address=f"127.0.0.1:{port}", timeout_s=300.0, seed=0
     )
-    family, hf_config = find_family(family_name), read_hf_config(folder)
-    chunks = build_chunks(family, hf_config, parallel, dtype=torch.float32)
+    architecture = folder_architecture(folder, family=family)
+    chunks = build_chunks(architecture, parallel, dtype=torch.float32)
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     with torch.no_grad():
         for parameter in parameters:
             parameter.fill_(float("nan"))  # whatever is not loaded is seen
-    weights = HfWeights(chunks, family, hf_config, bucket_bytes=BUCKET_BYTES)
+    weights = HfWeights(chunks, architecture, bucket_bytes=BUCKET_BYTES)
     weights.load(counted(folder))
     source = load_file(folder / "model.safetensors")
     names, different = [], []
@@ -91,7 +92,7 @@ def see(folder: Path, family_name: str, sizes: dict[str, int], *, rank: int, por
     seen = {
         "missing": sorted(source.keys() - set(names)),
         "different": different,
-        "in order": names == [rule.hf for rule in family.weights(hf_config)],
+        "in order": names == [rule.hf for rule in weight_rules(architecture)],
         "finite": all(bool(torch.isfinite(parameter).all()) for parameter in parameters),
         "held": held.peak,
         "largest": max(tensor.nbytes for tensor in source.values()),

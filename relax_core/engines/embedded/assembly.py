@@ -10,7 +10,7 @@ import torch
 from relax_core.engines.embedded.control_routes import ControlRoutes
 from relax_core.engines.embedded.decoder import Decoder
 from relax_core.engines.embedded.generate_route import GenerateRoute
-from relax_core.engines.embedded.model import Qwen3Model
+from relax_core.engines.embedded.model import LanguageModel
 from relax_core.engines.embedded.model_config import read_model_config
 from relax_core.engines.embedded.requests import RequestLimits
 from relax_core.engines.embedded.sampler import SamplingSettings, sample_keys
@@ -35,7 +35,7 @@ def build_app(arguments: argparse.Namespace) -> tuple[EngineApp, Scheduler]:
     dtype = getattr(torch, arguments.dtype)
     weights = FusedWeights(config, dtype)
     decoder = Decoder(
-        Qwen3Model(config, weights, context_length=arguments.context_length),
+        LanguageModel(config, weights, context_length=arguments.context_length),
         dtype=dtype,
         max_samples=arguments.max_running_samples,
         max_tokens=arguments.max_total_tokens,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from relax_core.engines.embedded.decode_attention import CacheViews, DecodeAttention
 from relax_core.engines.embedded.kv_cache import KVCache
-from relax_core.engines.embedded.model import Qwen3Model
+from relax_core.engines.embedded.model import LanguageModel
 from relax_core.engines.embedded.prefill import Wanted, empty_kv, like_lengths, prefill_passes
 from relax_core.engines.embedded.routes import RouteTable
 from relax_core.engines.embedded.sampler import NonFiniteLogits, sample
@@ -26,7 +26,7 @@ class Decoder:
     """``max_samples`` slots; KV columns within ``max_tokens`` slots times columns."""
 
     def __init__(
-        self, model: Qwen3Model, *, dtype: torch.dtype, max_samples: int, max_tokens: int, context_length: int
+        self, model: LanguageModel, *, dtype: torch.dtype, max_samples: int, max_tokens: int, context_length: int
     ) -> None:
         config = model.config
         self._model = model

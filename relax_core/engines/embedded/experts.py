@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from relax_core.engines.embedded.model_config import Experts
 from relax_core.engines.embedded.products import product
+from relax_core.families.architecture import Experts
 
 
 class ExpertWeights(NamedTuple):
@@ -33,7 +33,9 @@ def choose_experts(rows: Tensor, router_t: Tensor, experts: Experts) -> tuple[Te
     return weights.to(rows.dtype), chosen
 
 
-def mix_experts(rows: Tensor, weights: Tensor, chosen: Tensor, mlp: ExpertWeights) -> Tensor:
+def mix_experts(
+    rows: Tensor, weights: Tensor, chosen: Tensor, mlp: ExpertWeights, *, activation: Callable[[Tensor], Tensor]
+) -> Tensor:
     """``[rows, hidden]``: the weighted sum of the chosen experts' outputs.
 
     Rows are sorted by expert, so that each expert that somebody chose makes one product. Measured against one product
@@ -52,7 +54,7 @@ def mix_experts(rows: Tensor, weights: Tensor, chosen: Tensor, mlp: ExpertWeight
             end = start + count
             gate_up_t, down_t = mlp.gate_up_t[expert], mlp.down_t[expert]
             gate, up = product(sorted_rows[start:end], gate_up_t).chunk(2, -1)
-            outputs[start:end] = product(F.silu(gate).mul_(up), down_t)
+            outputs[start:end] = product(activation(gate).mul_(up), down_t)
             start = end
     outputs.mul_(weights.view(-1).index_select(0, order)[:, None])
     return torch.zeros_like(rows).index_add_(0, owners, outputs)

@@ -1,4 +1,4 @@
-"""A Qwen3's forward pass, dense or with experts, over flat rows of tokens; attention is the caller's."""
+"""The forward pass of any architecture of relax_core/families over flat rows of tokens; attention is the caller's."""
 
 from __future__ import annotations
 
@@ -12,24 +12,28 @@ from torch import Tensor
 from relax_core.engines.embedded.experts import ExpertWeights, choose_experts, mix_experts
 from relax_core.engines.embedded.model_config import ModelConfig
 from relax_core.engines.embedded.products import add_product, product
-from relax_core.engines.embedded.weights import FusedWeights
+from relax_core.engines.embedded.weights import FusedWeights, LayerWeights
 
-# (layer, q [rows, heads, dim], keys, then values [rows, 2 * kv_heads, dim]) -> [rows, heads * dim]; q comes divided by
-# sqrt(dim)
+# (layer, q [rows, heads, dim], keys, then values [rows, 2 * kv_heads, dim]) -> [rows, heads * dim]; the product of q
+# and a key comes divided by sqrt(dim)
 Attend = Callable[[int, Tensor, Tensor], Tensor]
 
 
-class Qwen3Model:
+class LanguageModel:
     """Rows of different samples and positions go through together: only ``attend`` knows who sees whom."""
 
     def __init__(self, config: ModelConfig, weights: FusedWeights, *, context_length: int) -> None:
         self.config = config
         self.weights = weights
         half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        angles = torch.outer(torch.arange(context_length, dtype=torch.float32), 1.0 / config.rope_theta**half)
-        self._rotation = torch.polar(torch.ones_like(angles), angles)[:, None]  # [positions, 1, dim / 2] complex
+        frequencies = config.rope.scaled(1.0 / config.rope.theta**half)
+        angles = torch.outer(torch.arange(context_length, dtype=torch.float32), frequencies)
+        # Query and key each bring half of the division by sqrt(dim), or the query's norm brings all of it.
+        length = 1.0 if config.qk_norm else config.head_dim**-0.25
+        self._rotation = torch.polar(torch.full_like(angles, length), angles)[:, None]  # [positions, 1, dim / 2]
         self._floor = torch.tensor(math.sqrt(config.rms_norm_eps * config.hidden_size))
         self._head_floor = torch.tensor(math.sqrt(config.rms_norm_eps * config.head_dim))
+        self._activation = getattr(F, config.activation)
         self._dtype = weights.embedding.dtype
         self._narrow = self._dtype != torch.float32  # else nothing is cast: to its own dtype still costs an operator
 
@@ -40,11 +44,12 @@ class Qwen3Model:
         normed = x.div(length.hypot_(self._floor)).mul_(weight)
         return normed.to(self._dtype) if self._narrow else normed
 
-    def _norm_and_rotate(self, heads: Tensor, weight: Tensor, rotation: Tensor) -> None:
-        """The same for each head, then rotary embedding, in place: float32 ``[rows, heads, dim]``, the halves of each
-        head interleaved."""
-        length = torch.linalg.vector_norm(heads, dim=-1, keepdim=True)
-        heads.div_(length.hypot_(self._head_floor)).mul_(weight)
+    def _norm_and_rotate(self, heads: Tensor, weight: Tensor | None, rotation: Tensor) -> None:
+        """The same for each head where heads are normed, then rotary embedding, in place: float32
+        ``[rows, heads, dim]``, the halves of each head interleaved."""
+        if weight is not None:
+            length = torch.linalg.vector_norm(heads, dim=-1, keepdim=True)
+            heads.div_(length.hypot_(self._head_floor)).mul_(weight)
         heads.view(torch.complex64).mul_(rotation)
 
     def hidden(
@@ -66,7 +71,7 @@ class Qwen3Model:
         rotation = self._rotation.index_select(0, positions)
         x = self.weights.embedding.index_select(0, ids)
         for index, layer in enumerate(self.weights.layers):
-            qkv = product(self._norm(x, layer.input_norm), layer.qkv_t).view(shape)
+            qkv = self._queries_keys_values(x, layer).view(shape)
             if self._narrow:
                 qkv = qkv.float()
             self._norm_and_rotate(qkv.narrow(1, 0, rotated), layer.qk_norm, rotation)
@@ -83,15 +88,21 @@ class Qwen3Model:
             else:
                 gate_up = product(normed, layer.mlp.gate_up_t)
                 gate, up = gate_up.split_with_sizes((config.intermediate_size, config.intermediate_size), 1)
-                x = add_product(x, F.silu(gate).mul_(up), layer.mlp.down_t)
+                x = add_product(x, self._activation(gate).mul_(up), layer.mlp.down_t)
         return x
+
+    def _queries_keys_values(self, x: Tensor, layer: LayerWeights) -> Tensor:
+        normed = self._norm(x, layer.input_norm)
+        if layer.qkv_bias is None:
+            return product(normed, layer.qkv_t)
+        return add_product(layer.qkv_bias, normed, layer.qkv_t)
 
     def _experts(self, rows: Tensor, mlp: ExpertWeights, routes: list[Tensor] | None) -> Tensor:
         assert self.config.experts is not None
         weights, chosen = choose_experts(rows, mlp.router_t, self.config.experts)
         if routes is not None:
             routes.append(chosen)
-        return mix_experts(rows, weights, chosen, mlp)
+        return mix_experts(rows, weights, chosen, mlp, activation=self._activation)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[rows, hidden]`` → float32 ``[rows, vocab]``, a tensor that the caller may write to."""

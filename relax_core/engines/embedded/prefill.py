@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from relax_core.engines.embedded.model import Attend, Qwen3Model
+from relax_core.engines.embedded.model import Attend, LanguageModel
 
 PREFILL_ROWS = 512  # token rows, pads included, of one pass of a prefill: its products then stay in the cache
 
@@ -28,7 +28,7 @@ def like_lengths(lengths: Sequence[int]) -> Iterator[list[int]]:
         yield batch
 
 
-def empty_kv(model: Qwen3Model, *, count: int, width: int, dtype: torch.dtype) -> Tensor:
+def empty_kv(model: LanguageModel, *, count: int, width: int, dtype: torch.dtype) -> Tensor:
     """Room for keys and values, [layers, 2, count, kv_heads, width, head_dim]."""
     config = model.config
     return torch.zeros((config.num_layers, 2, count, config.num_kv_heads, width, config.head_dim), dtype=dtype)
@@ -42,7 +42,7 @@ class Wanted(NamedTuple):
 
 
 def prefill_passes(
-    model: Qwen3Model,
+    model: LanguageModel,
     token_ids: Sequence[Sequence[int]],
     kv: Tensor,
     *,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from relax_core.engines.embedded.model import Qwen3Model
+from relax_core.engines.embedded.model import LanguageModel
 from relax_core.engines.embedded.prefill import Wanted, empty_kv, prefill_passes
 from relax_core.engines.embedded.sampler import NonFiniteLogits
 
@@ -36,7 +36,7 @@ class Scores:
     top_logprobs: list[list[float]]
 
 
-def score(model: Qwen3Model, items: Sequence[ScoreItem], *, dtype: torch.dtype) -> list[Scores]:
+def score(model: LanguageModel, items: Sequence[ScoreItem], *, dtype: torch.dtype) -> list[Scores]:
     """Raises NonFiniteLogits where the weights yield none. Give together what `like_lengths` puts together."""
     # The last token is scored by the position before it, so it is not computed itself.
     rows = [item.token_ids[:-1] or item.token_ids for item in items]

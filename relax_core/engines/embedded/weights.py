@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from relax_core.engines.embedded.experts import ExpertWeights
-from relax_core.engines.embedded.model_config import Experts, ModelConfig
+from relax_core.engines.embedded.model_config import ModelConfig
+from relax_core.families.architecture import Experts
 
 
 class DenseWeights(NamedTuple):
@@ -21,12 +22,13 @@ class DenseWeights(NamedTuple):
 
 
 class LayerWeights(NamedTuple):
-    """One layer. Query and key heads, and their norms, are stored with the two halves of each head interleaved, so
-    that rotary embedding is one complex product; dot products and norms do not see the order."""
+    """One layer. Query and key heads, their biases and norms are stored with the two halves of each head interleaved,
+    so that rotary embedding is one complex product; dot products and norms do not see the order."""
 
     input_norm: Tensor  # [hidden], as all norms: float32, with the factors of `Target.scale`
     qkv_t: Tensor  # [hidden, (heads + 2 * kv_heads) * head_dim]
-    qk_norm: Tensor  # [heads + kv_heads, head_dim]
+    qkv_bias: Tensor | None  # [(heads + 2 * kv_heads) * head_dim]
+    qk_norm: Tensor | None  # [heads + kv_heads, head_dim]
     output_t: Tensor  # [heads * head_dim, hidden]
     mlp_norm: Tensor  # [hidden]
     mlp: DenseWeights | ExpertWeights
@@ -59,7 +61,7 @@ class FusedWeights:
             head = torch.zeros(vocab, hidden, dtype=dtype)
             self._whole("lm_head.weight", head)
         self.head_t = head.t()
-        self._tied = config.tie_word_embeddings
+        self._ignored = config.ignored_weights
 
     def _whole(self, name: str, tensor: Tensor, *, scale: float = 1.0) -> None:
         self._targets[name] = Target(tuple(tensor.shape), tuple(tensor.shape), tensor, scale)
@@ -72,20 +74,25 @@ class FusedWeights:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=dtype)
 
-        qkv = zeros((heads + 2 * kv_heads) * dim, hidden)
-        qk_norm = torch.zeros(heads + kv_heads, dim)
+        width = (heads + 2 * kv_heads) * dim
+        projections = {"weight": zeros(width, hidden)} | ({"bias": zeros(width)} if config.qkv_bias else {})
+        qk_norm = torch.zeros(heads + kv_heads, dim) if config.qk_norm else None
         output = zeros(hidden, heads * dim)
         input_norm, mlp_norm = torch.zeros(hidden), torch.zeros(hidden)
         first = 0
         for part, count, scale in (("q", heads, 1.0), ("k", kv_heads, math.sqrt(dim))):
-            rows = qkv[first * dim : (first + count) * dim].view(count, half, 2, hidden).transpose(1, 2)
-            norm = qk_norm[first : first + count].view(count, half, 2).transpose(1, 2)
-            self._targets[f"{layer}self_attn.{part}_proj.weight"] = Target(
-                (count * dim, hidden), (count, 2, half, hidden), rows
-            )
-            self._targets[f"{layer}self_attn.{part}_norm.weight"] = Target((dim,), (1, 2, half), norm, scale)
+            for kind, fused in projections.items():
+                rows = fused[first * dim : (first + count) * dim]
+                view = rows.view(count, half, 2, *rows.shape[1:]).transpose(1, 2)
+                self._targets[f"{layer}self_attn.{part}_proj.{kind}"] = Target(
+                    tuple(rows.shape), tuple(view.shape), view
+                )
+            if qk_norm is not None:
+                norm = qk_norm[first : first + count].view(count, half, 2).transpose(1, 2)
+                self._targets[f"{layer}self_attn.{part}_norm.weight"] = Target((dim,), (1, 2, half), norm, scale)
             first += count
-        self._whole(f"{layer}self_attn.v_proj.weight", qkv[first * dim :])
+        for kind, fused in projections.items():
+            self._whole(f"{layer}self_attn.v_proj.{kind}", fused[first * dim :])
         self._whole(f"{layer}self_attn.o_proj.weight", output)
         self._whole(f"{layer}input_layernorm.weight", input_norm, scale=math.sqrt(hidden))
         self._whole(f"{layer}post_attention_layernorm.weight", mlp_norm, scale=math.sqrt(hidden))
@@ -94,7 +101,15 @@ class FusedWeights:
             mlp = self._dense(f"{layer}mlp.", hidden, config.intermediate_size, dtype)
         else:
             mlp = self._experts(f"{layer}mlp.", hidden, config.experts, dtype)
-        return LayerWeights(input_norm, qkv.t(), qk_norm, output.t(), mlp_norm, mlp)
+        return LayerWeights(
+            input_norm=input_norm,
+            qkv_t=projections["weight"].t(),
+            qkv_bias=projections.get("bias"),
+            qk_norm=qk_norm,
+            output_t=output.t(),
+            mlp_norm=mlp_norm,
+            mlp=mlp,
+        )
 
     def _dense(self, prefix: str, hidden: int, width: int, dtype: torch.dtype) -> DenseWeights:
         gate_up, down = torch.zeros(2 * width, hidden, dtype=dtype), torch.zeros(hidden, width, dtype=dtype)
@@ -116,9 +131,7 @@ class FusedWeights:
 
     def checked(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """All tensors of an update by name; raises ValueError that names every missing, unknown or misshapen one."""
-        found = dict(tensors)
-        if self._tied:
-            found.pop("lm_head.weight", None)  # some folders store the tied head twice
+        found = {name: tensor for name, tensor in tensors if name not in self._ignored}
         faults = [f"missing: {name}" for name in self._targets if name not in found]
         for name, tensor in found.items():
             target = self._targets.get(name)

@@ -1,1 +1,1 @@
-"""Model families. A family is data (family.py); registry.py knows them all. Nothing here imports torch."""
+"""How an architecture (relax_core/families) looks in Megatron. Nothing here imports torch."""

@@ -1,0 +1,55 @@
+"""What a decoder-only language model is made of: one description for trainer, embedded engine and memory plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from relax_core.families.rope import Rope
+
+OUTPUT_WEIGHT = "lm_head.weight"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A mixture of experts in every layer. ``per_token``: experts that a token is routed to. ``width``: of one expert.
+    ``normalized``: whether the weights of the chosen experts are made to add up to 1."""
+
+    count: int
+    per_token: int
+    width: int
+    normalized: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture:
+    """One model of a family, with sizes.
+
+    Every layer has RMSNorms, grouped-query attention with rotary embedding, and a gated MLP or experts. ``family``:
+    config.json's model_type. ``qkv_bias``: whether the query, key and value projections add a bias. ``qk_norm``:
+    whether the query and key heads are normed. ``activation``: of the gate, a name in torch.nn.functional.
+    ``tie_word_embeddings``: whether the embedding is the output weight too. ``experts``: None for a dense model.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: Rope
+    tie_word_embeddings: bool
+    max_positions: int
+    qkv_bias: bool
+    qk_norm: bool
+    activation: str = "silu"
+    experts: Experts | None = None
+
+    @property
+    def ignored_weights(self) -> frozenset[str]:
+        """Hugging Face names that a folder may hold and that carry nothing of their own: a tied output weight that is
+        stored a second time, and the rotary frequencies that old versions of transformers stored."""
+        frequencies = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(self.num_layers)}
+        return frozenset(frequencies | ({OUTPUT_WEIGHT} if self.tie_word_embeddings else set()))

@@ -1,0 +1,96 @@
+"""Rotary position embedding as config.json describes it: its base, and how its frequencies are scaled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DEFAULT_THETA = 10_000.0  # of every configuration class of transformers that is read here
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearScaling:
+    """Position interpolation (Chen et al. 2023, arXiv 2306.15595): positions count 1 / ``factor``."""
+
+    factor: float
+
+    def scaled(self, frequencies: Tensor) -> Tensor:
+        return frequencies / self.factor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
+    """Llama 3.1's scaling (Grattafiori et al. 2024, arXiv 2407.21783, §3.4.2; rope_type "llama3" of transformers).
+
+    A frequency that turns at least ``high_freq_factor`` times in ``original_positions`` tokens stays as it is, one that
+    turns at most ``low_freq_factor`` times is divided by ``factor``, and between the two the share that stays grows
+    linearly with the number of turns.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: int
+
+    def scaled(self, frequencies: Tensor) -> Tensor:
+        turns = frequencies * (self.original_positions / (2 * math.pi))
+        kept = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clip(0.0, 1.0)
+        return frequencies * kept + frequencies / self.factor * (1.0 - kept)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """``theta``: component i of a head of dimension d turns by theta^(-2i/d) radians a position, before ``scaling``."""
+
+    theta: float
+    scaling: LinearScaling | Llama3Scaling | None = None
+
+    def scaled(self, frequencies: Tensor) -> Tensor:
+        """Of the plain frequencies, float32 ``[head_dim / 2]`` in radians a position, those that are used."""
+        return frequencies if self.scaling is None else self.scaling.scaled(frequencies)
+
+
+def read_rope(config: Mapping[str, Any], *, family: str) -> Rope:
+    """Of config.json: transformers 5 writes ``rope_parameters``, older ones ``rope_scaling`` and ``rope_theta``. Raises
+    ValueError for a scaling that is not computed, KeyError for one that lacks a number."""
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind = given.get("rope_type") or given.get("type") or "default"
+    theta = float(given.get("rope_theta") or config.get("rope_theta") or DEFAULT_THETA)
+    nested = [key for key, value in given.items() if isinstance(value, Mapping)]
+    if nested:
+        raise ValueError(
+            f"config.json rope_parameters differ by kind of layer ({', '.join(nested)}): {family} computes the same "
+            "rotary embedding in all layers only."
+        )
+    partial = given.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if partial != 1.0:
+        raise ValueError(
+            f"config.json partial_rotary_factor={partial}: {family} computes rotary embedding of whole heads only."
+        )
+    if kind == "default":
+        return Rope(theta=theta)
+    if kind == "linear":
+        return Rope(theta=theta, scaling=LinearScaling(factor=given["factor"]))
+    if kind == "llama3":
+        scaling = Llama3Scaling(
+            factor=given["factor"],
+            low_freq_factor=given["low_freq_factor"],
+            high_freq_factor=given["high_freq_factor"],
+            original_positions=given.get("original_max_position_embeddings") or config["max_position_embeddings"],
+        )
+        if not scaling.low_freq_factor < scaling.high_freq_factor:
+            raise ValueError(
+                f"config.json low_freq_factor={scaling.low_freq_factor}: must be less than high_freq_factor="
+                f"{scaling.high_freq_factor}."
+            )
+        return Rope(theta=theta, scaling=scaling)
+    raise ValueError(
+        f"config.json rope_type={kind}: {family} computes rope_type default, linear and llama3 only. Where the scaling "
+        "only lengthens the context (yarn, dynamic), a config.json without it describes the same model at the length "
+        "that it was trained with."
+    )

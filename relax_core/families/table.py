@@ -1,0 +1,150 @@
+"""The families. An entry says how a family differs from the others; `read_architecture` is the same for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from relax_core.families.architecture import Architecture, Experts
+from relax_core.families.rope import read_rope
+
+HfConfig = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Only:
+    """A key of config.json of which one value is computed; ``why``: a clause for the refusal of any other."""
+
+    key: str
+    value: Any
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """``name``: config.json's model_type. ``only``: what it refuses beside `COMMON`. ``experts``: reads the mixture of
+    experts, of a family that has one. ``check``: raises ValueError for what no single key tells."""
+
+    name: str
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    only: tuple[Only, ...] = ()
+    experts: Callable[[HfConfig], Experts] | None = None
+    check: Callable[[HfConfig], None] | None = None
+
+
+COMMON = (
+    Only("hidden_act", "silu", "no other activation is computed"),
+    Only("attention_dropout", 0, "nothing is dropped while training"),
+)
+FULL_ATTENTION = Only(
+    "use_sliding_window",
+    False,
+    "attention goes over the whole context; with false the folder is the same model for contexts of at most "
+    "sliding_window tokens",
+)
+NO_ATTENTION_BIAS = Only("attention_bias", False, "no bias of the attention's projections is computed")
+
+
+def read_architecture(family: Family, config: HfConfig) -> Architecture:
+    """What a config.json of ``family`` describes. Raises ValueError for what it lacks, and for what would need other
+    code: no model may be trained as something else."""
+    for only in (*COMMON, *family.only):
+        given = config.get(only.key)
+        if given is not None and given != only.value:
+            raise ValueError(
+                f"config.json {only.key}={given}: {family.name} computes {only.key}={only.value} only: {only.why}."
+            )
+    sliding = set(config.get("layer_types") or ()) - {"full_attention"}
+    if sliding:
+        raise ValueError(
+            f"config.json layer_types has {', '.join(sorted(sliding))}: {family.name} computes full_attention only."
+        )
+    try:
+        if family.check is not None:
+            family.check(config)
+        return _described(family, config)
+    except KeyError as error:
+        raise ValueError(f"config.json has no {error.args[0]}, which family {family.name} needs.") from error
+
+
+def _described(family: Family, config: HfConfig) -> Architecture:
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    return Architecture(
+        family=family.name,
+        vocab_size=config["vocab_size"],
+        hidden_size=hidden,
+        intermediate_size=config["intermediate_size"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=heads,
+        num_kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or hidden // heads,
+        rms_norm_eps=config.get("rms_norm_eps") or 1e-6,
+        rope=read_rope(config, family=family.name),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings")),
+        max_positions=config["max_position_embeddings"],
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
+        experts=None if family.experts is None else family.experts(config),
+    )
+
+
+def _qwen3_experts(config: HfConfig) -> Experts:
+    """transformers 5 writes ``num_local_experts``, older ones ``num_experts``."""
+    count = config["num_local_experts"] if "num_local_experts" in config else config["num_experts"]
+    return Experts(
+        count=count,
+        per_token=config["num_experts_per_tok"],
+        width=config["moe_intermediate_size"],
+        normalized=config.get("norm_topk_prob", False),
+    )
+
+
+def _check_qwen3_experts(config: HfConfig) -> None:
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        raise ValueError(
+            f"config.json mlp_only_layers={config.get('mlp_only_layers')}, decoder_sparse_step="
+            f"{config.get('decoder_sparse_step', 1)}: qwen3_moe computes models with experts in every layer only "
+            "(mlp_only_layers=[], decoder_sparse_step=1)."
+        )
+    experts = _qwen3_experts(config)
+    if not 1 <= experts.per_token <= experts.count:
+        raise ValueError(
+            f"config.json num_experts_per_tok={experts.per_token}: must be 1 to {experts.count}, the number of experts."
+        )
+    if experts.per_token == 1 and experts.normalized:
+        raise ValueError(
+            "config.json num_experts_per_tok=1 with norm_topk_prob=true: each weight is then 1, so the router "
+            "learns nothing. qwen3_moe trains it with norm_topk_prob=false only."
+        )
+
+
+def _check_mistral_window(config: HfConfig) -> None:
+    """A window that no context reaches is none. transformers gives a config.json without the key one of 4096 tokens."""
+    window, positions = config.get("sliding_window", 4096), config["max_position_embeddings"]
+    if window is not None and window < positions:
+        raise ValueError(
+            f"config.json sliding_window={window} with max_position_embeddings={positions}: mistral computes attention "
+            "over the whole context only. Mistral-7B has no window from v0.2 on (sliding_window=null); with "
+            f"max_position_embeddings={window} in config.json this folder is the same model, for contexts of at most "
+            f"{window} tokens."
+        )
+
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        Family(name="llama", only=(NO_ATTENTION_BIAS, Only("mlp_bias", False, "no bias of the MLP is computed"))),
+        Family(name="mistral", check=_check_mistral_window),
+        Family(name="qwen2", qkv_bias=True, only=(FULL_ATTENTION,)),
+        Family(name="qwen3", qk_norm=True, only=(NO_ATTENTION_BIAS, FULL_ATTENTION)),
+        Family(
+            name="qwen3_moe",
+            qk_norm=True,
+            only=(NO_ATTENTION_BIAS, FULL_ATTENTION),
+            experts=_qwen3_experts,
+            check=_check_qwen3_experts,
+        ),
+    )
+}

@@ -1,0 +1,128 @@
+"""Where each Hugging Face tensor of an architecture lies in a Megatron model. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from relax_core.families.architecture import OUTPUT_WEIGHT, Architecture
+
+
+class Shard(Enum):
+    """How tensor parallelism cuts a Megatron parameter; the value is Megatron's ``partition_dim``."""
+
+    replicated = None
+    column = 0  # output rows
+    row = 1  # input columns
+
+
+class Part(Enum):
+    """Which part of a Megatron parameter one Hugging Face tensor is.
+
+    Megatron fuses the three attention projections into one weight, interleaved by key-value group: for each group its
+    query heads, its key head, its value head; their biases likewise. It fuses the MLP's gate and up projections one
+    above the other.
+    """
+
+    whole = "whole"
+    query = "query"
+    key = "key"
+    value = "value"
+    gate = "gate"
+    up = "up"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightRule:
+    """One Hugging Face tensor: ``hf`` is its name, ``megatron`` the parameter that holds it.
+
+    Megatron names are those of a build without TransformerEngine. Their layer and expert numbers count over the whole
+    model: the first says which pipeline stage has the parameter, the second which expert-parallel rank. ``shard`` is
+    over the tensor-parallel ranks, or for an ``expert`` over the expert-tensor-parallel ones. ``vocabulary``: one row a
+    token, and Megatron pads the rows up to a multiple of the ranks.
+    """
+
+    hf: str
+    megatron: str
+    shard: Shard
+    part: Part = Part.whole
+    expert: bool = False
+    vocabulary: bool = False
+
+    @property
+    def is_bias(self) -> bool:
+        """Whether the tensor is a vector that is cut and fused as the rows of a matrix are."""
+        return self.hf.endswith(".bias")
+
+
+def weight_rules(architecture: Architecture) -> tuple[WeightRule, ...]:
+    """Of every weight, in the order in which they are exported: embedding, layers, final norm and, where it is not
+    tied, the output weight."""
+    return tuple(_rules(architecture))
+
+
+def _rules(architecture: Architecture) -> Iterator[WeightRule]:
+    yield WeightRule("model.embed_tokens.weight", "embedding.word_embeddings.weight", Shard.column, vocabulary=True)
+    for index in range(architecture.num_layers):
+        hf, megatron = f"model.layers.{index}.", f"decoder.layers.{index}."
+        yield from _attention_rules(hf, megatron, architecture)
+        yield from _mlp_rules(hf + "mlp.", megatron + "mlp.", architecture)
+    yield WeightRule("model.norm.weight", "decoder.final_layernorm.weight", Shard.replicated)
+    if not architecture.tie_word_embeddings:
+        yield WeightRule(OUTPUT_WEIGHT, "output_layer.weight", Shard.column, vocabulary=True)
+
+
+def _attention_rules(hf: str, megatron: str, architecture: Architecture) -> Iterator[WeightRule]:
+    """A layer without its MLP."""
+    own, attention = hf + "self_attn.", megatron + "self_attention."
+    yield WeightRule(hf + "input_layernorm.weight", megatron + "input_layernorm.weight", Shard.replicated)
+    for kind in ("weight", "bias") if architecture.qkv_bias else ("weight",):
+        fused = f"{attention}linear_qkv.{kind}"
+        yield WeightRule(f"{own}q_proj.{kind}", fused, Shard.column, Part.query)
+        yield WeightRule(f"{own}k_proj.{kind}", fused, Shard.column, Part.key)
+        yield WeightRule(f"{own}v_proj.{kind}", fused, Shard.column, Part.value)
+    if architecture.qk_norm:
+        yield WeightRule(own + "q_norm.weight", attention + "q_layernorm.weight", Shard.replicated)
+        yield WeightRule(own + "k_norm.weight", attention + "k_layernorm.weight", Shard.replicated)
+    yield WeightRule(own + "o_proj.weight", attention + "linear_proj.weight", Shard.row)
+    yield WeightRule(hf + "post_attention_layernorm.weight", megatron + "pre_mlp_layernorm.weight", Shard.replicated)
+
+
+def _mlp_rules(hf: str, megatron: str, architecture: Architecture) -> Iterator[WeightRule]:
+    if architecture.experts is None:
+        yield from _gated_rules(hf, megatron, expert=False)
+        return
+    yield WeightRule(hf + "gate.weight", megatron + "router.weight", Shard.replicated)
+    for expert in range(architecture.experts.count):
+        yield from _gated_rules(f"{hf}experts.{expert}.", f"{megatron}experts.local_experts.{expert}.", expert=True)
+
+
+def _gated_rules(hf: str, megatron: str, *, expert: bool) -> Iterator[WeightRule]:
+    """Of one gated MLP, whose names begin so."""
+    gate_up = megatron + "linear_fc1.weight"
+    yield WeightRule(hf + "gate_proj.weight", gate_up, Shard.column, Part.gate, expert=expert)
+    yield WeightRule(hf + "up_proj.weight", gate_up, Shard.column, Part.up, expert=expert)
+    yield WeightRule(hf + "down_proj.weight", megatron + "linear_fc2.weight", Shard.row, expert=expert)
+
+
+def tensor_shape(rule: WeightRule, architecture: Architecture) -> tuple[int, ...]:
+    """Of the Hugging Face tensor."""
+    one, experts = architecture, architecture.experts
+    hidden, queries, keys = one.hidden_size, one.num_heads * one.head_dim, one.num_kv_heads * one.head_dim
+    width = experts.width if rule.expert and experts is not None else one.intermediate_size
+    module = rule.megatron.split(".")[-2]
+    if module in ("q_layernorm", "k_layernorm"):
+        return (one.head_dim,)
+    if module.endswith("layernorm"):
+        return (hidden,)
+    shape = {
+        "word_embeddings": (one.vocab_size, hidden),
+        "output_layer": (one.vocab_size, hidden),
+        "linear_qkv": (queries if rule.part is Part.query else keys, hidden),
+        "linear_proj": (hidden, queries),
+        "linear_fc1": (width, hidden),
+        "linear_fc2": (hidden, width),
+        "router": (experts.count if experts is not None else 0, hidden),
+    }[module]
+    return shape[:1] if rule.is_bias else shape
