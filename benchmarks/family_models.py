@@ -70,7 +70,7 @@ def make_family_model(folder: Path | None, variant: str, *, seed: int = 0, **siz
             if "norm" in name:
                 parameter.add_(0.2 * noise)
             else:
-                parameter.copy_(0.5 * noise if name.endswith("bias") else 0.12 * noise)
+                parameter.copy_(0.5 * noise if name.endswith("bias") else 0.1 * noise)
     if folder is not None:
         model.save_pretrained(folder)
     return model

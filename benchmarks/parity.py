@@ -25,7 +25,8 @@ from typing import Any
 REACH = 1e-5
 DEADLINE_S = 900.0
 FIGURES = ("loss", "grad_norm", "weights", "logprobs")
-DENSE, EXPERTS = "qwen3", "qwen3_moe"
+DENSE, EXPERTS, BIASED = "qwen3", "qwen3_moe", "qwen2"
+OTHERS = ("llama", "mistral")  # against Hugging Face only
 SHARDED = {"distributed_optimizer": True}
 OVERLAP = {**SHARDED, "overlap": True}
 SEQUENCE = {"sequence_parallel": True}
@@ -45,6 +46,8 @@ class Row:
         """The balancing loss is a micro-batch's: it is the same only where the layout leaves micro-batches whole."""
         if self.family == DENSE:
             return "tree", "plain"
+        if self.family == BIASED:
+            return ("tree",)
         whole = self.trainable and "dp" not in self.layout
         return ("tree", "plain", "replay", "balanced") if whole else ("tree", "plain", "replay")
 
@@ -95,6 +98,17 @@ ROWS = (
     Row(name="PP2, VPP2, EP2", layout={"dp": 2, "pp": 2, "vpp": 2, "ep": 2}, family=EXPERTS),
     Row(name="TP2, SP, CP2, EP2", layout={"tp": 2, "cp": 2, "ep": 2, **SEQUENCE}, family=EXPERTS),
     Row(name="TP2, SP, CP2, EP4", layout={"tp": 2, "cp": 2, "ep": 4, **SEQUENCE}, family=EXPERTS),
+    Row(name="qwen2: DP2, distributed optimizer, overlap", layout={"dp": 2, **OVERLAP}, family=BIASED),
+    Row(name="qwen2: TP2", layout={"tp": 2}, family=BIASED),
+    Row(name="qwen2: TP2, SP, selective recompute", layout={"tp": 2, **SEQUENCE, **_recompute("selective")},
+        family=BIASED),
+    Row(name="qwen2: PP2", layout={"pp": 2}, family=BIASED),
+    Row(name="qwen2: PP2, VPP2, full recompute", layout={"pp": 2, "vpp": 2, **_recompute("full")}, family=BIASED),
+    Row(name="qwen2: CP2, distributed optimizer, overlap", layout={"cp": 2, **OVERLAP}, family=BIASED),
+    Row(name="qwen2: TP2, log-probs only", layout={"tp": 2}, family=BIASED, trainable=False),
+    Row(name="qwen2: TP2, SP, PP2, VPP2", layout={"tp": 2, "pp": 2, "vpp": 2, **SEQUENCE}, family=BIASED),
+    Row(name="qwen2: TP2, SP, CP2", layout={"tp": 2, "cp": 2, **SEQUENCE}, family=BIASED),
+    Row(name="qwen2: DP2, PP2, distributed optimizer, overlap", layout={"dp": 2, "pp": 2, **OVERLAP}, family=BIASED),
 )  # fmt: skip
 
 
@@ -176,7 +190,8 @@ before and after the steps, and of the weights after them, and the largest relat
 
 - The models have four layers, four heads, two key-value heads and a vocabulary of 51, which two tensor-parallel ranks
   must pad. Dense Qwen3 has tied embeddings; Qwen3-MoE (rows with EP or ETP) has four experts, two a token, and untied
-  ones. Neither the stream's length nor a prompt's divides anything.
+  ones; Qwen2 has biases of query, key and value, untied embeddings and Llama 3's rotary scaling. Neither the stream's
+  length nor a prompt's divides anything.
 - `tree`: groups of four samples that share a prompt. `plain`: the same samples, each a group of its own. The last
   micro-batch leaves a second data-parallel replica without groups. With a pipeline, `plain` makes more micro-batches
   than it collects for one run of its schedule.

@@ -10,13 +10,22 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.family_models import LLAMA3, VOCABULARY, make_family_model
 from relax_core.contracts.train import TrainGroup
 
-VOCABULARY = 51  # odd: two tensor-parallel ranks pad it
+# Of the families beside Qwen3: the variant of benchmarks/family_models.py, and what is changed of it.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("qwen2", {"rope_parameters": LLAMA3}),
+    "llama": ("llama, llama3 rope", {}),
+    "mistral": ("mistral", {}),
+}
 
 
 def make_model(folder: Path, family: str) -> Any:
-    """A tiny random model of four layers: dense with tied embeddings, or of four experts without."""
+    """A tiny random model of four layers: Qwen3 with tied embeddings, the others without."""
+    if family in OTHERS:
+        variant, changes = OTHERS[family]
+        return make_family_model(folder, variant, num_hidden_layers=4, **changes)
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     shape: dict[str, Any] = {

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from benchmarks.one_rank import one_rank_parallel
+from benchmarks.parity import BIASED, DENSE, EXPERTS, OTHERS
 from benchmarks.parity_case import KNOBS, OPTIMIZER, SPEC, STEPS, TEMPERATURE, Outcome
 from benchmarks.parity_data import (
     make_groups,
@@ -127,7 +128,7 @@ def reference_main(folder: Path) -> None:
     """The single process in every packing, and Hugging Face with torch's AdamW on one padded batch."""
     torch.set_num_threads(1)
     lines = []
-    for family in ("qwen3", "qwen3_moe"):
+    for family in (DENSE, EXPERTS, BIASED, *OTHERS):
         model = make_model(folder / family, family)
         backend = make_backend(folder, family=family, layout={}, rank=0, ranks=1, port=0)
         groups = with_rollout(make_groups(), backend.logprobs(make_groups()))

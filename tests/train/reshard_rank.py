@@ -20,8 +20,8 @@ from relax_core.train.micro_batches import split_over_ranks
 PLAIN, DIVIDED = {"distributed_optimizer": False}, {"distributed_optimizer": True}
 CHAINS: dict[str, tuple[str, str, str, list[dict[str, Any]]]] = {
     "dense": (
-        "untied",
-        "qwen3",
+        "biased",
+        "qwen2",
         "float32",
         [
             {"tp": 2, "dp": 2} | DIVIDED,

@@ -98,7 +98,7 @@ def _refusal_of_other_family(checkpoint: Path, models: Path) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("name", ["untied", "tied", "moe"])
+@pytest.mark.parametrize("name", ["untied", "tied", "moe", "biased"])
 def test_shapes_are_those_of_transformers(models: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     architecture = folder_architecture(models / name)
     wanted = {rule.hf: tensor_shape(rule, architecture) for rule in weight_rules(architecture)}

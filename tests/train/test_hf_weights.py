@@ -12,7 +12,7 @@ from rank_processes import run_ranks
 from tiny_models import make_models
 from weights_rank import BUCKET_BYTES
 
-CASES = [f"{model} {layout}" for model in ("untied", "tied") for layout in DENSE_LAYOUTS]
+CASES = [f"{model} {layout}" for model in ("untied", "tied", "biased") for layout in DENSE_LAYOUTS]
 CASES += [f"moe {layout}" for layout in MOE_LAYOUTS]
 
 

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from benchmarks.parity import FIGURES, REACH, ROWS
+from benchmarks.parity import BIASED, DENSE, EXPERTS, FIGURES, OTHERS, REACH, ROWS
 
 Figures = dict[tuple[str, str], dict[str, float]]
 
@@ -25,7 +25,11 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> Figures:
 
 @pytest.mark.parametrize(
     ("name", "packing"),
-    [(f"Hugging Face, {family}", packing) for family in ("qwen3", "qwen3_moe") for packing in ("tree", "plain")]
+    [
+        (f"Hugging Face, {family}", packing)
+        for family in (DENSE, EXPERTS, BIASED, *OTHERS)
+        for packing in ("tree", "plain")
+    ]
     + [(row.name, packing) for row in ROWS for packing in row.packings],
 )
 def test_a_step_is_the_same(figures: Figures, name: str, packing: str) -> None:

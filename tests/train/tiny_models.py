@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.family_models import make_family_model
+
 VOCABULARY = 50
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -43,9 +45,11 @@ def make_model(folder: Path, *, tied: bool = True, seed: int = 0, **sizes: Any) 
 
 
 def make_models(folder: Path) -> None:
-    """Of four layers, for layouts: untied, tied, moe. Two ranks cannot share their 51 words evenly."""
+    """Of four layers, for layouts: untied, tied and moe are Qwen3's, biased is an untied Qwen2. Two ranks cannot share
+    their 51 words evenly."""
     sizes = {"vocab_size": VOCABULARY + 1, "intermediate_size": 96, "num_hidden_layers": 4}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
     make_model(folder / "untied", tied=False, **sizes)
     make_model(folder / "tied", tied=True, **sizes)
     make_model(folder / "moe", tied=False, **sizes, **experts)
+    make_family_model(folder / "biased", "qwen2", **sizes)

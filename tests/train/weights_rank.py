@@ -1,6 +1,6 @@
 """One rank of a gang that holds the same models in many layouts, one after the other; rank 0 writes what it saw.
 
-python weights_rank.py <rank> <4> <port> <folder of the models: untied, tied, moe> <output JSON>
+python weights_rank.py <rank> <4> <port> <folder of the models: untied, tied, moe, biased> <output JSON>
 """
 
 from __future__ import annotations
@@ -112,6 +112,7 @@ def main() -> None:
     for name, family, layouts in (
         ("untied", "qwen3", DENSE_LAYOUTS),
         ("tied", "qwen3", DENSE_LAYOUTS),
+        ("biased", "qwen2", DENSE_LAYOUTS),
         ("moe", "qwen3_moe", MOE_LAYOUTS),
     ):
         for layout, sizes in layouts.items():
