@@ -1,0 +1,237 @@
+"""Every model family against transformers: the trainer's log-probs and gradients, and the engines' log-probs.
+
+    python -m benchmarks.families [--docs] [--only NAME …]
+
+Tiny random models in float32 (benchmarks/family_models.py). Shown are the largest absolute differences of log-probs,
+and of each tensor's gradient relative to its largest entry. `prefill`: the scores of every token of given sequences.
+`decode`: the log-probs of sampled tokens, of which all but the first come out of the cache. Engines run as processes of
+their own, SGLang where its environment exists (make sglang-cpu). ``--docs`` writes the table into docs/families.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.engines import engine_kinds
+from benchmarks.family_models import VARIANTS, VOCABULARY, make_family_model
+from benchmarks.one_rank import one_rank_setup
+from relax_core.contracts.algorithm import AlgorithmKnobs, AlgorithmSpec, LossInputs, LossOutputs, Needs
+from relax_core.contracts.engine import PromptRequest, SamplingParams
+from relax_core.contracts.train import TrainGroup
+from relax_core.engines.build import build_client
+from relax_core.engines.client import EngineClient
+from relax_core.engines.process import EngineLaunch, EngineProcess
+from relax_core.engines.scores import TokensToScore
+
+REACH = 2e-5
+CONTEXT = 400  # tokens of an engine's context
+COLUMNS = {
+    "trainer": "trainer, log-probs",
+    "gradients": "trainer, gradients",
+    "embedded prefill": "embedded, prefill",
+    "embedded decode": "embedded, decode",
+    "sglang prefill": "SGLang, prefill",
+    "sglang decode": "SGLang, decode",
+}
+PROMPTS = (1, 5, 33, 200)  # lengths
+SCORED = ((2, 1), (40, 1), (390, 1), (300, 250))  # lengths, and the first token that is scored
+
+
+def random_ids(length: int) -> list[int]:
+    """No special token is among them."""
+    return torch.randint(4, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+def logprobs_of(model: Any, ids: Sequence[int]) -> Tensor:
+    """What transformers says of each token but the first, ``[tokens - 1]``."""
+    table = model(torch.tensor([list(ids)])).logits[0, :-1].log_softmax(-1)
+    return table.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+
+# -- the trainer ------------------------------------------------------------------------------------------------------
+def _loss(inputs: LossInputs, knobs: AlgorithmKnobs) -> LossOutputs:
+    return LossOutputs(loss_sum=-(inputs.logprobs * inputs.advantages).sum())
+
+
+POLICY_GRADIENT = AlgorithmSpec(
+    name="policy_gradient",
+    summary="weighted log-probs, nothing else",
+    knobs=AlgorithmKnobs,
+    needs=lambda knobs: Needs(old_logprobs="rollout"),
+    check=lambda knobs: None,
+    advantages=lambda inputs, knobs: inputs.rewards,
+    loss=_loss,
+    denominator=lambda totals, knobs: float(totals.tokens),
+)
+
+
+def _groups() -> list[TrainGroup]:
+    random = np.random.default_rng(0)
+    groups = []
+    for index, (prompt, lengths) in enumerate(((9, [5, 1, 8]), (150, [40, 7]), (1, [1, 60]))):
+        tokens = sum(lengths)
+        groups.append(
+            TrainGroup(
+                group_uid=f"g{index}",
+                prompt_ids=random.integers(0, VOCABULARY, prompt, dtype=np.int32),
+                lengths=np.array(lengths, dtype=np.int64),
+                response_ids=random.integers(0, VOCABULARY, tokens, dtype=np.int32),
+                loss_mask=np.ones(tokens, dtype=bool),
+                rollout_logprobs=np.zeros(tokens, dtype=np.float32),
+                advantages=random.standard_normal(tokens).astype(np.float32),
+            )
+        )
+    return groups
+
+
+def trainer_gaps(folder: Path, model: Any) -> dict[str, float]:
+    """The largest difference of a log-prob, and of a gradient relative to its tensor's largest entry."""
+    from relax_core.train.backend import MegatronBackend
+    from relax_core.train.hf_weights import HfWeights
+
+    setup = one_rank_setup(
+        folder, family=model.config.model_type, algorithm=POLICY_GRADIENT, knobs=AlgorithmKnobs("policy_gradient", 2)
+    )
+    backend, groups = MegatronBackend(setup, temperature=1.0), _groups()
+    samples = [
+        (np.concatenate([group.prompt_ids, response]).tolist(), len(response))
+        for group in groups
+        for response in np.split(group.response_ids, np.cumsum(group.lengths)[:-1])
+    ]
+    expected = torch.cat([logprobs_of(model, ids)[-responded:] for ids, responded in samples])
+    gap = np.abs(np.concatenate(backend.logprobs(groups)) - expected.detach().numpy()).max()
+    weights = torch.from_numpy(np.concatenate([group.advantages for group in groups]))
+    (-(expected * weights).sum()).backward()
+    backend.begin_step(0)
+    backend.accumulate(groups)
+    ours = HfWeights(backend.models, backend.architecture, tensor_of=lambda parameter: parameter.main_grad)
+    theirs = _gradients(model)
+    relative = [
+        float((gradient - theirs[name]).abs().max() / theirs[name].abs().max()) for name, gradient in ours.export()
+    ]
+    return {"trainer": float(gap), "gradients": max(relative)}
+
+
+def _gradients(model: Any) -> Mapping[str, Tensor]:
+    """By the names on disk: transformers fuses the experts of a layer in memory."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if ".experts." not in name:
+            found[name] = parameter.grad
+            continue
+        layer = name.split(".experts.")[0] + ".experts"
+        for expert, gradient in enumerate(parameter.grad):
+            if name.endswith("gate_up_proj"):
+                gate, up = gradient.chunk(2)
+                found |= {f"{layer}.{expert}.gate_proj.weight": gate, f"{layer}.{expert}.up_proj.weight": up}
+            else:
+                found[f"{layer}.{expert}.down_proj.weight"] = gradient
+    return found
+
+
+# -- engines ----------------------------------------------------------------------------------------------------------
+@torch.no_grad()
+def engine_gaps(client: EngineClient, model: Any) -> tuple[float, float]:
+    """The largest difference of a scored token's log-prob, and of a sampled one's. Ends the client's streams."""
+    rows = [TokensToScore(input_ids=random_ids(length), first=first) for length, first in SCORED]
+    scores = client.score(rows, top_k=0, temperature=1.0)
+    scored = [
+        (logprobs_of(model, row.input_ids)[row.first - 1 :], one.logprobs)
+        for row, one in zip(rows, scores, strict=True)
+    ]
+    prompts = [
+        PromptRequest(rid=f"prompt-{place}", input_ids=random_ids(length), sampling_seed=place, min_version=0)
+        for place, length in enumerate(PROMPTS)
+    ]
+
+    async def generate() -> list[tuple[Tensor, list[float]]]:
+        found = []
+        try:
+            async for one in client.generate(prompts, SamplingParams(n=3, max_new_tokens=24)):
+                ids = [*prompts[one.prompt].input_ids, *one.output_ids]
+                found.append((logprobs_of(model, ids)[-len(one.output_ids) :], one.logprobs))
+        finally:
+            await client.aclose()
+        return found
+
+    sampled = asyncio.run(generate())
+    assert len(sampled) == 3 * len(prompts)
+    return _largest(scored), _largest(sampled)
+
+
+def _largest(pairs: Sequence[tuple[Tensor, list[float]]]) -> float:
+    return max(float((wanted - torch.tensor(found)).abs().max()) for wanted, found in pairs)
+
+
+def process_gaps(folder: Path, model: Any) -> dict[str, float]:
+    """Of a process of every kind of engine that can run here."""
+    token_file = folder / "token"
+    token_file.write_text("token-of-the-benchmark")
+    found = {}
+    for name, engine in engine_kinds().items():
+        settings = replace(engine, context_length=CONTEXT, deterministic=True if name == "sglang" else None)
+        launch = EngineLaunch(
+            model_folder=folder,
+            engine=settings,
+            dtype="float32",
+            token_file=token_file,
+            log_file=folder / f"{name}.log",
+            load_weights=True,
+        )
+        process = EngineProcess.start(launch)
+        try:
+            client = build_client(settings, process.url, model_folder=folder, token_file=token_file)
+            found[f"{name} prefill"], found[f"{name} decode"] = engine_gaps(client, model)
+        finally:
+            process.stop(timeout_s=10.0)
+    return found
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+def measure(variants: Sequence[str]) -> list[dict[str, Any]]:
+    rows = []
+    for variant in variants:
+        with tempfile.TemporaryDirectory() as name:
+            model = make_family_model(Path(name), variant)
+            rows.append({"name": variant, **trainer_gaps(Path(name), model), **process_gaps(Path(name), model)})
+    return rows
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    lines = [f"| Model | {' | '.join(COLUMNS.values())} |", "| --- |" + " --- |" * len(COLUMNS)]
+    for row in rows:
+        figures = " | ".join(f"{row[name]:.1e}" if name in row else "–" for name in COLUMNS)
+        lines.append(f"| {row['name']} | {figures} |")
+    return "\n".join(lines)
+
+
+DOCS = Path(__file__).parent.parent / "docs" / "families.md"
+BEGIN = "<!-- written by python -m benchmarks.families --docs -->\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--docs", action="store_true", help="write the table into docs/families.md")
+    parser.add_argument("--only", nargs="+", choices=list(VARIANTS), metavar="NAME", help="these models")
+    arguments = parser.parse_args()
+    rows = measure(arguments.only or list(VARIANTS))
+    print(table(rows))
+    worst = max(row[name] for row in rows for name in COLUMNS if name in row)
+    print(f"\nlargest: {worst:.1e}; to reach: {REACH:.0e}")
+    if arguments.docs:
+        before = DOCS.read_text().split(BEGIN)[0]
+        DOCS.write_text(before + BEGIN + table(rows) + "\n")
+
+
+if __name__ == "__main__":
+    main()
