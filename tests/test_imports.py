@@ -24,6 +24,7 @@ TOPS = ("relax_core", "launchers", *PLUGINS)
 
 LEVELS = {
     "contracts": 0,
+    "families": 0,
     "config": 1,
     "registry": 1,
     "bus": 2,

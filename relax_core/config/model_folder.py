@@ -9,6 +9,7 @@ from typing import Any
 
 from relax_core.config.errors import NotYet
 from relax_core.config.schema import RelaxConfig
+from relax_core.families.table import FAMILIES
 
 DTYPES = ("float32", "bfloat16")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
@@ -34,13 +35,22 @@ def model_problems(config: RelaxConfig) -> Iterator[str]:
     if config.engine.dtype not in (None, *DTYPES):
         yield f"engine.dtype={config.engine.dtype}: expected null (model.dtype), or one of {', '.join(DTYPES)}."
     if model.path is not None and model.builtin is not None:
-        yield f"model.path={model.path} with model={model.name}, which is built in. Choose model=qwen3."
+        yield f"model.path={model.path} with model={model.name}, which is built in. Choose {_option(Path(model.path))}."
     elif model.path is not None:
         yield from folder_problems(config, Path(model.path), key="model.path")
     elif model.builtin is None:
         yield NotYet(f"model.path is not set: model={model.name} needs model.path=<a Hugging Face folder>.")
     elif model.task is None:
         yield f"model.task is not set: model={model.name} needs to know its warm start, e.g. model.task=arithmetic."
+
+
+def _option(folder: Path) -> str:
+    """The option of the group ``model`` that fits a folder, or all that take one."""
+    try:
+        family = read_model_config(folder).get("model_type")
+    except (OSError, ValueError):
+        family = None
+    return f"model={family}" if family in FAMILIES else ", ".join(f"model={name}" for name in FAMILIES)
 
 
 def folder_problems(config: RelaxConfig, folder: Path, *, key: str) -> Iterator[str]:

@@ -63,7 +63,7 @@ class LauncherKind(Enum):
 @dataclass
 class ModelConfig:
     name: str = MISSING
-    family: str = MISSING  # a family of train/models/
+    family: str = MISSING  # of relax_core/families/table.py
     path: str | None = None  # a Hugging Face folder
     builtin: str | None = None  # a tiny model that Relax makes itself
     task: str | None = None  # generated task of the builtin model's warm start

@@ -61,10 +61,13 @@ def activation_values(model: ModelDimensions) -> int:
     """Numbers that one layer keeps of one token row for its backward pass, without recomputation.
 
     Counted from what autograd saves in the CPU build (docs/plan.md): two norms with input, normed input and output; the
-    query, key and value projections, their norms and rotations; the feed-forward network's five widths.
+    query, key and value projections, the norms of query and key where there are any, and their rotations; the
+    feed-forward network's five widths.
     """
     hidden, query, key, heads = model.hidden, model.query, model.key, model.heads + model.kv_heads
-    attention = 6 * hidden + 5 * query + 4 * key + 4 * model.head_dim + 2 * heads
+    attention = 6 * hidden + 4 * query + 3 * key + heads
+    if model.qk_norm:
+        attention += query + key + 4 * model.head_dim + heads
     if model.output_gate:
         attention += 2 * query
     if model.linear is not None:

@@ -37,6 +37,13 @@ def model_folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def other_families(tmp_path: Path) -> dict[str, Path]:
+    """The same of every dense family beside Qwen3, by its name."""
+    families = ("llama", "mistral", "qwen2")
+    return {family: write_folder(tmp_path / family, SHAPE | {"model_type": family}) for family in families}
+
+
+@pytest.fixture
 def mixture_folder(tmp_path: Path) -> Path:
     """The same of a mixture of experts."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}

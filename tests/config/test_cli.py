@@ -26,7 +26,10 @@ def relax(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 MISTAKES = [
-    (["model=qwen3_omni"], "relax: model=qwen3_omni is not built yet. What exists for model: qwen3, qwen3_moe"),
+    (
+        ["model=qwen3_omni"],
+        "relax: model=qwen3_omni is not built yet. What exists for model: llama, mistral, qwen2, qwen3, qwen3_moe",
+    ),
     (["run.stesp=3"], "relax: run.stesp is not a key."),
     (["rollout.temperature=0", "seed=-1"], "relax: 2 problems in the configuration"),
     (["seed=[1"], "relax: 'seed=[1' is not key=value."),

@@ -26,12 +26,19 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS, ids=[f"{group}={option}" for group, option in OPTIONS])
 def test_every_option_runs(
-    group: str, option: str, model_folder: Path, mixture_folder: Path, data_file: Path, monkeypatch: pytest.MonkeyPatch
+    group: str,
+    option: str,
+    model_folder: Path,
+    mixture_folder: Path,
+    other_families: dict[str, Path],
+    data_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(REPOSITORY)  # experiment=math_file names a file of the checkout
     extra = {
         "model=qwen3_moe": [f"model.path={mixture_folder}"],
         "model=qwen3": [f"model.path={model_folder}"],
+        **{f"model={family}": [f"model.path={folder}"] for family, folder in other_families.items()},
         "data=file": [f"data.path={data_file}", "model.task=arithmetic"],
         "data=arithmetic": ["reward=math"],
         "algo=plugin": ["algo.name=grpo"],

@@ -24,7 +24,7 @@ def problems(*overrides: str) -> list[str]:
     [
         (
             "model=qwen3_omni",
-            "model=qwen3_omni is not built yet. What exists for model: qwen3, qwen3_moe, tiny_qwen3, tiny_qwen3_moe.",
+            "model=qwen3_omni is not built yet. What exists for model: llama, mistral, qwen2, qwen3, qwen3_moe, tiny",
         ),
         (
             "algo=foo",
@@ -119,7 +119,7 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
         (["model.moe_aux_loss_coef=0.01"], "model.moe_aux_loss_coef=0.01: model=tiny_qwen3 has no experts."),
         (["model=tiny_qwen3_moe", "model.moe_aux_loss_coef=-1"], "model.moe_aux_loss_coef=-1.0: must be at least 0"),
         (["engine.dtype=int8"], "engine.dtype=int8: expected null (model.dtype), or one of float32, bfloat16."),
-        (["model.family=llama"], "model.family=llama"),
+        (["model.family=phi3"], "model.family=phi3: no such model family. What exists: llama, mistral, qwen2,"),
         (["model.dtype=float8"], "model.dtype=float8: expected one of float32, bfloat16."),
         (["model.builtin=huge"], "model.builtin=huge"),
         (["model.task=chess"], "model.task=chess: no such generated task. What exists: reverse_digits, arithmetic."),
@@ -180,8 +180,11 @@ def test_model_folder(model_folder: Path) -> None:
         return problems("model=qwen3", f"model.path={model_folder}")
 
     config = json.loads((model_folder / "config.json").read_text())
+    (built_in,) = problems(f"model.path={model_folder}")
+    assert built_in.endswith("with model=tiny_qwen3, which is built in. Choose model=qwen3.")
     (model_folder / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
-    assert "'llama'" in found()[0]
+    assert problems(f"model.path={model_folder}")[0].endswith("Choose model=llama.")
+    assert found()[0].endswith("its model_type is 'llama', and model.family=qwen3. Use model=llama.")
     (model_folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 100}))
     assert "engine.context_length=512 is more than the model's 100 positions." in found()[0]
     (model_folder / "config.json").write_text("{oops")

@@ -131,7 +131,7 @@ def test_gpus_of_roles_without_gpus_are_refused() -> None:
 
 
 def test_a_model_without_dimensions_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"model\.shape=<one of: Qwen3-30B-A3B"):
+    with pytest.raises(ValueError, match=r"model\.shape=<one of: Llama-3.1-8B, Mistral-7B-v0.3, Qwen2.5-7B, Qwen3"):
         make_plan(planned("model=qwen3"))
 
 

@@ -12,6 +12,9 @@ from relax_core.plan.models import SHAPES, shape_names
 from relax_core.tools.make_tiny import tiny_config
 
 CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
@@ -77,8 +80,8 @@ def test_linear_attention_keeps_a_state_and_no_cache() -> None:
 @pytest.mark.parametrize(
     ("values", "text"),
     [
-        ({"model_type": "llama"}, "model_type='llama' cannot be planned"),
-        ({"model_type": "qwen3", "hidden_size": 64}, "has no intermediate_size"),
+        ({"model_type": "phi3"}, "model_type='phi3' cannot be planned"),
+        ({"model_type": "qwen3", "hidden_size": 64}, "folder: config.json has no num_attention_heads"),
     ],
 )
 def test_what_cannot_be_planned_is_named(values: dict[str, object], text: str) -> None:

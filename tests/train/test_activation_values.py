@@ -7,16 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import make_model
 from tiny_trainer import make_backend, make_groups
 
+from benchmarks.family_models import make_family_model
 from relax_core.plan.dimensions import read_dimensions
 from relax_core.plan.memory import FLOAT, activation_values
 
 
-def test_activations_are_what_autograd_saves(tmp_path: Path) -> None:
-    make_model(tmp_path)
-    backend = make_backend(tmp_path)
+@pytest.mark.parametrize("variant", ["qwen3", "qwen2", "mistral"])
+def test_activations_are_what_autograd_saves(tmp_path: Path, variant: str) -> None:
+    make_family_model(tmp_path, variant)
+    backend = make_backend(tmp_path, family=variant)
     batch = backend.pack(make_groups([[30] * 4] * 3, prompt_lengths=[25] * 3))
     layout, tree = batch.layout, batch.tree
     parameters = {parameter.untyped_storage().data_ptr() for parameter in backend.model.parameters()}

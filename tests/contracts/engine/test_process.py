@@ -162,9 +162,9 @@ def test_a_taken_port_is_said(engine: Engine, launch: EngineLaunch) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "llama"}, "model_type 'llama' is not a family of the embedded engine; known: qwen3"),
+        ({"model_type": "phi3"}, "its model_type is 'phi3', which is no family of Relax. What exists: llama, mistral"),
         ({"attention_bias": True}, "attention_bias=True"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type='yarn'"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type=yarn"),
         ({"max_position_embeddings": 100}, "the model has 100 positions"),
     ],
 )
