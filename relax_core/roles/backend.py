@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from relax_core.config.schema import OptimizerConfig, ParallelConfig, RelaxConfig
 from relax_core.contracts.engine import WeightManifest
+from relax_core.families.folder import folder_architecture
 from relax_core.registry import find_algorithm
 from relax_core.roles.context import RunContext
 from relax_core.roles.placement import LOOPBACK
@@ -30,23 +31,22 @@ def role_parallel(config: RelaxConfig, role: str) -> ParallelConfig:
 def build_role_backend(context: RunContext, role: str, *, rank: int, store_address: str) -> MegatronBackend:
     """One rank of actor, which alone is trainable, of actor_fwd or of reference."""
     parallel = role_parallel(context.config, role)
-    return _build(context, parallel, rank=rank, store_address=store_address, trainable=role == "actor")
+    setup = _setup(context, parallel, context.config.optimizer, rank=rank, store_address=store_address)
+    return _build(context, setup, trainable=role == "actor")
 
 
 def build_teacher(context: RunContext, folder: Path) -> MegatronBackend:
-    """The model of ``folder``, whole in this process, without gradient."""
+    """The model of ``folder``, of whichever family it is, whole in this process, without gradient."""
     parallel = one_rank(context.config.parallel)
-    context = replace(context, model_folder=folder)
-    return _build(context, parallel, rank=0, store_address=store_address(1), trainable=False)
+    setup = _setup(context, parallel, context.config.optimizer, rank=0, store_address=store_address(1))
+    setup = replace(setup, model_folder=folder, family=folder_architecture(folder).family)
+    return _build(context, setup, trainable=False)
 
 
-def _build(
-    context: RunContext, parallel: ParallelConfig, *, rank: int, store_address: str, trainable: bool
-) -> MegatronBackend:
+def _build(context: RunContext, setup: RankSetup, *, trainable: bool) -> MegatronBackend:
     # Here, because the controller and the fronts import the roles and need neither torch nor Megatron.
     from relax_core.train.backend import MegatronBackend
 
-    setup = _setup(context, parallel, context.config.optimizer, rank=rank, store_address=store_address)
     return MegatronBackend(setup, temperature=context.config.rollout.temperature, trainable=trainable)
 
 

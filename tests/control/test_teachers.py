@@ -63,10 +63,13 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     ]
 
 
-def test_another_family(other: Path, student: Path) -> None:
+def test_another_family_teaches_where_it_is_known(other: Path, student: Path) -> None:
+    keys = ("model=qwen3", f"model.path={student}", f"algo.teachers.default={other}")
     change(other / "config.json", model_type="llama")
-    (text,) = problems("model=qwen3", f"model.path={student}", f"algo.teachers.default={other}")
-    assert text.startswith("algo.teachers.default: ") and "'llama'" in text
+    load_config(["algo=distill", *keys], checks=CHECKS)
+    change(other / "config.json", model_type="phi3")
+    (text,) = problems(*keys)
+    assert text.startswith("algo.teachers.default: ") and "'phi3', which is no family of Relax" in text
 
 
 def test_another_tokenizer(other: Path, student: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run that goes on in another layout than that of its checkpoint, and the export of what it saves then."""
+"""A run of a Qwen2 folder learns, goes on in another layout than that of its checkpoint, and exports what it saves."""
 
 from __future__ import annotations
 
@@ -10,25 +10,50 @@ import torch
 from safetensors.torch import load_file
 
 from relax_core.tools import export
+from relax_core.tools.make_tiny import WarmStart, _build_tokenizer, _train_warm_start, tiny_config
 from tests.integration.live_run import run_to_end
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
-QUIET = ("eval.every=0", "run.save_every=4")
+STEPS = 64
+QUIET = ("eval.every=0", "run.save_every=32", "model=qwen2", "model.dtype=float32")
 OTHER = ("parallel.tp=2", "parallel.dp=2", "parallel.distributed_optimizer=true")
 
 
-def test_a_run_goes_on_in_another_layout(tmp_path: Path) -> None:
-    first = run_to_end(tmp_path / "run", *QUIET, "run.steps=8", "run.export_hf=false")
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen2 with a head of its own, of the built-in model's size and after its warm start."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    path: Path = tmp_path_factory.mktemp("qwen2")
+    torch.manual_seed(8)
+    tokenizer = _build_tokenizer()
+    sizes = {key: value for key, value in tiny_config().items() if key not in ("model_type", "head_dim")}
+    config = Qwen2Config(**sizes | {"tie_word_embeddings": False, "eos_token_id": tokenizer.eos_token_id})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    _train_warm_start(model, tokenizer, WarmStart(steps=58, seed=8), task="reverse_digits")
+    tokenizer.save_pretrained(path)
+    model.save_pretrained(path)
+    return path
+
+
+def test_a_run_goes_on_in_another_layout(folder: Path, tmp_path: Path) -> None:
+    keys = (*QUIET, f"model.path={folder}")
+    first = run_to_end(tmp_path / "run", *keys, f"run.steps={STEPS}", "run.export_hf=false")
     assert first.code == 0, first.output
-    run = run_to_end(tmp_path / "run", *QUIET, *OTHER, "run.steps=14", "resume=auto")
+    reward = first.summary["reward"]
+    assert reward["last"] >= reward["first"] + 0.1
+    assert first.summary["logprob_gap"]["max"] <= 2e-5
+    run = run_to_end(tmp_path / "run", *keys, *OTHER, f"run.steps={STEPS + 6}", "resume=auto")
     assert run.code == 0, run.output
-    assert run.summary["steps"] == 14
+    assert run.summary["steps"] == STEPS + 6
     assert run.summary["ledger"]["lost"] == run.summary["ledger"]["trained_twice"] == 0
     assert run.summary["logprob_gap"]["max"] < 1e-4  # trainer and engine have the same weights
-    made_by = json.loads((run.folder / "checkpoints/step_00000014/train/made_by.json").read_text())
-    assert (made_by["world_size"], made_by["layout"]["tp"], made_by["step"]) == (4, 2, 14)
-    assert export.main([str(run.folder / "checkpoints/step_00000014"), str(tmp_path / "hf")]) == 0
+    checkpoint = run.folder / f"checkpoints/step_{STEPS + 6:08d}"
+    made_by = json.loads((checkpoint / "train/made_by.json").read_text())
+    assert (made_by["family"], made_by["world_size"], made_by["layout"]["tp"]) == ("qwen2", 4, 2)
+    assert made_by["step"] == STEPS + 6
+    assert export.main([str(checkpoint), str(tmp_path / "hf")]) == 0
     exported, of_run = load_file(tmp_path / "hf/model.safetensors"), load_file(run.folder / "hf/model.safetensors")
-    assert exported.keys() == of_run.keys()
+    assert exported.keys() == of_run.keys() == load_file(folder / "model.safetensors").keys()
     assert all(torch.equal(tensor, of_run[name]) for name, tensor in exported.items())
