@@ -114,12 +114,17 @@ def trainer_gaps(folder: Path, model: Any) -> dict[str, float]:
     (-(expected * weights).sum()).backward()
     backend.begin_step(0)
     backend.accumulate(groups)
-    ours = HfWeights(backend.models, backend.architecture, tensor_of=lambda parameter: parameter.main_grad)
+    ours = HfWeights(backend.models, backend.architecture, tensor_of=_accumulated)
     theirs = _gradients(model)
     relative = [
         float((gradient - theirs[name]).abs().max() / theirs[name].abs().max()) for name, gradient in ours.export()
     ]
     return {"trainer": float(gap), "gradients": max(relative)}
+
+
+def _accumulated(parameter: torch.nn.Parameter) -> Tensor:
+    gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]
+    return gradient
 
 
 def _gradients(model: Any) -> Mapping[str, Tensor]:

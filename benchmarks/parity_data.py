@@ -25,7 +25,7 @@ def make_model(folder: Path, family: str) -> Any:
     """A tiny random model of four layers: Qwen3 with tied embeddings, the others without."""
     if family in OTHERS:
         variant, changes = OTHERS[family]
-        return make_family_model(folder, variant, num_hidden_layers=4, **changes)
+        return make_family_model(folder, variant, num_hidden_layers=4, seed=1, **changes)
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     shape: dict[str, Any] = {

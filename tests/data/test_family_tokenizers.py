@@ -78,7 +78,7 @@ def llama_3(folder: Path) -> None:
         model_type="llama",
         bos=first,
         eos="<|eot_id|>",
-        ends=LLAMA_SPECIAL[1::4] + ("<|eom_id|>",),
+        ends=("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"),
     )
 
 

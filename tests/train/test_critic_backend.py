@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from tiny_models import make_model
 from tiny_trainer import dp_groups, make_critic, make_groups, train_step
 
+from benchmarks.family_models import VARIANTS, make_family_model
 from relax_core.contracts.train import TrainGroup
 from relax_core.train.value_moments import explained_variance, moment_sums
 
@@ -59,10 +60,10 @@ def column(groups: list[TrainGroup], name: str) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([getattr(group, name) for group in groups]))
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_values_and_gradient_match_transformers(tmp_path: Path, tied: bool) -> None:
-    model = make_model(tmp_path, tied=tied)
-    critic = make_critic(tmp_path, optimizer={"clip_grad": 0.0})
+@pytest.mark.parametrize("variant", ["qwen3", "qwen2", "llama, llama3 rope"])  # tied, and two that are not
+def test_values_and_gradient_match_transformers(tmp_path: Path, variant: str) -> None:
+    model = make_family_model(tmp_path, variant)
+    critic = make_critic(tmp_path, family=VARIANTS[variant][0], optimizer={"clip_grad": 0.0})
     assert not np.concatenate(critic.values(GROUPS)).any()  # the head starts with zeros
     weight, bias = set_head(critic)
     weight.requires_grad_()
@@ -151,14 +152,14 @@ def test_two_ranks_are_one(folder: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_checkpoint_goes_on_to_the_bit(tmp_path: Path, tied: bool) -> None:
-    make_model(tmp_path, tied=tied)
-    straight = make_critic(tmp_path)
+@pytest.mark.parametrize("variant", ["qwen3", "qwen2"])  # tied, and with biases and not tied
+def test_a_checkpoint_goes_on_to_the_bit(tmp_path: Path, variant: str) -> None:
+    make_family_model(tmp_path, variant)
+    straight = make_critic(tmp_path, family=variant)
     train_step(straight, dp_groups(), step=0)
     straight.save(tmp_path / "checkpoint")
     expected = train_step(straight, dp_groups(), step=1)
-    resumed = make_critic(tmp_path)
+    resumed = make_critic(tmp_path, family=variant)
     resumed.load(tmp_path / "checkpoint")
     metrics = train_step(resumed, dp_groups(), step=1)
     assert (metrics.loss, metrics.grad_norm) == (expected.loss, expected.grad_norm)
