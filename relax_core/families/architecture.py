@@ -1,4 +1,4 @@
-"""What a decoder-only language model is made of: one description for trainer, embedded engine and memory plan."""
+"""The description of a decoder-only language model that trainer, embedded engine and memory plan share."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ OUTPUT_WEIGHT = "lm_head.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A mixture of experts in every layer. ``per_token``: experts that a token is routed to. ``width``: of one expert.
-    ``normalized``: whether the weights of the chosen experts are made to add up to 1."""
+    """Every layer has ``count`` experts of ``width`` hidden units each, and routes a token to ``per_token`` of them.
+    ``normalized`` says whether the weights of the chosen experts are made to add up to 1."""
 
     count: int
     per_token: int
@@ -22,12 +22,12 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """One model of a family, with sizes.
+    """One model of a family, with its sizes.
 
-    Every layer has RMSNorms, grouped-query attention with rotary embedding, and a gated MLP or experts. ``family``:
-    config.json's model_type. ``qkv_bias``: whether the query, key and value projections add a bias. ``qk_norm``:
-    whether the query and key heads are normed. ``activation``: of the gate, a name in torch.nn.functional.
-    ``tie_word_embeddings``: whether the embedding is the output weight too. ``experts``: None for a dense model.
+    Every layer has RMSNorms, grouped-query attention with rotary embedding, and a gated MLP or experts. ``family`` is
+    config.json's model_type. With ``qkv_bias`` the query, key and value projections add a bias; with ``qk_norm`` the
+    query and key heads are normed; with ``tie_word_embeddings`` the embedding is the output weight too. ``activation``,
+    that of the gate, is a name in torch.nn.functional. ``experts`` is None for a dense model.
     """
 
     family: str
@@ -49,7 +49,7 @@ class Architecture:
 
     @property
     def ignored_weights(self) -> frozenset[str]:
-        """Hugging Face names that a folder may hold and that carry nothing of their own: a tied output weight that is
-        stored a second time, and the rotary frequencies that old versions of transformers stored."""
+        """A folder may hold tensors of these Hugging Face names, which carry nothing of their own: a tied output weight
+        that is stored a second time, and the rotary frequencies that old versions of transformers stored."""
         frequencies = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(self.num_layers)}
         return frozenset(frequencies | ({OUTPUT_WEIGHT} if self.tie_word_embeddings else set()))

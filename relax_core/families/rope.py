@@ -1,4 +1,4 @@
-"""Rotary position embedding as config.json describes it: its base, and how its frequencies are scaled."""
+"""The module reads a model's rotary embedding from config.json: its base, and how its frequencies are scaled."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-DEFAULT_THETA = 10_000.0  # of every configuration class of transformers that is read here
+DEFAULT_THETA = 10_000.0  # Every configuration class of transformers that is read here has this default.
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearScaling:
-    """Position interpolation (Chen et al. 2023, arXiv 2306.15595): positions count 1 / ``factor``."""
+    """Position interpolation (Chen et al. 2023, arXiv 2306.15595) divides every frequency by ``factor``."""
 
     factor: float
 
@@ -25,7 +25,8 @@ class LinearScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """Llama 3.1's scaling (Grattafiori et al. 2024, arXiv 2407.21783, §3.4.2; rope_type "llama3" of transformers).
+    """Llama 3.1's scaling changes low frequencies only (rope_type "llama3" of transformers, `apply_scaling` of Meta's
+    llama-models).
 
     A frequency that turns at least ``high_freq_factor`` times in ``original_positions`` tokens stays as it is, one that
     turns at most ``low_freq_factor`` times is divided by ``factor``, and between the two the share that stays grows
@@ -45,19 +46,21 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """``theta``: component i of a head of dimension d turns by theta^(-2i/d) radians a position, before ``scaling``."""
+    """Component i of a head of dimension d turns by ``theta``^(-2i/d) radians a position before ``scaling`` (Su et al.
+    2021, arXiv 2104.09864)."""
 
     theta: float
     scaling: LinearScaling | Llama3Scaling | None = None
 
     def scaled(self, frequencies: Tensor) -> Tensor:
-        """Of the plain frequencies, float32 ``[head_dim / 2]`` in radians a position, those that are used."""
+        """Returns the frequencies that are used, given the plain ones; both are float32 ``[head_dim / 2]`` in radians a
+        position."""
         return frequencies if self.scaling is None else self.scaling.scaled(frequencies)
 
 
 def read_rope(config: Mapping[str, Any], *, family: str) -> Rope:
-    """Of config.json: transformers 5 writes ``rope_parameters``, older ones ``rope_scaling`` and ``rope_theta``. Raises
-    ValueError for a scaling that is not computed, KeyError for one that lacks a number."""
+    """Reads config.json, where transformers 5 writes ``rope_parameters``, and older versions wrote ``rope_scaling`` and
+    ``rope_theta``. Raises ValueError for a scaling that is not computed, KeyError for one that lacks a number."""
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = given.get("rope_type") or given.get("type") or "default"
     theta = float(given.get("rope_theta") or config.get("rope_theta") or DEFAULT_THETA)

@@ -1,4 +1,4 @@
-"""The families. An entry says how a family differs from the others; `read_architecture` is the same for all of them."""
+"""The table of families: an entry says how a family differs from the others; `read_architecture` serves them all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HfConfig = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """A key of config.json of which one value is computed; ``why``: a clause for the refusal of any other."""
+    """One ``value`` of config.json's ``key`` is computed; ``why`` is the clause that a refusal of any other ends in."""
 
     key: str
     value: Any
@@ -23,8 +23,9 @@ class Only:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """``name``: config.json's model_type. ``only``: what it refuses beside `COMMON`. ``experts``: reads the mixture of
-    experts, of a family that has one. ``check``: raises ValueError for what no single key tells."""
+    """``name`` is config.json's model_type. The family takes the values of ``only`` beside those of `COMMON`.
+    ``experts`` reads the mixture of experts of a family that has one. ``check`` raises ValueError for what no single
+    key tells."""
 
     name: str
     qkv_bias: bool = False
@@ -44,12 +45,12 @@ FULL_ATTENTION = Only(
     "attention goes over the whole context; with false the folder is the same model for contexts of at most "
     "sliding_window tokens",
 )
-NO_ATTENTION_BIAS = Only("attention_bias", False, "no bias of the attention's projections is computed")
+NO_ATTENTION_BIAS = Only("attention_bias", False, "no bias of the attention's output projection is computed")
 
 
 def read_architecture(family: Family, config: HfConfig) -> Architecture:
-    """What a config.json of ``family`` describes. Raises ValueError for what it lacks, and for what would need other
-    code: no model may be trained as something else."""
+    """Returns what a config.json of ``family`` describes. Raises ValueError for what it lacks, and for what would need
+    other code: no model may be trained as something else."""
     for only in (*COMMON, *family.only):
         given = config.get(only.key)
         if given is not None and given != only.value:
@@ -91,7 +92,7 @@ def _described(family: Family, config: HfConfig) -> Architecture:
 
 
 def _qwen3_experts(config: HfConfig) -> Experts:
-    """transformers 5 writes ``num_local_experts``, older ones ``num_experts``."""
+    """transformers 5 writes ``num_local_experts``, older versions wrote ``num_experts``."""
     count = config["num_local_experts"] if "num_local_experts" in config else config["num_experts"]
     return Experts(
         count=count,
@@ -121,12 +122,13 @@ def _check_qwen3_experts(config: HfConfig) -> None:
 
 
 def _check_mistral_window(config: HfConfig) -> None:
-    """A window that no context reaches is none. transformers gives a config.json without the key one of 4096 tokens."""
+    """A window that no context outgrows changes nothing. Without the key transformers takes one of 4096 tokens."""
     window, positions = config.get("sliding_window", 4096), config["max_position_embeddings"]
     if window is not None and window < positions:
+        absent = "" if "sliding_window" in config else " (which transformers takes where the key is absent)"
         raise ValueError(
-            f"config.json sliding_window={window} with max_position_embeddings={positions}: mistral computes attention "
-            "over the whole context only. Mistral-7B has no window from v0.2 on (sliding_window=null); with "
+            f"config.json sliding_window={window}{absent} with max_position_embeddings={positions}: mistral computes "
+            "attention over the whole context only. Mistral-7B has no window from v0.2 on (sliding_window=null); with "
             f"max_position_embeddings={window} in config.json this folder is the same model, for contexts of at most "
             f"{window} tokens."
         )

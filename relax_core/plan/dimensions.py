@@ -45,8 +45,8 @@ class LinearAttention:
 @dataclass(frozen=True, kw_only=True)
 class ModelDimensions:
     """``family``: config.json's model_type. ``feed_forward``: width of a dense layer, 0 with experts. ``output_gate``:
-    the query projection also makes a gate of its own size. ``qkv_bias``, ``qk_norm``: whether query, key and value have
-    a bias, and query and key heads a norm. ``towers``: encoder of a modality → its parameters."""
+    the query projection also makes a gate of its own size. With ``qkv_bias`` query, key and value have a
+    bias; with ``qk_norm`` query and key heads have a norm. ``towers``: encoder of a modality → its parameters."""
 
     name: str
     family: str
@@ -138,7 +138,7 @@ class ModelDimensions:
 
 
 def read_dimensions(values: Values, *, name: str) -> ModelDimensions:
-    """From the content of a config.json. Raises ValueError for a family that is not known, for one that cannot be
+    """Reads the content of a config.json. Raises ValueError for a family that is not known, for an option that is not
     computed, and for a missing field."""
     family = str(values.get("model_type"))
     if family in FAMILIES:
@@ -266,7 +266,7 @@ def audio_parameters(values: Values) -> int:
     return int(convolutions + values["encoder_layers"] * layer + projections)
 
 
-# Of families that can be planned and not yet be trained.
+# These families can be planned and not yet be trained.
 _READERS = {
     "qwen3_vl_moe": _omni_mixture,
     "qwen3_5_moe": _hybrid_mixture,

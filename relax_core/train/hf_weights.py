@@ -90,7 +90,8 @@ class HfWeights:
             if name in self._ignored:
                 continue
             if name not in missing:
-                problem = "comes twice" if name in self.shapes else f"is no weight of family {self._architecture.family}"
+                family = self._architecture.family
+                problem = "comes twice" if name in self.shapes else f"is no weight of family {family}"
                 raise ValueError(f"weight {name} {problem}.")
             if tuple(tensor.shape) != self.shapes[name]:
                 raise ValueError(f"weight {name} has shape {tuple(tensor.shape)}; the model's is {self.shapes[name]}.")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -120,12 +122,21 @@ def test_corrupt_file_is_a_valueerror(folder: Path, tmp_path: Path) -> None:
         backend.load(tmp_path / "nothing_here")
 
 
+def copy_with(folder: Path, copy: Path, **values: object) -> None:
+    """Copies a model folder and changes keys of its config.json."""
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | values))
+
+
 def test_checkpoint_of_another_model_is_a_valueerror(folder: Path, tmp_path: Path) -> None:
     make_model(tmp_path / "untied", tied=False)
+    copy_with(folder, tmp_path / "scaled", rope_scaling={"rope_type": "linear", "rope_theta": 1e6, "factor": 2.0})
     backend = make_backend(folder)
     train(backend, range(1))
     backend.save(tmp_path / "checkpoint")
     others = (
+        (make_backend(tmp_path / "scaled"), "rotary_scaling=None there, {'factor': 2.0} here"),
         (make_backend(tmp_path / "untied"), "tied_embeddings=True there, False here"),
         (make_backend(folder, dtype="bfloat16"), "dtype=float32 there, bfloat16 here"),
         (make_critic(folder), "head=policy there, critic here"),

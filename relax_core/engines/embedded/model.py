@@ -1,4 +1,4 @@
-"""The forward pass of any architecture of relax_core/families over flat rows of tokens; attention is the caller's."""
+"""The module computes any architecture of relax_core/families over flat rows of tokens; attention is the caller's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LanguageModel:
         half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
         frequencies = config.rope.scaled(1.0 / config.rope.theta**half)
         angles = torch.outer(torch.arange(context_length, dtype=torch.float32), frequencies)
-        # Query and key each bring half of the division by sqrt(dim), or the query's norm brings all of it.
+        # The query's norm divides the scores by sqrt(dim); without norms query and key each bring half of that.
         length = 1.0 if config.qk_norm else config.head_dim**-0.25
         self._rotation = torch.polar(torch.full_like(angles, length), angles)[:, None]  # [positions, 1, dim / 2]
         self._floor = torch.tensor(math.sqrt(config.rms_norm_eps * config.hidden_size))
@@ -45,8 +45,8 @@ class LanguageModel:
         return normed.to(self._dtype) if self._narrow else normed
 
     def _norm_and_rotate(self, heads: Tensor, weight: Tensor | None, rotation: Tensor) -> None:
-        """The same for each head where heads are normed, then rotary embedding, in place: float32
-        ``[rows, heads, dim]``, the halves of each head interleaved."""
+        """Norms each head where the model norms heads (``weight``), then applies rotary embedding, both in place.
+        ``heads`` is float32 ``[rows, heads, dim]`` with the halves of each head interleaved."""
         if weight is not None:
             length = torch.linalg.vector_norm(heads, dim=-1, keepdim=True)
             heads.div_(length.hypot_(self._head_floor)).mul_(weight)
@@ -92,6 +92,7 @@ class LanguageModel:
         return x
 
     def _queries_keys_values(self, x: Tensor, layer: LayerWeights) -> Tensor:
+        """Returns ``[rows, (heads + 2 * kv_heads) * dim]``, given the layer's input ``[rows, hidden]``."""
         normed = self._norm(x, layer.input_norm)
         if layer.qkv_bias is None:
             return product(normed, layer.qkv_t)

@@ -1,4 +1,4 @@
-"""What the engine reads from a Hugging Face folder: the model's architecture, and what ends a response."""
+"""The engine reads a Hugging Face folder's architecture here, and which tokens end a response."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from relax_core.families.folder import folder_architecture, read_hf_config
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Architecture):
-    """``eos_token_ids``: what ends a response unless the request says ignore_eos."""
+    """``eos_token_ids`` end a response unless the request says ignore_eos."""
 
     eos_token_ids: tuple[int, ...]
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """Raises ValueError for a folder without config.json, an unknown family, or an option that is not computed."""
+    """Reads a folder. Raises ValueError where it has no config.json, an unknown family, or an option that is not
+    computed."""
     return ModelConfig(
         **vars(folder_architecture(folder)), eos_token_ids=_eos_token_ids(folder, read_hf_config(folder))
     )

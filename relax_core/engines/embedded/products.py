@@ -22,7 +22,7 @@ def product(rows: Tensor, weight_t: Tensor) -> Tensor:
 
 
 def add_product(x: Tensor, rows: Tensor, weight_t: Tensor) -> Tensor:
-    """``x`` ``[rows, out]``, or ``[out]`` for all rows, + the product."""
+    """Returns the product plus ``x``, which is ``[rows, out]``, or ``[out]`` and then added to every row."""
     if _for_onednn(rows, weight_t):
         return _onednn(rows, weight_t).add_(x)
     return torch.addmm(x, rows, weight_t)

@@ -1,4 +1,5 @@
-"""Whether a folder's weights are those of its architecture, told from the files' headers alone. Imports no torch."""
+"""The module tells from the files' headers alone whether a folder's weights fit its architecture. It imports no
+torch."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from relax_core.train.models.weight_rules import tensor_shape, weight_rules
 
 
 def stored_shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...], Path]]:
-    """(name, shape, file) of every weight of a folder; ValueError for a file that cannot be read."""
+    """Yields (name, shape, file) of every weight of a folder. Raises ValueError for a file that cannot be read."""
     for path in weight_files(folder):
         try:
             with safe_open(path, framework="numpy") as file:
@@ -24,12 +25,13 @@ def stored_shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...], Path]]:
 
 
 def weight_problems(folder: Path, architecture: Architecture) -> list[str]:
-    """What keeps the trainer from loading the folder, in words; nothing where it can."""
+    """Returns what keeps the trainer from loading the folder, in words; an empty list where nothing does."""
     rules = {rule.hf: rule for rule in weight_rules(architecture)}
+    ignored = architecture.ignored_weights
     problems, found = [], dict[str, Path]()
     try:
         for name, shape, path in stored_shapes(folder):
-            if name in architecture.ignored_weights:
+            if name in ignored:
                 continue
             if name not in rules:
                 problems.append(f"{path}: {name} is no weight of family {architecture.family}.")

@@ -1,4 +1,4 @@
-"""An architecture in the words of Megatron's TransformerConfig. Imports no torch."""
+"""The module says an architecture in the words of Megatron's TransformerConfig. It imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from relax_core.families.architecture import Architecture
 
 
 def megatron_arguments(architecture: Architecture) -> dict[str, Any]:
-    """Keyword arguments of TransformerConfig, plain values; ``activation`` is a name in torch.nn.functional."""
+    """Returns keyword arguments of TransformerConfig as plain values; ``activation`` is a name in
+    torch.nn.functional."""
     arguments: dict[str, Any] = {
         "num_layers": architecture.num_layers,
         "hidden_size": architecture.hidden_size,

@@ -1,4 +1,4 @@
-"""Where each Hugging Face tensor of an architecture lies in a Megatron model. Imports no torch."""
+"""The module says where each Hugging Face tensor of an architecture lies in a Megatron model. It imports no torch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Part(Enum):
     """Which part of a Megatron parameter one Hugging Face tensor is.
 
     Megatron fuses the three attention projections into one weight, interleaved by key-value group: for each group its
-    query heads, its key head, its value head; their biases likewise. It fuses the MLP's gate and up projections one
-    above the other.
+    query heads, its key head, its value head. Their biases are fused likewise. It fuses the MLP's gate and up
+    projections one above the other.
     """
 
     whole = "whole"
@@ -52,12 +52,12 @@ class WeightRule:
 
     @property
     def is_bias(self) -> bool:
-        """Whether the tensor is a vector that is cut and fused as the rows of a matrix are."""
+        """A bias is a vector that is cut and fused as the rows of its matrix are."""
         return self.hf.endswith(".bias")
 
 
 def weight_rules(architecture: Architecture) -> tuple[WeightRule, ...]:
-    """Of every weight, in the order in which they are exported: embedding, layers, final norm and, where it is not
+    """Returns the rules of all weights in the order of an export: embedding, layers, final norm and, where it is not
     tied, the output weight."""
     return tuple(_rules(architecture))
 
@@ -74,7 +74,7 @@ def _rules(architecture: Architecture) -> Iterator[WeightRule]:
 
 
 def _attention_rules(hf: str, megatron: str, architecture: Architecture) -> Iterator[WeightRule]:
-    """A layer without its MLP."""
+    """Yields the rules of a layer without its MLP."""
     own, attention = hf + "self_attn.", megatron + "self_attention."
     yield WeightRule(hf + "input_layernorm.weight", megatron + "input_layernorm.weight", Shard.replicated)
     for kind in ("weight", "bias") if architecture.qkv_bias else ("weight",):
@@ -99,7 +99,7 @@ def _mlp_rules(hf: str, megatron: str, architecture: Architecture) -> Iterator[W
 
 
 def _gated_rules(hf: str, megatron: str, *, expert: bool) -> Iterator[WeightRule]:
-    """Of one gated MLP, whose names begin so."""
+    """Yields the rules of one gated MLP; ``hf`` and ``megatron`` are what its names begin with."""
     gate_up = megatron + "linear_fc1.weight"
     yield WeightRule(hf + "gate_proj.weight", gate_up, Shard.column, Part.gate, expert=expert)
     yield WeightRule(hf + "up_proj.weight", gate_up, Shard.column, Part.up, expert=expert)
@@ -107,7 +107,7 @@ def _gated_rules(hf: str, megatron: str, *, expert: bool) -> Iterator[WeightRule
 
 
 def tensor_shape(rule: WeightRule, architecture: Architecture) -> tuple[int, ...]:
-    """Of the Hugging Face tensor."""
+    """Returns the shape of the whole Hugging Face tensor."""
     one, experts = architecture, architecture.experts
     hidden, queries, keys = one.hidden_size, one.num_heads * one.head_dim, one.num_kv_heads * one.head_dim
     width = experts.width if rule.expert and experts is not None else one.intermediate_size
