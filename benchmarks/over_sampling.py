@@ -37,6 +37,7 @@ from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.client import EngineClient
 from relax_core.engines.pool import EnginePool
 from relax_core.engines.process import EngineLaunch, EngineProcess
+from relax_core.preflight import settle
 from relax_core.registry import find_env, find_reward
 from relax_core.rollout.reward_worker import RewardPool
 from relax_core.rollout.sampler import PromptMaker, Sampler, SamplerSettings
@@ -109,7 +110,7 @@ def rename_weights(url: str, version: int) -> None:
 
 async def roll_out(url: str, folder: Path, settings: BusSettings, *, max_new_tokens: int) -> StepAtOnce:
     """A whole run of the rollout."""
-    config = load_config()
+    config = load_config(settle=settle)
     client = EngineClient(url, TOKEN, request_timeout_s=TIMEOUT_S, control_timeout_s=TIMEOUT_S)
     bus = StepAtOnce(settings, url)
     tokenizer = PromptTokenizer(folder)
@@ -127,7 +128,7 @@ async def roll_out(url: str, folder: Path, settings: BusSettings, *, max_new_tok
                 env=find_env(config.env.name),
                 env_knobs=config.env,
                 tokenizer=tokenizer,
-                max_prompt_tokens=config.engine.context_length,
+                max_prompt_tokens=config.engine.context_tokens,
             ),
             rewards=rewards,
             settings=SamplerSettings(

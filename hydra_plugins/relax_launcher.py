@@ -39,15 +39,16 @@ class RelaxLauncher(Launcher):
             self._start(list(overrides), initial_job_idx + number) for number, overrides in enumerate(job_overrides)
         ]
         sweep: Any = self._task.sweep  # type: ignore[attr-defined]  # relax_core/config/compose.py puts it there
+        runs = [one._return_value for one in returns]
+        if None in runs:
+            sweep.drop([run for run in runs if run is not None])
         values = sweep.settle(self._metric)
-        for one in returns:
-            run = one._return_value
+        for one, run in zip(returns, runs, strict=True):
             value = None if run is None else values[run.number]
             if value is None:
                 one.status = JobStatus.FAILED
-                one.return_value = SweepFailed(
-                    "a run did not start" if run is None else f"the run in {run.folder} failed"
-                )
+                failed = run is not None and run.folder is not None
+                one.return_value = SweepFailed(f"the run in {run.folder} failed" if failed else "a run did not start")
             else:
                 one.return_value = value
         return returns

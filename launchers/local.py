@@ -6,12 +6,12 @@ import itertools
 import os
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from relax_core.config.saved import to_yaml
-from relax_core.config.schema import RelaxConfig
+from relax_core.config.schema import FolderByTime, RelaxConfig
 from relax_core.train.checkpoint_store import has_checkpoint
 
 USAGE = 2
@@ -22,29 +22,31 @@ def launch(config: RelaxConfig) -> int:
     """Plans, makes the run's folder, writes config.yaml and plan.json into it, and runs. Returns the exit code: the
     run's own, or 2 for a plan that cannot work, a checkpoint that cannot be resumed and a folder that cannot be
     written; nothing was started then."""
-    folder = run_folder(config)
-    in_folder = replace(config, run=replace(config.run, dir=str(folder)))
-    return run_in_folder(in_folder, prepare=lambda: save_config(config, folder))
+    return run_in_folder(
+        config, make=lambda: make_run_folder(config), prepare=lambda folder: save_config(config, folder)
+    )
 
 
-def run_in_folder(config: RelaxConfig, *, prepare: Callable[[], object], again: bool = False) -> int:
-    """Runs in ``run.dir``, which is made and then ``prepare``d, unless another run is at work there. ``again``: the
-    newest checkpoint goes before what ``resume`` says. Returns as `launch` does."""
+def run_in_folder(
+    config: RelaxConfig, *, make: Callable[[], Path], prepare: Callable[[Path], object], again: bool = False
+) -> int:
+    """Runs in the folder that ``make`` returns, which is then ``prepare``d, unless another run is at work there.
+    ``again``: the newest checkpoint goes before what ``resume`` says. Returns as `launch` does."""
     from relax_core.control.only_run import only_run
     from relax_core.control.resume import find_resume_point
     from relax_core.control.run import run_local
     from relax_core.control.supervisor import supervise
     from relax_core.plan.command import plan_run, save_plan
 
-    folder = Path(config.run.dir)
     with ExitStack() as held:
         try:
             plan = plan_run(config)
             named = None if config.resume == "auto" else find_resume_point(config)
-            folder.mkdir(parents=True, exist_ok=True)
+            folder = make()
+            config = replace(config, run=replace(config.run, dir=str(folder)))
             held.enter_context(only_run(folder, wait_s=LOST_S if again else 0.0))
             newest = find_resume_point(replace(config, resume="auto")) if again or config.resume == "auto" else None
-            prepare()
+            prepare(folder)
             save_plan(plan, folder)
         except (ValueError, OSError) as error:
             print(f"relax: {error}", file=sys.stderr)
@@ -54,22 +56,49 @@ def run_in_folder(config: RelaxConfig, *, prepare: Callable[[], object], again: 
             print(f"relax: resume: {note}", file=sys.stderr)
         if again:
             print(f"relax: goes on from step {resume.step if resume is not None else 0}", flush=True)
+        elif config.resume == "auto" and resume is None:
+            print(f"relax: resume=auto: {folder} has no checkpoint yet, so the run starts at step 0", file=sys.stderr)
         return supervise(config, resume, run_local)
 
 
-def run_folder(config: RelaxConfig) -> Path:
-    """The folder of this run.
+def make_run_folder(config: RelaxConfig) -> Path:
+    """Makes the folder of this run, or takes the one in which it goes on, and returns it.
 
-    resume=auto goes on in the newest folder beside ``run.dir`` that has a checkpoint, when ``run.dir`` itself has
-    none. A fresh run never enters a folder that another run wrote to: it takes the next free name.
+    resume=auto goes on in ``run.dir`` itself, with or without a checkpoint there. Where ``run.dir`` has the time in its
+    name, as the default has, it goes on in the newest folder beside it that has a checkpoint. A fresh run never enters
+    a folder that another run wrote to, nor one of the same second: it takes the next free number. Raises ValueError,
+    with key and fix, for a folder that cannot be made.
     """
-    wanted = Path(config.run.dir)
-    if config.resume == "auto":
-        newest_first = sorted(wanted.parent.glob("*/"), key=lambda folder: folder.stat().st_mtime, reverse=True)
-        with_checkpoint = (folder for folder in [wanted, *newest_first] if has_checkpoint(folder / "checkpoints"))
-        return next(with_checkpoint, wanted)
+    wanted, by_time = Path(config.run.dir), isinstance(config.run.dir, FolderByTime)
+    if config.resume == "auto" and isinstance(config.run.dir, FolderByTime):
+        if (newest := _newest_beside(wanted, label=config.run.dir.label)) is not None:
+            return newest
+    elif config.resume == "auto":
+        return _made(wanted, exist_ok=True)
     numbered = (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
-    return next(folder for folder in itertools.chain([wanted], numbered) if not (folder / "config.yaml").exists())
+    for folder in itertools.chain([wanted], numbered):
+        if not (folder / "config.yaml").exists() and not (by_time and folder.exists()):
+            with suppress(FileExistsError):  # another run of this second was faster
+                return _made(folder, exist_ok=not by_time)
+    raise AssertionError("itertools.count ends never")
+
+
+def _newest_beside(folder: Path, *, label: str) -> Path | None:
+    """The folder beside this one that was written to last and has a checkpoint, of those with this end of the name."""
+    labelled = [one for one in folder.parent.glob("*/") if one.name.endswith(label)]
+    newest_first = sorted(labelled, key=lambda one: one.stat().st_mtime, reverse=True)
+    return next((one for one in newest_first if has_checkpoint(one / "checkpoints")), None)
+
+
+def _made(folder: Path, *, exist_ok: bool) -> Path:
+    """Raises FileExistsError for one that exists and must not."""
+    try:
+        folder.mkdir(parents=True, exist_ok=exist_ok)
+    except OSError as error:
+        if isinstance(error, FileExistsError) and not exist_ok:
+            raise
+        raise ValueError(f"run.dir={folder} cannot be made: {error.strerror}. Choose another folder.") from error
+    return folder
 
 
 def save_config(config: RelaxConfig, folder: Path) -> Path:

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from launchers.local import USAGE, run_in_folder, save_config
 from launchers.submitted import read_submitted
+from relax_core.config.compose import settled
 from relax_core.config.errors import ConfigError
 from relax_core.config.schema import LauncherConfig, LauncherKind, RelaxConfig
-from relax_core.config.validate import problems_of
-from relax_core.preflight import CHECKS
+from relax_core.preflight import CHECKS, settle
 
 CONFIG_VARIABLE = "RELAX_SUBMITTED"  # the text of submitted.yaml, where no file can be sent along
 
@@ -31,8 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         text = os.environ.pop(CONFIG_VARIABLE) if words.file is None else words.file.read_text(encoding="utf-8")
         config, overrides = read_submitted(text)
-        config = as_run_here(config, ray_address=words.ray_address)
-        if problems := problems_of(config, CHECKS):
+        here = as_run_here(config, ray_address=words.ray_address)
+        config, problems = settled(here, checks=CHECKS, settle=settle)
+        if problems:
             raise ConfigError(problems)
     except ConfigError as error:
         print(error.report(), file=sys.stderr)
@@ -58,11 +59,15 @@ def run_saved(config: RelaxConfig, *, again: bool) -> int:
     """``again``: the newest checkpoint goes before what ``resume`` says."""
     folder = Path(config.run.dir)
 
-    def prepare() -> None:
+    def prepare(folder: Path) -> None:
         if not (folder / "config.yaml").exists():  # sent from a machine that does not see it
             save_config(config, folder)
 
-    return run_in_folder(config, prepare=prepare, again=again)
+    def make() -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    return run_in_folder(config, make=make, prepare=prepare, again=again)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launchers.local import run_folder, save_config
+from launchers.local import make_run_folder, save_config
 from relax_core.config.compose import config_from_yaml
 from relax_core.config.saved import to_whole_yaml
 from relax_core.config.schema import RelaxConfig
@@ -38,9 +38,8 @@ def make_folder(config: RelaxConfig, overrides: Sequence[str]) -> RelaxConfig:
     """Plans, and makes the run's folder with config.yaml, plan.json and `submitted.yaml` in it. Returns the
     configuration with that folder. Raises ValueError for a plan that cannot work, OSError for a folder that cannot be
     written."""
-    folder = run_folder(config)
     plan = plan_run(config)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = make_run_folder(config)
     save_config(config, folder)
     save_plan(plan, folder)
     config = replace(config, run=replace(config.run, dir=str(folder), panel=False))  # nobody looks at its terminal

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -10,6 +11,8 @@ if TYPE_CHECKING:
     from relax_core.config.schema import RelaxConfig
 
 INTERRUPTED = 130
+NO_READER = 141  # what a shell says of a process that SIGPIPE has ended
+USAGE = 2
 
 
 def launch(config: RelaxConfig) -> int:
@@ -20,35 +23,79 @@ def launch(config: RelaxConfig) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns the exit code: 0, the run's own, 2 for a mistake in the configuration, or 130 for a
-    Ctrl-C while nothing ran yet: a run takes its own."""
+    """The command line. Returns the exit code: 0, the run's own, 2 for a mistake in the configuration, 130 for a Ctrl-C
+    while nothing ran yet (a run takes its own), or 141 where nobody reads what is printed before a run."""
     try:
-        return _main(list(sys.argv[1:] if arguments is None else arguments))
+        code = _main(list(sys.argv[1:] if arguments is None else arguments))
+        if sys.stdout is not None:  # a start with stdout closed
+            sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         print("relax: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:
+        # Python flushes once more at its end, and would complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return NO_READER
 
 
 def _main(words: list[str]) -> int:
-    from relax_core.config.compose import run  # these take a second, in which a Ctrl-C may come
-    from relax_core.config.help import help_text
-    from relax_core.plan.command import show_plan
-    from relax_core.preflight import CHECKS
+    from relax_core.config.options import COMMANDS
 
-    if "--help" in words or "-h" in words:
-        print(help_text())
+    command, rest = (words[0], words[1:]) if words and words[0] in COMMANDS else ("train", words)
+    if command in ("train", "rerun"):
+        return _run(words, rest, again=command == "rerun")
+    return _tool(command, rest)
+
+
+def _run(words: Sequence[str], rest: Sequence[str], *, again: bool) -> int:
+    """A run or a sweep. ``words``: as they were typed. ``rest``: without the command. ``again``: from a saved run."""
+    if "--version" in rest:
+        from relax_core import __version__
+
+        print(f"relax {__version__}")
         return 0
-    if words[:1] == ["list"]:
+    from relax_core.config.errors import ConfigError
+
+    try:
+        if "--help" in rest or "-h" in rest:
+            from relax_core.config.help import help_text
+            from relax_core.config.rerun import USAGE as RERUN
+
+            print(RERUN if again else help_text(rest))
+            return 0
+        from relax_core.config.command_line import CommandLine
+        from relax_core.config.rerun import rerun_line
+
+        line = rerun_line(rest) if again else CommandLine.of(rest, typed=words)
+    except ConfigError as error:
+        print(error.report(), file=sys.stderr)
+        return USAGE
+    from launchers.sweep import Sweep  # these take a second, in which a Ctrl-C may come
+    from relax_core.config.compose import run
+    from relax_core.plan.command import show_plan
+    from relax_core.preflight import CHECKS, settle
+
+    return run(line, launch, checks=CHECKS, settle=settle, show_plan=show_plan, sweep=Sweep())
+
+
+def _tool(command: str, words: list[str]) -> int:
+    if command == "list":
         from relax_core.cli.listing import list_command
 
-        return list_command(words[1:])
-    if words in (["doctor"], ["doctor", "--clean"]):
-        from relax_core.cli.doctor import doctor_command
+        return list_command(words)
+    if command == "explain":
+        from relax_core.cli.explain_key import explain_command
 
-        return doctor_command(clean="--clean" in words)
-    from launchers.sweep import Sweep
+        return explain_command(words)
+    if command == "doctor":
+        from relax_core.cli import doctor
 
-    return run(words, launch, checks=CHECKS, show_plan=show_plan, sweep=Sweep())
+        return doctor.main(words)
+    from relax_core.tools import check_model, compare, export, lineage
+
+    tools = {"compare": compare, "lineage": lineage, "export": export, "check-model": check_model}
+    return tools[command].main(words)
 
 
 if __name__ == "__main__":

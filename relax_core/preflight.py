@@ -23,6 +23,7 @@ from relax_core.data.sources import GENERATED_KEYS, file_rows, make_source
 from relax_core.engines.sglang.version import version_problem
 from relax_core.families.folder import find_family, folder_architecture
 from relax_core.plan.models import find_dimensions, layout_shape, shape_dimensions
+from relax_core.plan.prompts import settle_context
 from relax_core.registry import find_algorithm
 from relax_core.rollout.teachers import named_teacher
 from relax_core.tools.make_tiny import MAX_POSITIONS, MODEL_NAMES, tiny_config
@@ -128,9 +129,10 @@ def builtin_model_problems(config: RelaxConfig) -> Iterator[str]:
         return
     if model.builtin not in MODEL_NAMES:
         yield f"model.builtin={model.builtin}: no such built-in model. What exists: {', '.join(MODEL_NAMES)}."
-    if config.engine.context_length > MAX_POSITIONS:
+    context = config.engine.context_length
+    if context is not None and context > MAX_POSITIONS:
         yield (
-            f"engine.context_length={config.engine.context_length} is more than the model's {MAX_POSITIONS} positions. "
+            f"engine.context_length={context} is more than the model's {MAX_POSITIONS} positions. "
             f"Use engine.context_length={MAX_POSITIONS} or less."
         )
     if model.task is not None and model.task not in generated.task_names():
@@ -211,6 +213,8 @@ def _teacher_column_problems(data: DataConfig, teachers: TeacherNeeds) -> Iterat
     except ValueError as error:
         yield str(error)
 
+
+settle = settle_context  # what the entry point runs before the checks
 
 CHECKS = (
     layout_problems,

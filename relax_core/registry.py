@@ -33,6 +33,7 @@ from relax_core.contracts.reward import RewardKnobs, RewardSpec
 Kind = Literal["algo", "reward", "env"]
 KINDS: tuple[Kind, ...] = ("algo", "reward", "env")
 _FILE_MODULE = "relax_plugin_"
+_ROOT = Path(__file__).resolve().parents[1]
 Spec = AlgorithmSpec | RewardSpec | EnvSpec
 
 
@@ -51,6 +52,11 @@ class _Home:
     @property
     def entry_points(self) -> str:
         return f"relax.{self.package}"
+
+    @property
+    def folder(self) -> Path:
+        """Relax's own one, whatever package of the same name the user's project has."""
+        return _ROOT / self.package
 
 
 _HOMES: dict[Kind, _Home] = {
@@ -111,13 +117,11 @@ def find(kind: Kind, name: str) -> Spec:
         _make_picklable(spec.knobs, kind, name)
         return spec
     if name in _builtin_names(kind):
-        module_name = f"{_HOMES[kind].package}.{name}"
-        origin = importlib.util.find_spec(module_name)
-        assert origin is not None and origin.origin is not None
-        module = _import(module_name, where=where, file=Path(origin.origin))
-        spec = _checked(getattr(module, "SPEC", None), where=where, file=Path(origin.origin), kind=kind)
+        file = _HOMES[kind].folder / f"{name}.py"
+        module = _import(f"{_HOMES[kind].package}.{name}", where=where, file=file)
+        spec = _checked(getattr(module, "SPEC", None), where=where, file=file, kind=kind)
         if spec.name != name:
-            raise PluginError(f"{where}: {origin.origin} has a SPEC with name={spec.name!r}. Call it {name!r}.")
+            raise PluginError(f"{where}: {file} has a SPEC with name={spec.name!r}. Call it {name!r}.")
         return spec
     if name in (points := _entry_points(kind)):
         point = points[name]
@@ -125,7 +129,7 @@ def find(kind: Kind, name: str) -> Spec:
         file = Path(source.origin) if source is not None and source.origin else Path(point.module)
         module = _import(point.module, where=where, file=file)
         return _checked(getattr(module, point.attr or "SPEC", None), where=where, file=file, kind=kind)
-    near = difflib.get_close_matches(name, names(kind), n=1)
+    near = difflib.get_close_matches(name.lower(), names(kind), n=1)
     hint = f" Nearest: {near[0]}." if near else ""
     raise PluginError(
         f"{where} is not known. What exists: {', '.join(names(kind))}.{hint} "
@@ -135,10 +139,7 @@ def find(kind: Kind, name: str) -> Spec:
 
 def _builtin_names(kind: Kind) -> list[str]:
     """Modules of the kind's package that set SPEC; the source is read, not run."""
-    package = importlib.util.find_spec(_HOMES[kind].package)
-    if package is None or package.submodule_search_locations is None:
-        return []
-    files = [file for folder in package.submodule_search_locations for file in Path(folder).glob("*.py")]
+    files = _HOMES[kind].folder.glob("*.py")
     return sorted(file.stem for file in files if not file.stem.startswith("_") and _sets_spec(file))
 
 
@@ -169,7 +170,12 @@ def _import(module_name: str, *, where: str, file: Path) -> ModuleType:
 
 
 def _load_file(path: Path, *, where: str, kind: Kind) -> Spec:
-    if not path.is_file():
+    path = path.expanduser()
+    try:
+        there = path.is_file()
+    except OSError as error:  # a name that is too long, a folder that this user may not look into
+        raise PluginError(f"{kind}.name: {error.strerror}: {str(path)[:100]}") from error
+    if not there:
         raise PluginError(f"{where}: no such file. Give the path of a Python file with a SPEC.")
     path = path.resolve()
     module_name = f"{_FILE_MODULE}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -37,6 +38,13 @@ class Finding:
     topic: str
     verdict: Verdict
     words: str
+
+
+def main(words: Sequence[str]) -> int:
+    """`relax doctor [--clean]`. Returns what `doctor_command` does; argparse ends the process for other words."""
+    parser = argparse.ArgumentParser(prog="relax doctor", description=__doc__)
+    parser.add_argument("--clean", action="store_true", help="remove first what killed runs left")
+    return doctor_command(clean=parser.parse_args(words).clean)
 
 
 def doctor_command(*, clean: bool = False) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 
-from relax_core.config.options import first_comment, yaml_options
+from relax_core.config.options import COMMANDS, first_comment, yaml_options
 from relax_core.families.table import FAMILIES
 from relax_core.plan.models import shape_dimensions, shape_names
 from relax_core.registry import KINDS, Kind, PluginError, find, names, package_of
@@ -19,6 +19,9 @@ def list_command(files: Sequence[str]) -> int:
 
     Returns 0, or 2 where a plug-in is broken: it is named with its file and line, and the rest is listed all the same.
     """
+    if {"-h", "--help"} & set(files):
+        print(f"relax {COMMANDS['list'][0]}: {COMMANDS['list'][1]}")
+        return 0
     broken: list[str] = []
     for kind, title in _TITLES.items():
         print(f"{title} ({kind}=NAME, or {kind}.name=/path/my_{kind}.py)")

@@ -6,7 +6,8 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -14,31 +15,28 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
+from relax_core.config.command_line import PATHS, CommandLine, hydra_words
 from relax_core.config.errors import ConfigError
 from relax_core.config.explain import explain
-from relax_core.config.options import conf_folder, plugin_options, yaml_options
+from relax_core.config.options import conf_folder, plugin_options, shipped
 from relax_core.config.plugins import typed_knobs
-from relax_core.config.schema import LAUNCHERS, RelaxConfig
+from relax_core.config.schema import LAUNCHERS, FolderByTime, RelaxConfig
 from relax_core.config.schema_keys import section_types, unknown_key
 from relax_core.config.validate import PLANS, Check, problems_of
 from relax_core.registry import KINDS
 
 _VERSION_BASE = "1.3"
-_PATHS = (
-    ("model", "path"),
-    ("data", "path"),
-    ("data", "eval_path"),
-    ("run", "dir"),
-    ("launcher", "token_file"),
-    ("engine", "python"),
-    ("engine", "token_file"),
-)
+SHOWN_PATH = 120  # characters
+Settle = Callable[[RelaxConfig], tuple[RelaxConfig, list[str]]]  # fills in derived values, and says what is wrong
 
 
 class SweepRuns(Protocol):
-    """What takes the runs of a sweep."""
+    """What takes the runs of a sweep. ``overrides``: of this run, as its user would type them; ``swept``: those of
+    them in which the runs differ. ``folder``: the sweep's."""
 
-    def take(self, config: RelaxConfig, overrides: Sequence[str], folder: Path) -> object: ...
+    def take(self, config: RelaxConfig, overrides: Sequence[str], folder: Path, *, swept: Sequence[str]) -> object: ...
+
+    def refuse(self, overrides: Sequence[str], folder: Path, *, swept: Sequence[str], error: ConfigError) -> None: ...
 
     def finish(self) -> int: ...
 
@@ -51,6 +49,8 @@ def register_schema() -> None:
     """Puts the types, and the plug-ins that have no YAML, into Hydra's ConfigStore."""
     from hydra.core.config_store import ConfigStore
 
+    if not OmegaConf.has_resolver("examples"):
+        OmegaConf.register_new_resolver("examples", lambda name: str(shipped("examples") / name))
     store = ConfigStore.instance()
     root = OmegaConf.structured(RelaxConfig)
     for kind in KINDS:
@@ -65,6 +65,16 @@ def register_schema() -> None:
 
 def compose(overrides: Sequence[str]) -> DictConfig:
     """The merged configuration, not yet typed. Raises `ConfigError`."""
+    return _compose(overrides, with_hydra=False)
+
+
+def choices_of(overrides: Sequence[str]) -> dict[str, str]:
+    """Group → the option that is chosen, with these overrides. Raises `ConfigError`."""
+    choices = _compose(overrides, with_hydra=True).hydra.runtime.choices
+    return {str(group): str(choice) for group, choice in choices.items() if choice is not None}
+
+
+def _compose(overrides: Sequence[str], *, with_hydra: bool) -> DictConfig:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.errors import HydraException
@@ -72,14 +82,16 @@ def compose(overrides: Sequence[str]) -> DictConfig:
     register_schema()
     try:
         with initialize_config_dir(str(conf_folder()), version_base=_VERSION_BASE):
-            return hydra_compose("config", overrides=_with_plugin_groups(overrides))
+            return hydra_compose("config", overrides=hydra_words(overrides), return_hydra_config=with_hydra)
     except (HydraException, OmegaConfBaseException, MarkedYAMLError) as error:
         raise explain(error) from error
 
 
-def load_config(overrides: Sequence[str] = (), *, checks: Iterable[Check] = ()) -> RelaxConfig:
+def load_config(
+    overrides: Sequence[str] = (), *, checks: Iterable[Check] = (), settle: Settle | None = None
+) -> RelaxConfig:
     """The typed and validated configuration of one run. Raises `ConfigError` with every problem found."""
-    return to_run_config(compose(overrides), checks=checks)
+    return to_run_config(compose(overrides), checks=checks, settle=settle)
 
 
 def config_from_yaml(text: str, *, checks: Iterable[Check] = ()) -> RelaxConfig:
@@ -98,21 +110,32 @@ def config_from_yaml(text: str, *, checks: Iterable[Check] = ()) -> RelaxConfig:
     return to_run_config(merged, checks=checks)
 
 
-def to_run_config(cfg: DictConfig, *, checks: Iterable[Check] = ()) -> RelaxConfig:
+def to_run_config(cfg: DictConfig, *, checks: Iterable[Check] = (), settle: Settle | None = None) -> RelaxConfig:
     """Typed objects from a composed configuration: knobs as instances, paths absolute, everything validated.
 
     Raises:
         ConfigError: unknown keys, missing values, wrong knobs; or, when all types fit, what `validate` finds.
     """
-    config = typed_config(cfg)
-    if found := problems_of(config, checks):
+    config, found = settled(typed_config(cfg), checks=checks, settle=settle)
+    if found:
         raise ConfigError(found)
     return config
+
+
+def settled(
+    config: RelaxConfig, *, checks: Iterable[Check] = (), settle: Settle | None = None
+) -> tuple[RelaxConfig, list[str]]:
+    """The configuration with its derived values, and every problem of it."""
+    found: list[str] = []
+    if settle is not None:
+        config, found = settle(config)
+    return config, [*problems_of(config, checks), *found]
 
 
 def typed_config(cfg: DictConfig) -> RelaxConfig:
     """`to_run_config` before anything is validated."""
     problems = _unknown_keys(cfg)
+    by_time = "${now:" in str(cfg.run._get_node("dir"))
     try:
         problems += _missing_values(cfg)
         OmegaConf.resolve(cfg)
@@ -126,78 +149,119 @@ def typed_config(cfg: DictConfig) -> RelaxConfig:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    config = cast(RelaxConfig, OmegaConf.to_object(cfg))
-    return _absolute(dataclasses.replace(config, **knobs))
+    config = _absolute(dataclasses.replace(cast(RelaxConfig, OmegaConf.to_object(cfg)), **knobs))
+    if by_time:
+        config.run.dir = FolderByTime(config.run.dir)
+    return config
 
 
 def run(
-    arguments: Sequence[str],
+    line: CommandLine | Sequence[str],
     job: Callable[[RelaxConfig], int],
     *,
     checks: Sequence[Check] = (),
+    settle: Settle | None = None,
     show_plan: Callable[[RelaxConfig, Sequence[str]], int] | None = None,
     sweep: SweepRuns | None = None,
 ) -> int:
-    """Runs ``job`` for the configuration on the command line, or for each one of a sweep (-m), one after another.
-    ``show_plan`` is run in its place with plan=true, and told what the checks have found. ``sweep`` takes the runs of a
-    sweep in ``job``'s place.
+    """Runs ``job`` for the configuration on the command line. ``show_plan`` is run in its place with plan=true, and is
+    told what the checks have found. ``sweep`` is given the runs of a sweep (-m), and starts them once all are known.
 
     Returns the exit code: the job's own (of a sweep: the first that is not 0), or 2 for a user's mistake, which is
     reported on stderr without a traceback.
     """
     import hydra
-    from hydra.core.hydra_config import HydraConfig
     from hydra.errors import HydraException
-    from hydra.types import RunMode
 
-    codes: list[int] = []
-
-    def one(cfg: DictConfig) -> object:
-        several = HydraConfig.get().mode == RunMode.MULTIRUN
-        if several:
-            print(f"relax: run {len(codes) + 1} of the sweep: {' '.join(HydraConfig.get().overrides.task)}", flush=True)
-        try:
-            config = typed_config(cfg)
-            problems = problems_of(config, checks)
-            if config.plan in PLANS[1:] and show_plan is not None:
-                codes.append(show_plan(config, problems))
-                return None
-            if problems:
-                raise ConfigError(problems)
-        except ConfigError as error:
-            print(error.report(), file=sys.stderr)
-            codes.append(2)
-            return None
-        if several and sweep is not None:
-            codes.append(0)  # the sweep keeps its own
-            folder = Path(HydraConfig.get().sweep.dir).absolute()
-            return sweep.take(config, HydraConfig.get().overrides.task, folder)
-        codes.append(job(config))
-        return None
-
-    one.sweep = sweep  # type: ignore[attr-defined]  # for the launcher in hydra_plugins, which is given this function
-    register_schema()
-    decorated = hydra.main(version_base=_VERSION_BASE, config_path=str(conf_folder()), config_name="config")(one)
     try:
-        with _hydra_raises(), _command_line(_with_plugin_groups(arguments)):
+        line = line if isinstance(line, CommandLine) else CommandLine.of(line)
+        jobs = _Jobs(line, job, checks=checks, settle=settle, show_plan=show_plan, sweep=sweep)
+
+        def one(cfg: DictConfig) -> object:
+            return jobs.take(cfg)
+
+        one.sweep = sweep  # type: ignore[attr-defined]  # for the launcher in hydra_plugins, which is given this function
+        register_schema()
+        decorated = hydra.main(version_base=_VERSION_BASE, config_path=str(conf_folder()), config_name="config")(one)
+        with _hydra_raises(), _argv(line.hydra):
             decorated()
+        jobs.end()
+    except ConfigError as error:
+        print(error.report(), file=sys.stderr)
+        return 2
     except (HydraException, OmegaConfBaseException, MarkedYAMLError) as error:
         print(explain(error).report(), file=sys.stderr)
         return 2
     except SweepFailed as error:
         print(f"relax: the sweep ends: {error}", file=sys.stderr)
         return 1
-    if sweep is not None:
-        codes.append(sweep.finish())
-    return next((code for code in codes if code != 0), 0)
+    return next((code for code in jobs.codes if code != 0), 0)
 
 
-def _with_plugin_groups(overrides: Sequence[str]) -> list[str]:
-    """``algo.name=x`` alone means ``algo=x`` where there is such an option, whose values may follow other keys.
-    Elsewhere it means ``algo=plugin algo.name=x``: another plug-in must not inherit grpo.yaml's values."""
-    given = dict(override.split("=", 1) for override in overrides if "=" in override)
-    named = [(kind, given[f"{kind}.name"]) for kind in KINDS if f"{kind}.name" in given and kind not in given]
-    return [*overrides, *(f"{kind}={name if name in yaml_options(kind) else 'plugin'}" for kind, name in named)]
+class _Jobs:
+    """Takes each composed configuration of one command line. ``codes``: exit codes of what has ended."""
+
+    def __init__(
+        self,
+        line: CommandLine,
+        job: Callable[[RelaxConfig], int],
+        *,
+        checks: Sequence[Check],
+        settle: Settle | None,
+        show_plan: Callable[[RelaxConfig, Sequence[str]], int] | None,
+        sweep: SweepRuns | None,
+    ) -> None:
+        self.codes: list[int] = []
+        self._line, self._job, self._checks, self._settle = line, job, checks, settle
+        self._show_plan, self._sweep = show_plan, sweep
+        self._kept: list[Callable[[], int]] = []
+
+    def take(self, cfg: DictConfig) -> object:
+        """Gives a run of a sweep to the sweep. Keeps what is planned, and a single run, for `end`: what is raised in
+        here Hydra would tell in words of its own."""
+        from hydra.core.hydra_config import HydraConfig
+        from hydra.types import RunMode
+
+        if HydraConfig.get().mode != RunMode.MULTIRUN or self._sweep is None:
+            self._kept.append(partial(self._start, cfg))
+            return None
+        overrides, folder = self._line.as_typed(HydraConfig.get().overrides.task), Path(HydraConfig.get().sweep.dir)
+        swept = self._line.swept(overrides)
+        try:
+            config, problems = settled(typed_config(cfg), checks=self._checks, settle=self._settle)
+            if self._is_plan(config):
+                self._kept.append(partial(self._plan, config, problems))
+                return None
+            if problems:
+                raise ConfigError(problems)
+        except ConfigError as error:
+            self._sweep.refuse(overrides, folder.absolute(), swept=swept, error=error)
+            return None
+        return self._sweep.take(config, overrides, folder.absolute(), swept=swept)
+
+    def end(self) -> None:
+        """Does what was kept, and starts the sweep's runs."""
+        for one in self._kept:
+            self.codes.append(one())
+        if self._sweep is not None:
+            self.codes.append(self._sweep.finish())
+
+    def _start(self, cfg: DictConfig) -> int:
+        """Raises `ConfigError`."""
+        config, problems = settled(typed_config(cfg), checks=self._checks, settle=self._settle)
+        if self._is_plan(config):
+            return self._plan(config, problems)
+        if problems:
+            raise ConfigError(problems)
+        with _argv(self._line.typed):
+            return self._job(config)
+
+    def _is_plan(self, config: RelaxConfig) -> bool:
+        return config.plan in PLANS[1:] and self._show_plan is not None
+
+    def _plan(self, config: RelaxConfig, problems: Sequence[str]) -> int:
+        assert self._show_plan is not None
+        return self._show_plan(config, problems)
 
 
 @contextmanager
@@ -215,8 +279,8 @@ def _hydra_raises() -> Iterator[None]:
 
 
 @contextmanager
-def _command_line(arguments: Sequence[str]) -> Iterator[None]:
-    """Hydra reads sys.argv."""
+def _argv(arguments: Sequence[str]) -> Iterator[None]:
+    """Hydra reads its words in sys.argv; a run tells in its summary what its user has typed."""
     before = sys.argv
     sys.argv = ["relax", *arguments]
     try:
@@ -252,12 +316,26 @@ def _missing_values(cfg: DictConfig) -> list[str]:
 
 def _absolute(config: RelaxConfig) -> RelaxConfig:
     """Services have working folders of their own, so every path is made absolute here."""
-    for section, key in _PATHS:
+    for section, key in (dotted.split(".") for dotted in PATHS):
         holder: Any = getattr(config, section)
         if (path := getattr(holder, key, None)) is not None:  # token_file is of one launcher only
             if not path:  # `run.dir=$UNSET` would be this very folder
                 raise ConfigError([f"{section}.{key} is empty. Give a path, or leave it out."])
-            setattr(holder, key, str(Path(path).expanduser().absolute()))
+            setattr(holder, key, _path(f"{section}.{key}", path))
     if config.resume is not None and config.resume != "auto":
-        config.resume = str(Path(config.resume).expanduser().absolute())
+        config.resume = _path("resume", config.resume)
     return config
+
+
+def _path(key: str, text: str) -> str:
+    """Raises `ConfigError` for what no file can be called, and for what this user may not look at."""
+    shown = text if len(text) <= SHOWN_PATH else f"{text[: SHOWN_PATH - 20]}…{text[-20:]}"
+    try:
+        path = Path(text).expanduser().absolute()
+        with suppress(FileNotFoundError, NotADirectoryError):  # where it must be there, another check tells
+            path.stat()
+    except OSError as error:
+        raise ConfigError([f"{key}={shown}: {error.strerror}. Give another path."]) from error
+    except RuntimeError as error:  # ~nobody/x
+        raise ConfigError([f"{key}={shown}: {error} Give another path."]) from error
+    return str(path)

@@ -30,5 +30,6 @@ class ConfigError(ValueError):
 
 
 def nearest(word: str, choices: Iterable[str], *, count: int = 3) -> list[str]:
-    """The choices that look most like ``word``, best first; none when nothing looks like it."""
-    return difflib.get_close_matches(word, list(choices), n=count, cutoff=0.7)
+    """The choices that look most like ``word`` whatever its case, best first; none when nothing looks like it."""
+    by_lower = {choice.lower(): choice for choice in choices}
+    return [by_lower[near] for near in difflib.get_close_matches(word.lower(), by_lower, n=count, cutoff=0.7)]

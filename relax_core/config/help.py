@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
-from relax_core.config.options import conf_folder, first_comment, groups, plugin_options, yaml_options
-from relax_core.registry import KINDS, known
+from collections.abc import Sequence
+
+from relax_core.config.errors import ConfigError
+from relax_core.config.explain import missing_name
+from relax_core.config.key_docs import DocumentedKey, keys_of_option, keys_of_plugin
+from relax_core.config.options import (
+    COMMANDS,
+    conf_folder,
+    first_comment,
+    group_options,
+    groups,
+    plugin_options,
+    yaml_options,
+)
+from relax_core.registry import KINDS, PluginError, find, known
 
 _HEAD = """\
 Relax: reinforcement-learning post-training of language models.
 
-  python -m relax_core [group=option ...] [key=value ...]
+  relax [group=option ...] [key=value ...]
 
 Examples
-  python -m relax_core                                       the demo: a tiny model learns to reverse digits
-  python -m relax_core mode=colocate run.steps=60 seed=1     strict on-policy, another seed
-  python -m relax_core data=file data.path=train.jsonl reward=math model=qwen3 model.path=/models/Qwen3-0.6B
-  python -m relax_core -m mode.max_staleness=0,1,4           three runs, one after another
-  python -m relax_core plan=true experiment=qwen3_4b_async_8gpu   what would run, where, in how much memory
+  relax                                          the demo: a tiny model learns to reverse digits
+  relax mode=colocate run.steps=60 seed=1        strict on-policy, another seed
+  relax data=file data.path=train.jsonl reward=math model=qwen3 model.path=/models/Qwen3-0.6B
+  relax -m mode.max_staleness=0,1,4              three runs, one after another
+  relax plan=true experiment=qwen3_4b_async_8gpu   what would run, where, in how much memory
 
-Commands (relax is python -m relax_core)
-  relax list [FILE.py ...]  algorithms, rewards, envs, models; your own files with their kind
-  relax doctor [--clean]    whether a run could work on this machine, and what killed runs left on it (removes it)
+Commands (relax is python -m relax_core); each has --help
+{commands}
 
 Groups: each is a set of keys that belong together; group=option chooses a file of conf/group (the default is marked *)
 """
@@ -60,18 +72,51 @@ Keys that everyone types
 
 Flags
   --cfg job                print the whole configuration and stop
+  --config-dir FOLDER      options of your own beside those of conf/: FOLDER/experiment/mine.yaml is experiment=mine
+  --version                Relax's version
+  algo=ppo --help          the keys of what is chosen, here of PPO
   -m, --multirun           run every combination of comma-separated values, one after another
   --hydra-help             Hydra's own flags
 
 Completion with the tab key: put this line into ~/.bashrc (for other shells: install=zsh, install=fish)
   eval "$(relax -sc install=bash)"
 
-Every key is explained beside its value in conf/. A plug-in of your own: algo.name=/path/my_algo.py (CONTRIBUTING.md).
+Every key is explained beside its value in conf/, and by relax explain KEY. A plug-in of your own:
+algo.name=/path/my_algo.py (CONTRIBUTING.md).
 """
 
 
-def help_text() -> str:
-    """The whole help page."""
+def help_text(chosen: Sequence[str] = ()) -> str:
+    """The whole help page; or, where options are chosen (``algo=ppo``), the keys that each has. Raises `ConfigError`
+    for an option that does not exist."""
+    options = [word.partition("=") for word in chosen if word.partition("=")[0].removesuffix(".name") in groups()]
+    if options:
+        return "\n".join(_option_help(key.removesuffix(".name"), choice) for key, _, choice in options)
+    return _whole_page()
+
+
+def _option_help(group: str, choice: str) -> str:
+    if choice in yaml_options(group):
+        about, keys = first_comment(group, choice), keys_of_option(group, conf_folder() / group / f"{choice}.yaml")
+    elif group not in KINDS:
+        raise ConfigError([missing_name(group, choice, group_options(group))])
+    else:
+        kind = group
+        try:
+            about, keys = find(kind, choice).summary, keys_of_plugin(kind, choice)
+        except PluginError as error:
+            raise ConfigError([str(error)]) from error
+    return "\n".join([f"{group}={choice}: {about}", *_key_lines(keys), ""])
+
+
+def _key_lines(keys: Sequence[DocumentedKey]) -> list[str]:
+    typed = [f"{one.key}={one.value}" for one in keys if one.key != "name" and not one.key.endswith(".name")]
+    width = min(40, max(map(len, typed), default=0))
+    comments = [one.comment for one in keys if one.key != "name" and not one.key.endswith(".name")]
+    return [f"  {word:<{width}}  {comment}".rstrip() for word, comment in zip(typed, comments, strict=True)]
+
+
+def _whole_page() -> str:
     from omegaconf import OmegaConf
 
     defaults: dict[str, str] = {}
@@ -89,4 +134,5 @@ def help_text() -> str:
             if kind == group and (options := plugin_options(group)):
                 summaries = known(kind)
                 lines += [f"     {option:<{width}} {summaries[option]}" for option in options]
-    return _HEAD + "\n".join(lines) + "\n" + _KEYS
+    commands = "\n".join(f"  relax {usage:<24} {what}" for usage, what in COMMANDS.values())
+    return _HEAD.format(commands=commands) + "\n".join(lines) + "\n" + _KEYS

@@ -73,8 +73,9 @@ def folder_problems(config: RelaxConfig, folder: Path, *, key: str) -> Iterator[
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         yield f"{key}: no tokenizer in it ({_TOKENIZER_FILES[0]})."
     longest = values.get("max_position_embeddings")
-    if isinstance(longest, int) and config.engine.context_length > longest:
+    context = config.engine.context_length
+    if isinstance(longest, int) and context is not None and context > longest:
         yield (
-            f"engine.context_length={config.engine.context_length} is more than the model's {longest} positions. "
+            f"engine.context_length={context} is more than the model's {longest} positions. "
             f"Use engine.context_length={longest} or less ({key})."
         )

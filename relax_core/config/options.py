@@ -10,11 +10,16 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def conf_folder() -> Path:
-    """conf/ of the checkout, else the copy inside the installed package."""
-    checkout = _PACKAGE.parent
-    folder = checkout / "conf" if (checkout / "pyproject.toml").is_file() else _PACKAGE / "conf"
+    """conf/ of the checkout, or the copy inside the installed package."""
+    folder = shipped("conf")
     assert (folder / "config.yaml").is_file(), f"{folder} has no config.yaml: the installation is incomplete"
     return folder
+
+
+def shipped(folder: str) -> Path:
+    """A folder that the wheel has inside the package and a checkout beside it: conf or examples."""
+    inside = _PACKAGE / folder
+    return inside if inside.is_dir() else _PACKAGE.parent / folder
 
 
 def groups() -> list[str]:
@@ -44,3 +49,17 @@ def group_options(group: str) -> list[str]:
     if not group or not (conf_folder() / group).is_dir():
         return []
     return sorted([*yaml_options(group), *plugin_options(group)])
+
+
+# What `relax WORD` is beside a run: how it is typed, and what it does.
+COMMANDS = {
+    "train": ("train [key=value ...]", "a run; the word may be left out"),
+    "rerun": ("rerun RUN [key=value ...]", "a run once more, from its own config.yaml, in a new folder"),
+    "list": ("list [FILE.py ...]", "algorithms, rewards, envs, models; your own files with their kind"),
+    "explain": ("explain KEY", "a key's value, type, range, where it is set, what reads it"),
+    "compare": ("compare FOLDER ...", "runs or sweeps side by side: a table, and curves in one picture"),
+    "lineage": ("lineage RUN [uid=...]", "what became of each sample of a run"),
+    "export": ("export CHECKPOINT OUT", "a checkpoint as a Hugging Face folder"),
+    "check-model": ("check-model FOLDER", "whether the trainer can load a Hugging Face folder"),
+    "doctor": ("doctor [--clean]", "whether a run could work here; what killed runs left (removes it)"),
+}

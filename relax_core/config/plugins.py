@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -10,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from relax_core.config.errors import ConfigError, nearest
 from relax_core.config.explain import explain_value
-from relax_core.registry import Kind, PluginError, find
+from relax_core.registry import Kind, PluginError, find, is_file_plugin
 
 
 def typed_knobs(kind: Kind, node: DictConfig) -> Any:
@@ -24,6 +25,8 @@ def typed_knobs(kind: Kind, node: DictConfig) -> Any:
     name = node["name"]
     if not isinstance(name, str):
         raise ConfigError([f"{kind}.name={name!r}: expected text."])
+    if is_file_plugin(name):  # services may have working folders of their own
+        name = node["name"] = str(Path(name).expanduser().absolute())
     try:
         knobs = find(kind, name).knobs
         schema = OmegaConf.structured(knobs)

@@ -105,6 +105,8 @@ RANGES: dict[str, Range] = {
     "eval.rows": _COUNT,
 }
 
+_NULL = ("launcher.memory_gb", "engine.context_length")  # null is a value of theirs
+
 OF_LAUNCHER: dict[str, dict[str, Range]] = {
     "local": {},
     "slurm": {
@@ -136,7 +138,7 @@ def range_problems(config: RelaxConfig) -> Iterator[str]:
     """One sentence for every number out of its range."""
     for key, allowed in (RANGES | OF_LAUNCHER[config.launcher.name.value]).items():
         value = value_of(config, key)
-        if value is None and key == "launcher.memory_gb":
+        if value is None and key in _NULL:
             continue
         assert isinstance(value, int | float)
         if not allowed.holds(value):

@@ -43,4 +43,4 @@ def plain(value: Any, *, key: str = "", redact: bool = True) -> Any:
         return value.name
     if isinstance(value, str) and redact:
         return REDACTED if _SECRET_KEY.search(key) and value else _USER_INFO.sub(REDACTED, value)
-    return value
+    return str(value) if isinstance(value, str) else value

@@ -139,7 +139,7 @@ class EngineConfig:
     port: int = MISSING
     max_running_samples: int = MISSING
     max_total_tokens: int = MISSING
-    context_length: int = MISSING
+    context_length: int | None = MISSING  # None until it is derived, before the start (plan/prompts.py)
     threads: int = MISSING
     start_timeout_s: float = MISSING
     request_timeout_s: float = MISSING
@@ -152,6 +152,12 @@ class EngineConfig:
     mem_fraction: float | None = None
     deterministic: bool | None = None
     flags: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def context_tokens(self) -> int:
+        """Prompt and response tokens of one sample at most, of a configuration that is about to run."""
+        assert self.context_length is not None, "preflight derives it"
+        return self.context_length
 
 
 @dataclass
@@ -274,6 +280,19 @@ class RolloutConfig:
     def spare_prompts(self) -> int:
         """Prompts that are let in beyond those that a step needs."""
         return math.ceil(round((self.over_sampling - 1.0) * self.prompts_per_step, 6))
+
+
+class FolderByTime(str):
+    """A ``run.dir`` with the time in its name, as conf/ has it: each start has one of its own. A run that goes on finds
+    its folder beside it, by the ``label`` at its end; a ``run.dir`` without the time is that of one run alone."""
+
+    label: str = ""
+
+    def labelled(self, label: str) -> FolderByTime:
+        """The same with a label at its end."""
+        folder = FolderByTime(f"{self}{label}")
+        folder.label = label
+        return folder
 
 
 @dataclass

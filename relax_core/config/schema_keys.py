@@ -9,6 +9,7 @@ from functools import cache
 
 from relax_core.config.errors import nearest
 from relax_core.config.schema import LAUNCHERS, RelaxConfig
+from relax_core.config.synonyms import synonym
 
 
 @cache
@@ -58,6 +59,8 @@ def unknown_key(key: str) -> str:
     parent = key.rpartition(".")[0]
     if "." in parent and parent in known_keys():  # a dict, as placement.roles is
         return f"{key} is not set yet. Add it with a plus: +{key}=..."
+    if (here := synonym(key)) is not None:
+        return f"{key} is not a key. {here}"
     same_leaf = [candidate for candidate in known_keys() if candidate.rsplit(".", 1)[-1] == leaf and leaf != "name"]
     near = same_leaf or nearest(key, known_keys()) or _by_leaf(leaf)
     if near:

@@ -6,10 +6,12 @@ Each problem is one sentence with the key, the value and the fix. All are found 
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from relax_core.config.errors import NotYet
+from relax_core.config.explain import is_planned, missing_name
 from relax_core.config.launcher import launcher_problems
 from relax_core.config.model_folder import model_problems
 from relax_core.config.ranges import range_problems
@@ -48,7 +50,8 @@ def _check_names(config: RelaxConfig) -> Iterator[str]:
     for section, built in _BUILT.items():
         name = getattr(config, section).name
         if name not in built:
-            yield NotYet(f"{section}.name={name} is not built yet. What exists for {section}: {', '.join(built)}.")
+            told = missing_name(f"{section}.name", name, built)
+            yield NotYet(told) if is_planned(section, name) else told
 
 
 def _check_mode(config: RelaxConfig) -> Iterator[str]:
@@ -139,10 +142,10 @@ def _check_engine(config: RelaxConfig) -> Iterator[str]:
             f"engine.max_running_samples={engine.max_running_samples} cannot hold one group of "
             f"algo.group_size={group_size}. Use engine.max_running_samples={group_size} or more."
         )
-    if engine.context_length <= new_tokens:
+    if engine.context_length is not None and engine.context_length <= new_tokens:
         yield (
             f"engine.context_length={engine.context_length} leaves no room for a prompt beside "
-            f"rollout.max_new_tokens={new_tokens}. Use a longer context."
+            f"rollout.max_new_tokens={new_tokens}. Use a longer context, or null, which derives it."
         )
     if engine.max_total_tokens < group_size * new_tokens:
         yield (
@@ -175,11 +178,17 @@ def _check_run_folder(config: RelaxConfig) -> Iterator[str]:
     if config.resume is not None and config.resume != "auto" and not Path(config.resume).is_dir():
         yield f"resume={config.resume}: no such folder. Use resume=auto for the newest checkpoint."
     folder = Path(config.run.dir)
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if not existing.is_dir():
-        yield f"run.dir={folder}: {existing} is a file. Choose another folder."
-    elif not os.access(existing, os.W_OK):
-        yield f"run.dir={folder}: {existing} cannot be written to. Choose another folder."
+    for existing in (folder, *folder.parents):
+        # One look at each: what another run makes or removes meanwhile is there or not, and never a file.
+        try:
+            mode = existing.stat().st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        if not stat.S_ISDIR(mode):
+            yield f"run.dir={folder}: {existing} is a file. Choose another folder."
+        elif not os.access(existing, os.W_OK) and existing.is_dir():
+            yield f"run.dir={folder}: {existing} cannot be written to. Choose another folder."
+        return
 
 
 _CHECKS: tuple[Check, ...] = (

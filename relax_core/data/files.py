@@ -1,13 +1,16 @@
-"""Rows of a JSONL or Parquet file by number, each checked and with "prompt" and "answer" in their places.
+"""Rows of a file by number, each checked and with "prompt" and "answer" in their places.
 
 A JSONL file is read through once, so that a malformed line is reported before a run starts; then only the places of
-its lines are kept. A Parquet file is read one row group at a time.
+its lines are kept. A Parquet file is read one row group at a time. A CSV file and a JSON list stay in memory.
 """
 
 from __future__ import annotations
 
+import codecs
+import csv
+import sys
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,7 +31,8 @@ class RowFile(Protocol):
 
 
 def open_rows(path: Path, *, prompt_key: str, answer_key: str) -> RowFile:
-    """Opens a .jsonl or .parquet file. Raises ValueError: not there, another suffix, empty, malformed, missing keys."""
+    """Opens a .jsonl, .json, .csv or .parquet file. Raises ValueError for one that is not there, of another suffix,
+    empty or malformed, and for missing keys."""
     if path.suffix not in _READERS:
         raise ValueError(f"data file {path}: unknown suffix {path.suffix!r}. Use one of: {', '.join(_READERS)}.")
     if not path.is_file():
@@ -47,6 +51,9 @@ class JsonlRows:
         self._offsets, self._lines = array("q"), array("q")
         offset = 0
         with path.open("rb") as file:
+            if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:  # some editors begin a file with it
+                offset = len(codecs.BOM_UTF8)
+            file.seek(offset)
             for line_number, line in enumerate(file, start=1):
                 if line.strip():
                     self._parse(line, line_number)
@@ -72,6 +79,53 @@ class JsonlRows:
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{where}: not a JSON object: {error}") from error
         return check_row(row, where=where, prompt_key=self._prompt_key, answer_key=self._answer_key)
+
+
+class RowsInMemory:
+    """Rows that are all read and checked, and where each stands in the file."""
+
+    def __init__(self, rows: Sequence[tuple[str, Mapping[str, Any]]], prompt_key: str, answer_key: str) -> None:
+        self._where = [where for where, _ in rows]
+        self._rows = [check_row(row, where=where, prompt_key=prompt_key, answer_key=answer_key) for where, row in rows]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def where(self, number: int) -> str:
+        return self._where[number]
+
+    def __getitem__(self, number: int) -> DataRow:
+        return self._rows[number]
+
+
+def read_json_list(path: Path, prompt_key: str, answer_key: str) -> RowsInMemory:
+    """A .json file that holds one list of objects."""
+    text = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    try:
+        rows = msgspec.json.decode(text, type=list[dict[str, Any]])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        lines = " With an object on each line it is a .jsonl file." if text.lstrip().startswith(b"{") else ""
+        raise ValueError(f"data file {path}: not a JSON list of objects: {error}.{lines}") from error
+    return RowsInMemory([(f"{path}, row {number}", row) for number, row in enumerate(rows)], prompt_key, answer_key)
+
+
+def read_csv(path: Path, prompt_key: str, answer_key: str) -> RowsInMemory:
+    """A .csv file with the columns' names in its first line. Every value is text."""
+    csv.field_size_limit(sys.maxsize)
+    rows = []
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        reader = csv.DictReader(file, strict=True)
+        try:
+            for row in reader:
+                where = f"{path}, line {reader.line_num}"
+                if None in row or None in row.values():
+                    raise ValueError(
+                        f"{where}: it has not as many fields as the first line, {len(row) - (None in row)}."
+                    )
+                rows.append((where, row))
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}, line {reader.line_num}: not CSV in UTF-8: {error}") from error
+    return RowsInMemory(rows, prompt_key, answer_key)
 
 
 class ParquetRows:
@@ -112,7 +166,12 @@ class ParquetRows:
         return check_row(row, where=self.where(number), prompt_key=self._prompt_key, answer_key=self._answer_key)
 
 
-_READERS: dict[str, Callable[[Path, str, str], RowFile]] = {".jsonl": JsonlRows, ".parquet": ParquetRows}
+_READERS: dict[str, Callable[[Path, str, str], RowFile]] = {
+    ".jsonl": JsonlRows,
+    ".json": read_json_list,
+    ".csv": read_csv,
+    ".parquet": ParquetRows,
+}
 
 
 def check_row(row: Mapping[str, Any], *, where: str, prompt_key: str, answer_key: str) -> DataRow:

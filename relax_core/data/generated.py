@@ -57,6 +57,9 @@ _TASKS: dict[str, Callable[[random.Random], Example]] = {
 }
 
 
+LONGEST_PROMPT = {"reverse_digits": 9, "arithmetic": 47}  # characters
+
+
 def task_names() -> tuple[str, ...]:
     """The tasks that exist."""
     return tuple(_TASKS)

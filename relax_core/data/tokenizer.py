@@ -37,21 +37,42 @@ class PromptTokenizer:
                 f"model folder {model_folder} has no tokenizer.json. Write one with "
                 "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)."
             )
-        self._tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
+        try:
+            self._tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"model folder {model_folder}: tokenizer.json cannot be read: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         settings = _read_json(model_folder / "tokenizer_config.json")
         self._special_tokens = _special_tokens(settings)
-        self._template = _compile(_chat_template(model_folder, settings))
+        self._template = _compile(_chat_template(model_folder, settings), what=f"model folder {model_folder}")
         self.stop_token_ids = self._stop_token_ids(model_folder)
         self.media_token_ids = self._media_token_ids(_read_json(model_folder / "config.json"))
 
     def encode(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation as the chat template writes it, up to where the assistant's answer begins."""
-        text = self._template.render(
-            messages=list(messages), tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
-        )
+        """Token ids of a conversation as the chat template writes it, up to where the assistant's answer begins.
+
+        Raises ValueError, in the template's words, for a conversation that it does not take.
+        """
+        return self.encode_text(self.render(messages))
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The text of a conversation, whose token ids `encode_text` gives. Raises ValueError as `encode` does."""
+        try:
+            return self._template.render(
+                messages=list(messages), tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
+            )
+        except Exception as error:  # a template is foreign code and raises what it likes
+            raise ValueError(f"the chat template does not take it: {type(error).__name__}: {error}") from error
+
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of a text that `render` made."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    @property
+    def vocabulary_size(self) -> int:
+        """Rows that an embedding must have for every token: the largest id and 1."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of response tokens. Special tokens are shown: an answer with one inside is not the bare answer."""
@@ -100,7 +121,10 @@ def token_difference(one: Path, other: Path) -> str | None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """Of the files of a model folder, only tokenizer.json must exist."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}.") from error
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -129,9 +153,10 @@ def _chat_template(model_folder: Path, settings: Mapping[str, Any]) -> str:
     return template
 
 
-def _compile(template: str) -> jinja2.Template:
-    """The sandbox, filters and globals that transformers gives a chat template."""
-    from jinja2 import TemplateError, ext, nodes
+def _compile(template: str, *, what: str) -> jinja2.Template:
+    """The sandbox, filters and globals that transformers gives a chat template. Raises ValueError, which begins with
+    ``what``, for one that does not parse."""
+    from jinja2 import TemplateError, TemplateSyntaxError, ext, nodes
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -162,4 +187,7 @@ def _compile(template: str) -> jinja2.Template:
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    return environment.from_string(template)
+    try:
+        return environment.from_string(template)
+    except TemplateSyntaxError as error:
+        raise ValueError(f"{what}: its chat template does not parse: line {error.lineno}: {error.message}.") from error

@@ -43,6 +43,12 @@ def batch_words(config: RelaxConfig, work: Workload) -> list[str]:
     return words
 
 
+def context_words(config: RelaxConfig, work: Workload) -> list[str]:
+    """What one sample may have, prompt and response together."""
+    context, new = config.engine.context_tokens, config.rollout.max_new_tokens
+    return [f"engine.context_length={context} tokens a sample: {context - new} for the prompt, {new} for the response."]
+
+
 def credit_words(config: RelaxConfig, work: Workload) -> list[str]:
     """How much may be under way, and how old a trained token may be."""
     staleness, groups = config.mode.max_staleness, work.groups

@@ -10,13 +10,14 @@ from relax_core.config.memory import available_bytes
 from relax_core.config.schema import LauncherKind, RelaxConfig
 from relax_core.contracts.algorithm import Needs
 from relax_core.control.role_counts import roles_of
-from relax_core.plan.batch import batch_words, credit_words
+from relax_core.plan.batch import batch_words, context_words, credit_words
 from relax_core.plan.dimensions import ModelDimensions
 from relax_core.plan.memory import GIB, Holder
 from relax_core.plan.memory_cpu import cache_tokens, cpu_holders
 from relax_core.plan.memory_gpu import cache_tokens_that_fit, gpu_holders
 from relax_core.plan.models import find_dimensions
 from relax_core.plan.placement import Place, gpus_of, place, placement_faults
+from relax_core.plan.prompts import settle_context
 from relax_core.plan.transfers import Transfers, find_transfers
 from relax_core.plan.unread import unread_knobs
 from relax_core.plan.workload import Workload, find_workload
@@ -35,6 +36,7 @@ class Plan:
     roles: Mapping[str, int]
     places: Sequence[Place]
     batch: Sequence[str]
+    context: Sequence[str]
     credits: Sequence[str]
     work: Workload
     memory: Sequence[Holder]
@@ -54,8 +56,10 @@ class Plan:
 
 def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
     """For a configuration whose checks found nothing but ``not_yet``. Raises ValueError for a model that cannot be
-    planned; everything else that cannot work is in ``refused``."""
+    planned; everything else that cannot work is in ``refused``. A context that is not derived yet is derived here."""
     model = find_dimensions(config)
+    if config.engine.context_length is None:
+        config, _ = settle_context(config)
     needs: Needs = find_algorithm(config.algo.name).needs(config.algo)
     roles = roles_of(config)
     work = find_workload(config, vocabulary=model.vocabulary)
@@ -76,6 +80,7 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
         roles=roles,
         places=place(config, roles) if memory else [],
         batch=batch_words(config, work),
+        context=context_words(config, work),
         credits=credit_words(config, work),
         work=work,
         memory=memory,
@@ -109,9 +114,10 @@ def _runs_here(config: RelaxConfig) -> bool:
 
 def _context_faults(config: RelaxConfig, model: ModelDimensions) -> Iterator[str]:
     """Of a published shape; a folder's and the built-in model's have been checked before."""
-    if config.model.path is None and config.model.builtin is None and config.engine.context_length > model.positions:
+    context = config.engine.context_tokens
+    if config.model.path is None and config.model.builtin is None and context > model.positions:
         yield (
-            f"engine.context_length={config.engine.context_length} is more than the {model.positions} positions of "
+            f"engine.context_length={context} is more than the {model.positions} positions of "
             f"model.shape={model.name}. Use engine.context_length={model.positions} or less."
         )
 

@@ -178,7 +178,7 @@ def cache_tokens(config: RelaxConfig, work: Workload) -> int:
         return engine.max_total_tokens  # it takes all of it at its start
     while columns < work.sample_tokens:
         columns *= 2
-    return min(work.samples_in_flight * min(columns, engine.context_length), engine.max_total_tokens)
+    return min(work.samples_in_flight * min(columns, engine.context_tokens), engine.max_total_tokens)
 
 
 def _with_kept(terms: Mapping[str, int]) -> dict[str, int]:

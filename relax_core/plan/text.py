@@ -36,6 +36,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield f"Services  {roles}; bus, metrics, controller, a Serve front a role"
     yield from _section("Placement", _placement(plan))
     yield from _section("Batch", plan.batch)
+    yield from _section("Context", plan.context)
     yield from _section("Credits", plan.credits)
     yield from _section("Memory", _memory(plan))
     yield from _section("Sync", _transfers(plan))

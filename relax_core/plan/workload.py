@@ -48,7 +48,7 @@ def find_workload(config: RelaxConfig, *, vocabulary: int) -> Workload:
     together = min(of_update, max(1, config.parallel.micro_batch_tokens // group_rows) * ranks)
     mine = -(-together // ranks)
     engine = config.engine
-    sample_tokens = min(prompt + new, engine.context_length)
+    sample_tokens = min(prompt + new, engine.context_tokens)
     wanted = (config.mode.max_staleness + 1) * groups * group_size // engine.count
     if config.eval.every:
         wanted = max(wanted, config.eval.rows // engine.count)
@@ -72,7 +72,7 @@ def find_workload(config: RelaxConfig, *, vocabulary: int) -> Workload:
 
 def _prompt_tokens(config: RelaxConfig, *, vocabulary: int) -> tuple[int, str]:
     """Tokens of a long prompt, at most what the context leaves beside the response; and how they were found."""
-    room = config.engine.context_length - config.rollout.max_new_tokens
+    room = config.engine.context_tokens - config.rollout.max_new_tokens
     data = config.data
     if data.task is not None:
         rows = range(min(_LOOKED_AT, data.size))

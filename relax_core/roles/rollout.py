@@ -69,7 +69,7 @@ class RolloutWorker(Worker):
             env=find_env(config.env.name),
             env_knobs=config.env,
             tokenizer=PromptTokenizer(context.model_folder),
-            max_prompt_tokens=config.engine.context_length - config.rollout.max_new_tokens,
+            max_prompt_tokens=config.engine.context_tokens - config.rollout.max_new_tokens,
         )
         teachers = find_algorithm(config.algo.name).needs(config.algo).teacher
         evaluator = self._evaluator(bus=bus, metrics=metrics, pool=pool, prompts=prompts, rewards=rewards)

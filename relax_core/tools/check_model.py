@@ -21,7 +21,7 @@ SHOWN = 20  # problems; a wrong folder has thousands
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0, or 2 where the folder cannot be loaded, with the problems on stderr."""
-    parser = argparse.ArgumentParser(prog="python -m relax_core.tools.check_model", description=__doc__)
+    parser = argparse.ArgumentParser(prog="relax check-model", description=__doc__)
     parser.add_argument("folder", type=Path, help="a Hugging Face model folder")
     folder = parser.parse_args(arguments).folder
     try:

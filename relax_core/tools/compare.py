@@ -36,7 +36,7 @@ class ComparedRun:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0, or 2 where there is nothing to compare."""
-    parser = argparse.ArgumentParser(prog="python -m relax_core.tools.compare", description=__doc__)
+    parser = argparse.ArgumentParser(prog="relax compare", description=__doc__)
     parser.add_argument("folders", type=Path, nargs="+", help="folders of sweeps (multirun/…) or of runs (runs/…)")
     parser.add_argument("--picture", type=Path, help=f"default: {PICTURE} in the first folder")
     words = parser.parse_args(arguments)

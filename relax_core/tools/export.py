@@ -21,7 +21,7 @@ POLICY = "train"  # in a run's checkpoint
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0, or 2 where nothing was written; then stderr says why."""
-    parser = argparse.ArgumentParser(prog="python -m relax_core.tools.export", description=__doc__)
+    parser = argparse.ArgumentParser(prog="relax export", description=__doc__)
     parser.add_argument("checkpoint", type=Path, help="such as RUN/checkpoints/step_00000100")
     parser.add_argument("out", type=Path, help="the folder to write; one that is there is replaced")
     parser.add_argument("--dtype", choices=DTYPES, help="default: that of the trainer's weights")

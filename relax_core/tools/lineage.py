@@ -29,7 +29,7 @@ LEDGER = "ledger.sqlite"
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line. Returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="lineage", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="relax lineage", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run", type=Path, help="a run's folder")
     parser.add_argument("filter", nargs="*", help="uid=g00000012.3, group=g00000012, step=40, reason=stale")

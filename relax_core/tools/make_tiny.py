@@ -12,6 +12,7 @@ import argparse
 import fcntl
 import hashlib
 import importlib.metadata
+import json
 import os
 import shutil
 import subprocess
@@ -25,8 +26,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relax_core.data.generated import Example, check_task, example, task_names
+from relax_core.data.tokenizer import PromptTokenizer
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from torch import Tensor
     from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
@@ -90,10 +93,9 @@ def make_tiny_qwen3(folder: Path, *, task: str, name: str = STUDENT) -> None:
     model.save_pretrained(folder)
 
 
-def _build_tokenizer() -> PreTrainedTokenizerFast:
+def _tokenizer_core() -> Tokenizer:
     """One token a character, upper case folded; the chat marks and the role names are one token each."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     vocabulary = {token: index for index, token in enumerate((*_SPECIAL_TOKENS, *_ROLES, *_CHARACTERS))}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
@@ -102,8 +104,23 @@ def _build_tokenizer() -> PreTrainedTokenizerFast:
     core.decoder = decoders.Fuse()
     core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL_TOKENS])
     core.add_tokens([AddedToken(role, single_word=True, normalized=False) for role in _ROLES])
+    return core
+
+
+def tiny_prompt_tokenizer() -> PromptTokenizer:
+    """The tokenizer of every builtin model, before any of them is made. Imports no transformers."""
+    with tempfile.TemporaryDirectory() as folder:
+        _tokenizer_core().save(f"{folder}/tokenizer.json")
+        settings = {"eos_token": "<|im_end|>", "chat_template": _CHAT_TEMPLATE}
+        Path(folder, "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+        return PromptTokenizer(Path(folder))
+
+
+def _build_tokenizer() -> PreTrainedTokenizerFast:
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core,
+        tokenizer_object=_tokenizer_core(),
         pad_token="<pad>",
         unk_token="<unk>",
         eos_token="<|im_end|>",

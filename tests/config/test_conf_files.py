@@ -120,4 +120,4 @@ def test_every_number_has_a_range() -> None:
     config = compose([])
     values = {key: OmegaConf.select(config, key) for section in section_types() for key in section_keys(section)}
     numbers = {key for key, value in values.items() if isinstance(value, int | float) and not isinstance(value, bool)}
-    assert numbers | {"seed"} == set(RANGES)
+    assert numbers | {"seed", "engine.context_length"} == set(RANGES)  # the last is null by default

@@ -28,21 +28,27 @@ def problems(*overrides: str) -> list[str]:
         ),
         (
             "algo=foo",
-            "algo=foo is not built yet. "
+            "algo=foo does not exist. "
             "What exists for algo: cispo, dapo, distill, dr_grpo, grpo, gspo, plugin, ppo, reinforce_pp, rloo, sapo.",
         ),
-        ("mode=foo", "mode=foo is not built yet. What exists for mode: async, colocate."),
-        ("engine=vllm", "engine=vllm is not built yet. What exists for engine: embedded, sglang."),
-        ("bus=foo", "bus=foo is not built yet. What exists for bus: ray, transfer_queue."),
-        ("launcher=slrm", "launcher=slrm is not built yet. What exists for launcher: local, ray_job, slurm."),
+        ("mode=foo", "mode=foo does not exist. What exists for mode: async, colocate."),
+        ("engine=vllm", "engine=vllm does not exist. What exists for engine: embedded, sglang."),
+        ("bus=foo", "bus=foo does not exist. What exists for bus: ray, transfer_queue."),
+        (
+            "launcher=slrm",
+            "launcher=slrm does not exist. Nearest: slurm. What exists for launcher: local, ray_job, slurm.",
+        ),
         ("launcher.partition=gpu", "launcher.partition is a key of launcher=slurm only."),
-        ("parallel=tp9", "parallel=tp9 is not built yet. What exists for parallel: cp2, dp2, dp2_sharded, ep2,"),
+        (
+            "parallel=tp9",
+            "parallel=tp9 does not exist. What exists for parallel: cp2, dp2, dp2_sharded, ep2,",
+        ),
         ("parallel.actor_fwd.tpp=2", "parallel.actor_fwd.tpp is not a key. Nearest: parallel.actor_fwd."),
         ("+parallel.reference.zz=2", "parallel.reference.zz is not a key."),
         ("mode=asinc", "Nearest: async."),
         (
             "experiment=none",
-            "experiment=none is not built yet. What exists for experiment: math_file, qwen3_30b_a3b_async_16gpu,",
+            "experiment=none does not exist. What exists for experiment: math_file, qwen3_30b_a3b_async_16gpu,",
         ),
         ("run.stesp=3", "run.stesp is not a key. Nearest: run.steps"),
         ("lr=3", "lr is not a key. Nearest: optimizer.lr."),
@@ -67,7 +73,7 @@ def problems(*overrides: str) -> list[str]:
         ("engine.weight_transport=tcp", "engine.weight_transport=tcp: expected one of auto, shared_memory, gloo,"),
         ("run=[1]", "run is a section, not a value. Its keys: run.steps,"),
         ("foo", "'foo' is not key=value."),
-        ("doctr", "Commands: relax list, relax doctor."),
+        ("doctr", "Commands: train, rerun, list, explain,"),
         ("seed=[1", "'seed=[1' is not key=value."),
         ("seed=1,2", "seed=1,2: several values. Add -m"),
         ("name=${nope}", "name: Interpolation key 'nope' not found."),
@@ -142,7 +148,7 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
         (["engine.port=70000"], "engine.port=70000: must be at least 0 and at most 65535"),
         (["engine.port=65535", "engine.count=2"], "passes port 65535"),
         (["engine.host=0.0.0.0"], "engine.host=0.0.0.0: engines listen on loopback only."),
-        (["engine.name=vllm"], "engine.name=vllm is not built yet. What exists for engine: embedded, sglang."),
+        (["engine.name=vllm"], "engine.name=vllm does not exist. What exists for engine: embedded, sglang."),
         (["bus.storage_units=2"], "bus.storage_units=2 with bus=ray, which has no storage units."),
         (["bus=transfer_queue", "bus.storage_units=0"], "bus.storage_units=0: must be at least 1."),
         (["engine.max_running_samples=8"], "engine.max_running_samples=8 cannot hold one group of algo.group_size=16."),
@@ -177,7 +183,7 @@ def test_all_wrong_knobs_at_once() -> None:
 
 def test_model_folder(model_folder: Path) -> None:
     def found() -> list[str]:
-        return problems("model=qwen3", f"model.path={model_folder}")
+        return problems("model=qwen3", f"model.path={model_folder}", "engine.context_length=512")
 
     config = json.loads((model_folder / "config.json").read_text())
     (built_in,) = problems(f"model.path={model_folder}")
@@ -202,9 +208,9 @@ def test_data_file(tmp_path: Path, data_file: Path) -> None:
         )[0]
 
     assert "none.jsonl: no such file." in found(tmp_path / "none.jsonl")
-    csv = tmp_path / "rows.csv"
-    csv.write_text("a,b\n")
-    assert "unknown suffix '.csv'. Use one of: .jsonl, .parquet." in found(csv)
+    text = tmp_path / "rows.txt"
+    text.write_text("a,b\n")
+    assert "unknown suffix '.txt'. Use one of: .jsonl, .json, .csv, .parquet." in found(text)
     empty = tmp_path / "empty.jsonl"
     empty.touch()
     assert "empty.jsonl: it has no rows." in found(empty)

@@ -14,6 +14,7 @@ from relax_core.data.generated import REVERSED_DIGITS
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.client import EngineClient
 from relax_core.engines.process import EngineLaunch, EngineProcess
+from relax_core.preflight import settle
 from tests.integration.live_run import FinishedRun
 
 pytestmark = pytest.mark.integration
@@ -60,7 +61,7 @@ def generate(folder: Path, prompts: list[list[int]], *, stop: list[int], scratch
     engine = EngineProcess.start(
         EngineLaunch(
             model_folder=folder,
-            engine=load_config([]).engine,
+            engine=load_config(settle=settle).engine,
             dtype="float32",
             token_file=scratch / "token",
             log_file=scratch / "engine.log",

@@ -1,40 +1,95 @@
 from __future__ import annotations
 
+import multiprocessing
+import os
 from dataclasses import replace
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
+import pytest
 import yaml
 
-from launchers.local import run_folder, save_config
+from launchers.local import make_run_folder, save_config
 from relax_core.config.compose import load_config
 from relax_core.config.schema import RelaxConfig
 
+BY_TIME = "${now:%Y}"
 
-def config_for(folder: Path, **changes: str) -> RelaxConfig:
+
+def config_for(folder: Path | str, **changes: str) -> RelaxConfig:
     return load_config([f"run.dir={folder}", *(f"{key}={value}" for key, value in changes.items())])
+
+
+def with_checkpoint(folder: Path) -> Path:
+    (folder / "checkpoints" / "step_00000100").mkdir(parents=True)
+    (folder / "checkpoints" / "step_00000100" / "meta.json").write_text("{}")
+    return folder
 
 
 def test_a_fresh_run_never_enters_a_used_folder(tmp_path: Path) -> None:
     config = config_for(tmp_path / "run")
     seen = []
     for _ in range(3):
-        folder = run_folder(config)
-        folder.mkdir()
+        folder = make_run_folder(config)
         save_config(config, folder)
         seen.append(folder.name)
     assert seen == ["run", "run-2", "run-3"]
 
 
-def test_resume_auto_finds_the_newest_folder_with_a_checkpoint(tmp_path: Path) -> None:
+def test_a_fresh_run_takes_a_folder_that_its_user_has_made(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    assert make_run_folder(config_for(tmp_path / "run")) == tmp_path / "run"
+
+
+def test_resume_auto_looks_in_the_folder_that_was_named_and_nowhere_else(tmp_path: Path) -> None:
+    with_checkpoint(tmp_path / "other")
     config = config_for(tmp_path / "new", resume="auto")
-    assert run_folder(config) == tmp_path / "new"
-    checkpoint = tmp_path / "old" / "checkpoints" / "step_00000100"
-    checkpoint.mkdir(parents=True)
-    assert run_folder(config) == tmp_path / "new"
-    (checkpoint / "meta.json").write_text("{}")
-    assert run_folder(config) == tmp_path / "old"
+    assert make_run_folder(config) == tmp_path / "new"
+    save_config(config, tmp_path / "new")
+    assert make_run_folder(config) == tmp_path / "new"  # the same line after a pre-emption before any checkpoint
+
+
+def test_resume_auto_finds_the_newest_folder_of_those_that_the_time_names(tmp_path: Path) -> None:
+    config = config_for(f"{tmp_path}/runs/{BY_TIME}", resume="auto")
+    fresh = make_run_folder(config)
+    assert fresh.parent == tmp_path / "runs"
+    old = with_checkpoint(tmp_path / "runs" / "old")
+    assert make_run_folder(config) == old
+    newest = with_checkpoint(tmp_path / "runs" / "newest")
+    os.utime(old, (1, 1))
+    assert make_run_folder(config) == newest
+    checkpoint = newest / "checkpoints" / "step_00000100"
     checkpoint.rename(checkpoint.with_name(".step_00000100.replaced"))  # killed while another took its place
-    assert run_folder(config) == tmp_path / "old"
+    assert make_run_folder(config) == newest
+
+
+def _make(run_dir: str, together: Barrier, made: multiprocessing.SimpleQueue[str]) -> None:
+    config = config_for(run_dir)
+    together.wait(60)
+    made.put(str(make_run_folder(config)))
+
+
+def test_runs_of_one_second_get_folders_of_their_own(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    together, made = context.Barrier(4), context.SimpleQueue()
+    starts = [context.Process(target=_make, args=(f"{tmp_path}/{BY_TIME}", together, made)) for _ in range(4)]
+    for start in starts:
+        start.start()
+    for start in starts:
+        start.join(120)
+        assert start.exitcode == 0
+    assert len({made.get() for _ in starts}) == len(starts)
+
+
+@pytest.mark.parametrize("folder", ["/proc/nowhere", "/dev/null/x"])
+def test_a_folder_that_cannot_be_made_is_told_with_its_key(folder: str) -> None:
+    with pytest.raises(ValueError, match=rf"run\.dir={folder} cannot be made: .*\. Choose another folder\."):
+        make_run_folder(_unchecked(folder))
+
+
+def _unchecked(folder: str) -> RelaxConfig:
+    config = load_config([])
+    return replace(config, run=replace(config.run, dir=folder))
 
 
 def test_config_of_a_resumed_run_keeps_the_earlier_one(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from relax_core.config.schema import RelaxConfig
 def record(config: RelaxConfig) -> int:
     """What a run leaves of itself; seed 3 fails."""
     folder = Path(config.run.dir)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     save_config(config, folder)
     values = {
         "outcome": "finished",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from relax_core.config.compose import load_config
+from relax_core.preflight import settle
 from relax_core.roles.context import RunContext
 
 
@@ -12,7 +13,7 @@ def context_in(folder: Path, *overrides: str) -> RunContext:
     """With the default configuration and ``overrides``; everything lies in ``folder``, which also passes for the model.
     Nothing is made there."""
     return RunContext(
-        config=load_config(list(overrides)),
+        config=load_config(list(overrides), settle=settle),
         run_namespace="test",
         namespace="test-0",
         run_dir=folder,

@@ -14,6 +14,7 @@ from relax_core.config.compose import load_config
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.engine import WeightManifest
 from relax_core.engines.client import EngineClient
+from relax_core.preflight import settle
 from relax_core.roles.context import RunContext
 from relax_core.roles.engine_host import CatchUp, EngineHost
 from relax_core.roles.engines import engine_client
@@ -48,7 +49,7 @@ def context_of(config: RelaxConfig, tmp_path: Path) -> RunContext:
 @pytest.mark.parametrize("host", [EngineHost, TeacherEngineHost])
 def test_a_fixed_port_is_the_students_and_no_teachers(tmp_path: Path, host: type[EngineHost]) -> None:
     """Both may be rank 0 of one run."""
-    config, port = load_config(), free_port()
+    config, port = load_config(settle=settle), free_port()
     context = context_of(replace(config, engine=replace(config.engine, port=port)), tmp_path)
     owner = host("owner", context, 0)
     try:
@@ -99,7 +100,7 @@ def test_a_refused_push_is_made_good_by_the_owner_at_once_and_a_damaged_file_is_
 ) -> None:
     """Neither the next version nor the end of engine.sync_timeout_s, which is far away here, is waited for. Where the
     file that tells the newest version is damaged the owner says so, and goes on with the next version."""
-    config = load_config()
+    config = load_config(settle=settle)
     context = context_of(replace(config, engine=replace(config.engine, sync_timeout_s=3600.0)), tmp_path)
     owner = EngineHost("owner", context, 0)
     publisher = WeightPublisher(

@@ -22,7 +22,7 @@ def command(launch: EngineLaunch) -> list[str]:
         "--token-file": launch.token_file,
         "--max-running-samples": engine.max_running_samples,
         "--max-total-tokens": engine.max_total_tokens,
-        "--context-length": engine.context_length,
+        "--context-length": engine.context_tokens,
         "--threads": engine.threads,
         "--dtype": launch.dtype,
     }

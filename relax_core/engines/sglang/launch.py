@@ -30,7 +30,7 @@ def command(launch: EngineLaunch) -> list[str]:
         "tp-size": engine.tp,
         "max-running-requests": engine.max_running_samples,
         "max-total-tokens": engine.max_total_tokens + SPARE_TOKENS,
-        "context-length": engine.context_length + SPARE_TOKENS,
+        "context-length": engine.context_tokens + SPARE_TOKENS,
         "custom-weight-loader": [LOADER],
         "skip-tokenizer-init": True,
         "incremental-streaming-output": True,

@@ -1,0 +1,153 @@
+"""`relax explain KEY`: its value, type and range, where it is set, and what reads it; or all keys of a section."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import sys
+import typing
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from typing import Any
+
+from relax_core.cli.key_readers import readers
+from relax_core.config.compose import choices_of, compose, typed_config
+from relax_core.config.errors import ConfigError
+from relax_core.config.key_docs import DocumentedKey, keys_of_option, keys_of_plugin, keys_of_root
+from relax_core.config.options import conf_folder, groups
+from relax_core.config.ranges import OF_LAUNCHER, RANGES
+from relax_core.config.saved import plain
+from relax_core.config.schema import LAUNCHERS, RelaxConfig
+from relax_core.config.schema_keys import section_types, unknown_key
+from relax_core.registry import KINDS, find
+
+USAGE = 2
+SHOWN = 6  # places that read a key
+_HELP = """\
+relax explain KEY [group=option ...] [key=value ...]
+
+  relax explain optimizer.lr            value, type, range, where it is set, what reads it
+  relax explain algo algo=ppo           all keys of a section, here with PPO chosen
+"""
+_TYPES: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    type(None): "null",
+}
+
+
+def explain_command(words: Sequence[str]) -> int:
+    """Returns 0, or 2 for a key that does not exist and for a configuration that does not compose."""
+    if not words or words[0] in ("-h", "--help"):
+        print(_HELP, end="")
+        return 0 if words else USAGE
+    key, overrides = words[0].partition("=")[0], list(words[1:])
+    try:
+        for line in _lines(key, overrides):
+            print(line)
+    except ConfigError as error:
+        print(error.report(), file=sys.stderr)
+        return USAGE
+    return 0
+
+
+def _lines(key: str, overrides: Sequence[str]) -> Iterator[str]:
+    """Raises `ConfigError`."""
+    documents = _documents(choices_of(overrides))
+    config = typed_config(compose(overrides))
+    values = plain(config)
+    found, known = _look_up(values, key)
+    if not known:
+        raise ConfigError([unknown_key(key)])
+    if isinstance(found, dict) and key in (*section_types(), *KINDS):
+        yield from _section(key, found, documents)
+        return
+    said = [one for one in documents if one.key == key]
+    comments = [one.comment for one in said if one.comment]
+    yield f"{key}={_as_typed(found)}"
+    yield f"  {'meaning':<8} {comments[-1] if comments else 'see the section that it is in'}"
+    yield f"  {'type':<8} {_type_words(config, key)}"
+    yield f"  {'range':<8} {_range_words(key, config)}"
+    yield f"  {'set in':<8} {_set_in(key, overrides, said)}"
+    places = readers(key)
+    more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
+    yield f"  {'read by':<8} {(', '.join(places[:SHOWN]) + more) or 'nothing by its name'}"
+
+
+def _documents(choices: dict[str, str]) -> list[DocumentedKey]:
+    """Of the options that are chosen, those that count most last."""
+    found = keys_of_root()
+    for group in sorted(choices, key=lambda group: group == "experiment"):
+        file = conf_folder() / group / f"{choices[group]}.yaml"
+        if file.is_file():
+            found += keys_of_option(group, file)
+        elif group in KINDS:
+            found += keys_of_plugin(group, choices[group])
+    return found
+
+
+def _look_up(values: Any, key: str) -> tuple[Any, bool]:
+    for part in key.split("."):
+        if not isinstance(values, dict) or part not in values:
+            return None, False
+        values = values[part]
+    return values, True
+
+
+def _section(section: str, values: dict[str, Any], documents: Sequence[DocumentedKey]) -> Iterator[str]:
+    comments = {one.key: one.comment for one in documents if one.comment}
+    typed = {f"{section}.{key}": f"{section}.{key}={_as_typed(value)}" for key, value in values.items()}
+    width = min(44, max(map(len, typed.values())))
+    for key, word in typed.items():
+        yield f"  {word:<{width}}  {comments.get(key, '')}".rstrip()
+
+
+def _as_typed(value: Any) -> str:
+    """As it is written on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key}: {_as_typed(one)}" for key, one in value.items()) + "}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _type_words(config: RelaxConfig, key: str) -> str:
+    section, _, leaf = key.rpartition(".")
+    holder: Any = config
+    for part in filter(None, section.split(".")):
+        holder = getattr(holder, part)
+    return _words_of(typing.get_type_hints(type(holder))[leaf] if dataclasses.is_dataclass(holder) else Any)
+
+
+def _words_of(kind: Any) -> str:
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return f"one of {', '.join(kind.__members__)}"
+    if typing.get_origin(kind) in (list, dict):
+        return "a list" if typing.get_origin(kind) is list else "a mapping"
+    if arguments := typing.get_args(kind):
+        choices = [repr(one) if isinstance(one, str) else _words_of(one) for one in arguments]
+        return " or ".join(choices)
+    return _TYPES.get(kind, "any value")
+
+
+def _range_words(key: str, config: RelaxConfig) -> str:
+    allowed = (RANGES | OF_LAUNCHER[config.launcher.name.value]).get(key)
+    if allowed is not None:
+        return (allowed.words() or "any") + (f" ({allowed.why})" if allowed.why else "")
+    kind = key.split(".")[0]
+    if kind in KINDS:
+        name = getattr(config, kind).name
+        return f"what check() of {kind}={name} takes" if hasattr(find(kind, name), "check") else "any"
+    return "any that its type has"
+
+
+def _set_in(key: str, overrides: Sequence[str], said: Sequence[DocumentedKey]) -> str:
+    typed = [word for word in overrides if re.fullmatch(rf"\+?{re.escape(key)}=.*", word, re.DOTALL)]
+    if typed:
+        return f"the command line: {typed[-1]}"
+    if said:
+        return said[-1].place()
+    holder = "relax_core/config/schema.py"
+    return f"its default in {holder}" if key.split(".")[0] in (*section_types(), *LAUNCHERS, *groups()) else holder

@@ -1,0 +1,164 @@
+"""Names of settings in TRL (`GRPOConfig`) and verl (`ppo_trainer.yaml`) → the keys that mean the same here.
+
+One line for each meaning: our keys, what differs if anything does, and the others' names. A dotted name is verl's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """``keys``: ours, with a value where one value of theirs is one of ours."""
+
+    keys: tuple[str, ...]
+    names: tuple[str, ...]
+    note: str = ""
+
+
+_POLICY = "actor_rollout_ref"
+
+MEANINGS = (
+    Meaning(("optimizer.lr",), ("learning_rate", f"{_POLICY}.actor.optim.lr")),
+    Meaning(("optimizer.critic_lr",), ("critic.optim.lr",)),
+    Meaning(("optimizer.schedule",), ("lr_scheduler_type", f"{_POLICY}.actor.optim.warmup_style", "lr_schedule")),
+    Meaning(("optimizer.warmup_steps",), ("lr_warmup_steps", f"{_POLICY}.actor.optim.lr_warmup_steps")),
+    Meaning(
+        ("optimizer.warmup_steps",),
+        ("warmup_ratio", f"{_POLICY}.actor.optim.lr_warmup_steps_ratio"),
+        "in train steps, not as a share of them",
+    ),
+    Meaning(("optimizer.beta1",), ("adam_beta1",)),
+    Meaning(("optimizer.beta2",), ("adam_beta2",)),
+    Meaning(("optimizer.eps",), ("adam_epsilon",)),
+    Meaning(("optimizer.clip_grad",), ("max_grad_norm", "grad_clip", f"{_POLICY}.actor.grad_clip")),
+    Meaning(
+        ("rollout.prompts_per_step",),
+        ("batch_size", "train_batch_size", "data.train_batch_size", "rollout_batch_size", "generation_batch_size"),
+        "it counts prompts; each becomes algo.group_size samples",
+    ),
+    Meaning(
+        ("parallel.micro_batch_tokens",),
+        (
+            *("per_device_train_batch_size", "micro_batch_size", "gradient_accumulation_steps"),
+            *(f"{_POLICY}.actor.ppo_micro_batch_size_per_gpu", f"{_POLICY}.actor.ppo_max_token_len_per_gpu"),
+        ),
+        "micro-batches are packed by tokens; rollout.prompts_per_step is the batch of a train step",
+    ),
+    Meaning(
+        ("algo.mini_batches",),
+        ("mini_batch_size", "ppo_mini_batch_size", f"{_POLICY}.actor.ppo_mini_batch_size"),
+        "the number of updates a train step, not the prompts in each",
+    ),
+    Meaning(("algo.epochs",), ("num_iterations", "ppo_epochs", f"{_POLICY}.actor.ppo_epochs")),
+    Meaning(("algo.group_size",), ("num_generations", "n_samples_per_prompt", f"{_POLICY}.rollout.n")),
+    Meaning(
+        ("rollout.max_new_tokens",),
+        (
+            *("max_completion_length", "max_tokens", "max_response_length", "data.max_response_length"),
+            *("response_length", f"{_POLICY}.rollout.response_length"),
+        ),
+    ),
+    Meaning(
+        ("engine.context_length",),
+        (
+            *("max_prompt_length", "data.max_prompt_length", "max_length", "max_model_len", "vllm_max_model_length"),
+            *(f"{_POLICY}.rollout.prompt_length", f"{_POLICY}.rollout.max_model_len"),
+        ),
+        "tokens of prompt and response together",
+    ),
+    Meaning(("rollout.temperature",), (f"{_POLICY}.rollout.temperature",)),
+    Meaning(("rollout.top_p",), (f"{_POLICY}.rollout.top_p",)),
+    Meaning(("rollout.top_k",), (f"{_POLICY}.rollout.top_k",)),
+    Meaning(("run.steps",), ("max_steps", "total_training_steps", "trainer.total_training_steps", "num_steps")),
+    Meaning(
+        ("run.steps",),
+        ("num_train_epochs", "total_epochs", "num_epochs", "trainer.total_epochs"),
+        "a run's length is in train steps, of rollout.prompts_per_step prompts each",
+    ),
+    Meaning(
+        ("run.dir",),
+        ("output_dir", "save_dir", "trainer.default_local_dir", "trainer.rollout_data_dir"),
+    ),
+    Meaning(("run.save_every",), ("save_steps", "save_freq", "trainer.save_freq")),
+    Meaning(("run.keep_last",), ("save_total_limit", "trainer.max_actor_ckpt_to_keep")),
+    Meaning(("eval.every",), ("eval_steps", "test_freq", "trainer.test_freq")),
+    Meaning(("resume",), ("resume_from_checkpoint", "trainer.resume_mode", "trainer.resume_from_path")),
+    Meaning(("name",), ("run_name", "experiment_name", "trainer.experiment_name", "project_name")),
+    Meaning(
+        ("placement.gpus_per_node",),
+        ("n_gpus", "num_gpus", "gpus", "n_gpus_per_node", "trainer.n_gpus_per_node"),
+        "choose placement=gpu",
+    ),
+    Meaning(("placement.nodes", "launcher.nodes"), ("nnodes", "num_nodes", "trainer.nnodes")),
+    Meaning(("parallel.tp",), ("tensor_parallel_size", f"{_POLICY}.actor.megatron.tensor_model_parallel_size")),
+    Meaning(("parallel.pp",), (f"{_POLICY}.actor.megatron.pipeline_model_parallel_size", "pipeline_parallel_size")),
+    Meaning(("engine.tp",), ("vllm_tensor_parallel_size", f"{_POLICY}.rollout.tensor_model_parallel_size")),
+    Meaning(
+        ("engine.mem_fraction",),
+        ("vllm_gpu_memory_utilization", "gpu_memory_utilization", f"{_POLICY}.rollout.gpu_memory_utilization"),
+        "with engine=sglang",
+    ),
+    Meaning(("engine=embedded", "engine=sglang"), ("use_vllm", "vllm_mode", f"{_POLICY}.rollout.name")),
+    Meaning(
+        ("mode.max_staleness",),
+        ("steps_per_generation", "staleness_threshold", "async_training.staleness_threshold"),
+        "weight versions that a trained token may lag behind",
+    ),
+    Meaning(("algo=ppo", "algo=grpo"), ("algorithm.adv_estimator", "adv_estimator"), "all of them: relax list"),
+    Meaning(("algo.aggregation",), ("loss_type", "loss_agg_mode", f"{_POLICY}.actor.loss_agg_mode")),
+    Meaning(
+        ("algo.clip_low", "algo.clip_high"),
+        ("clip_ratio", "cliprange", "clip_range", "clip_eps", "epsilon", f"{_POLICY}.actor.clip_ratio"),
+        "one for each side",
+    ),
+    Meaning(("algo.clip_low",), ("clip_ratio_low", "epsilon_low", f"{_POLICY}.actor.clip_ratio_low")),
+    Meaning(("algo.clip_high",), ("clip_ratio_high", "epsilon_high", f"{_POLICY}.actor.clip_ratio_high")),
+    Meaning(("algo.dual_clip",), ("clip_ratio_c", "delta", f"{_POLICY}.actor.clip_ratio_c")),
+    Meaning(
+        ("algo.kl_coef",),
+        (
+            *("beta", "kl_coeff", "kl_loss_coef", "use_kl_loss", "init_kl_coef"),
+            *(f"{_POLICY}.actor.kl_loss_coef", f"{_POLICY}.actor.use_kl_loss", "algorithm.kl_ctrl.kl_coef"),
+        ),
+        "above 0 it starts the reference model",
+    ),
+    Meaning(("algo.kl_placement",), ("use_kl_in_reward", "algorithm.use_kl_in_reward")),
+    Meaning(("algo.kl_estimator",), ("kl_loss_type", f"{_POLICY}.actor.kl_loss_type", "algorithm.kl_penalty")),
+    Meaning(("algo.entropy_coef",), ("entropy_coeff", "ent_coef", f"{_POLICY}.actor.entropy_coeff")),
+    Meaning(("algo.normalize_std",), ("scale_rewards", "algorithm.norm_adv_by_std_in_grpo")),
+    Meaning(("algo.gamma",), ("algorithm.gamma",), "of algo=ppo"),
+    Meaning(("algo.gae_lambda",), ("lam", "gae_lambda", "algorithm.lam"), "of algo=ppo"),
+    Meaning(("algo.value_clip",), ("cliprange_value", "critic.cliprange_value"), "of algo=ppo"),
+    Meaning(("parallel.recompute",), ("gradient_checkpointing", "enable_gradient_checkpointing")),
+    Meaning(("model.dtype",), ("bf16", "fp16", "torch_dtype"), "float32 or bfloat16"),
+    Meaning(
+        ("model.path",),
+        ("model_name_or_path", "model_name", "model_path", f"{_POLICY}.model.path", "pretrained"),
+        "a Hugging Face folder, beside model=qwen3",
+    ),
+    Meaning(
+        ("data.path",),
+        ("dataset", "dataset_name", "train_files", "data.train_files", "prompt_data", "data_path"),
+        "a file of rows, beside data=file",
+    ),
+    Meaning(("data.eval_path",), ("val_files", "data.val_files", "eval_dataset")),
+    Meaning(("reward.name",), ("reward_funcs", "custom_reward_function.path", "reward_fn"), "a name, or a file's path"),
+    Meaning(("tracker.tensorboard", "tracker.jsonl"), ("report_to", "logger", "trainer.logger")),
+    Meaning(("model", "optimizer", "algo", "rollout", "engine", "parallel"), (_POLICY,), "by what it is about"),
+    Meaning(("run", "eval", "placement", "tracker"), ("trainer",), "by what it is about"),
+    Meaning(("algo",), ("algorithm",), "relax algo=ppo --help lists what PPO has"),
+    Meaning(("reward",), ("reward_model", "custom_reward_function")),
+)
+_BY_NAME = {name: meaning for meaning in MEANINGS for name in meaning.names}
+
+
+def synonym(name: str) -> str | None:
+    """One sentence with the keys that mean what ``name`` means elsewhere; None for a name that is in no list. Of a
+    dotted name that is in none, its last part counts, and then its first."""
+    meaning = next((_BY_NAME[one] for one in (name, name.split(".")[-1], name.split(".")[0]) if one in _BY_NAME), None)
+    if meaning is None:
+        return None
+    note = f" ({meaning.note})" if meaning.note else ""
+    return f"Here it is {' and '.join(meaning.keys)}{note}."
