@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from relax_core.contracts.bus import BusProgress
 from relax_core.observe.curves import CURVES_FILE, plot_curves
 from relax_core.observe.metrics import MetricsHealth
 from relax_core.observe.metrics_actor import MetricsClient, MetricsUnavailable
 from relax_core.observe.records import ACTOR, MetricRecord, TextRecord
-from relax_core.observe.report import print_report
+from relax_core.observe.report import print_report, report_console
 from relax_core.observe.sinks import read_metrics, read_texts
 from relax_core.observe.summary import build_summary, write_summary
 
@@ -60,6 +58,6 @@ def show_end(run_dir: Path, end: RunRecords, summary: Mapping[str, Any]) -> None
     """Prints the report, and what went wrong with the logs."""
     first = end.texts[0].rows if end.texts else []
     newest = end.texts[-1].rows if end.texts else []
-    print_report(Console(), run_dir, summary, first, newest)
+    print_report(report_console(), run_dir, summary, first, newest)
     for problem in end.health.problems:
         print(f"relax: {problem}", file=sys.stderr)

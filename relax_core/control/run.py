@@ -16,6 +16,7 @@ from relax_core.control.place import RunPlace
 from relax_core.control.ray_session import RaySession
 from relax_core.control.recoveries import FROM_CHECKPOINT, Recoveries
 from relax_core.control.resume import ResumePoint
+from relax_core.control.role_counts import roles_of
 from relax_core.control.signals import StopSignals
 from relax_core.control.supervisor import Attempt
 from relax_core.control.teachers import teacher_folders
@@ -25,7 +26,7 @@ from relax_core.observe.panel import Panel
 from relax_core.observe.records import last_step
 from relax_core.observe.signal_watch import SignalWatch
 from relax_core.observe.sinks import read_metrics
-from relax_core.roles.context import METRICS, RunContext
+from relax_core.roles.context import METRICS, RunContext, worker_name
 from relax_core.tools.make_tiny import tiny_model_folder
 
 FAILED = 1
@@ -92,7 +93,11 @@ def _in_session(
     """The run between the start and the end of its Ray."""
     run_dir = Path(config.run.dir)
     session = RaySession(config.launcher, place, log_dir=run_dir / "logs", start_timeout_s=config.run.start_timeout_s)
-    with ThreadPoolExecutor(1) as pool:
+    title = f"{config.algo.name} · {config.model.name} · {config.data.name} · {config.mode.name.value}"
+    panel = Panel(config.run.steps, run_dir, title, live=config.run.panel)
+    workers = [worker_name(role, rank) for role, count in roles_of(config).items() for rank in range(count)]
+    with panel, ThreadPoolExecutor(1) as pool:
+        panel.starting(workers, first="Ray")
         model = pool.submit(_model_folder, config)
         teachers = pool.submit(lambda: teacher_folders(config, student=model.result()))
         with session:
@@ -109,11 +114,16 @@ def _in_session(
                 start_step=resume.step if resume else 0,
                 teacher_folders=teachers.result(timeout=config.run.start_timeout_s),
             )
-            return _run_services(context, resume, attempt, signals, session)
+            return _run_services(context, resume, attempt, signals, session, panel)
 
 
 def _run_services(
-    context: RunContext, resume: ResumePoint | None, attempt: Attempt, signals: StopSignals, session: RaySession
+    context: RunContext,
+    resume: ResumePoint | None,
+    attempt: Attempt,
+    signals: StopSignals,
+    session: RaySession,
+    panel: Panel,
 ) -> _Outcome:
     from relax_core.control.fronts import Fronts
     from relax_core.control.recovery import RunParts, run_services
@@ -125,9 +135,8 @@ def _run_services(
     # Its process starts beside the others. From step 0 too, where a start before a first checkpoint had reported.
     marked = metrics.send_mark(context.start_step) if context.start_step or earlier else lambda: None
     fronts = Fronts(context)
-    title = f"{config.algo.name} · {config.model.name} · {config.data.name} · {config.mode.name.value}"
     try:
-        with Panel(config.run.steps, context.run_dir, title, live=config.run.panel) as panel:
+        with panel:  # which closes before the services do
             view = RunView(
                 panel,
                 metrics,

@@ -22,6 +22,7 @@ REFRESH_S = 0.5
 LINE_STEPS = 10
 LINE_S = 5.0
 STILL_S = 30.0
+STARTING = "starting"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,7 @@ class Panel:
         self._numbers = RunningNumbers()
         self._state = PanelState(step=0)
         self._opened = time.monotonic()
+        self._is_open = False
         self._drawn = 0.0
         self._live: Live | None = None
         # rich takes FORCE_COLOR for a terminal; a log in CI is none
@@ -67,6 +69,9 @@ class Panel:
         self._told_message = ""
 
     def __enter__(self) -> Self:
+        if self._is_open:
+            return self
+        self._is_open = True
         if self._live is None:
             self._print(f"Relax · {self._title} · {self._total_steps} steps · {self._run_dir}")
         else:
@@ -76,13 +81,26 @@ class Panel:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leaves the last state on the screen."""
+        """Leaves the last state on the screen. What was entered twice closes with the inner block."""
+        if not self._is_open:
+            return
+        self._is_open = False
         if self._live is None:
             if self._state.step > self._line_step:
                 self._print_figures()
             return
         self._live.update(picture(self._view()))
         self._live.stop()
+
+    def starting(self, roles: Sequence[str], *, first: str) -> None:
+        """Before any role can tell its state: ``first`` is starting, and the ``roles`` start after it."""
+        if self._live is None:
+            self._told_roles = dict.fromkeys(roles, STARTING)
+            self._print(f"starting {first}, then {', '.join(roles)}")
+            return
+        waiting = [RoleState(name=name, state="starting", since_s=0.0) for name in roles]
+        self._state = PanelState(step=self._state.step, roles=waiting, message=f"starting {first}")
+        self._live.update(picture(self._view()), refresh=True)
 
     def update(self, state: PanelState) -> None:
         """Takes the newest state and shows it, if it is time."""
@@ -115,12 +133,14 @@ class Panel:
 
     def _print_changes(self, now: float) -> None:
         state = self._state
+        changed: dict[str, list[str]] = {}
         for role in state.roles:
-            at_work = role.state in ("running", "waiting")  # it changes between these many times a second
-            told = f"{role.name} at work" if at_work else role_line(role)
+            told = _told(role)
             if self._told_roles.get(role.name) != told:
                 self._told_roles[role.name] = told
-                self._print(told)
+                changed.setdefault(told, []).append(role.name)
+        for told, names in changed.items():
+            self._print(f"{', '.join(names)} {told}")
         if state.message and state.message != self._told_message:
             self._print(state.message)
         self._told_message = state.message
@@ -141,3 +161,11 @@ class Panel:
     def _print(self, text: str) -> None:
         """One line, whole, whatever the width: logs are searched by line."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _told(role: RoleState) -> str:
+    """What a plain line says after the role's name. Between running and waiting it changes many times a second, and
+    while it starts its detail does; a line on a run that stands still has it."""
+    if role.state in ("running", "waiting"):
+        return "at work"
+    return STARTING if role.state == "starting" else role_line(role).removeprefix(f"{role.name} ")

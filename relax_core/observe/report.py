@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ Row = Mapping[str, TextCell]
 
 SHOWN_ROWS = 8
 CELL_WIDTH = 60
+NO_WIDTH = 1000  # columns; no line of the report has as many
 CHECKPOINTS_FOLDER = "checkpoints"
 PLACES = (
     ("reward curve", CURVES_FILE),
@@ -31,6 +33,11 @@ PLACES = (
     ("summary", SUMMARY_FILE),
     ("process logs", "logs"),
 )
+
+
+def report_console() -> Console:
+    """For stdout. A line in a file is as long as it is: logs are searched by line, and have no width."""
+    return Console() if sys.stdout.isatty() else Console(width=NO_WIDTH)
 
 
 def print_report(
