@@ -1,11 +1,11 @@
-"""`python -m relax_core.tools.compare multirun/…`: runs side by side, as a table and as curves in one picture."""
+"""`relax compare multirun/…`: runs side by side, and over their seeds, as tables and as curves in one picture."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,11 @@ from typing import Any
 from relax_core.observe.records import ACTOR, EVAL, MetricRecord, by_step, without_undone
 from relax_core.observe.sinks import read_metrics
 from relax_core.observe.summary import SUMMARY_FILE
+from relax_core.tools.seeds import Spread, mean_curve, settings_of, spread_of
 
 PICTURE = "compare.png"
 USAGE = 2
+REFUSED = 2  # exit code of a run that could not start
 Curve = tuple[str, str, str]  # name of the value, source, title
 REWARD = ("reward", ACTOR, "mean reward in training")
 EXACT = ("exact", EVAL, "exact answers on held-out prompts")
@@ -27,11 +29,22 @@ SMOOTH = 25  # curves are means over a 25th of their steps
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedRun:
-    """``label``: what tells it from the others. ``summary``: None for a run that has not ended."""
+    """``label``: what tells it from the others. ``folder``: None for a run that never started. ``summary``: None for a
+    run that has not ended. ``outcome``: in one or two words. ``cause``: why it was refused or not started.
+    ``settings``: what runs share that differ by their seed alone; None where that is not known."""
 
     label: str
-    folder: Path
+    folder: Path | None
     summary: dict[str, Any] | None
+    outcome: str
+    cause: str = ""
+    settings: str | None = None
+
+    @property
+    def group_label(self) -> str:
+        """``label`` without the seed."""
+        words = [word for word in self.label.split() if not word.startswith("seed=")]
+        return " ".join(words) or (self.folder.parent.name if self.folder is not None else self.label)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,6 +65,11 @@ def show(folders: Sequence[Path], *, picture: Path | None = None) -> None:
     """Prints the table and draws the curves. Raises ValueError where a folder is no sweep's and no run's."""
     runs = [run for folder in folders for run in read_runs(folder)]
     print(table(runs))
+    for run in runs:
+        if run.cause:
+            print(f"\n  {run.label}: {run.cause}")
+    if groups := [group for group in by_settings(runs) if len(group) > 1]:
+        print(f"\n{seeds_table(groups)}")
     drawn = draw(runs, picture if picture is not None else folders[0] / PICTURE)
     print(f"\n  curves  {drawn}" if drawn is not None else "\n  no step to draw yet")
 
@@ -62,9 +80,9 @@ def read_runs(folder: Path) -> list[ComparedRun]:
     if index.is_file():
         rows = json.loads(index.read_text(encoding="utf-8"))["runs"]
         labels = _short([row["overrides"] for row in rows])
-        return [_run(Path(row["folder"]), label) for row, label in zip(rows, labels, strict=True)]
+        return [_run(row, label) for row, label in zip(rows, labels, strict=True)]
     if (folder / "config.yaml").is_file():
-        return [_run(folder, folder.name)]
+        return [_run({"folder": str(folder)}, folder.absolute().name)]
     raise ValueError(f"{folder}: it has neither sweep.json nor config.yaml. Give folders under multirun/ or runs/.")
 
 
@@ -74,41 +92,59 @@ def table(runs: Sequence[ComparedRun]) -> str:
     best = {name: max((value for row in rows if (value := row[name]) is not None), default=None) for name in _COLUMNS}
     lines = [["run", "outcome", "steps", *_COLUMNS.values()]]
     for run, row in zip(runs, rows, strict=True):
-        outcome = "not ended" if run.summary is None else str(run.summary["outcome"]).split(":")[0]
         steps = "" if run.summary is None else str(run.summary["steps"])
-        lines.append([run.label, outcome, steps, *(_word(name, row[name], best[name], len(runs)) for name in _COLUMNS)])
+        words = (_word(name, row[name], best[name], len(runs)) for name in _COLUMNS)
+        lines.append([run.label, run.outcome, steps, *words])
+    return _aligned(lines)
+
+
+def by_settings(runs: Sequence[ComparedRun]) -> list[list[ComparedRun]]:
+    """Runs that differ by their seed alone together, in the order in which each first comes."""
+    groups: dict[str, list[ComparedRun]] = {}
+    for number, run in enumerate(runs):
+        groups.setdefault(run.settings or f"run {number}", []).append(run)
+    return list(groups.values())
+
+
+def seeds_table(groups: Sequence[Sequence[ComparedRun]]) -> str:
+    """One line a group of `by_settings`: mean and sample standard deviation of its runs that have finished."""
+    lines = [["over seeds", "finished", *_COLUMNS.values()]]
+    for group in groups:
+        ended = [_figures(run.summary) for run in group if run.outcome == "finished"]
+        values = {name: [one for row in ended if (one := row[name]) is not None] for name in _COLUMNS}
+        words = [spread_of(found).words(_FORMS.get(name, ".3f")) if found else "" for name, found in values.items()]
+        lines.append([group[0].group_label, f"{len(ended)} of {len(group)}", *words])
+    return _aligned(lines)
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> str:
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    return "\n".join(
-        "  " + "  ".join(_pad(c, w, i) for i, (c, w) in enumerate(zip(line, widths, strict=True))) for line in lines
-    )
+    padded = ("  ".join(_pad(c, w, i) for i, (c, w) in enumerate(zip(line, widths, strict=True))) for line in lines)
+    return "\n".join(f"  {line}" for line in padded)
 
 
 def draw(runs: Sequence[ComparedRun], path: Path) -> Path | None:
-    """A PNG with all runs' curves; None where no run has a step yet."""
+    """A PNG with all runs' curves, of runs that differ by their seed alone their mean in a band of one standard
+    deviation; None where no run has a step yet."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(12, 4.8), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    records = [without_undone(read_metrics(run.folder)) for run in runs]
-    curves = curves_of(records)
+    groups = [_that_count(group) for group in by_settings([run for run in runs if run.folder is not None])]
+    records = [[without_undone(read_metrics(run.folder)) for run in group if run.folder] for group in groups]
+    curves = curves_of([held for group in records for held in group])
     axes = figure.subplots(1, len(curves))
     some = False
-    last = max((record.step for held in records for record in held), default=1) or 1
+    last = max((record.step for group in records for held in group for record in held), default=1) or 1
     for axis, (name, source, title) in zip(axes, curves, strict=True):
-        for number, (run, held) in enumerate(zip(runs, records, strict=True)):
-            points = {step: values[name] for step, values in by_step(held, source).items() if name in values}
-            if points:
+        for number, (group, held) in enumerate(zip(groups, records, strict=True)):
+            curve = mean_curve([_points(one, name, source) for one in held])
+            if curve:
                 some = True
-                style = {
-                    "color": COLOURS[number % len(COLOURS)],
-                    "linestyle": STYLES[number // len(COLOURS) % len(STYLES)],
-                }
-                values = list(points.values()) if source == EVAL else _smooth(list(points.values()))
-                axis.plot(
-                    list(points), values, label=run.label, linewidth=1.8, marker="o" if source == EVAL else "", **style
-                )
+                label = group[0].label if len(group) == 1 else f"{group[0].group_label}, {len(group)} seeds"
+                _plot(axis, curve, number, label=label, marked=source == EVAL)
         axis.set_title(title, loc="left", fontsize=12, fontweight="bold")
         axis.set_xlabel("train step")
         axis.set_xlim(-0.02 * last, 1.02 * last)
@@ -125,12 +161,35 @@ def draw(runs: Sequence[ComparedRun], path: Path) -> Path | None:
     return path
 
 
+def _that_count(group: Sequence[ComparedRun]) -> Sequence[ComparedRun]:
+    """A run that ended early would cut the mean short; where none has finished, all count."""
+    return [run for run in group if run.outcome == "finished"] or group
+
+
+def _points(records: Sequence[MetricRecord], name: str, source: str) -> dict[int, float]:
+    return {step: values[name] for step, values in by_step(records, source).items() if name in values}
+
+
+def _plot(axis: Any, curve: Mapping[int, Spread], number: int, *, label: str, marked: bool) -> None:
+    colour, style = COLOURS[number % len(COLOURS)], STYLES[number // len(COLOURS) % len(STYLES)]
+    smooth = list if marked else _smooth
+    means = smooth([one.mean for one in curve.values()])
+    spreads = smooth([one.std for one in curve.values()])
+    axis.plot(
+        list(curve), means, label=label, linewidth=1.8, marker="o" if marked else "", color=colour, linestyle=style
+    )
+    if any(spreads):
+        low, high = ([m + sign * s for m, s in zip(means, spreads, strict=True)] for sign in (-1, 1))
+        axis.fill_between(list(curve), low, high, color=colour, alpha=0.15, linewidth=0)
+
+
 def curves_of(records: Sequence[Sequence[MetricRecord]]) -> tuple[Curve, Curve]:
     """What is drawn of these runs: where none of them was evaluated, exact answers in training."""
     evaluated = any(record.source == EVAL for held in records for record in held)
     return REWARD, EXACT if evaluated else EXACT_IN_TRAINING
 
 
+_FORMS = {"samples_per_s": ",.0f"}
 _COLUMNS = {"reward": "reward", "exact": "exact", "eval": "held-out exact", "samples_per_s": "samples/s"}
 
 
@@ -149,17 +208,31 @@ def _word(name: str, value: float | None, best: float | None, count: int) -> str
     if value is None:
         return ""
     star = "*" if count > 1 and value == best else " "
-    return (f"{value:,.0f}" if name == "samples_per_s" else f"{value:.3f}") + star
+    return format(value, _FORMS.get(name, ".3f")) + star
 
 
 def _pad(word: str, width: int, column: int) -> str:
     return word.ljust(width) if column < 2 else word.rjust(width)
 
 
-def _run(folder: Path, label: str) -> ComparedRun:
-    file = folder / SUMMARY_FILE
-    summary = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-    return ComparedRun(label=label, folder=folder, summary=summary)
+def _run(row: Mapping[str, Any], label: str) -> ComparedRun:
+    """``row``: of sweep.json, or with the folder alone."""
+    folder = Path(row["folder"]) if row["folder"] is not None else None
+    file = folder / SUMMARY_FILE if folder is not None else None
+    summary = json.loads(file.read_text(encoding="utf-8")) if file is not None and file.is_file() else None
+    cause, refused = row.get("cause") or "", row.get("code") == REFUSED
+    if summary is not None:
+        outcome = str(summary["outcome"]).split(":")[0]
+    else:
+        outcome = "refused" if refused else "not started" if cause else "not ended"
+    return ComparedRun(
+        label=label,
+        folder=folder,
+        summary=summary,
+        outcome=outcome,
+        cause=cause,
+        settings=settings_of(folder) if folder is not None else None,
+    )
 
 
 def _short(overrides: Sequence[Sequence[str]]) -> list[str]:

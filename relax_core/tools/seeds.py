@@ -1,0 +1,51 @@
+"""Runs that differ by their seed alone: their mean, and how far they lie apart."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+_NOT_COMPARED = ("seed", "resume", "plan", "run", "launcher")  # what tells seeds apart, and where a run is
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """``mean`` and sample standard deviation ``std`` of ``count`` values; of one value the deviation is 0."""
+
+    mean: float
+    std: float
+    count: int
+
+    def words(self, form: str) -> str:
+        return f"{format(self.mean, form)} ± {format(self.std, form)}"
+
+
+def spread_of(values: Sequence[float]) -> Spread:
+    """Of one value or more."""
+    mean = math.fsum(values) / len(values)
+    squares = math.fsum((value - mean) ** 2 for value in values)
+    return Spread(mean=mean, std=math.sqrt(squares / max(1, len(values) - 1)), count=len(values))
+
+
+def settings_of(folder: Path) -> str | None:
+    """What a run must share with another to be the same but for the seed; None for a run whose config.yaml is not
+    there or names no seed."""
+    file = folder / "config.yaml"
+    values: Any = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else None
+    if not isinstance(values, dict) or values.get("seed") is None:
+        return None
+    kept = {key: value for key, value in values.items() if key not in _NOT_COMPARED}
+    return json.dumps(kept | {"run.steps": values.get("run", {}).get("steps")}, sort_keys=True)
+
+
+def mean_curve(curves: Sequence[Mapping[int, float]]) -> dict[int, Spread]:
+    """Step → mean and spread, at the steps that all have, of the curves that have any."""
+    curves = [curve for curve in curves if curve]
+    steps = set(curves[0]).intersection(*curves[1:]) if curves else set()
+    return {step: spread_of([curve[step] for curve in curves]) for step in sorted(steps)}
