@@ -43,6 +43,7 @@ _FLAGS = (
     *("--help", "--version", "--multirun", "--config-dir", "--cfg", "--hydra-help"),
     *("--resolve", "--package", "--run", "--shell-completion", "--info"),
 )
+_FLAGS_WITH_VALUE = ("--config-dir", "-cd", "--cfg", "-c", "--package", "-p")
 _REFUSED_HYDRA = {
     "hydra.run.dir": "a run's folder is run.dir",
     "hydra.job.name": "a run's name is name",
@@ -87,8 +88,20 @@ def hydra_words(words: Sequence[str]) -> list[str]:
     """The same words for Hydra. Raises `ConfigError` for those that Hydra would take for something else."""
     if problems := [*_wrong_flags(words), *(problem for word in words for problem in _wrong_override(word))]:
         raise ConfigError(problems)
+    flags, overrides = _flags_and_overrides(words)
     several = _is_sweep(words)
-    return with_plugin_groups([_quoted(word, several=several) for word in words])
+    return [*with_plugin_groups([_quoted(word, several=several) for word in overrides]), *flags]
+
+
+def _flags_and_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Hydra takes all overrides in one piece."""
+    flags: list[str] = []
+    overrides: list[str] = []
+    for place, word in enumerate(words):
+        before = words[place - 1] if place else ""
+        is_value = before in _FLAGS_WITH_VALUE or (before in ("--info", "-i") and "=" not in word)
+        (flags if word.startswith("-") or is_value else overrides).append(word)
+    return flags, overrides
 
 
 def _is_sweep(words: Sequence[str]) -> bool:

@@ -292,10 +292,20 @@ def _argv(arguments: Sequence[str]) -> Iterator[None]:
 def _unknown_keys(cfg: DictConfig) -> list[str]:
     """Keys that were forced in with +key=value. The rest was refused while composing."""
     roots = {field.name for field in dataclasses.fields(RelaxConfig)}
-    problems = [unknown_key(str(key)) for key in cfg if key not in roots]
+    unknown = (dotted for key in map(str, cfg) if key not in roots for dotted in _dotted(key, cfg._get_node(key)))
+    problems = [unknown_key(key) for key in unknown]
     for section in section_types():
         problems += _unknown_below(section, cfg[section])
     return problems
+
+
+def _dotted(key: str, node: Any) -> Iterator[str]:
+    """The keys at the ends of what was forced in as one."""
+    if not isinstance(node, DictConfig):
+        yield key
+        return
+    for part in map(str, node):
+        yield from _dotted(f"{key}.{part}", node._get_node(part))
 
 
 def _unknown_below(section: str, values: DictConfig) -> list[str]:

@@ -42,7 +42,7 @@ def rerun_line(words: Sequence[str]) -> CommandLine:
     own += [f"launcher={values['launcher']['name']}"] if "launcher" in values else []
     return CommandLine(
         typed=("rerun", *words),
-        hydra=(*own, f"experiment={OPTION}", *hydra_words(overrides)),
+        hydra=tuple(hydra_words([*own, f"experiment={OPTION}", *overrides])),
         command=("rerun", words[0]),
     )
 

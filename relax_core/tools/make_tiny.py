@@ -110,10 +110,15 @@ def _tokenizer_core() -> Tokenizer:
 def tiny_prompt_tokenizer() -> PromptTokenizer:
     """The tokenizer of every builtin model, before any of them is made. Imports no transformers."""
     with tempfile.TemporaryDirectory() as folder:
-        _tokenizer_core().save(f"{folder}/tokenizer.json")
-        settings = {"eos_token": "<|im_end|>", "chat_template": _CHAT_TEMPLATE}
-        Path(folder, "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+        write_prompt_tokenizer(Path(folder))
         return PromptTokenizer(Path(folder))
+
+
+def write_prompt_tokenizer(folder: Path) -> None:
+    """Writes what `PromptTokenizer` reads of the tokenizer's files."""
+    _tokenizer_core().save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": "<|im_end|>", "chat_template": _CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
 
 
 def _build_tokenizer() -> PreTrainedTokenizerFast:

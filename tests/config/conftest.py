@@ -12,6 +12,7 @@ import pytest
 
 from relax_core.contracts.engine import TensorSpec
 from relax_core.families.table import FAMILIES, read_architecture
+from relax_core.tools.make_tiny import write_prompt_tokenizer
 from relax_core.train.models.weight_rules import tensor_shape, weight_rules
 from relax_core.weights.safetensors_header import header_bytes
 
@@ -54,7 +55,7 @@ def write_folder(folder: Path, values: dict[str, Any]) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(values))
     write_header(folder / "model.safetensors", values)
-    (folder / "tokenizer.json").write_text("{}")
+    write_prompt_tokenizer(folder)
     return folder
 
 
