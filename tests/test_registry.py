@@ -119,3 +119,24 @@ def test_entry_point(tmp_path: Path) -> None:
         timeout=300,
     )
     assert result.stdout.strip() == "Right length. True 5", result.stderr
+
+
+def test_builtins_are_found_whatever_lies_beside_the_run(tmp_path: Path) -> None:
+    """A project with packages of these names; its own plug-in still finds the modules beside it."""
+    for name in ("algorithms", "rewards", "envs", "launchers"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('of the project')\n")
+    (tmp_path / "rewards" / "common.py").write_text("TARGET = 7\n")
+    own = REWARD.replace("target: int = 5", "target: int = TARGET")
+    write(tmp_path / "rewards", f"from rewards.common import TARGET\n{own}", "mine.py")
+    command = [sys.executable, "-m", "relax_core", "plan=true", "reward.name=rewards/mine.py", "algo=ppo"]
+    planned = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert "can start." in planned.stdout, planned.stderr
+    code = (
+        "import pickle, sys; sys.path.insert(0, '.'); from relax_core.config.compose import load_config;"
+        "config = load_config(['reward.name=rewards/mine.py', 'algo=ppo']);"
+        "from relax_core.registry import names; from rewards.math import SPEC;"
+        "print(pickle.loads(pickle.dumps(config)).reward.target, SPEC.name, 'mine' in names('reward'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ["7", "math", "False"], done.stderr

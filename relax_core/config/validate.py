@@ -179,15 +179,18 @@ def _check_run_folder(config: RelaxConfig) -> Iterator[str]:
         yield f"resume={config.resume}: no such folder. Use resume=auto for the newest checkpoint."
     folder = Path(config.run.dir)
     for existing in (folder, *folder.parents):
-        # One look at each: what another run makes or removes meanwhile is there or not, and never a file.
+        # Looked at through one descriptor: another run may make or remove it meanwhile, and that is no mistake.
         try:
-            mode = existing.stat().st_mode
+            descriptor = os.open(existing, os.O_PATH)
         except (FileNotFoundError, NotADirectoryError):
             continue
-        if not stat.S_ISDIR(mode):
-            yield f"run.dir={folder}: {existing} is a file. Choose another folder."
-        elif not os.access(existing, os.W_OK) and existing.is_dir():
-            yield f"run.dir={folder}: {existing} cannot be written to. Choose another folder."
+        try:
+            if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+                yield f"run.dir={folder}: {existing} is a file. Choose another folder."
+            elif not os.access(f"/proc/self/fd/{descriptor}", os.W_OK):
+                yield f"run.dir={folder}: {existing} cannot be written to. Choose another folder."
+        finally:
+            os.close(descriptor)
         return
 
 

@@ -43,7 +43,7 @@ def settle_context(config: RelaxConfig) -> tuple[RelaxConfig, list[str]]:
         longest = _longest_generated(config, tokenizer)
     else:
         lengths = _lengths_in_files(config, tokenizer, room=room)
-        longest = UNKNOWN_PROMPT if lengths is None else lengths.bound
+        longest = lengths.bound if lengths is not None and lengths.bound else UNKNOWN_PROMPT
         problems += [] if lengths is None else _row_problems(config, lengths, room=room, positions=positions)
     return _with_context(config, longest), problems
 

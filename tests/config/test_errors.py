@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+import sys
 from pathlib import Path
 
 import pytest
 
 from relax_core.config.compose import load_config
 from relax_core.config.errors import ConfigError
+from relax_core.config.validate import problems_of
 from relax_core.preflight import CHECKS
 
 
@@ -198,6 +201,7 @@ def test_model_folder(model_folder: Path) -> None:
     (model_folder / "config.json").write_text(json.dumps(config))
     (model_folder / "model.safetensors").unlink()
     (model_folder / "tokenizer.json").unlink()
+    (model_folder / "tokenizer_config.json").unlink()
     assert ["safetensors" in found()[0], "no tokenizer" in found()[1]] == [True, True]
 
 
@@ -216,6 +220,32 @@ def test_data_file(tmp_path: Path, data_file: Path) -> None:
     assert "empty.jsonl: it has no rows." in found(empty)
     data_file.write_text(data_file.read_text() + "{oops\n")
     assert "rows.jsonl, line 301: not a JSON object" in found(data_file)
+
+
+def test_a_folder_that_is_removed_while_it_is_looked_at_is_no_problem(tmp_path: Path) -> None:
+    """What stands above run.dir may go at any moment: another run of this place ends, or is cleared away."""
+    above = tmp_path / "runs"
+    above.mkdir()
+    config = load_config([f"run.dir={above}/name/now"])
+    looked: list[object] = []
+
+    def remove(frame: object, event: str, function: object) -> None:
+        if event == "c_return" and function in (os.stat, os.open) and above.exists():
+            looked.append(function)
+            above.rmdir()
+
+    sys.setprofile(remove)
+    try:
+        found = problems_of(config)
+    finally:
+        sys.setprofile(None)
+    assert looked and found == []
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_rights_is_told(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    assert "cannot be written to" in problems(f"run.dir={tmp_path}/run")[0]
 
 
 def test_port_in_use() -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import codecs
+import csv
 import dataclasses
 import json
 from pathlib import Path
@@ -31,6 +33,13 @@ ROWS = [{"question": f"what is {n}?", "answer": str(n), "level": n % 3} for n in
 def _write(path: Path, rows: list[dict[str, Any]]) -> str:
     if path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
     else:
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=3)
     return str(path)
@@ -40,14 +49,14 @@ def _file_source(path: str, *, eval_rows: int = 4, **changes: Any) -> PromptSour
     return make_source(dataclasses.replace(FILE, path=path, **changes), seed=1, eval_rows=eval_rows)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
 def test_a_file_gives_every_row_once_an_epoch_and_holds_the_last_out(tmp_path: Path, suffix: str) -> None:
     source = _file_source(_write(tmp_path / f"rows{suffix}", ROWS))
     epochs = [[source.row(index) for index in range(start, start + 16)] for start in (0, 16)]
     for epoch in epochs:
         assert sorted(int(row["answer"]) for row in epoch) == list(range(16))
         assert all(row["prompt"] == f"what is {row['answer']}?" for row in epoch)
-        assert all(row["level"] == int(row["answer"]) % 3 for row in epoch)
+        assert all(int(row["level"]) == int(row["answer"]) % 3 for row in epoch)
     assert epochs[0] != epochs[1]
     assert [row["answer"] for row in source.eval_rows()] == ["16", "17", "18", "19"]
 
@@ -112,6 +121,48 @@ def test_what_is_wrong_with_a_parquet_file_is_named(tmp_path: Path) -> None:
     source = _file_source(_write(path, rows), eval_size=0, eval_rows=0, shuffle=False)
     with pytest.raises(ValueError, match=r"rows.parquet, row 7: question=None"):
         source.row(7)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv"])
+def test_a_byte_order_mark_is_skipped(tmp_path: Path, suffix: str) -> None:
+    """Also where the file is written by hand, with Windows' ends of lines."""
+    path = Path(_write(tmp_path / f"rows{suffix}", ROWS))
+    path.write_bytes(codecs.BOM_UTF8 + path.read_bytes().replace(b"\r\n", b"\n").replace(b"\n", b"\r\n"))
+    source = _file_source(str(path), shuffle=False)
+    assert [source.row(index)["answer"] for index in range(16)] == [str(number) for number in range(16)]
+    assert len(source.eval_rows()) == 4
+
+
+def test_values_of_a_csv_file_are_text_as_they_stand(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text('question,answer\n"two\nlines, and ""quotes""",007\n' + f"{'long ' * 40_000},1.50\n")
+    source = _file_source(str(path), shuffle=False, eval_size=0, eval_rows=0)
+    assert (source.row(0)["prompt"], source.row(0)["answer"]) == ('two\nlines, and "quotes"', "007")
+    assert (len(source.row(1)["prompt"]), source.row(1)["answer"]) == (200_000, "1.50")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        (
+            "rows.csv",
+            "question,answer\n1 + 1?,2,3\n",
+            r"rows\.csv, line 2: it has not as many fields as the first line, 2",
+        ),
+        ("rows.csv", "question,answer\n1 + 1?\n", r"rows\.csv, line 2: it has not as many fields as the first line, 2"),
+        ("rows.csv", "question,answer\n,2\n", r"rows\.csv, line 2: question='' is neither text nor a list of messages"),
+        ("rows.csv", "prompt,answer\n1,2\n", r"rows\.csv, line 2: no key 'question'; its keys are answer, prompt"),
+        ("rows.csv", 'question,answer\n"1,2\n', r"rows\.csv, line \d: not CSV in UTF-8: unexpected end of data"),
+        ("rows.csv", "", r"rows\.csv: it has no rows"),
+        ("rows.json", '{"question": "1", "answer": "2"}\n', r"not a JSON list of objects: .* it is a \.jsonl file\."),
+        ("rows.json", '[{"question": "1"}]', r"rows\.json, row 0: no key 'answer'"),
+        ("rows.json", "[]", r"rows\.json: it has no rows"),
+    ],
+)
+def test_a_malformed_table_is_named_with_its_place(tmp_path: Path, name: str, text: str, told: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ValueError, match=told):
+        _file_source(str(tmp_path / name), eval_size=0, eval_rows=0)
 
 
 def test_what_is_wrong_with_the_settings_is_named(tmp_path: Path) -> None:
