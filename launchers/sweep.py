@@ -100,6 +100,7 @@ class Sweep:
         if refused and (kept or len(refused) == len(self._runs)):
             told = f"{len(refused)} of the sweep's {len(self._runs)} runs are refused, so none was started"
             print(f"relax: {told}", file=sys.stderr)
+            self._remove_folder()
             return USAGE
         try:
             self._start()
@@ -114,6 +115,13 @@ class Sweep:
             assert self._folder is not None
             show([self._folder])
         return next((run.code for run in self._runs if run.code), 0)
+
+    def _remove_folder(self) -> None:
+        """Hydra has made it, for a sweep that has nothing to write."""
+        assert self._folder is not None
+        (self._folder / "multirun.yaml").unlink(missing_ok=True)
+        with suppress(OSError):
+            self._folder.rmdir()
 
     def _start(self) -> None:
         """Runs what is kept for this machine, one after the other, and submits the rest together."""

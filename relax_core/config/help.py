@@ -91,19 +91,21 @@ def help_text(chosen: Sequence[str] = ()) -> str:
     for an option that does not exist."""
     options = [word.partition("=") for word in chosen if word.partition("=")[0].removesuffix(".name") in groups()]
     if options:
-        return "\n".join(_option_help(key.removesuffix(".name"), choice) for key, _, choice in options)
+        return "\n".join(_option_help(key, choice) for key, _, choice in options)
     return _whole_page()
 
 
-def _option_help(group: str, choice: str) -> str:
+def _option_help(key: str, choice: str) -> str:
+    """``key``: a group, or the name of its plug-in, such as algo.name."""
+    group = key.removesuffix(".name")
+    if key == group and choice not in group_options(group):
+        raise ConfigError([missing_name(group, choice, group_options(group))])
     if choice in yaml_options(group):
         about, keys = first_comment(group, choice), keys_of_option(group, conf_folder() / group / f"{choice}.yaml")
-    elif group not in KINDS:
-        raise ConfigError([missing_name(group, choice, group_options(group))])
     else:
-        kind = group
+        assert group in KINDS, "every option of the other groups has a YAML"
         try:
-            about, keys = find(kind, choice).summary, keys_of_plugin(kind, choice)
+            about, keys = find(group, choice).summary, keys_of_plugin(group, choice)
         except PluginError as error:
             raise ConfigError([str(error)]) from error
     return "\n".join([f"{group}={choice}: {about}", *_key_lines(keys), ""])

@@ -31,7 +31,8 @@ SMOOTH = 25  # curves are means over a 25th of their steps
 class ComparedRun:
     """``label``: what tells it from the others. ``folder``: None for a run that never started. ``summary``: None for a
     run that has not ended. ``outcome``: in one or two words. ``cause``: why it was refused or not started.
-    ``settings``: what runs share that differ by their seed alone; None where that is not known."""
+    ``settings``: what runs share that differ by their seed alone; None where that is not known. ``group_label``: what
+    tells such runs from the others."""
 
     label: str
     folder: Path | None
@@ -39,12 +40,7 @@ class ComparedRun:
     outcome: str
     cause: str = ""
     settings: str | None = None
-
-    @property
-    def group_label(self) -> str:
-        """``label`` without the seed."""
-        words = [word for word in self.label.split() if not word.startswith("seed=")]
-        return " ".join(words) or (self.folder.parent.name if self.folder is not None else self.label)
+    group_label: str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,9 +76,9 @@ def read_runs(folder: Path) -> list[ComparedRun]:
     if index.is_file():
         rows = json.loads(index.read_text(encoding="utf-8"))["runs"]
         labels = _short([row["overrides"] for row in rows])
-        return [_run(row, label) for row, label in zip(rows, labels, strict=True)]
+        return [_run(row, label, group_label=_without_seed(label)) for row, label in zip(rows, labels, strict=True)]
     if (folder / "config.yaml").is_file():
-        return [_run({"folder": str(folder)}, folder.absolute().name)]
+        return [_run({"folder": str(folder)}, folder.absolute().name, group_label=folder.absolute().parent.name)]
     raise ValueError(f"{folder}: it has neither sweep.json nor config.yaml. Give folders under multirun/ or runs/.")
 
 
@@ -215,7 +211,11 @@ def _pad(word: str, width: int, column: int) -> str:
     return word.ljust(width) if column < 2 else word.rjust(width)
 
 
-def _run(row: Mapping[str, Any], label: str) -> ComparedRun:
+def _without_seed(label: str) -> str:
+    return " ".join(word for word in label.split() if not word.startswith("seed=")) or "all"
+
+
+def _run(row: Mapping[str, Any], label: str, *, group_label: str) -> ComparedRun:
     """``row``: of sweep.json, or with the folder alone."""
     folder = Path(row["folder"]) if row["folder"] is not None else None
     file = folder / SUMMARY_FILE if folder is not None else None
@@ -232,6 +232,7 @@ def _run(row: Mapping[str, Any], label: str) -> ComparedRun:
         outcome=outcome,
         cause=cause,
         settings=settings_of(folder) if folder is not None else None,
+        group_label=group_label,
     )
 
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import yaml
 
+import relax_core
 from relax_core.__main__ import main
 from relax_core.config import compose
 from relax_core.config.help import help_text
-from relax_core.config.options import groups
+from relax_core.config.options import COMMANDS, groups
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -54,10 +57,12 @@ def test_a_mistake_is_told_before_anything_heavy_is_imported() -> None:
         "        assert main(arguments) == 2\n"
         "    except SystemExit as end:\n"
         "        assert end.code == 2\n"
+        "for arguments in (['--help'], ['algo=ppo', '--help'], ['--version'], ['explain', 'seed'], ['plan=true']):\n"
+        "    assert main(arguments) == 0\n"
         "print([name for name in ('torch', 'ray', 'transformers', 'megatron') if name in sys.modules])"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
-    assert result.stdout.strip() == "[]", result.stderr
+    assert result.stdout.splitlines()[-1] == "[]", result.stderr
 
 
 def test_validation_imports_nothing_heavy() -> None:
@@ -82,6 +87,61 @@ def test_help_names_every_group_and_the_usual_keys() -> None:
     assert result.stdout.strip() == help_text().strip()
     for word in (*groups(), "seed", "run.steps", "optimizer.lr", "mode.max_staleness", "model.path", "resume", "-m"):
         assert f"  {word}" in result.stdout or f" {word}," in result.stdout
+
+
+def test_help_of_what_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["algo=ppo", "--help"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("algo=ppo: PPO (arXiv 1707.06347) with a critic")
+    assert "  algo.gae_lambda=0.95" in told and "  algo.value_clip=0.2" in told
+    assert len(told.splitlines()) < 40
+    assert main(["launcher=slurm", "reward.name=math", "-h"]) == 0
+    told = capsys.readouterr().out
+    assert "  launcher.partition=null" in told and "  reward.timeout_s=5.0" in told
+    assert main(["algo=ppoo", "--help"]) == 2
+    assert "algo=ppoo does not exist. Nearest: ppo." in capsys.readouterr().err
+
+
+def test_the_version_is_relaxs_own(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"relax {relax_core.__version__}\n"
+    settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    assert "version" not in settings["project"]
+    assert settings["tool"]["hatch"]["version"]["path"] == "relax_core/__init__.py"
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command not in ("train", "list")])
+def test_every_command_is_reached_and_says_how_it_is_typed(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with suppress(SystemExit):  # argparse's own
+        main([command, "--help"])
+    assert f"relax {command}" in capsys.readouterr().out
+
+
+def test_commands_are_given_their_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", str(tmp_path)]) == 2
+    assert f"{tmp_path}: it has neither sweep.json" in capsys.readouterr().err
+    assert main(["check-model", str(tmp_path)]) == 2
+    assert main(["export", str(tmp_path), str(tmp_path / "out")]) == 2
+    assert main(["lineage", str(tmp_path)]) == 2
+    assert main(["rerun", str(tmp_path)]) == 2
+    assert "it has no config.yaml. relax rerun RUN" in capsys.readouterr().err
+    assert main(["train", "run.stesp=1"]) == 2
+    assert "run.stesp is not a key" in capsys.readouterr().err
+    assert main(["train", "plan=true", "seed=-1"]) == 1
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plan=json"], ["list"]])
+def test_output_that_nobody_reads_ends_quietly(arguments: list[str]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "relax_core", *arguments]
+    try:
+        done = subprocess.run(
+            command, cwd=REPOSITORY, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=300, check=False
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_the_tab_key_completes_groups_options_and_keys() -> None:

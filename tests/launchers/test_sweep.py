@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -45,6 +46,79 @@ def test_runs_here_end_with_their_comparison(tmp_path: Path, capsys: pytest.Capt
     printed = capsys.readouterr().out
     assert "seed=2" in printed and "0.200*" in printed and "0.100 " in printed
     assert (tmp_path / "sweep" / "compare.png").is_file()
+
+
+def test_a_sweep_is_validated_as_a_whole_before_its_first_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sweep(tmp_path, "seed=1,2", "rollout.temperature=1,0", "algo=grpo,grop") == 2
+    assert not (tmp_path / "runs").exists()
+    assert "algo=grop does not exist. Nearest: grpo." in capsys.readouterr().err
+    shutil.rmtree(tmp_path / "sweep")
+    assert sweep(tmp_path, "seed=1,2", "rollout.temperature=1,0,-1") == 2
+    told = capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    for words in ("seed=1 rollout.temperature=0", "seed=2 rollout.temperature=-1"):
+        assert f"relax: run {words} of the sweep is refused" in told
+    assert told.count("rollout.temperature=0.0: must be more than 0") == 2
+    assert told.endswith("relax: 4 of the sweep's 6 runs are refused, so none was started\n")
+
+
+def test_a_batch_of_a_sweeper_is_validated_before_its_first_run(tmp_path: Path) -> None:
+    assert sweep(tmp_path, "hydra/launcher=relax", "rollout.temperature=1,0") == 1
+    assert not (tmp_path / "runs").exists()
+
+
+def test_folders_of_a_sweep_carry_its_overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["-m", "name=x", "seed=1,2", "optimizer.lr=1e-3,0.01"]
+    assert compose.run(words, record, sweep=Sweep(record)) == 0
+    names = sorted(folder.name.split("_", 2)[2] for folder in (tmp_path / "runs" / "x").iterdir())
+    assert names == [f"seed={seed},optimizer.lr={lr}" for seed in (1, 2) for lr in ("0.001", "0.01")]
+    (index,) = (tmp_path / "multirun").glob("*/sweep.json")
+    rows = json.loads(index.read_text())["runs"]
+    assert [Path(row["folder"]).is_dir() for row in rows] == [True] * 4
+    one = ["-m", f"hydra.sweep.dir={tmp_path}/s", f"run.dir={tmp_path}/same", "seed=5,6"]
+    assert compose.run(one, record, sweep=Sweep(record)) == 0
+    assert (tmp_path / "same_seed=5" / "summary.json").is_file() and (tmp_path / "same_seed=6").is_dir()
+
+
+def test_the_overrides_of_a_long_line_make_no_name_that_is_too_long(tmp_path: Path) -> None:
+    name = "x" * 300
+    words = [
+        "-m",
+        f"hydra.sweep.dir={tmp_path}/s",
+        f"run.dir={tmp_path}/run",
+        "seed=1,2",
+        f"data.prompt_key={name},{name}y",
+    ]
+    assert compose.run(words, record, sweep=Sweep(record)) == 0
+    assert len({folder.name for folder in tmp_path.glob("run_*")}) == 4
+
+
+def test_a_sweep_goes_on_where_each_of_its_runs_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["-m", "name=x", "seed=1,2", "resume=auto"]
+    assert compose.run(words, record, sweep=Sweep(record)) == 0
+    first = sorted((tmp_path / "runs" / "x").iterdir())
+    for folder in first:
+        (folder / "checkpoints" / "step_00000001").mkdir(parents=True)
+        (folder / "checkpoints" / "step_00000001" / "meta.json").write_text("{}")
+    assert compose.run(words, record, sweep=Sweep(record)) == 0
+    assert sorted((tmp_path / "runs" / "x").iterdir()) == first
+
+
+def test_a_run_that_is_refused_at_its_start_is_compared_as_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse_two(config: RelaxConfig) -> int:
+        return 2 if config.seed == 2 else record(config)
+
+    words = ["-m", f"hydra.sweep.dir={tmp_path}/sweep", f"run.dir={tmp_path}/runs/${{seed}}", "seed=1,2,4"]
+    assert compose.run(words, refuse_two, sweep=Sweep(refuse_two)) == 2
+    printed = capsys.readouterr().out
+    assert "seed=2  refused" in printed and "seed=2: refused at its start" in printed
+    assert not (tmp_path / "runs" / "2").exists()
 
 
 def test_a_run_here_knows_its_own_overrides(tmp_path: Path) -> None:

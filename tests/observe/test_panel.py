@@ -126,6 +126,34 @@ def test_into_a_pipe_go_plain_lines() -> None:
     ]
 
 
+def test_what_is_starting_is_said_once_and_before_any_role_can_tell() -> None:
+    out = io.StringIO()
+    workers = [f"actor-{rank}" for rank in range(8)]
+    with Panel(40, Path("/runs/x"), "grpo", live=False, console=Console(file=out, width=80)) as panel:
+        panel.starting([*workers, "rollout-0"], first="Ray")
+        for detail in ("", "reads the model", "reads the model"):
+            starting = [RoleState(name=name, state="starting", since_s=1.0, detail=detail) for name in workers]
+            panel.update(PanelState(step=0, roles=starting))
+        panel.update(PanelState(step=0, roles=[replace(role, state="running") for role in starting]))
+        with panel:  # a block inside of the first
+            panel.update(PanelState(step=3))
+    assert out.getvalue().splitlines() == [
+        "Relax · grpo · 40 steps · /runs/x",
+        f"starting Ray, then {', '.join(workers)}, rollout-0",
+        f"{', '.join(workers)} at work",
+        "step 3/40",
+    ]
+
+
+def test_the_live_panel_shows_what_is_starting_at_once() -> None:
+    console = Console(file=Screen(), force_terminal=True, width=80, height=24)
+    with Panel(40, Path("/runs/x"), "grpo", console=console) as panel:
+        panel.starting(["actor-0", "engine-0"], first="Ray")
+        assert isinstance(console.file, Screen)
+        screen = ESCAPE.sub("", console.file.getvalue())
+        assert "starting Ray" in screen and screen.count("starting") == 3 and "engine-0" in screen
+
+
 def test_a_run_that_stands_still_names_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(panel_module, "LINE_S", 0.0)
     monkeypatch.setattr(panel_module, "STILL_S", 0.0)

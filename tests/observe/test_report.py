@@ -14,7 +14,7 @@ from rich.console import Console
 from relax_core.contracts.bus import BusProgress
 from relax_core.observe.curves import plot_curves
 from relax_core.observe.records import MetricRecord
-from relax_core.observe.report import answers_table, next_commands, print_report
+from relax_core.observe.report import answers_table, next_commands, print_report, report_console
 from relax_core.observe.summary import build_summary
 
 MakeRecord = Callable[..., MetricRecord]
@@ -80,6 +80,17 @@ def test_what_speaks_against_a_finished_run_stands_below_its_first_line(
     assert "4.0 tokens (1 to 8) · 50% cut · entropy – nats" in rendered(console)
     assert "max 2.0e-06 between rollout and trainer" in rendered(console)
     assert "records missing: 1,200 in tensorboard" in rendered(console)
+
+
+def test_lines_of_a_report_into_a_file_are_whole(
+    tmp_path: Path, make_record: MakeRecord, progress: BusProgress, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary = build_summary([make_record("actor", 0, reward=0.5, step_ms=40.0)], progress=progress, meta=META)
+    print_report(report_console(), tmp_path, summary, [], [])
+    lines = capsys.readouterr().out.splitlines()
+    (samples,) = (line for line in lines if line.startswith("samples"))
+    assert len(samples) > 80 and "issued" in samples and samples.rstrip().endswith("trained twice")
+    assert [line.split()[0] for line in lines[2:8]] == ["reward", "exact", "speed", "step", "staleness", "log-prob"]
 
 
 def test_answers_that_changed_come_first_and_long_ones_keep_their_end() -> None:

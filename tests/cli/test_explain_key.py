@@ -1,0 +1,92 @@
+"""`relax explain`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from relax_core.cli.explain_key import explain_command
+from relax_core.cli.key_readers import readers
+from relax_core.config.key_docs import keys_of_option, keys_of_root
+from relax_core.config.options import conf_folder, groups, yaml_options
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def explained(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, str]:
+    assert explain_command(words) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    return {"value": first} | {line[2:10].strip(): line[11:] for line in lines}
+
+
+def test_a_key_has_value_type_range_place_and_readers(capsys: pytest.CaptureFixture[str]) -> None:
+    told = explained(capsys, "optimizer.lr")
+    assert told["value"] == "optimizer.lr=0.001"
+    assert told["meaning"].startswith("learning rate")
+    assert (told["type"], told["range"]) == ("a number", "more than 0")
+    line = int(told["set in"].removeprefix("conf/config.yaml, line "))
+    assert (REPOSITORY / "conf" / "config.yaml").read_text().splitlines()[line - 1].startswith("  lr: ")
+    assert "relax_core/train/optimizer.py" in told["read by"]
+
+
+@pytest.mark.parametrize(
+    ("words", "value", "place"),
+    [
+        (["seed", "seed=3"], "seed=3", "the command line: seed=3"),
+        (["algo.epochs", "algo=ppo"], "algo.epochs=2", "conf/algo/ppo.yaml, line "),
+        (["data.eval_size", "experiment=math_file"], "data.eval_size=64", "conf/experiment/math_file.yaml, line "),
+        (["launcher.memory_gb", "launcher=slurm"], "launcher.memory_gb=null", "conf/launcher/slurm.yaml, line "),
+        (["env.name"], "env.name=single_turn", "conf/env/single_turn.yaml, line "),
+        (["mode.on_stale"], "mode.on_stale=drop", "conf/mode/async.yaml, line "),
+        (["parallel.reference.tp", "parallel.reference.tp=2"], "parallel.reference.tp=2", "the command line: "),
+        (["engine.urls"], "engine.urls=[]", "its default in relax_core/config/schema.py"),
+    ],
+)
+def test_where_a_key_is_set(capsys: pytest.CaptureFixture[str], words: list[str], value: str, place: str) -> None:
+    told = explained(capsys, *words)
+    assert told["value"] == value
+    assert told["set in"].startswith(place)
+
+
+def test_a_section_lists_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain_command(["algo", "algo=ppo"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("  algo.gae_lambda=0.95") and "GAE" in line for line in lines)
+    assert explain_command(["eval"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_what_is_no_key_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, text in (
+        (["optimiser.lr"], "Nearest: optimizer.lr."),
+        (["learning_rate"], "Here it is optimizer.lr."),
+        (["algo.clip_hihg"], "algo.clip_hihg is not a key."),
+        (["seed", "seed=x"], "expected a whole number"),
+    ):
+        assert explain_command(words) == 2
+        assert text in capsys.readouterr().err
+    assert explain_command([]) == 2 and explain_command(["--help"]) == 0
+
+
+def test_readers_follow_the_names_that_a_section_gets() -> None:
+    assert any(place.startswith("relax_core/control/controller.py") for place in readers("run.steps"))
+    assert any(
+        place.startswith("algorithms/functional/") or "algorithms/" in place for place in readers("algo.clip_high")
+    )
+    assert any(place.startswith("relax_core/roles/") for place in readers("seed"))
+    assert not any(place.startswith("relax_core/config/") for place in readers("optimizer.beta2"))
+
+
+def test_every_value_of_conf_is_found_with_its_comment() -> None:
+    """The file and line that a user is sent to hold the key."""
+    found = keys_of_root()
+    for group in groups():
+        for option in yaml_options(group):
+            found += keys_of_option(group, conf_folder() / group / f"{option}.yaml")
+    for one in found:
+        line = one.file.read_text().splitlines()[one.line - 1]
+        assert line.strip().startswith(f"{one.key.split('.')[-1]}: ") and one.value in line
+    keys = {one.key for one in found}
+    assert {"optimizer.lr", "algo.gamma", "launcher.follow", "parallel.reference", "data.eval_path", "seed"} <= keys
+    assert not [key for key in keys if key.startswith(("defaults", "hydra"))]
