@@ -6,7 +6,7 @@ import dataclasses
 import re
 import sys
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -22,7 +22,7 @@ from relax_core.config.schema_keys import section_types, unknown_key
 from relax_core.registry import KINDS, find
 
 USAGE = 2
-SHOWN = 6  # places that read a key
+SHOWN = 5  # files that read a key
 _HELP = """\
 relax explain KEY [group=option ...] [key=value ...]
 
@@ -67,13 +67,11 @@ def _lines(key: str, overrides: Sequence[str]) -> Iterator[str]:
     said = [one for one in documents if one.key == key]
     comments = [one.comment for one in said if one.comment]
     yield f"{key}={_as_typed(found)}"
-    yield f"  {'meaning':<8} {comments[-1] if comments else 'see the section that it is in'}"
+    yield f"  {'meaning':<8} {comments[0] if comments else 'see the section that it is in'}"
     yield f"  {'type':<8} {_type_words(config, key)}"
     yield f"  {'range':<8} {_range_words(key, config)}"
     yield f"  {'set in':<8} {_set_in(key, overrides, said)}"
-    places = readers(key)
-    more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
-    yield f"  {'read by':<8} {(', '.join(places[:SHOWN]) + more) or 'nothing by its name'}"
+    yield f"  {'read by':<8} {_places(readers(key)) or 'nothing by its name'}"
 
 
 def _documents(choices: dict[str, str]) -> list[DocumentedKey]:
@@ -86,6 +84,13 @@ def _documents(choices: dict[str, str]) -> list[DocumentedKey]:
         elif group in KINDS:
             found += keys_of_plugin(group, choices[group])
     return found
+
+
+def _places(lines: Mapping[str, Sequence[int]]) -> str:
+    """``{"a.py": [3, 9]}`` → ``a.py, line 3, 9``; of many files the first."""
+    words = [f"{file}, line {', '.join(map(str, numbers))}" for file, numbers in lines.items()]
+    more = [f"{len(words) - SHOWN} more files"] if len(words) > SHOWN else []
+    return "; ".join([*words[:SHOWN], *more])
 
 
 def _look_up(values: Any, key: str) -> tuple[Any, bool]:

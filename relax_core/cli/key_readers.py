@@ -14,15 +14,14 @@ _TOPS = ("relax_core", "launchers", "algorithms", "rewards", "envs")
 _CHECKED_IN = "relax_core/config/"  # its lines count only where no other room reads the key
 
 
-def readers(key: str) -> list[str]:
-    """``file, line`` of each place that reads the key as an attribute, files in alphabetical order; the place that
-    checks it where nobody else does. A name is followed through assignments such as ``settings = config.run``, and
-    through parameters of the section's type."""
+def readers(key: str) -> dict[str, list[int]]:
+    """File → the lines that read the key as an attribute; where nobody does, those that check it. A name is followed
+    through assignments such as ``settings = config.run``, and through parameters of the section's type."""
     holder, _, leaf = key.rpartition(".")
     holder = holder.rpartition(".")[2] or "config"
-    found = [place for file in _sources() for place in _reads_in(file, holder=holder, leaf=leaf)]
-    outside = [place for place in found if not place.startswith(_CHECKED_IN)]
-    return outside or found
+    lines = {str(file.relative_to(_ROOT)): _reads_in(file, holder=holder, leaf=leaf) for file in _sources()}
+    found = {file: numbers for file, numbers in lines.items() if numbers}
+    return {file: numbers for file, numbers in found.items() if not file.startswith(_CHECKED_IN)} or found
 
 
 def _sources() -> Iterator[Path]:
@@ -30,19 +29,19 @@ def _sources() -> Iterator[Path]:
         yield from sorted((_ROOT / top).rglob("*.py"))
 
 
-def _reads_in(file: Path, *, holder: str, leaf: str) -> Iterator[str]:
+def _reads_in(file: Path, *, holder: str, leaf: str) -> list[int]:
     text = file.read_text(encoding="utf-8")
     if f".{leaf}" not in text or (holder not in text and holder not in KINDS):
-        return
+        return []
     tree = ast.parse(text)
     names = {holder, *_names_of(tree, holder)}
-    lines = {
-        node.lineno
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and node.attr == leaf and _last(node.value) in names
-    }
-    for line in sorted(lines):
-        yield f"{file.relative_to(_ROOT)}, line {line}"
+    return sorted(
+        {
+            node.lineno
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Attribute) and node.attr == leaf and _last(node.value) in names
+        }
+    )
 
 
 def _names_of(tree: ast.Module, holder: str) -> Iterator[str]:
