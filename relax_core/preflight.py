@@ -96,7 +96,7 @@ def family_problems(config: RelaxConfig) -> Iterator[str]:
         wrong = weight_problems(folder, architecture)
         yield from wrong[:SHOWN]
         if len(wrong) > SHOWN:
-            yield f"{len(wrong) - SHOWN} more: python -m relax_core.tools.check_model {folder}"
+            yield f"{len(wrong) - SHOWN} more: relax check-model {folder}"
 
 
 def experts_problems(config: RelaxConfig) -> Iterator[str]:

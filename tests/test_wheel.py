@@ -23,6 +23,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_wheel_has_code_and_conf(wheel: Path) -> None:
     packed = set(zipfile.ZipFile(wheel).namelist())
+    examples = {f"relax_core/{path.relative_to(REPOSITORY).as_posix()}" for path in (REPOSITORY / "examples").iterdir()}
     conf = {f"relax_core/{path.relative_to(REPOSITORY).as_posix()}" for path in (REPOSITORY / "conf").rglob("*.yaml")}
     code = {
         path.relative_to(REPOSITORY).as_posix()
@@ -31,7 +32,7 @@ def test_wheel_has_code_and_conf(wheel: Path) -> None:
     }
     shapes = {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "relax_core").rglob("*.json")}
     assert shapes
-    assert conf | code | shapes <= packed
+    assert examples and examples | conf | code | shapes <= packed
     assert not any(name.startswith(("tests/", "conf/", "docs/")) for name in packed)
 
 
@@ -51,3 +52,16 @@ def test_an_installed_wheel_finds_its_conf(wheel: Path, tmp_path: Path) -> None:
         timeout=60,
     )
     assert result.stdout.strip() == str(tmp_path / "relax_core" / "conf"), result.stderr
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_plans_its_example_beside_a_project_of_the_same_names(wheel: Path, tmp_path: Path) -> None:
+    installed, project = tmp_path / "installed", tmp_path / "project"
+    zipfile.ZipFile(wheel).extractall(installed)
+    for name in ("algorithms", "rewards", "envs", "launchers"):
+        (project / name).mkdir(parents=True)
+        (project / name / "__init__.py").write_text("raise RuntimeError('of the project')\n")
+    command = [sys.executable, "-m", "relax_core", "plan=true", "experiment=math_file"]
+    environment = {"PYTHONPATH": str(installed)}
+    done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("tiny_qwen3-file: can start."), done.stderr

@@ -167,7 +167,7 @@ def _check_rollout(config: RelaxConfig) -> Iterator[str]:
 def _check_data(config: RelaxConfig) -> Iterator[str]:
     data = config.data
     if data.task is None and data.path is None:
-        yield NotYet("data.path is not set: data=file needs data.path=train.jsonl or train.parquet.")
+        yield NotYet("data.path is not set: data=file needs data.path=train.jsonl, or a .json list, .csv, .parquet.")
     elif data.task is not None and data.path is not None:
         yield f"data.path={data.path} with data={data.name}, which is generated. Choose data=file."
     elif config.rollout.max_new_tokens < 2:

@@ -53,7 +53,7 @@ def prompt_lengths(
     for part, row in _some(parts):
         rows = parts[part][0]
         try:
-            sizes.append((len(_text(rows[row], tokenizer, messages).encode()), part, row))
+            sizes.append((len(prompt_text(rows[row], tokenizer, messages).encode()), part, row))
         except ValueError as error:
             refused.append((rows.where(row), str(error)))
     sizes.sort(key=lambda size: (-size[0], *size[1:]))
@@ -96,7 +96,7 @@ def _tokenize(
             found.rest = size if size > most else 0
             break
         rows = parts[part][0]
-        tokens = len(tokenizer.encode_text(_text(rows[row], tokenizer, messages)))
+        tokens = len(tokenizer.encode_text(prompt_text(rows[row], tokenizer, messages)))
         found.places[part, row] = PromptPlace(where=rows.where(row), tokens=tokens)
         most, left = max(most, tokens), left - size
     found.places = dict(sorted(found.places.items()))
@@ -112,7 +112,8 @@ def _some(parts: Sequence[tuple[RowFile, range]]) -> Iterator[tuple[int, int]]:
             yield part, row
 
 
-def _text(row: DataRow, tokenizer: PromptTokenizer, messages: ToMessages) -> str:
+def prompt_text(row: DataRow, tokenizer: PromptTokenizer, messages: ToMessages) -> str:
+    """What the chat template writes for a row. Raises ValueError where the env or the template does not take it."""
     try:
         conversation = messages(row)
     except Exception as error:  # an env is a plug-in and raises what it likes

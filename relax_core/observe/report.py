@@ -93,7 +93,7 @@ def next_commands(run_dir: Path, summary: Mapping[str, Any]) -> list[tuple[str, 
     finished = summary["outcome"] == "finished"
     commands = []
     if any((run_dir / CHECKPOINTS_FOLDER).glob("*")):
-        here = (f"run.dir={run_dir}", "resume=auto")  # by itself resume=auto takes the newest of all runs
+        here = (f"run.dir={run_dir}", "resume=auto")  # without run.dir, resume=auto takes the newest of all runs
         if finished:
             commands.append((_command(overrides, *here, f"run.steps={2 * summary['steps']}"), "train on"))
         else:

@@ -11,7 +11,7 @@ from relax_core.config.model_folder import folder_problems, read_model_config
 from relax_core.config.schema import LauncherKind, RelaxConfig
 from relax_core.data.files import RowFile, open_rows
 from relax_core.data.generated import LONGEST_PROMPT, example, task_names
-from relax_core.data.prompt_lengths import PromptLengths, prompt_lengths
+from relax_core.data.prompt_lengths import PromptLengths, ToMessages, prompt_lengths, prompt_text
 from relax_core.data.sources import file_rows
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.plan.models import shape_dimensions
@@ -35,17 +35,24 @@ def settle_context(config: RelaxConfig) -> tuple[RelaxConfig, list[str]]:
         return _with_context(config, UNKNOWN_PROMPT), [f"model.path: {error}"]
     if tokenizer is None:
         return _with_context(config, UNKNOWN_PROMPT), []
-    problems = list(_vocabulary_problems(config, tokenizer))
+    longest, problems = _look(config, tokenizer)
+    return _with_context(config, longest), [*_vocabulary_problems(config, tokenizer), *problems]
+
+
+def _look(config: RelaxConfig, tokenizer: PromptTokenizer) -> tuple[int, list[str]]:
+    """Tokens that the longest prompt has, or may have; and what is wrong with the prompts."""
+    if config.data.task is not None:
+        try:
+            return _longest_generated(config, tokenizer), []
+        except ValueError as error:
+            return UNKNOWN_PROMPT, [f"data={config.data.name} with env={config.env.name}: {error}"]
     positions = _positions(config)
     context = config.engine.context_length if config.engine.context_length is not None else positions
     room = None if context is None else context - config.rollout.max_new_tokens
-    if config.data.task is not None:
-        longest = _longest_generated(config, tokenizer)
-    else:
-        lengths = _lengths_in_files(config, tokenizer, room=room)
-        longest = lengths.bound if lengths is not None and lengths.bound else UNKNOWN_PROMPT
-        problems += [] if lengths is None else _row_problems(config, lengths, room=room, positions=positions)
-    return _with_context(config, longest), problems
+    lengths = _lengths_in_files(config, tokenizer, room=room)
+    if lengths is None:
+        return UNKNOWN_PROMPT, []
+    return lengths.bound or UNKNOWN_PROMPT, list(_row_problems(config, lengths, room=room, positions=positions))
 
 
 def _tokenizer(config: RelaxConfig) -> PromptTokenizer | None:
@@ -84,14 +91,14 @@ def _positions(config: RelaxConfig) -> int | None:
 
 
 def _longest_generated(config: RelaxConfig, tokenizer: PromptTokenizer) -> int:
-    """Of the whole task: one row's tokens, and one for each character that another may have more."""
+    """Of the whole task: one row's tokens, and one for each character that another may have more. Raises ValueError for
+    a row that gives no prompt."""
     task = config.data.task
     if task not in task_names():
         return UNKNOWN_PROMPT
     prompt = example(task, split="train", seed=config.seed, index=0).prompt
-    env = find_env(config.env.name)
-    tokens = len(tokenizer.encode(env.messages({"prompt": prompt, "answer": ""}, config.env)))
-    return tokens + LONGEST_PROMPT[task] - len(prompt)
+    text = prompt_text({"prompt": prompt, "answer": ""}, tokenizer, _messages(config))
+    return len(tokenizer.encode_text(text)) + LONGEST_PROMPT[task] - len(prompt)
 
 
 def _lengths_in_files(config: RelaxConfig, tokenizer: PromptTokenizer, *, room: int | None) -> PromptLengths | None:
@@ -100,8 +107,12 @@ def _lengths_in_files(config: RelaxConfig, tokenizer: PromptTokenizer, *, room: 
         parts = _parts(config)
     except ValueError:
         return None
+    return prompt_lengths(parts, tokenizer=tokenizer, messages=_messages(config), room=room)
+
+
+def _messages(config: RelaxConfig) -> ToMessages:
     env = find_env(config.env.name)
-    return prompt_lengths(parts, tokenizer=tokenizer, messages=lambda row: env.messages(row, config.env), room=room)
+    return lambda row: env.messages(row, config.env)
 
 
 def _parts(config: RelaxConfig) -> list[tuple[RowFile, range]]:

@@ -1,4 +1,4 @@
-"""`python -m relax_core.tools.check_model FOLDER`: can the trainer load this Hugging Face folder?
+"""`relax check-model FOLDER`: can the trainer load this Hugging Face folder?
 
 It reads config.json and the headers of the weights, no tensor: seconds for a model of any size. There is nothing to
 convert: a run reads the folder itself, each rank its own slices.

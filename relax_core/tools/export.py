@@ -1,4 +1,4 @@
-"""`python -m relax_core.tools.export CHECKPOINT OUT`: a checkpoint as a Hugging Face folder.
+"""`relax export CHECKPOINT OUT`: a checkpoint as a Hugging Face folder.
 
 CHECKPOINT is a folder of a run's checkpoints/, saved in any layout. One process reads it, without Ray.
 """

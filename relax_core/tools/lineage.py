@@ -1,4 +1,4 @@
-"""What became of a sample: ``python -m relax_core.tools.lineage RUN uid=… | group=… | step=… | reason=…``.
+"""What became of a sample: ``relax lineage RUN uid=… | group=… | step=… | reason=…``.
 
 Prints every event of the samples that fit all filters, and the books of the whole run as its events tell them. Without
 a filter it prints the books alone. Works while the run goes on. Exit code 1 where a sample was lost or trained twice,

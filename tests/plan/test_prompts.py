@@ -148,6 +148,8 @@ def test_an_env_that_raises_is_told_with_the_row(model: Path, rows: Path, tmp_pa
     env.write_text(text.replace('row["prompt"]', 'row["nope"]'))
     _, (problem,) = own(model, rows, f"env.name={env}")
     assert f"the first: {rows}, line 1: the env gives no conversation for it: KeyError: 'nope'" in problem
+    _, (problem,) = settle_context(load_config([f"env.name={env}"]))
+    assert problem.startswith("data=reverse_digits with env=") and "KeyError: 'nope'" in problem
 
 
 def test_nothing_is_said_twice_where_the_folder_or_the_file_is_missing(model: Path, rows: Path) -> None:
