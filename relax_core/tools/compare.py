@@ -128,19 +128,17 @@ def draw(runs: Sequence[ComparedRun], path: Path) -> Path | None:
 
     figure = Figure(figsize=(12, 4.8), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    groups = [_that_count(group) for group in by_settings([run for run in runs if run.folder is not None])]
-    records = [[without_undone(read_metrics(run.folder)) for run in group if run.folder] for group in groups]
-    curves = curves_of([held for group in records for held in group])
+    drawn = drawn_runs(runs)
+    curves = curves_of([held for one in drawn for held in one.records])
     axes = figure.subplots(1, len(curves))
     some = False
-    last = max((record.step for group in records for held in group for record in held), default=1) or 1
+    last = max((record.step for one in drawn for held in one.records for record in held), default=1) or 1
     for axis, (name, source, title) in zip(axes, curves, strict=True):
-        for number, (group, held) in enumerate(zip(groups, records, strict=True)):
-            curve = mean_curve([_points(one, name, source) for one in held])
+        for number, one in enumerate(drawn):
+            curve = mean_curve([_points(held, name, source) for held in one.records])
             if curve:
                 some = True
-                label = group[0].label if len(group) == 1 else f"{group[0].group_label}, {len(group)} seeds"
-                _plot(axis, curve, number, label=label, marked=source == EVAL)
+                _plot(axis, curve, number, label=one.label, marked=source == EVAL)
         axis.set_title(title, loc="left", fontsize=12, fontweight="bold")
         axis.set_xlabel("train step")
         axis.set_xlim(-0.02 * last, 1.02 * last)
@@ -157,9 +155,24 @@ def draw(runs: Sequence[ComparedRun], path: Path) -> Path | None:
     return path
 
 
-def _that_count(group: Sequence[ComparedRun]) -> Sequence[ComparedRun]:
-    """A run that ended early would cut the mean short; where none has finished, all count."""
-    return [run for run in group if run.outcome == "finished"] or group
+@dataclass(frozen=True, kw_only=True)
+class DrawnRuns:
+    """One curve. ``records``: of each run that it is the mean of."""
+
+    label: str
+    records: Sequence[Sequence[MetricRecord]]
+
+
+def drawn_runs(runs: Sequence[ComparedRun]) -> list[DrawnRuns]:
+    """Runs that differ by their seed alone as one. A run that ended early would cut their mean short: it counts only
+    where none has finished."""
+    drawn = []
+    for group in by_settings([run for run in runs if run.folder is not None]):
+        counted = [run for run in group if run.outcome == "finished"] or group
+        label = counted[0].label if len(counted) == 1 else f"{group[0].group_label}, {len(counted)} seeds"
+        records = [without_undone(read_metrics(run.folder)) for run in counted if run.folder is not None]
+        drawn.append(DrawnRuns(label=label, records=records))
+    return drawn
 
 
 def _points(records: Sequence[MetricRecord], name: str, source: str) -> dict[int, float]:

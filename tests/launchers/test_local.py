@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-import multiprocessing
 import os
+import sys
 from dataclasses import replace
-from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
@@ -63,22 +62,22 @@ def test_resume_auto_finds_the_newest_folder_of_those_that_the_time_names(tmp_pa
     assert make_run_folder(config) == newest
 
 
-def _make(run_dir: str, together: Barrier, made: multiprocessing.SimpleQueue[str]) -> None:
-    config = config_for(run_dir)
-    together.wait(60)
-    made.put(str(make_run_folder(config)))
-
-
 def test_runs_of_one_second_get_folders_of_their_own(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    together, made = context.Barrier(4), context.SimpleQueue()
-    starts = [context.Process(target=_make, args=(f"{tmp_path}/{BY_TIME}", together, made)) for _ in range(4)]
-    for start in starts:
-        start.start()
-    for start in starts:
-        start.join(120)
-        assert start.exitcode == 0
-    assert len({made.get() for _ in starts}) == len(starts)
+    config = config_for(f"{tmp_path}/{BY_TIME}")
+    first, second = make_run_folder(config), make_run_folder(config)
+    assert second == first.with_name(f"{first.name}-2")
+    third = first.with_name(f"{first.name}-3")
+
+    def another_is_faster(frame: object, event: str, function: object) -> None:
+        if event == "c_call" and function is os.mkdir and not third.exists():
+            third.mkdir()
+
+    sys.setprofile(another_is_faster)
+    try:
+        fourth = make_run_folder(config)
+    finally:
+        sys.setprofile(None)
+    assert third.is_dir() and fourth == first.with_name(f"{first.name}-4")
 
 
 @pytest.mark.parametrize("folder", ["/proc/nowhere", "/dev/null/x"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -106,6 +107,8 @@ def test_a_sweep_goes_on_where_each_of_its_runs_was(tmp_path: Path, monkeypatch:
         (folder / "checkpoints" / "step_00000001" / "meta.json").write_text("{}")
     assert compose.run(words, record, sweep=Sweep(record)) == 0
     assert sorted((tmp_path / "runs" / "x").iterdir()) == first
+    rows = json.loads(max((tmp_path / "multirun").glob("*/sweep.json"), key=os.path.getmtime).read_text())["runs"]
+    assert [row["folder"].endswith(row["overrides"][1]) for row in rows] == [True, True], rows
 
 
 def test_a_run_that_is_refused_at_its_start_is_compared_as_refused(

@@ -197,6 +197,12 @@ def test_much_text_is_bounded_by_its_bytes(tmp_path: Path, monkeypatch: pytest.M
     assert (lengths.longest.where, lengths.longest.tokens, lengths.rows) == (f"{rows}, line 2", 158, 12)
     assert lengths.bound == 150 + len(tokenizer.render([{"role": "user", "content": ""}]).encode())
     assert {place.tokens for place in lengths.too_long} == {158}
+    write_rows(rows, ["y" * 400, "x" * 130, "z"])
+    file, count = file_rows(config.data)
+    lengths = prompt_lengths([(file, range(count))], tokenizer=tokenizer, messages=messages, room=120)
+    assert [place.tokens for place in lengths.too_long] == [408, 138]  # though it has fewer bytes than 408
+    write_rows(rows, ["y"] * 12)
+    file, count = file_rows(config.data)
     monkeypatch.setattr("relax_core.data.prompt_lengths.LOOKED_AT", 4)
     few = prompt_lengths([(file, range(count))], tokenizer=tokenizer, messages=messages, room=None)
     assert (few.rows, few.bound >= few.longest.tokens) == (4, True)

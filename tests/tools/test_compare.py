@@ -6,7 +6,17 @@ from pathlib import Path
 import pytest
 
 from relax_core.observe.sinks import read_metrics
-from relax_core.tools.compare import EXACT, EXACT_IN_TRAINING, PICTURE, REWARD, curves_of, main, read_runs, table
+from relax_core.tools.compare import (
+    EXACT,
+    EXACT_IN_TRAINING,
+    PICTURE,
+    REWARD,
+    curves_of,
+    drawn_runs,
+    main,
+    read_runs,
+    table,
+)
 from relax_core.tools.seeds import mean_curve, spread_of
 
 
@@ -70,6 +80,9 @@ def test_seeds_have_their_mean_and_spread(tmp_path: Path, capsys: pytest.Capture
     assert " ".join(line.split()).startswith(
         "optimizer.lr=1 3 of 4 0.500 ± 0.361 0.250 ± 0.180 0.500 ± 0.000 1,234 ± 0"
     )
+    one, other = drawn_runs(read_runs(tmp_path))
+    assert (one.label, len(one.records)) == ("optimizer.lr=1, 3 seeds", 3)
+    assert (other.label, len(other.records)) == ("optimizer.lr=2 seed=0", 1)
     assert main([*map(str, folders[:3]), "--picture", str(tmp_path / "seeds.png")]) == 0
     assert f"{tmp_path.name} 3 of 3 0.500 ± 0.361" in " ".join(capsys.readouterr().out.split())
 
