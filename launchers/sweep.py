@@ -20,6 +20,7 @@ from launchers.submitted import put
 from relax_core.config.errors import ConfigError
 from relax_core.config.schema import FolderByTime, LauncherKind, RelaxConfig, SlurmLauncherConfig
 from relax_core.observe.summary import SUMMARY_FILE
+from relax_core.plan.command import plan_run
 
 SWEEP_FILE = "sweep.json"
 USAGE = 2
@@ -55,8 +56,17 @@ class Sweep:
         self._runs: list[SweepRun] = []
         self._folder: Path | None = None
 
-    def take(self, config: RelaxConfig, overrides: Sequence[str], folder: Path, *, swept: Sequence[str]) -> SweepRun:
-        """Keeps a valid run until all that belong together are known. ``folder``: Hydra's of this sweep."""
+    def take(
+        self, config: RelaxConfig, overrides: Sequence[str], folder: Path, *, swept: Sequence[str]
+    ) -> SweepRun | None:
+        """Keeps a valid run until all that belong together are known; None for one whose plan cannot work. ``folder``:
+        Hydra's of this sweep."""
+        try:
+            if config.launcher.name is not LauncherKind.ray_job:  # its model and data are on the cluster
+                plan_run(config)
+        except ConfigError as error:
+            self.refuse(overrides, folder, swept=swept, error=error)
+            return None
         return self._keep(SweepRun(number=0, overrides=tuple(overrides), swept=tuple(swept), config=config), folder)
 
     def refuse(self, overrides: Sequence[str], folder: Path, *, swept: Sequence[str], error: ConfigError) -> None:

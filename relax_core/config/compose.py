@@ -230,7 +230,7 @@ class _Jobs:
         try:
             config, problems = settled(typed_config(cfg), checks=self._checks, settle=self._settle)
             if self._is_plan(config):
-                self._kept.append(partial(self._plan, config, problems))
+                self._kept.append(partial(self._plan, config, problems, swept))
                 return None
             if problems:
                 raise ConfigError(problems)
@@ -259,8 +259,10 @@ class _Jobs:
     def _is_plan(self, config: RelaxConfig) -> bool:
         return config.plan in PLANS[1:] and self._show_plan is not None
 
-    def _plan(self, config: RelaxConfig, problems: Sequence[str]) -> int:
+    def _plan(self, config: RelaxConfig, problems: Sequence[str], swept: Sequence[str] = ()) -> int:
         assert self._show_plan is not None
+        if swept:
+            print(f"relax: run {' '.join(swept)} of the sweep", file=sys.stderr, flush=True)
         return self._show_plan(config, problems)
 
 

@@ -65,6 +65,13 @@ def test_a_sweep_is_validated_as_a_whole_before_its_first_run(
     assert told.endswith("relax: 4 of the sweep's 6 runs are refused, so none was started\n")
 
 
+def test_a_plan_that_cannot_work_refuses_the_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    large = "engine.max_total_tokens=1000000000000"
+    assert sweep(tmp_path, "seed=1", large, "engine.max_running_samples=16,1000000000") == 2
+    assert "too little memory" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_batch_of_a_sweeper_is_validated_before_its_first_run(tmp_path: Path) -> None:
     assert sweep(tmp_path, "hydra/launcher=relax", "rollout.temperature=1,0") == 1
     assert not (tmp_path / "runs").exists()
