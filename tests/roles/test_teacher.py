@@ -20,6 +20,7 @@ from relax_core.contracts.engine import EngineUnreachable
 from relax_core.contracts.train import TrainGroup
 from relax_core.engines.client import EngineClient
 from relax_core.engines.process import EngineLaunch, EngineProcess
+from relax_core.preflight import settle
 from relax_core.roles import teacher_scorers
 from relax_core.roles.context import RunContext
 from relax_core.roles.teacher import TeacherWorker
@@ -46,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def context(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> RunContext:
     run = tmp_path_factory.mktemp("run")
     (run / "token").write_text(TOKEN)
-    config = load_config(["algo=distill", f"rollout.temperature={TEMPERATURE}"])
+    config = load_config(["algo=distill", f"rollout.temperature={TEMPERATURE}"], settle=settle)
     return RunContext(
         config=config,
         run_namespace="test",
