@@ -90,7 +90,7 @@ def test_lines_of_a_report_into_a_file_are_whole(
     lines = capsys.readouterr().out.splitlines()
     (samples,) = (line for line in lines if line.startswith("samples"))
     assert len(samples) > 80 and "issued" in samples and samples.rstrip().endswith("trained twice")
-    assert [line.split()[0] for line in lines[2:8]] == ["reward", "exact", "speed", "step", "staleness", "log-prob"]
+    assert not [line for line in lines if line.startswith("   ")]  # the rest of a line that was wrapped
 
 
 def test_answers_that_changed_come_first_and_long_ones_keep_their_end() -> None:
