@@ -19,7 +19,6 @@ from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.plan.prompts import settle_context
 from relax_core.preflight import CHECKS
 from relax_core.tools.make_tiny import tiny_model_folder, tiny_prompt_tokenizer
-from relax_core.train.models.qwen3 import QWEN3
 from tests.config.conftest import SHAPE, write_folder
 
 AROUND = 8  # tokens that the tiny chat template puts around one message
@@ -27,7 +26,7 @@ AROUND = 8  # tokens that the tiny chat template puts around one message
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    return write_folder(tmp_path / "model", QWEN3, SHAPE | {"model_type": "qwen3"})
+    return write_folder(tmp_path / "model", SHAPE | {"model_type": "qwen3"})
 
 
 @pytest.fixture
@@ -114,7 +113,7 @@ def _no_end(model: Path) -> None:
 
 
 def _small_vocabulary(model: Path) -> None:
-    write_folder(model.with_name("small"), QWEN3, SHAPE | {"model_type": "qwen3", "vocab_size": 55})
+    write_folder(model.with_name("small"), SHAPE | {"model_type": "qwen3", "vocab_size": 55})
     for name in ("config.json", "model.safetensors"):
         (model.with_name("small") / name).replace(model / name)
 
