@@ -85,17 +85,20 @@ def test_eos_ends_a_response_unless_it_is_ignored(engine: Engine) -> None:
 
 @sglang_only
 def test_sglangs_events_are_incremental(engine: Engine) -> None:
-    prompts, params = prompts_of(random_prompt(6, seed=1), random_prompt(9, seed=2)), SamplingParams(max_new_tokens=10)
+    prompts, params = prompts_of(random_prompt(6, seed=1), random_prompt(9, seed=2)), SamplingParams(max_new_tokens=64)
     samples = sample_requests(prompts, n=1)
     body = sglang_body(prompts, samples, params, version=engine.version, seeds=True)
     for sampling in body["sampling_params"]:
         sampling["stream_interval"] = 4
     tokens: dict[int, list[int]] = {}
+    received = 0
     with engine.stream(body) as events:
         for event in events:
+            received += 1
             tokens.setdefault(event["index"], []).extend(event["output_ids"])
             assert len(tokens[event["index"]]) == event["meta_info"]["completion_tokens"]
-            assert len(event["output_ids"]) <= 4
+    # SGLang joins the events that its reader has not yet fetched, so an event may hold more than stream_interval tokens.
+    assert received > len(tokens)
     expected = engine.generate(prompts, params)
     assert [tokens[index] for index in sorted(tokens)] == [one.output_ids for one in expected]
 
