@@ -65,6 +65,7 @@ RANGES: dict[str, Range] = {
     "engine.start_timeout_s": _POSITIVE,
     "engine.request_timeout_s": _POSITIVE,
     "engine.sync_timeout_s": _POSITIVE,
+    "engine.silent_s": _POSITIVE,
     "bus.lease_s": _POSITIVE,
     "bus.call_timeout_s": _POSITIVE,
     "bus.inline_bytes": _FROM_ZERO,

@@ -144,6 +144,7 @@ class EngineConfig:
     start_timeout_s: float = MISSING
     request_timeout_s: float = MISSING
     sync_timeout_s: float = MISSING
+    silent_s: float = MISSING
     weight_transport: WeightTransportName = MISSING
     # Of engine=sglang only; with another engine they stay at these values.
     python: str | None = None

@@ -140,6 +140,20 @@ class EngineClient(WeightCalls):
                     raise EngineError(f"engine {self.url} /generate: {event}")
                 yield event
 
+    async def answers(self, *, timeout_s: float) -> None:
+        """Returns once the engine's process has answered, whatever it says; raises EngineUnreachable where it has not
+        within ``timeout_s`` seconds. Belongs to the event loop of `generate`."""
+        import aiohttp
+
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._http_session().get(f"{self.url}/ready", timeout=timeout):
+                return
+        except TimeoutError as error:
+            raise EngineUnreachable(f"engine {self.url} /ready: no answer within {timeout_s:g} s") from error
+        except aiohttp.ClientError as error:
+            raise EngineUnreachable(f"engine {self.url} /ready: {_words(error)}") from error
+
     def _http_session(self) -> aiohttp.ClientSession:
         import aiohttp
 

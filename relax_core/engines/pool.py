@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +15,7 @@ import msgspec
 
 from relax_core.contracts.engine import EngineError, EngineUnreachable, Generated, PromptRequest, SamplingParams
 from relax_core.engines.client import EngineClient
-from relax_core.engines.fan_out import fan_out
+from relax_core.engines.fan_out import FanOut, fan_out
 from relax_core.engines.open_prompts import OpenPrompt
 from relax_core.engines.routing import Routed, Router
 from relax_core.engines.watch import LOOK_S, ClientFor, EngineWatch
@@ -55,10 +56,20 @@ class _Burst:
             self.events.put_nowait(error)
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Ask:
+    """One request under way at one engine, in ``task``. ``tickets``: see `OpenPrompt.ask`."""
+
+    burst: _Burst
+    tickets: dict[OpenPrompt, int]
+    task: asyncio.Task[None]
+
+
 class EnginePool:
     """``client_for(engine, fresh)`` gives the engine's client and may wait for an engine that is starting; after a
-    failure it is asked for a fresh address. ``patience_s``: how long nobody at all may answer. ``by_load``: see
-    `Router`; ``max_lag``, ``lag_s``: see `EngineWatch`.
+    failure it is asked for a fresh address. ``patience_s``: how long nobody at all may answer. ``silent_s``: one of
+    several engines that gives no sign of life for so long gets nothing until it does, and what it owes is asked of the
+    others. ``by_load``: see `Router`; ``max_lag``, ``lag_s``: see `EngineWatch`.
 
     All methods belong to one event loop. Where a prompt goes never changes its tokens, only who shares its batch.
     """
@@ -69,6 +80,7 @@ class EnginePool:
         client_for: ClientFor,
         *,
         patience_s: float,
+        silent_s: float = 60.0,
         by_load: bool = True,
         max_lag: int = 1,
         lag_s: float = 60.0,
@@ -76,9 +88,14 @@ class EnginePool:
         self._count = count
         self._client_for = client_for
         self._patience_s = patience_s
+        self._silent_s = silent_s
+        self._look_s = min(LOOK_S, silent_s / 4)
         self._router = Router(count, by_load=by_load)
-        self._watch = EngineWatch(count, client_for, patience_s=patience_s, max_lag=max_lag, lag_s=lag_s)
+        self._watch = EngineWatch(
+            count, client_for, patience_s=patience_s, silent_s=silent_s, max_lag=max_lag, lag_s=lag_s
+        )
         self._open: dict[str, tuple[OpenPrompt, _Burst]] = {}  # by rid
+        self._asks: dict[int, set[_Ask]] = defaultdict(set)  # by engine
         self._named: set[int] = set()  # laggards that were named
 
     async def generate(
@@ -171,6 +188,10 @@ class EnginePool:
             self._router.asked(engine, prompt.cost * len(prompt.asked))
         if not requests:
             return
+        task = asyncio.current_task()
+        assert task is not None
+        ask = _Ask(burst=burst, tickets=tickets, task=task)
+        self._asks[engine].add(ask)
         try:
             client = await self._client_for(engine, False)
             async for one in client.generate(requests, burst.params, on_end=burst.on_end):
@@ -178,11 +199,25 @@ class EnginePool:
                 if prompt.owed_by(tickets[prompt]):
                     self._take(burst, prompt, msgspec.structs.replace(one, engine=engine_name(engine)), engine)
         except EngineUnreachable as error:
-            self._note_lost(burst, engine, error)
-            owed = [prompt for prompt, ticket in tickets.items() if prompt.owed_by(ticket)]
-            for prompt in owed:
-                self._lose(prompt)
-            self._send(burst, owed)
+            await self._ask_others(ask, engine, error)
+        finally:
+            self._asks[engine].discard(ask)
+
+    async def _ask_others(self, ask: _Ask, engine: int, error: EngineUnreachable) -> None:
+        """The engine does not answer: what it owes of this request is asked of whoever may be asked now."""
+        self._note_lost(ask.burst, engine, error)
+        owed = [prompt for prompt, ticket in ask.tickets.items() if prompt.owed_by(ticket)]
+        for prompt in owed:
+            self._lose(prompt)
+        if owed:
+            self._send(ask.burst, owed)
+
+    def _fell_silent(self, engine: int, error: EngineUnreachable) -> None:
+        """Hangs up, so that the engine ends what it was asked when it goes on: late answers are nobody's."""
+        self._watch.lost(engine, error)
+        for ask in self._asks.pop(engine, set()):
+            ask.task.cancel()
+            ask.burst.start(self._ask_others(ask, engine, error))
 
     def _note_lost(self, burst: _Burst, engine: int, error: EngineUnreachable) -> None:
         """Raises EngineUnreachable where the engine comes back each time and never gets anywhere, and no other engine
@@ -251,14 +286,17 @@ class EnginePool:
             except EngineUnreachable:  # it owes nothing any more; the stream that waits for it hears so too
                 continue
             calls[engine_name(engine)] = partial(_abort_each, client, rids)
-        outcome = await asyncio.to_thread(fan_out, calls)
-        if outcome.failures:
-            log.warning("abort: %s", outcome.words())
+        aborting = asyncio.ensure_future(asyncio.to_thread(fan_out, calls))
+        aborting.add_done_callback(_tell_failures)
+        await asyncio.wait([aborting], timeout=self._silent_s)  # a silent engine's call ends beside us
+        if aborting.done():
+            aborting.result()
 
     # -- looking ------------------------------------------------------------------------------------------------------
     async def _keep_looking(self) -> None:
-        """Of several engines: keeps an eye on their loads and weights, and takes from a laggard what it holds."""
+        """Of several engines: sees which of them live, their loads and weights; takes from a laggard what it holds."""
         while True:
+            self._watch.listen(self._fell_silent)
             self._watch.look(self._heard)
             laggards = set(self._watch.laggards())
             for engine in laggards - self._named:
@@ -266,7 +304,7 @@ class EnginePool:
                 held = [prompt.request.rid for prompt, _ in self._open.values() if prompt.engine == engine]
                 await self.abort(held, min_version=0)
             self._named = laggards
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(self._look_s)
 
     def _heard(self, engine: int, samples: int) -> None:
         """What the engine has to do beyond what we asked for is others' work, taken to be like ours."""
@@ -284,6 +322,11 @@ def _by_engine(prompts: Iterable[OpenPrompt]) -> dict[int, list[str]]:
         if prompt.engine is not None and prompt.asked:
             owed.setdefault(prompt.engine, []).append(prompt.request.rid)
     return owed
+
+
+def _tell_failures(aborting: asyncio.Future[FanOut[None]]) -> None:
+    if not aborting.cancelled() and aborting.exception() is None and (words := aborting.result().words()):
+        log.warning("abort: %s", words)
 
 
 def _abort_each(client: EngineClient, rids: Sequence[str]) -> None:

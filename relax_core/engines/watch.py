@@ -25,13 +25,16 @@ class _Loss:
 
 
 class EngineWatch:
-    """``client_for``, ``patience_s``: see `EnginePool`. ``max_lag``: weight versions that an engine may be behind
-    another; one that is further behind for more than ``lag_s`` seconds is a laggard."""
+    """``client_for``, ``patience_s``, ``silent_s``: see `EnginePool`. ``max_lag``: how many weight versions an engine
+    may be behind another; one that is further behind for more than ``lag_s`` seconds is a laggard."""
 
-    def __init__(self, count: int, client_for: ClientFor, *, patience_s: float, max_lag: int, lag_s: float) -> None:
+    def __init__(
+        self, count: int, client_for: ClientFor, *, patience_s: float, silent_s: float, max_lag: int, lag_s: float
+    ) -> None:
         self._count = count
         self._client_for = client_for
         self._patience_s = patience_s
+        self._silent_s = silent_s
         self._max_lag = max_lag
         self._lag_s = lag_s
         self._down: dict[int, _Loss] = {}
@@ -42,6 +45,7 @@ class EngineWatch:
         self._behind_since: dict[int, float] = {}
         self._looked = time.monotonic()
         self._looking: set[int] = set()  # engines whose look is under way
+        self._listening: set[int] = set()  # engines that are asked for a sign of life
 
     # -- who is down --------------------------------------------------------------------------------------------------
     def usable(self) -> list[int]:
@@ -69,12 +73,38 @@ class EngineWatch:
             await asyncio.sleep(PROBE_S)
             try:
                 client = await self._client_for(engine, True)
-                await asyncio.to_thread(client.ready)
+            except EngineError as error:
+                loss.error = error
+                continue
+            try:
+                await client.answers(timeout_s=self._silent_s)
                 break
             except EngineError as error:
                 loss.error = error
+                await client.aclose()  # the next look has a client of its own
         del self._down[engine]
         self._some_up.set()
+
+    def listen(self, silent: Callable[[int, EngineUnreachable], None]) -> None:
+        """Of several engines: asks each for a sign of life, beside the caller; ``silent`` gets each that gives none for
+        ``silent_s`` seconds, and why."""
+        if self._count > 1:
+            for engine in self._up():
+                if engine not in self._listening:
+                    self._listening.add(engine)
+                    self._start(self._listen_to(engine, silent))
+
+    async def _listen_to(self, engine: int, silent: Callable[[int, EngineUnreachable], None]) -> None:
+        try:
+            client = await self._client_for(engine, False)
+            try:
+                await client.answers(timeout_s=self._silent_s / 2)
+            except EngineUnreachable:  # perhaps this process itself stood still: what has come meanwhile is read now
+                await client.answers(timeout_s=self._silent_s / 2)
+        except EngineUnreachable as error:
+            silent(engine, error)
+        finally:
+            self._listening.discard(engine)
 
     async def wait_usable(self) -> None:
         """Returns once an engine may be asked. Raises EngineUnreachable with every engine's last words when none has

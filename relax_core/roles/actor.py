@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,15 +15,13 @@ from relax_core.config.schema import ModeName
 from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import Needs
 from relax_core.contracts.bus import BusTimeout, Lease, LeaseRequest
-from relax_core.contracts.engine import EngineUnreachable
 from relax_core.contracts.train import TrainGroup
-from relax_core.engines.client import EngineClient
-from relax_core.engines.fan_out import fan_out
 from relax_core.observe.metrics_actor import MetricsUnavailable
 from relax_core.observe.records import ACTOR, metric_record
 from relax_core.registry import find_algorithm
 from relax_core.roles.checkpoint import RunCheckpoints
 from relax_core.roles.context import RunContext, worker_name
+from relax_core.roles.engine_sync import EngineSync
 from relax_core.roles.engines import EngineDirectory
 from relax_core.roles.gang import TrainerGang
 from relax_core.roles.meet import meet_bus, meet_metrics, meet_worker
@@ -35,7 +32,6 @@ from relax_core.roles.step_record import StepRows, step_values
 from relax_core.roles.worker import Worker
 from relax_core.train.rows import decode_train_group
 from relax_core.train.updates import StepResult, StepUpdates, UpdatePlan
-from relax_core.weights.publisher import SyncReport, WeightPublisher
 from relax_core.weights.transports.build import build_transport
 from relax_core.weights.transports.choice import choose_transport
 
@@ -82,9 +78,7 @@ class ActorWorker(Worker):
         self._gang = self._build_gang()
         self._bus = meet_bus(context, self.waiting)
         self._metrics = meet_metrics(context)
-        self._directory = EngineDirectory(context)
-        self._publisher = self._build_publisher()
-        self._push: Future[SyncReport] | None = None
+        self._sync = self._build_sync()
         self._checkpoints = RunCheckpoints(context, bus=self._bus, gang=self._gang, moved_on=self.moved_on)
         try:
             if self.context.resume_from is not None:
@@ -92,21 +86,16 @@ class ActorWorker(Worker):
             self._publish(self._version)
             self._train()
         finally:
-            self._publisher.close()
+            self._sync.close()
 
-    def _build_publisher(self) -> WeightPublisher:
+    def _build_sync(self) -> EngineSync:
         config = self._config
         choice = choose_transport(config)
         self.set_state("starting", f"weights go to the engines by {choice.name.value}: {choice.reason}")
         transport = build_transport(
             choice.name, host=node_address(config.launcher), timeout_s=config.engine.sync_timeout_s
         )
-        return WeightPublisher(
-            self.context.weights_folder,
-            self._directory.reachable,
-            transport=transport,
-            model_folder=self.context.model_folder,
-        )
+        return EngineSync(self.context, EngineDirectory(self.context), transport, waiting=self.waiting)
 
     def _build_gang(self) -> TrainerGang:
         ranks = assemble_ranks(self.context, "actor", waiting=self.waiting)
@@ -153,7 +142,8 @@ class ActorWorker(Worker):
         result = clock.timed("train_ms", updates.finish)
         clock.timed("sync_ms", partial(self._publish, step + 1))
         if self._time_sharing:
-            clock.timed("sync_ms", lambda: self._tell_engines(lambda client: client.resume_memory()))
+            clock.timed("sync_ms", self._end_push)
+            clock.timed("sync_ms", self._sync.resume_memory)
         self._version = step + 1
         self._report(consumed, result, clock, step=step)
         return self._acknowledge(consumed, step=step)
@@ -167,7 +157,7 @@ class ActorWorker(Worker):
                 request = self._request(step, remaining)
                 lease = self._lease(request, clock, may_stop=not updates.made)
             if self._time_sharing:
-                clock.timed("sync_ms", lambda: self._tell_engines(lambda client: client.release_memory()))
+                clock.timed("sync_ms", self._sync.release_memory)
             remaining -= len(lease.rows)
             groups = clock.timed("decode_ms", partial(self._decode, lease, step, consumed))
             lease = None
@@ -262,27 +252,12 @@ class ActorWorker(Worker):
     def _publish(self, version: int) -> None:
         """Writes the weights; their push goes on beside the trainer, and the next version waits for its end."""
         self._end_push()
-        self._push = self._publisher.publish(version, self._gang.export())
+        self._sync.publish(version, self._gang.export())
 
     def _end_push(self) -> None:
-        if self._push is None:
-            return
-        with self.waiting("the end of the newest weights' push", on="engine"):
-            report, self._push = self._push.result(timeout=self._stall_s), None
-        self._clock.push_ms, self._clock.stall_ms = report.push_ms, report.stall_ms
-        for url, why in report.refused.items():
-            log.warning("weights %d: %s does not serve them: %s", report.version, url, why)
-            self._directory.forget(url)
-
-    def _tell_engines(self, call: Callable[[EngineClient], object]) -> None:
-        """Time-sharing: after a push has ended; an engine that is gone has no memory, and its owner restarts it."""
-        self._end_push()
-        outcome = fan_out({client.url: partial(call, client) for client in self._directory.reachable()})
-        if outcome.failures:
-            log.warning("%s", outcome.words())
-        for why in outcome.failures.values():
-            if not isinstance(why, EngineUnreachable):  # it is there and keeps its memory
-                raise why
+        report = self._sync.end_push()
+        if report is not None:
+            self._clock.push_ms, self._clock.stall_ms = report.push_ms, report.stall_ms
 
 
 def train_columns(needs: Needs, *, routing_replay: bool) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from relax_core.roles.engine_health import EngineHealth, how_it_ended
 from relax_core.roles.engines import engine_client
 from relax_core.roles.placement import node_address
 from relax_core.roles.worker import Worker
-from relax_core.weights.publisher import PublishedUnreadable, read_latest, read_pushed
+from relax_core.weights.version_folder import PublishedUnreadable, read_latest, read_pushed, reading
 
 WATCH_S = 0.25  # how often the owner looks at its engine; also how late it may bring weights to a new one
 
@@ -157,10 +157,11 @@ class EngineHost(Worker):
                 time.sleep(WATCH_S / 5)  # the trainer's push may be on its way right now
                 serving = int(client.model_info()["weight_version"])
                 if serving < latest.version:
-                    self._catch_up.offered(serving, latest.version, now=time.monotonic())
-                    if client.update_weights(latest)["stall_ms"] > 0.0:  # else the trainer was faster
-                        self._catch_up.brought(latest.version)
-                    serving = latest.version
+                    with reading(self.context.weights_folder, reader=self.name) as latest:
+                        self._catch_up.offered(serving, latest.version, now=time.monotonic())
+                        if client.update_weights(latest)["stall_ms"] > 0.0:  # else the trainer was faster
+                            self._catch_up.brought(latest.version)
+                        serving = latest.version
         except (EngineError, PublishedUnreadable) as error:
             self.set_state("waiting", str(error))
             return

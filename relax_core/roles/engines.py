@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from relax_core.engines.build import build_client
 from relax_core.engines.client import EngineClient
 from relax_core.roles.context import RunContext, worker_name
 from relax_core.roles.failure import failure_line
+
+OWNER_S = 0.25  # a living owner says its engine's address within this
 
 
 def engine_client(
@@ -43,6 +47,8 @@ class EngineDirectory:
         self._role = role
         self._folders = model_folders or [context.model_folder] * context.config.engine.count
         self._clients: dict[int, EngineClient] = {}
+        self._asked: dict[int, Any] = {}  # engine → its owner's answer to come
+        self._lock = threading.Lock()  # of `reachable`
 
     def client(self, engine: int) -> EngineClient:
         """Waits for the engine's owner; raises EngineUnreachable past its deadline."""
@@ -51,23 +57,39 @@ class EngineDirectory:
         return self._clients[engine]
 
     def _connect(self, engine: int, *, timeout_s: float) -> None:
-        name = worker_name(self._role, engine)
         try:
-            owner: Any = ray.get_actor(name, namespace=self._context.namespace)
-            url = ray.get(owner.endpoint.remote(timeout_s), timeout=timeout_s + 2.0)
+            url = ray.get(self._ask(engine, timeout_s=timeout_s), timeout=timeout_s + 2.0)
         except (ValueError, RayError) as error:
+            name = worker_name(self._role, engine)
             raise EngineUnreachable(f"{name}: its owner does not answer: {failure_line(error)}") from error
-        self._clients[engine] = engine_client(self._context, url, model_folder=self._folders[engine])
+        self._clients[engine] = self._new_client(engine, url)
+
+    def _ask(self, engine: int, *, timeout_s: float) -> Any:
+        """Asks the engine's owner for its address; the answer is a reference of Ray's. Raises ValueError where there is
+        no owner."""
+        owner: Any = ray.get_actor(worker_name(self._role, engine), namespace=self._context.namespace)
+        return owner.endpoint.remote(timeout_s)
+
+    def _new_client(self, engine: int, url: str) -> EngineClient:
+        return engine_client(self._context, url, model_folder=self._folders[engine])
 
     def reachable(self) -> list[EngineClient]:
-        """Clients of the engines that are up; nobody is waited for."""
-        for engine in range(len(self._folders)):
-            if engine not in self._clients:
-                try:
-                    self._connect(engine, timeout_s=0.0)
-                except EngineUnreachable:
-                    continue
-        return [self._clients[engine] for engine in sorted(self._clients)]
+        """Clients of the engines that are up. An owner is asked for the address of an engine that has none; one that is
+        silent is waited for for a moment, once, and its answer is taken whenever it comes."""
+        with self._lock:
+            asked = {}
+            for engine in set(range(len(self._folders))) - self._clients.keys() - self._asked.keys():
+                with suppress(ValueError):  # it has no owner yet
+                    asked[engine] = self._ask(engine, timeout_s=0.0)
+            if asked:
+                ray.wait(list(asked.values()), num_returns=len(asked), timeout=OWNER_S)
+            self._asked |= asked
+            for engine, answer in list(self._asked.items()):
+                if ray.wait([answer], timeout=0)[0]:
+                    del self._asked[engine]
+                    with suppress(RayError):  # it is not up, or its owner is gone: it is asked again the next time
+                        self._clients[engine] = self._new_client(engine, ray.get(answer))
+            return [self._clients[engine] for engine in sorted(self._clients)]
 
     async def client_async(self, engine: int, fresh: bool) -> EngineClient:
         """The same for an event loop; ``fresh`` asks for the address again."""

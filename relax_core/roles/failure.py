@@ -8,7 +8,7 @@ from typing import Literal
 from relax_core.contracts.bus import BusLost
 from relax_core.contracts.engine import EngineUnreachable
 from relax_core.registry import is_plugin_module
-from relax_core.weights.publisher import PublishedUnreadable
+from relax_core.weights.version_folder import PublishedUnreadable
 
 Lost = Literal["bus", "rank", "engine", "process", "time", "weights"]
 

@@ -16,7 +16,7 @@ from relax_core.roles.context import RunContext
 from relax_core.roles.gang import Gang, RankLost
 from relax_core.roles.ranks import assemble_ranks
 from relax_core.train.rows import decode_prompt_and_responses
-from relax_core.weights.publisher import read_latest
+from relax_core.weights.version_folder import read_latest
 
 log = logging.getLogger(__name__)
 

@@ -22,12 +22,21 @@ class NotedPool(EnginePool):
         client_for: ClientFor,
         *,
         patience_s: float,
+        silent_s: float,
         by_load: bool,
         max_lag: int,
         lag_s: float,
         waiting: Waiting,
     ) -> None:
-        super().__init__(count, client_for, patience_s=patience_s, by_load=by_load, max_lag=max_lag, lag_s=lag_s)
+        super().__init__(
+            count,
+            client_for,
+            patience_s=patience_s,
+            silent_s=silent_s,
+            by_load=by_load,
+            max_lag=max_lag,
+            lag_s=lag_s,
+        )
         self._waiting = waiting
 
     async def generate(

@@ -55,6 +55,7 @@ class RolloutWorker(Worker):
             config.engine.count,
             directory.client_async,
             patience_s=config.engine.start_timeout_s + OWNER_FIRST_S,
+            silent_s=config.engine.silent_s,
             by_load=config.mode.max_staleness > 0,  # else the same seed gives the same bits, whatever the timing
             max_lag=config.mode.max_staleness,
             lag_s=config.engine.sync_timeout_s,

@@ -60,6 +60,8 @@ class Directory:
         return client
 
     async def close(self) -> None:
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()  # the pool's own, which look at engines beside the calls
         for client in self._clients:
             await client.aclose()
 

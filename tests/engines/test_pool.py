@@ -203,6 +203,42 @@ def test_an_engine_that_dies_twice_is_no_matter_while_another_lives(
     assert sorted(asyncio.run(scene())) == [0, 1]
 
 
+def test_what_a_silent_engine_owes_is_asked_of_another(
+    start_engine: Callable[..., Engine], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is stopped with prompts that it holds; when it goes on it drops them, and gets prompts again."""
+    lives, silent = start_engine(), start_engine()
+    prompts = prompts_of([5, 6], [7, 8], [9, 10], [11, 12])
+    expected = tokens(generate(Directory(lives), prompts, SHORT))
+    silent.client.pause("in_place")
+    directory = Directory(lives, silent)
+
+    async def scene() -> list[tuple[int, list[Generated]]]:
+        pool = EnginePool(2, directory.client_for, patience_s=600.0, silent_s=1.0)
+        collecting = asyncio.ensure_future(list_groups(pool.generate(prompts, SHORT, places=range(4))))
+        await until("it has its share", lambda: silent.client.loads()["queued"] == 6)
+        os.kill(silent.process.pid, signal.SIGSTOP)
+        try:
+            found = await collecting
+            assert pool._watch.usable() == [0]
+        finally:
+            os.kill(silent.process.pid, signal.SIGCONT)
+        await until("it owes nothing", lambda: silent.client.loads()["queued"] == 0)
+        silent.client.resume()
+        await until("it may be asked again", lambda: pool._watch.usable() == [0, 1])
+        again = prompts_of([5, 6], [7, 8])
+        assert len(await list_groups(pool.generate(again, SHORT, places=range(2)))) == 2
+        await directory.close()
+        return found
+
+    found = asyncio.run(scene())
+    assert tokens(found) == expected
+    assert {one.engine for _, responses in found for one in responses} == {"engine-0"}
+    assert directory.calls.count(1) == 2, "it was asked before, and again when it answered"
+    assert "engine-1 is lost, what it owed is asked again" in caplog.text
+    assert "/ready: no answer within 0.5 s" in caplog.text, "its stream has not ended of itself"
+
+
 def test_a_frozen_engine_is_looked_at_once(start_engine: Callable[..., Engine], monkeypatch: Any) -> None:
     """Each look that waits for it holds a thread; there are few, and rewards and aborts need them."""
     monkeypatch.setattr(watch_module, "LOOK_S", 0.0)
@@ -211,7 +247,7 @@ def test_a_frozen_engine_is_looked_at_once(start_engine: Callable[..., Engine], 
     heard: list[int] = []
 
     async def scene() -> None:
-        watch = EngineWatch(2, directory.client_for, patience_s=10.0, max_lag=1, lag_s=60.0)
+        watch = EngineWatch(2, directory.client_for, patience_s=10.0, silent_s=60.0, max_lag=1, lag_s=60.0)
         os.kill(engine.process.pid, signal.SIGSTOP)
         try:
             await until("it does not stop", lambda: process_state(engine.process.pid).startswith("T"))

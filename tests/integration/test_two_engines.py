@@ -1,4 +1,5 @@
-"""Two engines, more prompts than the steps need, groups aborted at each weight change, and one engine killed."""
+"""Two engines, more prompts than the steps need, groups aborted at each weight change; one engine stands still for a
+while, and then one is killed."""
 
 from __future__ import annotations
 
@@ -29,15 +30,20 @@ OVERRIDES = (
     "eval.every=0",
     "run.save_every=0",
     "run.export_hf=false",
+    "run.heartbeat_timeout_s=600",  # nobody kills the one that stands still
 )
+STILL_STEPS = 6  # train steps that are done while an engine stands still
 
 
-def test_one_of_two_engines_is_killed_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_one_of_two_engines_stands_still_and_one_is_killed_and_nothing_is_lost(tmp_path: Path) -> None:
     held = HeldTraining(tmp_path, updates=20)
     with LiveRun(tmp_path / "run", *OVERRIDES, *held.overrides) as live:
         live.wait_step(10)
         engines = [pid for pid, line in live.processes().items() if ENGINE in line]
         assert len(engines) == 2
+        os.kill(engines[1], signal.SIGSTOP)
+        live.wait_step(10 + STILL_STEPS)  # nobody waits for it, neither for its push nor for its samples
+        os.kill(engines[1], signal.SIGCONT)
         os.kill(engines[0], signal.SIGKILL)
         live.wait_noticed(1)
         held.let_go()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +24,9 @@ from relax_core.roles.teacher import TeacherEngineHost
 from relax_core.tools.make_tiny import tiny_model_folder
 from relax_core.weights.files import write_weights
 from relax_core.weights.model_folder import read_safetensors
-from relax_core.weights.publisher import LATEST, WeightPublisher
+from relax_core.weights.publisher import WeightPublisher
 from relax_core.weights.transports.files import SharedMemoryTransport
+from relax_core.weights.version_folder import LATEST
 from tests.ports import free_port
 
 
@@ -117,6 +120,35 @@ def test_a_refused_push_is_made_good_by_the_owner_at_once_and_a_damaged_file_is_
         wait_until(lambda: f"{latest} is damaged" in owner.status().detail, what="the name of the damaged file")
         publisher.publish(2, weights).result(120.0)
         wait_until(lambda: client.model_info()["weight_version"] == "2", what="the next version")
+    finally:
+        publisher.close()
+        owner.request_stop()
+        assert owner.join(120.0)
+
+
+def test_an_engine_that_stood_still_is_brought_to_the_newest_version_by_its_owner(
+    tmp_path: Path, wait_until: Callable[..., None]
+) -> None:
+    """The trainer went on without it, and pushes nothing more."""
+    config = load_config()
+    run = replace(config.run, heartbeat_timeout_s=600.0)
+    context = context_of(replace(config, run=run, engine=replace(config.engine, sync_timeout_s=600.0)), tmp_path)
+    owner = EngineHost("engine-0", context, 0)
+    publisher = WeightPublisher(context.weights_folder, lambda: [client], transport=SharedMemoryTransport())
+    try:
+        client = engine_client(context, owner.endpoint(180.0))
+        weights = list(read_safetensors(context.model_folder))
+        assert not publisher.publish(0, weights).result(120.0).behind
+        (pid,) = owner.child_pids
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            for version in range(1, 6):
+                assert publisher.publish(version, weights).result(0.2).behind == {client.url}
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        other = engine_client(context, client.url)
+        wait_until(lambda: other.model_info()["weight_version"] == "5", what="the owner's offer")
+        wait_until(lambda: not list(context.weights_folder.glob("reader-*")), what="the end of the reading")
     finally:
         publisher.close()
         owner.request_stop()

@@ -13,7 +13,7 @@ from relax_core.contracts.bus import BusLost, BusTimeout
 from relax_core.contracts.engine import EngineError, EngineUnreachable
 from relax_core.registry import find_reward
 from relax_core.roles.failure import broke_of_others, failure_line, first_cause, what_was_lost
-from relax_core.weights.publisher import PublishedUnreadable
+from relax_core.weights.version_folder import PublishedUnreadable
 
 PLUGIN = """
 from dataclasses import dataclass

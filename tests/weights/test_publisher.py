@@ -13,15 +13,17 @@ import torch
 
 from relax_core.contracts.engine import EngineError, WeightManifest
 from relax_core.weights.files import read_weights
-from relax_core.weights.publisher import (
+from relax_core.weights.publisher import WeightPublisher
+from relax_core.weights.transports.files import SharedMemoryTransport
+from relax_core.weights.version_folder import (
+    KEPT_VERSIONS,
     LATEST,
     PUSHED,
     PublishedUnreadable,
-    WeightPublisher,
     read_latest,
     read_pushed,
+    reading,
 )
-from relax_core.weights.transports.files import SharedMemoryTransport
 from tests.contracts.engine.harness import Engine, hf_weights, make_model
 
 
@@ -133,7 +135,7 @@ def test_a_damaged_file_is_read_again_and_then_named(
         with pytest.raises(PublishedUnreadable, match=rf"{file} is damaged: .*The next version"):
             read(tmp_path)
         with monkeypatch.context() as patch:  # what happens between two reads
-            patch.setattr("relax_core.weights.publisher.time.sleep", goes_on_being_written)
+            patch.setattr("relax_core.weights.version_folder.time.sleep", goes_on_being_written)
             assert read(tmp_path) == before
 
 
@@ -152,4 +154,100 @@ def test_the_newest_is_left_for_whoever_comes_later(tmp_path: Path) -> None:
             assert value.tolist() == [float(manifest.version)] * 5
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["00000002", "00000003", "latest.json", "pushed.json"]
+    publisher.close()
+
+
+def test_a_stopped_engine_holds_up_no_other_and_no_later_version(
+    start_engine: Callable[..., Engine], tmp_path: Path, wait_until: Callable[..., None]
+) -> None:
+    """Its push's file stays until it has answered, however many versions are published meanwhile."""
+    lives, stopped = start_engine(), start_engine()
+    publisher = WeightPublisher(tmp_path, lambda: [lives.client, stopped.client], transport=SharedMemoryTransport())
+    os.kill(stopped.process.pid, signal.SIGSTOP)
+    try:
+        reports = [publisher.publish(1, hf_weights(make_model(None, seed=1))).result(timeout=1.0)]
+        for version in range(2, 6):  # it is known by now: a wait for it would last until its client gives up
+            weights = hf_weights(make_model(None, seed=version))
+            reports.append(publisher.publish(version, weights).result(timeout=120.0))
+    finally:
+        os.kill(stopped.process.pid, signal.SIGCONT)
+    assert [report.behind for report in reports] == 5 * [{stopped.process.url}]
+    assert all(not report.refused for report in reports)
+    assert version_of(lives) == "5"
+    wait_until(lambda: version_of(stopped) == "1", what="the push of the version that it was sent")
+    wait_until(lambda: not publisher._in_flight, what="its answer")
+    publisher.publish(6, hf_weights(make_model(None, seed=6))).result(timeout=120.0)
+    wait_until(lambda: version_of(stopped) == "6", what="the next push")
+    report = publisher.publish(7, hf_weights(make_model(None, seed=7))).result(timeout=120.0)
+    assert not report.behind and not report.refused, "it is waited for again"
+    assert version_of(lives) == version_of(stopped) == "7"
+    assert sorted(path.name for path in tmp_path.glob("0*")) == ["00000006", "00000007"]
+    publisher.close()
+
+
+def test_a_push_that_ends_late_takes_nothing_back(tmp_path: Path, wait_until: Callable[..., None]) -> None:
+    gate = threading.Event()
+    late, quick = Slow("late", gate, error="no"), Slow("quick")
+    publisher = WeightPublisher(tmp_path, lambda: [late, quick], transport=SharedMemoryTransport())
+    assert publisher.publish(1, [("a", torch.ones(2))]).result(timeout=0.2).behind == {"late"}
+    assert read_pushed(tmp_path) == -1, "its push goes on"
+    assert publisher.publish(2, [("a", torch.ones(2))]).result(timeout=120.0).behind == {"late"}
+    assert read_pushed(tmp_path) == 2 and quick.versions == [1, 2]
+    gate.set()
+    wait_until(lambda: not publisher._in_flight, what="the late end")
+    assert read_pushed(tmp_path) == 2
+    assert publisher.publish(3, [("a", torch.ones(2))]).result(timeout=120.0).refused == {"late": "no"}
+    publisher.close()
+
+
+def test_a_fault_of_our_own_is_raised(tmp_path: Path) -> None:
+    broken = Slow("broken")
+    broken.update_weights = lambda manifest: {}  # type: ignore[method-assign]
+    publisher = WeightPublisher(tmp_path, lambda: [broken], transport=SharedMemoryTransport())
+    with pytest.raises(KeyError, match="stall_ms"):
+        publisher.publish(1, [("a", torch.ones(2))]).result(timeout=120.0)
+
+    def nobody() -> list[Slow]:
+        raise LookupError("no directory")
+
+    publisher = WeightPublisher(tmp_path / "second", nobody, transport=SharedMemoryTransport())
+    with pytest.raises(LookupError, match="no directory"):
+        publisher.publish(1, [("a", torch.ones(2))]).result(timeout=120.0)
+
+
+def test_a_version_stays_while_somebody_reads_it(tmp_path: Path) -> None:
+    """Readers come at any moment of the publishing and of the removal, and each finds its whole file until it ends."""
+    publisher = WeightPublisher(tmp_path, list, transport=SharedMemoryTransport())
+    publisher.publish(0, [("a", torch.zeros(5))]).result(timeout=120.0)
+    ended, read, failures = threading.Event(), [0, 0], []
+
+    def read_on(reader: int) -> None:
+        try:
+            while not ended.is_set():
+                with reading(tmp_path, reader=f"engine-{reader}") as manifest:
+                    for _ in range(3):
+                        ((_, value),) = read_weights(manifest)
+                        assert value.tolist() == [float(manifest.version)] * 5
+                read[reader] += 1
+        except BaseException as error:
+            failures.append(error)
+
+    readers = [threading.Thread(target=read_on, args=(reader,)) for reader in range(2)]
+    for thread in readers:
+        thread.start()
+    version = 0
+    while not failures and (version < 300 or min(read) < 50):
+        version += 1
+        publisher.publish(version, [("a", torch.full((5,), float(version)))]).result(timeout=120.0)
+    ended.set()
+    for thread in readers:
+        thread.join()
+    assert not failures
+    for last in range(version + 1, version + 1 + KEPT_VERSIONS):
+        publisher.publish(last, [("a", torch.zeros(5))]).result(timeout=120.0)
+    assert len(list(tmp_path.glob("0*"))) == KEPT_VERSIONS, "nobody reads, and old versions are there"
+    with reading(tmp_path, reader="engine-0") as manifest:
+        for last in range(version + 10, version + 15):
+            publisher.publish(last, [("a", torch.zeros(5))]).result(timeout=120.0)
+        assert Path(manifest.path).exists()
     publisher.close()

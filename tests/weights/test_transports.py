@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from relax_core.config.schema import WeightTransportName
 from relax_core.contracts.engine import SamplingParams, TensorSpec, WeightManifest
 from relax_core.engines.client import EngineClient
-from relax_core.weights.publisher import WEIGHTS, SyncReport, WeightPublisher, read_latest
+from relax_core.weights.publisher import WEIGHTS, SyncReport, WeightPublisher
 from relax_core.weights.transports.build import build_transport
 from relax_core.weights.transports.collective import buckets
+from relax_core.weights.version_folder import read_latest
 from tests.contracts.engine.harness import (
     LONG,
     TOKEN,

@@ -1,0 +1,50 @@
+"""Calls to engines that nobody has to wait for: one queue and one thread an engine, so that a slow one delays only
+itself."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class CallQueues:
+    """Runs the calls for one key (an engine's URL) one after the other, in the order in which they were put, and those
+    for different keys at the same time. The threads are daemons: a call that hangs keeps no process alive."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[str, deque[Callable[[], None]]] = {}  # a key is here while its thread runs
+
+    def put(self, key: str, call: Callable[[], T]) -> Future[T]:
+        """Returns at once. Whatever ``call`` raises is in the future."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call())
+            except BaseException as error:  # it belongs to whoever takes the result
+                future.set_exception(error)
+
+        with self._lock:
+            if key in self._waiting:
+                self._waiting[key].append(run)
+                return future
+            self._waiting[key] = deque([run])
+        threading.Thread(target=self._work, args=(key,), name=f"calls {key}", daemon=True).start()
+        return future
+
+    def _work(self, key: str) -> None:
+        while (call := self._next(key)) is not None:
+            call()
+
+    def _next(self, key: str) -> Callable[[], Any] | None:
+        with self._lock:
+            if self._waiting[key]:
+                return self._waiting[key].popleft()
+            del self._waiting[key]
+            return None
