@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from relax_core.config.schema import FORWARD_SIZES, RelaxConfig
+from relax_core.contracts.engine import MAX_TEMPERATURE, MAX_TOP_K, MIN_TEMPERATURE
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,11 @@ RANGES: dict[str, Range] = {
     "optimizer.clip_grad": Range(0, why="0 switches clipping off"),
     "rollout.prompts_per_step": _COUNT,
     "rollout.max_new_tokens": _COUNT,
-    "rollout.temperature": Range(0, above=True, why="greedy samples of a group are all equal and teach nothing"),
+    "rollout.temperature": Range(
+        MIN_TEMPERATURE, MAX_TEMPERATURE, why="greedy samples of a group are all equal and teach nothing"
+    ),
     "rollout.top_p": Range(0, 1, above=True),
-    "rollout.top_k": Range(-1, why="-1 keeps all tokens"),
+    "rollout.top_k": Range(-1, MAX_TOP_K, why="-1 keeps all tokens"),
     "rollout.reward_workers": _COUNT,
     "rollout.over_sampling": Range(1, 16, why="1 lets in what a step needs"),
     "rollout.max_aborts": _COUNT,

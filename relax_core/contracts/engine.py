@@ -10,6 +10,11 @@ from relax_core.contracts.sample import FinishReason, RoutedExperts, VersionSpan
 
 PauseMode = Literal["in_place", "retract", "abort"]
 
+# What engines sample with, and what the configuration takes. A temperature of 0 is greedy; logits that are divided by
+# one below the first bound may leave float32, and SGLang takes it for 0. `MAX_TOP_K` is SGLang's word for all tokens.
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-6, 1e6
+MAX_TOP_K = 1 << 30
+
 
 class EngineError(RuntimeError):
     """An engine refused or failed a call; the text names the engine, the route and its words."""

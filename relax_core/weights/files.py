@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -21,6 +22,7 @@ from relax_core.weights.safetensors_header import header_bytes
 
 BUCKET_BYTES = 64 << 20
 HEADER_ROOM = 16 << 10
+MAX_DIMENSIONS = 8  # of a tensor
 
 
 class DigestMismatch(RuntimeError):
@@ -102,12 +104,15 @@ def _make_room(file: BinaryIO, *, before: int, after: int) -> None:
 def view_bytes(manifest: WeightManifest) -> torch.Tensor:
     """The published tensors' bytes, uint8 ``[total_bytes]``: the file itself, unchecked. Copy what is kept.
 
-    Raises FileNotFoundError where a newer version has already replaced this one, and `DigestMismatch` for a file of
-    another length.
+    Raises FileNotFoundError where a newer version has already replaced this one, `DigestMismatch` for a file of another
+    length, and ValueError for what is no regular file.
     """
     published = manifest.data_offset + manifest.total_bytes
-    with open(manifest.path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
+    with open(manifest.path, "rb", opener=_open_at_once) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"weights version {manifest.version}: {manifest.path} is no regular file")
+        size = status.st_size
         if size != published:
             raise DigestMismatch(
                 f"weights version {manifest.version}: {manifest.path} has {size} bytes, published as {published}"
@@ -116,20 +121,52 @@ def view_bytes(manifest: WeightManifest) -> torch.Tensor:
     return torch.frombuffer(mapped, dtype=torch.uint8)[manifest.data_offset :]
 
 
+def _open_at_once(path: str, flags: int) -> int:
+    """A pipe is opened without a wait for its other end."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _check_manifest(manifest: WeightManifest) -> None:
+    """It may have come over the network. Raises `DigestMismatch`, and ValueError where it says what cannot be."""
+    try:
+        digest = _names_digest(manifest.tensors, manifest.digests)
+    except OverflowError as error:  # JSON's integers have 64 bits here
+        raise ValueError(f"weights version {manifest.version}: the size of a tensor cannot be: {error}") from error
+    if digest != manifest.digest:
+        raise DigestMismatch(f"weights version {manifest.version}: the manifest's own digest does not agree")
+    wrong = next((spec for spec in manifest.tensors if _tensor_bytes(spec) != spec.nbytes), None)
+    if wrong is not None:
+        name = repr(wrong.name)[:200]
+        raise ValueError(f"weights version {manifest.version}: tensor {name} has other bytes than its shape and dtype")
+    total = sum(spec.nbytes for spec in manifest.tensors)
+    if total != manifest.total_bytes or manifest.data_offset < 0 or manifest.bucket_bytes < 1:
+        raise ValueError(f"weights version {manifest.version}: its sizes do not fit its {total} bytes of tensors")
+    buckets = -(-manifest.total_bytes // manifest.bucket_bytes)
+    if len(manifest.digests) != buckets:
+        raise DigestMismatch(
+            f"weights version {manifest.version}: {buckets} buckets, published as {len(manifest.digests)}"
+        )
+
+
+def _tensor_bytes(spec: TensorSpec) -> int | None:
+    """By its shape and dtype; None where these are none."""
+    dtype = getattr(torch, spec.dtype, None)
+    if not isinstance(dtype, torch.dtype) or len(spec.shape) > MAX_DIMENSIONS:
+        return None
+    if any(not 0 <= size < 1 << 63 for size in spec.shape):
+        return None
+    return math.prod(spec.shape) * dtype.itemsize
+
+
 def read_weights(manifest: WeightManifest) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, tensor) after every digest agreed; the tensors view the file, so copy what is kept.
 
     Raises `DigestMismatch` before the first tensor where a bucket, or the manifest itself, does not agree, and
-    FileNotFoundError where a newer version has already replaced this one.
+    FileNotFoundError where a newer version has already replaced this one; ValueError where the manifest cannot be.
     """
-    if _names_digest(manifest.tensors, manifest.digests) != manifest.digest:
-        raise DigestMismatch(f"weights version {manifest.version}: the manifest's own digest does not agree")
+    _check_manifest(manifest)
     data = view_bytes(manifest)
     found = _bucket_digests(data.numpy().data, manifest.bucket_bytes)
-    if len(found) != len(manifest.digests):
-        raise DigestMismatch(
-            f"weights version {manifest.version}: {len(found)} buckets, published as {len(manifest.digests)}"
-        )
     for bucket, (expected, got) in enumerate(zip(manifest.digests, found, strict=True)):
         if expected != got:
             raise DigestMismatch(

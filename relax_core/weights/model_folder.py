@@ -18,6 +18,8 @@ def read_safetensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
     if not files:
         raise ValueError(f"model.path={folder}: no *.safetensors file there. Give a Hugging Face folder with weights.")
     for path in files:
+        if not path.is_file():  # a pipe or a device would never end
+            raise ValueError(f"model.path={folder}: {path.name} is no regular file. Give a Hugging Face folder.")
         with safe_open(path, framework="pt") as file:
             for name in file.offset_keys():
                 yield name, file.get_tensor(name)

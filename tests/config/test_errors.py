@@ -137,7 +137,10 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
         (["data.task=chess", "model.task=arithmetic", "reward=math"], "data.task='chess': no such generated task."),
         (["data=arithmetic"], "reward=reverse_digits does not score data=arithmetic. Add reward=math."),
         (["eval.rows=999"], "eval.rows=999, but data.eval_size=256 holds out 256 rows"),
-        (["rollout.temperature=0"], "rollout.temperature=0.0: must be more than 0 (greedy samples"),
+        (
+            ["rollout.temperature=0"],
+            "rollout.temperature=0.0: must be at least 1e-06 and at most 1000000 (greedy samples",
+        ),
         (["rollout.top_k=0"], "rollout.top_k=0 keeps no token."),
         (["rollout.over_sampling=0.9"], "rollout.over_sampling=0.9: must be at least 1 and at most 16 (1 lets in what"),
         (["rollout.max_aborts=0"], "rollout.max_aborts=0: must be at least 1."),

@@ -66,5 +66,10 @@ async def answer(send: Send, payload: Any, *, status: int = 200, msgpack: bool =
     await send({"type": "http.response.body", "body": body})
 
 
+def clipped(words: str, *, length: int = 200) -> str:
+    """What a client sent, short enough to be told to it."""
+    return words if len(words) <= length else f"{words[:length]}…"
+
+
 def error_payload(status: int, message: str) -> dict[str, Any]:
     return {"error": {"message": message, "code": status}}

@@ -4,90 +4,30 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, Literal, TypeVar
+from typing import Any
 
-import msgspec
-
-from relax_core.contracts.engine import PauseMode, WeightManifest
+from relax_core.contracts.engine import WeightManifest
 from relax_core.engines.embedded.asgi import HttpError
-from relax_core.engines.embedded.calls import Call, Progress, Prompt, waiting_prompts
-from relax_core.engines.embedded.sampler import SamplingSettings
-from relax_core.engines.embedded.scheduler import NOTHING_ATTESTED, Scheduler
+from relax_core.engines.embedded.control_bodies import (
+    AbortBody,
+    DiskBody,
+    DistributedBody,
+    EndBody,
+    GroupBody,
+    InitGroupBody,
+    PauseBody,
+    TensorBody,
+    VersionBody,
+    decode,
+    folder_of,
+    place_of,
+    version_of,
+)
+from relax_core.engines.embedded.health_generate import HealthGenerate
+from relax_core.engines.embedded.scheduler import Scheduler
 from relax_core.engines.embedded.weight_updates import WeightUpdates
-from relax_core.weights.transports.base import WeightGroupPlace
-
-HEALTH_GENERATE_S = 5.0  # how long /health_generate waits for its token
-GROUP_TIMEOUT_S = 60.0  # how long a gloo group waits for its members and for a broadcast
 
 Handler = Callable[[bytes], Awaitable[Any]]
-S = TypeVar("S", bound=msgspec.Struct)
-
-
-class AbortBody(msgspec.Struct):
-    rid: str = ""
-    abort_all: bool = False
-
-
-class PauseBody(msgspec.Struct):
-    mode: PauseMode = "abort"
-
-
-class DiskBody(msgspec.Struct):
-    model_path: str
-    weight_version: str | int
-    digest: str = ""
-
-
-class TensorBody(msgspec.Struct):
-    serialized_named_tensors: list[str]
-    weight_version: str | int | None = None
-
-
-class DistributedBody(msgspec.Struct):
-    names: list[str]
-    dtypes: list[str]
-    shapes: list[list[int]]
-    group_name: str
-    weight_version: str | int | None = None
-    load_format: Literal["flattened_bucket"] | None = None
-
-
-class EndBody(msgspec.Struct):
-    weight_version: str | int | None = None
-    digest: str = ""
-
-
-class GroupBody(msgspec.Struct):
-    group_name: str
-
-
-class InitGroupBody(msgspec.Struct):
-    master_address: str
-    master_port: int
-    rank_offset: int
-    world_size: int
-    group_name: str
-    backend: str = "gloo"
-    timeout_s: float = GROUP_TIMEOUT_S
-
-
-class VersionBody(msgspec.Struct):
-    new_version: str | int
-
-
-def _decode(body: bytes, kind: type[S]) -> S:
-    try:
-        return msgspec.json.decode(body or b"{}", type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise HttpError(400, f"body: {error}") from error
-
-
-def _version(value: str | int | None) -> int | None:
-    if value is None or (isinstance(value, int) and value >= 0):
-        return value
-    if isinstance(value, str) and value.isdecimal():
-        return int(value)
-    raise HttpError(400, f"weight_version={value!r}: versions are integers from 0 on; send the train step's number")
 
 
 class ControlRoutes:
@@ -117,7 +57,7 @@ class ControlRoutes:
         self.telling: dict[str, Handler] = {
             "/ready": self._ready,
             "/health": self._ready,
-            "/health_generate": self._health_generate,
+            "/health_generate": HealthGenerate(scheduler),
             "/model_info": self._model_info,
             "/server_info": self._server_info,
             "/v1/loads": self._loads,
@@ -128,7 +68,7 @@ class ControlRoutes:
 
     # -- what changes something ---------------------------------------------------------------------------------------
     async def _abort(self, body: bytes) -> dict[str, Any]:
-        asked = _decode(body, AbortBody)
+        asked = decode(body, AbortBody)
         if not asked.rid and not asked.abort_all:
             raise HttpError(400, "rid: missing; give the request's rid, or abort_all=true")
         count = await self._on_decode_thread(
@@ -137,7 +77,7 @@ class ControlRoutes:
         return {"success": True, "aborted_samples": count}
 
     async def _pause(self, body: bytes) -> dict[str, Any]:
-        mode = _decode(body, PauseBody).mode
+        mode = decode(body, PauseBody).mode
         await self._on_decode_thread(lambda: self._scheduler.pause(mode))
         return {"success": True, "status": "ok", "mode": mode}
 
@@ -162,92 +102,53 @@ class ControlRoutes:
 
     # -- weights ----------------------------------------------------------------------------------------------------
     async def _from_shared_memory(self, body: bytes) -> dict[str, Any]:
-        manifest = _decode(body, WeightManifest)
-        _version(manifest.version)
+        manifest = decode(body, WeightManifest)
+        version_of(manifest.version)
         return await self._updates.from_shared_memory(manifest)
 
     async def _from_disk(self, body: bytes) -> dict[str, Any]:
-        asked = _decode(body, DiskBody)
-        version = _version(asked.weight_version)
+        asked = decode(body, DiskBody)
+        version = version_of(asked.weight_version)
         assert version is not None
-        return await self._updates.from_disk(asked.model_path, version, asked.digest)
+        return await self._updates.from_disk(folder_of(asked), version, asked.digest)
 
     async def _begin(self, body: bytes) -> dict[str, Any]:
         return await self._updates.begin()
 
     async def _from_tensor(self, body: bytes) -> dict[str, Any]:
-        asked = _decode(body, TensorBody)
-        return await self._updates.from_tensor(asked.serialized_named_tensors, _version(asked.weight_version))
+        asked = decode(body, TensorBody)
+        return await self._updates.from_tensor(asked.serialized_named_tensors, version_of(asked.weight_version))
 
     async def _from_distributed(self, body: bytes) -> dict[str, Any]:
-        asked = _decode(body, DistributedBody)
+        asked = decode(body, DistributedBody)
         return await self._updates.from_distributed(
             asked.group_name,
             names=asked.names,
             dtypes=asked.dtypes,
             shapes=asked.shapes,
-            version=_version(asked.weight_version),
+            version=version_of(asked.weight_version),
             flattened=asked.load_format == "flattened_bucket",
         )
 
     async def _end(self, body: bytes) -> dict[str, Any]:
-        asked = _decode(body, EndBody)
-        return await self._updates.end(_version(asked.weight_version), asked.digest)
+        asked = decode(body, EndBody)
+        return await self._updates.end(version_of(asked.weight_version), asked.digest)
 
     async def _rename(self, body: bytes) -> dict[str, Any]:
-        version = _version(_decode(body, VersionBody).new_version)
+        version = version_of(decode(body, VersionBody).new_version)
         assert version is not None
         return await self._updates.rename(version)
 
     async def _init_group(self, body: bytes) -> dict[str, Any]:
-        asked = _decode(body, InitGroupBody)
-        if asked.backend != "gloo":
-            raise HttpError(400, f"backend={asked.backend}: the embedded engine is on the CPU; send gloo")
-        place = WeightGroupPlace(
-            name=asked.group_name,
-            address=asked.master_address,
-            port=asked.master_port,
-            world_size=asked.world_size,
-            backend=asked.backend,
-            timeout_s=asked.timeout_s,
-        )
-        return await self._updates.join_group(place, rank=asked.rank_offset)
+        asked = decode(body, InitGroupBody)
+        return await self._updates.join_group(place_of(asked), rank=asked.rank_offset)
 
     async def _destroy_group(self, body: bytes) -> dict[str, Any]:
-        return await self._updates.leave_group(_decode(body, GroupBody).group_name)
+        return await self._updates.leave_group(decode(body, GroupBody).group_name)
 
     # -- what tells ---------------------------------------------------------------------------------------------------
     async def _ready(self, body: bytes) -> dict[str, Any]:
         return {"status": "ok", "weight_version": str(self._scheduler.version)}
-
-    async def _health_generate(self, body: bytes) -> dict[str, Any]:
-        """Generates one token."""
-        if self._scheduler.version == NOTHING_ATTESTED:
-            raise HttpError(503, "/health_generate: no weights are in yet")
-        done = asyncio.Event()
-        failed: list[str] = []
-        loop = asyncio.get_running_loop()
-
-        def sink(news: list[Progress]) -> None:
-            loop.call_soon_threadsafe(done.set)
-
-        def fail(message: str) -> None:
-            failed.append(message)
-            loop.call_soon_threadsafe(done.set)
-
-        call = Call(sink, fail)
-        greedy = SamplingSettings(
-            max_new_tokens=1, temperature=0.0, top_p=1.0, top_k=-1, stop_token_ids=(), banned_token_ids=()
-        )
-        self._scheduler.submit(waiting_prompts([Prompt(call, 0, "health", [0], greedy, 0, 0)], n=1))
-        try:
-            await asyncio.wait_for(done.wait(), HEALTH_GENERATE_S)
-        except TimeoutError as error:
-            self._scheduler.post(lambda: self._scheduler.abort(lambda sample: sample.prompt.call is call))
-            raise HttpError(503, f"/health_generate: no token in {HEALTH_GENERATE_S} s; paused or full?") from error
-        if failed:
-            raise HttpError(503, f"/health_generate: {failed[0]}")
-        return {"status": "ok"}
 
     async def _model_info(self, body: bytes) -> dict[str, Any]:
         return {

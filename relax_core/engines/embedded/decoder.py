@@ -52,8 +52,8 @@ class Decoder:
         return slots <= self.max_samples and slots * columns <= self._max_tokens
 
     def admit(self, prefixes: Sequence[Prefix]) -> np.ndarray:
-        """Prefills, gives each sample the next free slot in the order of ``prefixes`` and its next token.
-        Returns the slots that are finished already."""
+        """Prefills, gives each sample the next free slot in the order of ``prefixes`` and its next token. Returns the
+        slots that are finished already. Raises NonFiniteLogits, after which none of these samples has its token."""
         first = self.slots.count
         self.slots.add(prefixes)
         self._reserve(int(self.slots.position[: self.slots.count].max()) + 1, used_slots=first)
@@ -67,7 +67,7 @@ class Decoder:
         logits = self._model.logits(hidden).repeat_interleave(copies, 0)
         plan = self.slots.plan().rows(first, self.slots.count)
         ids, logprobs = sample(logits, plan, self.slots.first_draws(first))
-        return self.slots.record_first(first, ids.numpy(), _finite(logprobs))
+        return self.slots.record_first(first, ids.numpy(), _finite(logprobs, first=first))
 
     def _fill(self, kv: Tensor, batch: list[int], starts: np.ndarray) -> None:
         """Copies each prefix's keys and values to its samples' slots; neighbours in one copy."""
@@ -120,7 +120,8 @@ class Decoder:
 
     # -- decoding -------------------------------------------------------------------------------------------------
     def step(self) -> np.ndarray:
-        """One more token for every running sample; returns the slots that are finished by it."""
+        """One more token for every running sample; returns the slots that are finished by it. Raises NonFiniteLogits,
+        after which no sample has its token; those that are left get the same one in the next step."""
         slots = self.slots
         attention = self._next_attention()
         chosen: list[Tensor] | None = [] if self._noting else None
@@ -170,6 +171,10 @@ class Decoder:
             self.cache.move(sources, targets, columns=columns)
         return moves
 
+    def clear(self, slots: Sequence[int]) -> None:
+        """Overwrites what slots hold in the cache, which may not be finite."""
+        self.cache.clear(slots)
+
     def free_cache(self) -> None:
         """Gives the cache's memory back; nothing may be running."""
         assert self.slots.count == 0
@@ -177,8 +182,9 @@ class Decoder:
         self._bind_cache()
 
 
-def _finite(logprobs: Tensor) -> np.ndarray:
+def _finite(logprobs: Tensor, *, first: int = 0) -> np.ndarray:
+    """``logprobs`` of the slots from ``first`` on."""
     values = logprobs.numpy()
-    if np.count_nonzero(np.isnan(values)):
-        raise NonFiniteLogits("the weights in force yield logits that are not finite")
+    if np.count_nonzero(missing := np.isnan(values)):
+        raise NonFiniteLogits((np.flatnonzero(missing) + first).tolist())
     return values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -12,14 +13,17 @@ from relax_core.engines.embedded.asgi import HttpError, Receive, Scope, Send
 from relax_core.engines.embedded.calls import Call, Progress, Prompt, waiting_prompts
 from relax_core.engines.embedded.model_config import ModelConfig
 from relax_core.engines.embedded.replies import generated, sglang_reply, stream_end
+from relax_core.engines.embedded.request_bounds import MAX_SAMPLES
 from relax_core.engines.embedded.requests import GenerateRequest, RequestLimits, parse_body, parse_generate
 from relax_core.engines.embedded.routes import PromptRoutes
 from relax_core.engines.embedded.scheduler import Scheduler
-from relax_core.engines.embedded.score_requests import asks_for_scores, parse_score
+from relax_core.engines.embedded.score_requests import ScoreRequest, asks_for_scores, parse_score
 from relax_core.engines.embedded.score_route import answer_scores
 from relax_core.engines.wire import EVENT_STREAM, MSGPACK, Finished, Frame, StreamFailure, encode_frames
 
-MAX_BODY_BYTES = 64 << 20
+MAX_BODY_BYTES = {"json": 64 << 20, "msgpack": 8 << 20}  # lists of msgpack take 50 times their bytes when they are read
+QUICK_BYTES = 1 << 18  # a body of so many is read in no time; a larger one beside the event loop
+MAX_OPEN_SAMPLES = 4 * MAX_SAMPLES  # that run or wait
 
 
 class Failure(msgspec.Struct):
@@ -38,26 +42,43 @@ class GenerateRoute:
         self._scheduler = scheduler
         self._model = model
         self._limits = limits
+        self._open_samples = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         fields = asgi.headers(scope)
-        accept = fields.get(b"accept", b"").decode()
-        packed = fields.get(b"content-type", b"").startswith(MSGPACK.encode())
-        body = await asgi.read_body(scope, receive, limit=MAX_BODY_BYTES)
-        parsed = parse_body(body, msgpack=packed, model=self._model)
-        whole_msgpack = MSGPACK in accept or (packed and not accept)
-        if asks_for_scores(parsed):
-            scores = parse_score(parsed, model=self._model, limits=self._limits)
-            await answer_scores(scores, self._scheduler, receive, send, msgpack=whole_msgpack)
+        accepted, packed = MSGPACK.encode() in fields.get(b"accept", b""), _is_msgpack(fields)
+        body = await asgi.read_body(scope, receive, limit=MAX_BODY_BYTES["msgpack" if packed else "json"])
+        parse = partial(self._parse, body, msgpack=packed)
+        request = parse() if len(body) <= QUICK_BYTES else await asyncio.to_thread(parse)
+        whole_msgpack = accepted or (packed and not fields.get(b"accept"))
+        if isinstance(request, ScoreRequest):
+            await answer_scores(request, self._scheduler, receive, send, msgpack=whole_msgpack)
             return
-        request = parse_generate(parsed, model=self._model, limits=self._limits)
+        samples = _samples_of(request)
+        if self._open_samples + samples > MAX_OPEN_SAMPLES:
+            raise HttpError(503, f"/generate: {self._open_samples} samples run or wait; ask again when some have ended")
+        self._open_samples += samples
+        try:
+            await self._generate(request, receive, send, compact=accepted, whole_msgpack=whole_msgpack)
+        finally:
+            self._open_samples -= samples
+
+    def _parse(self, body: bytes, *, msgpack: bool) -> GenerateRequest | ScoreRequest:
+        parsed = parse_body(body, msgpack=msgpack, model=self._model)
+        if asks_for_scores(parsed):
+            return parse_score(parsed, model=self._model, limits=self._limits)
+        return parse_generate(parsed, model=self._model, limits=self._limits)
+
+    async def _generate(
+        self, request: GenerateRequest, receive: Receive, send: Send, *, compact: bool, whole_msgpack: bool
+    ) -> None:
         inbox: asyncio.Queue[News] = asyncio.Queue()
-        call = self._submit(request, inbox, compact=MSGPACK in accept)
+        call = self._submit(request, inbox, compact=compact)
         watcher = asyncio.create_task(_watch(receive, inbox))
         try:
             if not request.stream:
                 await self._whole(request, call, inbox, send, msgpack=whole_msgpack)
-            elif MSGPACK in accept:
+            elif compact:
                 await self._frames(request, call, inbox, send)
             else:
                 await self._events(request, call, inbox, send)
@@ -156,6 +177,10 @@ class GenerateRoute:
             body = b"".join(b"data: " + msgspec.json.encode(event) + b"\n\n" for event in events)
             await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+
+
+def _is_msgpack(fields: dict[bytes, bytes]) -> bool:
+    return fields.get(b"content-type", b"").startswith(MSGPACK.encode())
 
 
 def _samples_of(request: GenerateRequest) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -73,6 +75,10 @@ class KVCache:
         width, count = prefix.shape[4], source.shape[0]
         self.data[:, :, first_slot : first_slot + count, :, :width] = prefix.index_select(2, source)
 
+    def clear(self, slots: Sequence[int]) -> None:
+        """Fills slots with zeros: a number that is not finite would reach who has the slot next."""
+        self.data[:, :, torch.tensor(slots, dtype=torch.int64)] = 0
+
     def free(self) -> None:
-        """Gives the memory back; also how non-finite numbers are cleared out."""
+        """Gives the memory back."""
         self.data = self._allocate(0, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import secrets
 import uuid
 from dataclasses import dataclass
@@ -9,12 +10,24 @@ from typing import Any
 
 import msgspec
 
+from relax_core.contracts.engine import MAX_TOP_K
 from relax_core.engines.embedded.asgi import HttpError
 from relax_core.engines.embedded.model_config import ModelConfig
+from relax_core.engines.embedded.request_bounds import (
+    MAX_BANNED,
+    MAX_CONTAINERS,
+    MAX_SAMPLES,
+    MAX_STOPS,
+    SEEDS,
+    TEMPERATURES,
+    VERSIONS,
+    check_rids,
+    check_within,
+    is_temperature,
+    token_set,
+)
 from relax_core.engines.embedded.sampler import SamplingSettings
 from relax_core.engines.vocabulary import unknown_token
-
-MAX_SAMPLES = 65536  # of one request: prompts times n
 
 
 class SamplingBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -134,10 +147,14 @@ class RequestLimits:
 
 def parse_body(body: bytes, *, msgpack: bool, model: ModelConfig) -> RequestBody:
     """Raises HttpError 400 that says key, value and fix."""
+    if not msgpack and (count := body.count(b"[") + body.count(b"{")) > MAX_CONTAINERS:
+        raise HttpError(400, f"/generate: {count} lists and objects, at most {MAX_CONTAINERS} are taken; send fewer")
     try:
         raw = (_msgpack_decoder if msgpack else _json_decoder).decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise HttpError(400, f"/generate: {error}") from error
+    except RecursionError as error:
+        raise HttpError(400, "/generate: the body is nested too deep; send flat lists") from error
     _neutral(raw, _defaults_generate, _GENERATE_NEUTRAL, where="")
     prompts, single = _prompts(raw.input_ids)
     rids = _rids(raw.rid, len(prompts))
@@ -167,9 +184,9 @@ def parse_generate(body: RequestBody, *, model: ModelConfig, limits: RequestLimi
         raise HttpError(400, "sampling_params.n: differs between the prompts of a request; send one request for each n")
     if n < 1 or n * count > MAX_SAMPLES:
         raise HttpError(400, f"sampling_params.n: {n} for {count} prompts; 1 to {MAX_SAMPLES} samples a request")
-    versions = per_prompt("min_version", raw.min_version, count)
+    versions = _versions(raw.min_version, count)
     seeds = _seeds(raw.sampling_seed, sampling, count)
-    banned = _token_ids("banned_token_ids", raw.banned_token_ids, vocab_size=model.vocab_size)
+    banned = token_set("banned_token_ids", raw.banned_token_ids, vocab_size=model.vocab_size, limit=MAX_BANNED)
     if len(banned) == model.vocab_size:
         raise HttpError(400, "banned_token_ids: every token of the vocabulary is banned; leave at least one")
     settings = [_settings(one, banned, model) for one in sampling]
@@ -212,29 +229,24 @@ def _neutral(raw: Any, defaults: Any, names: tuple[str, ...], *, where: str) -> 
         if value != neutral and value is not None:
             raise HttpError(
                 400,
-                f"{where}{name}={value!r}: the embedded engine has none; leave it out, or use engine=sglang",
+                f"{where}{name}={reprlib.repr(value)}: the embedded engine has none; leave it out, or use "
+                "engine=sglang",
             )
 
 
 def _prompts(input_ids: list[int | list[int]] | None) -> tuple[list[list[int]], bool]:
     if not input_ids:
         raise HttpError(400, "input_ids: missing or empty; give the prompt's token ids, or a list of such lists")
-    rows: list[list[int]] = []
     flat = [entry for entry in input_ids if isinstance(entry, int)]
     if flat and len(flat) < len(input_ids):
         raise HttpError(400, "input_ids: ids and lists are mixed; give one list of ids, or a list of such lists")
     rows = [flat] if flat else [entry for entry in input_ids if isinstance(entry, list)]
+    if len(rows) > MAX_SAMPLES:
+        raise HttpError(400, f"input_ids: {len(rows)} prompts; send {MAX_SAMPLES} at most in one request")
     for place, ids in enumerate(rows):
         if not ids:
             raise HttpError(400, f"input_ids[{place}]: empty; a prompt has at least one token")
     return rows, bool(flat)
-
-
-def _token_ids(key: str, ids: list[int], *, vocab_size: int) -> tuple[int, ...]:
-    bad = next((token for token in ids if not 0 <= token < vocab_size), None)
-    if bad is not None:
-        raise HttpError(400, f"{key}: token id {bad} is not in the vocabulary; ids go from 0 to {vocab_size - 1}")
-    return tuple(sorted(set(ids)))
 
 
 def _sampling(raw: dict[str, Any] | list[dict[str, Any]] | None, count: int) -> list[SamplingBody]:
@@ -266,8 +278,17 @@ def per_prompt(key: str, value: int | list[int], count: int) -> list[int]:
 
 def _seeds(given: int | list[int] | None, sampling: list[SamplingBody], count: int) -> list[int]:
     if given is not None:
-        return per_prompt("sampling_seed", given, count)
-    return [secrets.randbits(63) if one.sampling_seed is None else one.sampling_seed for one in sampling]
+        seeds = per_prompt("sampling_seed", given, count)
+    else:
+        seeds = [secrets.randbits(63) if one.sampling_seed is None else one.sampling_seed for one in sampling]
+    check_within("sampling_seed", seeds, SEEDS, words="an integer of 64 bits")
+    return seeds
+
+
+def _versions(given: int | list[int], count: int) -> list[int]:
+    versions = per_prompt("min_version", given, count)
+    check_within("min_version", versions, VERSIONS, words="a version's number, or -1")
+    return versions
 
 
 def _samples(given: list[list[int] | None] | None, *, n: int, count: int) -> list[list[int]]:
@@ -293,6 +314,7 @@ def _generated(given: int | list[int], prompts: list[list[int]]) -> list[int]:
 def _rids(given: str | list[str] | None, count: int) -> list[str]:
     if given is None:
         return [uuid.uuid4().hex for _ in range(count)]
+    check_rids(given)
     if isinstance(given, str):
         return [given] if count == 1 else [f"{given}_{place}" for place in range(count)]
     _same_length("rid", len(given), count)
@@ -301,15 +323,17 @@ def _rids(given: str | list[str] | None, count: int) -> list[str]:
 
 def _settings(body: SamplingBody, banned: tuple[int, ...], model: ModelConfig) -> SamplingSettings:
     bounds = {
-        "temperature": (body.temperature, body.temperature >= 0.0, "0 (greedy) or more"),
+        "temperature": (body.temperature, is_temperature(body.temperature), TEMPERATURES),
         "top_p": (body.top_p, 0.0 < body.top_p <= 1.0, "above 0, at most 1 (off)"),
-        "top_k": (body.top_k, body.top_k == -1 or body.top_k >= 1, "-1 (off), or 1 or more"),
+        "top_k": (body.top_k, body.top_k == -1 or 1 <= body.top_k <= MAX_TOP_K, f"-1 (off), or 1 to {MAX_TOP_K}"),
         "max_new_tokens": (body.max_new_tokens, body.max_new_tokens >= 1, "1 or more"),
+        "stream_interval": (body.stream_interval, (body.stream_interval or 1) >= 1, "1 or more"),
     }
     for key, (value, fits, words) in bounds.items():
         if not fits:
             raise HttpError(400, f"sampling_params.{key}: {value}; give {words}")
-    stops = _token_ids("sampling_params.stop_token_ids", body.stop_token_ids or [], vocab_size=model.vocab_size)
+    key, given = "sampling_params.stop_token_ids", body.stop_token_ids or []
+    stops = token_set(key, given, vocab_size=model.vocab_size, limit=MAX_STOPS)
     if not body.ignore_eos:
         stops = tuple(sorted({*stops, *model.eos_token_ids}))
     return SamplingSettings(

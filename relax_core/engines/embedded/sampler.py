@@ -23,7 +23,11 @@ _CHUNK_ELEMENTS = 1 << 23  # logits that are sampled in one go; bounds the float
 
 
 class NonFiniteLogits(RuntimeError):
-    """The weights in force yield NaN: nothing can be sampled."""
+    """The weights in force yield NaN for some rows, ``slots``: nothing can be sampled or scored there."""
+
+    def __init__(self, slots: Sequence[int] = ()) -> None:
+        super().__init__("the weights in force yield logits that are not finite")
+        self.slots = slots
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,11 +59,18 @@ class Scheduler(threading.Thread):
         self._tokens = 0
 
     # -- from other threads -----------------------------------------------------------------------------------------
+    @property
+    def stands_still(self) -> bool:
+        """Paused, or without its memory: nothing is decoded."""
+        return self._pause is not None or self._released
+
     def post(self, action: Callable[[], T]) -> Future[T]:
         """Runs ``action`` in this thread between two decode steps."""
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # whoever asked waits no more
             try:
                 future.set_result(action())
             except Exception as error:  # belongs to whoever asked
@@ -148,7 +155,7 @@ class Scheduler(threading.Thread):
             with torch.inference_mode():
                 while True:
                     self._receive()
-                    if self._pause is None and not self._released:
+                    if not self.stands_still:
                         start = time.perf_counter()
                         self._work()
                         self._busy_s += time.perf_counter() - start
@@ -158,14 +165,16 @@ class Scheduler(threading.Thread):
             raise
 
     def _work(self) -> None:
-        try:
-            self._admit()
-            if self._running:
-                self._steps += 1
+        self._admit()
+        if self._running:
+            self._steps += 1
+            try:
+                finished = self._decoder.step()
+            except NonFiniteLogits as error:
+                self._fail(error)
+            else:
                 self._tokens += len(self._running)
-                self._finish(self._decoder.step())
-        except NonFiniteLogits as error:
-            self._fail_all(f"weight version {self.version}: {error}")
+                self._finish(finished)
 
     def _receive(self) -> None:
         """Takes in what has arrived; where there is nothing to do, waits for it. A burst of requests needs no more:
@@ -176,7 +185,7 @@ class Scheduler(threading.Thread):
             self._inbox.get()()
 
     def _idle(self) -> bool:
-        if self._pause is not None or self._released:
+        if self.stands_still:
             return True
         return not self._running and not any(group.prompt.min_version <= self.version for group in self._waiting)
 
@@ -208,7 +217,15 @@ class Scheduler(threading.Thread):
             self._streaming |= group.prompt.call.stream_interval > 0
             for sample in group.samples:
                 sample.mark(len(sample.done), self.version)
-        finished = self._decoder.admit([group.prefix() for group in groups])
+        try:
+            finished = self._decoder.admit([group.prefix() for group in groups])
+        except NonFiniteLogits as error:
+            failed = self._fail(error)
+            left = [group for group in groups if group.prompt.call not in failed]
+            samples = {sample for group in left for sample in group.samples}
+            self._free([slot for slot, sample in enumerate(self._running) if sample in samples])
+            self._waiting = left + self._waiting
+            return
         end = time.perf_counter()
         self._tokens += sum(len(group.samples) for group in groups)
         for call in {group.prompt.call for group in groups}:
@@ -284,12 +301,13 @@ class Scheduler(threading.Thread):
         self._free(list(range(len(self._running))))
         self._waiting = back + self._waiting
 
-    def _fail_all(self, message: str) -> None:
-        """Ends every running call in words; the cache may hold what is not finite, so it goes too."""
-        calls = {sample.prompt.call for sample in self._running}
+    def _fail(self, error: NonFiniteLogits) -> set[Call]:
+        """Ends the calls of the slots that have no token, in words, and no others. Returns these calls."""
+        self._decoder.clear(error.slots)
+        calls = {self._running[slot].prompt.call for slot in error.slots}
         self._waiting = [group for group in self._waiting if group.prompt.call not in calls]
-        self._free(list(range(len(self._running))))
-        self._decoder.free_cache()
+        self._free([slot for slot, sample in enumerate(self._running) if sample.prompt.call in calls])
         self._deliver()
         for call in calls:
-            call.fail(message)
+            call.fail(f"weight version {self.version}: {error}")
+        return calls

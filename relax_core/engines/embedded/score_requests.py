@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from relax_core.engines.embedded.asgi import HttpError
 from relax_core.engines.embedded.model_config import ModelConfig
+from relax_core.engines.embedded.request_bounds import MAX_TOPS, TEMPERATURES, is_temperature
 from relax_core.engines.embedded.requests import RequestBody, RequestLimits, SamplingBody, per_prompt
 from relax_core.engines.embedded.scoring import ScoreItem
 
@@ -29,9 +30,11 @@ def parse_score(body: RequestBody, *, model: ModelConfig, limits: RequestLimits)
     raw, count = body.raw, len(body.prompts)
     _check(body)
     starts = per_prompt("logprob_start_len", -1 if raw.logprob_start_len is None else raw.logprob_start_len, count)
-    tops = per_prompt("top_logprobs_num", raw.top_logprobs_num or 0, count)
+    top_ks = per_prompt("top_logprobs_num", raw.top_logprobs_num or 0, count)
     items = []
-    for place, (ids, start, top_k, sampling) in enumerate(zip(body.prompts, starts, tops, body.sampling, strict=True)):
+    for place, (ids, start, top_k, sampling) in enumerate(
+        zip(body.prompts, starts, top_ks, body.sampling, strict=True)
+    ):
         if len(ids) > limits.context_length:
             raise HttpError(
                 400,
@@ -42,8 +45,8 @@ def parse_score(body: RequestBody, *, model: ModelConfig, limits: RequestLimits)
             raise HttpError(400, f"logprob_start_len: {start} for {len(ids)} tokens; give 0 to {len(ids) - 1}, or -1")
         if not 0 <= top_k <= model.vocab_size:
             raise HttpError(400, f"top_logprobs_num: {top_k}; give 0 to {model.vocab_size}, the vocabulary's size")
-        if sampling.temperature < 0:
-            raise HttpError(400, f"sampling_params.temperature: {sampling.temperature}; give 0 or more")
+        if not is_temperature(sampling.temperature):
+            raise HttpError(400, f"sampling_params.temperature: {sampling.temperature}; give {TEMPERATURES}")
         items.append(
             ScoreItem(
                 token_ids=ids,
@@ -51,6 +54,12 @@ def parse_score(body: RequestBody, *, model: ModelConfig, limits: RequestLimits)
                 top_k=top_k,
                 temperature=sampling.temperature or 1.0,
             )
+        )
+    tops = sum(item.top_k * (len(item.token_ids) - item.start) for item in items)
+    if tops > MAX_TOPS:
+        raise HttpError(
+            400,
+            f"top_logprobs_num: {tops} likeliest tokens in all; send fewer prompts at once, for {MAX_TOPS} at most",
         )
     versions = per_prompt("min_version", raw.min_version, count)
     return ScoreRequest(items=items, rids=body.rids, min_version=max(versions), single=body.single)

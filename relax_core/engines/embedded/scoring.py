@@ -54,7 +54,7 @@ def score(model: LanguageModel, items: Sequence[ScoreItem], *, dtype: torch.dtyp
             logprobs = F.log_softmax(logits.mul_(inverse[own, None]), -1)
             chosen = logprobs.gather(-1, targets[some, None])[:, 0]
             if bool(chosen.isnan().any()):
-                raise NonFiniteLogits("the weights in force yield logits that are not finite")
+                raise NonFiniteLogits
             top = logprobs.topk(top_k, -1)
             parts.append((own, chosen, top.indices, top.values))
     if not parts:

@@ -44,9 +44,12 @@ class EngineApp:
             await asgi.answer(send, await self._control.changing[path](body))
         else:
             known = sorted({"/generate", *self._control.telling, *self._control.changing})
-            raise HttpError(404, f"{method} {path}: no such route; known: {', '.join(known)}")
+            asked = asgi.clipped(f"{method} {path}")
+            raise HttpError(404, f"{asked}: no such route; known: {', '.join(known)}")
 
     def _authorize(self, scope: Scope) -> None:
         given = asgi.headers(scope).get(b"authorization", b"")
         if not hmac.compare_digest(given, self._authorization):
             raise HttpError(401, f"{scope['path']}: wants the run's bearer token in the Authorization header")
+        if not scope["connection"].showed_token():
+            raise HttpError(503, f"{scope['path']}: too many requests are under way; ask again when some have ended")

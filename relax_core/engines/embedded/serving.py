@@ -6,13 +6,16 @@ import asyncio
 import os
 import socket
 import sys
+from functools import partial
+from typing import cast
 
 import uvicorn
 
+from relax_core.engines.embedded.connections import BACKLOG, Connection, Places, connection_limit
 from relax_core.engines.embedded.scheduler import Scheduler
 from relax_core.engines.embedded.server import EngineApp
 
-KEEP_ALIVE_S = 7 * 24 * 3600  # a client may be silent for a whole train step, however long
+KEEP_ALIVE_S = 7 * 24 * 3600  # a client that knows the token may be silent for a whole train step, however long
 GRACE_S = 1  # for open requests, when told to stop
 WATCH_S = 0.2
 
@@ -30,23 +33,26 @@ class _Server(uvicorn.Server):
 
 
 async def serve(app: EngineApp, scheduler: Scheduler, listener: socket.socket, *, ready: str) -> None:
+    places = Places(connection_limit())
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=cast("type[asyncio.Protocol]", partial(Connection, places)),
         ws="none",
         lifespan="off",
-        log_level="warning",
+        log_level="error",  # what a client does wrong is told to the client
         access_log=False,
         server_header=False,
         date_header=False,
         proxy_headers=False,
+        backlog=BACKLOG,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=GRACE_S,
     )
     server = _Server(config, ready=ready)
-    watcher = asyncio.create_task(_end_with_decode_thread(scheduler))
+    beside = [asyncio.create_task(_end_with_decode_thread(scheduler)), asyncio.create_task(places.sweep())]
     await server.serve(sockets=[listener])
-    watcher.cancel()
+    for task in beside:
+        task.cancel()
 
 
 async def _end_with_decode_thread(scheduler: Scheduler) -> None:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,13 +20,17 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from relax_core.contracts.engine import WeightManifest
-from relax_core.engines.embedded.asgi import HttpError
+from relax_core.engines.embedded.asgi import HttpError, clipped
 from relax_core.engines.embedded.scheduler import NOTHING_ATTESTED, Scheduler
 from relax_core.engines.embedded.weights import FusedWeights
 from relax_core.weights.files import DigestMismatch, cut_tensors, read_weights, tensors_digest
 from relax_core.weights.group import WeightGroup
 from relax_core.weights.model_folder import read_safetensors
 from relax_core.weights.transports.base import WeightGroupPlace
+
+MAX_GROUPS = 16
+# A file's or a body's header may say anything: what torch and safetensors raise then is of many kinds.
+UNREADABLE = (ValueError, TypeError, KeyError, RuntimeError, OSError, MemoryError, AssertionError, SafetensorError)
 
 T = TypeVar("T")
 
@@ -49,6 +52,7 @@ class WeightUpdates:
         self._lock = asyncio.Lock()
         self._session: Session | None = None
         self._groups: dict[str, WeightGroup] = {}
+        self._joining: set[str] = set()
         self._digest = ""  # of the weights in force, where their sender gave one
 
     async def from_shared_memory(self, manifest: WeightManifest) -> dict[str, Any]:
@@ -77,7 +81,7 @@ class WeightUpdates:
         async with self._lock:
             session = self._open_session("/update_weights_from_tensor")
             for payload in payloads:
-                session.tensors.update(await asyncio.to_thread(_safetensors, payload))
+                session.tensors.update(await asyncio.to_thread(self._safetensors, payload))
             session.version = session.version if version is None else version
             return {"success": True, "message": f"{len(session.tensors)} tensors so far"}
 
@@ -97,9 +101,11 @@ class WeightUpdates:
             if not len(names) == len(dtypes) == len(shapes):
                 counts = f"{len(names)}, {len(dtypes)}, {len(shapes)}"
                 raise HttpError(400, f"names, dtypes, shapes: {counts} entries; give one of each for a tensor")
-            if any(size < 0 for shape in shapes for size in shape):
-                raise HttpError(400, "shapes: a negative size; send each tensor's own shape")
             kinds = _dtypes(names, dtypes)
+            for name, shape, kind in zip(names, shapes, kinds, strict=True):
+                self._refuse_strangers(name, shape, kind)
+            if len(set(names)) < len(names):
+                raise HttpError(400, "names: a tensor comes twice; send each once")
             group, what = self._group(group_name), f"group {group_name}: broadcast"
             if flattened:
                 data = torch.empty(sum(map(_nbytes, kinds, shapes)), dtype=torch.uint8)
@@ -134,14 +140,22 @@ class WeightUpdates:
             return {"success": True, "new_version": str(version)}
 
     async def join_group(self, place: WeightGroupPlace, *, rank: int) -> dict[str, Any]:
-        async with self._lock:
-            if place.name in self._groups:
-                raise HttpError(400, f"group_name={place.name}: exists already; /destroy_weights_update_group first")
+        """Waits for the group's other members, and meanwhile holds up no update."""
+        if place.name in self._groups or place.name in self._joining:
+            raise HttpError(400, f"group_name={place.name}: exists already; /destroy_weights_update_group first")
+        if len(self._groups) + len(self._joining) >= MAX_GROUPS:
+            raise HttpError(
+                400, f"group_name={place.name}: {MAX_GROUPS} groups exist; /destroy_weights_update_group first"
+            )
+        self._joining.add(place.name)
+        try:
             self._groups[place.name] = await _timed(
                 lambda: WeightGroup.join(place, rank=rank),
                 f"group {place.name}: rank {rank} of {place.world_size} joining at {place.address}:{place.port}",
             )
-            return {"success": True, "message": ""}
+        finally:
+            self._joining.remove(place.name)
+        return {"success": True, "message": ""}
 
     async def leave_group(self, name: str) -> dict[str, Any]:
         async with self._lock:
@@ -152,7 +166,8 @@ class WeightUpdates:
     def _group(self, name: str) -> WeightGroup:
         if name not in self._groups:
             raise HttpError(
-                400, f"group_name={name}: unknown, known: {sorted(self._groups)}; /init_weights_update_group first"
+                400,
+                f"group_name={clipped(name)}: unknown, known: {sorted(self._groups)}; /init_weights_update_group first",
             )
         return self._groups[name]
 
@@ -160,6 +175,24 @@ class WeightUpdates:
         if self._session is None:
             raise HttpError(400, f"{route}: no session is open; POST /begin_weight_update first")
         return self._session
+
+    def _safetensors(self, payload: str) -> dict[str, Tensor]:
+        """``payload``: base64 of safetensors bytes. Raises HttpError 400 for what is not that, or not of the model."""
+        try:
+            found: dict[str, Tensor] = safetensors.torch.load(base64.b64decode(payload, validate=True))
+        except UNREADABLE as error:
+            words = f"{type(error).__name__}: {clipped(str(error))}"
+            raise HttpError(
+                400, f"serialized_named_tensors: {words}; send base64 of safetensors bytes (a pickle is never taken)"
+            ) from error
+        for name, tensor in found.items():
+            self._refuse_strangers(name, tensor.shape, tensor.dtype)
+        return found
+
+    def _refuse_strangers(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """So a session never holds more than the model does."""
+        if (fault := self._weights.fault(name, shape, dtype)) is not None:
+            raise HttpError(400, f"{fault}; send the model's own tensors")
 
     def _is_in_force(self, version: int, digest: str) -> bool:
         """Two may push: the trainer, and the engine's owner. HttpError 409 for a published version that is older."""
@@ -176,8 +209,8 @@ class WeightUpdates:
             return await asyncio.to_thread(lambda: self._weights.checked(read().items()))
         except (DigestMismatch, FileNotFoundError) as error:
             raise HttpError(409, f"{error}; {self._kept()}") from error
-        except (ValueError, SafetensorError) as error:
-            raise HttpError(400, f"{error}; {self._kept()}") from error
+        except UNREADABLE as error:
+            raise HttpError(400, f"{clipped(str(error), length=4000)}; {self._kept()}") from error
 
     async def _attest(self, tensors: dict[str, Tensor], version: int, digest: str) -> None:
         """Refuses what is not what its sender published, where it gave a digest."""
@@ -201,22 +234,13 @@ def _report(version: int, digest: str, *, stall_ms: float) -> dict[str, Any]:
     return {"success": True, "message": "", "weight_version": version, "digest": digest, "stall_ms": stall_ms}
 
 
-def _safetensors(payload: str) -> dict[str, Tensor]:
-    try:
-        found: dict[str, Tensor] = safetensors.torch.load(base64.b64decode(payload, validate=True))
-    except (binascii.Error, SafetensorError) as error:
-        raise HttpError(
-            400, f"serialized_named_tensors: {error}; send base64 of safetensors bytes (a pickle is never taken)"
-        ) from error
-    return found
-
-
 def _dtypes(names: list[str], dtypes: list[str]) -> list[torch.dtype]:
     kinds = []
     for name, dtype in zip(names, dtypes, strict=True):
         kind = getattr(torch, dtype.removeprefix("torch."), None)
         if not isinstance(kind, torch.dtype):
-            raise HttpError(400, f"dtypes: {dtype!r} of {name} is no torch dtype; send float32 or bfloat16")
+            words = f"{clipped(repr(dtype))} of {clipped(name)}"
+            raise HttpError(400, f"dtypes: {words} is no torch dtype; send float32 or bfloat16")
         kinds.append(kind)
     return kinds
 
@@ -229,5 +253,5 @@ async def _timed(action: Callable[[], T], what: str) -> T:
     """Runs a collective beside the event loop; its own deadline ends it, in words."""
     try:
         return await asyncio.to_thread(action)
-    except RuntimeError as error:
-        raise HttpError(400, f"{what} failed: {error}") from error
+    except (RuntimeError, OSError) as error:
+        raise HttpError(400, f"{what} failed: {clipped(str(error))}") from error

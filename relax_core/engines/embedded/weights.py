@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from relax_core.engines.embedded.asgi import clipped
 from relax_core.engines.embedded.experts import ExpertWeights
 from relax_core.engines.embedded.model_config import ModelConfig
 from relax_core.families.architecture import Experts
+
+WEIGHT_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}  # what an update may come in
 
 
 class DenseWeights(NamedTuple):
@@ -134,16 +137,23 @@ class FusedWeights:
         found = {name: tensor for name, tensor in tensors if name not in self._ignored}
         faults = [f"missing: {name}" for name in self._targets if name not in found]
         for name, tensor in found.items():
-            target = self._targets.get(name)
-            if target is None:
-                faults.append(f"unknown: {name}")
-            elif tuple(tensor.shape) != target.shape:
-                faults.append(f"misshapen: {name} is {list(tensor.shape)}, the model has {list(target.shape)}")
-            elif not tensor.is_floating_point():
-                faults.append(f"wrong dtype: {name} is {tensor.dtype}, weights are floating point")
+            if (fault := self.fault(name, tensor.shape, tensor.dtype)) is not None:
+                faults.append(fault)
         if faults:
             raise ValueError(f"weights do not fit the model ({len(faults)} faults): " + "; ".join(faults[:20]))
         return found
+
+    def fault(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> str | None:
+        """Why a tensor of an update is not one of the model's, or None."""
+        tied = self._tied and name == "lm_head.weight"  # `checked` leaves it out
+        target = self._targets.get("model.embed_tokens.weight" if tied else name)
+        if target is None:
+            return f"unknown: {clipped(name)}"
+        if tuple(shape) != target.shape:
+            return f"misshapen: {name} is {clipped(str(list(shape)))}, the model has {list(target.shape)}"
+        if dtype not in WEIGHT_DTYPES:
+            return f"wrong dtype: {name} is {dtype}, weights are floating point: {sorted(map(str, WEIGHT_DTYPES))}"
+        return None
 
     def apply(self, tensors: Mapping[str, Tensor]) -> None:
         """Copies a checked update in."""
