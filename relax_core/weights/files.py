@@ -134,27 +134,22 @@ def _check_manifest(manifest: WeightManifest) -> None:
         raise ValueError(f"weights version {manifest.version}: the size of a tensor cannot be: {error}") from error
     if digest != manifest.digest:
         raise DigestMismatch(f"weights version {manifest.version}: the manifest's own digest does not agree")
-    wrong = next((spec for spec in manifest.tensors if _tensor_bytes(spec) != spec.nbytes), None)
-    if wrong is not None:
-        name = repr(wrong.name)[:200]
-        raise ValueError(f"weights version {manifest.version}: tensor {name} has other bytes than its shape and dtype")
-    total = sum(spec.nbytes for spec in manifest.tensors)
-    if total != manifest.total_bytes or manifest.data_offset < 0 or manifest.bucket_bytes < 1:
-        raise ValueError(f"weights version {manifest.version}: its sizes do not fit its {total} bytes of tensors")
-    buckets = -(-manifest.total_bytes // manifest.bucket_bytes)
-    if len(manifest.digests) != buckets:
+    total = sum(_tensor_bytes(spec, manifest.version) for spec in manifest.tensors)
+    if manifest.data_offset < 0 or manifest.bucket_bytes < 1:
+        raise ValueError(f"weights version {manifest.version}: an offset below 0, or buckets of no bytes")
+    buckets = -(-total // manifest.bucket_bytes)
+    if total != manifest.total_bytes or len(manifest.digests) != buckets:
         raise DigestMismatch(
-            f"weights version {manifest.version}: {buckets} buckets, published as {len(manifest.digests)}"
+            f"weights version {manifest.version}: {total} bytes in {buckets} buckets, published as "
+            f"{manifest.total_bytes} in {len(manifest.digests)}"
         )
 
 
-def _tensor_bytes(spec: TensorSpec) -> int | None:
-    """By its shape and dtype; None where these are none."""
+def _tensor_bytes(spec: TensorSpec, version: int) -> int:
+    """By its dtype and shape; raises ValueError where they cannot be a tensor's."""
     dtype = getattr(torch, spec.dtype, None)
-    if not isinstance(dtype, torch.dtype) or len(spec.shape) > MAX_DIMENSIONS:
-        return None
-    if any(not 0 <= size < 1 << 63 for size in spec.shape):
-        return None
+    if not isinstance(dtype, torch.dtype) or len(spec.shape) > MAX_DIMENSIONS or min(spec.shape, default=0) < 0:
+        raise ValueError(f"weights version {version}: {repr(spec.name)[:200]} has a dtype or a shape of no tensor")
     return math.prod(spec.shape) * dtype.itemsize
 
 
