@@ -1,4 +1,4 @@
-"""Calls to engines that nobody has to wait for: one queue and one thread an engine, so that a slow one delays only
+"""Calls that may take long, in threads of their own: one queue for each partner, so that a slow one delays only
 itself."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ T = TypeVar("T")
 
 
 class CallQueues:
-    """Runs the calls for one key (an engine's URL) one after the other, in the order in which they were put, and those
-    for different keys at the same time. The threads are daemons: a call that hangs keeps no process alive."""
+    """Runs the calls for one key, such as an engine's URL, one after the other in the order in which they were put, and
+    those for different keys at the same time. The threads are daemons: a call that hangs keeps no process alive."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -25,6 +25,8 @@ class CallQueues:
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(call())
             except BaseException as error:  # it belongs to whoever takes the result

@@ -23,6 +23,7 @@ from relax_core.contracts.engine import WeightManifest
 from relax_core.engines.embedded.asgi import HttpError, clipped
 from relax_core.engines.embedded.scheduler import NOTHING_ATTESTED, Scheduler
 from relax_core.engines.embedded.weights import FusedWeights
+from relax_core.weights.call_queues import CallQueues
 from relax_core.weights.files import DigestMismatch, cut_tensors, read_weights, tensors_digest
 from relax_core.weights.group import WeightGroup
 from relax_core.weights.model_folder import read_safetensors
@@ -53,6 +54,7 @@ class WeightUpdates:
         self._session: Session | None = None
         self._groups: dict[str, WeightGroup] = {}
         self._joining: set[str] = set()
+        self._calls = CallQueues()  # by group
         self._digest = ""  # of the weights in force, where their sender gave one
 
     async def from_shared_memory(self, manifest: WeightManifest) -> dict[str, Any]:
@@ -106,14 +108,14 @@ class WeightUpdates:
                 self._refuse_strangers(name, shape, kind)
             if len(set(names)) < len(names):
                 raise HttpError(400, "names: a tensor comes twice; send each once")
-            group, what = self._group(group_name), f"group {group_name}: broadcast"
+            group = self._group(group_name)
             if flattened:
                 data = torch.empty(sum(map(_nbytes, kinds, shapes)), dtype=torch.uint8)
-                await _timed(lambda: group.receive([data]), what)
+                await self._collective(group_name, lambda: group.receive([data]), "broadcast")
                 session.tensors.update(cut_tensors(data, zip(names, kinds, shapes, strict=True)))
             else:
                 buffers = [torch.empty(shape, dtype=kind) for shape, kind in zip(shapes, kinds, strict=True)]
-                await _timed(lambda: group.receive(buffers), what)
+                await self._collective(group_name, lambda: group.receive(buffers), "broadcast")
                 session.tensors.update(zip(names, buffers, strict=True))
             session.version = session.version if version is None else version
             return {"success": True, "message": f"{len(session.tensors)} tensors so far"}
@@ -149,9 +151,10 @@ class WeightUpdates:
             )
         self._joining.add(place.name)
         try:
-            self._groups[place.name] = await _timed(
+            self._groups[place.name] = await self._collective(
+                place.name,
                 lambda: WeightGroup.join(place, rank=rank),
-                f"group {place.name}: rank {rank} of {place.world_size} joining at {place.address}:{place.port}",
+                f"rank {rank} of {place.world_size} joining at {place.address}:{place.port}",
             )
         finally:
             self._joining.remove(place.name)
@@ -170,6 +173,14 @@ class WeightUpdates:
                 f"group_name={clipped(name)}: unknown, known: {sorted(self._groups)}; /init_weights_update_group first",
             )
         return self._groups[name]
+
+    async def _collective(self, name: str, action: Callable[[], T], what: str) -> T:
+        """Runs a call of a group in the group's own thread, for it may wait as long as the group's deadline is away.
+        Raises HttpError 400 in words where it fails."""
+        try:
+            return await asyncio.wrap_future(self._calls.put(name, action))
+        except (RuntimeError, OSError) as error:
+            raise HttpError(400, f"group {name}: {what} failed: {clipped(str(error))}") from error
 
     def _open_session(self, route: str) -> Session:
         if self._session is None:
@@ -247,11 +258,3 @@ def _dtypes(names: list[str], dtypes: list[str]) -> list[torch.dtype]:
 
 def _nbytes(dtype: torch.dtype, shape: list[int]) -> int:
     return math.prod(shape) * dtype.itemsize
-
-
-async def _timed(action: Callable[[], T], what: str) -> T:
-    """Runs a collective beside the event loop; its own deadline ends it, in words."""
-    try:
-        return await asyncio.to_thread(action)
-    except (RuntimeError, OSError) as error:
-        raise HttpError(400, f"{what} failed: {clipped(str(error))}") from error
