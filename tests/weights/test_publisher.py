@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from relax_core.contracts.engine import EngineError, WeightManifest
+from relax_core.engines.client import EngineClient
 from relax_core.weights.files import read_weights
 from relax_core.weights.publisher import WeightPublisher
 from relax_core.weights.transports.files import SharedMemoryTransport
@@ -24,7 +25,7 @@ from relax_core.weights.version_folder import (
     read_pushed,
     reading,
 )
-from tests.contracts.engine.harness import Engine, hf_weights, make_model
+from tests.contracts.engine.harness import TOKEN, Engine, hf_weights, make_model
 
 
 def version_of(engine: Engine) -> str:
@@ -182,6 +183,26 @@ def test_a_stopped_engine_holds_up_no_other_and_no_later_version(
     assert not report.behind and not report.refused, "it is waited for again"
     assert version_of(lives) == version_of(stopped) == "7"
     assert sorted(path.name for path in tmp_path.glob("0*")) == ["00000006", "00000007"]
+    publisher.close()
+
+
+def test_an_engine_that_was_given_up_is_pushed_to_and_not_waited_for(
+    start_engine: Callable[..., Engine], tmp_path: Path, wait_until: Callable[..., None]
+) -> None:
+    """Its client has stopped waiting, too, and nobody knows yet whether it lives."""
+    engine = start_engine()
+    client = EngineClient(engine.process.url, TOKEN, request_timeout_s=60.0, control_timeout_s=5.0)
+    publisher = WeightPublisher(tmp_path, lambda: [client], transport=SharedMemoryTransport())
+    os.kill(engine.process.pid, signal.SIGSTOP)
+    try:
+        assert publisher.publish(1, hf_weights(make_model(None, seed=1))).result(timeout=0.1).behind
+        wait_until(lambda: not publisher._in_flight, what="the end of the client's patience")
+        report = publisher.publish(2, hf_weights(make_model(None, seed=2))).result(timeout=120.0)
+    finally:
+        os.kill(engine.process.pid, signal.SIGCONT)
+    assert list(report.refused) == [client.url], "the push of version 1 has ended"
+    assert report.behind == {client.url}, "that of version 2 was waited for"
+    wait_until(lambda: version_of(engine) == "2", what="the push that nobody waited for")
     publisher.close()
 
 

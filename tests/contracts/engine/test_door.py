@@ -152,9 +152,15 @@ def test_logits_that_are_not_finite_end_their_own_request_alone(
     engine = start_engine(model_folder=untied, load_weights=False)
     engine.client.update_weights(publish(model, tmp_path / "weights", version=1))
     clean = {**SEEDED, "input_ids": [[5, 6], [8, 9]], "banned_token_ids": [poison]}
-    expected = [one["output_ids"] for one in engine.post("/generate", clean)]
-    draws = {**sampling(max_new_tokens=200, n=64, ignore_eos=True, sampling_seed=1), "input_ids": [9, 10]}
-    for bad in ({**sampling(n=3), "input_ids": [5, poison]}, draws):
+    full = {**SEEDED, "input_ids": [[5, 6], [8] * 100], "banned_token_ids": [poison]}
+    full["sampling_params"] = {**SEEDED["sampling_params"], "n": 16}  # long ones, so that short ones' columns are seen
+    expected, all_expected = ([one["output_ids"] for one in engine.post("/generate", body)] for body in (clean, full))
+    draws = {**sampling(max_new_tokens=80, n=64, ignore_eos=True, sampling_seed=1), "input_ids": [9, 10]}
+    for bad in (
+        {**sampling(n=3), "input_ids": [5, poison]},
+        draws,
+        {**sampling(n=64), "input_ids": [5] * 10 + [poison]},
+    ):
         engine.client.pause("in_place")
         with ThreadPoolExecutor() as pool:
             good, other = pool.submit(engine.call, "/generate", clean), pool.submit(engine.call, "/generate", bad)
@@ -166,8 +172,8 @@ def test_logits_that_are_not_finite_end_their_own_request_alone(
             assert "not finite" in answer["error"]["message"]
             status, answer = good.result(60)
             assert status == 200 and [one["output_ids"] for one in answer] == expected
-    again = engine.post("/generate", clean)  # in the slots that held what is not finite
-    assert [one["output_ids"] for one in again] == expected
+    again = engine.post("/generate", full)  # in the slots that held what is not finite
+    assert [one["output_ids"] for one in again] == all_expected
 
 
 def test_an_accept_header_of_any_bytes_is_read(unharmed: Engine) -> None:
