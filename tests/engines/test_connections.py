@@ -192,7 +192,7 @@ def test_a_large_head_in_one_piece_is_refused(door: Callable[..., Door], connect
 
 
 def test_a_slow_body_is_refused_and_a_quick_one_is_not(
-    door: Callable[..., Door], connect: Callable[..., Client]
+    door: Callable[..., Door], connect: Callable[..., Client], wait_until: Callable[..., None]
 ) -> None:
     there = door()
     head = b"POST / HTTP/1.1\r\n" + TOKEN + b"content-length: 1000000\r\n\r\n"
@@ -200,7 +200,7 @@ def test_a_slow_body_is_refused_and_a_quick_one_is_not(
     quick.send(bytes(1000000))
     assert b" 200 " in quick.answer()
     assert b" 408 " in slow.to_end()
-    assert there.gone == ["/"]
+    wait_until(lambda: there.gone == ["/"], what="the end of the slow request")
 
 
 def test_a_time_without_sweeps_is_held_against_nobody(

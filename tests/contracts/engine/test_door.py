@@ -152,8 +152,8 @@ def test_logits_that_are_not_finite_end_their_own_request_alone(
     engine = start_engine(model_folder=untied, load_weights=False)
     engine.client.update_weights(publish(model, tmp_path / "weights", version=1))
     clean = {**SEEDED, "input_ids": [[5, 6], [8, 9]], "banned_token_ids": [poison]}
-    full = {**SEEDED, "input_ids": [[5, 6], [8] * 100], "banned_token_ids": [poison]}
-    full["sampling_params"] = {**SEEDED["sampling_params"], "n": 16}  # long ones, so that short ones' columns are seen
+    full = {**SEEDED, "input_ids": [[5, 6], [8] * 400], "banned_token_ids": [poison]}
+    full["sampling_params"] = {**SEEDED["sampling_params"], "n": 16}  # the long ones show all columns of the short
     expected, all_expected = ([one["output_ids"] for one in engine.post("/generate", body)] for body in (clean, full))
     draws = {**sampling(max_new_tokens=80, n=64, ignore_eos=True, sampling_seed=1), "input_ids": [9, 10]}
     for bad in (
