@@ -81,10 +81,6 @@ class Connection(HttpToolsProtocol):
         self._in_head = self._receiving = True
         self._receiving_sweeps = self._received = self._untold = 0
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_head:  # nobody wants the trailers that may follow a body
-            super().on_header(name, value)
-
     def on_headers_complete(self) -> None:
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > HEAD_BYTES:
             self._untold = HEAD_BYTES + 1  # it came in one piece

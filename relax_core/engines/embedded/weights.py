@@ -128,6 +128,11 @@ class FusedWeights:
         return ExpertWeights(router.t(), [one.gate_up_t for one in each], [one.down_t for one in each])
 
     @property
+    def _most_numbers(self) -> int:
+        """Of the largest tensor."""
+        return max(math.prod(target.shape) for target in self._targets.values())
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors under their Hugging Face shapes."""
         return sum(target.view.element_size() * math.prod(target.shape) for target in self._targets.values())
@@ -145,11 +150,13 @@ class FusedWeights:
 
     def fault(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> str | None:
         """Why a tensor of an update is not one of the model's, or None."""
-        tied = self._tied and name == "lm_head.weight"  # `checked` leaves it out
-        target = self._targets.get("model.embed_tokens.weight" if tied else name)
-        if target is None:
+        target = self._targets.get(name)
+        if name in self._ignored:  # `checked` leaves it out; no more of it is taken than of any tensor
+            if len(shape) > 2 or not 0 <= math.prod(shape) <= self._most_numbers:
+                return f"misshapen: {name} is {clipped(str(list(shape)))}, larger than any tensor of the model"
+        elif target is None:
             return f"unknown: {clipped(name)}"
-        if tuple(shape) != target.shape:
+        elif tuple(shape) != target.shape:
             return f"misshapen: {name} is {clipped(str(list(shape)))}, the model has {list(target.shape)}"
         if dtype not in WEIGHT_DTYPES:
             return f"wrong dtype: {name} is {dtype}, weights are floating point: {sorted(map(str, WEIGHT_DTYPES))}"
