@@ -33,6 +33,8 @@ class EngineApp:
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, method = scope["path"], scope["method"]
         if path in self._control.telling and method == "GET":
+            if self._has_token(scope):
+                scope["connection"].showed_token()  # an owner who asks has a better place than strangers
             await asgi.answer(send, await self._control.telling[path](b""))
         elif path == "/generate" and method == "POST":
             self._authorize(scope)
@@ -47,9 +49,11 @@ class EngineApp:
             asked = asgi.clipped(f"{method} {path}")
             raise HttpError(404, f"{asked}: no such route; known: {', '.join(known)}")
 
+    def _has_token(self, scope: Scope) -> bool:
+        return hmac.compare_digest(asgi.headers(scope).get(b"authorization", b""), self._authorization)
+
     def _authorize(self, scope: Scope) -> None:
-        given = asgi.headers(scope).get(b"authorization", b"")
-        if not hmac.compare_digest(given, self._authorization):
+        if not self._has_token(scope):
             raise HttpError(401, f"{scope['path']}: wants the run's bearer token in the Authorization header")
         if not scope["connection"].showed_token():
             raise HttpError(503, f"{scope['path']}: too many requests are under way; ask again when some have ended")
