@@ -130,7 +130,7 @@ def test_an_engine_that_stood_still_is_brought_to_the_newest_version_by_its_owne
     tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:
     """The trainer went on without it, and pushes nothing more."""
-    config = load_config()
+    config = load_config(settle=settle)
     run = replace(config.run, heartbeat_timeout_s=600.0)
     context = context_of(replace(config, run=run, engine=replace(config.engine, sync_timeout_s=600.0)), tmp_path)
     owner = EngineHost("engine-0", context, 0)
