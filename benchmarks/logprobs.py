@@ -1,6 +1,7 @@
 """Time and memory of per-token log-probs over a large vocabulary, forward and backward, three ways.
 
     python -m benchmarks.logprobs [--rows 4096 --vocab 151936 --hidden 256 --chunk 128 --repeats 1]
+    python -m benchmarks.logprobs --way kept --kept 20        # one way alone: over kept sets of 20 tokens; see `ours`
 
 Each way runs in a process of its own. Peak: the process's high-water mark (VmHWM) over its resident memory just before,
 when inputs and their gradients are already there; the gradient of the weight, which autograd hands over before it is
@@ -18,11 +19,15 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from relax_core.contracts.kept_tokens import KeptTokens
+
 if TYPE_CHECKING:
     from torch import Tensor
 
 WAYS = ("naive", "checkpointed", "ours")
-MORE_OUTPUTS = ("entropy", "top_8")  # `head_outputs`; another loss, so they stand in no table
+MORE_OUTPUTS = ("entropy", "top_8", "kept")  # `head_outputs`; another loss, so they stand in no table
 DEADLINE_S = 1800
 
 
@@ -31,7 +36,7 @@ def main() -> None:
     if arguments.way is not None:
         print(json.dumps(_measure(arguments)))
         return
-    flags = {name: value for name, value in vars(arguments).items() if name != "way"}
+    flags = {name: value for name, value in vars(arguments).items() if name not in ("way", "kept")}
     figures = {way: in_own_process(way, flags) for way in WAYS}
     naive = figures["naive"]
     print(
@@ -54,6 +59,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--chunk", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--kept", type=int, default=20, help="tokens of each kept set of --way kept")
     parser.add_argument("--way", choices=WAYS + MORE_OUTPUTS, help="measure one way in this process and print JSON")
     return parser.parse_args()
 
@@ -87,8 +93,10 @@ def _measure(arguments: argparse.Namespace) -> dict[str, float]:
     targets = torch.randint(0, arguments.vocab, (arguments.rows,), generator=generator)
     incoming = torch.randn(arguments.rows, generator=generator)
     hidden.grad, weight.grad = torch.zeros_like(hidden), torch.zeros_like(weight)
-    run = _ways(arguments.chunk)[arguments.way]
-    run(hidden[:2], weight[:8], targets[:2] % 8)  # loads what the first call loads
+    kept = _kept_sets(arguments, targets) if arguments.way == "kept" else None
+    few = KeptTokens.of_lists([[0], list(range(1, 8))], vocab_size=8)  # one set as ids, one as bits
+    warm_up, run = (_ways(arguments.chunk, sets)[arguments.way] for sets in (few, kept))
+    warm_up(hidden[:2], weight[:8], targets[:2] % 8)  # loads what the first call loads
     base = _memory_mb("VmRSS")
     seconds = []
     for _ in range(arguments.repeats):
@@ -100,11 +108,27 @@ def _measure(arguments: argparse.Namespace) -> dict[str, float]:
     return {"seconds": min(seconds), "peak_mb": peak, "checksum": float(checksum)}
 
 
-def _ways(chunk_rows: int) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+def _kept_sets(arguments: argparse.Namespace, targets: Tensor) -> KeptTokens:
+    """``--kept`` neighbours in the vocabulary a row, its target among them."""
+    first = targets.numpy() % arguments.vocab
+    if arguments.kept <= -(-arguments.vocab // 32):
+        ids = (first[:, None] + np.arange(arguments.kept)) % arguments.vocab
+        counts = np.full(len(first), arguments.kept, dtype="<i4")
+        return KeptTokens(arguments.vocab, counts.tobytes(), ids.astype("<u4").tobytes())
+    parts = []
+    for one in first.tolist():
+        mask = np.zeros((1, arguments.vocab), dtype=bool)
+        mask[0, (one + np.arange(arguments.kept)) % arguments.vocab] = True
+        parts.append(KeptTokens.of_mask(mask))
+    return KeptTokens.joined(parts)
+
+
+def _ways(chunk_rows: int, sets: KeptTokens | None) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
     import torch
     from torch.utils.checkpoint import checkpoint
 
     from relax_core.train.logprobs import chunked_logprobs, head_outputs
+    from relax_core.train.truncation import Truncation
 
     def naive(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         logits = (hidden @ weight.t()).float()
@@ -117,6 +141,12 @@ def _ways(chunk_rows: int) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tenso
     def ours(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         return chunked_logprobs(hidden, weight, targets, inverse_temperature=1.0, chunk_rows=chunk_rows)
 
+    def kept(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        left = Truncation.of(sets, [], hidden.device)
+        return chunked_logprobs(
+            hidden, weight, targets, inverse_temperature=1.0, chunk_rows=chunk_rows, truncation=left
+        )
+
     def entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
         outputs = head_outputs(hidden, weight, targets, inverse_temperature=1.0, chunk_rows=chunk_rows, entropy=True)
         assert outputs.entropy is not None
@@ -128,7 +158,14 @@ def _ways(chunk_rows: int) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tenso
         assert outputs.gathered is not None
         return outputs.logprobs + outputs.gathered.sum(dim=1)
 
-    return {"naive": naive, "checkpointed": checkpointed, "ours": ours, "entropy": entropy, "top_8": top_8}
+    return {
+        "naive": naive,
+        "checkpointed": checkpointed,
+        "ours": ours,
+        "entropy": entropy,
+        "top_8": top_8,
+        "kept": kept,
+    }
 
 
 def _memory_mb(field: str) -> float:

@@ -34,22 +34,25 @@ SEQUENCE = {"sequence_parallel": True}
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """A layout, by what it changes of one rank's. ``trainable`` False: log-probs only, as a reference's."""
+    """A layout, by what it changes of one rank's. ``trainable`` False: log-probs only, as a reference's. ``kept``: also
+    with kept sets and a banned token."""
 
     name: str
     layout: Mapping[str, Any]
     family: str = DENSE
     trainable: bool = True
+    kept: bool = False
 
     @property
     def packings(self) -> tuple[str, ...]:
         """The balancing loss is a micro-batch's: it is the same only where the layout leaves micro-batches whole."""
+        kept = ("kept",) if self.kept else ()
         if self.family == DENSE:
-            return "tree", "plain"
+            return "tree", "plain", *kept
         if self.family == BIASED:
-            return ("tree",)
+            return "tree", *kept
         whole = self.trainable and "dp" not in self.layout
-        return ("tree", "plain", "replay", "balanced") if whole else ("tree", "plain", "replay")
+        return "tree", "plain", "replay", *(("balanced",) if whole else ()), *kept
 
     @property
     def ranks(self) -> int:
@@ -66,33 +69,33 @@ def _recompute(what: str) -> dict[str, Any]:
 
 
 ROWS = (
-    Row(name="DP2", layout={"dp": 2}),
+    Row(name="DP2", layout={"dp": 2}, kept=True),
     Row(name="DP2, distributed optimizer", layout={"dp": 2, **SHARDED}),
     Row(name="DP2, distributed optimizer, overlap", layout={"dp": 2, **OVERLAP}),
-    Row(name="TP2", layout={"tp": 2}),
-    Row(name="TP2, SP", layout={"tp": 2, **SEQUENCE}),
+    Row(name="TP2", layout={"tp": 2}, kept=True),
+    Row(name="TP2, SP", layout={"tp": 2, **SEQUENCE}, kept=True),
     Row(name="TP2, full recompute", layout={"tp": 2, **_recompute("full")}),
     Row(name="TP2, SP, selective recompute", layout={"tp": 2, **SEQUENCE, **_recompute("selective")}),
     Row(name="PP2", layout={"pp": 2}),
-    Row(name="PP2, VPP2", layout={"pp": 2, "vpp": 2}),
+    Row(name="PP2, VPP2", layout={"pp": 2, "vpp": 2}, kept=True),
     Row(name="PP2, VPP2, full recompute", layout={"pp": 2, "vpp": 2, **_recompute("full")}),
     Row(name="PP2, VPP2, experts", layout={"pp": 2, "vpp": 2}, family=EXPERTS),
-    Row(name="CP2", layout={"cp": 2}),
+    Row(name="CP2", layout={"cp": 2}, kept=True),
     Row(name="CP2, distributed optimizer, overlap", layout={"cp": 2, **OVERLAP}),
-    Row(name="EP2", layout={"dp": 2, "ep": 2}, family=EXPERTS),
+    Row(name="EP2", layout={"dp": 2, "ep": 2}, family=EXPERTS, kept=True),
     Row(name="EP2, distributed optimizer, overlap", layout={"dp": 2, "ep": 2, **OVERLAP}, family=EXPERTS),
     Row(name="ETP2", layout={"dp": 2, "etp": 2}, family=EXPERTS),
-    Row(name="TP2, SP, EP2", layout={"tp": 2, "ep": 2, **SEQUENCE}, family=EXPERTS),
+    Row(name="TP2, SP, EP2", layout={"tp": 2, "ep": 2, **SEQUENCE}, family=EXPERTS, kept=True),
     Row(name="TP2, SP, ETP2, full recompute", layout={"tp": 2, "etp": 2, **SEQUENCE, **_recompute("full")},
         family=EXPERTS),
-    Row(name="TP2, EP2, log-probs only", layout={"tp": 2, "ep": 2}, family=EXPERTS, trainable=False),
+    Row(name="TP2, EP2, log-probs only", layout={"tp": 2, "ep": 2}, family=EXPERTS, trainable=False, kept=True),
     Row(name="TP2, ETP2, log-probs only", layout={"tp": 2, "etp": 2}, family=EXPERTS, trainable=False),
-    Row(name="TP2, PP2", layout={"tp": 2, "pp": 2}),
+    Row(name="TP2, PP2", layout={"tp": 2, "pp": 2}, kept=True),
     Row(name="TP2, SP, PP2, VPP2", layout={"tp": 2, "pp": 2, "vpp": 2, **SEQUENCE}),
-    Row(name="TP2, CP2", layout={"tp": 2, "cp": 2}),
-    Row(name="TP2, SP, CP2", layout={"tp": 2, "cp": 2, **SEQUENCE}),
+    Row(name="TP2, CP2", layout={"tp": 2, "cp": 2}, kept=True),
+    Row(name="TP2, SP, CP2", layout={"tp": 2, "cp": 2, **SEQUENCE}, kept=True),
     Row(name="PP2, CP2", layout={"pp": 2, "cp": 2}),
-    Row(name="DP2, PP2, distributed optimizer, overlap", layout={"dp": 2, "pp": 2, **OVERLAP}),
+    Row(name="DP2, PP2, distributed optimizer, overlap", layout={"dp": 2, "pp": 2, **OVERLAP}, kept=True),
     Row(name="DP2, PP2, VPP2, distributed optimizer, overlap", layout={"dp": 2, "pp": 2, "vpp": 2, **OVERLAP}),
     Row(name="PP2, EP2", layout={"dp": 2, "pp": 2, "ep": 2}, family=EXPERTS),
     Row(name="PP2, VPP2, EP2", layout={"dp": 2, "pp": 2, "vpp": 2, "ep": 2}, family=EXPERTS),
@@ -203,6 +206,8 @@ before and after the steps, and of the weights after them, and the largest relat
 - `replay`: as `tree`, and every token goes to random experts that came with it (routing replay). `balanced`: as `tree`,
   with a balancing loss of coefficient 0.1, where the layout leaves micro-batches whole. Here and in all other rows with
   experts, the loads of the experts are compared, too.
+- `kept`: as `tree`, with a kept set for each token, from the token alone to the whole vocabulary, and with a banned
+  token. The sets of two tensor-parallel ranks differ, and many a row keeps nothing on one of them.
 - `log-probs only`: a back end that does not train, as actor_fwd and reference use it.
 
 What no CPU shows: TransformerEngine's layers, grouped GEMM, fused Adam, and NCCL beside the compute.

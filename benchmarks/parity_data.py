@@ -11,8 +11,10 @@ import numpy as np
 import torch
 
 from benchmarks.family_models import LLAMA3, VOCABULARY, make_family_model
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.train import TrainGroup
 
+BANNED = 50  # with two tensor-parallel ranks, a word of the second one
 # Of the families beside Qwen3: the variant of benchmarks/family_models.py, and what is changed of it.
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {"rope_parameters": LLAMA3}),
@@ -123,6 +125,19 @@ def routed(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
     ]
 
 
+def with_kept(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
+    """With kept sets, of which none has the banned token; nor has a response."""
+    random = np.random.default_rng(3)
+    found = []
+    for group in groups:
+        ids = np.where(group.response_ids == BANNED, 0, group.response_ids).astype(np.int32)
+        mask = random.random((len(ids), VOCABULARY)) < random.choice([0.0, 0.1, 0.5, 1.0], (len(ids), 1))
+        mask[np.arange(len(ids)), ids] = True
+        mask[:, BANNED] = False
+        found.append(dataclasses.replace(group, response_ids=ids, kept=KeptTokens.of_mask(mask)))
+    return found
+
+
 def save_rollout(folder: Path, family: str, packing: str, groups: Sequence[TrainGroup]) -> None:
     np.save(folder / f"{family}.{packing}.npy", np.concatenate([group.rollout_logprobs for group in groups]))
 
@@ -131,6 +146,8 @@ def read_groups(folder: Path, family: str, packing: str) -> list[TrainGroup]:
     groups = one_sample_each(make_groups()) if packing == "plain" else make_groups()
     if packing == "replay":
         groups = routed(groups)
+    if packing == "kept":
+        groups = with_kept(groups)
     ends = np.cumsum([len(group.response_ids) for group in groups])[:-1]
     rollout = np.split(np.load(folder / f"{family}.{packing}.npy"), ends)
     return [dataclasses.replace(group, rollout_logprobs=mine) for group, mine in zip(groups, rollout, strict=True)]

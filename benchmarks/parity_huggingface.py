@@ -18,8 +18,9 @@ from relax_core.contracts.algorithm import LossInputs, LossOutputs, StepTotals
 from relax_core.contracts.train import TrainGroup
 
 
-def huggingface_steps(model: Any, groups: Sequence[TrainGroup]) -> Outcome:
-    """Every sample as a row of one padded batch, the same loss function on its log-probs."""
+def huggingface_steps(model: Any, groups: Sequence[TrainGroup], *, banned: Sequence[int] = ()) -> Outcome:
+    """Every sample as a row of one padded batch, the same loss function on its log-probs, which are over the kept sets
+    and without ``banned`` tokens."""
     model.train()
     norms = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
@@ -29,33 +30,49 @@ def huggingface_steps(model: Any, groups: Sequence[TrainGroup]) -> Outcome:
         betas=(OPTIMIZER.beta1, OPTIMIZER.beta2),
         eps=OPTIMIZER.eps,
     )
-    before, losses, grad_norms = _padded_forward(model, groups)[0].detach().numpy(), [], []
+    left = _left(model, groups, banned)
+    before, losses, grad_norms = _padded_forward(model, groups, left)[0].detach().numpy(), [], []
     for _ in range(STEPS):
         optimizer.zero_grad()
-        logprobs, entropy = _padded_forward(model, groups)
+        logprobs, entropy = _padded_forward(model, groups, left)
         loss, denominator = _loss(logprobs, entropy, groups)
         (loss.loss_sum / denominator).backward()
         grad_norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), OPTIMIZER.clip_grad)))
         losses.append(float(loss.loss_sum.detach()) / denominator)
         optimizer.step()
-    after = _padded_forward(model, groups)[0].detach().numpy()
+    after = _padded_forward(model, groups, left)[0].detach().numpy()
     return Outcome(losses=losses, grad_norms=grad_norms, logprobs=[before, after], weights=_exported(model))
 
 
-def _padded_forward(model: Any, groups: Sequence[TrainGroup]) -> tuple[Tensor, Tensor]:
-    """Log-prob and entropy of every response token."""
+def _left(model: Any, groups: Sequence[TrainGroup], banned: Sequence[int]) -> Tensor:
+    """bool ``[tokens, vocab]``: what each response token was sampled from."""
+    masks = [
+        np.ones((len(group.response_ids), model.config.vocab_size), dtype=bool)
+        if group.kept is None
+        else group.kept.mask()
+        for group in groups
+    ]
+    left = torch.from_numpy(np.concatenate(masks))
+    left[:, list(banned)] = False
+    return left
+
+
+def _padded_forward(model: Any, groups: Sequence[TrainGroup], left: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-prob and entropy of every response token over the tokens that are ``left``."""
     samples = one_sample_each(groups)
     sequences = [np.concatenate([one.prompt_ids, one.response_ids]) for one in samples]
     width = max(map(len, sequences))
     ids = torch.tensor(np.array([np.pad(one, (0, width - len(one))) for one in sequences]), dtype=torch.int64)
     attention = torch.tensor([[1] * len(one) + [0] * (width - len(one)) for one in sequences])
-    every = (model(input_ids=ids, attention_mask=attention).logits / TEMPERATURE).log_softmax(-1)
-    parts = [
-        (every[row, len(one.prompt_ids) - 1 : len(sequence) - 1], torch.from_numpy(one.response_ids).long())
+    every = model(input_ids=ids, attention_mask=attention).logits / TEMPERATURE
+    predicting = [
+        every[row, len(one.prompt_ids) - 1 : len(sequence) - 1]
         for row, (one, sequence) in enumerate(zip(samples, sequences, strict=True))
     ]
-    logprobs = torch.cat([table.gather(1, targets[:, None])[:, 0] for table, targets in parts])
-    return logprobs, torch.cat([-(table.exp() * table).sum(1) for table, _ in parts])
+    table = torch.cat(predicting).masked_fill(~left, -torch.inf).log_softmax(-1)
+    targets = torch.from_numpy(np.concatenate([one.response_ids for one in samples])).long()
+    surprise = table.masked_fill(~left, 0.0)
+    return table.gather(1, targets[:, None])[:, 0], -(table.exp() * surprise).sum(1)
 
 
 def _loss(logprobs: Tensor, entropy: Tensor, groups: Sequence[TrainGroup]) -> tuple[LossOutputs, float]:

@@ -16,6 +16,7 @@ from benchmarks.one_rank import one_rank_parallel
 from benchmarks.parity import BIASED, DENSE, EXPERTS, OTHERS
 from benchmarks.parity_case import KNOBS, OPTIMIZER, SPEC, STEPS, TEMPERATURE, Outcome
 from benchmarks.parity_data import (
+    BANNED,
     make_groups,
     make_model,
     micro_batches,
@@ -23,6 +24,7 @@ from benchmarks.parity_data import (
     read_groups,
     routed,
     save_rollout,
+    with_kept,
     with_rollout,
 )
 from benchmarks.parity_huggingface import huggingface_steps
@@ -46,7 +48,7 @@ def make_backend(
     ranks: int,
     port: int,
     trainable: bool = True,
-    balanced: bool = False,
+    packing: str = "tree",
 ) -> MegatronBackend:
     setup = RankSetup(
         model_folder=folder / family,
@@ -62,7 +64,8 @@ def make_backend(
         store_address=f"127.0.0.1:{port}",
         timeout_s=DEADLINE_S,
         seed=0,
-        moe_aux_loss_coef=BALANCE if balanced else 0.0,
+        moe_aux_loss_coef=BALANCE if packing == "balanced" else 0.0,
+        banned_token_ids=[BANNED] if packing == "kept" else [],
     )
     return MegatronBackend(setup, temperature=TEMPERATURE, trainable=trainable)
 
@@ -108,7 +111,7 @@ def rank_main(folder: Path, *, rank: int, ranks: int, port: int, rows: Sequence[
                     ranks=ranks,
                     port=port,
                     trainable=row.trainable,
-                    balanced=packing == "balanced",
+                    packing=packing,
                 )
                 replica = parallel_state.get_data_parallel_rank()
                 outcome = run_steps(backend, groups, replica=replica, layout=row.layout)
@@ -133,17 +136,19 @@ def reference_main(folder: Path) -> None:
         backend = make_backend(folder, family=family, layout={}, rank=0, ranks=1, port=0)
         groups = with_rollout(make_groups(), backend.logprobs(make_groups()))
         hugging_face = huggingface_steps(model, groups)
-        packings = {"tree": groups, "plain": one_sample_each(groups)}
+        banning = make_backend(folder, family=family, layout={}, rank=0, ranks=1, port=0, packing="kept")
+        kept = with_rollout(with_kept(make_groups()), banning.logprobs(with_kept(make_groups())))
+        truncated = huggingface_steps(make_model(folder / family, family), kept, banned=[BANNED])
+        packings = {"tree": groups, "plain": one_sample_each(groups), "kept": kept}
         if family == "qwen3_moe":
             replayed = routed(make_groups())
             packings |= {"replay": with_rollout(replayed, backend.logprobs(replayed)), "balanced": groups}
         for packing, packed in packings.items():
-            balanced = packing == "balanced"
-            backend = make_backend(folder, family=family, layout={}, rank=0, ranks=1, port=0, balanced=balanced)
+            backend = make_backend(folder, family=family, layout={}, rank=0, ranks=1, port=0, packing=packing)
             outcome = run_steps(backend, packed, layout={})
             outcome.save(folder / f"{family}.{packing}.safetensors")
             save_rollout(folder, family, packing, packed)
-            if packing in ("tree", "plain"):
-                figures = hugging_face.difference(outcome)
+            if packing in ("tree", "plain", "kept"):
+                figures = (truncated if packing == "kept" else hugging_face).difference(outcome)
                 lines.append({"name": f"Hugging Face, {family}", "packing": packing, **figures})
     (folder / "1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

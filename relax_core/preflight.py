@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from relax_core.config.errors import NotYet
-from relax_core.config.model_folder import read_model_config
+from relax_core.config.model_folder import media_token_ids, read_model_config
 from relax_core.config.schema import FORWARD_SIZES, DataConfig, RelaxConfig
 from relax_core.contracts.algorithm import TeacherNeeds
 from relax_core.control.role_counts import gang_layouts, layout_key
@@ -140,6 +140,32 @@ def builtin_model_problems(config: RelaxConfig) -> Iterator[str]:
         yield f"model.task={model.task}: no such generated task. What exists: {tasks}."
 
 
+def banned_token_problems(config: RelaxConfig) -> Iterator[str]:
+    """Banned tokens that the model does not have, or a folder that does not tell its media tokens."""
+    model = config.model
+    try:
+        if model.path is not None:
+            vocab_size = read_model_config(Path(model.path)).get("vocab_size")
+        elif model.builtin in MODEL_NAMES:
+            vocab_size = tiny_config(model.builtin)["vocab_size"]
+        else:
+            return  # there is no model yet
+    except (ValueError, OSError):
+        return  # config/ has said so
+    if config.rollout.banned_token_ids is None:
+        try:
+            media_token_ids(Path(str(model.path)))
+        except (ValueError, OSError) as error:
+            yield f"model.path={model.path}: its media tokens are not known ({error}). Write tokenizer.json anew."
+        return
+    for token in config.rollout.banned_token_ids:
+        if isinstance(vocab_size, int) and not 0 <= token < vocab_size:
+            yield (
+                f"rollout.banned_token_ids names {token}, and the model has the tokens 0 to {vocab_size - 1}. "
+                "Take it out, or use null for the tokenizer's media specials."
+            )
+
+
 def data_problems(config: RelaxConfig) -> Iterator[str]:
     """A task or a file that cannot serve: every line of the file is read once."""
     data = config.data
@@ -184,17 +210,9 @@ def sglang_version_problems(config: RelaxConfig) -> Iterator[str]:
 
 def teacher_problems(config: RelaxConfig) -> Iterator[str]:
     """Teachers that are not there or do not fit the model, and data that does not say which is whose."""
-    needs = find_algorithm(config.algo.name).needs(config.algo)
-    teachers = needs.teacher
+    teachers = find_algorithm(config.algo.name).needs(config.algo).teacher
     if teachers is None:
         return
-    truncated = config.rollout.top_p < 1.0 or config.rollout.top_k > 0
-    if truncated and needs.old_logprobs == "rollout" and not teachers.top_k:
-        yield (
-            f"rollout.top_p={config.rollout.top_p}, rollout.top_k={config.rollout.top_k} with algo.name="
-            f"{config.algo.name}: the engine's log-probs are those of the tokens that were left, the teacher's those "
-            "of all. Use algo.old_logprobs=actor_fwd, or leave the two alone."
-        )
     for name, model in teachers.models.items():
         yield from teacher_model_problems(config, name, model, top_k=teachers.top_k)
     if teachers.key and config.data.path is not None:
@@ -221,6 +239,7 @@ CHECKS = (
     family_problems,
     experts_problems,
     builtin_model_problems,
+    banned_token_problems,
     data_problems,
     teacher_problems,
     port_problems,

@@ -84,10 +84,12 @@ def divide_by_mean_weight(*, advantages: Sequence[Tensor], weights: Sequence[Ten
 def kept_by_opsm(
     *, log_ratio: Tensor, advantages: Tensor, loss_mask: Tensor, sample_ids: Tensor, num_samples: int, threshold: float
 ) -> Tensor:
-    """Off-policy sequence masking (DeepSeek-V3.2): ``[tokens]`` bool, False where the token is left out.
+    """Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556, eq. 9): ``[tokens]`` bool, False where the token is
+    left out.
 
-    Left out are tokens with a negative advantage of samples whose mean log π_old - log π is above ``threshold``.
-    ``log_ratio`` ``[tokens]`` is log π - log π_old.
+    Left out are tokens with a negative advantage of samples whose mean log μ - log π is above ``threshold``. μ is what
+    the engine sampled with, so the drift counts both its age and the engine's own rounding. ``log_ratio`` ``[tokens]``
+    is log π - log μ.
     """
     drift = -mean_of_samples(
         per_token=log_ratio.detach(), loss_mask=loss_mask, sample_ids=sample_ids, num_samples=num_samples

@@ -36,11 +36,6 @@ def correction_problems(knobs: PolicyGradientKnobs) -> list[str]:
         )
     if knobs.opsm_threshold < 0:
         problems.append(f"algo.opsm_threshold={knobs.opsm_threshold}: must not be negative. 0 is off, 1e-4 is usual.")
-    if knobs.opsm_threshold > 0 and knobs.old_logprobs == "current":
-        problems.append(
-            f"algo.opsm_threshold={knobs.opsm_threshold} with algo.old_logprobs=current: the ratio is always 1, so "
-            "OPSM never acts. Use algo.old_logprobs=rollout or actor_fwd."
-        )
     return problems + _rejection_problems(knobs)
 
 

@@ -67,7 +67,7 @@ def outputs(policy: F.PolicyLoss, inputs: LossInputs, knobs: PolicyGradientKnobs
         per_token, extra["rejected"] = per_token.masked_fill(~kept, 0.0), ~kept
     if knobs.opsm_threshold > 0:
         kept = F.kept_by_opsm(
-            log_ratio=F.masked_log_ratio(inputs.logprobs, inputs.old_logprobs, inputs.loss_mask),
+            log_ratio=F.masked_log_ratio(inputs.logprobs, inputs.rollout_logprobs, inputs.loss_mask),
             advantages=inputs.advantages,
             loss_mask=inputs.loss_mask,
             sample_ids=inputs.sample_ids,

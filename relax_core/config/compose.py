@@ -18,6 +18,7 @@ from yaml import MarkedYAMLError
 from relax_core.config.command_line import PATHS, CommandLine, hydra_words
 from relax_core.config.errors import ConfigError
 from relax_core.config.explain import explain
+from relax_core.config.model_folder import set_banned_tokens
 from relax_core.config.options import conf_folder, plugin_options, shipped
 from relax_core.config.plugins import typed_knobs
 from relax_core.config.schema import LAUNCHERS, FolderByTime, RelaxConfig
@@ -152,6 +153,7 @@ def typed_config(cfg: DictConfig) -> RelaxConfig:
     config = _absolute(dataclasses.replace(cast(RelaxConfig, OmegaConf.to_object(cfg)), **knobs))
     if by_time:
         config.run.dir = FolderByTime(config.run.dir)
+    set_banned_tokens(config)
     return config
 
 

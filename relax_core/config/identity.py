@@ -21,6 +21,7 @@ REFUSED = (
     "algo.group_size",
     "reward.name",
     "env.name",
+    "rollout.banned_token_ids",
 )
 TOLD = ("algo", "optimizer", "rollout", "mode", "reward", "env", "parallel")
 
@@ -64,4 +65,6 @@ def _word(value: Any) -> str:
     """As it is written on the command line."""
     if value is None:
         return "null"
+    if isinstance(value, list):
+        return f"[{','.join(map(_word, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,11 +1,16 @@
-"""What a model folder must hold before anything is started. Reads config.json and names of files, no weights."""
+"""What a model folder must hold before anything is started, and its media tokens. Reads JSON and names of files, no
+weights."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from relax_core.config.errors import NotYet
 from relax_core.config.schema import RelaxConfig
@@ -13,6 +18,19 @@ from relax_core.families.table import FAMILIES
 
 DTYPES = ("float32", "bfloat16")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
+_MEDIA_TOKEN = re.compile(r"<\|?_?(vision|image|video|audio)[a-z_]*\|?>", re.IGNORECASE)
+_MEDIA_CONFIG_KEY = re.compile(r"(vision|image|video|audio)\w*_token_(id|index)")
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _TokenizerFile(msgspec.Struct):
+    """All else in tokenizer.json, which may have 10 MB, is skipped."""
+
+    added_tokens: list[_AddedToken] = []
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
@@ -25,6 +43,33 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     if isinstance(values, dict):
         return values
     raise ValueError(f"{file} is not a JSON object.")
+
+
+def media_token_ids(folder: Path) -> list[int]:
+    """Placeholders for images, audio and video that a Hugging Face folder names, sorted: a text response must never
+    contain one. Raises ValueError for a file that is not what its name says, OSError for one that cannot be read."""
+    file = folder / "tokenizer.json"
+    try:
+        added = msgspec.json.decode(file.read_bytes(), type=_TokenizerFile).added_tokens
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{file} is no tokenizer: {error}.") from error
+    found = {token.id for token in added if _MEDIA_TOKEN.fullmatch(token.content)}
+    config = read_model_config(folder)
+    found.update(value for key, value in config.items() if _MEDIA_CONFIG_KEY.fullmatch(key) and value is not None)
+    return sorted(found)
+
+
+def set_banned_tokens(config: RelaxConfig) -> None:
+    """Where the user named no banned tokens, they are the media tokens of the model's folder; a built-in model has
+    none. They stay null for a folder that cannot be read, or that only another machine has."""
+    model, rollout = config.model, config.rollout
+    if rollout.banned_token_ids is not None:
+        rollout.banned_token_ids = sorted(set(rollout.banned_token_ids))
+    elif model.path is None:
+        rollout.banned_token_ids = []
+    else:
+        with suppress(ValueError, OSError):  # the checks of the folder say what is wrong with it
+            rollout.banned_token_ids = media_token_ids(Path(model.path))
 
 
 def model_problems(config: RelaxConfig) -> Iterator[str]:

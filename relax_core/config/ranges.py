@@ -91,6 +91,7 @@ RANGES: dict[str, Range] = {
     ),
     "rollout.top_p": Range(0, 1, above=True),
     "rollout.top_k": Range(-1, MAX_TOP_K, why="-1 keeps all tokens"),
+    "rollout.min_p": Range(0, 1, below=True, why="0 keeps all tokens"),
     "rollout.reward_workers": _COUNT,
     "rollout.over_sampling": Range(1, 16, why="1 lets in what a step needs"),
     "rollout.max_aborts": _COUNT,
@@ -153,3 +154,8 @@ def range_problems(config: RelaxConfig) -> Iterator[str]:
         yield f"optimizer.critic_lr={critic_lr}: must be {_POSITIVE.words()}. null takes optimizer.lr."
     if config.rollout.top_k == 0:
         yield "rollout.top_k=0 keeps no token. Use -1 to keep all."
+    if config.rollout.top_k == 1:
+        yield (
+            "rollout.top_k=1 leaves one token each time: its log-prob is 0 whatever the weights, so nothing is learnt. "
+            "Use 2 or more, or -1 to keep all."
+        )

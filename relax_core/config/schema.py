@@ -269,6 +269,8 @@ class RolloutConfig:
     temperature: float = MISSING
     top_p: float = MISSING
     top_k: int = MISSING
+    min_p: float = MISSING
+    banned_token_ids: list[int] | None = None  # None: found when the configuration is composed
     reward_workers: int = MISSING
     over_sampling: float = MISSING
     surplus: Surplus = MISSING
@@ -276,6 +278,16 @@ class RolloutConfig:
     max_aborts: int = MISSING
     mask_off_policy: bool = MISSING
     mask_truncated: bool = MISSING
+
+    @property
+    def truncates(self) -> bool:
+        """Whether samples are drawn from a part of the distribution, so that kept sets travel with them."""
+        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+
+    def banned(self) -> list[int]:
+        """The tokens that no role counts, of a composed configuration."""
+        assert self.banned_token_ids is not None, "config/compose.py has found them"
+        return self.banned_token_ids
 
     @property
     def spare_prompts(self) -> int:

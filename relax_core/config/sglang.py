@@ -81,17 +81,23 @@ def _own_flag(name: str) -> str | None:
 
 
 def _truncation_problems(config: RelaxConfig) -> Iterator[str]:
-    """Where SGLang's log-probs would not be those of the distribution that was sampled from."""
+    """Where SGLang cannot tell which tokens top_k, top_p and min_p left, or its scores are of another distribution."""
     engine, rollout = config.engine, config.rollout
     flags = {_flag(name): (name, value) for name, value in engine.flags.items()}
     written, most = flags.get("sampling-mask-max-tokens", ("", MASK_TOKENS))
     if not isinstance(most, int) or isinstance(most, bool) or most < 1:
         yield f"engine.flags.{written}={most}: must be a whole number of tokens, 1 or more."
         return
-    if rollout.top_p < 1.0 and rollout.top_k == -1:
+    for key, value, off in (("top_p", rollout.top_p, 1.0), ("min_p", rollout.min_p, 0.0)):
+        if value != off and rollout.top_k == -1:
+            yield (
+                f"rollout.{key}={value:g} with engine=sglang: it tells which tokens were left only with a top_k. Add "
+                f"rollout.top_k={most // 2}, or use rollout.{key}={off:g}."
+            )
+    if rollout.min_p > 0.0 and engine.deterministic:
         yield (
-            f"rollout.top_p={rollout.top_p:g} with engine=sglang: its log-probs are those of the tokens that were left "
-            f"only with a top_k. Add rollout.top_k={most // 2}, or use rollout.top_p=1."
+            f"rollout.min_p={rollout.min_p:g} with engine.deterministic=true: SGLang cannot draw by seed under min_p, "
+            "and ends. Use engine.deterministic=false, or rollout.min_p=0."
         )
     if rollout.top_k > most:
         yield (
@@ -103,6 +109,11 @@ def _truncation_problems(config: RelaxConfig) -> Iterator[str]:
         return
     if engine.urls:
         yield "engine.urls with algo.served_by=engine: teachers' engines have no addresses. Use algo.served_by=forward."
+    if rollout.truncates or rollout.banned_token_ids:
+        yield (
+            "rollout.top_p, top_k, min_p or banned_token_ids with algo.served_by=engine and engine=sglang: SGLang "
+            "scores over the whole vocabulary only. Use algo.served_by=forward."
+        )
     if rollout.temperature != 1.0:
         yield (
             f"rollout.temperature={rollout.temperature:g} with algo.served_by=engine and engine=sglang: SGLang "

@@ -34,9 +34,9 @@ class TeacherNeeds:
 @dataclass(frozen=True, kw_only=True)
 class Needs:
     """Roles and columns that an algorithm needs under given knobs. ``entropy``: the loss wants the entropy of the
-    whole distribution at every token. ``whole_step``: of a spec with ``normalize``, whether it must see a whole train
-    step's groups under these knobs. ``rollout_logprobs``: the advantages want the engine's log-probs beside the old
-    ones."""
+    distribution that each token was sampled from. ``whole_step``: of a spec with ``normalize``, whether it must see a
+    whole train step's groups under these knobs. ``rollout_logprobs``: the advantages want the engine's log-probs beside
+    the old ones."""
 
     old_logprobs: OldLogprobs
     reference: bool = False
@@ -70,7 +70,10 @@ class AdvantageInputs:
 class LossInputs:
     """One micro-batch. ``logprobs``, ``entropy`` and ``top_logprobs`` carry the gradient; everything else is detached.
 
-    The last four are None unless `Needs` asked for them. ``top``: the teacher's likeliest tokens at each position.
+    The last five are None unless `Needs` asked for them. ``top``: the teacher's likeliest tokens at each position.
+    All log-probs of a token, and its entropy, are of distributions over the same tokens: those that top_k, top_p and
+    min_p left when it was sampled, without the banned ones. Where fewer than ``top_k`` were left, the rest of both
+    ``top`` tensors is `relax_core.contracts.kept_tokens.OUTSIDE`, a probability of 0.
     """
 
     logprobs: Tensor  # [tokens], of the current weights

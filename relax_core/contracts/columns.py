@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.sample import Group, RoutedExperts, VersionSpan
 
 Columns = dict[str, bytes]
@@ -34,6 +35,9 @@ TEACHER_TOP_LOGPROBS = "teacher_top_logprobs"  # Ragged float32, the same
 
 # RoutedExperts of the group's rows as the trainer packs them: the prompt's, then each response's but its last token's
 ROUTED_EXPERTS = "routed_experts"
+
+# KeptTokens of the group's response tokens, sample after sample, where top_k, top_p or min_p leaves tokens out
+KEPT_TOKENS = "kept_tokens"
 
 ROLLOUT_COLUMNS = (
     PROMPT_IDS,
@@ -78,6 +82,7 @@ _ragged_decoder = msgspec.msgpack.Decoder(Ragged)
 _spans_decoder = msgspec.msgpack.Decoder(list[list[VersionSpan]])
 _info_decoder = msgspec.msgpack.Decoder(list[SampleInfo])
 _experts_decoder = msgspec.msgpack.Decoder(RoutedExperts)
+_kept_decoder = msgspec.msgpack.Decoder(KeptTokens)
 
 
 def encode_ragged(rows: Sequence[Sequence[float] | np.ndarray], *, dtype: str) -> bytes:
@@ -123,17 +128,26 @@ def decode_routed_experts(payload: bytes) -> np.ndarray:
     return _experts_decoder.decode(payload).array()
 
 
+def decode_kept_tokens(payload: bytes) -> KeptTokens:
+    """One set for each of the group's response tokens."""
+    return _kept_decoder.decode(payload)
+
+
 def encode_group(group: Group) -> Columns:
     """The rollout's columns of a complete group. Every sample must have a reward: drop the others first."""
     samples = group.samples
     rewards = [sample.reward for sample in samples if sample.reward is not None]
     assert samples and len(rewards) == len(samples)
-    experts: Columns = {}
+    extras: Columns = {}
     if group.routed_experts is not None:
         parts = [group.routed_experts, *(s.routed_experts for s in samples if s.routed_experts is not None)]
         assert len(parts) == 1 + len(samples), "asked for with every prompt of a run or with none"
-        experts = {ROUTED_EXPERTS: _encoder.encode(RoutedExperts.joined(parts))}
-    return experts | {
+        extras[ROUTED_EXPERTS] = _encoder.encode(RoutedExperts.joined(parts))
+    kept = [s.kept for s in samples if s.kept is not None]
+    if kept:
+        assert len(kept) == len(samples), "asked for with every prompt of a run or with none"
+        extras[KEPT_TOKENS] = _encoder.encode(KeptTokens.joined(kept))
+    return extras | {
         PROMPT_IDS: encode_array(group.prompt_ids, dtype="int32"),
         RESPONSE_IDS: encode_ragged([s.response_ids for s in samples], dtype="int32"),
         LOSS_MASK: encode_ragged([s.loss_mask for s in samples], dtype="uint8"),

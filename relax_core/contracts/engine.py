@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.sample import FinishReason, RoutedExperts, VersionSpan
 
 PauseMode = Literal["in_place", "retract", "abort"]
@@ -27,9 +28,11 @@ class EngineUnreachable(EngineError):
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to sample. ``n`` responses a prompt; response k of a prompt uses seed ``(sampling_seed, k)``.
 
-    ``temperature`` 0 is greedy. ``top_p`` 1 and ``top_k`` -1 switch truncation off. ``logit_bias_ids``-style bans:
-    ``banned_token_ids`` are never sampled, and log-probs are those of the distribution without them.
+    ``temperature`` 0 is greedy. ``top_p`` 1, ``top_k`` -1 and ``min_p`` 0 switch truncation off; ``min_p`` keeps the
+    tokens that have at least this share of the likeliest one's probability. ``banned_token_ids`` are never sampled.
+    Log-probs are those of the distribution that was sampled from: over the tokens that were left.
     ``return_routed_experts``: of a mixture of experts, tell which experts each token was routed to.
+    ``return_kept_tokens``: tell from which tokens each one was sampled.
     """
 
     n: int = 1
@@ -37,9 +40,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0
     stop_token_ids: list[int] = []
     banned_token_ids: list[int] = []
     return_routed_experts: bool = False
+    return_kept_tokens: bool = False
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are left out before one is sampled, beside the banned ones."""
+        return self.temperature > 0.0 and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
 
 
 class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +72,8 @@ class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
 class Generated(msgspec.Struct, frozen=True, kw_only=True):
     """One finished response. ``prompt``: place of its prompt in the call; ``sample``: 0..n-1 within the prompt.
     ``engine``: which of a pool's engines it came from, for the ledger. ``prompt_experts``: what the prompt's tokens
-    were routed to; ``response_experts``: all of the response's but the last, which is never fed. None unless wanted."""
+    were routed to; ``response_experts``: all of the response's but the last, which is never fed. ``kept``: the set of
+    tokens that each token of the response was sampled from. None unless wanted."""
 
     rid: str
     prompt: int
@@ -74,6 +85,7 @@ class Generated(msgspec.Struct, frozen=True, kw_only=True):
     engine: str = ""
     prompt_experts: RoutedExperts | None = None
     response_experts: RoutedExperts | None = None
+    kept: KeptTokens | None = None
 
 
 class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):

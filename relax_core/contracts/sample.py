@@ -8,6 +8,8 @@ from typing import Literal
 import msgspec
 import numpy as np
 
+from relax_core.contracts.kept_tokens import KeptTokens
+
 FinishReason = Literal["stop", "length", "abort"]
 TRUNCATED = "truncated"  # the ledger's reason for a sample of which nothing is trained because it was cut at its limit
 
@@ -53,6 +55,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     ``rollout_logprobs`` are natural logs of the distribution that was sampled from.
     ``reward`` is None when it could not be computed; such a sample is dropped, never trained as 0.
     ``engine``: which one generated it. ``routed_experts``: of its tokens but the last, where they are replayed.
+    ``kept``: the set of tokens that each of its tokens was sampled from, where top_k, top_p or min_p leaves some out.
     """
 
     uid: str
@@ -65,6 +68,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     reward_parts: dict[str, float] = {}
     engine: str = ""
     routed_experts: RoutedExperts | None = None
+    kept: KeptTokens | None = None
 
     @property
     def version(self) -> int:

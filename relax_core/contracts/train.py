@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from relax_core.contracts.kept_tokens import KeptTokens
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -32,11 +34,12 @@ class TrainGroup:
     old_logprobs: np.ndarray | None = None  # float32 [tokens]; None: the rollout's are the old ones
     reference_logprobs: np.ndarray | None = None  # float32 [tokens]
     teacher_logprobs: np.ndarray | None = None  # float32 [tokens]
-    teacher_top_ids: np.ndarray | None = None  # int32 [tokens, top_k]
+    teacher_top_ids: np.ndarray | None = None  # int32 [tokens, top_k], -1 where the kept set has fewer tokens
     teacher_top_logprobs: np.ndarray | None = None  # float32 [tokens, top_k]
     values: np.ndarray | None = None  # float32 [tokens], the critic's when the advantages were computed
     returns: np.ndarray | None = None  # float32 [tokens]
     routed_experts: np.ndarray | None = None  # uint8 or uint16 [packed_tokens, moe layers, top_k], rows as packed
+    kept: KeptTokens | None = None  # [tokens] sets that log-probs normalise over; None: over the whole vocabulary
 
     @property
     def packed_tokens(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from relax_core.config.model_folder import folder_problems, read_model_config
+from relax_core.config.model_folder import folder_problems, media_token_ids, read_model_config
 from relax_core.config.schema import RelaxConfig
 from relax_core.data.tokenizer import token_difference
 from relax_core.families.folder import folder_architecture
@@ -60,6 +60,12 @@ def _misfits(config: RelaxConfig, folder: Path, *, student: Path, key: str, top_
         yield (
             f"{key}={folder}: its token ids are not those of the model that learns, {student}: {difference}. A teacher "
             "must have the student's tokenizer."
+        )
+    media = [media_token_ids(one) for one in (student, folder)]
+    if media[0] != media[1]:
+        yield (
+            f"{key}={folder}: its media tokens are {media[1]}, those of the model that learns are {media[0]}. All "
+            "roles leave out the same tokens, so a teacher must name the same ones in tokenizer.json and config.json."
         )
     sizes = [int(read_model_config(one)["vocab_size"]) for one in (student, folder)]
     if top_k and sizes[0] != sizes[1]:

@@ -8,7 +8,6 @@ equal to transformers' own `apply_chat_template`.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -18,15 +17,12 @@ if TYPE_CHECKING:
     import jinja2
 
 _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_MEDIA_TOKEN = re.compile(r"<\|?_?(vision|image|video|audio)[a-z_]*\|?>", re.IGNORECASE)
-_MEDIA_CONFIG_KEY = re.compile(r"(vision|image|video|audio)\w*_token_(id|index)")
 
 
 class PromptTokenizer:
     """Text in, token ids out, and back.
 
-    ``stop_token_ids``: tokens that end a response. ``media_token_ids``: placeholders for images, audio and video,
-    which a text response must never contain. Both sorted. Raises ValueError for a folder that lacks what it needs.
+    ``stop_token_ids``: tokens that end a response, sorted. Raises ValueError for a folder that lacks what it needs.
     """
 
     def __init__(self, model_folder: Path) -> None:
@@ -47,7 +43,6 @@ class PromptTokenizer:
         self._special_tokens = _special_tokens(settings)
         self._template = _compile(_chat_template(model_folder, settings), what=f"model folder {model_folder}")
         self.stop_token_ids = self._stop_token_ids(model_folder)
-        self.media_token_ids = self._media_token_ids(_read_json(model_folder / "config.json"))
 
     def encode(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation as the chat template writes it, up to where the assistant's answer begins.
@@ -92,15 +87,6 @@ class PromptTokenizer:
                 f"model folder {model_folder} names no end token. Set eos_token in tokenizer_config.json, or "
                 "eos_token_id in generation_config.json."
             )
-        return sorted(found)
-
-    def _media_token_ids(self, config: Mapping[str, Any]) -> list[int]:
-        found = {
-            index
-            for index, token in self._tokenizer.get_added_tokens_decoder().items()
-            if _MEDIA_TOKEN.fullmatch(token.content)
-        }
-        found.update(value for key, value in config.items() if _MEDIA_CONFIG_KEY.fullmatch(key) and value is not None)
         return sorted(found)
 
 

@@ -63,13 +63,14 @@ class EngineClient(WeightCalls):
         expected = sum(params.n if prompt.samples is None else len(prompt.samples) for prompt in prompts)
         body = generate_body(prompts, params)
         async for one in self._streamed(
-            body, lambda response: self._responses(response, prompts, params, on_end), expected=expected
+            body, params, lambda response: self._responses(response, prompts, params, on_end), expected=expected
         ):
             yield one
 
     async def _streamed(
         self,
         body: dict[str, Any],
+        params: SamplingParams,
         read: Callable[[aiohttp.ClientResponse], AsyncIterator[Generated]],
         *,
         expected: int,
@@ -88,10 +89,16 @@ class EngineClient(WeightCalls):
                     raise self._refusal("/generate", response.status, await response.read())
                 async for one in read(response):
                     found += 1
-                    if body["return_routed_experts"] and one.response_experts is None and one.finish_reason != "abort":
+                    if params.return_routed_experts and one.response_experts is None and one.finish_reason != "abort":
                         raise EngineError(
                             f"engine {self.url} /generate: no routed experts came, but algo.routing_replay=true needs "
                             "them. SGLang tells them with --enable-return-routed-experts."
+                        )
+                    if params.return_kept_tokens and one.kept is None and one.output_ids:
+                        raise EngineError(
+                            f"engine {self.url} /generate: it did not tell which tokens top_p, top_k and min_p left, "
+                            "and the trainer needs them. Use rollout.top_p=1 rollout.top_k=-1 rollout.min_p=0, or an "
+                            "engine that tells them."
                         )
                     yield one
         except TimeoutError as error:
@@ -194,15 +201,18 @@ class EngineClient(WeightCalls):
         loads: dict[str, Any] = self._call("GET", "/v1/loads")["loads"][0]
         return loads
 
-    def score(self, rows: Sequence[TokensToScore], *, top_k: int, temperature: float) -> list[TokenScores]:
-        """How likely the engine's weights find given tokens, under logits / ``temperature``, and the ``top_k``
-        likeliest at each place. The embedded engine honours the temperature; SGLang's own scores are those at 1."""
-        body = score_body(rows, top_k=top_k, temperature=temperature)
+    def score(
+        self, rows: Sequence[TokensToScore], *, top_k: int, temperature: float, banned_token_ids: Sequence[int] = ()
+    ) -> list[TokenScores]:
+        """How likely the engine's weights find given tokens, under logits / ``temperature`` over each token's kept set
+        and without the banned tokens, and the ``top_k`` likeliest at each place. The embedded engine honours all of
+        that; SGLang's own scores are those at temperature 1 over the whole vocabulary."""
+        body = score_body(rows, top_k=top_k, temperature=temperature, banned_token_ids=banned_token_ids)
         status, data = self._answer("POST", "/generate", body, timeout_s=self._request_timeout_s)
         if status != 200:
             raise self._refusal("/generate", status, data)
         try:
-            return read_scores(data, rows, top_k=top_k)
+            return read_scores(data, rows, top_k=top_k, fewer="kept_tokens" in body or "banned_token_ids" in body)
         except (ValueError, msgspec.DecodeError) as error:
             raise EngineError(f"engine {self.url} /generate: scores that cannot be read: {error}") from error
 
@@ -290,6 +300,7 @@ def generate_body(prompts: Sequence[PromptRequest], params: SamplingParams) -> d
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k,
+        "min_p": params.min_p,
         "stop_token_ids": params.stop_token_ids,
     }
     body = {
@@ -302,6 +313,7 @@ def generate_body(prompts: Sequence[PromptRequest], params: SamplingParams) -> d
         "sampling_seed": [prompt.sampling_seed for prompt in prompts],
         "banned_token_ids": params.banned_token_ids,
         "return_routed_experts": params.return_routed_experts,
+        "return_sampling_mask": params.return_kept_tokens,
     }
     if any(prompt.samples is not None for prompt in prompts):
         body["samples"] = [prompt.samples for prompt in prompts]

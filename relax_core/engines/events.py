@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from relax_core.contracts.engine import Generated, PromptRequest
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.sample import FinishReason, RoutedExperts, VersionSpan
 from relax_core.engines.routes import read_routed_experts
 
@@ -31,7 +32,8 @@ class _Meta(msgspec.Struct):
     weight_version: str | None = None
     weight_versions: list[_Span] = []
     output_token_logprobs: list[tuple[float, int, str | None]] = []
-    output_token_sampling_logprobs: list[float] | None = None  # of the tokens that top_k and top_p left
+    output_token_sampling_mask: list[list[int]] | None = None  # what top_k, top_p and min_p left
+    output_token_sampling_logprobs: list[float] | None = None  # over what they left
     routed_experts: str | None = None
     cached_tokens: int = 0
 
@@ -55,17 +57,24 @@ class EventReader:
 
     ``cached_tokens``: of each finished (prompt, sample), how much of its prompt the engine had already.
     ``places``: the (prompt, sample) of each event's index; None where every prompt has its ``n`` samples in order.
+    ``vocab_size``: of the model, where the kept sets are wanted.
     """
 
     def __init__(
-        self, prompts: Sequence[PromptRequest], *, n: int, places: Sequence[tuple[int, int]] | None = None
+        self,
+        prompts: Sequence[PromptRequest],
+        *,
+        n: int,
+        places: Sequence[tuple[int, int]] | None = None,
+        vocab_size: int | None = None,
     ) -> None:
         self._prompts = prompts
         self._n = n
         self._places = places
+        self._vocab_size = vocab_size
         self.cached_tokens: dict[tuple[int, int], int] = {}
         self._buffer = b""
-        self._tokens: dict[int, tuple[list[int], list[float]]] = {}
+        self._tokens: dict[int, tuple[list[int], list[float], list[KeptTokens]]] = {}
 
     def feed(self, data: bytes) -> Iterator[Generated | str]:
         """Yields responses that ``data`` finishes, and an engine's failure as its words."""
@@ -83,11 +92,17 @@ class EventReader:
         meta = event.meta_info
         if meta is None:
             return "an event without meta_info"
-        ids, logprobs = self._tokens.setdefault(event.index, ([], []))
+        ids, logprobs, kept = self._tokens.setdefault(event.index, ([], [], []))
         if len(event.output_ids) == meta.completion_tokens:
             ids.clear()
             logprobs.clear()
+            kept.clear()
         ids += event.output_ids
+        if self._vocab_size is not None and meta.output_token_sampling_mask:
+            try:
+                kept.append(KeptTokens.of_lists(meta.output_token_sampling_mask, vocab_size=self._vocab_size))
+            except ValueError as error:
+                return f"output_token_sampling_mask: {error}"
         if meta.output_token_sampling_logprobs is None:
             logprobs += [logprob for logprob, _, _ in meta.output_token_logprobs]
         else:
@@ -119,6 +134,7 @@ class EventReader:
             finish_reason=meta.finish_reason.type,
             prompt_experts=prompt_experts,
             response_experts=response_experts,
+            kept=KeptTokens.joined(kept) if kept else None,
         )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from relax_core.contracts.engine import Generated, PromptRequest
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.sample import VersionSpan
 from relax_core.engines.routes import with_joined_experts
 
@@ -96,8 +97,8 @@ class OpenPrompt:
 
 
 def joined(before: Generated, after: Generated) -> Generated:
-    """One response from its aborted beginning and what followed: tokens keep the log-probs and the weight versions that
-    they were sampled with."""
+    """One response from its aborted beginning and what followed: tokens keep the log-probs, the kept sets and the
+    weight versions that they were sampled with."""
     start = len(before.output_ids)
     spans = list(before.weight_versions)
     for span in after.weight_versions:
@@ -105,10 +106,12 @@ def joined(before: Generated, after: Generated) -> Generated:
             spans[-1] = VersionSpan(spans[-1].start, start + span.end, span.version)
         else:
             spans.append(VersionSpan(start + span.start, start + span.end, span.version))
+    kept = [one.kept for one in (before, after) if one.kept is not None]
     whole = msgspec.structs.replace(
         after,
         output_ids=before.output_ids + after.output_ids,
         logprobs=before.logprobs + after.logprobs,
         weight_versions=spans,
+        kept=KeptTokens.joined(kept) if kept else None,
     )
     return with_joined_experts(whole, before, after)

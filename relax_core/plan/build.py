@@ -87,7 +87,7 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
         free_bytes=free,
         cache_tokens=config.engine.max_total_tokens if on_gpus else cache_tokens(config, work),
         cache_tokens_fit=cache_tokens_that_fit(config, model, work) if on_gpus else None,
-        transfers=find_transfers(config, needs, model=model),
+        transfers=find_transfers(config, needs, model=model, work=work),
         unread=list(unread_knobs(config)),
         not_yet=list(not_yet),
         refused=refused,

@@ -105,6 +105,6 @@ def _mask_pairs(config: RelaxConfig, parallel: ParallelConfig, work: Workload) -
 def head_bytes(config: RelaxConfig, model: ModelDimensions, work: Workload, *, split: int = 1) -> int:
     """Logits of one chunk, the output weight in float32 where it is not, and its gradient; ``split``: over tp ranks."""
     rows = min(work.micro_batch_tokens, config.parallel.logprob_chunk_tokens)
-    chunk = rows * model.vocabulary * FLOAT
+    chunk = rows * model.vocabulary * (FLOAT + int(config.rollout.truncates))  # a bool beside each logit
     weight = model.vocabulary * model.hidden * FLOAT
     return (chunk + weight + (weight if dtype_bytes(config) != FLOAT else 0)) // split

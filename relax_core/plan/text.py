@@ -117,6 +117,11 @@ def _holder(holder: Holder) -> Iterator[str]:
 
 def _transfers(plan: Plan) -> Iterator[str]:
     transfers = plan.transfers
+    if transfers.kept_set_bytes:
+        yield (
+            f"kept sets: {transfers.kept_set_bytes} bytes a sampled token and "
+            f"{size_words(transfers.kept_step_bytes)} a train step at most; a set of n tokens takes 4 + 4 n bytes"
+        )
     yield (
         f"weights: {size_words(transfers.sync_bytes)} a version, {plural(transfers.receivers, 'receiver')}; published "
         f"versions take {size_words(transfers.published_bytes)} at most"

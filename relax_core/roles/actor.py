@@ -64,7 +64,9 @@ class ActorWorker(Worker):
         self._stall_s = config.run.stall_timeout_s
         self._time_sharing = config.mode.name is ModeName.colocate
         self._needs = find_algorithm(config.algo.name).needs(config.algo)
-        self._columns = train_columns(self._needs, routing_replay=config.algo.routing_replay)
+        self._columns = train_columns(
+            self._needs, routing_replay=config.algo.routing_replay, truncates=config.rollout.truncates
+        )
         self._plan = UpdatePlan(
             groups=config.rollout.prompts_per_step,
             mini_batches=config.algo.mini_batches,
@@ -260,11 +262,14 @@ class ActorWorker(Worker):
             self._clock.push_ms, self._clock.stall_ms = report.push_ms, report.stall_ms
 
 
-def train_columns(needs: Needs, *, routing_replay: bool) -> tuple[str, ...]:
-    """What the trainer leases: the rollout's columns, the advantages, and what the algorithm asks for."""
+def train_columns(needs: Needs, *, routing_replay: bool, truncates: bool) -> tuple[str, ...]:
+    """What the trainer leases: the rollout's columns, the advantages, and what the algorithm asks for. ``truncates``:
+    top_k, top_p or min_p leave tokens out."""
     extra = [c.ADVANTAGES]
     if routing_replay:
         extra.append(c.ROUTED_EXPERTS)
+    if truncates:
+        extra.append(c.KEPT_TOKENS)
     if needs.old_logprobs == "actor_fwd":
         extra.append(c.OLD_LOGPROBS)
     if needs.reference:

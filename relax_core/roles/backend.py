@@ -93,6 +93,7 @@ def _setup(
         timeout_s=config.run.stall_timeout_s,
         seed=config.seed,
         moe_aux_loss_coef=config.model.moe_aux_loss_coef,
+        banned_token_ids=config.rollout.banned(),
     )
 
 

@@ -35,6 +35,8 @@ class ForwardWorker(ColumnWorker):
         assert rank == 0, "peers are driven by rank 0"
         if self.replays and context.config.algo.routing_replay:
             self.inputs = (*self.inputs, c.ROUTED_EXPERTS)
+        if context.config.rollout.truncates:
+            self.inputs = (*self.inputs, c.KEPT_TOKENS)
         super().__init__(name, context)
 
     def prepare(self) -> None:

@@ -162,9 +162,11 @@ class RolloutWorker(Worker):
             temperature=0.0 if greedy else config.rollout.temperature,
             top_p=1.0 if greedy else config.rollout.top_p,
             top_k=-1 if greedy else config.rollout.top_k,
+            min_p=0.0 if greedy else config.rollout.min_p,
             stop_token_ids=stop,
-            banned_token_ids=tokenizer.media_token_ids,
+            banned_token_ids=config.rollout.banned(),
             return_routed_experts=config.algo.routing_replay and not greedy,
+            return_kept_tokens=config.rollout.truncates and not greedy,
         )
 
     def _evaluator(

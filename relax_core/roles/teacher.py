@@ -36,12 +36,14 @@ class TeacherWorker(ColumnWorker):
     """Writes the teacher's columns for every row, each with the teacher that the row names."""
 
     task = "teacher"
-    inputs = (c.PROMPT_IDS, c.RESPONSE_IDS, c.TEACHER)
+    inputs: tuple[str, ...] = (c.PROMPT_IDS, c.RESPONSE_IDS, c.TEACHER)
     _teachers: Mapping[str, TeacherScorer]
     _owners: Mapping[str, str] = {}  # teacher → the owner of its engine, where it has one
 
     def __init__(self, name: str, context: RunContext, rank: int) -> None:
         assert rank == 0, "one process asks all teachers"
+        if context.config.rollout.truncates:
+            self.inputs = (*self.inputs, c.KEPT_TOKENS)
         super().__init__(name, context)
 
     def prepare(self) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from relax_core.contracts.engine import EngineUnreachable
+from relax_core.contracts.kept_tokens import OUTSIDE
 from relax_core.contracts.train import TrainGroup
 from relax_core.engines.scores import TokenScores, TokensToScore
 from relax_core.roles.backend import build_teacher
@@ -20,12 +21,14 @@ if TYPE_CHECKING:
     from relax_core.train.backend import MegatronBackend
 
 TOKENS_A_CALL = 16384  # that an engine scores in one call; with top_k = 16 some 10 MB of JSON
+KEPT_BYTES_A_CALL = 16 << 20  # of kept sets, which travel as a third more of base64
 RETRY_S = 0.1
 
 
 class TeacherScores(NamedTuple):
     """Of a group's response tokens: their log-probs float32 ``[tokens]``; the teacher's likeliest tokens int32
-    ``[tokens, top_k]``, likeliest first, and their log-probs float32, both None where top_k is 0."""
+    ``[tokens, top_k]``, likeliest first, and their log-probs float32, both None where top_k is 0. Where a kept set has
+    fewer tokens the ids end in -1 and the log-probs in `OUTSIDE`."""
 
     logprobs: np.ndarray
     top_ids: np.ndarray | None
@@ -33,8 +36,9 @@ class TeacherScores(NamedTuple):
 
 
 class TeacherScorer(Protocol):
-    """One teacher. Its log-probs are those of softmax(logits / rollout.temperature), as the student's are: a teacher
-    with the student's weights differs from it nowhere."""
+    """One teacher. Its log-probs are those of softmax(logits / rollout.temperature) over the kept sets of the sampled
+    tokens and without the banned tokens, as the student's are: a teacher with the student's weights differs from it
+    nowhere."""
 
     def score(self, groups: Sequence[TrainGroup]) -> list[TeacherScores]: ...
 
@@ -63,6 +67,7 @@ class EngineTeacher:
     def __init__(self, context: RunContext, directory: EngineDirectory, number: int, *, top_k: int) -> None:
         self._directory, self._number, self._top_k = directory, number, top_k
         self._temperature = context.config.rollout.temperature
+        self._banned = context.config.rollout.banned()
         self._patience_s = context.config.engine.start_timeout_s
 
     def score(self, groups: Sequence[TrainGroup]) -> list[TeacherScores]:
@@ -75,7 +80,9 @@ class EngineTeacher:
         while True:
             client = self._directory.client(self._number)
             try:
-                return client.score(rows, top_k=self._top_k, temperature=self._temperature)
+                return client.score(
+                    rows, top_k=self._top_k, temperature=self._temperature, banned_token_ids=self._banned
+                )
             except EngineUnreachable:
                 lost_since = lost_since or time.monotonic()
                 if time.monotonic() - lost_since > self._patience_s:
@@ -87,27 +94,35 @@ class EngineTeacher:
         logprobs = np.array([value for one in samples for value in one.logprobs], dtype=np.float32)
         if not self._top_k:
             return TeacherScores(logprobs, None, None)
-        ids = np.array([row for one in samples for row in one.top_ids], dtype=np.int32)
-        values = np.array([row for one in samples for row in one.top_logprobs], dtype=np.float32)
+        ids = self._padded([row for one in samples for row in one.top_ids], -1).astype(np.int32)
+        values = self._padded([row for one in samples for row in one.top_logprobs], OUTSIDE).astype(np.float32)
         return TeacherScores(logprobs, ids, values)
+
+    def _padded(self, rows: list[Any], pad: float) -> np.ndarray:
+        """``[tokens, top_k]``; a row has fewer numbers where fewer tokens were left."""
+        return np.array([row + [pad] * (self._top_k - len(row)) for row in rows])
 
 
 def _rows_of(group: TrainGroup) -> Iterator[TokensToScore]:
     """Prompt and response of each sample, ids as they are."""
     prompt = group.prompt_ids.tolist()
-    for response in np.split(group.response_ids, np.cumsum(group.lengths)[:-1]):
-        yield TokensToScore(input_ids=prompt + response.tolist(), first=len(prompt))
+    ends = np.cumsum(group.lengths).tolist()
+    for start, end in zip([0, *ends], ends, strict=False):
+        kept = None if group.kept is None else group.kept.take(np.arange(start, end))
+        yield TokensToScore(input_ids=prompt + group.response_ids[start:end].tolist(), first=len(prompt), kept=kept)
 
 
 def _calls(rows: Sequence[TokensToScore]) -> Iterator[list[TokensToScore]]:
     """Rows that go to the engine together."""
     call: list[TokensToScore] = []
-    tokens = 0
+    tokens = kept_bytes = 0
     for row in rows:
-        if call and tokens + len(row.input_ids) > TOKENS_A_CALL:
+        more = 0 if row.kept is None else row.kept.nbytes
+        if call and (tokens + len(row.input_ids) > TOKENS_A_CALL or kept_bytes + more > KEPT_BYTES_A_CALL):
             yield call
-            call, tokens = [], 0
+            call, tokens, kept_bytes = [], 0, 0
         call.append(row)
         tokens += len(row.input_ids)
+        kept_bytes += more
     if call:
         yield call

@@ -48,8 +48,11 @@ def to_sample(
     mask_truncated: bool = False,
 ) -> Sample:
     """``mask_off_policy``: of a response that several weight versions made, only the newest one's tokens are trained;
-    its version is then that one. ``mask_truncated``: of a response that was cut at its limit nothing is trained."""
+    its version is then that one. ``mask_truncated``: of a response that was cut at its limit nothing is trained. Raises
+    ValueError for a kept set without the token that was sampled from it."""
     tokens = len(generated.output_ids)
+    if generated.kept is not None and (fault := generated.kept.fault(generated.output_ids)) is not None:
+        raise ValueError(f"{generated.engine or 'the engine'}, sample {uid}: {fault}")
     trained_from = 0
     if mask_off_policy and generated.weight_versions:
         newest = max(span.version for span in generated.weight_versions)
@@ -67,6 +70,7 @@ def to_sample(
         reward_parts={"exact": float(output.exact), **(output.parts or {})},
         engine=generated.engine,
         routed_experts=generated.response_experts,
+        kept=generated.kept,
     )
 
 

@@ -11,17 +11,20 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from relax_core.contracts.algorithm import LossInputs
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.train import TrainGroup
 from relax_core.train.device import has_cuda
 from relax_core.train.logprobs import HeadOutputs, chunked_logprobs, head_outputs, likeliest_tokens
 from relax_core.train.rank import MegatronRank, RankSetup
 from relax_core.train.schedule import MicroBatch
 from relax_core.train.step_sums import micro_batch_sums
+from relax_core.train.truncation import Truncation
 
 
 class TopLogprobs(NamedTuple):
     """Of a group's response tokens: their own log-probs float32 ``[tokens]``; the likeliest tokens at their places,
-    int64 ``[tokens, top_k]``, likeliest first, and the log-probs of those, float32 ``[tokens, top_k]``."""
+    int64 ``[tokens, top_k]``, likeliest first, and the log-probs of those, float32 ``[tokens, top_k]``. Where a kept
+    set has fewer tokens the ids end in -1 and the log-probs in `OUTSIDE`."""
 
     logprobs: np.ndarray
     top_ids: np.ndarray
@@ -32,6 +35,8 @@ class MegatronBackend(MegatronRank):
     """Implements `relax_core.contracts.train.TrainBackend` on megatron-core.
 
     ``temperature``: what log-probs are computed at. ``trainable`` False: what actor_fwd, reference and teachers use.
+    Log-probs and entropies are those of the distribution that was sampled from: over the groups' kept sets, where they
+    have them, and without the banned tokens.
     """
 
     def __init__(self, setup: RankSetup, *, temperature: float, trainable: bool = True) -> None:
@@ -62,7 +67,7 @@ class MegatronBackend(MegatronRank):
 
         def columns(batch: MicroBatch, hidden: Tensor) -> Sequence[Tensor]:
             inputs = self._head_inputs(batch, hidden)
-            return self._of_all_tokens(batch, chunked_logprobs(*inputs, **self._head_settings))
+            return self._of_all_tokens(batch, chunked_logprobs(*inputs, **self._head_settings(batch)))
 
         return [logprobs for (logprobs,) in self._forward_only(groups, columns, like=[(torch.float32, ())])]
 
@@ -71,7 +76,7 @@ class MegatronBackend(MegatronRank):
 
         def columns(batch: MicroBatch, hidden: Tensor) -> Sequence[Tensor]:
             inputs = self._head_inputs(batch, hidden)
-            return self._of_all_tokens(batch, *likeliest_tokens(*inputs, top_k=top_k, **self._head_settings))
+            return self._of_all_tokens(batch, *likeliest_tokens(*inputs, top_k=top_k, **self._head_settings(batch)))
 
         like = [(torch.float32, ()), (torch.int64, (top_k,)), (torch.float32, (top_k,))]
         return [TopLogprobs(*columns) for columns in self._forward_only(groups, columns, like=like)]
@@ -94,14 +99,24 @@ class MegatronBackend(MegatronRank):
         self._refuse_on_cuda("onload")
 
     # -- parts --------------------------------------------------------------------------------------------------
-    @property
-    def _head_settings(self) -> dict[str, Any]:
+    def _head_settings(self, batch: MicroBatch) -> dict[str, Any]:
         return {
             "inverse_temperature": self._inverse_temperature,
             "chunk_rows": self._parallel.logprob_chunk_tokens,
             "group": parallel_state.get_tensor_model_parallel_group() if self._parallel.tp > 1 else None,
             "vocab_size": self._vocab_size,
+            "truncation": Truncation.of(self._kept(batch), self._setup.banned_token_ids, self._device),
         }
+
+    @staticmethod
+    def _kept(batch: MicroBatch) -> KeptTokens | None:
+        """The kept sets of this rank's response tokens, where the groups have them."""
+        present = [group.kept for group in batch.groups if group.kept is not None]
+        assert len(present) in (0, len(batch.groups)), "kept sets are there for all groups of a run or for none"
+        if not present:
+            return None
+        kept, tokens = KeptTokens.joined(present), batch.tree.tokens
+        return kept if tokens is None else kept.take(tokens.mine.cpu().numpy())
 
     def _head_inputs(self, batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Hidden states in front of this rank's response tokens ``[local tokens, hidden]``, the output weight, and the
@@ -118,7 +133,10 @@ class MegatronBackend(MegatronRank):
         if top_ids is not None:
             top_ids = top_ids.to(torch.int64) if tree.tokens is None else top_ids.to(torch.int64)[tree.tokens.mine]
         head = head_outputs(
-            *self._head_inputs(batch, hidden), gather=top_ids, entropy=self._wants_entropy, **self._head_settings
+            *self._head_inputs(batch, hidden),
+            gather=top_ids,
+            entropy=self._wants_entropy,
+            **self._head_settings(batch),
         )
         if tree.tokens is None:
             return head

@@ -15,6 +15,10 @@ What the functions have in common. ``hidden`` ``[rows, hidden]`` and ``weight`` 
 maths is float32 also for bfloat16 inputs, by float32 copies of the weight and of a chunk (float64 stays float64).
 Results are equal on all ranks of ``group``; so must be the inputs but the weight, and the gradients that come in. The
 gradient of ``hidden`` is summed over the ranks, that of ``weight`` is the shard's; each has its own dtype.
+
+**Truncation.** With ``truncation`` the softmax of each row is over the tokens that are left: logits of the others are
+set to `OUTSIDE` inside of a chunk, in the forward pass and again in the backward pass. A token that is left out has the
+log-prob `OUTSIDE` and no gradient. The targets must be among those that are left.
 """
 
 from __future__ import annotations
@@ -27,6 +31,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from relax_core.contracts.kept_tokens import OUTSIDE
+from relax_core.train.truncation import Truncation
+
+_LEAST_LOGPROB, _LEAST = -87.0, 2e-38  # what float32 still holds in full; exp of the first is less than the second
 _PLAIN_LOGITS = 2**16  # up to here plain operations are faster, and their three buffers are under 1 MB
 
 
@@ -41,7 +49,8 @@ class HeadOutputs(NamedTuple):
 
 class Likeliest(NamedTuple):
     """Of each row: the target's log-prob ``[rows]``, the k likeliest tokens ``[rows, k]`` int64, likeliest first, and
-    their log-probs ``[rows, k]``. No gradient."""
+    their log-probs ``[rows, k]``. Where fewer than k are left the ids end in -1 and the log-probs in `OUTSIDE`. No
+    gradient."""
 
     logprobs: Tensor
     top_ids: Tensor
@@ -57,6 +66,7 @@ def chunked_logprobs(
     chunk_rows: int,
     group: ProcessGroup | None = None,
     vocab_size: int | None = None,
+    truncation: Truncation | None = None,
 ) -> Tensor:
     """Log-prob ``[rows]`` of each row's target under ``softmax(hidden @ weight.T * inverse_temperature)``.
 
@@ -71,6 +81,7 @@ def chunked_logprobs(
         chunk_rows=chunk_rows,
         group=group,
         vocab_size=vocab_size,
+        truncation=truncation,
     ).logprobs
 
 
@@ -85,12 +96,14 @@ def head_outputs(
     entropy: bool = False,
     group: ProcessGroup | None = None,
     vocab_size: int | None = None,
+    truncation: Truncation | None = None,
 ) -> HeadOutputs:
     """`chunked_logprobs` and, from the same logits, the entropy and the log-probs of the tokens ``gather``.
 
-    ``gather``: int64 ``[rows, k]`` in 0..vocab-1; a row may name a token twice. Gradients flow through all three. The
-    entropy's backward pass needs two buffers, so they hold half as many rows each: no more than ``[chunk_rows, vocab]``
-    floats exist here either (``chunk_rows`` 2 or more).
+    ``gather``: int64 ``[rows, k]`` in 0..vocab-1; a row may name a token twice. With ``truncation`` -1 stands for no
+    token, which counts as one that is left out. Gradients flow through all three. The entropy's backward pass needs two
+    buffers, so they hold half as many rows each: no more than ``[chunk_rows, vocab]`` floats exist here either
+    (``chunk_rows`` 2 or more).
     """
     assert hidden.ndim == 2 and weight.ndim == 2 and hidden.shape[1] == weight.shape[1], "want [rows, h], [vocab, h]"
     assert hidden.dtype == weight.dtype and hidden.is_floating_point(), "hidden and weight must have one float dtype"
@@ -98,13 +111,14 @@ def head_outputs(
     assert gather is None or (gather.shape[0] == targets.shape[0] and gather.dtype == torch.int64), "want [rows, k]"
     assert chunk_rows >= 1 and inverse_temperature > 0.0
     columns = targets[:, None] if gather is None else torch.cat([targets[:, None], gather], dim=1)
-    if group is None and hidden.shape[0] <= chunk_rows and hidden.shape[0] * weight.shape[0] <= _PLAIN_LOGITS:
+    few = hidden.shape[0] <= chunk_rows and hidden.shape[0] * weight.shape[0] <= _PLAIN_LOGITS
+    if group is None and truncation is None and few:
         chosen, of_rows = _plain_outputs(hidden, weight[:vocab_size], columns, inverse_temperature, entropy)
     else:
         shard = _Shard.of(weight, group, vocab_size=vocab_size)
         rows = max(1, chunk_rows // 2) if entropy else chunk_rows
         keep = torch.is_grad_enabled() and not entropy and hidden.shape[0] <= chunk_rows
-        settings = _Settings(inverse_temperature, rows, entropy, keep)
+        settings = _Settings(inverse_temperature, rows, entropy, keep, truncation)
         chosen, of_rows = _HeadOutputs.apply(hidden, weight, columns, shard, settings)
     return HeadOutputs(chosen[:, 0], of_rows, None if gather is None else chosen[:, 1:])
 
@@ -120,17 +134,19 @@ def likeliest_tokens(
     top_k: int,
     group: ProcessGroup | None = None,
     vocab_size: int | None = None,
+    truncation: Truncation | None = None,
 ) -> Likeliest:
     """The log-prob of each row's target and the ``top_k`` likeliest tokens, 1..vocab of them; memory as above."""
     shard = _Shard.of(weight, group, vocab_size=vocab_size)
     matrix = shard.matrix(weight)
     owned, columns = shard.own(targets[:, None])
+    settings = _Settings(inverse_temperature, chunk_rows, False, False, truncation)
     chosen = matrix.new_zeros(columns.shape)
     # A shard with fewer words than ``top_k`` leaves places that nobody will take.
     values, ids = matrix.new_full((len(hidden), top_k), -torch.inf), targets.new_zeros(len(hidden), top_k)
     own_k = min(top_k, shard.words)
     normalizers = shard.normalizers(matrix, len(hidden))
-    for rows, logprobs in _log_softmax_chunks(hidden, matrix, inverse_temperature, chunk_rows, normalizers):
+    for rows, logprobs in _log_softmax_chunks(hidden, matrix, shard.first, settings, normalizers):
         torch.gather(logprobs, 1, columns[rows], out=chosen[rows])
         top = logprobs.topk(own_k, dim=1)
         values[rows, :own_k], ids[rows, :own_k] = top.values, top.indices + shard.first
@@ -140,6 +156,9 @@ def likeliest_tokens(
         everyones = shard.gather(values - above).transpose(0, 1).flatten(1)
         values, places = everyones.topk(top_k, dim=1)
         ids = shard.gather(ids).transpose(0, 1).flatten(1).gather(1, places)
+    if truncation is not None:
+        none = _left_out(values)
+        ids, values = ids.masked_fill(none, -1), values.masked_fill(none, OUTSIDE)
     return Likeliest(chosen[:, 0], ids, values)
 
 
@@ -165,7 +184,7 @@ class _Shard(NamedTuple):
         """Which of some words are here, and their places here; 0 where they are not."""
         places = columns - self.first
         owned = (places >= 0) & (places < self.words)
-        return owned, places if self.group is None else torch.where(owned, places, 0)
+        return owned, torch.where(owned, places, 0)
 
     def normalizers(self, matrix: Tensor, rows: int) -> Tensor | None:
         """Where a pass over the chunks puts the log-sum-exp of each row's logits here; None where nobody asks."""
@@ -189,29 +208,43 @@ class _Shard(NamedTuple):
 
 
 # -- the chunks -----------------------------------------------------------------------------------------------------
+class _Settings(NamedTuple):
+    """``keep``: all rows are one chunk, whose softmax the backward pass may use again."""
+
+    inverse_temperature: float
+    chunk_rows: int
+    entropy: bool
+    keep: bool
+    truncation: Truncation | None
+
+
 def _logit_chunks(
-    hidden: Tensor, matrix: Tensor, inverse_temperature: float, chunk_rows: int
+    hidden: Tensor, matrix: Tensor, first: int, settings: _Settings
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Which rows, their hidden states ``[chunk, hidden]`` and logits ``[chunk, words]``, in the dtype of the maths.
+    ``first``: the id of the first word.
 
     All logits come in one buffer, which the next chunk overwrites. Without a word there is no chunk.
     """
     if not len(matrix):
         return
-    buffer = matrix.new_empty(min(len(hidden), chunk_rows), len(matrix))
-    for start in range(0, len(hidden), chunk_rows):
-        rows = slice(start, start + chunk_rows)
+    buffer = matrix.new_empty(min(len(hidden), settings.chunk_rows), len(matrix))
+    for start in range(0, len(hidden), settings.chunk_rows):
+        rows = slice(start, min(start + settings.chunk_rows, len(hidden)))
         chunk = hidden[rows].to(matrix.dtype)
         logits = buffer[: len(chunk)]
         # With beta=0 the first argument is not read: `alpha` scales inside the GEMM.
-        yield rows, chunk, torch.addmm(logits, chunk, matrix.t(), beta=0, alpha=inverse_temperature, out=logits)
+        torch.addmm(logits, chunk, matrix.t(), beta=0, alpha=settings.inverse_temperature, out=logits)
+        if settings.truncation is not None:
+            settings.truncation.apply(logits, rows, first=first)
+        yield rows, chunk, logits
 
 
 def _log_softmax_chunks(
-    hidden: Tensor, matrix: Tensor, inverse_temperature: float, chunk_rows: int, normalizers: Tensor | None
+    hidden: Tensor, matrix: Tensor, first: int, settings: _Settings, normalizers: Tensor | None
 ) -> Iterator[tuple[slice, Tensor]]:
     """Which rows, and the log-softmax of their logits. ``normalizers`` ``[rows]``, where given, get the log-sum-exp."""
-    for rows, _, logits in _logit_chunks(hidden, matrix, inverse_temperature, chunk_rows):
+    for rows, _, logits in _logit_chunks(hidden, matrix, first, settings):
         highest = None if normalizers is None else logits.amax(dim=1)
         # In place is safe: each row is read before it is written (test_in_place_softmax holds it).
         torch.log_softmax(logits, dim=1, out=logits)
@@ -219,6 +252,19 @@ def _log_softmax_chunks(
             assert highest is not None
             normalizers[rows] = highest - logits.amax(dim=1)  # the second is small, so this is exact
         yield rows, logits
+
+
+def _exponentials(logprobs: Tensor, settings: _Settings) -> Tensor:
+    """The softmax of a chunk from its log-softmax, in its place."""
+    if settings.truncation is None or logprobs.device.type != "cpu":
+        return logprobs.exp_()
+    # Where much is left out: on a CPU torch.exp takes ten times as long for what underflows.
+    return torch.nn.functional.threshold(logprobs.clamp_(min=_LEAST_LOGPROB).exp_(), _LEAST, 0.0, inplace=True)
+
+
+def _left_out(logprobs: Tensor) -> Tensor:
+    """Where a log-prob is that of a token which truncation left out, whatever was taken off it."""
+    return logprobs < OUTSIDE / 2
 
 
 def _maths_dtype(tensor: Tensor) -> torch.dtype:
@@ -237,15 +283,6 @@ def _plain_outputs(
     return logprobs.gather(1, columns), -(logprobs.exp() * logprobs).sum(dim=1) if entropy else None
 
 
-class _Settings(NamedTuple):
-    """``keep``: all rows are one chunk, whose softmax the backward pass may use again."""
-
-    inverse_temperature: float
-    chunk_rows: int
-    entropy: bool
-    keep: bool
-
-
 class _HeadOutputs(torch.autograd.Function):
     """Chosen columns of the log-softmax ``[rows, columns]``, and its entropy ``[rows]`` where asked for."""
 
@@ -259,13 +296,12 @@ class _HeadOutputs(torch.autograd.Function):
         entropy = matrix.new_zeros(len(hidden)) if settings.entropy else None
         normalizers = shard.normalizers(matrix, len(hidden))
         kept = None
-        scale, chunk_rows = settings.inverse_temperature, settings.chunk_rows
-        for rows, logprobs in _log_softmax_chunks(hidden, matrix, scale, chunk_rows, normalizers):
+        for rows, logprobs in _log_softmax_chunks(hidden, matrix, shard.first, settings, normalizers):
             torch.gather(logprobs, 1, places[rows], out=chosen[rows])
             if entropy is not None:
-                entropy[rows] = torch.special.entr(logprobs.exp_(), out=logprobs).sum(dim=1)
+                entropy[rows] = torch.special.entr(_exponentials(logprobs, settings), out=logprobs).sum(dim=1)
             elif settings.keep:
-                kept = logprobs.exp_()
+                kept = _exponentials(logprobs, settings)
         above = None
         if normalizers is not None:
             above = shard.whole_above_own(normalizers)
@@ -273,7 +309,11 @@ class _HeadOutputs(torch.autograd.Function):
             if entropy is not None:  # the entropy within the shards, and that of which shard it is
                 share = above.neg().exp()
                 entropy = shard.add(share * entropy + torch.special.entr(share))
-        ctx.save_for_backward(hidden, weight, columns, entropy, above, kept)
+        outside = None
+        if settings.truncation is not None:
+            outside = _left_out(chosen) | (columns < 0)
+            chosen.masked_fill_(outside, OUTSIDE)
+        ctx.save_for_backward(hidden, weight, columns, entropy, above, kept, outside)
         ctx.shard, ctx.settings = shard, settings
         return chosen, entropy
 
@@ -284,7 +324,7 @@ class _HeadOutputs(torch.autograd.Function):
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         # With p the softmax: d log p_j / d logits = one_hot_j - p, dH / d logits = entr(p) - H p, entr(p) = -p log p.
         # What is one factor a row goes onto rows as wide as `hidden`, never as wide as the vocabulary.
-        hidden, weight, columns, entropy, above, kept = ctx.saved_tensors
+        hidden, weight, columns, entropy, above, kept, outside = ctx.saved_tensors
         shard, settings, scale = ctx.shard, ctx.settings, ctx.settings.inverse_temperature
         matrix = shard.matrix(weight)
         owned, places = shard.own(columns)
@@ -293,6 +333,8 @@ class _HeadOutputs(torch.autograd.Function):
             grad_hidden = hidden.new_zeros(hidden.shape, dtype=hidden.dtype if shard.group is None else matrix.dtype)
         if ctx.needs_input_grad[1]:
             grad_weight = matrix.new_zeros(weight.shape)
+        if outside is not None:
+            grad_chosen = grad_chosen.masked_fill(outside, 0.0)
         of_columns = torch.where(owned, grad_chosen * scale, 0.0)
         of_softmax, of_surprise = -scale * grad_chosen.sum(dim=1, keepdim=True), None
         on_delta = of_softmax
@@ -305,7 +347,7 @@ class _HeadOutputs(torch.autograd.Function):
             spare = matrix.new_empty(min(len(hidden), settings.chunk_rows), len(matrix))
         if above is not None:
             on_delta = on_delta * above.neg().exp()[:, None]
-        for rows, chunk, softmax in _softmax_chunks(hidden, matrix, settings, kept):
+        for rows, chunk, softmax in _softmax_chunks(hidden, matrix, shard.first, settings, kept):
             delta, taken = softmax, [*zip(places[rows].unbind(1), of_columns[rows, :, None].unbind(1), strict=True)]
             if of_surprise is not None:
                 delta = torch.special.entr(softmax, out=spare[: len(chunk)])
@@ -325,11 +367,11 @@ class _HeadOutputs(torch.autograd.Function):
 
 
 def _softmax_chunks(
-    hidden: Tensor, matrix: Tensor, settings: _Settings, kept: Tensor | None
+    hidden: Tensor, matrix: Tensor, first: int, settings: _Settings, kept: Tensor | None
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """`_logit_chunks` with the softmax in the logits' place; ``kept`` is that of all rows, where it is there."""
     if kept is not None:
         yield slice(None), hidden.to(matrix.dtype), kept
         return
-    for rows, chunk, logits in _logit_chunks(hidden, matrix, settings.inverse_temperature, settings.chunk_rows):
+    for rows, chunk, logits in _logit_chunks(hidden, matrix, first, settings):
         yield rows, chunk, torch.softmax(logits, dim=1, out=logits)

@@ -57,7 +57,8 @@ _ONE_TOKEN = TrainGroup(
 @dataclass(frozen=True, kw_only=True)
 class RankSetup:
     """What a rank is made from. ``store_address``: "host:port" of the TCPStore that rank 0 hosts. ``timeout_s``: of
-    every wait for other ranks. ``moe_aux_loss_coef``: what a mixture of experts' balancing loss is weighed with."""
+    every wait for other ranks. ``moe_aux_loss_coef``: what a mixture of experts' balancing loss is weighed with.
+    ``banned_token_ids``: tokens that are never sampled, and so have no share in any log-prob."""
 
     model_folder: Path
     family: str
@@ -73,6 +74,7 @@ class RankSetup:
     timeout_s: float
     seed: int
     moe_aux_loss_coef: float = 0.0
+    banned_token_ids: Sequence[int] = ()
 
 
 class MegatronRank:

@@ -6,6 +6,7 @@ import numpy as np
 
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import LeasedRow
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.sample import TRUNCATED, VersionSpan
 from relax_core.contracts.train import TrainGroup
 
@@ -19,7 +20,8 @@ def token_versions(spans: list[list[VersionSpan]], lengths: np.ndarray) -> np.nd
 
 
 def decode_prompt_and_responses(row: LeasedRow) -> TrainGroup:
-    """What a log-prob pass needs of a row: token ids, and where they are leased the experts to replay."""
+    """What a log-prob pass needs of a row: token ids, and where they are leased the experts to replay and the kept
+    sets."""
     responses = c.decode_ragged(row.columns[c.RESPONSE_IDS])
     tokens = responses.flat()
     return TrainGroup(
@@ -30,12 +32,18 @@ def decode_prompt_and_responses(row: LeasedRow) -> TrainGroup:
         loss_mask=np.ones(len(tokens), dtype=bool),
         rollout_logprobs=np.zeros(len(tokens), dtype=np.float32),
         routed_experts=_routed_experts(row),
+        kept=_kept(row),
     )
 
 
 def _routed_experts(row: LeasedRow) -> np.ndarray | None:
     payload = row.columns.get(c.ROUTED_EXPERTS)
     return None if payload is None else c.decode_routed_experts(payload)
+
+
+def _kept(row: LeasedRow) -> KeptTokens | None:
+    payload = row.columns.get(c.KEPT_TOKENS)
+    return None if payload is None else c.decode_kept_tokens(payload)
 
 
 def _oldest_of_all_tokens(row: LeasedRow) -> list[int]:
@@ -90,6 +98,7 @@ def decode_train_group(row: LeasedRow, *, step: int, oldest_version: int) -> tup
         values=column(c.VALUES),
         returns=column(c.RETURNS),
         routed_experts=_routed_experts(row),
+        kept=_kept(row),
     )
     return group, masked
 

@@ -88,6 +88,26 @@ def test_the_loss_equals_the_reference(knobs: GrpoKnobs, tokens: list[Token]) ->
     assert got == pytest.approx(_reference_loss(tokens, knobs), rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.parametrize("old_logprobs", ["rollout", "actor_fwd", "current"])
+def test_opsm_measures_the_drift_from_what_the_engine_sampled_with(old_logprobs: str) -> None:
+    """DeepSeek-V3.2, eq. 9: also where the old log-probs were recomputed and the weights have not moved since."""
+    tokens = [
+        Token(sample=0, trained=True, new=-1.0, old=-1.0, rollout=-0.9, reference=-1.0, advantage=-1.0),  # drifted
+        Token(sample=1, trained=True, new=-1.0, old=-0.9, rollout=-1.0, reference=-1.0, advantage=-1.0),  # did not
+        Token(sample=2, trained=True, new=-1.0, old=-1.0, rollout=-0.9, reference=-1.0, advantage=1.0),  # is good
+    ]
+    knobs = dataclasses.replace(KNOBS, old_logprobs=old_logprobs, opsm_threshold=1e-2, correction="none")
+    SPEC.check(knobs)
+    inputs = _inputs(tokens)
+    if old_logprobs == "rollout":
+        inputs = dataclasses.replace(inputs, old_logprobs=inputs.rollout_logprobs)
+    outputs = SPEC.loss(inputs, knobs)
+    assert outputs.per_token is not None
+    assert (outputs.per_token == 0.0).tolist() == [True, False, False]
+    cut, count = outputs.metric_sums["opsm_cut"]
+    assert (float(cut), float(count)) == (1.0, 3.0)
+
+
 @pytest.mark.parametrize("knobs", VARIANTS, ids=str)
 def test_the_gradient_equals_finite_differences(knobs: GrpoKnobs) -> None:
     # ratios e^0.1, e^-0.1, e^0.6 (clipped), e^-0.6 (clipped), e^0.2, e^0.15: none within 0.01 of a clip's edge
@@ -213,7 +233,6 @@ def test_sensible_knobs_pass(knobs: GrpoKnobs) -> None:
         ({"kl_coef": 0.1, "kl_estimator": "k1"}, "zero expected gradient"),
         ({"kl_coef": -1.0}, "algo.kl_coef=-1.0"),
         ({"old_logprobs": "critic"}, "algo.old_logprobs=critic"),
-        ({"old_logprobs": "current", "opsm_threshold": 1e-4}, "OPSM never acts"),
         ({"opsm_threshold": -1.0}, "algo.opsm_threshold=-1.0"),
         ({"correction_low": 3.0}, "algo.correction_low=3.0"),
         ({"correction": "tis"}, "there is nothing to correct"),

@@ -142,6 +142,8 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
             "rollout.temperature=0.0: must be at least 1e-06 and at most 1000000 (greedy samples",
         ),
         (["rollout.top_k=0"], "rollout.top_k=0 keeps no token."),
+        (["rollout.top_k=1"], "rollout.top_k=1 leaves one token each time: its log-prob is 0 whatever the weights"),
+        (["rollout.min_p=1.0"], "rollout.min_p=1.0: must be at least 0 and less than 1 (0 keeps all tokens)."),
         (["rollout.over_sampling=0.9"], "rollout.over_sampling=0.9: must be at least 1 and at most 16 (1 lets in what"),
         (["rollout.max_aborts=0"], "rollout.max_aborts=0: must be at least 1."),
         (

@@ -37,6 +37,22 @@ SGLANG = ["engine=sglang", "engine.urls=[http://127.0.0.1:30000]"]
         ([*SGLANG, "engine.mem_fraction=0.5"], "engine.mem_fraction=0.5 with engine.urls"),
         ([*SGLANG, "engine.mem_fraction=1.5"], "engine.mem_fraction=1.5: must be more than 0 and less than 1"),
         ([*SGLANG, "rollout.top_p=0.9"], "Add rollout.top_k=2048, or use rollout.top_p=1"),
+        (
+            [*SGLANG, "rollout.min_p=0.1", "engine.deterministic=false"],
+            "Add rollout.top_k=2048, or use rollout.min_p=0",
+        ),
+        (
+            [*SGLANG, "rollout.min_p=0.1", "rollout.top_k=50"],
+            "rollout.min_p=0.1 with engine.deterministic=true: SGLang cannot draw by seed under min_p",
+        ),
+        (
+            ["algo=distill", "algo.served_by=engine", "engine=sglang", "rollout.top_k=50"],
+            "SGLang scores over the whole vocabulary only. Use algo.served_by=forward",
+        ),
+        (
+            ["algo=distill", "algo.served_by=engine", "engine=sglang", "rollout.banned_token_ids=[4]"],
+            "SGLang scores over the whole vocabulary only. Use algo.served_by=forward",
+        ),
         ([*SGLANG, "rollout.top_k=5000"], "rollout.top_k=5000 with engine=sglang: at most 4096"),
         ([*SGLANG, "engine.weight_transport=gloo"], "those servers have no loader of Relax's"),
     ],

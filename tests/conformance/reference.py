@@ -62,7 +62,10 @@ def _sample_losses(algorithm: str, knobs: Knobs, sample: Sample, live: Sequence[
     if knobs["old_logprobs"] == "rollout":
         old = sample["rollout_logprobs"]
     moved = {t: log_ratio(live[t], old[t]) for t in trained}
-    drift = -sum(log_ratio(frozen[t], old[t]) for t in trained) / max(1, len(trained))
+    since_old, since_sampled = (
+        -sum(log_ratio(frozen[t], earlier[t]) for t in trained) / max(1, len(trained))
+        for earlier in (old, sample["rollout_logprobs"])
+    )
     weights = weights_of(knobs, {t: log_ratio(old[t], sample["rollout_logprobs"][t]) for t in trained})
     trainer = sample["old_logprobs"] if knobs["old_logprobs"] == "actor_fwd" else frozen
     for t in _rejected(knobs, {t: (trainer[t], sample["rollout_logprobs"][t]) for t in trained}):
@@ -82,14 +85,14 @@ def _sample_losses(algorithm: str, knobs: Knobs, sample: Sample, live: Sequence[
             # The paper's sequence form: one ratio, in which every token's gradient meets.
             value = _clipped(math.exp(sum(moved.values()) / len(trained)), a, knobs)
         elif algorithm == "gspo":  # its token form (GSPO-token), the one that takes a weight a token
-            value = _clipped(math.exp(-drift) * math.exp(live[t] - frozen[t]), a, knobs)
+            value = _clipped(math.exp(-since_old) * math.exp(live[t] - frozen[t]), a, knobs)
         elif knobs["trust_region"] != "ratio":
             value = _unclipped(math.exp(moved[t]), a, knobs)
             value *= not _moved_too_far(math.exp(frozen[t]) - math.exp(old[t]), a, knobs)
         else:
             value = _clipped(math.exp(moved[t]), a, knobs)
         value *= weights[t]
-        if knobs["opsm_threshold"] > 0 and a < 0 and drift > knobs["opsm_threshold"]:
+        if knobs["opsm_threshold"] > 0 and a < 0 and since_sampled > knobs["opsm_threshold"]:
             value = 0.0
         if knobs["kl_coef"] > 0 and knobs["kl_placement"] != "reward":
             reference = sample["reference_logprobs"][t]

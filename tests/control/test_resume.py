@@ -132,6 +132,10 @@ def test_a_checkpoint_of_the_trainer_alone_is_refused(config: RelaxConfig, tmp_p
         (["algo=gspo"], "algo.name was grpo, is gspo"),
         (["algo.group_size=4"], "algo.group_size was 16, is 4"),
         (["model.dtype=bfloat16"], "model.dtype was float32, is bfloat16"),
+        (
+            ["rollout.banned_token_ids=[4,5]"],
+            "rollout.banned_token_ids was [], is [4,5]. Go on with rollout.banned_token_ids=[]",
+        ),
         (["seed=7", "data.size=9"], "seed was 0, is 7; data.size was 0, is 9. Go on with seed=0 data.size=0"),
     ],
 )

@@ -117,8 +117,16 @@ def test_a_row_that_names_no_teacher_is_found_with_its_line(tmp_path: Path) -> N
     assert text == "algo.teacher_key=topic: data=reverse_digits has only prompt, answer. Use data=file."
 
 
-def test_truncated_sampling_and_the_engines_logprobs_do_not_go_together() -> None:
-    (text,) = problems("rollout.top_p=0.9")
-    assert "Use algo.old_logprobs=actor_fwd" in text
-    load_config(["algo=distill", "rollout.top_p=0.9", "algo.old_logprobs=actor_fwd"], checks=CHECKS)
-    load_config(["algo=distill", "rollout.top_p=0.9", "algo.form=topk_forward"], checks=CHECKS)
+@pytest.mark.parametrize("served_by", ["forward", "engine"])
+@pytest.mark.parametrize("form", ["pure", "topk_forward"])
+def test_truncated_sampling_and_a_teacher_go_together(form: str, served_by: str) -> None:
+    """It normalises over the same kept sets as the student."""
+    keys = ["algo=distill", f"algo.form={form}", f"algo.served_by={served_by}"]
+    load_config([*keys, "rollout.top_p=0.9", "rollout.top_k=20"], checks=CHECKS)
+
+
+def test_a_teacher_with_other_media_tokens(other: Path, student: Path) -> None:
+    change(other / "config.json", image_token_id=30)
+    (text,) = problems("model=qwen3", f"model.path={student}", f"algo.teachers.default={other}")
+    assert f"algo.teachers.default={other}: its media tokens are [30], those of the model that learns are []" in text
+    assert "so a teacher must name the same ones in tokenizer.json and config.json" in text

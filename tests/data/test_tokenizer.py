@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from relax_core.config.model_folder import media_token_ids
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.tools.make_tiny import write_tiny_tokenizer
 
@@ -91,23 +92,21 @@ def test_a_special_token_inside_an_answer_is_not_hidden(folder: Path) -> None:
 
 
 def test_stop_and_media_tokens_come_from_all_files(folder: Path, tmp_path: Path) -> None:
-    plain = PromptTokenizer(folder)
-    assert (plain.stop_token_ids, plain.media_token_ids) == ([3], [])
+    assert PromptTokenizer(folder).stop_token_ids == [3]
     copy = shutil.copytree(folder, tmp_path / "copy")
     (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 1]}))
     (copy / "config.json").write_text(json.dumps({"eos_token_id": 3, "image_token_id": 70, "vocab_size": 56}))
+    assert media_token_ids(copy) == [70]
     core = json.loads((copy / "tokenizer.json").read_text())
     names = ["<|vision_start|>", "<|image_pad|>", "<|VIDEO|>", "<|not_media|>"]
     core["added_tokens"] += [
-        {"id": 80 + place, "content": name, "special": True, "normalized": False}
+        {"id": 56 + place, "content": name, "special": True, "normalized": False}
         | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
         for place, name in enumerate(names)
     ]
     (copy / "tokenizer.json").write_text(json.dumps(core))
-    more = PromptTokenizer(copy)
-    assert more.stop_token_ids == [1, 3]
-    first = 56  # the library numbers added tokens itself, after the vocabulary
-    assert more.media_token_ids == [first, first + 1, first + 2, 70]
+    assert PromptTokenizer(copy).stop_token_ids == [1, 3]
+    assert media_token_ids(copy) == [56, 57, 58, 70]
 
 
 def test_what_a_folder_lacks_is_named(folder: Path, tmp_path: Path) -> None:

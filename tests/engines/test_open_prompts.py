@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from relax_core.contracts.engine import Generated, PromptRequest
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.sample import FinishReason, VersionSpan
 from relax_core.engines.open_prompts import OpenPrompt, joined
 
@@ -24,6 +25,7 @@ def generated(
         logprobs=[-0.5 * one for one in ids],
         weight_versions=[VersionSpan(*one) for one in chosen],
         finish_reason=reason,
+        kept=KeptTokens.of_lists([[one, 99] for one in ids], vocab_size=10_000) if ids else None,
     )
 
 
@@ -106,7 +108,7 @@ def test_only_aborts_without_a_token_that_nobody_wanted_are_fruitless() -> None:
 
 
 @given(st.lists(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), max_size=3), min_size=1, max_size=5))
-def test_every_token_keeps_its_version_and_logprob(pieces: list[list[tuple[int, int]]]) -> None:
+def test_every_token_keeps_its_version_its_logprob_and_its_set(pieces: list[list[tuple[int, int]]]) -> None:
     """``pieces``: for each request the (tokens, version) that it made, one after the other."""
     whole: Generated | None = None
     expected: list[int] = []
@@ -122,5 +124,6 @@ def test_every_token_keeps_its_version_and_logprob(pieces: list[list[tuple[int, 
     assert whole is not None
     assert whole.output_ids == list(range(len(expected)))
     assert whole.logprobs == [-0.5 * one for one in range(len(expected))]
+    assert ([] if whole.kept is None else whole.kept.lists()) == [sorted({one, 99}) for one in range(len(expected))]
     assert [span.version for span in whole.weight_versions for _ in range(span.start, span.end)] == expected
     assert [token for span in whole.weight_versions for token in range(span.start, span.end)] == whole.output_ids

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from relax_core.contracts.engine import EngineError, Generated, PromptRequest, SamplingParams
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.sample import VersionSpan
 from relax_core.engines.pool import EnginePool
 from tests.contracts.engine.harness import EOS, Engine, make_model, prompts_of, publish
@@ -74,9 +75,12 @@ def test_aborted_samples_go_on_from_their_prefixes_as_if_nothing_had_happened(
 def test_what_is_aborted_at_a_weight_change_goes_on_with_the_new_weights(
     start_slow_engine: Callable[[], Engine], tmp_path: Path
 ) -> None:
-    """Its tokens say who made them; those behind the change are what the new weights make of the whole prefix."""
+    """Its tokens say who made them, and from which set each was drawn; those behind the change are what the new weights
+    make of the whole prefix."""
     engine, new = start_slow_engine(), make_model(None, seed=1)
-    params = SamplingParams(n=2, max_new_tokens=TOKENS, banned_token_ids=[EOS])
+    params = SamplingParams(
+        n=2, max_new_tokens=TOKENS, banned_token_ids=[EOS], top_p=0.9, top_k=12, return_kept_tokens=True
+    )
     request = PromptRequest(rid="group", input_ids=[5, 6], sampling_seed=3)
     directory = Directory(engine)
 
@@ -97,15 +101,18 @@ def test_what_is_aborted_at_a_weight_change_goes_on_with_the_new_weights(
         before, after = one.weight_versions
         assert (before.version, after.version) == (0, 1) and 0 < before.end == after.start
         assert after.end == len(one.output_ids) == len(one.logprobs) == TOKENS
-        expected = logprobs_of(new, request.input_ids, one.output_ids)[after.start :]
+        assert one.kept is not None and one.kept.fault(one.output_ids) is None
+        expected = logprobs_of(new, request.input_ids, one.output_ids, one.kept)[after.start :]
         assert one.logprobs[after.start :] == pytest.approx(expected, abs=2e-5)
 
 
 @torch.no_grad()
-def logprobs_of(model: Any, prompt: list[int], response: list[int]) -> list[float]:
-    """Of the response's tokens, without the end token."""
+def logprobs_of(model: Any, prompt: list[int], response: list[int], kept: KeptTokens) -> list[float]:
+    """Of the response's tokens, over their sets; the end token is in none of these."""
     logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
-    logits[:, EOS] = -torch.inf
+    mask = kept.mask()
+    assert not mask[:, EOS].any() and mask.sum(1).max() <= 12
+    logits = logits.masked_fill(torch.from_numpy(~mask), -torch.inf)
     chosen: list[float] = logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0].tolist()
     return chosen
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import TopKLogitsWarper, TopPLogitsWarper
+from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.engines.embedded import sampler
 from relax_core.engines.embedded.sampler import SamplingSettings, sample, sample_keys, sampling_plan, uniforms
 
@@ -72,10 +73,12 @@ def test_frequencies_are_the_probabilities() -> None:
     temperature=st.floats(0.1, 3.0),
     top_p=st.floats(0.05, 1.0),
     top_k=st.sampled_from([-1, 1, 2, 7, VOCAB, VOCAB + 5]),
+    min_p=st.sampled_from([0.0, 0.01, 0.1, 0.5]),
 )
 def test_truncation_and_logprobs_are_those_of_transformers(
-    seed: int, temperature: float, top_p: float, top_k: int
+    seed: int, temperature: float, top_p: float, top_k: int, min_p: float
 ) -> None:
+    """And the kept sets are what transformers' warpers leave."""
     generator = torch.Generator().manual_seed(seed)
     logits = 3.0 * torch.randn(16, VOCAB, generator=generator)
     expected = logits / temperature
@@ -86,10 +89,20 @@ def test_truncation_and_logprobs_are_those_of_transformers(
         clear = ((sums - top_p).abs() > 1e-5).all(-1)  # else rounding says whether a token is in
         logits, expected = logits[clear], expected[clear]
         expected = TopPLogitsWarper(top_p)(None, expected)  # type: ignore[arg-type]
+    if min_p > 0.0:
+        ratios = expected.softmax(-1) / expected.softmax(-1).amax(-1, keepdim=True)
+        clear = ((ratios - min_p).abs() > 1e-5).all(-1)
+        logits, expected = logits[clear], MinPLogitsWarper(min_p)(None, expected[clear])
     expected = expected.log_softmax(-1)
     rows = len(logits)
-    plan = sampling_plan([one(temperature=temperature, top_p=top_p, top_k=top_k)] * rows, vocab_size=VOCAB)
-    ids, logprobs = sample(logits.clone(), plan, torch.rand(rows, dtype=torch.float64, generator=generator))
+    settings_ = one(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, tells_kept=True)
+    plan = sampling_plan([settings_] * rows, vocab_size=VOCAB)
+    kept: list[KeptTokens] = []
+    random = torch.rand(rows, dtype=torch.float64, generator=generator)
+    ids, logprobs = sample(logits.clone(), plan, random, kept=kept)
+    if rows:
+        assert np.array_equal(KeptTokens.joined(kept).mask(), torch.isfinite(expected).numpy())
+        assert KeptTokens.joined(kept).fault(ids.tolist()) is None
     assert torch.isfinite(expected.gather(-1, ids[:, None])).all()
     torch.testing.assert_close(logprobs, expected.gather(-1, ids[:, None])[:, 0], atol=1e-5, rtol=0.0)
 
@@ -113,14 +126,20 @@ def test_rows_with_different_settings_do_not_touch_each_other() -> None:
 
 
 def test_large_batches_are_sampled_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    kinds = [one(temperature=0.5 + 0.1 * row, banned_token_ids=(row,)) for row in range(10)]
+    kinds = [
+        one(temperature=0.5 + 0.1 * row, banned_token_ids=(row,), top_k=3 + row, min_p=0.01, tells_kept=row % 2 == 0)
+        for row in range(10)
+    ]
     plan = sampling_plan(kinds, vocab_size=VOCAB)
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(10, VOCAB, generator=generator)
     random = torch.rand(10, dtype=torch.float64, generator=generator)
-    whole = sample(logits.clone(), plan, random)
+    kept: tuple[list[KeptTokens], list[KeptTokens]] = [], []
+    whole = sample(logits.clone(), plan, random, kept=kept[0])
     monkeypatch.setattr(sampler, "_CHUNK_ELEMENTS", 3 * VOCAB)
-    parts = sample(logits.clone(), plan, random)
+    parts = sample(logits.clone(), plan, random, kept=kept[1])
+    assert len(kept[1]) == 4 and KeptTokens.joined(kept[1]) == KeptTokens.joined(kept[0])
+    assert KeptTokens.joined(kept[0]).tokens == 5
     assert torch.equal(whole[0], parts[0])
     torch.testing.assert_close(whole[1], parts[1])
 
@@ -141,3 +160,19 @@ def test_logits_that_are_not_finite_show_in_the_logprob() -> None:
         logits, sampling_plan([one(), one()], vocab_size=6), torch.full((2,), 0.5, dtype=torch.float64)
     )
     assert torch.isnan(logprobs).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("odd", ["nan", "inf", "-inf"])
+def test_a_row_that_is_not_finite_leaves_the_kept_sets_of_others(odd: str) -> None:
+    """Weights that have overflowed may yield any of them, in a whole row."""
+    logits = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
+    random = torch.full((3,), 0.5, dtype=torch.float64)
+    plan = sampling_plan([one(top_p=0.6, tells_kept=True)] * 3, vocab_size=6)
+    expected: list[KeptTokens] = []
+    sample(logits.clone(), plan, random, kept=expected)
+    logits[1] = float(odd)
+    found: list[KeptTokens] = []
+    _, logprobs = sample(logits, plan, random, kept=found)
+    assert torch.isnan(logprobs).tolist() == [False, True, False]
+    masks = [KeptTokens.joined(one).mask() for one in (found, expected)]
+    assert np.array_equal(masks[0][[0, 2]], masks[1][[0, 2]])

@@ -136,8 +136,10 @@ def test_the_trainer_leases_what_the_algorithm_needs() -> None:
             {c.TEACHER_LOGPROBS, c.TEACHER_TOP_IDS, c.TEACHER_TOP_LOGPROBS},
         ),
     ):
-        columns = train_columns(needs, routing_replay=False)
+        columns = train_columns(needs, routing_replay=False, truncates=False)
         assert len(columns) == len(set(columns)) and set(columns) == plain | more
+        columns = train_columns(needs, routing_replay=True, truncates=True)
+        assert set(columns) == plain | more | {c.ROUTED_EXPERTS, c.KEPT_TOKENS}
 
 
 class CoreBus:

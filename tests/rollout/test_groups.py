@@ -12,18 +12,25 @@ from algorithms.grpo import SPEC as GRPO
 from algorithms.grpo import GrpoKnobs
 from relax_core.bus.core import BusCore
 from relax_core.contracts import columns as c
-from relax_core.contracts.bus import GroupRow, LeaseRequest
+from relax_core.contracts.bus import GroupRow, LeasedRow, LeaseRequest
 from relax_core.contracts.engine import Generated
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.sample import VersionSpan
 from relax_core.roles.advantages import advantage_columns
 from relax_core.rollout.groups import DroppedGroup, GroupFilter, complete_group
-from relax_core.train.rows import decode_train_group
+from relax_core.train.rows import decode_prompt_and_responses, decode_train_group
 from relax_core.train.step_sums import micro_batch_totals
 from tests.bus.make_rows import make_core
 
 
-def response(sample: int, finish_reason: Literal["stop", "length"] = "stop", *, version: int = 4) -> Generated:
+def response(
+    sample: int,
+    finish_reason: Literal["stop", "length"] = "stop",
+    *,
+    version: int = 4,
+    kept: KeptTokens | None = None,
+) -> Generated:
     tokens = sample + 2
     return Generated(
         rid="r",
@@ -33,6 +40,8 @@ def response(sample: int, finish_reason: Literal["stop", "length"] = "stop", *, 
         logprobs=[-0.25] * tokens,
         weight_versions=[VersionSpan(0, 1, version), VersionSpan(1, tokens, 5)],
         finish_reason=finish_reason,
+        engine="engine-1",
+        kept=kept,
     )
 
 
@@ -67,6 +76,39 @@ def test_a_reward_of_none_is_dropped_alone_and_never_becomes_0() -> None:
     assert row.dropped == {"g00000012.0": "reward_failed"}
     assert c.decode_array(row.columns[c.REWARDS]).tolist() == pytest.approx([0.0, 0.7])
     assert [one.uid for one in c.decode_sample_info(row.columns[c.SAMPLE_INFO])] == row.uids
+
+
+def sets_of(sample: int) -> KeptTokens:
+    """Of its token t: t and some more; one set is the whole vocabulary."""
+    sets = [[token, 20 + sample, *range(30, 30 + sample)] for token in range(sample + 2)]
+    return KeptTokens.of_lists([list(range(40)), *sets[1:]], vocab_size=40)
+
+
+def test_kept_sets_reach_the_trainer_in_the_order_of_its_tokens() -> None:
+    pairs = [(response(sample, kept=sets_of(sample)), reward) for sample, reward in ((2, 0.2), (0, 1.0), (1, None))]
+    row = completed(*pairs)
+    assert not isinstance(row, DroppedGroup)
+    advantages = c.encode_ragged([[0.0] * 2, [0.0] * 4], dtype="float32")
+    columns = row.columns | {c.ADVANTAGES: advantages}
+    leased = LeasedRow(group_uid=row.group_uid, index=12, uids=row.uids, versions=row.versions, columns=columns)
+    expected = sets_of(0).lists() + sets_of(2).lists()
+    for group in (decode_prompt_and_responses(leased), decode_train_group(leased, step=5, oldest_version=4)[0]):
+        assert group.kept is not None and group.kept.lists() == expected
+    without = completed((response(0), 1.0), (response(1), 0.0))
+    assert not isinstance(without, DroppedGroup) and c.KEPT_TOKENS not in without.columns
+
+
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        ([[0, 5], [0, 5]], "its token 1, id 1, is not in the set that it was sampled from"),
+        ([[0, 5]], "1 kept sets came for 2 tokens"),
+    ],
+)
+def test_a_kept_set_without_its_token_names_engine_and_sample(sets: list[list[int]], words: str) -> None:
+    wrong = KeptTokens.of_lists(sets, vocab_size=100)
+    with pytest.raises(ValueError, match=rf"engine-1, sample g00000012\.0: {words}"):
+        completed((response(0, kept=wrong), 1.0), (response(1, kept=sets_of(1)), 0.0))
 
 
 @pytest.mark.parametrize("rewards", [[1.0, None], [None, None], [None, None, 1.0], [None]])

@@ -18,6 +18,7 @@ from tiny_models import make_model
 from tiny_trainer import KNOBS, PPO_CLIP, clip_loss, dp_groups, make_backend, train_step
 
 from relax_core.contracts.algorithm import LossInputs, LossOutputs
+from relax_core.contracts.kept_tokens import OUTSIDE, KeptTokens
 from relax_core.contracts.train import TrainGroup
 from relax_core.train import process_group
 from relax_core.train.backend import MegatronBackend
@@ -37,14 +38,20 @@ def loss_with_teacher(inputs: LossInputs, knobs: Any) -> LossOutputs:
     """The teacher's tokens under this policy, where they come; else PPO's clip."""
     if inputs.top_logprobs is None:
         return clip_loss(inputs, KNOBS)
-    return LossOutputs(loss_sum=(inputs.top_logprobs.mean(1) * inputs.loss_mask).sum())
+    inside = inputs.top_logprobs > OUTSIDE
+    return LossOutputs(loss_sum=((inputs.top_logprobs * inside).mean(1) * inputs.loss_mask).sum())
 
 
 def with_teacher(group: TrainGroup) -> TrainGroup:
+    """With kept sets too, of which some have fewer tokens than the teacher tells; -1 stands for what is not there."""
     tokens = len(group.response_ids)
-    ids = np.random.default_rng(tokens).integers(0, 50, (tokens, TOP_K), dtype=np.int32)
+    random = np.random.default_rng(tokens)
+    mask = random.random((tokens, 50)) < random.choice([0.0, 0.04, 0.5], (tokens, 1))
+    mask[np.arange(tokens), group.response_ids] = True
+    ids = random.integers(-1, 50, (tokens, TOP_K), dtype=np.int32)
     top = np.zeros((tokens, TOP_K), dtype=np.float32)
-    return dataclasses.replace(group, teacher_logprobs=top[:, 0].copy(), teacher_top_ids=ids, teacher_top_logprobs=top)
+    teacher = {"teacher_logprobs": top[:, 0].copy(), "teacher_top_ids": ids, "teacher_top_logprobs": top}
+    return dataclasses.replace(group, **teacher, kept=KeptTokens.of_mask(mask))
 
 
 def refused(work: Callable[[], Any]) -> str:
@@ -80,6 +87,9 @@ def what_it_sees(backend: MegatronBackend, *, replica: int = 0, replicas: int = 
     seen["top_logprobs"] = [one.top_logprobs.tolist() for one in top]
     seen["top_ids"] = [one.top_ids.tolist() for one in top]
     seen["logprobs"] = [one.logprobs.tolist() for one in top]
+    kept = backend.top_logprobs([*map(with_teacher, everything)], top_k=TOP_K)
+    seen["kept_ids"] = [one.top_ids.tolist() for one in kept]
+    seen["kept_logprobs"] = [one.top_logprobs.tolist() for one in kept]
     for name, groups in (("plain", batches), ("teacher", [[*map(with_teacher, groups)] for groups in batches])):
         metrics = dataclasses.asdict(train_step(backend, mine(groups), step=3))
         del metrics["timings_ms"]

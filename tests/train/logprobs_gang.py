@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from relax_core.contracts.kept_tokens import KeptTokens
+
 RANKS = 2
 DEADLINE_S = 300.0
 
@@ -23,7 +25,7 @@ DEADLINE_S = 300.0
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """``weight`` is the whole one; each rank takes its shard. ``incoming``: gradients for log-probs ``[rows]``, entropy
-    ``[rows]`` and gathered ``[rows, k]``; None: the output is not asked for."""
+    ``[rows]`` and gathered ``[rows, k]``; None: the output is not asked for. ``kept``, ``banned``: what is left out."""
 
     hidden: Tensor
     weight: Tensor
@@ -32,6 +34,8 @@ class Problem:
     gather: Tensor | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     top_k: int = 1
+    kept: KeptTokens | None = None
+    banned: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +51,9 @@ class Answer:
 def solve(problem: Problem, *, rank: int = 0, group: dist.ProcessGroup | None = None) -> Answer:
     """With ``group`` as that rank of it, else alone."""
     from relax_core.train.logprobs import head_outputs, likeliest_tokens
+    from relax_core.train.truncation import Truncation
 
+    own = problem.settings | {"truncation": Truncation.of(problem.kept, problem.banned, problem.hidden.device)}
     shard = problem.weight if group is None else problem.weight.chunk(RANKS)[rank]
     hidden, weight = problem.hidden.clone().requires_grad_(), shard.clone().requires_grad_()
     outputs = head_outputs(
@@ -57,14 +63,14 @@ def solve(problem: Problem, *, rank: int = 0, group: dist.ProcessGroup | None = 
         gather=problem.gather,
         entropy=problem.incoming[1] is not None,
         group=group,
-        **problem.settings,
+        **own,
     )
     pairs = [
         (out, flow) for out, flow in zip(outputs, problem.incoming, strict=True) if out is not None and flow is not None
     ]
     values, flows = ([pair[side] for pair in pairs] for side in (0, 1))
     of_hidden, of_weight = torch.autograd.grad(values, [hidden, weight], [flow.to(values[0].dtype) for flow in flows])
-    top = likeliest_tokens(hidden, weight, problem.targets, top_k=problem.top_k, group=group, **problem.settings)
+    top = likeliest_tokens(hidden, weight, problem.targets, top_k=problem.top_k, group=group, **own)
     return Answer(
         outputs=[out.detach() for out, _ in pairs],
         hidden_gradient=of_hidden,

@@ -52,8 +52,10 @@ def test_metrics_are_the_single_process_and_equal_on_all_ranks(folder: Path, lay
 def test_top_tokens_are_on_all_ranks(folder: Path, layout: str) -> None:
     expected = json.loads((folder / "single.json").read_text())
     for seen in of_both_ranks(folder, layout):
-        assert seen["top_ids"] == expected["top_ids"]
-        for name in ("logprobs", "top_logprobs"):
+        for name in ("top_ids", "kept_ids"):
+            assert seen[name] == expected[name]
+        assert any(-1 in ids for group in seen["kept_ids"] for ids in group)
+        for name in ("logprobs", "top_logprobs", "kept_logprobs"):
             for ours, theirs in zip(seen[name], expected[name], strict=True):
                 np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=0)
 

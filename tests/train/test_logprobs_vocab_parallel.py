@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from logprobs_gang import RANKS, Answer, Gang, Problem, gang, solve
+
+from relax_core.contracts.kept_tokens import OUTSIDE, KeptTokens
 
 torch.set_num_threads(1)
 
@@ -88,6 +92,43 @@ def test_two_ranks_are_one(ranks: Gang, data: st.DataObject) -> None:
         seed=data.draw(st.integers(0, 2**31), label="seed"),
     )
     check(ranks, problem, rtol=1e-11, atol=1e-11)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_two_ranks_leave_out_what_one_leaves_out(ranks: Gang, data: st.DataObject) -> None:
+    """Sets that lie in one rank's shard, or everywhere; places that name no token."""
+    words = data.draw(st.integers(2, 200), label="words")
+    pads = data.draw(st.integers(0, 20), label="pads")
+    seed = data.draw(st.integers(0, 2**31), label="seed")
+    problem = make(
+        rows=data.draw(st.integers(1, 30), label="rows"),
+        words=words,
+        pads=pads + (words + pads) % RANKS,
+        width=data.draw(st.integers(1, 9), label="width"),
+        k=data.draw(st.integers(1, 4), label="k"),
+        entropy=data.draw(st.booleans(), label="entropy"),
+        chunk_rows=data.draw(st.integers(2, 33), label="chunk rows"),
+        top_k=data.draw(st.integers(1, min(words, 6)), label="top k"),
+        seed=seed,
+    )
+    random = np.random.default_rng(seed)
+    mask = random.random((len(problem.targets), words)) < random.choice(
+        [0.0, 0.05, 0.5, 1.0], (len(problem.targets), 1)
+    )
+    mask[np.arange(len(mask)), problem.targets.numpy()] = True
+    banned = sorted(set(range(words)) - set(problem.targets.tolist()))[: data.draw(st.integers(0, words // 2))]
+    mask[:, banned] = False
+    assert problem.gather is not None
+    named = problem.gather.masked_fill(torch.from_numpy(random.random(problem.gather.shape) < 0.2), -1)
+    kept = KeptTokens.of_mask(mask) if data.draw(st.booleans(), label="kept") else None
+    if kept is None and not banned:
+        named = problem.gather  # nothing is left out, so -1 has no meaning
+    truncated = replace(problem, kept=kept, banned=banned, gather=named)
+    for answer in check(ranks, truncated, rtol=1e-11, atol=1e-11):
+        for tensor in (*answer.outputs, answer.hidden_gradient, answer.weight_gradient):
+            assert bool(tensor.isfinite().all())
+        assert torch.equal(answer.likeliest[1] == -1, answer.likeliest[2] == OUTSIDE)
 
 
 def test_a_rank_of_padding_alone(ranks: Gang) -> None:

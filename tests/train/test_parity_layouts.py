@@ -28,7 +28,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> Figures:
     [
         (f"Hugging Face, {family}", packing)
         for family in (DENSE, EXPERTS, BIASED, *OTHERS)
-        for packing in ("tree", "plain")
+        for packing in ("tree", "plain", "kept")
     ]
     + [(row.name, packing) for row in ROWS for packing in row.packings],
 )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.sample import FinishReason, VersionSpan
 from relax_core.engines.embedded.routes import PromptRoutes
 from relax_core.engines.embedded.sampler import SamplingSettings, keys_behind, sample_keys
@@ -20,7 +21,8 @@ class Progress:
 
     ``finish`` is None while it goes on; ``matched``: the stop token that ended it. ``length``: tokens so far, ``spans``
     their weight versions. ``routes``: of a finished sample whose experts are wanted, those of its response tokens but
-    the last, ``[length - 1, layers, per_token]``; None for one that never ran.
+    the last, ``[length - 1, layers, per_token]``; None for one that never ran. ``kept``: the sets that ``ids`` were
+    sampled from, where they are wanted.
     """
 
     sample: Sample
@@ -31,6 +33,7 @@ class Progress:
     finish: FinishReason | None
     matched: int | None
     routes: np.ndarray | None = None
+    kept: KeptTokens | None = None
 
 
 Sink = Callable[[list[Progress]], None]  # called in the scheduler's thread
@@ -56,8 +59,8 @@ class Prompt:
 
 @dataclass(slots=True, eq=False)
 class Sample:
-    """One response. ``marks``: (first token, version) wherever the weight version changed; ``done``, ``done_logprobs``
-    and ``done_routes`` hold what was generated while it is out of its slot."""
+    """One response. ``marks``: (first token, version) wherever the weight version changed; ``done``, ``done_logprobs``,
+    ``done_routes`` and ``done_kept`` hold what was generated while it is out of its slot."""
 
     prompt: Prompt
     index: int
@@ -66,6 +69,7 @@ class Sample:
     done: list[int] = field(default_factory=list)
     done_logprobs: list[float] = field(default_factory=list)
     done_routes: np.ndarray | None = None
+    done_kept: KeptTokens | None = None
     streamed: int = 0
 
     def mark(self, start: int, version: int) -> None:
@@ -102,6 +106,7 @@ class Waiting:
             done_logprobs=first.done_logprobs,
             routes=self.prompt.routes,
             done_routes=first.done_routes,
+            done_kept=first.done_kept,
         )
 
 

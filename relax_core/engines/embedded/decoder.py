@@ -12,12 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.engines.embedded.decode_attention import CacheViews, DecodeAttention
+from relax_core.engines.embedded.kept import KeptTable
 from relax_core.engines.embedded.kv_cache import KVCache
 from relax_core.engines.embedded.model import LanguageModel
 from relax_core.engines.embedded.prefill import Wanted, empty_kv, like_lengths, prefill_passes
 from relax_core.engines.embedded.routes import RouteTable
-from relax_core.engines.embedded.sampler import NonFiniteLogits, sample
+from relax_core.engines.embedded.sampler import NonFiniteLogits, SamplingPlan, sample
 from relax_core.engines.embedded.scoring import ScoreItem, Scores, score
 from relax_core.engines.embedded.slots import Prefix, SlotTable
 
@@ -39,6 +41,7 @@ class Decoder:
         if config.experts is not None:
             one = config.experts
             self.routes = RouteTable(max_samples, layers=config.num_layers, per_token=one.per_token, experts=one.count)
+        self.kept = KeptTable(max_samples, vocab_size=config.vocab_size)
         self._noting = False  # whether a running sample wants its experts
         self._views = CacheViews(self.cache)
         self._attention: DecodeAttention | None = None  # of the steps that the slots have prepared
@@ -65,9 +68,12 @@ class Decoder:
             self._fill(kv, batch, starts)
         copies = torch.tensor([len(prefix.keys) for prefix in prefixes])
         logits = self._model.logits(hidden).repeat_interleave(copies, 0)
+        for prefix, slot in zip(prefixes, starts[:-1].tolist(), strict=True):
+            for place in range(len(prefix.keys)):
+                self.kept.put(slot + place, prefix.done_kept)
         plan = self.slots.plan().rows(first, self.slots.count)
-        ids, logprobs = sample(logits, plan, self.slots.first_draws(first))
-        return self.slots.record_first(first, ids.numpy(), _finite(logprobs, first=first))
+        ids, logprobs = self._sample(logits, plan, self.slots.first_draws(first), first=first)
+        return self.slots.record_first(first, ids.numpy(), logprobs)
 
     def _fill(self, kv: Tensor, batch: list[int], starts: np.ndarray) -> None:
         """Copies each prefix's keys and values to its samples' slots; neighbours in one copy."""
@@ -128,8 +134,19 @@ class Decoder:
         hidden = self._model.hidden(slots.newest_ids, attention.positions, attention, routes=chosen)
         if chosen is not None and self.routes is not None:
             self.routes.record(slots.newest(), torch.stack(chosen, 1).numpy())
-        ids, logprobs = sample(self._model.logits(hidden), slots.plan(), slots.draw())
-        return slots.record(ids, _finite(logprobs))
+        ids, logprobs = self._sample(self._model.logits(hidden), slots.plan(), slots.draw())
+        return slots.record(ids, logprobs)
+
+    def _sample(
+        self, logits: Tensor, plan: SamplingPlan, random: Tensor, *, first: int = 0
+    ) -> tuple[Tensor, np.ndarray]:
+        """The next token of the slots from ``first`` on, and its log-prob. Raises NonFiniteLogits."""
+        kept: list[KeptTokens] = []
+        ids, found = sample(logits, plan, random, kept=kept)
+        logprobs = _finite(found, first=first)
+        if plan.kept is not None and kept:
+            self.kept.record((plan.kept + first).tolist(), KeptTokens.joined(kept))
+        return ids, logprobs
 
     def response_routes(self, slot: int) -> np.ndarray:
         """Experts of a sample's response tokens but its newest, ``[tokens - 1, layers, per_token]``."""
@@ -166,6 +183,7 @@ class Decoder:
         if moves:
             if self.routes is not None:
                 self.routes.move(moves)
+            self.kept.move(moves)
             sources, targets = (torch.tensor(side) for side in zip(*moves, strict=True))
             columns = int(self.slots.position[: self.slots.count].max())
             self.cache.move(sources, targets, columns=columns)

@@ -13,7 +13,7 @@ from relax_core.engines.embedded.asgi import HttpError, Receive, Scope, Send
 from relax_core.engines.embedded.calls import Call, Progress, Prompt, waiting_prompts
 from relax_core.engines.embedded.model_config import ModelConfig
 from relax_core.engines.embedded.replies import generated, sglang_reply, stream_end
-from relax_core.engines.embedded.request_bounds import MAX_SAMPLES
+from relax_core.engines.embedded.request_bounds import MAX_KEPT, MAX_SAMPLES
 from relax_core.engines.embedded.requests import GenerateRequest, RequestLimits, parse_body, parse_generate
 from relax_core.engines.embedded.routes import PromptRoutes
 from relax_core.engines.embedded.scheduler import Scheduler
@@ -54,6 +54,8 @@ class GenerateRoute:
         if isinstance(request, ScoreRequest):
             await answer_scores(request, self._scheduler, receive, send, msgpack=whole_msgpack)
             return
+        if not (request.stream and accepted):
+            _check_kept_lists(request, vocab_size=self._model.vocab_size)
         samples = _samples_of(request)
         if self._open_samples + samples > MAX_OPEN_SAMPLES:
             raise HttpError(503, f"/generate: {self._open_samples} samples run or wait; ask again when some have ended")
@@ -185,6 +187,22 @@ def _is_msgpack(fields: dict[bytes, bytes]) -> bool:
 
 def _samples_of(request: GenerateRequest) -> int:
     return sum(len(prompt.samples) for prompt in request.prompts)
+
+
+def _check_kept_lists(request: GenerateRequest, *, vocab_size: int) -> None:
+    """Raises HttpError 400 where a reply, which lists the ids of kept sets, would have too many of them."""
+    most = 0
+    for prompt in request.prompts:
+        settings = prompt.settings
+        if settings.tells_kept:
+            width = min(settings.top_k, vocab_size) if settings.top_k > 0 else vocab_size
+            most += len(prompt.samples) * settings.max_new_tokens * width
+    if most > MAX_KEPT:
+        raise HttpError(
+            400,
+            f"return_sampling_mask=true: up to {most} kept tokens, at most {MAX_KEPT} are told; give a smaller top_k "
+            "or max_new_tokens, or send fewer prompts",
+        )
 
 
 async def _watch(receive: Receive, inbox: asyncio.Queue[News]) -> None:

@@ -37,6 +37,7 @@ def generated(news: Progress, told: set[int]) -> Generated:
         finish_reason=news.finish,
         prompt_experts=prompt_experts,
         response_experts=response_experts,
+        kept=news.kept,
     )
 
 
@@ -69,6 +70,9 @@ def sglang_reply(news: Progress, *, n: int, version: int, return_logprob: bool) 
         meta["output_token_logprobs"] = [
             [logprob, token, None] for logprob, token in zip(news.logprobs, news.ids, strict=True)
         ]
+    if news.kept is not None:
+        meta["output_token_sampling_mask"] = news.kept.lists()
+        meta["output_token_sampling_logprobs"] = news.logprobs
     if prompt.routes is not None and prompt.routes.rows is not None and news.routes is not None:
         rows = np.concatenate([prompt.routes.rows, news.routes]).astype("<i4")
         meta["routed_experts"] = base64.b64encode(rows.tobytes()).decode()

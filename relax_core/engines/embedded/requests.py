@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from relax_core.contracts.engine import MAX_TOP_K
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.engines.embedded.asgi import HttpError
 from relax_core.engines.embedded.model_config import ModelConfig
 from relax_core.engines.embedded.request_bounds import (
@@ -38,6 +39,7 @@ class SamplingBody(msgspec.Struct, forbid_unknown_fields=True):
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    min_p: float = 0.0
     stop_token_ids: list[int] | None = None
     sampling_seed: int | None = None
     ignore_eos: bool = False
@@ -47,7 +49,6 @@ class SamplingBody(msgspec.Struct, forbid_unknown_fields=True):
     no_stop_trim: bool = False
     stop: Any = None
     stop_regex: Any = None
-    min_p: float = 0.0
     min_new_tokens: int = 0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
@@ -61,9 +62,10 @@ class SamplingBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
-    """SGLang's GenerateReqInput, and ours: ``min_version``, ``sampling_seed``, ``banned_token_ids``, and for prompts
-    that are asked again ``samples`` and ``generated`` (`PromptRequest`). The last group is taken only at its neutral
-    value; ``logprob_start_len`` and ``top_logprobs_num`` only where tokens are scored (`score_requests`)."""
+    """SGLang's GenerateReqInput, and ours: ``min_version``, ``sampling_seed``, ``banned_token_ids``, for prompts that
+    are asked again ``samples`` and ``generated`` (`PromptRequest`), and of tokens to be scored ``kept_tokens``. The
+    last group is taken only at its neutral value; ``kept_tokens``, ``logprob_start_len`` and ``top_logprobs_num`` only
+    where tokens are scored (`score_requests`)."""
 
     input_ids: list[int | list[int]] | None = None
     rid: str | list[str] | None = None
@@ -74,10 +76,12 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
     sampling_seed: int | list[int] | None = None
     banned_token_ids: list[int] = []
     return_routed_experts: bool = False
+    return_sampling_mask: bool = False
     samples: list[list[int] | None] | None = None
     generated: int | list[int] = 0
     logprob_start_len: int | list[int] | None = -1
     top_logprobs_num: int | list[int] | None = 0
+    kept_tokens: list[KeptTokens | None] | None = None
     routing_key: str | None = None  # the router's business
     return_text_in_logprobs: bool = False  # text is never made here
     text: Any = None
@@ -94,8 +98,8 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
     return_hidden_states: bool = False
 
 
-_SAMPLING_NEUTRAL = tuple(SamplingBody.__struct_fields__[12:])
-_SCORE_ONLY = ("logprob_start_len", "top_logprobs_num")
+_SAMPLING_NEUTRAL = tuple(SamplingBody.__struct_fields__[SamplingBody.__struct_fields__.index("stop") :])
+_SCORE_ONLY = ("logprob_start_len", "top_logprobs_num", "kept_tokens")
 _GENERATE_NEUTRAL = tuple(GenerateBody.__struct_fields__[GenerateBody.__struct_fields__.index("text") :])
 _defaults_sampling = SamplingBody()
 _defaults_generate = GenerateBody()
@@ -173,7 +177,7 @@ def parse_generate(body: RequestBody, *, model: ModelConfig, limits: RequestLimi
         if getattr(raw, name) not in (None, getattr(_defaults_generate, name)):
             raise HttpError(
                 400,
-                f"{name}={getattr(raw, name)}: the embedded engine scores given tokens only by themselves; send "
+                f"{name}={getattr(raw, name)!r:.100}: the embedded engine scores given tokens only by themselves; send "
                 "sampling_params.max_new_tokens=0, or leave it out",
             )
     if raw.return_routed_experts and model.experts is None:
@@ -186,10 +190,8 @@ def parse_generate(body: RequestBody, *, model: ModelConfig, limits: RequestLimi
         raise HttpError(400, f"sampling_params.n: {n} for {count} prompts; 1 to {MAX_SAMPLES} samples a request")
     versions = _versions(raw.min_version, count)
     seeds = _seeds(raw.sampling_seed, sampling, count)
-    banned = token_set("banned_token_ids", raw.banned_token_ids, vocab_size=model.vocab_size, limit=MAX_BANNED)
-    if len(banned) == model.vocab_size:
-        raise HttpError(400, "banned_token_ids: every token of the vocabulary is banned; leave at least one")
-    settings = [_settings(one, banned, model) for one in sampling]
+    banned = banned_tokens(raw, model)
+    settings = [_settings(one, banned, model, tells_kept=raw.return_sampling_mask) for one in sampling]
     for place, (token_ids, one) in enumerate(zip(prompts, settings, strict=True)):
         _check_lengths(place, len(token_ids), one.max_new_tokens, n=n, limits=limits)
     return GenerateRequest(
@@ -249,6 +251,14 @@ def _prompts(input_ids: list[int | list[int]] | None) -> tuple[list[list[int]], 
     return rows, bool(flat)
 
 
+def banned_tokens(raw: GenerateBody, model: ModelConfig) -> tuple[int, ...]:
+    """Sorted. Raises HttpError 400."""
+    banned = token_set("banned_token_ids", raw.banned_token_ids, vocab_size=model.vocab_size, limit=MAX_BANNED)
+    if len(banned) == model.vocab_size:
+        raise HttpError(400, "banned_token_ids: every token of the vocabulary is banned; leave at least one")
+    return banned
+
+
 def _sampling(raw: dict[str, Any] | list[dict[str, Any]] | None, count: int) -> list[SamplingBody]:
     given = raw if isinstance(raw, list) else [raw or {}]
     try:
@@ -258,12 +268,12 @@ def _sampling(raw: dict[str, Any] | list[dict[str, Any]] | None, count: int) -> 
     for body in bodies:
         _neutral(body, _defaults_sampling, _SAMPLING_NEUTRAL, where="sampling_params.")
     if isinstance(raw, list):
-        _same_length("sampling_params", len(bodies), count)
+        same_length("sampling_params", len(bodies), count)
         return bodies
     return bodies * count
 
 
-def _same_length(key: str, found: int, count: int) -> None:
+def same_length(key: str, found: int, count: int) -> None:
     if found != count:
         raise HttpError(400, f"{key}: {found} entries for {count} prompts; give one for each, or a single value")
 
@@ -272,7 +282,7 @@ def per_prompt(key: str, value: int | list[int], count: int) -> list[int]:
     """One value a prompt."""
     if isinstance(value, int):
         return [value] * count
-    _same_length(key, len(value), count)
+    same_length(key, len(value), count)
     return value
 
 
@@ -295,7 +305,7 @@ def _samples(given: list[list[int] | None] | None, *, n: int, count: int) -> lis
     """Which responses of each prompt are asked for."""
     if given is None:
         return [list(range(n))] * count
-    _same_length("samples", len(given), count)
+    same_length("samples", len(given), count)
     for place, chosen in enumerate(given):
         if chosen is not None and not (chosen and len(set(chosen)) == len(chosen) and set(chosen) <= set(range(n))):
             raise HttpError(400, f"samples[{place}]: {chosen}; give different numbers from 0 to n - 1 = {n - 1}")
@@ -317,15 +327,16 @@ def _rids(given: str | list[str] | None, count: int) -> list[str]:
     check_rids(given)
     if isinstance(given, str):
         return [given] if count == 1 else [f"{given}_{place}" for place in range(count)]
-    _same_length("rid", len(given), count)
+    same_length("rid", len(given), count)
     return given
 
 
-def _settings(body: SamplingBody, banned: tuple[int, ...], model: ModelConfig) -> SamplingSettings:
+def _settings(body: SamplingBody, banned: tuple[int, ...], model: ModelConfig, *, tells_kept: bool) -> SamplingSettings:
     bounds = {
         "temperature": (body.temperature, is_temperature(body.temperature), TEMPERATURES),
         "top_p": (body.top_p, 0.0 < body.top_p <= 1.0, "above 0, at most 1 (off)"),
         "top_k": (body.top_k, body.top_k == -1 or 1 <= body.top_k <= MAX_TOP_K, f"-1 (off), or 1 to {MAX_TOP_K}"),
+        "min_p": (body.min_p, 0.0 <= body.min_p < 1.0, "0 (off) or more, below 1"),
         "max_new_tokens": (body.max_new_tokens, body.max_new_tokens >= 1, "1 or more"),
         "stream_interval": (body.stream_interval, (body.stream_interval or 1) >= 1, "1 or more"),
     }
@@ -336,14 +347,21 @@ def _settings(body: SamplingBody, banned: tuple[int, ...], model: ModelConfig) -
     stops = token_set(key, given, vocab_size=model.vocab_size, limit=MAX_STOPS)
     if not body.ignore_eos:
         stops = tuple(sorted({*stops, *model.eos_token_ids}))
-    return SamplingSettings(
+    settings = SamplingSettings(
         max_new_tokens=body.max_new_tokens,
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=body.top_k,
+        min_p=body.min_p,
         stop_token_ids=stops,
         banned_token_ids=banned,
+        tells_kept=tells_kept,
     )
+    if tells_kept and not settings.truncates:
+        raise HttpError(
+            400, "return_sampling_mask=true: every token is kept; give a top_k, top_p or min_p, or leave it out"
+        )
+    return settings
 
 
 def _check_lengths(place: int, prompt: int, new: int, *, n: int, limits: RequestLimits) -> None:

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from relax_core.contracts.kept_tokens import KeptTokens
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
@@ -32,7 +34,8 @@ class NonFiniteLogits(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
-    """One sample's. ``temperature`` 0 is greedy; ``top_k`` -1 and ``top_p`` 1 are off."""
+    """One sample's. ``temperature`` 0 is greedy; ``top_k`` -1, ``top_p`` 1 and ``min_p`` 0 are off. ``tells_kept``: the
+    tokens that each one was sampled from are wanted."""
 
     max_new_tokens: int
     temperature: float
@@ -40,6 +43,8 @@ class SamplingSettings:
     top_k: int
     stop_token_ids: tuple[int, ...]
     banned_token_ids: tuple[int, ...]
+    min_p: float = 0.0
+    tells_kept: bool = False
 
     @property
     def plain(self) -> bool:
@@ -48,7 +53,7 @@ class SamplingSettings:
 
     @property
     def truncates(self) -> bool:
-        return self.temperature > 0.0 and (self.top_p < 1.0 or self.top_k > 0)
+        return self.temperature > 0.0 and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +64,9 @@ class SamplingPlan:
     greedy: Tensor | None = None  # [rows] bool
     top_k: Tensor | None = None  # [rows, 1] int64, 1..vocab
     top_p: Tensor | None = None  # [rows, 1] float64, 2 is off
+    min_p: Tensor | None = None  # [rows, 1] float64, 0 is off
     banned: tuple[Tensor, Tensor] | None = None  # rows, token ids
+    kept: Tensor | None = None  # int64, the rows that tell their kept tokens, ascending
 
     def rows(self, first: int, last: int) -> SamplingPlan:
         """The plan of rows [first, last)."""
@@ -71,12 +78,17 @@ class SamplingPlan:
         if banned is not None:
             inside = (banned[0] >= first) & (banned[0] < last)
             banned = (banned[0][inside] - first, banned[1][inside])
+        kept = self.kept
+        if kept is not None:
+            kept = kept[(kept >= first) & (kept < last)] - first
         return SamplingPlan(
             inverse_temperature=cut(self.inverse_temperature),
             greedy=cut(self.greedy),
             top_k=cut(self.top_k),
             top_p=cut(self.top_p),
+            min_p=cut(self.min_p),
             banned=banned,
+            kept=kept,
         )
 
 
@@ -95,12 +107,16 @@ def sampling_plan(settings: Sequence[SamplingSettings], *, vocab_size: int) -> S
     top_p = [one.top_p if cut and one.top_p < 1.0 else 2.0 for one, cut in zip(settings, truncates, strict=True)]
     rows = [row for row, one in enumerate(settings) for _ in one.banned_token_ids]
     ids = [token for one in settings for token in one.banned_token_ids]
+    min_p = [one.min_p if cut else 0.0 for one, cut in zip(settings, truncates, strict=True)]
+    kept = [row for row, one in enumerate(settings) if one.tells_kept]
     return SamplingPlan(
         inverse_temperature=torch.from_numpy(inverse.astype(np.float32))[:, None] if (inverse != 1.0).any() else None,
         greedy=torch.from_numpy(greedy) if greedy.any() else None,
         top_k=torch.tensor(top_k).clamp_(max=vocab_size)[:, None] if any(truncates) else None,
         top_p=torch.tensor(top_p, dtype=torch.float64)[:, None] if any(truncates) else None,
+        min_p=torch.tensor(min_p, dtype=torch.float64)[:, None] if any(min_p) else None,
         banned=(torch.tensor(rows), torch.tensor(ids)) if rows else None,
+        kept=torch.tensor(kept) if kept else None,
     )
 
 
@@ -129,28 +145,37 @@ def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
     return (bits >> np.uint64(16)).astype(np.float64) * _UNIT
 
 
-def sample(logits: Tensor, plan: SamplingPlan, random: Tensor) -> tuple[Tensor, Tensor]:
+def sample(
+    logits: Tensor, plan: SamplingPlan, random: Tensor, *, kept: list[KeptTokens] | None = None
+) -> tuple[Tensor, Tensor]:
     """``logits`` float32 ``[rows, vocab]`` (overwritten), ``random`` float64 ``[rows]`` in [0, 1) → token ids int64
-    and their log-probs float32, ``[rows]``; a log-prob is NaN where the logits were not finite."""
+    and their log-probs float32, ``[rows]``; a log-prob is NaN where the logits were not finite. ``kept`` gets the sets
+    of the rows that ``plan`` names, in parts."""
     rows, vocab = logits.shape
     if rows * vocab <= _CHUNK_ELEMENTS:
-        return _sample_rows(logits, plan, random)
+        return _sample_rows(logits, plan, random, kept)
     step = max(1, _CHUNK_ELEMENTS // vocab)
     parts = [
-        _sample_rows(logits[at : at + step], plan.rows(at, min(at + step, rows)), random[at : at + step])
+        _sample_rows(logits[at : at + step], plan.rows(at, min(at + step, rows)), random[at : at + step], kept)
         for at in range(0, rows, step)
     ]
     return torch.cat([ids for ids, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
 
 
-def _sample_rows(logits: Tensor, plan: SamplingPlan, random: Tensor) -> tuple[Tensor, Tensor]:
+def _sample_rows(
+    logits: Tensor, plan: SamplingPlan, random: Tensor, kept: list[KeptTokens] | None
+) -> tuple[Tensor, Tensor]:
     if plan.banned is not None:
         logits[plan.banned] = float("-inf")
     if plan.inverse_temperature is not None:
         logits.mul_(plan.inverse_temperature)
     if plan.top_k is not None and plan.top_p is not None:
-        _truncate(logits, plan.top_k, plan.top_p)
+        _truncate(logits, plan.top_k, plan.top_p, plan.min_p)
     logprobs = logits.log_softmax(-1)
+    if (
+        plan.kept is not None and kept is not None
+    ):  # of log-probs: a row that is not finite has NaN, and an empty set nowhere
+        kept.append(KeptTokens.of_mask((logprobs[plan.kept] != float("-inf")).numpy()))
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     target = random.unsqueeze(1) * cumulative.narrow(1, logits.shape[1] - 1, 1)
     # the first token whose cumulative probability exceeds the target: never one of probability 0
@@ -160,11 +185,13 @@ def _sample_rows(logits: Tensor, plan: SamplingPlan, random: Tensor) -> tuple[Te
     return ids.squeeze(1), logprobs.gather(-1, ids).squeeze(1)
 
 
-def _truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> None:
-    """Sets to -inf what top-k, then top-p over what top-k left, cuts off."""
+def _truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None) -> None:
+    """Sets to -inf what top-k, then top-p over what top-k left, then min-p cuts off."""
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     ordered.masked_fill_(ordered < ordered.gather(-1, top_k - 1), float("-inf"))
     probabilities = F.softmax(ordered, -1, dtype=torch.float64)
     before = probabilities.cumsum(-1) - probabilities
     ordered.masked_fill_(before >= top_p, float("-inf"))
+    if min_p is not None:
+        ordered.masked_fill_(probabilities < min_p * probabilities[:, :1], float("-inf"))
     logits.scatter_(-1, order, ordered)

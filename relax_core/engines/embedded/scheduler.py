@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from relax_core.contracts.engine import PauseMode
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.sample import FinishReason
 from relax_core.engines.embedded.calls import Call, Progress, Sample, Waiting
 from relax_core.engines.embedded.decoder import Decoder
@@ -96,7 +97,14 @@ class Scheduler(threading.Thread):
         for group in self._waiting:
             gone = [sample for sample in group.samples if chosen(sample)]
             for sample in gone:
-                self._report(sample, sample.done, sample.done_logprobs, routes=sample.done_routes, finish="abort")
+                self._report(
+                    sample,
+                    sample.done,
+                    sample.done_logprobs,
+                    routes=sample.done_routes,
+                    kept=sample.done_kept,
+                    finish="abort",
+                )
             count += len(gone)
             group.samples = [sample for sample in group.samples if not chosen(sample)]
             if group.samples:
@@ -246,7 +254,7 @@ class Scheduler(threading.Thread):
             stops = sample.prompt.settings.stop_token_ids
             ended = reason or ("stop" if ids[-1] in stops else "length")
             routes = None if sample.prompt.routes is None else self._decoder.response_routes(slot)
-            self._report(sample, ids, logprobs, routes=routes, finish=ended)
+            self._report(sample, ids, logprobs, routes=routes, kept=self._kept(sample, slot), finish=ended)
         if reason is None and self._streaming:
             self._stream(set(gone))
         self._free(gone)
@@ -265,7 +273,13 @@ class Scheduler(threading.Thread):
             if call.stream_interval and slot not in gone and length - sample.streamed >= call.stream_interval:
                 ids, logprobs = self._decoder.slots.output(slot, sample.streamed)
                 sample.streamed = length
-                self._news[call].append(Progress(sample, ids, logprobs, length, sample.spans(length), None, None))
+                kept = self._kept(sample, slot, start=length - len(ids))
+                spans = sample.spans(length)
+                self._news[call].append(Progress(sample, ids, logprobs, length, spans, None, None, kept=kept))
+
+    def _kept(self, sample: Sample, slot: int, *, start: int = 0) -> KeptTokens | None:
+        """What its tokens from ``start`` on were sampled from, where that is wanted."""
+        return self._decoder.kept.of_slot(slot, start) if sample.prompt.settings.tells_kept else None
 
     def _report(
         self,
@@ -274,6 +288,7 @@ class Scheduler(threading.Thread):
         logprobs: list[float],
         *,
         routes: np.ndarray | None,
+        kept: KeptTokens | None,
         finish: FinishReason,
     ) -> None:
         call, start = sample.prompt.call, sample.streamed
@@ -283,7 +298,11 @@ class Scheduler(threading.Thread):
             call.finished = time.perf_counter()
         length = len(ids)
         spans = sample.spans(length)
-        self._news[call].append(Progress(sample, ids[start:], logprobs[start:], length, spans, finish, matched, routes))
+        if kept is not None and start:
+            kept = kept.take(np.arange(start, length))
+        self._news[call].append(
+            Progress(sample, ids[start:], logprobs[start:], length, spans, finish, matched, routes, kept)
+        )
 
     def _deliver(self) -> None:
         for call, news in self._news.items():
@@ -297,6 +316,7 @@ class Scheduler(threading.Thread):
             sample.done, sample.done_logprobs = self._decoder.slots.output(slot)
             if sample.prompt.routes is not None:
                 sample.done_routes = self._decoder.response_routes(slot)
+            sample.done_kept = self._kept(sample, slot)
             back.append(Waiting(sample.prompt, [sample]))
         self._free(list(range(len(self._running))))
         self._waiting = back + self._waiting

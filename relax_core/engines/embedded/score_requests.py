@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.engines.embedded.asgi import HttpError
 from relax_core.engines.embedded.model_config import ModelConfig
 from relax_core.engines.embedded.request_bounds import MAX_TOPS, TEMPERATURES, is_temperature
-from relax_core.engines.embedded.requests import RequestBody, RequestLimits, SamplingBody, per_prompt
+from relax_core.engines.embedded.requests import (
+    RequestBody,
+    RequestLimits,
+    SamplingBody,
+    banned_tokens,
+    per_prompt,
+    same_length,
+)
 from relax_core.engines.embedded.scoring import ScoreItem
 
 
@@ -29,12 +38,15 @@ def parse_score(body: RequestBody, *, model: ModelConfig, limits: RequestLimits)
     """Raises HttpError 400 that says key, value and fix. ``temperature`` 0 is 1, as for greedy tokens."""
     raw, count = body.raw, len(body.prompts)
     _check(body)
+    banned = banned_tokens(raw, model)
+    kept = raw.kept_tokens if raw.kept_tokens is not None else [None] * count
+    same_length("kept_tokens", len(kept), count)
+    _check_vocabularies(kept, model)
     starts = per_prompt("logprob_start_len", -1 if raw.logprob_start_len is None else raw.logprob_start_len, count)
     top_ks = per_prompt("top_logprobs_num", raw.top_logprobs_num or 0, count)
     items = []
-    for place, (ids, start, top_k, sampling) in enumerate(
-        zip(body.prompts, starts, top_ks, body.sampling, strict=True)
-    ):
+    given = zip(body.prompts, starts, top_ks, body.sampling, kept, strict=True)
+    for place, (ids, start, top_k, sampling, sets) in enumerate(given):
         if len(ids) > limits.context_length:
             raise HttpError(
                 400,
@@ -47,12 +59,17 @@ def parse_score(body: RequestBody, *, model: ModelConfig, limits: RequestLimits)
             raise HttpError(400, f"top_logprobs_num: {top_k}; give 0 to {model.vocab_size}, the vocabulary's size")
         if not is_temperature(sampling.temperature):
             raise HttpError(400, f"sampling_params.temperature: {sampling.temperature}; give {TEMPERATURES}")
+        start = len(ids) - 1 if start == -1 else start
+        if sets is not None and (fault := sets.fault(ids[start + 1 :])) is not None:
+            raise HttpError(400, f"kept_tokens[{place}]: {fault}")
         items.append(
             ScoreItem(
                 token_ids=ids,
-                start=len(ids) - 1 if start == -1 else start,
+                start=start,
                 top_k=top_k,
                 temperature=sampling.temperature or 1.0,
+                banned=banned,
+                kept=sets,
             )
         )
     tops = sum(item.top_k * (len(item.token_ids) - item.start) for item in items)
@@ -72,14 +89,21 @@ def _check(body: RequestBody) -> None:
         raise HttpError(400, "sampling_params.max_new_tokens: 0 needs return_logprob=true; else give 1 or more")
     if body.raw.stream:
         raise HttpError(400, "stream=true with sampling_params.max_new_tokens: 0; scores come in one reply")
-    if body.raw.banned_token_ids:
-        raise HttpError(400, "banned_token_ids with sampling_params.max_new_tokens: 0; scores are of all tokens")
+    if body.raw.return_sampling_mask:
+        raise HttpError(400, "return_sampling_mask=true with sampling_params.max_new_tokens: 0; nothing is sampled")
     neutral = SamplingBody()
     for one in body.sampling:
-        for key in ("n", "top_p", "top_k"):
+        for key in ("n", "top_p", "top_k", "min_p"):
             if getattr(one, key) != getattr(neutral, key):
                 raise HttpError(
                     400,
-                    f"sampling_params.{key}: {getattr(one, key)} with max_new_tokens 0; scores are of all tokens: "
-                    "leave it out",
+                    f"sampling_params.{key}: {getattr(one, key)} with max_new_tokens 0; scores are over all tokens, "
+                    "or over kept_tokens: leave it out",
                 )
+
+
+def _check_vocabularies(kept: Sequence[KeptTokens | None], model: ModelConfig) -> None:
+    """One for all sets, and about the model's own: two models of one tokenizer may pad it differently."""
+    sizes = {sets.vocab_size for sets in kept if sets is not None}
+    if len(sizes) > 1 or any(not 1 <= size <= 2 * model.vocab_size for size in sizes):
+        raise HttpError(400, f"kept_tokens: vocabularies of {sorted(sizes)} tokens, the model has {model.vocab_size}")

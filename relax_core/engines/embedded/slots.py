@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.engines.embedded.routes import PromptRoutes
 from relax_core.engines.embedded.sampler import SamplingPlan, SamplingSettings, sampling_plan, uniforms
 
@@ -23,6 +24,7 @@ class Prefix:
     ``token_ids``: prompt, or prompt and what a retracted sample had already generated. ``keys``: uint64, one a sample;
     ``done``, ``done_logprobs``: what that sample had generated, the end of ``token_ids``. ``routes``: where its experts
     are wanted; ``done_routes``: those of all of ``done`` but its last token, which only the prefill feeds.
+    ``done_kept``: the sets that ``done`` was sampled from, where they are wanted.
     """
 
     token_ids: Sequence[int]
@@ -32,6 +34,7 @@ class Prefix:
     done_logprobs: Sequence[float] = field(default_factory=list)
     routes: PromptRoutes | None = None
     done_routes: np.ndarray | None = None
+    done_kept: KeptTokens | None = None
 
     @property
     def columns(self) -> int:

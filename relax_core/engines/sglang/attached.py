@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
+from relax_core.config.schema import RolloutConfig
+from relax_core.config.sglang import MASK_TOKENS
 from relax_core.contracts.engine import EngineError, EngineUnreachable
 from relax_core.engines.client import EngineClient
 from relax_core.engines.sglang.version import version_problem
@@ -11,9 +15,9 @@ from relax_core.engines.sglang.version import version_problem
 RETRY_S = 0.5
 
 
-def meet_server(client: EngineClient, *, timeout_s: float) -> str:
+def meet_server(client: EngineClient, *, timeout_s: float, rollout: RolloutConfig) -> str:
     """Waits until it answers and returns its version. Raises EngineError for one that is not supported, refuses our
-    key, or does not answer for ``timeout_s`` seconds."""
+    key, does not answer for ``timeout_s`` seconds, or cannot sample as ``rollout`` says."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -25,7 +29,25 @@ def meet_server(client: EngineClient, *, timeout_s: float) -> str:
         if time.monotonic() > deadline:
             raise EngineError(f"engine.urls: no server for {timeout_s:g} s: {words}")
         time.sleep(RETRY_S)
-    version = str(client.server_info().get("version", "of no known version"))
-    if (problem := version_problem(version)) is not None:
+    info = client.server_info()
+    version = str(info.get("version", "of no known version"))
+    problem = version_problem(version) or truncation_problem(info, rollout)
+    if problem is not None:
         raise EngineError(f"engine {client.url}: {problem}")
     return version
+
+
+def truncation_problem(info: Mapping[str, Any], rollout: RolloutConfig) -> str | None:
+    """Why a server cannot tell which tokens are left, or cannot draw under min_p; ``info``: how it was started."""
+    most = info.get("sampling_mask_max_tokens", MASK_TOKENS)
+    if rollout.truncates and rollout.top_k > most:
+        return (
+            f"rollout.top_k={rollout.top_k}, but it tells at most {most} kept tokens. Lower rollout.top_k, or start it "
+            f"with --sampling-mask-max-tokens={rollout.top_k}."
+        )
+    if rollout.min_p > 0.0 and info.get("enable_deterministic_inference"):
+        return (
+            f"rollout.min_p={rollout.min_p:g}, but it was started with --enable-deterministic-inference and cannot "
+            "draw by seed under min_p. Start it without, or use rollout.min_p=0."
+        )
+    return None

@@ -153,8 +153,15 @@ class SglangClient(SglangWeightCalls, EngineClient):
         places, chosen = list(call.prompts), list(call.prompts.values())
         call.sent = sample_requests(chosen, n=params.n)
         body = sglang_body(chosen, call.sent, params, version=call.version, seeds=self._seeds)
-        reader = EventReader(chosen, n=params.n, places=[(one.prompt, one.sample) for one in call.sent])
-        async for one in self._streamed(body, lambda response: self._events(response, reader), expected=len(call.sent)):
+        reader = EventReader(
+            chosen,
+            n=params.n,
+            places=[(one.prompt, one.sample) for one in call.sent],
+            vocab_size=self._vocab_size if params.return_kept_tokens else None,
+        )
+        async for one in self._streamed(
+            body, params, lambda response: self._events(response, reader), expected=len(call.sent)
+        ):
             cached = reader.cached_tokens.pop((one.prompt, one.sample), 0)
             mixed = bool(one.output_ids) and prefilled_by_older(one.weight_versions[0], call.version, cached=cached)
             reason = finish_reason(one, params, generated=chosen[one.prompt].generated)
@@ -251,7 +258,14 @@ class SglangClient(SglangWeightCalls, EngineClient):
         if status != 200:  # its answer is no JSON
             raise self._refusal("/flush_cache", status, data)
 
-    def score(self, rows: Sequence[TokensToScore], *, top_k: int, temperature: float) -> list[TokenScores]:
+    def score(
+        self, rows: Sequence[TokensToScore], *, top_k: int, temperature: float, banned_token_ids: Sequence[int] = ()
+    ) -> list[TokenScores]:
+        if banned_token_ids or any(row.kept is not None for row in rows):
+            raise EngineError(
+                f"engine {self.url} /generate: scores without banned tokens, or over kept sets: SGLang scores over the "
+                "whole vocabulary only. Use algo.served_by=forward."
+            )
         if temperature != 1.0:
             raise EngineError(
                 f"engine {self.url} /generate: scores at temperature {temperature:g}: SGLang scores at 1 only. "

@@ -49,9 +49,9 @@ def sglang_body(
     """The JSON body of one /generate. ``version``: the weights that are in force now; a prefix that others have
     computed is used again only under the same ones.
 
-    With top_k the log-probs are asked for as those of the tokens that were left; SGLang's usual ones are of all.
+    Where tokens are left out the log-probs are asked for as those of the tokens that were left, and with them comes
+    which these were; SGLang's usual log-probs are of all.
     """
-    truncated = params.top_k > 1 or params.top_p < 1.0
     bans = {str(token): BAN for token in params.banned_token_ids}
     return {
         "rid": [one.rid for one in samples],
@@ -60,7 +60,7 @@ def sglang_body(
         "return_logprob": True,
         "stream": True,
         "extra_key": f"weights-{version}",
-        "return_sampling_mask": truncated,
+        "return_sampling_mask": params.truncates,
         "return_routed_experts": params.return_routed_experts,
     }
 
@@ -74,6 +74,7 @@ def _sampling(
         "temperature": params.temperature,
         "top_p": params.top_p,
         "top_k": params.top_k,
+        "min_p": params.min_p,
         "stop_token_ids": params.stop_token_ids,
         "stream_interval": new_tokens,  # events: the first token, and the end
     }

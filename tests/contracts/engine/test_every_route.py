@@ -5,6 +5,7 @@ While they come, other requests run; these must get the tokens that they get alo
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import socket
@@ -50,6 +51,15 @@ JUNK = st.recursive(
 )
 TOKENS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20)
 NEW_TOKENS = st.integers(0, 30)
+KEPT = st.tuples(  # the fields of `KeptTokens`
+    st.sampled_from([VOCAB, 1, 0, 2**40]),
+    st.lists(st.integers(-1, VOCAB), max_size=20).map(lambda counts: in_words(counts)),
+    st.lists(st.integers(0, 2**32 - 1) | st.integers(0, VOCAB), max_size=40).map(lambda words: in_words(words)),
+)
+
+
+def in_words(numbers: list[int]) -> str:
+    return base64.b64encode(b"".join((one % 2**32).to_bytes(4, "little") for one in numbers)).decode()
 
 
 def body_of(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
@@ -74,7 +84,7 @@ SAMPLING = body_of(
     ignore_eos=st.booleans(),
     stream_interval=st.integers(1, 9),
     stop=st.none(),
-    min_p=st.just(0.0),
+    min_p=st.floats(0.0, 1.0),
 )
 GENERATE = body_of(
     rid=st.one_of(st.sampled_from(["a", "b"]), st.lists(st.sampled_from(["a", "b"]), max_size=2)),
@@ -85,10 +95,12 @@ GENERATE = body_of(
     sampling_seed=st.integers(0, 2**62),
     banned_token_ids=TOKENS,
     return_routed_experts=st.just(False),
+    return_sampling_mask=st.booleans(),
     samples=st.lists(st.one_of(st.none(), st.lists(st.integers(0, 3), max_size=3)), max_size=2),
     generated=st.integers(0, 9),
     logprob_start_len=st.integers(-1, 9),
     top_logprobs_num=st.integers(0, VOCAB),
+    kept_tokens=st.lists(st.none() | KEPT, max_size=3),
 )
 PROMPTS = st.one_of(TOKENS, TOKENS, st.lists(TOKENS, min_size=1, max_size=3), JUNK)
 VERSION = st.integers(0, 10**6)

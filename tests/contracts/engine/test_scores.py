@@ -91,7 +91,6 @@ def test_the_reply_has_sglangs_shape(engine: Engine) -> None:
         ({"sampling_params": {"max_new_tokens": 0, "n": 2}}, "sampling_params.n: 2 with max_new_tokens 0"),
         ({"sampling_params": {"max_new_tokens": 0, "top_p": 0.5}}, "sampling_params.top_p: 0.5"),
         ({"sampling_params": {"max_new_tokens": 0, "temperature": -1.0}}, "sampling_params.temperature: -1.0"),
-        ({"banned_token_ids": [7]}, "banned_token_ids"),
         ({"input_ids": [5] * 32769}, "32769 tokens are longer than the context of 32768"),
         ({"sampling_params": {}, "logprob_start_len": 0}, "logprob_start_len=0"),
         ({"sampling_params": {}, "top_logprobs_num": 3}, "top_logprobs_num=3"),

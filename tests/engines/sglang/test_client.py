@@ -8,9 +8,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+import msgspec
 import pytest
 
 from relax_core.contracts.engine import EngineError, Generated, PromptRequest, SamplingParams
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.sample import VersionSpan
 from relax_core.engines.sglang.client import SglangClient, finish_reason, prefilled_by_older
 
@@ -72,6 +74,53 @@ def test_what_cannot_be_read_reaches_the_caller_in_words(versions: tuple[int, in
 
     with serving(info, events) as url, pytest.raises(EngineError, match="cannot be read"):
         asyncio.run(asyncio.wait_for(collect(url), 20.0))
+
+
+def finished(**meta: object) -> bytes:
+    """The one event of a response of two tokens."""
+    of_all = {"completion_tokens": 2, "weight_version": "3", "finish_reason": {"type": "length"}}
+    logprobs = {"output_token_logprobs": [[-1.0, 5, None], [-1.0, 6, None]]}
+    return b"data: " + msgspec.json.encode({"output_ids": [5, 6], "meta_info": of_all | logprobs | meta}) + b"\n\n"
+
+
+def kept_by(event: bytes) -> Generated:
+    params = SamplingParams(top_p=0.9, top_k=4, return_kept_tokens=True)
+
+    async def collect(url: str) -> list[Generated]:
+        client = SglangClient(url, "token", **TIMES, ranks=1, vocab_size=50, seeds=True)
+        try:
+            return [
+                one async for one in client.generate([PromptRequest(rid="a", input_ids=[1], sampling_seed=1)], params)
+            ]
+        finally:
+            await client.aclose()
+
+    with serving(b'{"weight_version": "3"}', event) as url:
+        (one,) = asyncio.run(asyncio.wait_for(collect(url), 20.0))
+    return one
+
+
+def test_kept_sets_come_with_the_log_probs_over_them() -> None:
+    masks = {"output_token_sampling_mask": [[5, 9], [7, 6, 8]], "output_token_sampling_logprobs": [-0.5, -0.25]}
+    one = kept_by(finished(**masks))
+    assert one.kept == KeptTokens.of_lists([[5, 9], [6, 7, 8]], vocab_size=50) and one.logprobs == [-0.5, -0.25]
+
+
+@pytest.mark.parametrize(
+    ("meta", "words"),
+    [
+        ({}, r"did not tell which tokens top_p, top_k and min_p left.*Use rollout\.top_p=1"),
+        (
+            {"output_token_sampling_mask": [[5], [50]]},
+            r"output_token_sampling_mask: a kept set has an id that is not in",
+        ),
+        ({"output_token_sampling_mask": [[5], []]}, r"output_token_sampling_mask: the kept set of token 1 is empty"),
+        ({"output_token_sampling_mask": [5, 6]}, r"cannot be read"),
+    ],
+)
+def test_an_engine_that_cannot_tell_its_kept_sets_is_refused(meta: dict[str, object], words: str) -> None:
+    with pytest.raises(EngineError, match=words):
+        kept_by(finished(**meta))
 
 
 @pytest.mark.parametrize(

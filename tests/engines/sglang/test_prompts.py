@@ -39,6 +39,8 @@ def test_a_prefix_is_shared_under_one_version_only() -> None:
 def test_truncated_sampling_asks_for_the_log_probs_of_what_was_left() -> None:
     assert body_of(SamplingParams(top_k=5))["return_sampling_mask"]
     assert body_of(SamplingParams(top_k=50, top_p=0.9))["return_sampling_mask"]
+    body = body_of(SamplingParams(top_k=50, min_p=0.1))
+    assert body["return_sampling_mask"] and body["sampling_params"][0]["min_p"] == 0.1
     assert not body_of(SamplingParams(temperature=0.5))["return_sampling_mask"]
 
 

@@ -1,0 +1,60 @@
+"""The one list of banned tokens: where it comes from, and what cannot be in it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from relax_core.config.compose import config_from_yaml, load_config
+from relax_core.config.errors import ConfigError
+from relax_core.config.saved import to_whole_yaml, to_yaml
+from relax_core.preflight import CHECKS, banned_token_problems
+
+
+@pytest.fixture
+def with_media(model_folder: Path) -> list[str]:
+    """A model whose tokenizer and config.json name media tokens."""
+    added = [{"id": 7, "content": "<|image_pad|>"}, {"id": 5, "content": "<|im_end|>"}]
+    (model_folder / "tokenizer.json").write_text(json.dumps({"added_tokens": added, "model": {"vocab": {"a": 1}}}))
+    config = json.loads((model_folder / "config.json").read_text())
+    (model_folder / "config.json").write_text(json.dumps(config | {"video_token_id": 9}))
+    return ["model=qwen3", f"model.path={model_folder}", "model.task=reverse_digits"]
+
+
+def test_they_are_the_media_tokens_of_the_model_and_stand_in_the_record(with_media: list[str]) -> None:
+    config = load_config(with_media, checks=CHECKS)
+    assert config.rollout.banned_token_ids == [7, 9]
+    assert yaml.safe_load(to_yaml(config))["rollout"]["banned_token_ids"] == [7, 9]
+    assert config_from_yaml(to_whole_yaml(config)).rollout.banned_token_ids == [7, 9]
+    assert load_config().rollout.banned_token_ids == []
+
+
+def test_a_list_of_ones_own_holds(with_media: list[str]) -> None:
+    for given, found in (("[9,3,3]", [3, 9]), ("[]", [])):
+        assert load_config([*with_media, f"rollout.banned_token_ids={given}"]).rollout.banned_token_ids == found
+
+
+@pytest.mark.parametrize("token", [-1, 100])
+def test_a_token_that_the_model_does_not_have_is_refused(with_media: list[str], token: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config([*with_media, f"rollout.banned_token_ids=[4,{token}]"], checks=CHECKS)
+    assert f"rollout.banned_token_ids names {token}, and the model has the tokens 0 to 99." in str(caught.value)
+    (problem,) = banned_token_problems(load_config(["rollout.banned_token_ids=[56]"]))
+    assert "names 56, and the model has the tokens 0 to 55" in problem
+
+
+@pytest.mark.parametrize("text", [None, "no JSON"])
+def test_a_folder_that_does_not_tell_its_media_tokens_is_refused(
+    with_media: list[str], model_folder: Path, text: str | None
+) -> None:
+    (model_folder / "tokenizer_config.json").write_text("{}")
+    if text is None:
+        (model_folder / "tokenizer.json").unlink()
+    else:
+        (model_folder / "tokenizer.json").write_text(text)
+    (problem,) = banned_token_problems(load_config(with_media))
+    assert "its media tokens are not known (" in problem and problem.endswith("Write tokenizer.json anew.")
+    assert list(banned_token_problems(load_config([*with_media, "rollout.banned_token_ids=[]"]))) == []

@@ -1,0 +1,46 @@
+"""A whole run that samples under top_p and min_p: on policy in every role, over the second bus."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.integration.live_run import run_to_end
+
+pytestmark = pytest.mark.integration
+
+TOLERANCE = 2e-5
+
+
+def test_gspo_is_on_policy_under_truncation(tmp_path: Path) -> None:
+    """GSPO's range is so narrow that any difference of distributions would cut every bad sample."""
+    run = run_to_end(
+        tmp_path / "run",
+        "algo=gspo",
+        "algo.old_logprobs=actor_fwd",
+        "algo.kl_coef=0.01",
+        "rollout.top_p=0.95",
+        "rollout.min_p=0.02",
+        "rollout.banned_token_ids=[1]",
+        "bus=transfer_queue",
+        "mode.max_staleness=0",
+        "run.steps=6",
+        "run.save_every=0",
+        "run.export_hf=false",
+        "eval.every=6",
+        "eval.rows=16",
+    )
+    assert run.code == 0, run.output
+    run.assert_books_closed()
+    assert len(run.steps()) == 6
+    for values in run.steps():
+        assert values["logprob_gap_tokens"] == values["tokens"] and values["logprob_gap_max"] <= TOLERANCE
+        for name in ("ratio", "ratio_low", "ratio_high", "tis_weight"):
+            assert values[f"algorithm/{name}"] == pytest.approx(1.0, abs=TOLERANCE), name
+        assert values["algorithm/clip_low"] == values["algorithm/clip_high"] == 0.0
+    assert run.steps()[0]["algorithm/reference_kl"] == pytest.approx(0.0, abs=TOLERANCE)
+    assert len(run.summary["eval"]) == 2
+    saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert saved["rollout"]["banned_token_ids"] == [1]
