@@ -1,11 +1,12 @@
 """What a run survives: ``python -m benchmarks.chaos --kills 50 [--seed 0] [--kinds engine bus …]``.
 
 Real runs of the demo with every role on. At random moments under the seed, each after training has gone on since the
-last, one process gets SIGKILL; for the kind ``frozen`` a random one gets SIGSTOP, and the run must kill it for its
-silence. Measured is the time from the harm until a train step is done that was never done before (steps that are done
-again after going back to a checkpoint do not count), and until the third such step: at staleness 1 the rows of two
-may have been made already, so this one shows that everybody works again. The ledger's file is read back, event by
-event: nothing may be lost or trained twice. Prints the overrides, one line a harm, and a table by kind. Exit code 1
+last, one process gets SIGKILL. For the kind ``frozen`` a random one gets SIGSTOP, for ``engine_and_owner`` an engine
+gets SIGSTOP and its owner SIGSTOP or SIGKILL: the run must kill a stopped one for its silence. Measured is the time
+from the harm until a train step is done that was never done before (steps that are done again after going back to a
+checkpoint do not count), and until the third such step: at staleness 1 the rows of two may have been made already, so
+this one shows that everybody works again. The ledger's file is read back, event by event: nothing may be lost or
+trained twice. Prints the overrides, one line a harm with the load of the machine, and a table by kind. Exit code 1
 where anything went wrong.
 """
 
@@ -47,7 +48,7 @@ OVERRIDES = (
     "eval.every=0",
 )
 WITHOUT_END = "run.steps=1000000"
-CONTROLLER, FROZEN = "controller", "frozen"
+CONTROLLER, FROZEN, PAIR = "controller", "frozen", "engine_and_owner"
 TITLES = {  # kind → what its process is called
     "engine": "relax_core.engines.embedded",
     "engine_owner": "ray::EngineHost",
@@ -59,15 +60,20 @@ TITLES = {  # kind → what its process is called
     "advantages": "ray::AdvantagesWorker",
     "bus": "ray::BusActor",
     "metrics": "ray::MetricsActor",
+    "gcs": "src/ray/gcs/gcs_server ",
+    "raylet": "src/ray/raylet/raylet ",
+    "serve_controller": "ray::ServeController",
     CONTROLLER: "-m relax_core ",
 }
-KINDS = (*TITLES, FROZEN)
+RAY = ("gcs", "raylet")  # with one of them its controller ends, and another makes a new Ray
+KINDS = (*TITLES, FROZEN, PAIR)
 QUIET_END = "quiet end"  # what goes wrong only when nobody is harmed any more
 ENDS = ("survived", "hung", "ended", "unnoticed")
 KILLS_A_RUN = 10
 HUNG_S = 300.0
 APPEAR_S = 60.0
 POLL_S = 0.02
+SUCCESSOR_S = 0.5  # a look at all processes of the machine takes a core for a while, which the run needs then
 STEPS_BETWEEN = 5  # train steps after a recovery before the next harm may come
 IN_THE_PIPE = 2  # steps whose rows may exist at the moment of the harm: max_staleness + 1
 BOOKED_S = 0.5  # until what was done at that moment is in the ledger's file
@@ -144,6 +150,8 @@ def find_process(live: LiveRun, kind: str) -> int:
         found = [pid for pid, line in live.processes().items() if TITLES[kind] in f"{line} "]
         if kind == CONTROLLER:
             found = [pid for pid in found if _parent(pid) == live.pid]
+        if kind in RAY:  # not what it has just forked off, which has its title for a moment
+            found = [pid for pid in found if _parent(_parent(pid)) == live.pid]
         if found:
             return max(found, key=_born)
         time.sleep(POLL_S)
@@ -163,15 +171,18 @@ def _born(pid: int) -> float:
 
 
 def do_harm(live: LiveRun, training: Training, kind: str, chance: random.Random) -> Harm:
-    """Harms one process and waits until training has gone on, the run has ended, or ``HUNG_S`` is over."""
+    """Harms a process, or two, and waits until training has gone on, the run has ended, or ``HUNG_S`` is over."""
     victim = chance.choice([one for one in TITLES if one != CONTROLLER]) if kind == FROZEN else kind
-    pid = find_process(live, victim)
+    blows = _blows(kind, victim, chance)
+    pids = {one: find_process(live, one) for one, _ in blows}
+    controller = find_process(live, CONTROLLER)
     event, began = training.last_event(), time.time()
-    os.kill(pid, signal.SIGSTOP if kind == FROZEN else signal.SIGKILL)
+    for one, number in blows:
+        os.kill(pids[one], number)
     time.sleep(BOOKED_S)
     before = training.newest_at(began)
     # What a killed controller leaves trains on for a moment; only its successor's steps tell of a recovery.
-    since = _await_successor(live, pid) if kind == CONTROLLER else began
+    since = _await_successor(live, controller) if victim in (CONTROLLER, *RAY) else began
     end, third = "survived", None
     while third is None:
         third = training.time_of(IN_THE_PIPE, behind=before, event=event, since=since)
@@ -180,18 +191,26 @@ def do_harm(live: LiveRun, training: Training, kind: str, chance: random.Random)
             break
         time.sleep(POLL_S)
     first = training.time_of(0, behind=before, event=event, since=since)
-    if kind == FROZEN and third is not None and not _is_killed(pid, stopped_at=began):
-        end = "unnoticed"
-        os.kill(pid, signal.SIGCONT)
+    for one, number in blows:
+        if number == signal.SIGSTOP and third is not None and not _is_killed(pids[one], stopped_at=began):
+            end = "unnoticed"
+            os.kill(pids[one], signal.SIGCONT)
     survived = first is not None and third is not None and end == "survived"
     return Harm(
         kind=kind,
-        victim=f"{victim}, stopped" if kind == FROZEN else victim,
+        victim=", ".join(f"{one} {signal.Signals(number).name}" for one, number in blows),
         at_step=before,
         seconds=first - began if survived and first is not None else None,
         settled_s=third - began if survived and third is not None else None,
         end=end,
     )
+
+
+def _blows(kind: str, victim: str, chance: random.Random) -> list[tuple[str, signal.Signals]]:
+    """(kind of process, signal) in the order in which they are sent."""
+    if kind == PAIR:
+        return [("engine", signal.SIGSTOP), ("engine_owner", chance.choice([signal.SIGSTOP, signal.SIGKILL]))]
+    return [(victim, signal.SIGSTOP if kind == FROZEN else signal.SIGKILL)]
 
 
 def _await_successor(live: LiveRun, killed: int) -> float:
@@ -200,7 +219,7 @@ def _await_successor(live: LiveRun, killed: int) -> float:
     while live.running() and time.monotonic() < deadline:
         if any(pid != killed and _parent(pid) == live.pid and _is_controller(pid) for pid in live.processes()):
             break
-        time.sleep(POLL_S)
+        time.sleep(SUCCESSOR_S)
     return time.time()
 
 
@@ -332,7 +351,7 @@ def main() -> int:
             for harm in run:
                 harms.append(harm)
                 planned = planned[harm.kind != QUIET_END :]
-                print(f"{len(harms):>3}. {_words(harm)}", flush=True)
+                print(f"{len(harms):>3}. {_words(harm)} (load {os.getloadavg()[0]:.0f})", flush=True)
     print(table(harms))
     return int(any(harm.end != "survived" or harm.lost or harm.trained_twice for harm in harms))
 

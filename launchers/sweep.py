@@ -24,7 +24,7 @@ from relax_core.plan.command import plan_run
 
 SWEEP_FILE = "sweep.json"
 USAGE = 2
-STOPPED = (130, 143)  # by Ctrl-C or SIGTERM
+STOPPED = (129, 130, 143)  # by SIGHUP, Ctrl-C or SIGTERM
 LABEL_BYTES = 100  # of a folder's name, which may have 255
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from relax_core.observe.standard_streams import unread_streams
 
 if TYPE_CHECKING:
     from relax_core.config.schema import RelaxConfig
 
 INTERRUPTED = 130
-NO_READER = 141  # what a shell says of a process that SIGPIPE has ended
 USAGE = 2
 
 
@@ -23,20 +23,14 @@ def launch(config: RelaxConfig) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns the exit code: 0, the run's own, 2 for a mistake in the configuration, 130 for a Ctrl-C
-    while nothing ran yet (a run takes its own), or 141 where nobody reads what is printed before a run."""
-    try:
-        code = _main(list(sys.argv[1:] if arguments is None else arguments))
-        if sys.stdout is not None:  # a start with stdout closed
-            sys.stdout.flush()
-        return code
-    except KeyboardInterrupt:
-        print("relax: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:
-        # Python flushes once more at its end, and would complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return NO_READER
+    """The command line. Returns the exit code: 0, the run's own, 2 for a mistake in the configuration, or 130 for a
+    Ctrl-C while nothing ran yet: a run takes its own."""
+    with unread_streams():
+        try:
+            return _main(list(sys.argv[1:] if arguments is None else arguments))
+        except KeyboardInterrupt:
+            print("relax: interrupted", file=sys.stderr)
+            return INTERRUPTED
 
 
 def _main(words: list[str]) -> int:

@@ -36,6 +36,7 @@ from relax_core.train.layout_arithmetic import (
 )
 from relax_core.train.models.check_folder import weight_problems
 
+ADDRESS_S = 5.0  # for a connection to a Ray head
 PYTHON_S = 60.0  # for an interpreter to say which SGLang it has
 
 SHOWN = 3  # problems with a folder's weights; a wrong folder has thousands
@@ -191,6 +192,22 @@ def port_problems(config: RelaxConfig) -> Iterator[str]:
                 yield f"engine.port={port} cannot be used ({error.strerror}). Use engine.port=0 for any free port."
 
 
+def ray_address_problems(config: RelaxConfig) -> Iterator[str]:
+    """A Ray address where nobody listens: Ray itself would try for minutes, and end the process."""
+    address = config.launcher.ray_address
+    if address is None or address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    fix = "Start one with `ray start --head`, name its host:port, or leave the key null for a Ray of the run's own."
+    if not host or not port.isdecimal() or int(port) > 65535 or "/" in host:
+        yield f"launcher.ray_address={address} is no host:port of a Ray head. {fix}"
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=ADDRESS_S).close()
+    except OSError as error:
+        yield f"launcher.ray_address={address}: nobody listens there ({error.strerror or error}). {fix}"
+
+
 def sglang_version_problems(config: RelaxConfig) -> Iterator[str]:
     """An interpreter without SGLang, or with one that is not supported."""
     engine = config.engine
@@ -244,4 +261,5 @@ CHECKS = (
     teacher_problems,
     port_problems,
     sglang_version_problems,
+    ray_address_problems,
 )

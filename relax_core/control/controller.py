@@ -34,7 +34,8 @@ class RunEnd:
 
 
 class Controller:
-    """``stop_requested`` says whether the user or the machine asked for an early end."""
+    """``trained`` is told that a train step is done. ``stop_requested`` says whether the user or the machine asked for
+    an early end."""
 
     def __init__(
         self,
@@ -47,6 +48,7 @@ class Controller:
         view: RunView,
         health: HealthManager,
         watchdog: Watchdog,
+        trained: Callable[[], None],
         stop_requested: Callable[[], bool],
     ) -> None:
         self._context = context
@@ -57,6 +59,7 @@ class Controller:
         self._view = view
         self._health = health
         self._watchdog = watchdog
+        self._trained = trained
         self._stop_requested = stop_requested
         self._step = context.start_step
         self._progress = 0
@@ -116,6 +119,7 @@ class Controller:
         if progress != self._progress:
             self._progress, self._moved = progress, time.monotonic()
             self._watchdog.moved()
+        self._fronts.look(step=self._step)
         if (error := self._fronts.error()) is not None:
             raise run_failed("Ray Serve did not start the roles' fronts", error)
 
@@ -124,6 +128,7 @@ class Controller:
         if progress is not None and progress.version != self._step:
             self._step, self._moved = progress.version, time.monotonic()
             self._watchdog.moved()
+            self._trained()
             self._book.step_done()
             self._fronts.follow(self._context.namespace)
         self._view.show(step=self._step, progress=progress, roles=self._health.roles, message=message)

@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NoReturn
 
+from ray.exceptions import RayError
+
+from relax_core.control.recoveries import IN_PLACE, Recoveries
 from relax_core.control.role_counts import roles_of
+from relax_core.control.serve_watch import ServeLost, ServeWatch
 from relax_core.roles.context import RunContext, worker_name
+
+DEPLOY_TRIES = 3  # Serve's controller may die in the middle of one
+TRY_S = 1.0
 
 
 class Fronts:
-    """One Serve app a role, from the run's start to its end; they are pointed at new workers by a new deployment."""
+    """One Serve app a role, from the run's start to its end; they are pointed at new workers by a new deployment.
 
-    def __init__(self, context: RunContext) -> None:
+    ``book`` gets each new start of Serve's controller in place. ``ray_lost`` is called where there is none.
+    """
+
+    def __init__(self, context: RunContext, *, book: Recoveries, ray_lost: Callable[[str], NoReturn]) -> None:
         config = context.config
         self._context = context
+        self._book = book
+        self._ray_lost = ray_lost
+        self._watch: ServeWatch | None = None
         self._roles = roles_of(config)
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fronts")
         self._namespace = ""
@@ -25,6 +41,25 @@ class Fronts:
         if namespace != self._namespace:
             self._namespace = namespace
             self._deployed = self._pool.submit(self._deploy, namespace)
+
+    def look(self, *, step: int) -> None:
+        """Looks after the controller of a Serve of our own; that of a joined cluster is others' too. ``step``: train
+        steps done."""
+        run = self._context.config.run
+        if self._context.config.launcher.ray_address is not None or self._deployed is None:
+            return
+        if self._watch is None and self._deployed.done() and self.error() is None:
+            self._watch = ServeWatch(frozen_after_s=run.heartbeat_timeout_s)
+        if self._watch is None:
+            return
+        try:
+            how = self._watch.look()
+        except ServeLost as lost:
+            self._ray_lost(str(lost))
+        if how is not None:
+            self._book.begin(IN_PLACE, f"Serve's controller {how}", at_step=step, from_step=step)
+        if self._watch.restarts > run.max_restarts:
+            self._ray_lost(f"Serve's controller ended more than run.max_restarts={run.max_restarts} times")
 
     def error(self) -> BaseException | None:
         """Why Serve did not start them; None where it did, or is still at it."""
@@ -42,6 +77,16 @@ class Fronts:
         self._pool.shutdown(wait=True)
 
     def _deploy(self, namespace: str) -> None:
+        for left in reversed(range(DEPLOY_TRIES)):
+            try:
+                self._deploy_once(namespace)
+                return
+            except RayError:
+                if not left:
+                    raise
+                time.sleep(TRY_S)
+
+    def _deploy_once(self, namespace: str) -> None:
         from ray import serve
 
         from relax_core.roles.front import RoleFront

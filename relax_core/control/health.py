@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from relax_core.control.heartbeats import Beat, Heartbeats
-from relax_core.control.processes import GONE, process_state
+from relax_core.control.processes import GONE, OwnedProcesses, process_state
 from relax_core.control.recoveries import IN_PLACE, Recoveries
 from relax_core.control.watch import RoleWatch, verdict
 from relax_core.observe.states import RoleState
@@ -26,7 +26,8 @@ class Killable(Protocol):
 
 class HealthManager:
     """Watches one incarnation's services. A worker that answered once and then nothing for ``heartbeat_timeout_s`` is
-    frozen (stopped, or its interpreter hangs): it is killed, so that Ray starts another."""
+    frozen (stopped, or its interpreter hangs): it is killed, so that Ray starts another. What a worker of this machine
+    owned, such as an engine, is ended once the worker is gone: it may be frozen too."""
 
     def __init__(
         self,
@@ -47,6 +48,7 @@ class HealthManager:
         self._killed_at: dict[str, float] = {}
         self._killed_pids: set[int] = set()
         self._suspicious = False
+        self._owned = OwnedProcesses()
         self.beats: dict[str, Beat] = {}
         self.roles: list[RoleState] = []
 
@@ -55,6 +57,11 @@ class HealthManager:
         what a role's own code raised. ``step``: train steps done."""
         self.beats = self._heartbeats.poll(self._services.handles(), timeout_s=POLL_S)
         self.roles = self._watch.roles(self.beats)
+        for beat in self.beats.values():
+            status = beat.status
+            if beat.life == "alive" and status is not None and status.child_pids and status.host == process_host():
+                self._owned.note(beat.name, status.pid, status.child_pids)
+        self._owned.end_orphans()
         for beat in self.beats.values():
             if beat.life == "alive" and beat.status is not None and beat.silent_s > self._heartbeat_timeout_s:
                 self._kill_frozen(beat, beat.status)

@@ -24,8 +24,8 @@ def adopt_orphans() -> None:
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def end_children(*, grace_s: float = 0.0) -> None:
-    """Waits ``grace_s`` seconds for everything below this process to end, kills what is left, and waits for its end.
+def end_children() -> None:
+    """Kills everything below this process, and waits for its end.
 
     Raises RuntimeError, naming what not even SIGKILL ends within `GONE_S` seconds.
     """
@@ -33,14 +33,12 @@ def end_children(*, grace_s: float = 0.0) -> None:
 
     began = time.monotonic()
     while children := psutil.Process().children(recursive=True):
-        waited_s = time.monotonic() - began
-        if waited_s > grace_s + GONE_S:
+        if time.monotonic() - began > GONE_S:
             names = ", ".join(f"{child.pid} ({child.name()})" for child in children)
             raise RuntimeError(f"processes of the run that SIGKILL does not end within {GONE_S:.0f} s: {names}")
-        if waited_s >= grace_s:
-            for child in children:
-                with suppress(psutil.NoSuchProcess):
-                    child.kill()
+        for child in children:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass

@@ -53,6 +53,36 @@ def _is_dead(process: psutil.Process) -> bool:
         return True
 
 
+class OwnedProcesses:
+    """Processes of this machine that end with their owners. Such a process hears of its owner's end by itself, unless
+    it is stopped or hangs."""
+
+    def __init__(self) -> None:
+        self._owners: dict[str, tuple[psutil.Process, list[psutil.Process]]] = {}
+
+    def note(self, name: str, owner: int, owned: Iterable[int]) -> None:
+        """Owner ``name`` is process ``owner`` now, and owns these processes. What its predecessor owned is ended."""
+        known = self._owners.get(name)
+        if known is not None and known[0].pid != owner:
+            self._end(name)
+            known = None
+        seen = {process.pid: process for process in known[1]} if known is not None else {}
+        with suppress(psutil.NoSuchProcess):  # it has just ended: it is looked at again
+            process = known[0] if known is not None else psutil.Process(owner)
+            self._owners[name] = process, [seen.get(pid) or psutil.Process(pid) for pid in owned]
+
+    def end_orphans(self) -> None:
+        """Kills what is left of owners that are gone."""
+        for name in [name for name, (owner, _) in self._owners.items() if _is_dead(owner)]:
+            self._end(name)
+
+    def _end(self, name: str) -> None:
+        for process in self._owners.pop(name)[1]:
+            with suppress(psutil.NoSuchProcess):  # so is a process that got its number since
+                for one in (process, *process.children(recursive=True)):
+                    one.kill()
+
+
 def process_state(pid: int) -> str:
     """E.g. "T (stopped)", as /proc tells it; "gone" where there is none."""
     try:

@@ -16,6 +16,7 @@ from typing import Self
 
 from relax_core.config.schema import LauncherConfig
 from relax_core.control.place import RunPlace
+from relax_core.control.processes import kill_trees
 
 # Loopback only: the one switch that lets Ray keep 127.0.0.1, which it else swaps for the host's own address.
 LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -30,6 +31,8 @@ QUIET = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 NODES_S = 0.2  # how often a joined cluster's nodes are counted
+DAEMONS = {"gcs_server": "GCS", "raylet": "raylet"}  # Ray's names of the processes that a run cannot do without → ours
+KEPT_LOGS = ("worker-*", "raylet.*", "gcs_server.*")
 ONE_THREAD = {  # every process says its own number later; this is what a library takes that nobody told
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -40,6 +43,10 @@ ONE_THREAD = {  # every process says its own number later; this is what a librar
 }
 
 
+class RayUnstarted(RuntimeError):
+    """The run's own Ray did not come up; another try may."""
+
+
 def new_token_file(path: Path) -> Path:
     """Writes a fresh token that only this user can read."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -48,8 +55,11 @@ def new_token_file(path: Path) -> Path:
 
 
 class RaySession:
-    """Use as a context manager, once a process: Ray reads its token's place when it is imported.
-    ``token_file``: the run's bearer token."""
+    """Use as a context manager, once a process: Ray reads its token's place when it is imported. Raises RayUnstarted,
+    or RuntimeError where a cluster cannot be joined.
+
+    ``token_file``: the run's bearer token. ``daemons``: name → process id of those of a Ray of the run's own.
+    """
 
     def __init__(
         self, launcher: LauncherConfig, place: RunPlace, *, log_dir: Path, start_timeout_s: float = 300.0
@@ -60,6 +70,7 @@ class RaySession:
         self.token_file = place.token_folder / "token"
         self._log_dir = log_dir
         self._undo = ExitStack()
+        self.daemons: dict[str, int] = {}
 
     def __enter__(self) -> Self:
         with ExitStack() as undo:
@@ -80,13 +91,14 @@ class RaySession:
         import ray
 
         where = {
+            "address": "local",  # whatever RAY_ADDRESS says
             "num_cpus": self._launcher.ray_logical_cpus,
             "num_gpus": 0,
             "object_store_memory": self._launcher.object_store_mb << 20,
             "include_dashboard": False,
             "_temp_dir": str(self._place.folder / "ray"),
         }
-        undo.callback(ray.shutdown)
+        undo.callback(_end_ray)
         try:
             ray.init(
                 **(where if own else {"address": self._launcher.ray_address}),
@@ -94,10 +106,26 @@ class RaySession:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
-        except (ray.exceptions.RayError, ConnectionError) as error:
-            raise RuntimeError(f"Ray did not start: {error}") from error
-        if not own:
+        except Exception as error:  # Ray's own time-outs are bare ones
+            raise self._unstarted(error) if own else self._not_joined(error) from error
+        if own:
+            self.daemons = {DAEMONS[kind]: pid for kind, pid in _live_processes() if kind in DAEMONS}
+        else:
             self._await_nodes()
+
+    def _unstarted(self, error: Exception) -> RayUnstarted:
+        self.keep_logs()
+        return RayUnstarted(
+            f"Ray did not start on this machine ({os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}): "
+            f"{_first_line(error)} End other work here, or join a Ray that runs already by launcher.ray_address=auto. "
+            f"Ray's own words are in {self._log_dir}."
+        )
+
+    def _not_joined(self, error: Exception) -> RuntimeError:
+        return RuntimeError(
+            f"launcher.ray_address={self._launcher.ray_address}: no Ray could be joined: {_first_line(error)} "
+            "Start one with `ray start --head`, name its host:port, or leave the key null for a Ray of the run's own."
+        )
 
     def _await_nodes(self) -> None:
         import ray
@@ -112,10 +140,11 @@ class RaySession:
             time.sleep(NODES_S)
 
     def keep_logs(self) -> None:
-        """Copies what the worker processes wrote into the run's folder; for a run that failed."""
+        """Copies what the workers and the daemons wrote into the run's folder; for a run that failed, or lost its
+        Ray."""
         logs = self._place.folder / "ray" / "session_latest" / "logs"
         try:
-            for file in logs.glob("worker-*"):
+            for file in (file for pattern in KEPT_LOGS for file in logs.glob(pattern)):
                 if file.stat().st_size:
                     self._log_dir.mkdir(parents=True, exist_ok=True)
                     shutil.copy(file, self._log_dir / file.name)
@@ -128,3 +157,29 @@ class RaySession:
         if error is not None:
             self.keep_logs()
         self._undo.close()
+
+
+def _live_processes() -> list[tuple[str, int]]:
+    """(Ray's name for its kind, process id) of the processes that Ray started below this one; none where it joined."""
+    from ray._private import worker
+
+    node = worker._global_node
+    return [] if node is None else [(kind, process.pid) for kind, process in node.live_processes()]
+
+
+def _end_ray() -> None:
+    """Leaves Ray. A Ray of our own ends by SIGKILL: its processes do not take the SIGTERM that Ray would send to one
+    after the other, with a second's wait for each."""
+    import ray
+    from ray._private import worker
+
+    started = [pid for _, pid in _live_processes()]
+    worker._global_node = None
+    ray.shutdown()
+    kill_trees(started)
+
+
+def _first_line(error: Exception) -> str:
+    """Of an error's words, as a sentence."""
+    words = str(error).strip().split("\n", 1)[0] or type(error).__name__
+    return words if words.endswith(".") else f"{words}."

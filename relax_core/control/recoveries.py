@@ -15,6 +15,11 @@ IN_PLACE = 1
 FROM_CHECKPOINT = 2
 
 
+def recoveries_file(run_dir: Path) -> Path:
+    """Where a run keeps the book."""
+    return run_dir / "logs" / "recoveries.json"
+
+
 @dataclass(kw_only=True)
 class Recovery:
     """``tier``: 1, one process was started again in place; 2, all services from a checkpoint. ``at_step``: train steps

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 from ray.exceptions import RayError
 
@@ -36,14 +37,17 @@ RETRY_S = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class RunParts:
-    """What lives as long as the run, beside its services. ``marked`` waits until the metrics know where it began."""
+    """What lives as long as the run, beside its services. ``marked`` waits until the metrics know where it began.
+    ``trained`` is told that a train step is done. ``ray_lost`` ends this process, so that another makes a new Ray."""
 
     metrics: MetricsClient
     marked: Callable[[], None]
     fronts: Fronts
     view: RunView
     book: Recoveries
+    trained: Callable[[], None]
     stop_requested: Callable[[], bool]
+    ray_lost: Callable[[str], NoReturn]
 
 
 def incarnation(context: RunContext, number: int, point: ResumePoint | None) -> RunContext:
@@ -59,15 +63,17 @@ def incarnation(context: RunContext, number: int, point: ResumePoint | None) -> 
 
 def run_services(context: RunContext, resume: ResumePoint | None, parts: RunParts) -> RunEnd:
     """Keeps services going until the trainer is done. ``resume``: where the run began. Raises `RunFailed` with the
-    first cause, once nothing more can be recovered."""
+    first cause, once nothing more can be recovered. Of a loss during a stop they recover once, and the stop goes on."""
     point = resume
+    lost_in_stop = False
     for number in itertools.count():
         one = incarnation(context, number, point)
         try:
-            return _run_once(one, point, parts)
+            return _run_once(one, point, parts, number=number)
         except ServicesLost as lost:
-            if parts.stop_requested():
+            if lost_in_stop:
                 raise RunFailed(f"{lost}, while the run was being stopped", log=lost.log) from lost
+            lost_in_stop = parts.stop_requested()
             limit = context.config.run.max_recoveries
             if parts.book.count(FROM_CHECKPOINT) >= limit:
                 raise _exhausted(lost, parts.book, limit=limit) from lost
@@ -113,13 +119,16 @@ def _exhausted(lost: ServicesLost, book: Recoveries, *, limit: int) -> RunFailed
     return RunFailed(text, log=lost.log)
 
 
-def _run_once(context: RunContext, point: ResumePoint | None, parts: RunParts) -> RunEnd:
+def _run_once(context: RunContext, point: ResumePoint | None, parts: RunParts, *, number: int) -> RunEnd:
     settings = context.config.run
     try:
         services = Services(context, point.snapshot if point else None, before_rollout=parts.marked)
     except (BusLost, BusTimeout, RayError) as error:
-        raise ServicesLost(f"the services did not start: {error}") from error
-    if context.namespace == incarnation(context, 0, None).namespace:  # later ones wait until training goes on
+        lost = ServicesLost(f"the services did not start: {error}")
+        if number > 0 and context.config.launcher.ray_address is None:  # they had to start again, and it was not enough
+            parts.ray_lost(str(lost))
+        raise lost from error
+    if parts.book.count(FROM_CHECKPOINT) == 0:  # in a recovery the fronts wait until training goes on
         parts.fronts.follow(context.namespace)
     try:
         with BusWatch(services.bus, heartbeat_timeout_s=settings.heartbeat_timeout_s) as bus:
@@ -132,6 +141,7 @@ def _run_once(context: RunContext, point: ResumePoint | None, parts: RunParts) -
                 view=parts.view,
                 health=HealthManager(services, parts.book, heartbeat_timeout_s=settings.heartbeat_timeout_s),
                 watchdog=Watchdog(context, services),
+                trained=parts.trained,
                 stop_requested=parts.stop_requested,
             ).run()
     except ServicesLost:

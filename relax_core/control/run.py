@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from relax_core.config.schema import RelaxConfig
 from relax_core.control.finish import RunRecords, collect, show_end, write_end
 from relax_core.control.place import RunPlace
-from relax_core.control.ray_session import RaySession
-from relax_core.control.recoveries import FROM_CHECKPOINT, Recoveries
+from relax_core.control.ray_session import RaySession, RayUnstarted
+from relax_core.control.ray_watch import RayWatch
+from relax_core.control.recoveries import FROM_CHECKPOINT, Recoveries, recoveries_file
 from relax_core.control.resume import ResumePoint
 from relax_core.control.role_counts import roles_of
-from relax_core.control.signals import StopSignals
 from relax_core.control.supervisor import Attempt
+from relax_core.control.supervisor_pipe import SupervisorPipe
 from relax_core.control.teachers import teacher_folders
 from relax_core.control.watch import RunFailed, run_failed
 from relax_core.observe.metrics_actor import MetricsClient, start_metrics
@@ -43,25 +46,29 @@ class _Outcome:
     recoveries: Sequence[Mapping[str, Any]] = ()
 
 
-def run_local(config: RelaxConfig, resume: ResumePoint | None, place: RunPlace, attempt: Attempt) -> int:
+def run_local(
+    config: RelaxConfig, resume: ResumePoint | None, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe
+) -> int:
     """Runs to the end, in its own process. Returns 0; 1 where the run failed; 128 + signal where it was stopped."""
     started = attempt.started
     run_dir = Path(config.run.dir)
-    with StopSignals() as signals:
-        try:
-            outcome = _in_session(config, resume, place, attempt, signals)
-        except KeyboardInterrupt:
-            assert signals.received is not None
-            print("relax: ended at once, without a checkpoint", file=sys.stderr)
-            return 128 + signals.received
-        except (ValueError, RuntimeError, OSError) as error:
-            outcome = _Outcome(word="failed", failure=run_failed("the run did not start", error))
+    try:
+        outcome = _in_session(config, resume, place, attempt, supervisor)
+    except KeyboardInterrupt:  # the supervisor wants the end at once
+        assert supervisor.stop_signal is not None
+        print("relax: ended at once, without a checkpoint", file=sys.stderr)
+        return 128 + supervisor.stop_signal
+    except RayUnstarted as error:
+        supervisor.say_ray_unstarted(str(error))
+        return FAILED
+    except (ValueError, RuntimeError, OSError) as error:
+        outcome = _Outcome(word="failed", failure=run_failed("the run did not start", error))
     if outcome.failure is not None:
         _tell_failure(outcome, config, started=started)
         return FAILED
     assert outcome.records is not None
     show_end(run_dir, outcome.records, _write_end(outcome, config, started=started))
-    return 128 + signals.received if outcome.word == "stopped" and signals.received else 0
+    return 128 + supervisor.stop_signal if outcome.word == "stopped" and supervisor.stop_signal else 0
 
 
 def _write_end(outcome: _Outcome, config: RelaxConfig, *, started: float) -> dict[str, Any]:
@@ -88,10 +95,16 @@ def _tell_failure(outcome: _Outcome, config: RelaxConfig, *, started: float) -> 
 
 
 def _in_session(
-    config: RelaxConfig, resume: ResumePoint | None, place: RunPlace, attempt: Attempt, signals: StopSignals
+    config: RelaxConfig, resume: ResumePoint | None, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe
 ) -> _Outcome:
-    """The run between the start and the end of its Ray."""
+    """The run between the start and the end of its Ray. Where that is lost meanwhile this process ends."""
     run_dir = Path(config.run.dir)
+
+    def ray_lost(cause: str) -> NoReturn:
+        session.keep_logs()
+        supervisor.say_ray_lost(cause)
+        os._exit(FAILED)  # the main thread may wait for Ray for good
+
     session = RaySession(config.launcher, place, log_dir=run_dir / "logs", start_timeout_s=config.run.start_timeout_s)
     title = f"{config.algo.name} · {config.model.name} · {config.data.name} · {config.mode.name.value}"
     panel = Panel(config.run.steps, run_dir, title, live=config.run.panel)
@@ -100,8 +113,10 @@ def _in_session(
         panel.starting(workers, first="Ray")
         model = pool.submit(_model_folder, config)
         teachers = pool.submit(lambda: teacher_folders(config, student=model.result()))
-        with session:
-            signals.arm()
+        with (
+            session,
+            RayWatch(session.daemons, frozen_after_s=config.run.heartbeat_timeout_s, lost=ray_lost),
+        ):
             context = RunContext(
                 config=config,
                 run_namespace=place.namespace,
@@ -114,16 +129,18 @@ def _in_session(
                 start_step=resume.step if resume else 0,
                 teacher_folders=teachers.result(timeout=config.run.start_timeout_s),
             )
-            return _run_services(context, resume, attempt, signals, session, panel)
+            return _run_services(context, resume, attempt, supervisor, session, panel, ray_lost=ray_lost)
 
 
 def _run_services(
     context: RunContext,
     resume: ResumePoint | None,
     attempt: Attempt,
-    signals: StopSignals,
+    supervisor: SupervisorPipe,
     session: RaySession,
     panel: Panel,
+    *,
+    ray_lost: Callable[[str], NoReturn],
 ) -> _Outcome:
     from relax_core.control.fronts import Fronts
     from relax_core.control.recovery import RunParts, run_services
@@ -134,8 +151,8 @@ def _run_services(
     metrics = _start_metrics(context)
     # Its process starts beside the others. From step 0 too, where a start before a first checkpoint had reported.
     marked = metrics.send_mark(context.start_step) if context.start_step or earlier else lambda: None
-    fronts = Fronts(context)
-    try:
+    with ExitStack() as undo:
+        undo.callback(metrics.end)
         with panel:  # which closes before the services do
             view = RunView(
                 panel,
@@ -145,18 +162,22 @@ def _run_services(
                 heartbeat_timeout_s=config.run.heartbeat_timeout_s,
                 signal_watch=SignalWatch(steps=config.run.watch_steps, max_new_tokens=config.rollout.max_new_tokens),
             )
-            book = Recoveries(context.log_dir / "recoveries.json", tell=view.tell)
+            book = Recoveries(recoveries_file(context.run_dir), tell=view.tell)
             if attempt.causes:
                 book.take_up()
                 at_step = max(last_step(earlier), context.start_step)
                 book.begin(FROM_CHECKPOINT, attempt.causes[-1], at_step=at_step, from_step=context.start_step)
+            fronts = Fronts(context, book=book, ray_lost=ray_lost)
+            undo.callback(fronts.close, timeout_s=config.run.stop_timeout_s)
             parts = RunParts(
                 metrics=metrics,
                 marked=marked,
                 fronts=fronts,
                 view=view,
                 book=book,
-                stop_requested=signals.requested,
+                trained=supervisor.say_trained,
+                stop_requested=supervisor.stop_requested,
+                ray_lost=ray_lost,
             )
             try:
                 end = run_services(context, resume, parts)
@@ -169,9 +190,6 @@ def _run_services(
             records=collect(metrics, end.progress, run_dir=context.run_dir),
             recoveries=book.as_records(),
         )
-    finally:
-        metrics.end()
-        fronts.close(timeout_s=config.run.stop_timeout_s)
 
 
 def _start_metrics(context: RunContext) -> MetricsClient:

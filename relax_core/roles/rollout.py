@@ -12,6 +12,7 @@ from relax_core.config.schema import Partial
 from relax_core.contracts.algorithm import AlgorithmSpec
 from relax_core.contracts.bus import BusClosed
 from relax_core.contracts.engine import SamplingParams
+from relax_core.contracts.stop_signals import ignore_stop_signals
 from relax_core.data.sources import make_source
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.pool import EnginePool
@@ -41,6 +42,7 @@ class RolloutWorker(Worker):
     def __init__(self, name: str, context: RunContext, rank: int) -> None:
         assert rank == 0, "one rollout worker feeds all engines"
         self._evaluated = threading.Event()
+        ignore_stop_signals()  # envs and rewards are the user's code
         super().__init__(name, context)
 
     def work(self) -> None:

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec
+from relax_core.contracts.stop_signals import ignore_stop_signals
 from relax_core.registry import find_reward
 from relax_core.rollout.reward_wire import HEADER_BYTES, Ready, payload_bytes, to_frame
 
@@ -23,6 +24,7 @@ _CPU_GRACE_S = 1.0  # the owner kills first; this is for a worker without an own
 
 
 def main() -> None:
+    ignore_stop_signals()
     requests = sys.stdin.buffer
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what a library prints must not mix with the replies

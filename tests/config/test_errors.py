@@ -263,6 +263,19 @@ def test_port_in_use() -> None:
         )
 
 
+def test_ray_address() -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{held.getsockname()[1]}"
+        (silent,) = problems(f"launcher.ray_address={address}")
+        assert silent.startswith(f"launcher.ray_address={address}: nobody listens there (Connection refused). Start")
+        held.listen()
+        assert load_config([f"launcher.ray_address={address}"], checks=CHECKS).launcher.ray_address == address
+    for address in ("head", "ray://head:10001", "head:port"):
+        (malformed,) = problems(f"launcher.ray_address={address}")
+        assert malformed.startswith(f"launcher.ray_address={address} is no host:port of a Ray head. ")
+
+
 def test_malformed_yaml_names_file_and_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "experiment"
     folder.mkdir()

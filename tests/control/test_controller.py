@@ -47,6 +47,7 @@ def controller(health: Any, folder: Path) -> Controller:
         lost=None,
         note=lambda statuses: None,
         error=lambda: None,
+        look=lambda *, step: None,
         moved=lambda: None,
         check=lambda beats, *, step: None,
     )
@@ -59,6 +60,7 @@ def controller(health: Any, folder: Path) -> Controller:
         view=nothing,
         health=health,
         watchdog=nothing,
+        trained=lambda: None,
         stop_requested=lambda: False,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from relax_core.control.health import HealthManager
-from relax_core.control.processes import kill, process_state
+from relax_core.control.processes import GONE, kill, process_state
 from relax_core.control.recoveries import Recoveries
 from relax_core.control.watch import RunFailed, ServicesLost
 from relax_core.roles.worker import WorkerStatus, process_host
@@ -161,6 +162,24 @@ def test_a_process_that_a_worker_owns_is_booked_by_its_own_words(services: Servi
     look_until(health, lambda: bool(booked(health)))
     health.look(bus_lost=None, step=6)
     assert [recovery["cause"] for recovery in booked(health)] == ["engine-0 was killed by SIGSEGV"]
+
+
+def test_what_a_lost_worker_owned_is_ended_with_it(services: Services, health: HealthManager) -> None:
+    """An engine that is frozen does not hear that its owner is gone, and would keep its callers for good."""
+    import ray
+
+    services.start("engine-0", max_restarts=1)
+    owner = pid_of(health, "engine-0")
+    with subprocess.Popen(["sleep", "600"]) as engine:
+        try:
+            ray.get(services.workers["engine-0"].tell.remote(child_pids=(engine.pid,)), timeout=DEADLINE_S)
+            os.kill(engine.pid, signal.SIGSTOP)
+            look_until(health, lambda: health.beats["engine-0"].status.child_pids == (engine.pid,))  # type: ignore[union-attr]
+            kill(owner)
+            look_until(health, lambda: process_state(engine.pid).startswith(GONE))
+        finally:
+            engine.kill()
+    look_until(health, lambda: pid_of(health, "engine-0") != owner)
 
 
 def test_an_own_failure_ends_the_run_at_the_second_look(services: Services, health: HealthManager) -> None:

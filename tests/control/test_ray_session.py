@@ -7,23 +7,27 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from relax_core.control.leftovers import remove_leftovers
 from relax_core.control.ray_session import new_token_file
 
 ROOT = Path(__file__).resolve().parents[2]
 
 SESSION = """
-import json, os, stat, sys
+import json, os, psutil, signal, stat, sys
 from pathlib import Path
 from relax_core.config.compose import load_config
+from relax_core.contracts.stop_signals import STOP_SIGNALS
 from relax_core.control.place import run_place
 from relax_core.control.ray_session import RaySession
 
 assert "ray" not in sys.modules, "Ray reads its token's place when it is imported"
 logs = Path(sys.argv[1])
+signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # as in a controller
 try:
     with (
         run_place(run_dir=logs.parent) as place,
@@ -49,6 +53,13 @@ try:
             return os.getpid()
 
         told["worker"] = ray.get(speak.remote(), timeout=120)
+        told["daemons"] = {name: psutil.Process(pid).name() for name, pid in session.daemons.items()}
+        below = psutil.Process().children(recursive=True)
+        for process in below:
+            for number in STOP_SIGNALS:
+                process.send_signal(number)
+        told["worker_again"] = ray.get(speak.remote(), timeout=120)
+        told["ended"] = [process.name() for process in below if not process.is_running()]
         print(json.dumps(told), flush=True)
         if sys.argv[2] == "fail":
             raise RuntimeError("the run failed")
@@ -74,8 +85,6 @@ def run_session(logs: Path, end: str, temporary: Path) -> dict:
 
 @pytest.mark.parametrize("end", ["well", "fail"])
 def test_a_session_is_private_and_leaves_nothing(tmp_path_factory: pytest.TempPathFactory, end: str) -> None:
-    import tempfile
-
     with tempfile.TemporaryDirectory(prefix="rs") as name:  # not pytest's: names of sockets are short
         temporary, logs = Path(name), tmp_path_factory.mktemp("run") / "logs"
         told = run_session(logs, end, temporary)
@@ -86,10 +95,48 @@ def test_a_session_is_private_and_leaves_nothing(tmp_path_factory: pytest.TempPa
         assert told["token"] != told["ray_token_text"]
         assert told["namespace"] == told["place_namespace"]
         assert len(told["nodes"]) == 1
+        assert told["daemons"] == {"GCS": "gcs_server", "raylet": "raylet"}
+        assert told["worker_again"] == told["worker"] and told["ended"] == [], "a stop signal reached them"
         assert list(temporary.iterdir()) == []
         assert not Path(f"/proc/{told['worker']}").exists()
         kept = "".join(file.read_text() for file in logs.glob("worker-*")) if logs.exists() else ""
         assert ("a worker's words" in kept) == (end == "fail")
+
+
+UNSTARTED = """
+import os, sys
+from pathlib import Path
+from relax_core.config.compose import load_config
+from relax_core.control.place import run_place
+from relax_core.control.ray_session import RaySession, RayUnstarted
+
+os.environ["RAY_gcs_server_port_wait_time_s"] = "0"  # as on a machine that is too busy for it
+logs = Path(sys.argv[1])
+with run_place(run_dir=logs.parent) as place:
+    try:
+        with RaySession(load_config().launcher, place, log_dir=logs):
+            pass
+    except RayUnstarted as error:
+        print(error, flush=True)
+    os._exit(0)  # as a controller ends; what is below it is its supervisor's to end
+"""
+
+
+def test_rays_own_time_out_is_told_in_words(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="ru") as name:
+        with subprocess.Popen(
+            [sys.executable, "-c", UNSTARTED, str(tmp_path / "logs")],
+            cwd=ROOT,
+            env={**os.environ, "TMPDIR": name},
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process:
+            out, _ = process.communicate(timeout=400)
+        try:
+            assert out.startswith("Ray did not start on this machine ("), out
+            assert "launcher.ray_address=auto" in out and f"{tmp_path}/logs." in out
+        finally:
+            remove_leftovers(temporary=Path(name))
 
 
 def test_a_token_file_is_new_and_for_this_user_only(tmp_path: Path) -> None:

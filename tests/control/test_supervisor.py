@@ -1,13 +1,9 @@
-"""The process above the controller, with real forks, signals and orphans; no Ray."""
+"""The process above the controller when controllers die, with real forks, kills and orphans; no Ray."""
 
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -18,80 +14,8 @@ from relax_core.control.leftovers import find_leftovers, remove_leftovers
 from relax_core.control.owned_folder import owned
 from relax_core.control.processes import process_state
 from relax_core.train.checkpoint_store import BUS_SNAPSHOT, CONFIG, CheckpointStore
-
-ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_S = 120.0
-
-PROGRAM = """
-import os, signal, subprocess, sys, time
-from pathlib import Path
-from relax_core.config.compose import load_config
-from relax_core.control.supervisor import supervise
-
-folder = Path(sys.argv[1])
-config = load_config([f"run.dir={folder}", "run.max_recoveries=2", *sys.argv[3:]])
-
-def killed_once(config, resume, place, attempt):
-    (folder / f"place{attempt.number}").write_text(f"{place.folder}\\n{place.weights_folder}")
-    (place.folder / "left").touch()
-    if attempt.number == 0:
-        orphan = subprocess.Popen(["sleep", "600"], start_new_session=True)
-        (folder / "orphan").write_text(str(orphan.pid))
-        os.kill(os.getpid(), signal.SIGKILL)
-    print(attempt.causes, flush=True)
-    return 7
-
-def always_killed(config, resume, place, attempt):
-    os.kill(os.getpid(), signal.SIGSEGV)
-
-def frozen_once(config, resume, place, attempt):
-    if attempt.number == 0:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    return 0
-
-def waits_for_signals(config, resume, place, attempt):
-    got = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda number, frame: got.append(number))
-    (folder / "ready").touch()
-    deadline = time.monotonic() + 100
-    while signal.SIGTERM not in got and time.monotonic() < deadline:
-        time.sleep(0.01)  # a SIGINT that came twice is in by then: signals are handed on in order
-    print(got, flush=True)
-    return 130
-
-def fails(config, resume, place, attempt):
-    raise RuntimeError("no such luck")
-
-def exits(config, resume, place, attempt):
-    sys.exit(signal.SIGTERM)  # as Ray's handler does
-
-def no_handlers(config, resume, place, attempt):
-    (folder / "ready").touch()
-    time.sleep(100)
-    return 0
-
-assert "ray" not in sys.modules and "torch" not in sys.modules
-sys.exit(supervise(config, None, globals()[sys.argv[2]]))
-"""
-
-
-def start(folder: Path, case: str, *overrides: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(folder), case, *overrides],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def wait_ready(folder: Path) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not (folder / "ready").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+from tests.control import supervised
+from tests.control.supervised import DEADLINE_S, controller_of, start
 
 
 def members(session: int) -> list[str]:
@@ -108,13 +32,13 @@ def members(session: int) -> list[str]:
 
 
 def test_a_killed_controller_is_repeated_and_its_orphans_and_folders_are_gone(tmp_path: Path) -> None:
-    process = start(tmp_path, "killed_once")
+    process = start(tmp_path, supervised.killed_once)
     out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 7, err
     assert "killed by SIGKILL" in out and "goes on from step 0" in err
     places = [Path(line) for number in (0, 1) for line in (tmp_path / f"place{number}").read_text().splitlines()]
     assert len(set(places)) == 4 and not any(place.exists() for place in places)
-    # The orphan sleeps for 600 s in a session of its own: only a parent that adopted it can have ended it.
+    # The orphan sleeps for long in a session of its own: only a parent that adopted it can have ended it.
     assert process_state(int((tmp_path / "orphan").read_text())) == "gone"
 
 
@@ -129,7 +53,7 @@ def test_a_controller_that_is_repeated_goes_on_from_the_newest_whole_checkpoint(
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=2)
     _, newest = (store.write(step, writers=write, meta={}) for step in (10, 20))
     (newest / BUS_SNAPSHOT).write_bytes(b"cat")
-    process = start(tmp_path, "killed_once")
+    process = start(tmp_path, supervised.killed_once)
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 7, err
     assert f"resume: step_00000020 is left: {newest / BUS_SNAPSHOT} is corrupt" in err
@@ -137,58 +61,74 @@ def test_a_controller_that_is_repeated_goes_on_from_the_newest_whole_checkpoint(
 
 
 def test_the_limit_ends_it(tmp_path: Path) -> None:
-    process = start(tmp_path, "always_killed")
+    process = start(tmp_path, supervised.always_killed)
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 1
     assert err.count("another goes on") == 2
     assert "run.max_recoveries=2" in err and "SIGSEGV" in err
 
 
+def test_recoveries_within_a_controller_count_too(tmp_path: Path) -> None:
+    process = start(tmp_path, supervised.killed_after_two_recoveries)
+    _, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 1
+    assert err == "relax: failed: the controller was killed by SIGKILL; run.max_recoveries=2\n"
+
+
 def test_a_frozen_controller_is_killed_and_repeated(tmp_path: Path) -> None:
-    process = start(tmp_path, "frozen_once", "run.heartbeat_timeout_s=2")
+    process = start(tmp_path, supervised.frozen_once, "run.heartbeat_timeout_s=2")
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0
     assert "SIGKILL" in err
 
 
-def test_each_signal_arrives_once(tmp_path: Path) -> None:
-    process = start(tmp_path, "waits_for_signals")
-    wait_ready(tmp_path)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    process.send_signal(signal.SIGTERM)
+def test_one_that_ends_without_a_word_has_died(tmp_path: Path) -> None:
+    process = start(tmp_path, supervised.exits_once)
     out, err = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 130, err
-    assert sorted(eval(out)) == [signal.SIGINT, signal.SIGTERM]
+    assert process.returncode == 7, err
+    assert "the controller ended without a word, with exit code 1; another goes on from step 0" in err
+    assert "with exit code 1" in out, "the next one is told the cause"
 
 
-def test_a_controller_that_dies_of_the_stop_is_not_repeated(tmp_path: Path) -> None:
-    process = start(tmp_path, "no_handlers")
-    wait_ready(tmp_path)
-    process.terminate()
+def test_one_that_lost_its_ray_is_repeated_with_that_cause(tmp_path: Path) -> None:
+    process = start(tmp_path, supervised.loses_ray_once)
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 7, err
+    assert "relax: Ray's GCS died, and the controller with it; another goes on from step 0" in err
+    assert "Ray's GCS died" in out
+
+
+def test_a_ray_that_does_not_start_is_tried_again_and_no_recovery(tmp_path: Path) -> None:
+    process = start(tmp_path, supervised.third_ray_starts, "run.max_recoveries=0")
+    out, err = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, out) == (7, "attempt 0\n")
+    assert [line.partition("Ray is started again, ")[2] for line in err.splitlines()] == [
+        "2 of 3 times.",
+        "3 of 3 times.",
+    ]
+
+
+def test_a_ray_that_never_starts_is_told_in_words(tmp_path: Path) -> None:
+    process = start(tmp_path, supervised.no_ray_starts)
     _, err = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 128 + signal.SIGTERM, err
-
-
-def test_a_stop_that_rays_handler_takes_is_a_stop(tmp_path: Path) -> None:
-    process = start(tmp_path, "exits")
-    _, err = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert "Traceback" not in err
+    assert process.returncode == 1
+    assert err.splitlines()[-1] == "relax: failed: Ray did not start."
+    assert err.count("Ray did not start") == 3 and "Traceback" not in err
 
 
 def test_an_exception_is_shown_and_not_repeated(tmp_path: Path) -> None:
-    process = start(tmp_path, "fails")
+    process = start(tmp_path, supervised.fails)
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 1
-    assert err.count("no such luck") == 1
+    assert err.count("RuntimeError: no such luck") == 1
 
 
 def test_without_its_supervisor_the_controller_is_told_to_stop(tmp_path: Path) -> None:
-    process = start(tmp_path, "waits_for_signals")
-    wait_ready(tmp_path)
+    process = start(tmp_path, supervised.trains_until_stopped)
+    controller_of(tmp_path)
     process.kill()
-    out, _ = process.communicate(timeout=DEADLINE_S)  # the pipes close when the controller has ended
-    assert f"[{int(signal.SIGTERM)}]" in out.replace("<Signals.SIGTERM: 15>", "15")
+    process.communicate(timeout=DEADLINE_S)  # the pipes close when the controller has ended
+    assert (tmp_path / "checkpoint").exists()
     assert "".join(members(process.pid)) == ""
     assert any(f"process {process.pid} of" in leftover.owner for leftover in find_leftovers())
     remove_leftovers()  # what the supervisor would have removed
@@ -200,7 +140,7 @@ def test_what_a_killed_run_left_goes_when_the_next_one_starts(tmp_path: Path, mo
         (Path(name) / "rlx-dead").mkdir()
         with owned(Path(name) / "rlx-dead", "the run in /runs/one"):
             pass
-        process = start(tmp_path, "exits")
+        process = start(tmp_path, supervised.returns_3)
         _, err = process.communicate(timeout=DEADLINE_S)
         assert f"relax: removed {name}/rlx-dead of the run in /runs/one, which was killed" in err
         assert list(Path(name).iterdir()) == []

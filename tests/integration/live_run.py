@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from relax_core.control.supervisor import CONTROLLER
+from relax_core.control.controller_process import CONTROLLER
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 600.0
-GONE_S = 60.0  # Ray's daemons get their SIGTERM a moment before the run's own process ends
+GONE_S = 60.0  # a loaded machine takes its time to end processes
 POLL_S = 0.02
 MARK = "RELAX_TEST_RUN"  # in the environment of every process of the run
 
@@ -232,6 +232,12 @@ class LiveRun:
     def terminate(self) -> None:
         """What a scheduler does first: SIGTERM to the process that it started."""
         self._process.terminate()
+
+    def signal_all(self, number: int) -> None:
+        """What a service manager does: the signal to every process of the run."""
+        for pid in self.processes():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     # -- the end ------------------------------------------------------------------------------------------------------
     def finish(self, *, deadline_s: float = DEADLINE_S) -> FinishedRun:

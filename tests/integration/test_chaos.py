@@ -10,7 +10,18 @@ from benchmarks.chaos import harm_run
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
-HARMS = ("engine", "actor_rank_1", "rollout", "bus", "frozen", "controller")
+HARMS = (
+    "engine",
+    "actor_rank_1",
+    "gcs",
+    "rollout",
+    "engine_and_owner",
+    "serve_controller",
+    "bus",
+    "frozen",
+    "raylet",
+    "controller",
+)
 
 
 def test_a_run_outlives_its_processes(tmp_path: Path) -> None:

@@ -1,39 +1,58 @@
-"""Ctrl-C a second time ends a run at once, whatever its trainer is in the middle of."""
+"""A run is stopped: early, by a signal to every one of its processes while a trainer dies, and twice."""
 
 from __future__ import annotations
 
+import signal
 import time
 from pathlib import Path
 
 import pytest
 
 from relax_core.control.signals import AGAIN_S
+from tests.integration.held_training import HeldTraining
 from tests.integration.live_run import LiveRun
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
-ENDLESS_LOSS = """
-import time
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, NoReturn
-from relax_core.registry import find_algorithm
-
-def loss(inputs: Any, knobs: Any) -> NoReturn:
-    Path(__file__).with_suffix(".busy").touch()
-    while True:
-        time.sleep(0.1)
-
-SPEC = replace(find_algorithm("grpo"), name="endless", loss=loss)
-"""
+ACTOR = "ray::ActorWorker"
 
 
-def test_a_busy_trainer_is_not_waited_for(tmp_path: Path) -> None:
-    plugin = tmp_path / "endless.py"
-    plugin.write_text(ENDLESS_LOSS)
-    endless = ("algo=plugin", f"algo.name={plugin}", "eval.every=0", "run.stop_timeout_s=600")
-    with LiveRun(tmp_path / "run", *endless) as live:
-        live.wait_for("the endless step", plugin.with_suffix(".busy").exists)
+def test_before_the_first_step_it_ends_without_an_export(tmp_path: Path) -> None:
+    with LiveRun(tmp_path / "run") as live:
+        live.wait_for("the services' start", lambda: "advantages-0 starting" in live.output())
+        live.terminate()
+        run = live.finish()
+    assert run.code == 143, run.output
+    assert "stopped before a train step was done" in run.output
+    assert run.checkpoints() == [] and not (tmp_path / "run" / "hf").exists()
+
+
+def test_a_signal_to_every_process_and_a_trainer_that_dies_meanwhile(tmp_path: Path) -> None:
+    held = HeldTraining(tmp_path, updates=20)
+    overrides = ("eval.every=0", "run.save_every=10", *held.overrides)
+    with LiveRun(tmp_path / "run", *overrides) as live:
+        live.wait_checkpoint(20)
+        services = {pid for pid, line in live.processes().items() if "ray::" in line and "IDLE" not in line}
+        live.signal_all(signal.SIGTERM)
+        live.wait_stop_heard()
+        time.sleep(1.5 * AGAIN_S)  # who takes a signal besides the supervisor has ended by then
+        assert len(services) > 8 and services <= live.processes().keys()
+        live.kill(ACTOR)
+        run = live.finish()
+    assert run.code == 143, run.output
+    assert run.summary["outcome"] == "stopped"
+    (recovery,) = run.summary["recoveries"]
+    assert (recovery["tier"], recovery["cause"], recovery["from_step"]) == (2, "actor-0 died", 20)
+    assert run.checkpoints()[-1] == run.summary["steps"] == 20
+    books = run.summary["ledger"]
+    assert books["lost"] == books["trained_twice"] == 0
+    assert books["issued"] == books["trained"] + books["open"], "what was under way is in the checkpoint"
+
+
+def test_a_busy_trainer_is_not_waited_for_after_a_second_signal(tmp_path: Path) -> None:
+    held = HeldTraining(tmp_path, updates=3)
+    with LiveRun(tmp_path / "run", "eval.every=0", "run.stop_timeout_s=600", *held.overrides) as live:
+        live.wait_step(2)
         live.interrupt()
         live.wait_stop_heard()
         time.sleep(1.5 * AGAIN_S)  # sooner it would be the same Ctrl-C

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from relax_core.contracts.reward import RewardInput, RewardKnobs
+from relax_core.contracts.stop_signals import STOP_SIGNALS
 from relax_core.registry import find_reward
 from relax_core.rollout import reward_worker
 from relax_core.rollout.reward_worker import RewardPool
@@ -54,6 +55,10 @@ def score(given, knobs):
         sys.stdout.flush()
     if what == "nan":
         return RewardOutput(reward=float("nan"))
+    if what == "terminate":
+        with subprocess.Popen(["sleep", "600"]) as child:
+            child.terminate()
+            return RewardOutput(reward=float(child.wait(100)), parts={"pid": float(os.getpid())})
     if what == "child":
         subprocess.Popen(["sleep", "600"])
         time.sleep(600)
@@ -164,6 +169,18 @@ def test_a_killed_worker_takes_its_children_along(make_pool: Any) -> None:
     assert not scored.is_alive()
     _wait_until(lambda: not _alive(child))
     assert not _alive(before)
+
+
+def test_a_stop_of_the_run_ends_no_worker_and_a_reward_may_end_its_programs(make_pool: Any) -> None:
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # as in every process of a run
+    try:
+        pool = make_pool()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+    (first,) = pool.score(_given("abc"))
+    os.kill(int(first.parts["pid"]), signal.SIGTERM)
+    (second,) = pool.score(_given("terminate"))
+    assert (second.reward, second.parts) == (-signal.SIGTERM, first.parts)
 
 
 def test_what_a_reward_prints_does_not_disturb(make_pool: Any) -> None:

@@ -1,0 +1,217 @@
+"""A real supervisor whose controllers do what a case says: ``python -m tests.control.supervised FOLDER CASE``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from relax_core.config.compose import load_config
+from relax_core.config.schema import RelaxConfig
+from relax_core.control import controller_process
+from relax_core.control.place import RunPlace
+from relax_core.control.recoveries import FROM_CHECKPOINT, Recoveries, recoveries_file
+from relax_core.control.resume import ResumePoint
+from relax_core.control.supervisor import Attempt, supervise
+from relax_core.control.supervisor_pipe import SupervisorPipe
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 120.0
+LONG_S = "600"
+
+Case = Callable[[Path, RunPlace, Attempt, SupervisorPipe], int]
+
+
+# -- the tests' side --------------------------------------------------------------------------------------------------
+def start(folder: Path, case: Case, *overrides: str, **how: Any) -> subprocess.Popen[str]:
+    """Starts it in a session of its own. ``how``: what `Popen` is told beside the defaults."""
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    command = [sys.executable, "-m", "tests.control.supervised", str(folder), case.__name__, *overrides]
+    return subprocess.Popen(command, cwd=ROOT, text=True, start_new_session=True, **(streams | how))
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def controller_of(folder: Path) -> int:
+    """Waits until it is ready; its process id."""
+    ready = folder / "ready"
+    wait_for(lambda: ready.exists() and bool(ready.read_text()))
+    return int(ready.read_text())
+
+
+# -- the controllers' side --------------------------------------------------------------------------------------------
+def killed_once(folder: Path, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+    (folder / f"place{attempt.number}").write_text(f"{place.folder}\n{place.weights_folder}")
+    (place.folder / "left").touch()
+    if attempt.number == 0:
+        orphan = subprocess.Popen(["sleep", LONG_S], start_new_session=True)
+        (folder / "orphan").write_text(str(orphan.pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+    print(attempt.causes, flush=True)
+    return 7
+
+
+def always_killed(folder: Path, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+    os.kill(os.getpid(), signal.SIGSEGV)
+    return 0
+
+
+def exits_once(folder: Path, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+    """As Ray's own code does in a process that lost its GCS."""
+    if attempt.number == 0:
+        os._exit(1)
+    print(attempt.causes, flush=True)
+    return 7
+
+
+def loses_ray_once(folder: Path, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+    if attempt.number == 0:
+        supervisor.say_ray_lost("Ray's GCS died")
+        os._exit(1)
+    print(attempt.causes, flush=True)
+    return 7
+
+
+def third_ray_starts(folder: Path, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+    with (folder / "starts").open("a") as starts:
+        starts.write(".")
+    if (folder / "starts").stat().st_size == 3:
+        print(f"attempt {attempt.number}", flush=True)
+        return 7
+    supervisor.say_ray_unstarted("Ray did not start.")
+    return 1
+
+
+def no_ray_starts(folder: Path, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+    supervisor.say_ray_unstarted("Ray did not start.")
+    return 1
+
+
+def killed_after_two_recoveries(folder: Path, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+    book = Recoveries(recoveries_file(folder), tell=print)
+    for step in range(2):
+        book.begin(FROM_CHECKPOINT, "the bus died", at_step=step, from_step=0)
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
+def frozen_once(folder: Path, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+    if attempt.number == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return 0
+
+
+def fails(folder: Path, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+    raise RuntimeError("no such luck")
+
+
+def returns_3(folder: Path, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+    (folder / "ready").write_text(str(os.getpid()))
+    with (folder / "own").open("w") as own:  # a stream that was closed must not get its number
+        print("printed", flush=True)
+        print("printed", file=sys.stderr, flush=True)
+        subprocess.run(["echo", "echoed"], check=True)
+        own.write("own")
+    return 3
+
+
+def trains_until_stopped(folder: Path, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+    supervisor.say_trained()
+    code = _await_stop(folder, supervisor)
+    for _ in range(1000):  # more than a pipe holds
+        print("a long farewell " * 10)
+        print("a long farewell " * 10, file=sys.stderr)
+    (folder / "checkpoint").touch()
+    return code
+
+
+def has_not_trained(folder: Path, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+    subprocess.Popen(["sleep", LONG_S], start_new_session=True)
+    _await_stop(folder, supervisor)
+    _await(folder / "never")
+    return 0
+
+
+def ends_when_interrupted(folder: Path, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+    supervisor.say_trained()
+    _await_stop(folder, supervisor)
+    try:
+        (folder / "heard").touch()
+        _await(folder / "never")
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+        return 99
+    return 0
+
+
+def ends_never(folder: Path, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+    supervisor.say_trained()
+    _await_stop(folder, supervisor)
+    while True:
+        try:
+            (folder / "heard").touch()
+            _await(folder / "never")
+        except KeyboardInterrupt:
+            continue
+
+
+def dies_when_stopped(folder: Path, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+    supervisor.say_trained()
+    _await_stop(folder, supervisor)
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+
+
+def killed_once_unread(folder: Path, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+    """Ends by a kill, once nobody reads what the supervisor says of it."""
+    if attempt.number == 0:
+        (folder / "ready").write_text(str(os.getpid()))
+        _await(folder / "unread")
+        os.kill(os.getpid(), signal.SIGKILL)
+    (folder / "second").touch()
+    return 7
+
+
+def _await(file: Path) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def _await_stop(folder: Path, supervisor: SupervisorPipe) -> int:
+    """The exit code that the stop asks for."""
+    (folder / "ready").write_text(str(os.getpid()))
+    deadline = time.monotonic() + DEADLINE_S
+    while supervisor.stop_signal is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert supervisor.stop_signal is not None
+    return 128 + supervisor.stop_signal
+
+
+def main() -> int:
+    folder, case = Path(sys.argv[1]), globals()[sys.argv[2]]
+    if case is ends_never:
+        controller_process.AT_ONCE_S = 0.0
+
+    def run_once(
+        config: RelaxConfig, resume: ResumePoint | None, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe
+    ) -> int:
+        return int(case(folder, place, attempt, supervisor))
+
+    config = load_config([f"run.dir={folder}", "run.max_recoveries=2", *sys.argv[3:]])
+    assert "ray" not in sys.modules and "torch" not in sys.modules
+    return supervise(config, None, run_once)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
