@@ -19,7 +19,7 @@ ACTOR = "ray::ActorWorker"
 
 def test_before_the_first_step_it_ends_without_an_export(tmp_path: Path) -> None:
     with LiveRun(tmp_path / "run") as live:
-        live.wait_for("the services' start", lambda: "advantages-0 starting" in live.output())
+        live.wait_for("the services' start", lambda: any("ray::" in line for line in live.processes().values()))
         live.terminate()
         run = live.finish()
     assert run.code == 143, run.output
