@@ -32,6 +32,7 @@ POLL_S = 0.02
 MARK = "RELAX_TEST_RUN"  # in the environment of every process of the run
 
 NOTICED = re.compile("^tier [12] at step .*; (started again in place|all services start again from step)", re.MULTILINE)
+TOLD_STEP = re.compile("^step [1-9]", re.MULTILINE)
 STOPPING = "stopping: a checkpoint is written"
 RECOVERED = "; training went on from step "
 
@@ -151,8 +152,10 @@ class LiveRun:
             time.sleep(POLL_S)
 
     def wait_step(self, step: int) -> None:
-        """Waits until the trainer has reported train step ``step``."""
+        """Waits until the trainer has reported train step ``step``, and the controller has told of one: before, a stop
+        has nothing to keep."""
         self.wait_for(f"step {step}", lambda: max(_actor_steps(self.folder), default=-1) >= step)
+        self.wait_for("a line about a step", lambda: TOLD_STEP.search(self.output()) is not None)
 
     def wait_checkpoint(self, step: int) -> None:
         """Waits until the checkpoint of ``step`` is whole."""
