@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 PROMPTS, GROUP_SIZE, NEW_TOKENS = 8, 16, 8
-LEARNING_RATE, WARMUP_STEPS, CLIP, CLIP_GRAD = 1e-3, 10, 0.2, 1.0
+LEARNING_RATE, WARMUP_STEPS, CLIP, CLIP_GRAD = 8e-4, 10, 0.2, 1.0
 TASK = "reverse_digits"
 
 
@@ -47,7 +47,7 @@ class PlainLoop:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, padding_side="left")
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
         self._optimizer = torch.optim.AdamW(
-            self._model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0
+            self._model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.999), weight_decay=0.0
         )
 
     def step(self, step: int) -> dict[str, float]:
