@@ -1,7 +1,7 @@
 """One data-parallel rank as its own process: trains some steps and leaves; rank 0 writes weights and metrics.
 
 python dp_rank.py <rank> <world size> <port> <model folder> <output> <distributed optimizer: 0|1> <steps> <timeout s>
-                  <policy|critic>
+                  <policy|critic> <most steps of all ranks>
 """
 
 import json
@@ -18,7 +18,7 @@ from relax_core.train.micro_batches import split_over_ranks
 
 
 def main() -> None:
-    rank, world_size, port, folder, output, sharded, steps, timeout_s, what = sys.argv[1:]
+    rank, world_size, port, folder, output, sharded, steps, timeout_s, what, most = sys.argv[1:]
     backend = {"policy": make_backend, "critic": make_critic}[what](
         Path(folder),
         rank=int(rank),
@@ -35,7 +35,8 @@ def main() -> None:
         tensors = backend.export() if what == "policy" else backend.model.named_parameters()
         save_file({name: tensor.detach().contiguous() for name, tensor in tensors}, f"{output}.safetensors")
         Path(f"{output}.json").write_text(json.dumps(asdict(metrics)))
-    dist.barrier()  # a rank that ends breaks the connections of those that still compute
+    if steps == most:
+        dist.barrier()  # a rank that ends breaks the connections of those that still compute
     os._exit(0)  # gloo's threads may abort a process whose interpreter shuts down while they run
 
 
