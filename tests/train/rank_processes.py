@@ -50,7 +50,7 @@ def run_dp_ranks(
     timeout_s: float = 300.0,
     what: str = "policy",
 ) -> list[tuple[int, str]]:
-    """Two data-parallel ranks (dp_rank.py), each for its own number of ``steps``; the second may never come, and one with
-    fewer steps leaves the other alone."""
+    """Two data-parallel ranks (dp_rank.py), each for its own number of ``steps``. The second may never come,
+    and one with fewer steps leaves the other alone."""
     arguments = [(folder, output, int(sharded), own, timeout_s, what, max(steps)) for own in steps]
     return run_ranks("dp_rank.py", arguments, world_size=2)
