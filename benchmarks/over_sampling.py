@@ -39,8 +39,10 @@ from relax_core.engines.pool import EnginePool
 from relax_core.engines.process import EngineLaunch, EngineProcess
 from relax_core.preflight import settle
 from relax_core.registry import find_env, find_reward
+from relax_core.rollout.bad_rows import BadRows
+from relax_core.rollout.prompts import PromptMaker
 from relax_core.rollout.reward_worker import RewardPool
-from relax_core.rollout.sampler import PromptMaker, Sampler, SamplerSettings
+from relax_core.rollout.sampler import Sampler, SamplerSettings
 from relax_core.rollout.turnover import Turnover
 from relax_core.tools.make_tiny import tiny_model_folder
 
@@ -120,11 +122,12 @@ async def roll_out(url: str, folder: Path, settings: BusSettings, *, max_new_tok
 
     pool = EnginePool(1, client_for, patience_s=TIMEOUT_S)
     with RewardPool(find_reward(config.reward.name), config.reward, workers=1) as rewards:
+        source = make_source(config.data, seed=0, eval_rows=0)
         sampler = Sampler(
             bus=bus,
             pool=pool,
+            source=source,
             prompts=PromptMaker(
-                source=make_source(config.data, seed=0, eval_rows=0),
                 env=find_env(config.env.name),
                 env_knobs=config.env,
                 tokenizer=tokenizer,
@@ -145,6 +148,7 @@ async def roll_out(url: str, folder: Path, settings: BusSettings, *, max_new_tok
             ),
             record=lambda source, step, values: None,
             gate=no_gate,
+            bad_rows=BadRows(rows=len(source), most=0.0, tell=lambda rows: None),
             turnover=Turnover(bus, pool, max_aborts=0, call_timeout_s=TIMEOUT_S),
         )
         try:

@@ -51,6 +51,8 @@ def run_in_folder(
         except (ValueError, OSError) as error:
             print(f"relax: {error}", file=sys.stderr)
             return USAGE
+        for line in plan.left_out:
+            print(f"relax: data: {line}", file=sys.stderr)
         resume = newest or named
         for note in (*resume.left, *resume.notes) if resume is not None else ():
             print(f"relax: resume: {note}", file=sys.stderr)

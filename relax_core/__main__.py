@@ -86,6 +86,11 @@ def _tool(command: str, words: list[str]) -> int:
         from relax_core.cli import doctor
 
         return doctor.main(words)
+    if command == "eval":
+        from relax_core.cli.eval_command import eval_command
+        from relax_core.preflight import EVAL_CHECKS, settle_evaluation
+
+        return eval_command(words, checks=EVAL_CHECKS, settle=settle_evaluation)
     from relax_core.tools import check_model, compare, export, lineage
 
     tools = {"compare": compare, "lineage": lineage, "export": export, "check-model": check_model}

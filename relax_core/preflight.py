@@ -14,18 +14,22 @@ from pathlib import Path
 
 from relax_core.config.errors import NotYet
 from relax_core.config.model_folder import media_token_ids, read_model_config
-from relax_core.config.schema import FORWARD_SIZES, DataConfig, RelaxConfig
-from relax_core.contracts.algorithm import TeacherNeeds
+from relax_core.config.schema import FORWARD_SIZES, RelaxConfig
 from relax_core.control.role_counts import gang_layouts, layout_key
 from relax_core.control.teachers import teacher_model_problems
 from relax_core.data import generated
-from relax_core.data.sources import GENERATED_KEYS, file_rows, make_source
+from relax_core.data.eval_sets import name_problems
+from relax_core.data.sources import GENERATED_KEYS
 from relax_core.engines.sglang.version import version_problem
 from relax_core.families.folder import find_family, folder_architecture
+from relax_core.observe.records import EVAL
+from relax_core.plan.context import settle_context, settle_evaluation_context
+from relax_core.plan.epochs import settle_steps
+from relax_core.plan.look import look_at_data
 from relax_core.plan.models import find_dimensions, layout_shape, shape_dimensions
-from relax_core.plan.prompts import settle_context
 from relax_core.registry import find_algorithm
-from relax_core.rollout.teachers import named_teacher
+from relax_core.rollout.eval_figures import MOST_SAMPLES
+from relax_core.rollout.evaluation import metric_names
 from relax_core.tools.make_tiny import MAX_POSITIONS, MODEL_NAMES, tiny_config
 from relax_core.train.layout_arithmetic import (
     LayoutShape,
@@ -168,14 +172,30 @@ def banned_token_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def data_problems(config: RelaxConfig) -> Iterator[str]:
-    """A task or a file that cannot serve: every line of the file is read once."""
-    data = config.data
-    if (data.task is None) == (data.path is None) or min(data.size, data.eval_size, config.eval.rows) < 0:
+    """A task or files that cannot serve, or with too many rows that cannot be used (`look_at_data`)."""
+    data, new_tokens = config.data, config.rollout.max_new_tokens
+    given = sum(one is not None for one in (data.task, data.path, data.paths))
+    if given != 1 or min(data.size, data.eval_size, config.eval.rows, new_tokens, data.max_bad_rows) < 0:
         return  # config/ has said so
+    if config.engine.context_length is not None and config.engine.context_length <= new_tokens:
+        return
     try:
-        make_source(data, seed=config.seed, eval_rows=config.eval.rows if config.eval.every else 0)
-    except ValueError as error:
-        yield str(error)
+        refused = look_at_data(config).refused
+    except (ValueError, OSError) as error:
+        refused = str(error)
+    if refused is not None:
+        yield refused
+
+
+def evaluation_problems(config: RelaxConfig) -> Iterator[str]:
+    """Names of evaluation sets that cannot be, and a best checkpoint by a figure that no evaluation has."""
+    yield from name_problems(config)
+    best, samples = config.run.keep_best, config.eval.samples
+    if best is None or not 1 <= samples <= MOST_SAMPLES:
+        return
+    known = [f"{EVAL}/{name}" for name in metric_names(samples=samples, sets=list(config.eval.sets))]
+    if best not in known:
+        yield f"run.keep_best={best}: no evaluation of this run gives it. What exists: {', '.join(known)}."
 
 
 def port_problems(config: RelaxConfig) -> Iterator[str]:
@@ -232,25 +252,40 @@ def teacher_problems(config: RelaxConfig) -> Iterator[str]:
         return
     for name, model in teachers.models.items():
         yield from teacher_model_problems(config, name, model, top_k=teachers.top_k)
-    if teachers.key and config.data.path is not None:
-        yield from _teacher_column_problems(config.data, teachers)
-    elif teachers.key and teachers.key not in GENERATED_KEYS:
+    if teachers.key and config.data.task is not None and teachers.key not in GENERATED_KEYS:
         has = ", ".join(GENERATED_KEYS)
         yield f"algo.teacher_key={teachers.key}: data={config.data.name} has only {has}. Use data=file."
 
 
-def _teacher_column_problems(data: DataConfig, teachers: TeacherNeeds) -> Iterator[str]:
-    """The first row that is trained on and names no teacher."""
-    try:
-        rows, count = file_rows(data)
-        for number in range(count):
-            named_teacher(rows[number], teachers.key, known=teachers.models, what=rows.where(number))
-    except ValueError as error:
-        yield str(error)
+def eval_engine_problems(config: RelaxConfig) -> Iterator[str]:
+    """What an evaluation without training cannot do."""
+    if config.engine.urls:
+        yield "engine.urls: relax eval starts engines of its own, with the weights that it evaluates. Drop engine.urls."
+    context, new_tokens = config.engine.context_length, config.rollout.max_new_tokens
+    if context is not None and config.eval.samples * min(context, new_tokens + 1) > config.engine.max_total_tokens:
+        yield (
+            f"engine.max_total_tokens={config.engine.max_total_tokens} cannot hold eval.samples={config.eval.samples} "
+            f"answers of rollout.max_new_tokens={new_tokens} to one prompt. Raise it."
+        )
 
 
-settle = settle_context  # what the entry point runs before the checks
+def settle(config: RelaxConfig) -> tuple[RelaxConfig, list[str]]:
+    """What the entry point runs before the checks: the configuration with its derived values, and what is wrong with
+    the model's tokenizer."""
+    return settle_context(settle_steps(config))
 
+
+settle_evaluation = settle_evaluation_context  # the same for an evaluation without training
+
+EVAL_CHECKS = (
+    family_problems,
+    builtin_model_problems,
+    banned_token_problems,
+    evaluation_problems,
+    eval_engine_problems,
+    port_problems,
+    sglang_version_problems,
+)
 CHECKS = (
     layout_problems,
     family_problems,
@@ -258,6 +293,7 @@ CHECKS = (
     builtin_model_problems,
     banned_token_problems,
     data_problems,
+    evaluation_problems,
     teacher_problems,
     port_problems,
     sglang_version_problems,

@@ -35,10 +35,16 @@ def score(given: RewardInput, knobs: MathKnobs) -> RewardOutput:
     if not reference:
         return RewardOutput(reward=None, reason=f"math-verify cannot read the reference answer {given.answer[:60]!r}")
     if not given.stopped and _BOXED not in given.response:
-        return RewardOutput(reward=0.0)
+        return RewardOutput(reward=0.0, answer="")
     found = parse(given.response, parsing_timeout=None, raise_on_error=True)
     exact = bool(found) and verify(reference, found, timeout_seconds=None, raise_on_error=True)
-    return RewardOutput(reward=float(exact), exact=exact)
+    return RewardOutput(reward=float(exact), exact=exact, answer=_written(found))
+
+
+def _written(found: list[object]) -> str:
+    """The answer as it stands in the response. math-verify gives the parsed expression first; to write that out again
+    could take as long as to compute it."""
+    return "".join(next((one for one in reversed(found) if isinstance(one, str)), "").split())
 
 
 def _delimited(answer: str) -> str:

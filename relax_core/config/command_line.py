@@ -24,6 +24,7 @@ PATHS = (
     "engine.token_file",
 )
 _QUOTED = (*PATHS, "resume", "launcher.working_dir", "launcher.volume_path", "hydra.sweep.dir")
+_OPEN = ("eval.sets", "data.chat_template_kwargs")  # whose keys are the user's own
 _PLUGINS = tuple(f"{kind}.name" for kind in KINDS)
 SINGLE, DOUBLE = "'", '"'
 _PLAIN_PATH = re.compile(r"[A-Za-z_/.][\w/.-]*")  # Hydra reads it as text with or without quotes
@@ -70,8 +71,8 @@ class CommandLine:
     def as_typed(self, overrides: Sequence[str]) -> list[str]:
         """The overrides of one run, as Hydra tells them, in the user's words: a word that Relax has quoted as it was,
         one that Relax has added left out."""
-        words = {_quoted(word, several=False): word for word in self.typed}
-        added = set(self.hydra) - {_quoted(word, several=_is_sweep(self.typed)) for word in self.typed}
+        words = {_for_hydra(word, several=False): word for word in self.typed}
+        added = set(self.hydra) - {_for_hydra(word, several=_is_sweep(self.typed)) for word in self.typed}
         return [*self.command, *(words.get(override, override) for override in overrides if override not in added)]
 
     def swept(self, overrides: Sequence[str]) -> list[str]:
@@ -80,8 +81,9 @@ class CommandLine:
 
         words = [word for word in self.hydra if "=" in word and not word.startswith("-")]
         parsed = OverridesParser.create().parse_overrides(words)
-        fixed = {one.get_key_element() for one in parsed if not one.is_sweep_override()}
-        return [one for one in overrides if one not in self.command and one.partition("=")[0] not in fixed]
+        fixed = {one.get_key_element().lstrip("+") for one in parsed if not one.is_sweep_override()}
+        keys = {one: one.partition("=")[0].lstrip("+") for one in overrides if one not in self.command}
+        return [one for one, key in keys.items() if key not in fixed]
 
 
 def hydra_words(words: Sequence[str]) -> list[str]:
@@ -90,7 +92,7 @@ def hydra_words(words: Sequence[str]) -> list[str]:
         raise ConfigError(problems)
     flags, overrides = _flags_and_overrides(words)
     several = _is_sweep(words)
-    return [*with_plugin_groups([_quoted(word, several=several) for word in overrides]), *flags]
+    return [*with_plugin_groups([_for_hydra(word, several=several) for word in overrides]), *flags]
 
 
 def _flags_and_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -182,12 +184,18 @@ def _option_by_path(group: str, value: str) -> str:
     )
 
 
+def _for_hydra(word: str, *, several: bool) -> str:
+    """``word`` as Hydra reads it: quoted, and with two pluses before a key that may be there or not."""
+    opens = word.startswith(tuple(f"{key}{end}" for key in _OPEN for end in ".="))
+    return "++" * opens + _quoted(word, several=several)
+
+
 def _quoted(word: str, *, several: bool) -> str:
     """``word`` with quotes around a path that Hydra's grammar would trip over. ``several``: commas separate the values
     of a sweep."""
     key, equals, value = word.partition("=")
     name = key.lstrip("+")
-    is_path = name in _QUOTED or (name in _PLUGINS and is_file_plugin(value))
+    is_path = name in _QUOTED or name.startswith("eval.sets.") or (name in _PLUGINS and is_file_plugin(value))
     if not equals or not value or not is_path or _LEFT_ALONE.fullmatch(value):
         return word
     paths = value.split(",") if several else [value]

@@ -336,6 +336,8 @@ def _absolute(config: RelaxConfig) -> RelaxConfig:
             if not path:  # `run.dir=$UNSET` would be this very folder
                 raise ConfigError([f"{section}.{key} is empty. Give a path, or leave it out."])
             setattr(holder, key, _path(f"{section}.{key}", path))
+    config.data.paths = _absolute_each(config.data.paths, key="data.paths")
+    config.eval.sets = _absolute_each(config.eval.sets, key="eval.sets")
     if config.resume is not None and config.resume != "auto":
         config.resume = _path("resume", config.resume)
     return config
@@ -353,3 +355,21 @@ def _path(key: str, text: str) -> str:
     except RuntimeError as error:  # ~nobody/x
         raise ConfigError([f"{key}={shown}: {error} Give another path."]) from error
     return str(path)
+
+
+def _absolute_each(paths: Any, *, key: str) -> Any:
+    """The same list or mapping of paths; what is no text is left to whoever checks it. `data.paths` has its paths as
+    keys, `eval.sets` as values."""
+    if isinstance(paths, dict) and key == "data.paths":
+        return {_absolute_path(path, key=key): weight for path, weight in paths.items()}
+    if isinstance(paths, dict):
+        return {name: _absolute_path(path, key=f"{key}.{name}") for name, path in paths.items()}
+    return [_absolute_path(path, key=key) for path in paths] if isinstance(paths, list) else paths
+
+
+def _absolute_path(path: Any, *, key: str) -> Any:
+    if not isinstance(path, str):
+        return path
+    if not path:
+        raise ConfigError([f"{key} has an empty path. Give a path, or leave it out."])
+    return _path(key, path)

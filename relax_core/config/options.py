@@ -55,6 +55,7 @@ def group_options(group: str) -> list[str]:
 COMMANDS = {
     "train": ("train [key=value ...]", "a run; the word may be left out"),
     "rerun": ("rerun RUN [key=value ...]", "a run once more, from its own config.yaml, in a new folder"),
+    "eval": ("eval MODEL|CHECKPOINT|RUN [key=value ...]", "an evaluation without training (docs/evaluation.md)"),
     "list": ("list [FILE.py ...]", "algorithms, rewards, envs, models; your own files with their kind"),
     "explain": ("explain KEY", "a key's value, type, range, where it is set, what reads it"),
     "compare": ("compare FOLDER ...", "runs or sweeps side by side: a table, and curves in one picture"),

@@ -73,12 +73,12 @@ RANGES: dict[str, Range] = {
     "bus.max_row_bytes": _COUNT,
     "data.size": _FROM_ZERO,
     "data.eval_size": _FROM_ZERO,
+    "data.max_bad_rows": Range(0, 1, below=True, why="a share of all rows; 0 ends the run with the first bad one"),
     "launcher.nodes": _COUNT,
     "launcher.ray_logical_cpus": _COUNT,
     "launcher.object_store_mb": Range(80, why="Ray starts with no less"),
     "optimizer.lr": _POSITIVE,
     "optimizer.min_lr_ratio": Range(0, 1),
-    "optimizer.warmup_steps": _FROM_ZERO,
     "optimizer.beta1": Range(0, 1, below=True),
     "optimizer.beta2": Range(0, 1, below=True),
     "optimizer.eps": _POSITIVE,
@@ -95,9 +95,10 @@ RANGES: dict[str, Range] = {
     "rollout.reward_workers": _COUNT,
     "rollout.over_sampling": Range(1, 16, why="1 lets in what a step needs"),
     "rollout.max_aborts": _COUNT,
-    "run.steps": _COUNT,
+    "run.steps": Range(1, why="relax eval evaluates without training"),
     "run.save_every": Range(0, why="0 saves only at the end"),
     "run.keep_last": _COUNT,
+    "run.patience": Range(0, why="0 never ends the run early"),
     "run.start_timeout_s": _POSITIVE,
     "run.stall_timeout_s": _POSITIVE,
     "run.stop_timeout_s": _POSITIVE,
@@ -108,6 +109,15 @@ RANGES: dict[str, Range] = {
     "run.watch_steps": Range(0, why="0 never says so"),
     "eval.every": Range(0, why="0 never evaluates"),
     "eval.rows": _COUNT,
+    "eval.samples": Range(1, 256, why="answers a prompt"),
+    "eval.temperature": Range(0, why="0 is greedy"),
+}
+
+# Of keys whose value may be null; ``why`` says what null means.
+OPTIONAL: dict[str, Range] = {
+    "optimizer.critic_lr": Range(0, above=True, why="null takes optimizer.lr"),
+    "optimizer.warmup_steps": Range(0, why="null takes 10, or run.steps where that is less"),
+    "run.epochs": Range(0, above=True, why="null leaves run.steps as it is"),
 }
 
 _NULL = ("launcher.memory_gb", "engine.context_length")  # null is a value of theirs
@@ -149,9 +159,11 @@ def range_problems(config: RelaxConfig) -> Iterator[str]:
         if not allowed.holds(value):
             why = f" ({allowed.why})" if allowed.why else ""
             yield f"{key}={value}: must be {allowed.words()}{why}."
-    critic_lr = config.optimizer.critic_lr
-    if critic_lr is not None and not _POSITIVE.holds(critic_lr):
-        yield f"optimizer.critic_lr={critic_lr}: must be {_POSITIVE.words()}. null takes optimizer.lr."
+    for key, allowed in OPTIONAL.items():
+        value = value_of(config, key)
+        assert value is None or isinstance(value, int | float)
+        if value is not None and not allowed.holds(value):
+            yield f"{key}={value}: must be {allowed.words()}. {allowed.why}."
     if config.rollout.top_k == 0:
         yield "rollout.top_k=0 keeps no token. Use -1 to keep all."
     if config.rollout.top_k == 1:

@@ -37,6 +37,14 @@ class Partial(Enum):
 class Schedule(Enum):
     constant = "constant"
     cosine = "cosine"
+    linear = "linear"
+
+
+class Overlong(Enum):
+    drop = "drop"
+    truncate_left = "truncate_left"
+    truncate_middle = "truncate_middle"
+    error = "error"
 
 
 class Recompute(Enum):
@@ -139,7 +147,7 @@ class EngineConfig:
     port: int = MISSING
     max_running_samples: int = MISSING
     max_total_tokens: int = MISSING
-    context_length: int | None = MISSING  # None until it is derived, before the start (plan/prompts.py)
+    context_length: int | None = MISSING  # None until it is derived, before the start (plan/context.py)
     threads: int = MISSING
     start_timeout_s: float = MISSING
     request_timeout_s: float = MISSING
@@ -175,6 +183,7 @@ class BusConfig:
 class DataConfig:
     name: str = MISSING
     path: str | None = None
+    paths: Any = None  # a list of files, or a mapping from files to weights, instead of path
     eval_path: str | None = None
     prompt_key: str = MISSING
     answer_key: str = MISSING
@@ -182,6 +191,9 @@ class DataConfig:
     size: int = MISSING  # rows of a generated task
     eval_size: int = MISSING
     shuffle: bool = MISSING
+    max_bad_rows: float = 0.05
+    overlong: Overlong = Overlong.drop
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -248,13 +260,16 @@ LAUNCHERS: dict[str, type[LauncherConfig]] = {
 }
 
 
+DEFAULT_WARMUP_STEPS = 10
+
+
 @dataclass
 class OptimizerConfig:
     lr: float = MISSING
     critic_lr: float | None = None  # of the critic; None: lr
     min_lr_ratio: float = MISSING
     schedule: Schedule = MISSING
-    warmup_steps: int = MISSING
+    warmup_steps: int | None = None  # None: DEFAULT_WARMUP_STEPS, or all steps where these are fewer
     beta1: float = MISSING
     beta2: float = MISSING
     eps: float = MISSING
@@ -278,6 +293,7 @@ class RolloutConfig:
     max_aborts: int = MISSING
     mask_off_policy: bool = MISSING
     mask_truncated: bool = MISSING
+    stop: list[str] = field(default_factory=list)
 
     @property
     def truncates(self) -> bool:
@@ -311,9 +327,12 @@ class FolderByTime(str):
 @dataclass
 class RunSettings:
     steps: int = MISSING
+    epochs: float | None = None
     dir: str = MISSING
     save_every: int = MISSING
     keep_last: int = MISSING
+    keep_best: str | None = None  # a metric of evaluation, such as eval/exact
+    patience: int = 0
     async_save: bool = MISSING
     export_hf: bool = MISSING
     panel: bool = MISSING
@@ -331,6 +350,9 @@ class RunSettings:
 class EvalConfig:
     every: int = MISSING
     rows: int = MISSING
+    samples: int = 1
+    temperature: float = 0.0
+    sets: dict[str, str | None] = field(default_factory=dict)  # name → file; None: the held-out rows of data
 
 
 @dataclass

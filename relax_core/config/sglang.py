@@ -43,7 +43,7 @@ OWN_FLAGS = {
     "weight-version": "nothing: the trainer does",
     "load-format": "nothing: weights come from the trainer",
     "custom-weight-loader": "nothing: it is Relax's own",
-    "skip-tokenizer-init": "nothing: tokens go in and out",
+    "skip-tokenizer-init": "rollout.stop: the server has a tokenizer where there are stop strings",
     "incremental-streaming-output": "nothing: it is always on",
     "config": "engine.flags itself",
     "dist-init-addr": "nothing: a server stays on one host",

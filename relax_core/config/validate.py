@@ -30,6 +30,7 @@ _BUILT = {
     "placement": ("cpu",),
 }
 PLANS = (False, True, "json")
+MOST_STOP_STRINGS = 16
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -166,12 +167,52 @@ def _check_rollout(config: RelaxConfig) -> Iterator[str]:
 
 def _check_data(config: RelaxConfig) -> Iterator[str]:
     data = config.data
-    if data.task is None and data.path is None:
+    if data.task is None and data.path is None and data.paths is None:
         yield NotYet("data.path is not set: data=file needs data.path=train.jsonl, or a .json list, .csv, .parquet.")
     elif data.task is not None and data.path is not None:
         yield f"data.path={data.path} with data={data.name}, which is generated. Choose data=file."
+    elif data.task is not None and data.paths is not None:
+        yield f"data.paths={data.paths} with data={data.name}, which is generated. Choose data=file."
+    elif data.path is not None and data.paths is not None:
+        yield f"data.path={data.path} with data.paths={data.paths}. Name all files in data.paths alone."
     elif config.rollout.max_new_tokens < 2:
         yield "rollout.max_new_tokens=1 holds the stop token alone. Use 8 or more."
+
+
+def _check_schedule(config: RelaxConfig) -> Iterator[str]:
+    warmup, steps = config.optimizer.warmup_steps, config.run.steps
+    if warmup is not None and warmup > steps >= 1:
+        yield (
+            f"optimizer.warmup_steps={warmup} is more than run.steps={steps}: optimizer.lr would never be reached. Use "
+            f"optimizer.warmup_steps={steps} or less, or null."
+        )
+
+
+def _check_stop_strings(config: RelaxConfig) -> Iterator[str]:
+    stop = config.rollout.stop
+    if len(stop) > MOST_STOP_STRINGS:
+        yield f"rollout.stop has {len(stop)} strings. Give {MOST_STOP_STRINGS} at most."
+    for string in stop:
+        if not string:
+            yield "rollout.stop has an empty string, which would end every response at once. Leave it out."
+
+
+def _check_evaluation(config: RelaxConfig) -> Iterator[str]:
+    evaluation, run = config.eval, config.run
+    if evaluation.samples > 1 and evaluation.temperature == 0.0:
+        yield (
+            f"eval.samples={evaluation.samples} with eval.temperature=0: greedy answers to a prompt are all equal. Set "
+            "eval.temperature, e.g. eval.temperature=1."
+        )
+    if evaluation.samples > config.engine.max_running_samples:
+        yield (
+            f"eval.samples={evaluation.samples} is more than engine.max_running_samples="
+            f"{config.engine.max_running_samples}. Raise the latter."
+        )
+    if run.keep_best is not None and not evaluation.every:
+        yield f"run.keep_best={run.keep_best} with eval.every=0: nothing is evaluated. Set eval.every."
+    if run.patience and run.keep_best is None:
+        yield f"run.patience={run.patience}: name what has to get better, e.g. run.keep_best=eval/exact."
 
 
 def _check_run_folder(config: RelaxConfig) -> Iterator[str]:
@@ -208,5 +249,8 @@ _CHECKS: tuple[Check, ...] = (
     transport_problems,
     sglang_problems,
     _check_data,
+    _check_schedule,
+    _check_stop_strings,
+    _check_evaluation,
 )
 _FILE_CHECKS: tuple[Check, ...] = (model_problems, sglang_file_problems, _check_run_folder)

@@ -32,6 +32,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     tokens that have at least this share of the likeliest one's probability. ``banned_token_ids`` are never sampled.
     Log-probs are those of the distribution that was sampled from: over the tokens that were left.
     ``return_routed_experts``: of a mixture of experts, tell which experts each token was routed to.
+    ``stop``: strings; a response ends with the token that completes the first of them in its text.
     ``return_kept_tokens``: tell from which tokens each one was sampled.
     """
 
@@ -44,6 +45,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int] = []
     banned_token_ids: list[int] = []
     return_routed_experts: bool = False
+    stop: list[str] = []
     return_kept_tokens: bool = False
 
     @property

@@ -9,8 +9,8 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class RewardInput:
-    """``response``: text without the stop token. ``stopped``: False when the response ran into the token limit.
-    ``answer``: the data row's reference. ``row``: the whole data row."""
+    """``response``: text without the stop token or stop string. ``stopped``: False when the response ran into the token
+    limit. ``answer``: the data row's reference. ``row``: the whole data row."""
 
     response: str
     stopped: bool
@@ -21,12 +21,15 @@ class RewardInput:
 @dataclass(frozen=True, kw_only=True)
 class RewardOutput:
     """``reward`` None: it could not be computed (the sample is dropped, never trained as 0).
-    ``exact``: the answer is fully right; what accuracy counts. ``reason``: why there is no reward, else empty."""
+    ``exact``: the answer is fully right; what accuracy counts. ``reason``: why there is no reward, else empty.
+    ``answer``: what the reward took for the answer, by which an evaluation counts votes for maj@k; empty where it found
+    none, None where the whole response is the answer."""
 
     reward: float | None
     exact: bool = False
     parts: Mapping[str, float] | None = None
     reason: str = ""
+    answer: str | None = None
 
 
 @dataclass(frozen=True)

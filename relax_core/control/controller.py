@@ -91,7 +91,8 @@ class Controller:
         if finished and self._context.config.eval.every:
             self._await_last_evaluation()
         self._show("")
-        return RunEnd(stopped=not finished, progress=self._last_progress())
+        # A trainer that nobody stopped has ended by itself: all steps are done, or run.patience was used up.
+        return RunEnd(stopped=not finished and self._stop_requested(), progress=self._last_progress())
 
     def _last_progress(self) -> BusProgress:
         try:

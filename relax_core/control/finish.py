@@ -12,7 +12,7 @@ from relax_core.contracts.bus import BusProgress
 from relax_core.observe.curves import CURVES_FILE, plot_curves
 from relax_core.observe.metrics import MetricsHealth
 from relax_core.observe.metrics_actor import MetricsClient, MetricsUnavailable
-from relax_core.observe.records import ACTOR, MetricRecord, TextRecord
+from relax_core.observe.records import ACTOR, BAD_ROWS, MetricRecord, TextCell, TextRecord
 from relax_core.observe.report import print_report, report_console
 from relax_core.observe.sinks import read_metrics, read_texts
 from relax_core.observe.summary import build_summary, write_summary
@@ -20,10 +20,12 @@ from relax_core.observe.summary import build_summary, write_summary
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecords:
-    """Everything that a run reported, taken while its services still answer."""
+    """Everything that a run reported, taken while its services still answer. ``bad_rows``: data rows that were left
+    out, the first few (`relax_core.observe.records.TextRecord`)."""
 
     records: list[MetricRecord]
     texts: list[TextRecord]
+    bad_rows: list[dict[str, TextCell]]
     progress: BusProgress
     health: MetricsHealth
 
@@ -33,20 +35,30 @@ def collect(metrics: MetricsClient, progress: BusProgress, *, run_dir: Path) -> 
     reports are those on disk, and that is told as a problem."""
     try:
         _, records = metrics.poll(0)
-        texts = metrics.texts("eval")
-        return RunRecords(records=records, texts=texts, progress=progress, health=metrics.close())
+        texts, bad_rows = metrics.texts("eval"), _newest(metrics.texts(BAD_ROWS))
+        health = metrics.close()
+        return RunRecords(records=records, texts=texts, bad_rows=bad_rows, progress=progress, health=health)
     except MetricsUnavailable as error:
         problem = f"{error}; the summary has only what was written to the run's folder"
-        texts = [text for text in read_texts(run_dir) if text.kind == "eval"]
-        health = MetricsHealth(problems=[problem], dropped={})
-        return RunRecords(records=read_metrics(run_dir), texts=texts, progress=progress, health=health)
+        kept = read_texts(run_dir)
+        return RunRecords(
+            records=read_metrics(run_dir),
+            texts=[text for text in kept if text.kind == "eval"],
+            bad_rows=_newest([text for text in kept if text.kind == BAD_ROWS]),
+            progress=progress,
+            health=MetricsHealth(problems=[problem], dropped={}),
+        )
+
+
+def _newest(texts: list[TextRecord]) -> list[dict[str, TextCell]]:
+    return texts[-1].rows if texts else []
 
 
 def write_end(run_dir: Path, end: RunRecords, *, meta: Mapping[str, Any], started: float) -> dict[str, Any]:
     """Writes summary.json and the curves. ``started``: Unix time at which the process began."""
     steps = [record.time_s for record in end.records if record.source == ACTOR and record.time_s >= started]
     first_step_s = steps[0] - started if steps else None
-    own = {"first_step_s": first_step_s, "records_dropped": end.health.dropped}
+    own = {"first_step_s": first_step_s, "records_dropped": end.health.dropped, "bad_rows": end.bad_rows}
     summary = build_summary(end.records, progress=end.progress, meta={**meta, **own})
     write_summary(run_dir, summary)
     if any(record.source == ACTOR for record in end.records):
@@ -59,5 +71,7 @@ def show_end(run_dir: Path, end: RunRecords, summary: Mapping[str, Any]) -> None
     first = end.texts[0].rows if end.texts else []
     newest = end.texts[-1].rows if end.texts else []
     print_report(report_console(), run_dir, summary, first, newest)
+    for row in end.bad_rows:
+        print(f"relax: data row {row['row']} was left out ({row['reason']}): {row['text']}", file=sys.stderr)
     for problem in end.health.problems:
         print(f"relax: {problem}", file=sys.stderr)

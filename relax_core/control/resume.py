@@ -7,11 +7,14 @@ from pathlib import Path
 
 import yaml
 
-from relax_core.config.identity import REFUSED, TOLD, changes
+from relax_core.config.identity import DATA_PLACES, REFUSED, TOLD, Change, changes
 from relax_core.config.saved import plain
 from relax_core.config.schema import RelaxConfig
+from relax_core.data.identity import data_digest
 from relax_core.train.atomic_folder import recover_replaced
-from relax_core.train.checkpoint_store import BUS_SNAPSHOT, CONFIG, CheckpointStore, WholeCheckpoint
+from relax_core.train.checkpoint_store import BUS_SNAPSHOT, CONFIG, DATA_DIGEST, CheckpointStore, WholeCheckpoint
+
+TOLD_OF_DATA = tuple(key for key in TOLD if key.startswith("data."))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +48,7 @@ def find_resume_point(config: RelaxConfig) -> ResumePoint | None:
         folder=folder,
         step=step,
         snapshot=(folder / BUS_SNAPSHOT).read_bytes(),
-        notes=_compare(folder / CONFIG, config, what=f"resume={folder}", step=step),
+        notes=_compare(found, config, what=f"resume={folder}"),
         left=tuple(f"{one}; the run goes on from {folder.name}" for one in found.left),
     )
 
@@ -60,14 +63,32 @@ def _named(folder: Path) -> WholeCheckpoint:
     return WholeCheckpoint(folder=folder, meta=CheckpointStore.verify(folder, needs=(BUS_SNAPSHOT, CONFIG)))
 
 
-def _compare(saved: Path, config: RelaxConfig, *, what: str, step: int) -> tuple[str, ...]:
-    """Notes on the knobs that differ from the checkpoint's; ValueError where it is another run."""
-    before, now = yaml.safe_load(saved.read_text(encoding="utf-8")), plain(config)
-    other = changes(before, now, keys=REFUSED)
+def _compare(found: WholeCheckpoint, config: RelaxConfig, *, what: str) -> tuple[str, ...]:
+    """Notes on the knobs that differ from the checkpoint's; ValueError where it is another run. Data is compared by its
+    content where the checkpoint tells that of its own."""
+    before, now = yaml.safe_load((found.folder / CONFIG).read_text(encoding="utf-8")), plain(config)
+    digest, step = str(found.meta.run.get(DATA_DIGEST, "")), found.meta.step
+    digest_now = data_digest(config.data) if digest else ""
+    moved = DATA_PLACES if digest and digest_now == digest else ()
+    other = changes(before, now, keys=REFUSED, but=(*moved, *TOLD_OF_DATA))
     if other:
         raise ValueError(
             f"{what}: it was made by another run: {'; '.join(change.words() for change in other)}. "
             f"Go on with {' '.join(change.as_it_was() for change in other)}, or start a new run with resume=null; it "
             "may begin with these weights: model.path=FOLDER of an exported model."
         )
-    return tuple(f"{change.words()} from step {step} on" for change in changes(before, now, keys=TOLD))
+    if digest_now != digest:
+        raise ValueError(
+            f"{what}: it was made with data of another content: digest {digest}; the files that data.path, data.paths "
+            f"and data.eval_path name have {digest_now or 'none'}. Give the data as it was, or start a new run with "
+            "resume=null."
+        )
+    told = changes(before, now, keys=TOLD)
+    if moved:
+        told += changes(before, now, keys=DATA_PLACES)
+    return tuple(_note(change, step=step) for change in told)
+
+
+def _note(change: Change, *, step: int) -> str:
+    moved = ", the same data by its content" if change.key in DATA_PLACES else ""
+    return f"{change.words()}{moved} from step {step} on"

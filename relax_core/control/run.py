@@ -24,6 +24,7 @@ from relax_core.control.supervisor import Attempt
 from relax_core.control.supervisor_pipe import SupervisorPipe
 from relax_core.control.teachers import teacher_folders
 from relax_core.control.watch import RunFailed, run_failed
+from relax_core.data.identity import data_digest
 from relax_core.observe.metrics_actor import MetricsClient, start_metrics
 from relax_core.observe.panel import Panel
 from relax_core.observe.records import last_step
@@ -76,6 +77,7 @@ def _write_end(outcome: _Outcome, config: RelaxConfig, *, started: float) -> dic
     word = outcome.word if outcome.failure is None else f"{outcome.word}: {outcome.failure}"
     meta = {"outcome": word, "wall_s": time.time() - started, "overrides": sys.argv[1:]}
     meta |= {"seed": config.seed, "repeatable": config.repeatable, "recoveries": list(outcome.recoveries)}
+    meta["keep_best"] = config.run.keep_best
     return write_end(Path(config.run.dir), outcome.records, meta=meta, started=started)
 
 
@@ -127,6 +129,7 @@ def _in_session(
                 token_file=session.token_file,
                 resume_from=resume.folder if resume else None,
                 start_step=resume.step if resume else 0,
+                data_digest=data_digest(config.data),
                 teacher_folders=teachers.result(timeout=config.run.start_timeout_s),
             )
             return _run_services(context, resume, attempt, supervisor, session, panel, ray_lost=ray_lost)

@@ -1,7 +1,7 @@
 """Rows of a file by number, each checked and with "prompt" and "answer" in their places.
 
-A JSONL file is read through once, so that a malformed line is reported before a run starts; then only the places of
-its lines are kept. A Parquet file is read one row group at a time. A CSV file and a JSON list stay in memory.
+A row is checked when it is read: one that cannot be used is a `BadRow`, and the others can. Of a JSONL file only the
+places of its lines are kept, of a Parquet file one row group at a time. A CSV file and a JSON list stay in memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from relax_core.contracts.data import DataRow
+from relax_core.contracts.data import BadRow, DataRow
 
 
 class RowFile(Protocol):
@@ -24,15 +24,16 @@ class RowFile(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, number: int) -> DataRow: ...
+    def __getitem__(self, number: int) -> DataRow:
+        """Raises `BadRow` for a row that cannot be used."""
 
     def where(self, number: int) -> str:
         """File and line, for an error about this row."""
 
 
 def open_rows(path: Path, *, prompt_key: str, answer_key: str) -> RowFile:
-    """Opens a .jsonl, .json, .csv or .parquet file. Raises ValueError for one that is not there, of another suffix,
-    empty or malformed, and for missing keys."""
+    """Opens a .jsonl, .json, .csv or .parquet file. Raises ValueError for one that is not there, has another suffix or
+    no rows, for a Parquet file that is malformed or lacks a column, and for a JSON list or CSV that is malformed."""
     if path.suffix not in _READERS:
         raise ValueError(f"data file {path}: unknown suffix {path.suffix!r}. Use one of: {', '.join(_READERS)}.")
     if not path.is_file():
@@ -56,7 +57,6 @@ class JsonlRows:
             file.seek(offset)
             for line_number, line in enumerate(file, start=1):
                 if line.strip():
-                    self._parse(line, line_number)
                     self._offsets.append(offset)
                     self._lines.append(line_number)
                 offset += len(line)
@@ -77,52 +77,60 @@ class JsonlRows:
         try:
             row = msgspec.json.decode(line, type=dict[str, Any])
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{where}: not a JSON object: {error}") from error
+            raise BadRow.because("malformed", f"{where}: not a JSON object: {error}") from error
         return check_row(row, where=where, prompt_key=self._prompt_key, answer_key=self._answer_key)
 
 
 class RowsInMemory:
-    """Rows that are all read and checked, and where each stands in the file."""
+    """Rows that are all read, and where each stands in the file; or why it is none, in one word and in words."""
 
-    def __init__(self, rows: Sequence[tuple[str, Mapping[str, Any]]], prompt_key: str, answer_key: str) -> None:
-        self._where = [where for where, _ in rows]
-        self._rows = [check_row(row, where=where, prompt_key=prompt_key, answer_key=answer_key) for where, row in rows]
+    def __init__(
+        self, rows: Sequence[tuple[str, Mapping[str, Any] | tuple[str, str]]], prompt_key: str, answer_key: str
+    ) -> None:
+        self._rows, self._prompt_key, self._answer_key = rows, prompt_key, answer_key
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def where(self, number: int) -> str:
-        return self._where[number]
+        return self._rows[number][0]
 
     def __getitem__(self, number: int) -> DataRow:
-        return self._rows[number]
+        where, row = self._rows[number]
+        if isinstance(row, tuple):
+            word, why = row
+            raise BadRow.because(word, f"{where}: {why}")
+        return check_row(row, where=where, prompt_key=self._prompt_key, answer_key=self._answer_key)
 
 
 def read_json_list(path: Path, prompt_key: str, answer_key: str) -> RowsInMemory:
     """A .json file that holds one list of objects."""
     text = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     try:
-        rows = msgspec.json.decode(text, type=list[dict[str, Any]])
+        found = msgspec.json.decode(text, type=list[Any])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         lines = " With an object on each line it is a .jsonl file." if text.lstrip().startswith(b"{") else ""
         raise ValueError(f"data file {path}: not a JSON list of objects: {error}.{lines}") from error
-    return RowsInMemory([(f"{path}, row {number}", row) for number, row in enumerate(rows)], prompt_key, answer_key)
+    rows = [(f"{path}, row {number}", _object(row)) for number, row in enumerate(found)]
+    return RowsInMemory(rows, prompt_key, answer_key)
+
+
+def _object(row: Any) -> dict[str, Any] | tuple[str, str]:
+    return row if isinstance(row, dict) else ("malformed", f"not a JSON object: {_short(row)}")
 
 
 def read_csv(path: Path, prompt_key: str, answer_key: str) -> RowsInMemory:
     """A .csv file with the columns' names in its first line. Every value is text."""
     csv.field_size_limit(sys.maxsize)
-    rows = []
+    rows: list[tuple[str, Mapping[str, Any] | tuple[str, str]]] = []
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.DictReader(file, strict=True)
         try:
             for row in reader:
                 where = f"{path}, line {reader.line_num}"
-                if None in row or None in row.values():
-                    raise ValueError(
-                        f"{where}: it has not as many fields as the first line, {len(row) - (None in row)}."
-                    )
-                rows.append((where, row))
+                fields = len(row) - (None in row)
+                wrong = ("fields", f"it has not as many fields as the first line, {fields}.")
+                rows.append((where, wrong if None in row or None in row.values() else row))
         except (csv.Error, UnicodeDecodeError) as error:
             raise ValueError(f"{path}, line {reader.line_num}: not CSV in UTF-8: {error}") from error
     return RowsInMemory(rows, prompt_key, answer_key)
@@ -177,18 +185,19 @@ _READERS: dict[str, Callable[[Path, str, str], RowFile]] = {
 def check_row(row: Mapping[str, Any], *, where: str, prompt_key: str, answer_key: str) -> DataRow:
     """The row with its prompt under "prompt" and its answer, as text, under "answer"; other keys stay as they are.
 
-    Raises ValueError that starts with ``where``.
+    Raises `BadRow` with a text that starts with ``where``.
     """
     for key in (prompt_key, answer_key):
         if key not in row:
-            raise ValueError(_missing(where, key, row))
+            raise BadRow.because("missing_key", _missing(where, key, row))
     prompt, answer = row[prompt_key], row[answer_key]
     if not (isinstance(prompt, str) and prompt) and not _is_conversation(prompt):
-        raise ValueError(
-            f"{where}: {prompt_key}={_short(prompt)} is neither text nor a list of messages with role and content."
+        raise BadRow.because(
+            "prompt",
+            f"{where}: {prompt_key}={_short(prompt)} is neither text nor a list of messages with role and content.",
         )
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        raise ValueError(f"{where}: {answer_key}={_short(answer)} is neither text nor a number.")
+        raise BadRow.because("answer", f"{where}: {answer_key}={_short(answer)} is neither text nor a number.")
     return {**row, "prompt": prompt, "answer": str(answer)}
 
 

@@ -3,19 +3,75 @@
 from __future__ import annotations
 
 import hashlib
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import accumulate
 
 _ROUNDS = 4
+BLOCK_PROMPTS = 1000  # the longest block of a mixture: shares are exact to a thousandth
 
 
-def row_of(index: int, *, rows: int, seed: int, shuffle: bool) -> int:
+def row_of(index: int, *, rows: int, seed: int, shuffle: bool, stream: int = 0) -> int:
     """The row 0..rows-1 that stands at place ``index`` of the endless order.
 
     Every ``rows`` places in a row are an epoch and hold each row once. The same arguments give the same row in any
-    process and with any library version.
+    process and with any library version. ``stream`` tells orders of the same seed apart.
     """
     assert index >= 0 and rows > 0
     epoch, place = divmod(index, rows)
-    return _permuted(place, rows=rows, key=f"{seed}/{epoch}".encode()) if shuffle else place
+    key = f"{seed}/{epoch}/{stream}" if stream else f"{seed}/{epoch}"
+    return _permuted(place, rows=rows, key=key.encode()) if shuffle else place
+
+
+class Mixture:
+    """Prompts from several parts in fixed shares, with one integer as cursor.
+
+    The endless order is cut into blocks of the same length. Each block holds every part's exact share of prompts, in an
+    order of its own that the seed fixes; so any place is found without looking at those before it. The block is as
+    short as the weights allow (3:1 gives blocks of 4), and `BLOCK_PROMPTS` at most, with shares rounded to it.
+    """
+
+    def __init__(self, weights: Sequence[float], *, seed: int) -> None:
+        """Raises ValueError for a weight that is not more than 0, or too small beside the others."""
+        self.shares = block_shares(weights)
+        self._starts = [0, *accumulate(self.shares)]
+        self._seed = seed
+
+    def place(self, index: int) -> tuple[int, int]:
+        """The part that gives the prompt at place ``index`` of the order, and the place in that part's own order."""
+        length = self._starts[-1]
+        block, slot = divmod(index, length)
+        slot = _permuted(slot, rows=length, key=f"{self._seed}/mixture/{block}".encode())
+        part = bisect_right(self._starts, slot) - 1
+        return part, block * self.shares[part] + slot - self._starts[part]
+
+
+def block_shares(weights: Sequence[float]) -> list[int]:
+    """How many prompts of a block each part gives."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    total = sum(exact, start=Fraction(0))
+    length = math.lcm(*(Fraction(weight, total).denominator for weight in exact))
+    shares = apportion(min(length, BLOCK_PROMPTS), weights)
+    for weight, share in zip(weights, shares, strict=True):
+        if share == 0:
+            raise ValueError(f"weight {weight:g} is less than a thousandth of all weights together. Raise it.")
+    return shares
+
+
+def apportion(total: int, weights: Sequence[float]) -> list[int]:
+    """``total`` as whole numbers in the proportion of ``weights``, which are 0 or more and not all 0.
+
+    Source: the method of largest remainders (Hamilton); of equal remainders the first ones get one more.
+    """
+    exact = [Fraction(str(weight)) for weight in weights]
+    quotas = [total * weight / sum(exact, start=Fraction(0)) for weight in exact]
+    shares = [math.floor(quota) for quota in quotas]
+    by_remainder = sorted(range(len(quotas)), key=lambda place: shares[place] - quotas[place])
+    for place in by_remainder[: total - sum(shares)]:
+        shares[place] += 1
+    return shares
 
 
 def _permuted(place: int, *, rows: int, key: bytes) -> int:

@@ -1,15 +1,18 @@
-"""Prompt sources: a generated task, or rows of a JSONL or Parquet file, behind one random-access order."""
+"""Prompt sources: a generated task, or rows of JSONL or Parquet files, behind one random-access order."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 from relax_core.config.schema import DataConfig
-from relax_core.contracts.data import DataRow, PromptSource
+from relax_core.contracts.data import BadRow, DataRow, EvalSet, PromptSource
 from relax_core.data import generated
 from relax_core.data.files import RowFile, open_rows
-from relax_core.data.order import row_of
+from relax_core.data.order import Mixture, apportion, row_of
+from relax_core.data.paths import FilePart, data_parts
 
 GENERATED_KEYS = ("prompt", "answer")
 
@@ -17,11 +20,13 @@ GENERATED_KEYS = ("prompt", "answer")
 def make_source(config: DataConfig, *, seed: int, eval_rows: int) -> PromptSource:
     """The source that ``config`` describes. ``eval_rows`` is how many held-out rows an evaluation scores.
 
-    Raises ValueError (key, value, fix) for a task or file that cannot serve.
+    Raises ValueError (key, value, fix) for a task or files that cannot serve.
     """
-    if (config.task is None) == (config.path is None):
+    given = [config.task, config.path, config.paths]
+    if sum(one is not None for one in given) != 1:
         raise ValueError(
-            f"data.task={config.task}, data.path={config.path}: set exactly one of them, a generated task or a file."
+            f"data.task={config.task}, data.path={config.path}, data.paths={config.paths}: set exactly one of them, a "
+            "generated task, a file, or several files."
         )
     if config.task is not None:
         return GeneratedSource(
@@ -31,34 +36,72 @@ def make_source(config: DataConfig, *, seed: int, eval_rows: int) -> PromptSourc
             seed=seed,
             shuffle=config.shuffle,
         )
-    assert config.path is not None
-    return _file_source(config, Path(config.path), seed=seed, eval_rows=eval_rows)
+    return _file_source(config, seed=seed, eval_rows=eval_rows)
 
 
-def _file_source(config: DataConfig, path: Path, *, seed: int, eval_rows: int) -> FileSource:
-    def rows_of(file: Path) -> RowFile:
-        return open_rows(file, prompt_key=config.prompt_key, answer_key=config.answer_key)
-
-    rows = rows_of(path)
+def _file_source(config: DataConfig, *, seed: int, eval_rows: int) -> FileSource:
+    parts = data_parts(config)
+    files = [rows_of(file, config) for part in parts for file in part.files]
+    kept = _held_out_counts(config, files)
+    training = FirstRows(files, [len(file) - count for file, count in zip(files, kept, strict=True)])
     if config.eval_path is not None:
-        held_out, first, train = rows_of(Path(config.eval_path)), 0, len(rows)
-        available, where = len(held_out), f"data.eval_path={config.eval_path}"
+        held_out, where = rows_of(Path(config.eval_path), config), f"data.eval_path={config.eval_path}"
+        chosen: Iterable[tuple[RowFile, int]] = (
+            (held_out, number) for number in range(_eval_count(eval_rows, available=len(held_out), where=where))
+        )
     else:
-        held_out, first, train = rows, len(rows) - config.eval_size, len(rows) - config.eval_size
-        available, where = config.eval_size, f"data.eval_size={config.eval_size}"
-        if train < 1:
-            raise ValueError(
-                f"data.eval_size={config.eval_size}: {path} has {len(rows)} rows, none is left to train on. "
-                "Lower data.eval_size, or give the held-out rows as data.eval_path."
-            )
-    count = _eval_count(eval_rows, available=available, where=where)
+        count = _eval_count(eval_rows, available=config.eval_size, where=f"data.eval_size={config.eval_size}")
+        asked = apportion(count, kept) if count else [0] * len(files)
+        chosen = (
+            (file, len(file) - of_file + place)
+            for file, of_file, wanted in zip(files, kept, asked, strict=True)
+            for place in range(wanted)
+        )
     return FileSource(
-        rows,
-        train=train,
-        held_out=[held_out[first + place] for place in range(count)],
+        training,
+        parts=_part_rows(parts, training.counts),
+        weights=[part.weight for part in parts if part.weight is not None],
+        held_out=read_eval_set("", chosen),
         seed=seed,
         shuffle=config.shuffle,
     )
+
+
+def rows_of(file: Path, config: DataConfig) -> RowFile:
+    """The rows of one file, with the columns that ``config`` names. Raises ValueError as `open_rows`."""
+    return open_rows(file, prompt_key=config.prompt_key, answer_key=config.answer_key)
+
+
+def read_eval_set(name: str, chosen: Iterable[tuple[RowFile, int]]) -> EvalSet:
+    """The evaluation set of these rows (file, number); those that cannot be used stand apart."""
+    rows: list[DataRow] = []
+    bad: list[BadRow] = []
+    for file, number in chosen:
+        try:
+            rows.append(file[number])
+        except BadRow as error:
+            bad.append(error)
+    return EvalSet(name=name, rows=rows, bad=bad)
+
+
+def _held_out_counts(config: DataConfig, files: Sequence[RowFile]) -> list[int]:
+    """How many rows at each file's end are held out: together ``data.eval_size``, in proportion to the files' rows."""
+    sizes = [len(file) for file in files]
+    if config.eval_path is not None or config.eval_size == 0:
+        return [0] * len(files)
+    if config.eval_size >= sum(sizes):
+        what = config.path if config.path is not None else f"{len(files)} files together"
+        raise ValueError(
+            f"data.eval_size={config.eval_size}: {what} has {sum(sizes)} rows, none is left to train on. "
+            "Lower data.eval_size, or give the held-out rows as data.eval_path."
+        )
+    return apportion(config.eval_size, sizes)
+
+
+def _part_rows(parts: Sequence[FilePart], counts: Sequence[int]) -> list[int]:
+    """How many training rows each part has."""
+    ends = list(accumulate(len(part.files) for part in parts))
+    return [sum(counts[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _eval_count(wanted: int, *, available: int, where: str) -> int:
@@ -70,10 +113,36 @@ def _eval_count(wanted: int, *, available: int, where: str) -> int:
 
 
 def file_rows(config: DataConfig) -> tuple[RowFile, int]:
-    """The file of ``data.path`` and how many of its first rows are trained on. Raises ValueError as `make_source`."""
-    assert config.path is not None
-    rows = open_rows(Path(config.path), prompt_key=config.prompt_key, answer_key=config.answer_key)
-    return rows, len(rows) if config.eval_path is not None else len(rows) - config.eval_size
+    """The rows of the configured files that are trained on, and how many there are. Raises ValueError as
+    `make_source`."""
+    files = [rows_of(file, config) for part in data_parts(config) for file in part.files]
+    kept = _held_out_counts(config, files)
+    rows = FirstRows(files, [len(file) - count for file, count in zip(files, kept, strict=True)])
+    return rows, len(rows)
+
+
+class FirstRows:
+    """The first ``counts[i]`` rows of each file, one file after the other."""
+
+    def __init__(self, files: Sequence[RowFile], counts: Sequence[int]) -> None:
+        self._files, self.counts = files, list(counts)
+        self._starts = [0, *accumulate(counts)]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def __getitem__(self, number: int) -> DataRow:
+        file, place = self._find(number)
+        return file[place]
+
+    def where(self, number: int) -> str:
+        file, place = self._find(number)
+        return file.where(place)
+
+    def _find(self, number: int) -> tuple[RowFile, int]:
+        assert 0 <= number < len(self)
+        place = bisect_right(self._starts, number) - 1
+        return self._files[place], number - self._starts[place]
 
 
 class GeneratedSource:
@@ -85,16 +154,28 @@ class GeneratedSource:
             raise ValueError(f"data.size={rows}: a generated task needs at least one row.")
         self._task, self._rows, self._held_out, self._seed, self._shuffle = task, rows, held_out, seed, shuffle
 
+    def __len__(self) -> int:
+        return self._rows
+
+    def number(self, index: int) -> int:
+        return row_of(index, rows=self._rows, seed=self._seed, shuffle=self._shuffle)
+
     def row(self, index: int) -> DataRow:
         """The row at place ``index`` of the endless order."""
-        place = row_of(index, rows=self._rows, seed=self._seed, shuffle=self._shuffle)
-        return _as_row(generated.example(self._task, split="train", seed=self._seed, index=place))
+        return self.numbered(self.number(index))
 
-    def eval_rows(self) -> list[DataRow]:
-        return [
+    def numbered(self, number: int) -> DataRow:
+        return _as_row(generated.example(self._task, split="train", seed=self._seed, index=number))
+
+    def where(self, number: int) -> str:
+        return f"data.task={self._task}, example {number}"
+
+    def held_out(self) -> EvalSet:
+        rows = [
             _as_row(generated.example(self._task, split="eval", seed=self._seed, index=index))
             for index in range(self._held_out)
         ]
+        return EvalSet(name="", rows=rows)
 
 
 def _as_row(example: generated.Example) -> DataRow:
@@ -102,14 +183,57 @@ def _as_row(example: generated.Example) -> DataRow:
 
 
 class FileSource:
-    """The first ``train`` rows of a file, over and over, a new order each epoch; ``held_out`` is already read."""
+    """Rows of files, over and over; ``held_out`` is already read.
 
-    def __init__(self, rows: RowFile, *, train: int, held_out: Sequence[DataRow], seed: int, shuffle: bool) -> None:
-        self._rows, self._train, self._held_out, self._seed, self._shuffle = rows, train, held_out, seed, shuffle
+    Without ``weights`` every row comes once an epoch, in a new order each time. With them, one for each of the
+    ``parts`` (which says how many of the rows, in order, are whose), a `Mixture` says which part gives each prompt,
+    and every part goes through its own rows, epoch by epoch.
+    """
+
+    def __init__(
+        self,
+        rows: RowFile,
+        *,
+        parts: Sequence[int],
+        weights: Sequence[float],
+        held_out: EvalSet,
+        seed: int,
+        shuffle: bool,
+    ) -> None:
+        self._rows, self._held_out, self._seed, self._shuffle = rows, held_out, seed, shuffle
+        self._parts = parts
+        self._starts = [0, *accumulate(parts)]
+        self._mixture: Mixture | None = None
+        if weights:
+            try:
+                self._mixture = Mixture(weights, seed=seed)
+            except ValueError as error:
+                raise ValueError(f"data.paths: {error}") from error
+            if 0 in parts:
+                raise ValueError(
+                    f"data.paths: file {parts.index(0) + 1} has no row left to train on. Lower data.eval_size, or give "
+                    "the held-out rows as data.eval_path."
+                )
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def number(self, index: int) -> int:
+        if self._mixture is None:
+            return row_of(index, rows=len(self._rows), seed=self._seed, shuffle=self._shuffle)
+        part, place = self._mixture.place(index)
+        mine = row_of(place, rows=self._parts[part], seed=self._seed, shuffle=self._shuffle, stream=part)
+        return self._starts[part] + mine
 
     def row(self, index: int) -> DataRow:
-        """The row at place ``index`` of the endless order. Raises ValueError that names the file's row."""
-        return self._rows[row_of(index, rows=self._train, seed=self._seed, shuffle=self._shuffle)]
+        """The row at place ``index`` of the endless order. Raises `BadRow` that names the file's row."""
+        return self._rows[self.number(index)]
 
-    def eval_rows(self) -> list[DataRow]:
-        return list(self._held_out)
+    def numbered(self, number: int) -> DataRow:
+        return self._rows[number]
+
+    def where(self, number: int) -> str:
+        return self._rows.where(number)
+
+    def held_out(self) -> EvalSet:
+        return self._held_out

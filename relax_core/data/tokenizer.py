@@ -17,15 +17,18 @@ if TYPE_CHECKING:
     import jinja2
 
 _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")  # which the renderer sets itself
 
 
 class PromptTokenizer:
     """Text in, token ids out, and back.
 
-    ``stop_token_ids``: tokens that end a response, sorted. Raises ValueError for a folder that lacks what it needs.
+    ``stop_token_ids``: tokens that end a response, sorted. ``template_arguments``: more variables for the chat template,
+    such as Qwen3's enable_thinking. Raises ValueError for a folder that lacks what it needs, and for a variable that
+    its template does not read.
     """
 
-    def __init__(self, model_folder: Path) -> None:
+    def __init__(self, model_folder: Path, *, template_arguments: Mapping[str, Any] | None = None) -> None:
         from tokenizers import Tokenizer
 
         if not (model_folder / "tokenizer.json").is_file():
@@ -41,7 +44,10 @@ class PromptTokenizer:
         self._tokenizer.no_padding()
         settings = _read_json(model_folder / "tokenizer_config.json")
         self._special_tokens = _special_tokens(settings)
-        self._template = _compile(_chat_template(model_folder, settings), what=f"model folder {model_folder}")
+        template = _chat_template(model_folder, settings)
+        self._template = _compile(template, what=f"model folder {model_folder}")
+        self._arguments = dict(template_arguments or {})
+        _check_arguments(self._arguments, template, model_folder)
         self.stop_token_ids = self._stop_token_ids(model_folder)
 
     def encode(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -53,10 +59,9 @@ class PromptTokenizer:
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The text of a conversation, whose token ids `encode_text` gives. Raises ValueError as `encode` does."""
+        own = dict(zip(_OWN_VARIABLES, (list(messages), None, None, True), strict=True))
         try:
-            return self._template.render(
-                messages=list(messages), tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
-            )
+            return self._template.render(**(self._special_tokens | self._arguments | own))
         except Exception as error:  # a template is foreign code and raises what it likes
             raise ValueError(f"the chat template does not take it: {type(error).__name__}: {error}") from error
 
@@ -68,6 +73,11 @@ class PromptTokenizer:
     def vocabulary_size(self) -> int:
         """Rows that an embedding must have for every token: the largest id and 1."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """Where each token of a bare text begins and ends in it, in characters."""
+        offsets: list[tuple[int, int]] = self._tokenizer.encode(text, add_special_tokens=False).offsets
+        return offsets
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of response tokens. Special tokens are shown: an answer with one inside is not the bare answer."""
@@ -139,10 +149,35 @@ def _chat_template(model_folder: Path, settings: Mapping[str, Any]) -> str:
     return template
 
 
+def _check_arguments(arguments: Mapping[str, Any], template: str, model_folder: Path) -> None:
+    """A template ignores what it does not know, so a typing mistake would change nothing and say nothing."""
+    if not arguments:
+        return
+    from jinja2 import meta
+
+    environment = _environment()
+    known = {*_OWN_VARIABLES, *_SPECIAL_TOKEN_KEYS, *environment.globals}
+    read = meta.find_undeclared_variables(environment.parse(template)) - known
+    for name in arguments:
+        if name not in read:
+            what = f"it reads {', '.join(sorted(read))}" if read else "it reads no variable of a user's"
+            told = f"its chat template does not read data.chat_template_kwargs.{name}; {what}."
+            raise ValueError(f"model folder {model_folder}: {told}")
+
+
 def _compile(template: str, *, what: str) -> jinja2.Template:
-    """The sandbox, filters and globals that transformers gives a chat template. Raises ValueError, which begins with
-    ``what``, for one that does not parse."""
-    from jinja2 import TemplateError, TemplateSyntaxError, ext, nodes
+    """Raises ValueError, which begins with ``what``, for a template that does not parse."""
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        return _environment().from_string(template)
+    except TemplateSyntaxError as error:
+        raise ValueError(f"{what}: its chat template does not parse: line {error.lineno}: {error.message}.") from error
+
+
+def _environment() -> jinja2.Environment:
+    """The sandbox, filters and globals that transformers gives a chat template."""
+    from jinja2 import TemplateError, ext, nodes
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -173,7 +208,4 @@ def _compile(template: str, *, what: str) -> jinja2.Template:
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
-    try:
-        return environment.from_string(template)
-    except TemplateSyntaxError as error:
-        raise ValueError(f"{what}: its chat template does not parse: line {error.lineno}: {error.message}.") from error
+    return environment

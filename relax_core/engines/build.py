@@ -7,6 +7,7 @@ from pathlib import Path
 from relax_core.config.model_folder import read_model_config
 from relax_core.config.schema import EngineConfig
 from relax_core.engines.client import EngineClient
+from relax_core.engines.stop_strings import StopTable
 
 
 def build_client(
@@ -33,6 +34,7 @@ def build_client(
             vocab_size=read_model_config(model_folder)["vocab_size"],
             seeds=bool(engine.deterministic),
             attached=bool(engine.urls),
+            stops=StopTable(model_folder),
             **timeouts,
         )
     return EngineClient(url, token, **timeouts)

@@ -303,6 +303,8 @@ def generate_body(prompts: Sequence[PromptRequest], params: SamplingParams) -> d
         "min_p": params.min_p,
         "stop_token_ids": params.stop_token_ids,
     }
+    if params.stop:
+        sampling["stop"] = params.stop
     body = {
         "rid": [prompt.rid for prompt in prompts],
         "input_ids": [prompt.input_ids for prompt in prompts],

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 
 from relax_core.contracts.engine import Generated, PromptRequest
 from relax_core.contracts.kept_tokens import KeptTokens
-from relax_core.contracts.sample import VersionSpan
+from relax_core.contracts.sample import RoutedExperts, VersionSpan
 from relax_core.engines.routes import with_joined_experts
 
 
@@ -94,6 +95,23 @@ class OpenPrompt:
 
     def responses(self) -> list[Generated]:
         return [self.done[sample] for sample in range(self.n)]
+
+
+def cut(one: Generated, tokens: int) -> Generated:
+    """The response's first tokens, at least one, as if it had ended there."""
+    experts = one.response_experts
+    return msgspec.structs.replace(
+        one,
+        output_ids=one.output_ids[:tokens],
+        logprobs=one.logprobs[:tokens],
+        weight_versions=[
+            VersionSpan(span.start, min(span.end, tokens), span.version)
+            for span in one.weight_versions
+            if span.start < tokens
+        ],
+        response_experts=None if experts is None else RoutedExperts.of(experts.array()[: tokens - 1]),
+        kept=None if one.kept is None else one.kept.take(np.arange(tokens)),
+    )
 
 
 def joined(before: Generated, after: Generated) -> Generated:

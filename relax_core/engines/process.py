@@ -30,7 +30,8 @@ class EngineLaunch:
 
     ``load_weights``: serve the folder's own weights at once, as version 0; else nothing is served until an update.
     ``beyond_loopback``: ``engine.host`` may be any address of this machine; the bearer token is asked for there too.
-    ``return_routed_experts``: be ready to tell them; the embedded engine always is.
+    ``return_routed_experts``, ``stop_strings``: be ready to tell them, and to look for them; the embedded engine always
+    is.
     """
 
     model_folder: Path
@@ -42,6 +43,7 @@ class EngineLaunch:
     load_weights: bool = False
     beyond_loopback: bool = False
     return_routed_experts: bool = False
+    stop_strings: bool = False
 
     def command(self) -> list[str]:
         return self._kind().command(self)

@@ -13,6 +13,7 @@ EVAL = "eval"  # once an evaluation, step = weight version
 LEDGER = "ledger"  # what the data bus has booked, once a train step as long as samples were dropped
 RUN = "run"  # what happened to the run itself
 RESUMED = "resumed"
+BAD_ROWS = "bad_rows"  # texts: data rows that were left out
 
 TextCell = str | int | float | bool | None
 
@@ -27,7 +28,8 @@ class MetricRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Texts of one ``kind`` at ``step``. Rows of kind "eval" have prompt, answer (expected), response and exact."""
+    """Texts of one ``kind`` at ``step``. Rows of kind "eval" have prompt, answer (expected), response and exact, and
+    the evaluation set's name where it has one; those of kind "bad_rows" have row (its number), reason and text."""
 
     kind: str
     step: int

@@ -27,6 +27,7 @@ CHECKPOINTS_FOLDER = "checkpoints"
 PLACES = (
     ("reward curve", CURVES_FILE),
     ("checkpoints", CHECKPOINTS_FOLDER),
+    ("best checkpoint", f"{CHECKPOINTS_FOLDER}/best"),
     ("Hugging Face model", "hf"),
     ("TensorBoard log", TENSORBOARD_FOLDER),
     ("all numbers", METRICS_FILE),
@@ -146,6 +147,8 @@ def _figures(summary: Mapping[str, Any]) -> Table:
             f"{first['exact']:.3f} at step {first['step']} → [bold]{last['exact']:.3f}[/] at step {last['step']}, "
             f"{last['rows']} prompts",
         )
+    if best := summary.get("best"):
+        table.add_row("best", f"{best['metric']} {best['value']:.3f} at step {best['step']}")
     table.add_row(
         "speed",
         f"{number(summary['samples_per_s'], ',.0f')} samples/s · {number(summary['tokens_per_s'], ',.0f')} tokens/s · "

@@ -19,7 +19,7 @@ from relax_core.observe.records import ACTOR, EVAL, ROLLOUT, MetricRecord, by_st
 SUMMARY_FILE = "summary.json"
 WARM_UP_STEPS = 5  # left out of medians: caches fill and pools grow in them
 STEP_PARTS = ("wait", "bus", "decode", "train", "sync", "checkpoint")  # one after the other, on the trainer's path
-OWN_PLACE = ("outcome", "wall_s", "first_step_s", "recoveries", "records_dropped")  # of meta: not under "run"
+OWN_PLACE = ("outcome", "wall_s", "first_step_s", "recoveries", "records_dropped", "bad_rows", "keep_best")
 MEAN_STEPS = 10  # how many steps "first" and "last" are means of
 QUANTILES = ("p10", "p50", "p90")
 
@@ -58,10 +58,8 @@ def build_summary(records: Iterable[MetricRecord], *, progress: BusProgress, met
         "truncated": _first_and_last(actor, "truncated"),
         "groups_without_signal": _first_and_last(actor, "groups_without_signal"),
         "entropy": _first_and_last(actor, "entropy"),
-        "eval": [
-            {"step": step, "exact": values["exact"], "reward": values["reward"], "rows": int(values["rows"])}
-            for step, values in evaluations.items()
-        ],
+        "eval": [_evaluation(step, values) for step, values in evaluations.items()],
+        "best": _best(evaluations, meta.get("keep_best")),
         "staleness": _staleness(progress.staleness_histogram),
         "ledger": {
             "issued": progress.ledger.issued,
@@ -71,6 +69,7 @@ def build_summary(records: Iterable[MetricRecord], *, progress: BusProgress, met
             "lost": progress.ledger.lost,
             "trained_twice": progress.ledger.trained_twice,
         },
+        "bad_rows": list(meta.get("bad_rows", ())),
         "logprob_gap": _logprob_gap(actor),
         "step_ms": _step_ms(settled, bursts[WARM_UP_STEPS:]),
         "recoveries": list(meta.get("recoveries", ())),
@@ -131,6 +130,23 @@ def _spread(actor: Sequence[Values], name: str) -> dict[str, float | None]:
         "min": min((values[f"{name}/min"] for values in actor if f"{name}/min" in values), default=None),
         "max": max((values[f"{name}/max"] for values in actor if f"{name}/max" in values), default=None),
     }
+
+
+def _best(evaluations: Mapping[int, Values], metric: str | None) -> dict[str, Any] | None:
+    """The evaluation with the highest value of run.keep_best, the first of equals."""
+    name = (metric or "").removeprefix(f"{EVAL}/")
+    known = {step: values[name] for step, values in evaluations.items() if name in values}
+    if not known:
+        return None
+    step = max(sorted(known), key=lambda one: known[one])
+    return {"metric": metric, "step": step, "value": known[step]}
+
+
+def _evaluation(step: int, values: Values) -> dict[str, Any]:
+    """The figures that every evaluation has, and the others by their names."""
+    counts = {name: int(values.get(name, 0)) for name in ("rows", "bad_rows", "unscored")}
+    own = {"step": step, "exact": values["exact"], "reward": values["reward"], **counts}
+    return {**own, "figures": {name: value for name, value in values.items() if name not in own}}
 
 
 def _staleness(histogram: Mapping[int, int]) -> dict[str, Any]:

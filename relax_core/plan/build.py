@@ -11,13 +11,15 @@ from relax_core.config.schema import LauncherKind, RelaxConfig
 from relax_core.contracts.algorithm import Needs
 from relax_core.control.role_counts import roles_of
 from relax_core.plan.batch import batch_words, context_words, credit_words
+from relax_core.plan.context import settle_context
 from relax_core.plan.dimensions import ModelDimensions
+from relax_core.plan.epochs import epoch_words
+from relax_core.plan.look import DataLook, look_at_data
 from relax_core.plan.memory import GIB, Holder
 from relax_core.plan.memory_cpu import cache_tokens, cpu_holders
 from relax_core.plan.memory_gpu import cache_tokens_that_fit, gpu_holders
 from relax_core.plan.models import find_dimensions
 from relax_core.plan.placement import Place, gpus_of, place, placement_faults
-from relax_core.plan.prompts import settle_context
 from relax_core.plan.transfers import Transfers, find_transfers
 from relax_core.plan.unread import unread_knobs
 from relax_core.plan.workload import Workload, find_workload
@@ -27,9 +29,10 @@ from relax_core.registry import find_algorithm
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """``roles``: role → workers. ``free_bytes``: memory of this machine that is left, where the run would use it; else
-    None. ``cache_tokens_fit``: of one engine's GPUs, else None. ``refused``: why it cannot work, each with the fix.
-    ``not_yet``: why it cannot start today, though it could work. Memory, places and transfers are empty where the
-    layout itself is refused."""
+    None. ``cache_tokens_fit``: of one engine's GPUs, else None. ``data``: what a look at the data found; ``left_out``:
+    the part of that which is not used as it is; both empty where no data is here. ``refused``: why it cannot work, each
+    with the fix. ``not_yet``: why it cannot start today, though it could work. Memory, places and transfers are empty
+    where the layout itself is refused."""
 
     name: str
     model: ModelDimensions
@@ -44,6 +47,8 @@ class Plan:
     cache_tokens: int
     cache_tokens_fit: int | None
     transfers: Transfers
+    data: Sequence[str]
+    left_out: Sequence[str]
     unread: Sequence[str]
     not_yet: Sequence[str]
     refused: Sequence[str]
@@ -62,6 +67,7 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
         config, _ = settle_context(config)
     needs: Needs = find_algorithm(config.algo.name).needs(config.algo)
     roles = roles_of(config)
+    look = _look(config)
     work = find_workload(config, vocabulary=model.vocabulary)
     refused = [*_context_faults(config, model), *placement_faults(config, roles, model)]
     on_gpus = config.placement.gpus_per_node > 0
@@ -79,7 +85,7 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
         model=model,
         roles=roles,
         places=place(config, roles) if memory else [],
-        batch=batch_words(config, work),
+        batch=[*epoch_words(config), *batch_words(config, work)],
         context=context_words(config, work),
         credits=credit_words(config, work),
         work=work,
@@ -88,6 +94,8 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
         cache_tokens=config.engine.max_total_tokens if on_gpus else cache_tokens(config, work),
         cache_tokens_fit=cache_tokens_that_fit(config, model, work) if on_gpus else None,
         transfers=find_transfers(config, needs, model=model, work=work),
+        data=[] if look is None else look.words(what=config.data.name),
+        left_out=[] if look is None else look.left_out(),
         unread=list(unread_knobs(config)),
         not_yet=list(not_yet),
         refused=refused,
@@ -106,6 +114,13 @@ def as_json_values(plan: Plan) -> dict[str, Any]:
     values["can_work"] = not plan.refused
     values["can_start"] = not plan.refused and not plan.not_yet
     return values
+
+
+def _look(config: RelaxConfig) -> DataLook | None:
+    data = config.data
+    if config.launcher.name is LauncherKind.ray_job or data.task is data.path is data.paths is None:
+        return None
+    return look_at_data(config)
 
 
 def _runs_here(config: RelaxConfig) -> bool:

@@ -35,6 +35,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     roles = ", ".join(role if count == 1 else f"{count} x {role}" for role, count in plan.roles.items())
     yield f"Services  {roles}; bus, metrics, controller, a Serve front a role"
     yield from _section("Placement", _placement(plan))
+    yield from _section("Data", plan.data)
     yield from _section("Batch", plan.batch)
     yield from _section("Context", plan.context)
     yield from _section("Credits", plan.credits)

@@ -24,8 +24,8 @@ def unread_knobs(config: RelaxConfig) -> Iterator[str]:
         yield "optimizer.min_lr_ratio: optimizer.schedule=constant never goes down"
     yield from _unread_of_rollout(config)
     if not config.eval.every:
-        yield "eval.rows: eval.every=0 never evaluates"
-    if config.data.path is not None or config.data.task is None:
+        yield "eval.rows, eval.samples, eval.temperature, eval.sets: eval.every=0 never evaluates"
+    if config.data.task is None:
         yield "data.size: a file has the rows that it has"
     yield from _unread_layouts(config)
     if config.model.path is not None and config.model.shape is not None:

@@ -5,11 +5,15 @@ Responses count at their longest, rollout.max_new_tokens; prompts as the data ha
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 from relax_core.config.schema import RelaxConfig
+from relax_core.contracts.data import BadRow
 from relax_core.data import generated
 from relax_core.data.sources import file_rows
+from relax_core.plan.look import look_at_data
 
 _LOOKED_AT = 256  # rows of the data
 _TEMPLATE_TOKENS = 8  # what a chat template puts around one message
@@ -79,14 +83,24 @@ def _prompt_tokens(config: RelaxConfig, *, vocabulary: int) -> tuple[int, str]:
         longest = max(
             len(generated.example(data.task, split="train", seed=config.seed, index=row).prompt) for row in rows
         )
-    elif data.path is not None:
-        file, count = file_rows(data)
-        longest = max(_characters(file[number]["prompt"]) for number in range(min(_LOOKED_AT, count)))
+    elif data.path is not None or data.paths is not None:
+        look = look_at_data(config)
+        if look.bound:
+            return min(look.bound, room), f"the longest of {look.looked} rows"
+        longest = max(map(_characters, _prompts(config)), default=0)
     else:
         return room, "all that the context leaves: there is no data yet"
     characters = 1 if vocabulary < _SMALL_VOCABULARY else _CHARACTERS_A_TOKEN
     found = -(-longest // characters) + _TEMPLATE_TOKENS
     return min(found, room), f"the longest of the first {_LOOKED_AT} rows has {longest} characters"
+
+
+def _prompts(config: RelaxConfig) -> Iterator[object]:
+    """Those of the first rows that can be used."""
+    rows, count = file_rows(config.data)
+    for number in range(min(_LOOKED_AT, count)):
+        with suppress(BadRow):
+            yield rows[number]["prompt"]
 
 
 def _characters(prompt: object) -> int:

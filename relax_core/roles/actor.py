@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -57,6 +57,16 @@ class ActorWorker(Worker):
     def version(self) -> int:
         """Train steps done."""
         return self._version
+
+    def note_evaluation(self, version: int, values: Mapping[str, float]) -> bool:
+        """An evaluation's figures are in. Returns whether the run ends with them, since it has waited long enough for
+        better ones (run.patience)."""
+        enough = self._checkpoints.judge(version, values)
+        if enough:
+            run = self.context.config.run
+            log.info("the run ends: %d evaluations in a row brought no better %s", run.patience, run.keep_best)
+            self.request_stop()
+        return enough
 
     def work(self) -> None:
         context, config = self.context, self.context.config
@@ -208,7 +218,7 @@ class ActorWorker(Worker):
 
     def _acknowledge(self, consumed: StepRows, *, step: int) -> Lease | None:
         every = self._config.run.save_every
-        due = every > 0 and (step + 1) % every == 0
+        due = (every > 0 and (step + 1) % every == 0) or self._checkpoints.due(step + 1)
         last = step + 1 == self._config.run.steps or self.stopping
         then = None if due or last else self._request(step + 1, self._config.rollout.prompts_per_step)
         lease = self._ack(consumed, then, step=step)

@@ -17,6 +17,7 @@ class RunContext:
     incarnation. All other services live there; when they are started again it is a new one, so that whoever is left of
     the old ones finds nobody.
     ``start_step``: train steps already done by the checkpoint in ``resume_from``, or 0.
+    ``data_digest``: of the training data's content, where it is in files (`relax_core.data.identity`).
     ``weights_folder``: where this incarnation's weight versions lie (shared memory). ``token_file``: the run's bearer
     token.
     """
@@ -30,6 +31,7 @@ class RunContext:
     token_file: Path
     resume_from: Path | None
     start_step: int
+    data_digest: str = ""
     teacher_folders: Mapping[str, Path] = field(default_factory=dict)  # of a distillation's teachers, by name
 
     @property

@@ -92,6 +92,7 @@ class EngineHost(Worker):
             log_file=self.context.log_dir / f"{self.name}.log",
             port=port,
             return_routed_experts=config.algo.routing_replay,
+            stop_strings=bool(config.rollout.stop),
         )
 
     def _first_port(self) -> int:

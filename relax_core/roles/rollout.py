@@ -6,28 +6,37 @@ import asyncio
 import logging
 import threading
 import time
+from collections.abc import Mapping
+from typing import Any
+
+from ray.exceptions import RayActorError
 
 from relax_core.bus.ray_backend import RayBus
 from relax_core.config.schema import Partial
 from relax_core.contracts.algorithm import AlgorithmSpec
 from relax_core.contracts.bus import BusClosed
-from relax_core.contracts.engine import SamplingParams
+from relax_core.contracts.data import PromptSource
 from relax_core.contracts.stop_signals import ignore_stop_signals
+from relax_core.data.eval_sets import eval_sets, held_out_count
 from relax_core.data.sources import make_source
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.pool import EnginePool
 from relax_core.observe.metrics_actor import MetricsClient, MetricsUnavailable
+from relax_core.observe.records import BAD_ROWS
 from relax_core.registry import find_algorithm, find_env, find_reward
-from relax_core.roles.context import RunContext
+from relax_core.roles.context import RunContext, worker_name
 from relax_core.roles.engines import EngineDirectory
 from relax_core.roles.failure import first_cause
-from relax_core.roles.meet import meet_bus, meet_metrics
+from relax_core.roles.meet import meet_bus, meet_metrics, meet_worker
 from relax_core.roles.noted_rollout import NotedPool, NotedRewards
 from relax_core.roles.worker import Worker
-from relax_core.rollout.evaluation import Evaluator, eval_versions
+from relax_core.rollout.bad_rows import BadRows
+from relax_core.rollout.evaluation import Evaluator, eval_versions, prepare
 from relax_core.rollout.groups import GroupFilter
+from relax_core.rollout.prompts import PromptMaker
 from relax_core.rollout.reward_worker import RewardPool
-from relax_core.rollout.sampler import PromptMaker, Sampler, SamplerSettings
+from relax_core.rollout.sampler import Sampler, SamplerSettings
+from relax_core.rollout.sampling import evaluation_sampling, training_sampling
 from relax_core.rollout.teachers import teacher_chooser
 from relax_core.rollout.turnover import Turnover
 
@@ -67,23 +76,30 @@ class RolloutWorker(Worker):
         rewards = NotedRewards(
             reward, config.reward, workers=config.rollout.reward_workers, waiting=self.waiting, name=self.name
         )
+        source = make_source(config.data, seed=config.seed, eval_rows=held_out_count(config))
         prompts = PromptMaker(
-            source=make_source(config.data, seed=config.seed, eval_rows=config.eval.rows if config.eval.every else 0),
             env=find_env(config.env.name),
             env_knobs=config.env,
-            tokenizer=PromptTokenizer(context.model_folder),
+            tokenizer=PromptTokenizer(context.model_folder, template_arguments=config.data.chat_template_kwargs),
             max_prompt_tokens=config.engine.context_tokens - config.rollout.max_new_tokens,
+            overlong=config.data.overlong,
         )
         teachers = find_algorithm(config.algo.name).needs(config.algo).teacher
-        evaluator = self._evaluator(bus=bus, metrics=metrics, pool=pool, prompts=prompts, rewards=rewards)
+        evaluator = self._evaluator(source, bus=bus, metrics=metrics, pool=pool, prompts=prompts, rewards=rewards)
         sampler = Sampler(
             bus=bus,
             pool=pool,
+            source=source,
             prompts=prompts,
             rewards=rewards,
             settings=self._settings(prompts.tokenizer),
             record=metrics.record,
             gate=evaluator.gate,
+            bad_rows=BadRows(
+                rows=len(source),
+                most=config.data.max_bad_rows,
+                tell=lambda rows: metrics.record_texts(BAD_ROWS, context.start_step, rows),
+            ),
             refuse=group_filter(find_algorithm(config.algo.name), config.algo),
             teacher_of=None if teachers is None else teacher_chooser(teachers),
             turnover=self._turnover(bus, pool),
@@ -148,31 +164,33 @@ class RolloutWorker(Worker):
         return SamplerSettings(
             seed=config.seed,
             burst_prompts=config.rollout.prompts_per_step + config.rollout.spare_prompts,
-            sampling=self._sampling(tokenizer, greedy=False),
+            sampling=training_sampling(config, tokenizer),
             admit_timeout_s=config.run.stall_timeout_s,
             call_timeout_s=config.bus.call_timeout_s,
             mask_off_policy=config.rollout.mask_off_policy,
             mask_truncated=config.rollout.mask_truncated,
         )
 
-    def _sampling(self, tokenizer: PromptTokenizer, *, greedy: bool) -> SamplingParams:
-        config = self.context.config
-        stop = tokenizer.stop_token_ids
-        return SamplingParams(
-            n=1 if greedy else config.algo.group_size,
-            max_new_tokens=config.rollout.max_new_tokens,
-            temperature=0.0 if greedy else config.rollout.temperature,
-            top_p=1.0 if greedy else config.rollout.top_p,
-            top_k=-1 if greedy else config.rollout.top_k,
-            min_p=0.0 if greedy else config.rollout.min_p,
-            stop_token_ids=stop,
-            banned_token_ids=config.rollout.banned(),
-            return_routed_experts=config.algo.routing_replay and not greedy,
-            return_kept_tokens=config.rollout.truncates and not greedy,
-        )
+    async def _note_evaluation(self, version: int, values: Mapping[str, float]) -> bool:
+        """Tells the trainer, who keeps the best checkpoint and says whether the run ends here. One that is gone is the
+        controller's to tell."""
+        trainer = await asyncio.to_thread(meet_worker, self.context, worker_name("actor", 0))
+        told = _awaited(trainer.note_evaluation.remote(version, dict(values)))
+        try:
+            return bool(await asyncio.wait_for(told, self.context.config.bus.call_timeout_s))
+        except (RayActorError, TimeoutError) as error:
+            log.warning("the trainer was not told the evaluation of version %d: %s", version, error)
+            return False
 
     def _evaluator(
-        self, *, bus: RayBus, metrics: MetricsClient, pool: EnginePool, prompts: PromptMaker, rewards: RewardPool
+        self,
+        source: PromptSource,
+        *,
+        bus: RayBus,
+        metrics: MetricsClient,
+        pool: EnginePool,
+        prompts: PromptMaker,
+        rewards: RewardPool,
     ) -> Evaluator:
         context, config = self.context, self.context.config
         now = bus.progress(timeout_s=config.bus.call_timeout_s).version
@@ -190,18 +208,25 @@ class RolloutWorker(Worker):
                     await asyncio.sleep(CLOSED_S)  # a closed bus answers at once
                 reached = progress.version
 
+        versions = [version for version in planned if version >= now]
+        sets = eval_sets(config, source) if versions else []
         return Evaluator(
-            versions=[version for version in planned if version >= now],
-            rows=prompts.source.eval_rows(),
+            versions=versions,
+            sets=[prepare(one, prompts, most_bad=config.data.max_bad_rows) for one in sets],
             pool=pool,
             prompts=prompts,
             rewards=rewards,
-            sampling=self._sampling(prompts.tokenizer, greedy=True),
+            sampling=evaluation_sampling(config, prompts.tokenizer),
             wait_version=wait_version,
             in_order=config.mode.max_staleness == 0,
             record=metrics.record,
             record_texts=lambda version, rows: metrics.record_texts("eval", version, rows),
+            note=None if config.run.keep_best is None else self._note_evaluation,
         )
+
+
+async def _awaited(reference: Any) -> Any:
+    return await reference
 
 
 def group_filter(spec: AlgorithmSpec, knobs: object) -> GroupFilter | None:

@@ -8,26 +8,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from relax_core.contracts.bus import Admission, BusTimeout, GroupRow
-from relax_core.contracts.data import DataRow, PromptSource
+from relax_core.contracts.data import BadRow, DataRow, PromptSource
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
-from relax_core.contracts.env import EnvSpec
-from relax_core.contracts.reward import RewardInput, RewardOutput
+from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.sample import TRUNCATED
-from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.pool import EnginePool
 from relax_core.engines.wire import StreamEnd
+from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.groups import DroppedGroup, GroupFilter, complete_group
+from relax_core.rollout.prompts import PromptMaker
+from relax_core.rollout.responses import reward_input
 from relax_core.rollout.reward_worker import RewardPool
 from relax_core.rollout.seeds import sampling_seed
 from relax_core.rollout.teachers import TeacherOf
 from relax_core.rollout.turnover import Turnover
 
 Record = Callable[[str, int, Mapping[str, float]], None]
+AGAIN_S = 1.0  # for the prompt that takes a bad row's place: its credit is back, so the bus answers at once
 log = logging.getLogger(__name__)
 MAX_TRUNCATED_IN_A_ROW = 64  # groups of which every response was cut, under rollout.mask_truncated
 
@@ -63,56 +66,37 @@ class PromptInHand:
     teacher: str | None
 
 
-class PromptMaker:
-    """Data row → conversation → token ids, with the room that the response needs."""
-
-    def __init__(
-        self, *, source: PromptSource, env: EnvSpec, env_knobs: Any, tokenizer: PromptTokenizer, max_prompt_tokens: int
-    ) -> None:
-        self.source = source
-        self.tokenizer = tokenizer
-        self._env = env
-        self._knobs = env_knobs
-        self._max_prompt_tokens = max_prompt_tokens
-
-    def tokens(self, row: DataRow, *, what: str) -> list[int]:
-        """Raises ValueError for a prompt that leaves no room for the response."""
-        ids = self.tokenizer.encode(self._env.messages(row, self._knobs))
-        if len(ids) > self._max_prompt_tokens:
-            raise ValueError(
-                f"{what}: its prompt has {len(ids)} tokens, but engine.context_length leaves room for "
-                f"{self._max_prompt_tokens} beside rollout.max_new_tokens. Raise engine.context_length, lower "
-                "rollout.max_new_tokens, or shorten the prompt."
-            )
-        return ids
-
-
 class Sampler:
     """One rollout worker's loop. ``gate(version)`` returns when nothing stands before prompts of that version (an
-    evaluation, in the modes that promise the same bits). ``teacher_of``: of an algorithm with teachers. ``turnover``:
-    where groups may end or begin anew with a weight version."""
+    evaluation, in the modes that promise the same bits). ``bad_rows`` books the rows that cannot be used.
+    ``teacher_of``: of an algorithm with teachers. ``turnover``: where groups may end or begin anew with a weight
+    version."""
 
     def __init__(
         self,
         *,
         bus: RolloutBus,
         pool: EnginePool,
+        source: PromptSource,
         prompts: PromptMaker,
         rewards: RewardPool,
         settings: SamplerSettings,
         record: Record,
         gate: Callable[[int], Any],
+        bad_rows: BadRows,
         refuse: GroupFilter | None = None,
         teacher_of: TeacherOf | None = None,
         turnover: Turnover | None = None,
     ) -> None:
         self._bus = bus
         self._pool = pool
+        self._source = source
         self._prompts = prompts
         self._rewards = rewards
         self._settings = settings
         self._record = record
         self._gate = gate
+        self._bad_rows = bad_rows
         self._refuse = refuse
         self._teacher_of = teacher_of
         self._turnover = turnover
@@ -143,34 +127,70 @@ class Sampler:
                 log.warning("waits on: %s", late)
 
     async def _launch(self, admissions: Sequence[Admission], tasks: asyncio.TaskGroup) -> None:
+        """Starts a burst for each weight version that these prompts wait for. Each waits at the gate by itself: a group
+        that is admitted in the place of a dropped one may be what an evaluation in front of the others waits for."""
+        by_version: dict[int, list[PromptInHand]] = defaultdict(list)
+        for prompt in await self._usable(admissions):
+            by_version[prompt.request.min_version].append(prompt)
+        for version in sorted(by_version):
+            tasks.create_task(self._burst(version, by_version[version], tasks))
+
+    async def _usable(self, admissions: Sequence[Admission]) -> list[PromptInHand]:
+        """The prompts of these admissions. A row that cannot be used ends its group with the reason, and the next row
+        takes its place at once: so bursts are the same ones in every run with the same data and seed."""
+        prompts: list[PromptInHand] = []
+        while admissions:
+            if self._turnover is not None:
+                self._turnover.admitted(admissions)
+            left_out = 0
+            for admission in admissions:
+                number = self._source.number(admission.index)
+                self._bad_rows.meet(number)
+                try:
+                    prompts.append(self._in_hand(admission))
+                except BadRow as error:
+                    left_out += 1
+                    await self._leave_out(admission, number, error)
+            admissions = await self._admitted_at_once(left_out) if left_out else ()
+        return prompts
+
+    async def _leave_out(self, admission: Admission, number: int, error: BadRow) -> None:
         if self._turnover is not None:
-            self._turnover.admitted(admissions)
-        await self._gate(max(admission.min_version for admission in admissions))
-        tasks.create_task(self._burst(admissions, tasks))
+            self._turnover.ended(admission.index)
+        await self._bus.drop_async(admission.group_uid, reason=error.reason, timeout_s=self._settings.call_timeout_s)
+        self._bad_rows.leave_out(number, error)
+
+    async def _admitted_at_once(self, count: int) -> Sequence[Admission]:
+        """None where the bus wants no more: a group that over-sampling has ended leaves no credit."""
+        try:
+            return await self._bus.admit_async(count, timeout_s=AGAIN_S)
+        except BusTimeout:
+            return ()
 
     def _in_hand(self, admission: Admission) -> PromptInHand:
-        row, what = self._prompts.source.row(admission.index), f"data row {admission.index}"
+        row = self._source.row(admission.index)
+        where = self._source.where(self._source.number(admission.index))
         return PromptInHand(
             index=admission.index,
             row=row,
             request=PromptRequest(
                 rid=f"{admission.group_uid}-{admission.attempt}",
-                input_ids=self._prompts.tokens(row, what=what),
+                input_ids=self._prompts.tokens(row, where=where),
                 sampling_seed=sampling_seed(self._settings.seed, index=admission.index),
                 min_version=admission.min_version,
             ),
-            teacher=None if self._teacher_of is None else self._teacher_of(row, what),
+            teacher=None if self._teacher_of is None else self._teacher_of(row, where),
         )
 
-    async def _burst(self, admissions: Sequence[Admission], tasks: asyncio.TaskGroup) -> None:
-        """One engine request for everything admitted together; groups leave as they complete."""
+    async def _burst(self, version: int, prompts: Sequence[PromptInHand], tasks: asyncio.TaskGroup) -> None:
+        """One engine request for prompts that start at one weight version; groups leave as they complete."""
+        await self._gate(version)
         start = time.perf_counter()
-        prompts = [self._in_hand(admission) for admission in admissions]
         if self._turnover is not None:  # some may be over since they were admitted
             prompts = [prompt for prompt in prompts if self._turnover.began(prompt.index, prompt.request)]
         samples = tokens = 0
         reward_s = 0.0
-        version = 0
+        newest = 0
         engine: list[StreamEnd] = []
         async for place, responses in self._pool.generate(
             [prompt.request for prompt in prompts],
@@ -186,7 +206,7 @@ class Sampler:
             reward_s += time.perf_counter() - began
             samples += len(responses)
             tokens += sum(len(response.output_ids) for response in responses)
-            version = max(version, responses[-1].weight_versions[-1].version)
+            newest = max(newest, responses[-1].weight_versions[-1].version)
             await self._stage(prompt, responses, rewards, tasks)
         if not samples:  # every group of it was given up
             return
@@ -200,10 +220,13 @@ class Sampler:
         }
         if self._turnover is not None:
             values["aborts"] = self._turnover.aborts  # of groups, since the loop began
-        self._record("rollout", version, values)
+        self._record("rollout", newest, values)
 
     async def _score(self, row: DataRow, responses: Sequence[Generated]) -> list[RewardOutput]:
-        inputs = [reward_input(row, response, tokenizer=self._prompts.tokenizer) for response in responses]
+        inputs = [
+            reward_input(row, response, tokenizer=self._prompts.tokenizer, stop=self._settings.sampling.stop)
+            for response in responses
+        ]
         if self._rewards.isolated:
             return await asyncio.to_thread(self._rewards.score, inputs)
         return self._rewards.score(inputs)
@@ -252,10 +275,3 @@ class Sampler:
             rows, self._staged = self._staged, []
             await self._bus.put_async(rows, timeout_s=self._settings.call_timeout_s)
         self._flushing = False
-
-
-def reward_input(row: DataRow, response: Generated, *, tokenizer: PromptTokenizer) -> RewardInput:
-    """What the reward sees of a response: its text without the stop token."""
-    stopped = response.finish_reason == "stop"
-    ids = response.output_ids[:-1] if stopped else response.output_ids
-    return RewardInput(response=tokenizer.decode(ids), stopped=stopped, answer=str(row["answer"]), row=row)

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -107,11 +107,11 @@ def _tokenizer_core() -> Tokenizer:
     return core
 
 
-def tiny_prompt_tokenizer() -> PromptTokenizer:
+def tiny_prompt_tokenizer(*, template_arguments: Mapping[str, Any] | None = None) -> PromptTokenizer:
     """The tokenizer of every builtin model, before any of them is made. Imports no transformers."""
     with tempfile.TemporaryDirectory() as folder:
         write_prompt_tokenizer(Path(folder))
-        return PromptTokenizer(Path(folder))
+        return PromptTokenizer(Path(folder), template_arguments=template_arguments)
 
 
 def write_prompt_tokenizer(folder: Path) -> None:

@@ -1,6 +1,7 @@
 """The checkpoints of a run: whole folders with a meta.json, the newest few kept. No heavy imports.
 
 <root>/step_00000100/meta.json, <what the writers wrote>
+<root>/best -> step_00000100          the one with the best evaluation (run.keep_best)
 <root>/.step_00000150.partial/        being written; never read
 <root>/.step_00000100.replaced/       the older of two of the same step, for the moment in which they change places
 """
@@ -11,7 +12,7 @@ import importlib.metadata
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,8 @@ from relax_core.weights.digested_json import decode_digested, encode_digested
 
 META = "meta.json"
 BUS_SNAPSHOT, CONFIG = "bus.msgpack", "config.yaml"  # what a run's checkpoint has beside the models
+DATA_DIGEST = "data"  # in what a run tells of itself: of its data's content, where that is in files
+BEST = "best"  # a link to the checkpoint with the best evaluation, where run.keep_best names a figure
 SLOWEST_WRITE_S = 86_400.0  # for those who wait for a write; whether it goes on its progress tells
 REMOVED_SUFFIX = ".removed"
 LIBRARIES = ("torch", "megatron-core", "transformers", "ray", "numpy", "safetensors", "msgspec")
@@ -74,13 +77,15 @@ class WholeCheckpoint:
 
 
 class CheckpointStore:
-    """One process writes; any may read at the same time. ``keep_last``: how many checkpoints stay."""
+    """One process writes; any may read at the same time. ``keep_last``: how many checkpoints stay, and beside them
+    those of the train steps that ``kept`` names."""
 
-    def __init__(self, root: Path, *, keep_last: int) -> None:
+    def __init__(self, root: Path, *, keep_last: int, kept: Callable[[], Collection[int]] = frozenset) -> None:
         if keep_last < 1:
             raise ValueError(f"run.keep_last={keep_last}: keep at least 1 checkpoint.")
         self._root = root
         self._keep_last = keep_last
+        self._kept = kept
         self._settled = 0  # bytes that were digested, and bytes that are on disk
 
     def write(self, step: int, *, writers: Callable[[Path], None], meta: dict[str, Any]) -> Path:
@@ -106,6 +111,16 @@ class CheckpointStore:
             (folder / META).write_bytes(encode_digested(contents, indent=1))
         self._remove_oldest()
         return target
+
+    def name_best(self, step: int) -> None:
+        """Points ``best`` at the checkpoint after ``step`` train steps; nothing changes where there is none."""
+        target = self._folder(step)
+        if not (target / META).is_file():
+            return
+        link, partial = self._root / BEST, self._root / f".{BEST}"
+        partial.unlink(missing_ok=True)
+        partial.symlink_to(target.name)
+        os.replace(partial, link)
 
     def progress(self, step: int) -> int:
         """A number that changes as long as the write of the checkpoint after ``step`` goes on, in whatever process its
@@ -195,7 +210,8 @@ class CheckpointStore:
         return sorted(readable, key=lambda pair: pair[0].sequence), unreadable
 
     def _remove_oldest(self) -> None:
-        for _, folder in self._by_sequence()[0][: -self._keep_last]:
+        kept = self._kept()
+        for folder in (folder for meta, folder in self._by_sequence()[0][: -self._keep_last] if meta.step not in kept):
             # Out of sight first, so that no reader finds half of it.
             doomed = folder.with_name(f".{folder.name}{REMOVED_SUFFIX}")
             folder.rename(doomed)

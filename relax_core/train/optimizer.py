@@ -11,19 +11,21 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 
-from relax_core.config.schema import OptimizerConfig, ParallelConfig, Schedule
+from relax_core.config.schema import DEFAULT_WARMUP_STEPS, OptimizerConfig, ParallelConfig, Schedule
 from relax_core.train.gpt import TreeGPTModel
 
 
 def learning_rate(config: OptimizerConfig, *, step: int, total_steps: int) -> float:
-    """Linear warm-up, (step + 1) / warmup_steps of lr; then constant, or a half cosine down to lr * min_lr_ratio."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
+    """Linear warm-up, (step + 1) / warmup_steps of lr; then constant, or down to lr * min_lr_ratio at ``total_steps``,
+    by a half cosine or in a straight line."""
+    warmup = min(DEFAULT_WARMUP_STEPS, total_steps) if config.warmup_steps is None else config.warmup_steps
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
     if config.schedule is Schedule.constant:
         return config.lr
-    done = (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps)
-    share = config.min_lr_ratio + (1 - config.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-    return config.lr * share
+    done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    left = 1 - done if config.schedule is Schedule.linear else 0.5 * (1 + math.cos(math.pi * done))
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
 
 
 def wrap_for_training(chunks: Sequence[TreeGPTModel], *, parallel: ParallelConfig, dtype: torch.dtype) -> list[Any]:

@@ -13,12 +13,12 @@ import pytest
 from relax_core.config.compose import load_config
 from relax_core.config.errors import ConfigError
 from relax_core.config.validate import problems_of
-from relax_core.preflight import CHECKS
+from relax_core.preflight import CHECKS, settle
 
 
 def problems(*overrides: str) -> list[str]:
     with pytest.raises(ConfigError) as caught:
-        load_config(overrides, checks=CHECKS)
+        load_config(overrides, checks=CHECKS, settle=settle)
     return caught.value.problems
 
 
@@ -67,7 +67,7 @@ def problems(*overrides: str) -> list[str]:
         ("algo.group_size=many", "algo.group_size=many: expected a whole number."),
         ("seed=null", "seed=null: it needs a value."),
         ("mode.name=async", "Choose it with mode=<option>: async, colocate."),
-        ("optimizer.schedule=linear", "optimizer.schedule=linear: expected one of constant, cosine."),
+        ("optimizer.schedule=step", "optimizer.schedule=step: expected one of constant, cosine, linear."),
         (
             "engine.weight_transport=cuda_ipc",
             "engine.weight_transport=cuda_ipc is not built yet. Use engine.weight_transport=auto.",
@@ -133,6 +133,29 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
         (["model.builtin=huge"], "model.builtin=huge"),
         (["model.task=chess"], "model.task=chess: no such generated task. What exists: reverse_digits, arithmetic."),
         (["data=file", "reward=math", "model.task=arithmetic"], "data.path is not set"),
+        (["data.paths=[/x.jsonl]"], "data.paths=['/x.jsonl'] with data=reverse_digits, which is generated."),
+        (["data=file", "data.path=/x.jsonl", "data.paths=[/y.jsonl]"], "Name all files in data.paths alone."),
+        (["data=file", "data.paths=/x.jsonl", "reward=math"], "data.paths=/x.jsonl: it names no file. Give a list"),
+        (["data.max_bad_rows=1"], "data.max_bad_rows=1.0: must be at least 0 and less than 1 (a share of all rows"),
+        (
+            ["data.chat_template_kwargs.thinking=false"],
+            "its chat template does not read data.chat_template_kwargs.thinking; it reads no",
+        ),
+        (["optimizer.warmup_steps=9", "run.steps=8"], "optimizer.warmup_steps=9 is more than run.steps=8"),
+        (["optimizer.warmup_steps=-1"], "optimizer.warmup_steps=-1: must be at least 0. null takes 10, or run.steps"),
+        (["run.steps=0"], "run.steps=0: must be at least 1 (relax eval evaluates without training)."),
+        (
+            ["run.keep_best=eval/accuracy"],
+            "run.keep_best=eval/accuracy: no evaluation of this run gives it.",
+        ),
+        (["run.keep_best=eval/pass@4", "eval.samples=2", "eval.temperature=1"], "eval/pass@2."),
+        (["run.keep_best=eval/exact", "eval.every=0"], "run.keep_best=eval/exact with eval.every=0: nothing is"),
+        (["run.patience=3"], "run.patience=3: name what has to get better, e.g. run.keep_best=eval/exact."),
+        (["eval.samples=4"], "eval.samples=4 with eval.temperature=0: greedy answers to a prompt are all equal."),
+        (["eval.samples=300", "eval.temperature=1"], "eval.samples=300: must be at least 1 and at most 256"),
+        (["eval.sets={a/b: null}"], "eval.sets: 'a/b' is no name for a set."),
+        (["eval.sets.gsm=/nowhere.jsonl"], "data file /nowhere.jsonl: no such file."),
+        (["rollout.stop=['']"], "rollout.stop has an empty string"),
         (["data.path=/x.jsonl"], "data.path=/x.jsonl with data=reverse_digits, which is generated."),
         (["data.task=chess", "model.task=arithmetic", "reward=math"], "data.task='chess': no such generated task."),
         (["data=arithmetic"], "reward=reverse_digits does not score data=arithmetic. Add reward=math."),
@@ -211,10 +234,9 @@ def test_model_folder(model_folder: Path) -> None:
 
 
 def test_data_file(tmp_path: Path, data_file: Path) -> None:
-    def found(path: Path) -> str:
-        return problems(
-            "experiment=math_file", f"data.path={path}", "data.prompt_key=prompt", "data.answer_key=answer"
-        )[0]
+    def found(path: Path, *overrides: str) -> str:
+        keys = ("data.prompt_key=prompt", "data.answer_key=answer", *overrides)
+        return problems("experiment=math_file", f"data.path={path}", *keys)[0]
 
     assert "none.jsonl: no such file." in found(tmp_path / "none.jsonl")
     text = tmp_path / "rows.txt"
@@ -223,8 +245,16 @@ def test_data_file(tmp_path: Path, data_file: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.touch()
     assert "empty.jsonl: it has no rows." in found(empty)
-    data_file.write_text(data_file.read_text() + "{oops\n")
-    assert "rows.jsonl, line 301: not a JSON object" in found(data_file)
+    data_file.write_text("{oops\n" + data_file.read_text())
+    assert "rows.jsonl, line 1: not a JSON object" in found(data_file, "data.max_bad_rows=0")
+    words = (
+        "237 of the 237 rows that were looked at cannot be used, more than data.max_bad_rows=0.05. The first: row 0:"
+    )
+    assert words in found(data_file, "data.prompt_key=question")
+    load_config(
+        [f"data.path={data_file}", "experiment=math_file", "data.prompt_key=prompt", "data.answer_key=answer"],
+        checks=CHECKS,
+    )
 
 
 def test_a_folder_that_is_removed_while_it_is_looked_at_is_no_problem(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from relax_core.config.compose import load_config
 from relax_core.config.saved import plain, to_yaml
 from relax_core.config.schema import RelaxConfig
 from relax_core.control.resume import find_resume_point
-from relax_core.train.checkpoint_store import META, CheckpointStore
+from relax_core.data.identity import data_digest
+from relax_core.train.checkpoint_store import DATA_DIGEST, META, CheckpointStore
 
 STEPS = 100
 
@@ -21,14 +22,17 @@ def config(tmp_path: Path) -> RelaxConfig:
     return load_config([f"run.dir={tmp_path / 'run'}", f"run.steps={STEPS}"])
 
 
-def write_checkpoint(run: Path, step: int, *, snapshot: bytes = b"cut", config: RelaxConfig | None = None) -> Path:
+def write_checkpoint(
+    run: Path, step: int, *, snapshot: bytes = b"cut", config: RelaxConfig | None = None, digest: str | None = None
+) -> Path:
     def write(folder: Path) -> None:
         (folder / "config.yaml").write_text(to_yaml(config or load_config([])))
         (folder / "bus.msgpack").write_bytes(snapshot)
         (folder / "train").mkdir()
         (folder / "train" / "weights").write_bytes(b"w" * 100)
 
-    return CheckpointStore(run / "checkpoints", keep_last=5).write(step, writers=write, meta={})
+    meta = {} if digest is None else {DATA_DIGEST: digest}
+    return CheckpointStore(run / "checkpoints", keep_last=5).write(step, writers=write, meta=meta)
 
 
 def test_null_starts_afresh_whatever_is_there(config: RelaxConfig) -> None:
@@ -167,3 +171,58 @@ def test_where_and_how_long_a_run_goes_is_nobodys_business(config: RelaxConfig) 
     moved = ["name=other", "run.steps=500", "run.save_every=7", "run.panel=false", "engine.threads=2", "eval.every=0"]
     point = find_resume_point(load_config([f"run.dir={config.run.dir}", "resume=auto", *moved]))
     assert point is not None and point.notes == ()
+
+
+# -- data by its content ----------------------------------------------------------------------------------------------
+def on_file(run: Path, path: Path, *changes: str) -> RelaxConfig:
+    keys = ("data=file", "data.prompt_key=q", "data.eval_size=2", "eval.rows=2", "reward=math", "model.task=arithmetic")
+    return load_config([f"run.dir={run}", f"data.path={path}", "resume=auto", *keys, *changes])
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f'{{"q": "{n}?", "answer": "{n}"}}\n' for n in range(9)))
+    return path
+
+
+def test_data_that_only_moved_is_the_same_data(tmp_path: Path, rows: Path) -> None:
+    made_with = on_file(tmp_path / "run", rows)
+    write_checkpoint(tmp_path / "run", 10, config=made_with, digest=data_digest(made_with.data))
+    moved = rows.rename(tmp_path / "moved.jsonl")
+    point = find_resume_point(on_file(tmp_path / "run", moved))
+    assert point is not None and point.notes == (
+        f"data.path was {rows}, is {moved}, the same data by its content from step 10 on",
+    )
+    point = find_resume_point(on_file(tmp_path / "run", moved, "data.path=null", f"data.paths=[{moved}]"))
+    assert point is not None and len(point.notes) == 2
+
+
+def test_data_that_changed_in_its_place_is_refused(tmp_path: Path, rows: Path) -> None:
+    made_with = on_file(tmp_path / "run", rows)
+    folder = write_checkpoint(tmp_path / "run", 10, config=made_with, digest=data_digest(made_with.data))
+    rows.write_text(rows.read_text().replace("8?", "8!"))
+    with pytest.raises(
+        ValueError, match=rf"resume={folder}: it was made with data of another content: digest \w+; the"
+    ):
+        find_resume_point(on_file(tmp_path / "run", rows))
+
+
+def test_a_checkpoint_that_does_not_say_its_datas_content_compares_paths(tmp_path: Path, rows: Path) -> None:
+    write_checkpoint(tmp_path / "run", 10, config=on_file(tmp_path / "run", rows))
+    assert find_resume_point(on_file(tmp_path / "run", rows)) is not None
+    moved = rows.rename(tmp_path / "moved.jsonl")
+    with pytest.raises(ValueError, match=f"data.path was {rows}, is {moved}"):
+        find_resume_point(on_file(tmp_path / "run", moved))
+
+
+def test_how_rows_are_left_out_may_change_and_how_prompts_are_written_may_not(tmp_path: Path, rows: Path) -> None:
+    made_with = on_file(tmp_path / "run", rows)
+    write_checkpoint(tmp_path / "run", 10, config=made_with, digest=data_digest(made_with.data))
+    point = find_resume_point(on_file(tmp_path / "run", rows, "data.max_bad_rows=0.2", "data.overlong=truncate_left"))
+    assert point is not None and point.notes == (
+        "data.max_bad_rows was 0.05, is 0.2 from step 10 on",
+        "data.overlong was drop, is truncate_left from step 10 on",
+    )
+    with pytest.raises(ValueError, match=r"Go on with data.chat_template_kwargs=\{\}"):
+        find_resume_point(on_file(tmp_path / "run", rows, "data.chat_template_kwargs.enable_thinking=false"))

@@ -11,6 +11,7 @@ import pytest
 from relax_core.config.compose import load_config
 from relax_core.config.errors import ConfigError
 from relax_core.control.teachers import teacher_folders
+from relax_core.plan.look import look_at_data
 from relax_core.preflight import CHECKS
 from relax_core.tools.make_tiny import tiny_model_folder
 
@@ -109,10 +110,15 @@ def test_a_row_that_names_no_teacher_is_found_with_its_line(tmp_path: Path) -> N
     rows.write_text("\n" + "".join(json.dumps(line) + "\n" for line in lines))
     keys = ("data=file", f"data.path={rows}", "model.task=reverse_digits", "data.eval_size=256", "eval.rows=10")
     # 300 - 256 rows are trained on; the file's first line is blank.
-    (text,) = problems(*keys, "algo.teacher_key=source")
-    assert text.startswith(f"{rows}, line 43: source='art' is none of the teachers: default.")
+    line = f"row 41: {rows}, line 43: source='art' is none of the teachers: default."
+    config = load_config(["algo=distill", *keys, "algo.teacher_key=source"], checks=CHECKS)
+    assert [text[: len(line)] for text in look_at_data(config).named] == [line]
+    (text,) = problems(*keys, "algo.teacher_key=source", "data.max_bad_rows=0")
+    assert (
+        f"1 of the 44 rows that were looked at cannot be used, more than data.max_bad_rows=0. The first: {line}" in text
+    )
     (text,) = problems(*keys, "algo.teacher_key=topic")
-    assert text.startswith(f"{rows}, line 2: no key 'topic', which algo.teacher_key names")
+    assert f"The first: row 0: {rows}, line 2: no key 'topic', which algo.teacher_key names" in text
     (text,) = problems("algo.teacher_key=topic")
     assert text == "algo.teacher_key=topic: data=reverse_digits has only prompt, answer. Use data=file."
 

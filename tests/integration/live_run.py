@@ -74,7 +74,7 @@ class FinishedRun:
     def checkpoints(self) -> list[int]:
         """Steps of the checkpoints that are complete."""
         return sorted(
-            int(file.parent.name.removeprefix("step_")) for file in self.folder.glob("checkpoints/*/meta.json")
+            int(file.parent.name.removeprefix("step_")) for file in self.folder.glob("checkpoints/step_*/meta.json")
         )
 
 

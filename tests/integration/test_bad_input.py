@@ -107,8 +107,8 @@ def test_a_malformed_line_is_named(tmp_path: Path) -> None:
     lines = rows.read_text().splitlines()
     lines[6] = '{"prompt": "rev 1", "answer": '
     rows.write_text("\n".join(lines))
-    words = (f"{rows}, line 7", "not a JSON object")
-    refused(tmp_path / "run", *OWN_DATA, f"data.path={rows}", words=words)
+    words = ("1 of the 42 rows that were looked at cannot be used", f"{rows}, line 7", "not a JSON object")
+    refused(tmp_path / "run", *OWN_DATA, f"data.path={rows}", "data.max_bad_rows=0.02", words=words)
 
 
 def test_an_empty_data_set_is_named(tmp_path: Path) -> None:

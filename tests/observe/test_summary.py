@@ -56,7 +56,8 @@ def test_figures_of_a_run(make_record: MakeRecord, progress: BusProgress) -> Non
         records.append(
             make_record("rollout", step, generate_ms=500 if step < 5 else 21 + step, samples=4, version=step)
         )
-    records.append(make_record("eval", 12, exact=0.5, reward=0.75, rows=16))
+    figures = {"exact/low": 0.28, "exact/high": 0.72, "gsm/exact": 0.5}
+    records.append(make_record("eval", 12, exact=0.5, reward=0.75, rows=16, bad_rows=2, unscored=1, **figures))
     summary = build_summary(records, progress=progress, meta=META)
     assert summary["outcome"] == "finished"
     assert summary["steps"] == summary["steps_recorded"] == 12
@@ -73,9 +74,10 @@ def test_figures_of_a_run(make_record: MakeRecord, progress: BusProgress) -> Non
     assert summary["findings"] == [] and summary["records_dropped"] == {}
     assert summary["exact"] == pytest.approx({"first": 0.225, "last": 0.325})
     assert summary["eval"] == [
-        {"step": 0, "exact": 0.0, "reward": 0.25, "rows": 16},
-        {"step": 12, "exact": 0.5, "reward": 0.75, "rows": 16},
+        {"step": 0, "exact": 0.0, "reward": 0.25, "rows": 16, "bad_rows": 0, "unscored": 0, "figures": {}},
+        {"step": 12, "exact": 0.5, "reward": 0.75, "rows": 16, "bad_rows": 2, "unscored": 1, "figures": figures},
     ]
+    assert summary["best"] is None
     assert summary["staleness"] == {"max": 1, "histogram": {"0": 4, "1": 44}}
     assert summary["ledger"] == {
         "issued": 56,
@@ -93,6 +95,20 @@ def test_figures_of_a_run(make_record: MakeRecord, progress: BusProgress) -> Non
     assert sum(parts.values()) == pytest.approx(340 / 7)
     assert summary["run"] == {"seed": 3}
     assert summary["recoveries"] == []
+
+
+def test_the_best_evaluation_is_the_first_of_the_highest(make_record: MakeRecord, progress: BusProgress) -> None:
+    evaluations = [
+        make_record("eval", step, exact=exact, reward=0.0, rows=16) for step, exact in ((0, 0.1), (5, 0.7), (9, 0.7))
+    ]
+    summary = build_summary(evaluations, progress=progress, meta={**META, "keep_best": "eval/exact"})
+    assert summary["best"] == {"metric": "eval/exact", "step": 5, "value": 0.7}
+    assert "keep_best" not in summary["run"]
+
+
+def test_rows_that_were_left_out_are_named(progress: BusProgress) -> None:
+    row = {"row": "20", "reason": "too_long", "text": "rows.jsonl, line 21: its prompt has 3005 tokens"}
+    assert build_summary([], progress=progress, meta={**META, "bad_rows": [row]})["bad_rows"] == [row]
 
 
 def test_recoveries_have_a_place_of_their_own(progress: BusProgress) -> None:

@@ -24,12 +24,28 @@ def _score(response: str, *, answer: str, stopped: bool = True) -> RewardOutput:
     ],
 )
 def test_equal_answers_in_other_clothes_are_exact(response: str, answer: str) -> None:
-    assert _score(response, answer=answer) == RewardOutput(reward=1.0, exact=True)
+    found = _score(response, answer=answer)
+    assert (found.reward, found.exact) == (1.0, True)
 
 
 @pytest.mark.parametrize("response", ["41", "", "no idea", r"\boxed{41} or 42", "42 or rather 43", "?!"])
 def test_a_wrong_or_missing_answer_is_zero(response: str) -> None:
-    assert _score(response, answer="42") == RewardOutput(reward=0.0)
+    found = _score(response, answer="42")
+    assert (found.reward, found.exact) == (0.0, False)
+
+
+@pytest.mark.parametrize(
+    ("responses", "vote"),
+    [
+        (["The answer is 42.", "first 41, then 42", r"\boxed{42}"], "42"),
+        (["1,000", "1000"], "1000"),
+        ([r"so \boxed{\frac{1}{2}}", r"$\frac{1}{2}$", "$0.5$"], r"\frac{1}{2}"),
+        (["no idea", "", "?!"], ""),
+    ],
+)
+def test_the_same_answer_is_the_same_vote(responses: list[str], vote: str) -> None:
+    assert {_score(response, answer="7").answer for response in responses} == {vote}
+    assert _score("7", answer="7", stopped=False).answer == ""
 
 
 def test_an_answer_at_the_token_limit_counts_only_when_it_is_boxed() -> None:

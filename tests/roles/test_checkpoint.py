@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +55,15 @@ def nobody(words: str) -> None:
     """Does not care how far a write is."""
 
 
-def checkpoints(lead: Lead, run_dir: Path, *overrides: str, moved_on: Callable[[str], None] = nobody) -> RunCheckpoints:
-    context = context_in(run_dir, "run.keep_last=9", *overrides)
+def checkpoints(
+    lead: Lead,
+    run_dir: Path,
+    *overrides: str,
+    moved_on: Callable[[str], None] = nobody,
+    **changes: Any,
+) -> RunCheckpoints:
+    """``changes``: of the run's context."""
+    context = replace(context_in(run_dir, "run.keep_last=9", *overrides), **changes)
     whole: Any = lead
     ranks = Ranks(name="actor-0", lead=whole, peers=[], replicas=[[0]])
     gang = TrainerGang(ranks, timeout_s=30, waiting=lambda what, *, on: nullcontext())
@@ -158,3 +166,41 @@ def test_a_slow_disk_is_waited_for_as_long_as_it_goes_on(lead: Lead, tmp_path: P
     assert time.monotonic() - began > 3 * STALL_S
     assert set(told) == {"writes checkpoint of step 1"}
     assert saved(tmp_path) == {"step_00000001": (b"0", "0")}
+
+
+# -- the best one -----------------------------------------------------------------------------------------------------
+BEST = ("run.keep_best=eval/exact", "run.patience=2", "run.keep_last=1", "eval.every=2", "run.async_save=false")
+
+
+def exact(value: float) -> dict[str, float]:
+    return {"exact": value, "reward": 1.0 - value}
+
+
+def test_the_best_evaluations_checkpoint_stays_also_over_a_resume(lead: Lead, tmp_path: Path) -> None:
+    one = checkpoints(lead, tmp_path, *BEST, "run.steps=10", data_digest="d1")
+    assert [version for version in range(11) if one.due(version)] == [2, 4, 6, 8, 10]
+    assert not one.judge(0, exact(0.1))
+    one.save(2)
+    one.save(4)  # the evaluation of version 2 is still to come
+    assert sorted(saved(tmp_path)) == ["step_00000002", "step_00000004"]
+    assert not one.judge(2, exact(0.9))
+    assert (tmp_path / "checkpoints" / "best").resolve().name == "step_00000002"
+    assert not one.judge(4, exact(0.5))
+    one.save(6)
+    assert sorted(saved(tmp_path)) == ["step_00000002", "step_00000006"]
+    run = CheckpointStore.read_meta(tmp_path / "checkpoints" / "step_00000006").run
+    assert run == {"version": 6, "data": "d1", "evaluations": {"0": 0.1, "2": 0.9, "4": 0.5}}
+
+    start = {"start_step": 6, "resume_from": tmp_path / "checkpoints" / "step_00000006"}
+    resumed = checkpoints(lead, tmp_path, *BEST, "run.steps=10", **start)
+    assert resumed.judge(6, exact(0.3))  # the second in a row that is no better
+    resumed.save(8)
+    assert sorted(saved(tmp_path)) == ["step_00000002", "step_00000008"]
+    assert not resumed.judge(8, exact(0.95))
+    assert (tmp_path / "checkpoints" / "best").resolve().name == "step_00000008"
+
+
+def test_without_a_figure_nothing_is_due_and_nothing_ends(lead: Lead, tmp_path: Path) -> None:
+    one = checkpoints(lead, tmp_path)
+    assert not any(one.due(version) for version in range(100))
+    assert not any(one.judge(version, exact(0.0)) for version in range(100))

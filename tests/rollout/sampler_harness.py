@@ -7,17 +7,20 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from relax_core.config.schema import Overlong
 from relax_core.contracts import columns as c
-from relax_core.contracts.bus import Admission, BusClosed, GroupRow, VersionChange
-from relax_core.contracts.data import DataRow
+from relax_core.contracts.bus import Admission, BusClosed, BusTimeout, GroupRow, VersionChange
+from relax_core.contracts.data import BadRow, DataRow, EvalSet
 from relax_core.contracts.engine import SamplingParams
 from relax_core.contracts.reward import RewardSpec
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.client import EngineClient
 from relax_core.engines.pool import EnginePool
 from relax_core.registry import find_env, find_reward
+from relax_core.rollout.bad_rows import BadRows
+from relax_core.rollout.prompts import PromptMaker
 from relax_core.rollout.reward_worker import RewardPool
-from relax_core.rollout.sampler import PromptMaker, Sampler, SamplerSettings
+from relax_core.rollout.sampler import Sampler, SamplerSettings
 from relax_core.rollout.turnover import Turnover
 from tests.bus.make_rows import for_actor, make_core
 from tests.contracts.engine.harness import Engine
@@ -55,7 +58,10 @@ class CoreBus:
             if admitted := self.core.admit(max_groups):
                 return admitted
             self._changed.clear()
-            await asyncio.wait_for(self._changed.wait(), timeout_s)
+            try:
+                await asyncio.wait_for(self._changed.wait(), timeout_s)
+            except TimeoutError as late:
+                raise BusTimeout("no credit") from late
 
     async def put_async(self, rows: Sequence[GroupRow], *, timeout_s: float) -> None:
         await asyncio.sleep(0)
@@ -90,16 +96,32 @@ def _fields(request: Any) -> dict[str, Any]:
 
 
 class Rows:
-    """Prompt ``rev <index>``; ``changes``: other prompts at some indices."""
+    """Row ``i`` is at place ``i`` of the order, with the prompt ``rev <100 + i>``; ``changes``: other prompts at some
+    indices, None for a row that cannot be used."""
 
-    def __init__(self, changes: Mapping[int, str]) -> None:
+    def __init__(self, changes: Mapping[int, str | None]) -> None:
         self._changes = changes
 
-    def row(self, index: int) -> DataRow:
-        return {"prompt": self._changes.get(index, f"rev {100 + index}"), "answer": str(100 + index)[::-1]}
+    def __len__(self) -> int:
+        return 1000
 
-    def eval_rows(self) -> list[DataRow]:
-        return []
+    def number(self, index: int) -> int:
+        return index
+
+    def row(self, index: int) -> DataRow:
+        prompt = self._changes.get(index, f"rev {100 + index}")
+        if prompt is None:
+            raise BadRow.because("answer", f"{self.where(index)}: answer=None is neither text nor a number.")
+        return {"prompt": prompt, "answer": str(100 + index)[::-1]}
+
+    def numbered(self, number: int) -> DataRow:
+        return self.row(number)
+
+    def where(self, number: int) -> str:
+        return f"rows.jsonl, line {number + 1}"
+
+    def held_out(self) -> EvalSet:
+        return EvalSet(name="", rows=[])
 
 
 async def no_gate(version: int) -> None: ...
@@ -111,7 +133,9 @@ async def sample(
     bus: CoreBus,
     *,
     reward: RewardSpec | None = None,
-    prompts: Mapping[int, str] | None = None,
+    prompts: Mapping[int, str | None] | None = None,
+    bad_rows: BadRows | None = None,
+    overlong: Overlong = Overlong.drop,
     gate: Callable[[int], Awaitable[None]] = no_gate,
     reclaimed: Sequence[Admission] = (),
     max_new_tokens: int = 8,
@@ -135,12 +159,13 @@ async def sample(
         sampler = Sampler(
             bus=bus,
             pool=pool,
+            source=Rows(prompts or {}),
             prompts=PromptMaker(
-                source=Rows(prompts or {}),
                 env=env,
                 env_knobs=env.knobs(name="single_turn"),
                 tokenizer=tokenizer,
                 max_prompt_tokens=CONTEXT - 8,
+                overlong=overlong,
             ),
             rewards=rewards,
             settings=SamplerSettings(
@@ -158,6 +183,7 @@ async def sample(
             ),
             record=lambda source, version, values: records.append((source, version, values)),
             gate=gate,
+            bad_rows=bad_rows or BadRows(rows=1000, most=0.05, tell=lambda rows: None),
             turnover=None if max_aborts is None else Turnover(bus, pool, max_aborts=max_aborts, call_timeout_s=60.0),
         )
         try:

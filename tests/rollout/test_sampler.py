@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import re
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from relax_core.config.schema import Overlong
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Admission, BusTimeout, GroupRow
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
@@ -21,6 +23,7 @@ from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.client import EngineClient
 from relax_core.engines.process import EngineLaunch
 from relax_core.registry import find_reward
+from relax_core.rollout.bad_rows import BadRows
 from relax_core.tools.make_tiny import tiny_model_folder
 from tests.contracts.engine.harness import TOKEN, Engine
 from tests.rollout.sampler_harness import CONTEXT, GROUP_SIZE, STEP_GROUPS, CoreBus, renamed, sample, within
@@ -110,9 +113,77 @@ def test_a_group_without_rewards_is_dropped_with_its_reason(engine: Engine, tiny
     asyncio.run(scene())
 
 
-def test_a_prompt_that_is_too_long_is_named(engine: Engine, tiny_folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"data row 1: its prompt has \d+ tokens, .* leaves room for 56"):
-        asyncio.run(within(sample_with(engine, tiny_folder, prompts={1: "rev " + "1 2 " * 50})))
+TOO_LONG = "rev " + "1 2 " * 50
+
+
+def test_rows_that_cannot_be_used_end_with_their_reason_and_the_next_take_their_place(
+    engine: Engine, tiny_folder: Path
+) -> None:
+    """Two of the first three rows, and the first of those that follow them. No burst is shorter for it."""
+    told: list[Sequence[Mapping[str, str]]] = []
+
+    async def scene() -> None:
+        bus = CoreBus(steps=2, on_step=renamed(engine))
+        bad_rows = BadRows(rows=1000, most=0.05, tell=told.append)
+        records = await sample(
+            engine, tiny_folder, bus, prompts={1: None, 2: TOO_LONG, 3: None, 6: None}, bad_rows=bad_rows
+        )
+        assert sorted(bus.rows)[:6] == [f"g{index:08d}" for index in (0, 4, 5, 7, 8, 9)]
+        assert {values["samples"] for _, _, values in records} == {STEP_GROUPS * GROUP_SIZE}
+        counts = bus.core.progress().ledger
+        assert counts.dropped == {"bad_row:answer": 3 * GROUP_SIZE, "too_long": GROUP_SIZE}
+        assert (counts.trained, counts.lost, counts.trained_twice) == (2 * STEP_GROUPS * GROUP_SIZE, 0, 0)
+
+    asyncio.run(within(scene()))
+    assert [one["row"] for one in told[-1]] == ["1", "2", "3", "6"]
+    assert told[-1][0]["text"] == "rows.jsonl, line 2: answer=None is neither text nor a number."
+    assert re.match(r"rows.jsonl, line 3: its prompt has \d+ tokens, .* leaves room for 56", told[-1][1]["text"])
+
+
+def test_bad_rows_end_the_loop_where_they_are_too_many(engine: Engine, tiny_folder: Path) -> None:
+    words = (
+        "6 of the 6 data rows that were drawn cannot be used, more than data.max_bad_rows=0.05. The first: rows.jsonl"
+    )
+    with pytest.raises(ValueError, match=words):
+        asyncio.run(within(sample_with(engine, tiny_folder, prompts=dict.fromkeys(range(1000)))))
+
+
+def test_a_prompt_that_is_too_long_ends_the_loop_where_that_is_an_error(engine: Engine, tiny_folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"rows.jsonl, line 2: its prompt has .* use data.overlong=drop, which leaves"):
+        asyncio.run(within(sample_with(engine, tiny_folder, prompts={1: TOO_LONG}, overlong=Overlong.error)))
+
+
+def test_a_prompt_that_is_too_long_is_cut_to_what_fits(engine: Engine, tiny_folder: Path) -> None:
+    async def scene() -> None:
+        bus = CoreBus(steps=1)
+        await sample(engine, tiny_folder, bus, prompts={1: TOO_LONG}, overlong=Overlong.truncate_left)
+        ids = c.decode_array(bus.rows["g00000001"].columns[c.PROMPT_IDS]).tolist()
+        assert len(ids) == CONTEXT - 8
+        text = PromptTokenizer(tiny_folder).decode(ids)
+        assert text.startswith("<|im_start|>user") and text.rstrip().endswith("assistant") and "1 2 1 2" in text
+
+    asyncio.run(within(scene()))
+
+
+def test_a_dropped_group_is_made_up_for_while_an_evaluation_holds_the_next_prompts(
+    engine: Engine, tiny_folder: Path
+) -> None:
+    """The evaluation of version 1 waits for the step that lacks the group."""
+
+    def score(given: RewardInput, knobs: Any) -> RewardOutput:
+        return RewardOutput(reward=None if given.row["prompt"] == "rev 101" else 0.5)
+
+    async def scene() -> None:
+        bus = CoreBus(steps=2, on_step=renamed(engine))
+
+        async def gate(version: int) -> None:
+            while bus.core.version < version:
+                await asyncio.sleep(0.005)
+
+        await sample(engine, tiny_folder, bus, reward=scored(score), gate=gate)
+        assert bus.core.progress().ledger.trained == 2 * STEP_GROUPS * GROUP_SIZE
+
+    asyncio.run(within(scene()))
 
 
 def test_a_reward_that_raises_ends_the_loop(engine: Engine, tiny_folder: Path) -> None:
@@ -143,10 +214,15 @@ def test_a_failure_is_heard_while_the_next_prompts_wait_at_the_gate(engine: Engi
     class EarlyBus(CoreBus):
         """Admits one step ahead, as the bus does when the engine is to hold the prompts itself."""
 
+        early = False
+
         async def admit_async(self, max_groups: int, *, timeout_s: float) -> list[Admission]:
-            if self.core.progress().admitted:
+            if not self.core.progress().admitted:
+                return self.core.admit(max_groups)
+            if not self.early:
+                self.early = True
                 return [Admission(index=9, group_uid="g00000009", min_version=1)]
-            return self.core.admit(max_groups)
+            return await super().admit_async(max_groups, timeout_s=timeout_s)
 
     def score(given: RewardInput, knobs: Any) -> RewardOutput:
         raise KeyError("price")
@@ -191,7 +267,8 @@ def test_what_is_over_before_it_could_begin_is_not_generated(engine: Engine, tin
         async def gate(version: int) -> None:
             nonlocal gated
             gated += 1
-            while gated == 2 and bus.core.version == 0:
+            mine = gated
+            while mine == 2 and bus.core.version == 0:
                 await asyncio.sleep(0.01)
             for _ in range(20):  # turns of the loop, in which the news goes round
                 await asyncio.sleep(0)

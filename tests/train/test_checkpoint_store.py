@@ -56,6 +56,26 @@ def test_keeps_the_last(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step_00000030", "step_00000040"]
 
 
+def test_what_is_to_be_kept_stays_beside_the_newest(tmp_path: Path) -> None:
+    kept = {20}
+    store = CheckpointStore(tmp_path, keep_last=1, kept=lambda: kept)
+    for step in (10, 20, 30, 40):
+        store.write(step, writers=writes("w", b"x"), meta={})
+    assert names(tmp_path) == ["step_00000020", "step_00000040"]
+    store.name_best(20)
+    store.name_best(30)  # which is not there any more
+    assert os.readlink(tmp_path / "best") == "step_00000020"
+    assert store.verify(tmp_path / "best").step == 20
+    newest = store.newest_whole()
+    assert newest is not None and newest.folder == tmp_path / "step_00000040"
+    kept.clear()
+    kept.add(40)
+    store.name_best(40)
+    store.write(50, writers=writes("w", b"x"), meta={})
+    assert names(tmp_path) == ["best", "step_00000040", "step_00000050"]
+    assert os.readlink(tmp_path / "best") == "step_00000040"
+
+
 def test_newest_is_the_one_written_last(tmp_path: Path) -> None:
     """A run that went back to step 10 and on to step 20 must not find the step 30 that it left."""
     store = CheckpointStore(tmp_path, keep_last=2)

@@ -261,6 +261,7 @@ def test_the_likeliest_tokens_are_cut_by_group(folder: Path) -> None:
     [
         (Schedule.constant, [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0]),
         (Schedule.cosine, [0.25, 0.5, 0.75, 1.0, 1.0, 0.1 + 0.9 * (0.5 + math.sqrt(2) / 4), 0.55]),
+        (Schedule.linear, [0.25, 0.5, 0.75, 1.0, 1.0, 0.775, 0.55]),
     ],
 )
 def test_learning_rate(schedule: Schedule, expected: list[float]) -> None:
@@ -268,6 +269,25 @@ def test_learning_rate(schedule: Schedule, expected: list[float]) -> None:
 
     config = OptimizerConfig(lr=1.0, min_lr_ratio=0.1, schedule=schedule, warmup_steps=4)
     assert [learning_rate(config, step=step, total_steps=8) for step in range(7)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(320, 10), (10, 10), (4, 4), (1, 1)])
+def test_the_default_warm_up_is_no_longer_than_the_run(steps: int, warmup: int) -> None:
+    from relax_core.train.optimizer import learning_rate
+
+    config = OptimizerConfig(lr=1.0, min_lr_ratio=0.1, schedule=Schedule.constant, warmup_steps=None)
+    rates = [learning_rate(config, step=step, total_steps=steps) for step in range(warmup)]
+    assert rates == pytest.approx([(step + 1) / warmup for step in range(warmup)])
+
+
+def test_a_schedule_that_goes_down_ends_where_it_says() -> None:
+    from relax_core.train.optimizer import learning_rate
+
+    for schedule in (Schedule.cosine, Schedule.linear):
+        config = OptimizerConfig(lr=2.0, min_lr_ratio=0.25, schedule=schedule, warmup_steps=3)
+        rates = [learning_rate(config, step=step, total_steps=50) for step in range(60)]
+        assert rates[50:] == pytest.approx([0.5] * 10)
+        assert rates[3:51] == sorted(rates[3:51], reverse=True)
 
 
 def test_bfloat16_trains(folder: Path) -> None:

@@ -19,6 +19,7 @@ from relax_core.engines.embedded.server import EngineApp
 from relax_core.engines.embedded.slots import Prefix
 from relax_core.engines.embedded.weight_updates import WeightUpdates
 from relax_core.engines.embedded.weights import FusedWeights
+from relax_core.engines.stop_strings import StopTable
 from relax_core.weights.model_folder import read_safetensors
 
 BASE64_GROWTH = 1.5  # base64 takes 4/3 of the bytes; the rest is for names and for a wider dtype than ours
@@ -56,7 +57,7 @@ def build_app(arguments: argparse.Namespace) -> tuple[EngineApp, Scheduler]:
         max_total_tokens=arguments.max_total_tokens,
     )
     app = EngineApp(
-        GenerateRoute(scheduler, config, limits),
+        GenerateRoute(scheduler, config, limits, StopTable(arguments.model_path)),
         ControlRoutes(scheduler, WeightUpdates(weights, scheduler), info),
         token=token,
         max_tensor_body=int(BASE64_GROWTH * weights.nbytes) * 4 // dtype.itemsize + (1 << 20),

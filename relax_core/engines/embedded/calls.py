@@ -13,13 +13,15 @@ from relax_core.contracts.sample import FinishReason, VersionSpan
 from relax_core.engines.embedded.routes import PromptRoutes
 from relax_core.engines.embedded.sampler import SamplingSettings, keys_behind, sample_keys
 from relax_core.engines.embedded.slots import Prefix
+from relax_core.engines.stop_strings import StopStrings
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
     """News of one sample: the tokens since the last news, or all of them where the call does not stream.
 
-    ``finish`` is None while it goes on; ``matched``: the stop token that ended it. ``length``: tokens so far, ``spans``
+    ``finish`` is None while it goes on; ``matched``: the stop token or string that ended
+    it. ``length``: tokens so far, ``spans``
     their weight versions. ``routes``: of a finished sample whose experts are wanted, those of its response tokens but
     the last, ``[length - 1, layers, per_token]``; None for one that never ran. ``kept``: the sets that ``ids`` were
     sampled from, where they are wanted.
@@ -31,7 +33,7 @@ class Progress:
     length: int
     spans: list[VersionSpan]
     finish: FinishReason | None
-    matched: int | None
+    matched: int | str | None
     routes: np.ndarray | None = None
     kept: KeptTokens | None = None
 
@@ -43,7 +45,7 @@ Fail = Callable[[str], None]
 @dataclass(slots=True, eq=False)
 class Prompt:
     """One prompt of a call. ``place``: its place in the call. ``routes``: where its experts are wanted. ``samples``,
-    ``generated``: see `PromptRequest`."""
+    ``generated``: see `PromptRequest`. ``stop``: strings that end a response, where there are any."""
 
     call: Call
     place: int
@@ -55,6 +57,11 @@ class Prompt:
     routes: PromptRoutes | None = None
     samples: Sequence[int] = (0,)
     generated: int = 0
+    stop: StopStrings | None = None
+
+    def response(self, ids: list[int]) -> list[int]:
+        """A sample's whole response, of which ``ids`` are the tokens that were generated here."""
+        return self.token_ids[len(self.token_ids) - self.generated :] + ids if self.generated else ids
 
 
 @dataclass(slots=True, eq=False)

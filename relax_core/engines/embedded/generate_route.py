@@ -19,6 +19,7 @@ from relax_core.engines.embedded.routes import PromptRoutes
 from relax_core.engines.embedded.scheduler import Scheduler
 from relax_core.engines.embedded.score_requests import ScoreRequest, asks_for_scores, parse_score
 from relax_core.engines.embedded.score_route import answer_scores
+from relax_core.engines.stop_strings import StopStrings, StopTable
 from relax_core.engines.wire import EVENT_STREAM, MSGPACK, Finished, Frame, StreamFailure, encode_frames
 
 MAX_BODY_BYTES = {"json": 64 << 20, "msgpack": 8 << 20}  # lists of msgpack take 50 times their bytes when they are read
@@ -38,8 +39,9 @@ News = list[Progress] | Failure | None  # None: the client hung up
 class GenerateRoute:
     """Answers /generate. A client that hangs up has its samples aborted."""
 
-    def __init__(self, scheduler: Scheduler, model: ModelConfig, limits: RequestLimits) -> None:
+    def __init__(self, scheduler: Scheduler, model: ModelConfig, limits: RequestLimits, stops: StopTable) -> None:
         self._scheduler = scheduler
+        self._stops = stops
         self._model = model
         self._limits = limits
         self._open_samples = 0
@@ -112,11 +114,18 @@ class GenerateRoute:
                 routes=PromptRoutes() if request.return_routed_experts else None,
                 samples=one.samples,
                 generated=one.generated,
+                stop=self._stop_strings(one.stop),
             )
             for place, one in enumerate(request.prompts)
         ]
         self._scheduler.submit(waiting_prompts(prompts, n=request.n))
         return call
+
+    def _stop_strings(self, stop: tuple[str, ...]) -> StopStrings | None:
+        try:
+            return self._stops.of(stop)
+        except ValueError as error:
+            raise HttpError(400, f"sampling_params.stop: {error}") from error
 
     async def _whole(
         self, request: GenerateRequest, call: Call, inbox: asyncio.Queue[News], send: Send, *, msgpack: bool

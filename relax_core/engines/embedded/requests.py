@@ -28,11 +28,12 @@ from relax_core.engines.embedded.request_bounds import (
     token_set,
 )
 from relax_core.engines.embedded.sampler import SamplingSettings
+from relax_core.engines.stop_strings import MOST_STOP_BYTES, MOST_STOPS
 from relax_core.engines.vocabulary import unknown_token
 
 
 class SamplingBody(msgspec.Struct, forbid_unknown_fields=True):
-    """SGLang's sampling_params. The last group is taken only at its neutral value."""
+    """SGLang's sampling_params. What follows ``stop`` is taken only at its neutral value."""
 
     n: int = 1
     max_new_tokens: int = 128
@@ -44,10 +45,10 @@ class SamplingBody(msgspec.Struct, forbid_unknown_fields=True):
     sampling_seed: int | None = None
     ignore_eos: bool = False
     stream_interval: int | None = None
-    skip_special_tokens: bool = True  # text is never made here, so the next three say nothing
+    skip_special_tokens: bool = True  # no text is sent from here, so the next three say nothing
     spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
-    stop: Any = None
+    stop: str | list[str] | None = None
     stop_regex: Any = None
     min_new_tokens: int = 0
     frequency_penalty: float = 0.0
@@ -98,7 +99,7 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
     return_hidden_states: bool = False
 
 
-_SAMPLING_NEUTRAL = tuple(SamplingBody.__struct_fields__[SamplingBody.__struct_fields__.index("stop") :])
+_SAMPLING_NEUTRAL = tuple(SamplingBody.__struct_fields__[SamplingBody.__struct_fields__.index("stop_regex") :])
 _SCORE_ONLY = ("logprob_start_len", "top_logprobs_num", "kept_tokens")
 _GENERATE_NEUTRAL = tuple(GenerateBody.__struct_fields__[GenerateBody.__struct_fields__.index("text") :])
 _defaults_sampling = SamplingBody()
@@ -127,6 +128,7 @@ class ParsedPrompt:
     min_version: int
     samples: list[int]
     generated: int
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,10 +206,12 @@ def parse_generate(body: RequestBody, *, model: ModelConfig, limits: RequestLimi
                 min_version=version,
                 samples=samples,
                 generated=generated,
+                stop=_stop_strings(asked.stop),
             )
-            for rid, ids, one, seed, version, samples, generated in zip(
+            for rid, ids, asked, one, seed, version, samples, generated in zip(
                 body.rids,
                 prompts,
+                sampling,
                 settings,
                 seeds,
                 versions,
@@ -319,6 +323,16 @@ def _generated(given: int | list[int], prompts: list[list[int]]) -> list[int]:
         if not 0 <= count < len(ids):
             raise HttpError(400, f"generated[{place}]: {count} of {len(ids)} input_ids; give 0 to {len(ids) - 1}")
     return counts
+
+
+def _stop_strings(given: str | list[str] | None) -> tuple[str, ...]:
+    stop = (given,) if isinstance(given, str) else tuple(given or ())
+    if len(stop) > MOST_STOPS or not all(0 < len(string.encode()) <= MOST_STOP_BYTES for string in stop):
+        raise HttpError(
+            400,
+            f"sampling_params.stop: {len(stop)} strings; give {MOST_STOPS} at most, 1 to {MOST_STOP_BYTES} bytes each",
+        )
+    return stop
 
 
 def _rids(given: str | list[str] | None, count: int) -> list[str]:

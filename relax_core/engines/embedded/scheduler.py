@@ -21,6 +21,7 @@ from relax_core.engines.embedded.calls import Call, Progress, Sample, Waiting
 from relax_core.engines.embedded.decoder import Decoder
 from relax_core.engines.embedded.sampler import NonFiniteLogits
 from relax_core.engines.embedded.scoring import ScoreItem, Scores
+from relax_core.engines.stop_strings import StopStrings
 
 T = TypeVar("T")
 NOTHING_ATTESTED = -1  # the weight version before the first attested weights: nothing is served
@@ -52,6 +53,7 @@ class Scheduler(threading.Thread):
         self._waiting: list[Waiting] = []
         self._running: list[Sample] = []  # by slot
         self._streaming = False  # whether one of them may want news before it is finished
+        self._stopping = False  # whether one of them may end with a stop string
         self._news: dict[Call, list[Progress]] = defaultdict(list)
         self._pause: PauseMode | None = None
         self._released = False
@@ -182,7 +184,7 @@ class Scheduler(threading.Thread):
                 self._fail(error)
             else:
                 self._tokens += len(self._running)
-                self._finish(finished)
+                self._finish(self._with_stopped(finished))
 
     def _receive(self) -> None:
         """Takes in what has arrived; where there is nothing to do, waits for it. A burst of requests needs no more:
@@ -223,6 +225,7 @@ class Scheduler(threading.Thread):
         for group in groups:
             self._running.extend(group.samples)
             self._streaming |= group.prompt.call.stream_interval > 0
+            self._stopping |= group.prompt.stop is not None
             for sample in group.samples:
                 sample.mark(len(sample.done), self.version)
         try:
@@ -240,7 +243,7 @@ class Scheduler(threading.Thread):
             call.first_prefill = call.first_prefill or start
             call.first_token = call.first_token or end
             call.prefill_s += end - start
-        self._finish(finished)
+        self._finish(self._with_stopped(finished))
 
     # -- leaving ----------------------------------------------------------------------------------------------------
     def _finish(self, slots: Sequence[int] | np.ndarray, *, reason: FinishReason | None = None) -> None:
@@ -251,13 +254,35 @@ class Scheduler(threading.Thread):
         for slot in gone:
             sample = self._running[slot]
             ids, logprobs = self._decoder.slots.output(slot)
-            stops = sample.prompt.settings.stop_token_ids
-            ended = reason or ("stop" if ids[-1] in stops else "length")
+            matched = None if reason else _matched(sample, ids)
+            ended: FinishReason = reason or ("length" if matched is None else "stop")
             routes = None if sample.prompt.routes is None else self._decoder.response_routes(slot)
-            self._report(sample, ids, logprobs, routes=routes, kept=self._kept(sample, slot), finish=ended)
+            kept = self._kept(sample, slot)
+            self._report(sample, ids, logprobs, routes=routes, kept=kept, finish=ended, matched=matched)
         if reason is None and self._streaming:
             self._stream(set(gone))
         self._free(gone)
+
+    def _with_stopped(self, finished: np.ndarray) -> np.ndarray:
+        """These slots, and those whose newest token completes a stop string."""
+        if not self._stopping:
+            return finished
+        tokens = self._decoder.slots.newest_tokens()
+        slots_of: dict[StopStrings, list[int]] = defaultdict(list)
+        for slot, sample in enumerate(self._running):
+            if sample.prompt.stop is not None:
+                slots_of[sample.prompt.stop].append(slot)
+        found = set(finished.tolist())
+        for stop, slots in slots_of.items():
+            for place in stop.may_complete(tokens[slots]):
+                slot = slots[place]
+                length = self._decoder.slots.length(slot)
+                ids, _ = self._decoder.slots.output(slot, max(0, length - stop.window))
+                if length < stop.window:
+                    ids = self._running[slot].prompt.response(ids)
+                if stop.matched(ids) is not None:
+                    found.add(slot)
+        return np.array(sorted(found), dtype=np.int64)
 
     def _free(self, slots: list[int]) -> None:
         if slots:
@@ -265,6 +290,7 @@ class Scheduler(threading.Thread):
                 self._running[target] = self._running[source]
             del self._running[self._decoder.slots.count :]
             self._streaming = self._streaming and bool(self._running)
+            self._stopping = self._stopping and bool(self._running)
 
     def _stream(self, gone: set[int]) -> None:
         for slot, sample in enumerate(self._running):
@@ -290,9 +316,9 @@ class Scheduler(threading.Thread):
         routes: np.ndarray | None,
         kept: KeptTokens | None,
         finish: FinishReason,
+        matched: int | str | None = None,
     ) -> None:
         call, start = sample.prompt.call, sample.streamed
-        matched = ids[-1] if finish == "stop" else None
         call.open_samples -= 1
         if call.open_samples == 0:
             call.finished = time.perf_counter()
@@ -331,3 +357,10 @@ class Scheduler(threading.Thread):
         for call in calls:
             call.fail(f"weight version {self.version}: {error}")
         return calls
+
+
+def _matched(sample: Sample, ids: list[int]) -> int | str | None:
+    """The stop token or the stop string that the last of the tokens ends the response with; None for neither."""
+    if ids[-1] in sample.prompt.settings.stop_token_ids:
+        return ids[-1]
+    return None if sample.prompt.stop is None else sample.prompt.stop.matched(sample.prompt.response(ids))

@@ -181,6 +181,11 @@ class SlotTable:
         newest: np.ndarray = self._length[: self.count] + (self._unsettled - 1)
         return newest
 
+    def newest_tokens(self) -> np.ndarray:
+        """Token id of each running sample's newest token, ``[rows]`` int64."""
+        self.settle()
+        return self._token[: self.count]
+
     def output(self, row: int, start: int = 0) -> tuple[list[int], list[float]]:
         """Token ids and log-probs of a row from its token ``start`` on."""
         self.settle()

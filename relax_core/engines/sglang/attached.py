@@ -31,10 +31,20 @@ def meet_server(client: EngineClient, *, timeout_s: float, rollout: RolloutConfi
         time.sleep(RETRY_S)
     info = client.server_info()
     version = str(info.get("version", "of no known version"))
-    problem = version_problem(version) or truncation_problem(info, rollout)
+    problem = version_problem(version) or truncation_problem(info, rollout) or stop_problem(info, rollout)
     if problem is not None:
         raise EngineError(f"engine {client.url}: {problem}")
     return version
+
+
+def stop_problem(info: Mapping[str, Any], rollout: RolloutConfig) -> str | None:
+    """Why a server cannot look for stop strings."""
+    if rollout.stop and info.get("skip_tokenizer_init"):
+        return (
+            "it was started with --skip-tokenizer-init, so it cannot look for rollout.stop. Start it without, or drop "
+            "rollout.stop."
+        )
+    return None
 
 
 def truncation_problem(info: Mapping[str, Any], rollout: RolloutConfig) -> str | None:

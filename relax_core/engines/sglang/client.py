@@ -16,9 +16,11 @@ from relax_core.contracts.engine import EngineError, EngineUnreachable, Generate
 from relax_core.contracts.sample import FinishReason, VersionSpan
 from relax_core.engines.client import EngineClient
 from relax_core.engines.events import UNKNOWN_VERSION, EventReader, version_number
+from relax_core.engines.open_prompts import cut
 from relax_core.engines.scores import TokenScores, TokensToScore
 from relax_core.engines.sglang.prompts import SampleRequest, sample_requests, sglang_body
 from relax_core.engines.sglang.weight_calls import SglangWeightCalls
+from relax_core.engines.stop_strings import StopTable
 from relax_core.engines.vocabulary import unknown_token
 from relax_core.engines.wire import StreamEnd
 
@@ -49,7 +51,7 @@ class SglangClient(SglangWeightCalls, EngineClient):
 
     ``ranks``: GPUs of the server. ``vocab_size``: of its model; any other token would end it. ``seeds``: it runs with
     --enable-deterministic-inference; else seeds mean nothing to it. ``attached``: somebody else started it, so our
-    loader is not inside.
+    loader is not inside. ``stops``: by the model's tokenizer, for requests with stop strings.
     """
 
     def __init__(
@@ -63,12 +65,14 @@ class SglangClient(SglangWeightCalls, EngineClient):
         vocab_size: int,
         seeds: bool,
         attached: bool = False,
+        stops: StopTable | None = None,
     ) -> None:
         super().__init__(url, token, request_timeout_s=request_timeout_s, control_timeout_s=control_timeout_s)
         self.group_ranks = ranks
         self.has_loader = not attached
         self._vocab_size = vocab_size
         self._seeds = seeds
+        self._stops = stops
         self._calls: list[_Held] = []
 
     # -- generate -----------------------------------------------------------------------------------------------------
@@ -166,7 +170,21 @@ class SglangClient(SglangWeightCalls, EngineClient):
             mixed = bool(one.output_ids) and prefilled_by_older(one.weight_versions[0], call.version, cached=cached)
             reason = finish_reason(one, params, generated=chosen[one.prompt].generated)
             whole = msgspec.structs.replace(one, prompt=places[one.prompt], finish_reason=reason)
-            yield whole, mixed
+            yield self._stopped(whole, chosen[one.prompt], params), mixed
+
+    def _stopped(self, one: Generated, prompt: PromptRequest, params: SamplingParams) -> Generated:
+        """Ends the response with the token that completes a stop string. SGLang looks at the tokens of one request
+        alone, and says abort of a response that an abort met when it was complete."""
+        if not params.stop or not one.output_ids:
+            return one
+        assert self._stops is not None, "build_client gives it"
+        stop = self._stops.of(params.stop)
+        assert stop is not None
+        before = prompt.input_ids[len(prompt.input_ids) - prompt.generated :] if prompt.generated else []
+        end = stop.end(before + one.output_ids, checked=len(before))
+        if end is None:
+            return one
+        return msgspec.structs.replace(cut(one, end - len(before)), finish_reason="stop")
 
     async def _hold(self, call: _Held, version: int, params: SamplingParams) -> AsyncIterator[Generated]:
         """Returns when the version is in; yields what was aborted before."""

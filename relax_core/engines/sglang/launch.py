@@ -32,7 +32,7 @@ def command(launch: EngineLaunch) -> list[str]:
         "max-total-tokens": engine.max_total_tokens + SPARE_TOKENS,
         "context-length": engine.context_tokens + SPARE_TOKENS,
         "custom-weight-loader": [LOADER],
-        "skip-tokenizer-init": True,
+        "skip-tokenizer-init": not launch.stop_strings,
         "incremental-streaming-output": True,
         "enable-return-routed-experts": launch.return_routed_experts,
         "enable-deterministic-inference": bool(engine.deterministic),

@@ -78,6 +78,8 @@ def _sampling(
         "stop_token_ids": params.stop_token_ids,
         "stream_interval": new_tokens,  # events: the first token, and the end
     }
+    if params.stop:
+        fields["stop"] = params.stop
     if bans:
         fields["logit_bias"] = bans
     if seeds:

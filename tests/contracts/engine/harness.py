@@ -21,6 +21,7 @@ from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.engines.client import EngineClient
 from relax_core.engines.process import EngineLaunch, EngineProcess
 from relax_core.engines.sglang.client import SglangClient
+from relax_core.engines.stop_strings import StopTable
 from relax_core.weights.files import write_weights
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -137,7 +138,12 @@ def publish(model: Any, path: Path, *, version: int) -> WeightManifest:
 
 
 def sglang_client(
-    url: str, *, token: str = TOKEN, control_timeout_s: float = 30.0, kind: type[SglangClient] = SglangClient
+    url: str,
+    *,
+    token: str = TOKEN,
+    control_timeout_s: float = 30.0,
+    kind: type[SglangClient] = SglangClient,
+    stops: StopTable | None = None,
 ) -> SglangClient:
     """Of a server that this suite has started with `make_model`'s model."""
     return kind(
@@ -148,6 +154,7 @@ def sglang_client(
         ranks=1,
         vocab_size=VOCAB,
         seeds=True,
+        stops=stops,
     )
 
 
@@ -155,6 +162,7 @@ def sglang_client(
 class Engine:
     process: EngineProcess
     kind: str = "embedded"
+    stops: StopTable | None = None
     client: EngineClient = field(init=False)
 
     def __post_init__(self) -> None:
@@ -174,7 +182,7 @@ class Engine:
 
     def new_client(self, token: str = TOKEN) -> EngineClient:
         if self.kind == "sglang":
-            return sglang_client(self.process.url, token=token)
+            return sglang_client(self.process.url, token=token, stops=self.stops)
         return EngineClient(self.process.url, token, request_timeout_s=60.0, control_timeout_s=30.0)
 
     def connection(self) -> http.client.HTTPConnection:

@@ -11,13 +11,13 @@ import pytest
 
 from relax_core.config.compose import compose as composed
 from relax_core.config.compose import load_config, settled, typed_config
+from relax_core.config.errors import ConfigError
 from relax_core.config.schema import RelaxConfig
 from relax_core.data.generated import LONGEST_PROMPT, example, task_names
-from relax_core.data.prompt_lengths import prompt_lengths
-from relax_core.data.sources import file_rows
 from relax_core.data.tokenizer import PromptTokenizer
-from relax_core.plan.prompts import settle_context
-from relax_core.preflight import CHECKS
+from relax_core.plan.context import settle_context
+from relax_core.plan.look import DataLook, look_at_data
+from relax_core.preflight import CHECKS, settle
 from relax_core.tools.make_tiny import tiny_model_folder, tiny_prompt_tokenizer
 from tests.config.conftest import SHAPE, write_folder
 
@@ -43,7 +43,7 @@ def own(model: Path, rows: Path, *overrides: str) -> tuple[RelaxConfig, list[str
     """As README's own-data line has it."""
     line = ("data=file", f"data.path={rows}", "data.prompt_key=question", "data.answer_key=answer", "reward=math")
     words = (*line, "model=qwen3", f"model.path={model}", "optimizer.lr=1e-6", "rollout.max_new_tokens=512")
-    return settled(typed_config(composed([*words, *overrides])), checks=CHECKS, settle=settle_context)
+    return settled(typed_config(composed([*words, *overrides])), checks=CHECKS, settle=settle)
 
 
 def test_readmes_own_data_line_can_start(model: Path, rows: Path) -> None:
@@ -68,15 +68,25 @@ def test_held_out_prompts_count(model: Path, tmp_path: Path) -> None:
     assert (config.engine.context_length, problems) == (960, [])  # the last row is not among eval.rows
 
 
-def test_a_prompt_that_the_context_does_not_hold_is_named_with_the_fix(model: Path, rows: Path) -> None:
-    _, (problem,) = own(model, rows, "engine.context_length=700")
-    told = "10 of 300 prompts are longer than the 188 tokens that are left beside rollout.max_new_tokens=512: "
-    assert problem.startswith(f"{told}{rows}, line 291 has 308, {rows}, line 292 has 308,")
-    assert problem.endswith("Use engine.context_length=820, or null, which derives it; or leave the rows out.")
-    config, (problem,) = own(model, rows, "rollout.max_new_tokens=4000")
+def test_a_prompt_that_the_context_does_not_hold_is_left_out_or_named_with_the_fix(model: Path, rows: Path) -> None:
+    config, problems = own(model, rows, "engine.context_length=700", "data.eval_size=0", "eval.every=0")
+    assert problems == []
+    look = look_at_data(config)
+    assert (look.bad, look.longest) == ({"too_long": 10}, 308)
+    assert look.named[0].startswith(f"row 290: {rows}, line 291: its prompt has 308 tokens")
+    error = ("data.overlong=error", "data.eval_size=0", "eval.every=0")
+    _, (problem,) = own(model, rows, "engine.context_length=700", *error)
+    told = "10 of the 300 prompts that were looked at are longer than the 188 tokens that are left beside "
+    assert problem.startswith(f"{told}rollout.max_new_tokens=512: {rows}, line 291 has 308, {rows}, line 292 has 308,")
+    remedy = "Use engine.context_length=820, or null, which derives it; or data.overlong=truncate_middle."
+    assert problem.endswith(remedy)
+    config, (problem,) = own(model, rows, "rollout.max_new_tokens=4000", *error)
     assert config.engine.context_length == 4096
-    assert "10 of 300 prompts are longer than the 96 tokens" in problem
-    assert problem.endswith("Lower rollout.max_new_tokens, or leave the rows out. The model has 4096 positions.")
+    assert "10 of the 300 prompts that were looked at are longer than the 96 tokens" in problem
+    assert problem.endswith("or use data.overlong=truncate_middle. The model has 4096 positions.")
+    _, (problem,) = own(model, rows, "engine.context_length=700", "data.max_bad_rows=0.01", *error[1:])
+    assert problem.startswith("10 of the 300 rows that were looked at cannot be used, more than data.max_bad_rows=0.01")
+    assert problem.endswith(remedy)
 
 
 TEMPLATES: list[tuple[str | None, str]] = [
@@ -96,7 +106,12 @@ def test_a_template_that_cannot_be_used_is_told(model: Path, rows: Path, templat
     (model / "tokenizer_config.json").write_text(json.dumps(settings))
     _, (problem,) = own(model, rows)
     assert text in problem
-    assert (str(model) if "take it" not in text else f"300 of 300 rows give no prompt; the first: {rows}") in problem
+    if "take it" in text:
+        first = f"row 0: {rows}, line 1: the chat template does not take it"
+        told = "44 of the 44 rows that were looked at cannot be used, more than data.max_bad_rows=0.05. The first: "
+        assert problem.startswith(told + first)
+    else:
+        assert problem.startswith(f"model.path: model folder {model}")
 
 
 def test_a_template_that_refuses_some_rows_names_the_first(model: Path, tmp_path: Path) -> None:
@@ -104,7 +119,8 @@ def test_a_template_that_refuses_some_rows_names_the_first(model: Path, tmp_path
     (model / "chat_template.jinja").write_text(refuses)
     rows = write_rows(tmp_path / "rows.jsonl", ["a", "b"] * 150)
     _, (problem,) = own(model, rows)
-    assert problem.startswith(f"150 of 300 rows give no prompt; the first: {rows}, line 2: ") and "no b" in problem
+    assert problem.startswith("22 of the 44 rows that were looked at cannot be used, more than data.max_bad_rows=0.05.")
+    assert f"The first: row 1: {rows}, line 2: " in problem and "no b" in problem
 
 
 def _no_end(model: Path) -> None:
@@ -146,9 +162,9 @@ def test_an_env_that_raises_is_told_with_the_row(model: Path, rows: Path, tmp_pa
     text = (Path(__file__).parents[2] / "envs" / "single_turn.py").read_text()
     env.write_text(text.replace('row["prompt"]', 'row["nope"]'))
     _, (problem,) = own(model, rows, f"env.name={env}")
-    assert f"the first: {rows}, line 1: the env gives no conversation for it: KeyError: 'nope'" in problem
-    _, (problem,) = settle_context(load_config([f"env.name={env}"]))
-    assert problem.startswith("data=reverse_digits with env=") and "KeyError: 'nope'" in problem
+    assert f"The first: row 0: {rows}, line 1: the env gives no conversation for it: KeyError: 'nope'" in problem
+    with pytest.raises(ConfigError, match=r"data.task=reverse_digits, example 0: the env .* KeyError: 'nope'"):
+        load_config([f"env.name={env}"], checks=CHECKS, settle=settle)
 
 
 def test_nothing_is_said_twice_where_the_folder_or_the_file_is_missing(model: Path, rows: Path) -> None:
@@ -170,41 +186,35 @@ def test_the_tiny_tokenizer_is_that_of_the_made_model() -> None:
     assert (light.stop_token_ids, light.vocabulary_size) == (made.stop_token_ids, made.vocabulary_size)
 
 
-def test_much_text_is_bounded_by_its_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_much_text_is_bounded_by_its_bytes(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The longest are tokenized as far as the budget goes; the rest cannot have more tokens than bytes."""
-    monkeypatch.setattr("relax_core.data.prompt_lengths.TOKENIZED_BYTES", 1000)
-    rows = write_rows(tmp_path / "rows.jsonl", ["<|im_end|>" * 20, *["y" * 150] * 10, "z"])
-    config = load_config(
-        [
-            "data=file",
-            f"data.path={rows}",
-            "data.prompt_key=question",
-            "data.eval_size=0",
-            "reward=math",
-            "model.task=arithmetic",
-            "eval.every=0",
-        ]
-    )
-    file, count = file_rows(config.data)
-    tokenizer = tiny_prompt_tokenizer()
+    around = len(tiny_prompt_tokenizer().render([{"role": "user", "content": ""}]).encode())
 
-    def messages(row: object) -> list[dict[str, str]]:
-        assert isinstance(row, dict)
-        return [{"role": "user", "content": row["prompt"]}]
+    def looked(*overrides: str) -> DataLook:
+        line = ("data=file", f"data.path={rows}", "data.prompt_key=question", "data.eval_size=0", "eval.every=0")
+        more = ("reward=math", "model.task=arithmetic", "data.max_bad_rows=0.95")
+        return look_at_data(load_config([*line, *more, *overrides]))
 
-    lengths = prompt_lengths([(file, range(count))], tokenizer=tokenizer, messages=messages, room=120)
-    assert (lengths.longest.where, lengths.longest.tokens, lengths.rows) == (f"{rows}, line 2", 158, 12)
-    assert lengths.bound == 150 + len(tokenizer.render([{"role": "user", "content": ""}]).encode())
-    assert {place.tokens for place in lengths.too_long} == {158}
+    with monkeypatch.context() as short:
+        short.setattr("relax_core.plan.look.TOKENIZED_BYTES", 1000)
+        write_rows(rows, ["<|im_end|>" * 20, *["y" * 150] * 10, "z"])
+        look = looked("engine.context_length=128")
+        assert (look.longest, look.looked, look.bound) == (158, 12, 150 + around)
+        assert look.named[0].startswith(f"row 1: {rows}, line 2: its prompt has 158 tokens")
     write_rows(rows, ["y" * 400, "x" * 130, "z"])
-    file, count = file_rows(config.data)
-    lengths = prompt_lengths([(file, range(count))], tokenizer=tokenizer, messages=messages, room=120)
-    assert [place.tokens for place in lengths.too_long] == [408, 138]  # though it has fewer bytes than 408
+    look = looked("engine.context_length=128")
+    assert (look.longest, look.bound, look.bad) == (
+        408,
+        408,
+        {"too_long": 2},
+    )  # 138 are too long, though fewer than 408
     write_rows(rows, ["y"] * 12)
-    file, count = file_rows(config.data)
-    monkeypatch.setattr("relax_core.data.prompt_lengths.LOOKED_AT", 4)
-    few = prompt_lengths([(file, range(count))], tokenizer=tokenizer, messages=messages, room=None)
-    assert (few.rows, few.bound >= few.longest.tokens) == (4, True)
+    monkeypatch.setattr("relax_core.plan.look.LOOKED_AT", 4)
+    look = looked()
+    assert (look.looked, look.rows) == (4, 12)
+    assert look.words(what="mine") == [
+        "12 rows of mine are trained on, 4 of them, spread evenly, looked at; no prompt has more than 9 tokens."
+    ]
 
 
 def test_files_of_other_kinds_have_lengths_too(model: Path, tmp_path: Path) -> None:

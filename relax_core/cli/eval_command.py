@@ -1,0 +1,98 @@
+"""`relax eval MODEL|CHECKPOINT|RUN [key=value …]`: what the words mean, and the evaluation of that."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import yaml
+
+from relax_core.cli.evaluate import Target, evaluate
+from relax_core.config.command_line import CommandLine
+from relax_core.config.compose import Settle, run
+from relax_core.config.errors import ConfigError
+from relax_core.config.model_folder import read_model_config
+from relax_core.config.options import COMMANDS, conf_folder, yaml_options
+from relax_core.config.rerun import rerun_line
+from relax_core.config.validate import Check
+from relax_core.train.atomic_folder import recover_replaced
+from relax_core.train.checkpoint_store import CONFIG, META, CheckpointStore
+
+USAGE = f"relax {COMMANDS['eval'][0]}"
+_BESIDE = "${now:%Y-%m-%d_%H-%M-%S}"
+
+
+def eval_command(words: Sequence[str], *, checks: Sequence[Check], settle: Settle) -> int:
+    """Evaluates what the first word names: a Hugging Face folder, a model of conf/model, a checkpoint, or a run, whose
+    newest checkpoint is taken. A checkpoint's and a run's settings are its own; ``key=value`` changes them. ``checks``:
+    those of other rooms that an evaluation needs; ``settle``: what derives the values that are not set.
+
+    Returns the exit code as `evaluate` does.
+    """
+    if "--help" in words or "-h" in words:
+        print(f"{USAGE}: {COMMANDS['eval'][1]}")
+        return 0
+    if not words or words[0].startswith("-") or "=" in words[0].rpartition("/")[2]:
+        print(f"relax: {USAGE}", file=sys.stderr)
+        return 2
+    try:
+        target, line = _target(words[0], words[1:])
+    except ConfigError as error:
+        print(error.report(), file=sys.stderr)
+        return 2
+    except (ValueError, OSError) as error:
+        print(f"relax: {error}", file=sys.stderr)
+        return 2
+    return run(line, partial(evaluate, target=target), checks=checks, settle=settle)
+
+
+def _target(what: str, overrides: Sequence[str]) -> tuple[Target, CommandLine]:
+    """What is evaluated, and the command line that makes the configuration its own. Raises ValueError."""
+    folder = Path(what).expanduser().absolute()
+    if (folder / META).is_file():
+        return _checkpoint(folder, folder.parent.parent, overrides)
+    if (folder / CONFIG).is_file() and (folder / "checkpoints").is_dir():
+        recover_replaced(folder / "checkpoints")
+        newest = CheckpointStore(folder / "checkpoints", keep_last=1).newest_whole(needs=(CONFIG,))
+        if newest is None:
+            raise ValueError(f"{folder} has no checkpoint.")
+        for left in newest.left:
+            print(f"relax: {left}", file=sys.stderr)
+        return _checkpoint(newest.folder, folder, overrides)
+    if (folder / "config.json").is_file():
+        chosen = any(override.startswith("model=") for override in overrides)
+        option = [] if chosen else [f"model={_option_for(folder)}"]
+        own = [_in_folder("evaluations/${name}"), *option, f"model.path={folder}"]
+        return Target(), CommandLine.of([*own, *overrides])
+    if what in yaml_options("model"):
+        return Target(), CommandLine.of([_in_folder("evaluations/${name}"), f"model={what}", *overrides])
+    raise ValueError(
+        f"{what}: neither a run's folder, a checkpoint, a Hugging Face folder, nor one of the models "
+        f"{', '.join(yaml_options('model'))}. {USAGE}"
+    )
+
+
+def _checkpoint(checkpoint: Path, run_folder: Path, overrides: Sequence[str]) -> tuple[Target, CommandLine]:
+    checkpoint = checkpoint.resolve()  # `best` is a link
+    step = CheckpointStore.read_meta(checkpoint).step
+    own = [_in_folder(str(run_folder / "evaluations" / f"step_{step}"))]
+    if not any(override.startswith("launcher=") for override in overrides):
+        own.append("launcher=local")  # wherever the run itself was
+    line = rerun_line([str(checkpoint), *own, *overrides])
+    return Target(checkpoint=checkpoint, step=step), line
+
+
+def _in_folder(folder: str) -> str:
+    return f"run.dir={folder}/{_BESIDE}"
+
+
+def _option_for(folder: Path) -> str:
+    """The option of conf/model that takes a folder of this model's family. Raises ValueError where there is none."""
+    family = read_model_config(folder).get("model_type")
+    for option in yaml_options("model"):
+        values = yaml.safe_load((conf_folder() / "model" / f"{option}.yaml").read_text(encoding="utf-8"))
+        if values.get("family") == family and values.get("builtin") is None:
+            return option
+    raise ValueError(f"{folder}: model_type={family!r} in its config.json is of no family that Relax knows.")

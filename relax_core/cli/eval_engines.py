@@ -1,0 +1,77 @@
+"""The engines of an evaluation: processes of the configured kind that serve a folder's own weights. No Ray."""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from relax_core.config.schema import RelaxConfig
+from relax_core.contracts.engine import EngineError
+from relax_core.engines.build import build_client
+from relax_core.engines.client import EngineClient
+from relax_core.engines.process import EngineLaunch, EngineProcess
+
+STOP_S = 5.0
+
+
+class EvalEngine:
+    """An engine process and the client that asks it."""
+
+    def __init__(self, process: EngineProcess, client: EngineClient, *, log_file: Path) -> None:
+        self._process = process
+        self._client = client
+        self._log_file = log_file
+
+    def client(self) -> EngineClient:
+        """Raises EngineError where the process has ended: nobody starts it anew."""
+        code = self._process.poll()
+        if code is not None:
+            raise EngineError(f"an engine process ended with {code}; see {self._log_file}")
+        return self._client
+
+    async def aclose(self) -> None:
+        await self._client.aclose()
+        self._client.close()
+
+
+@contextmanager
+def eval_engines(config: RelaxConfig, model_folder: Path, *, log_dir: Path) -> Iterator[list[EvalEngine]]:
+    """Starts ``engine.count`` engines at the same time; they end with the block. Raises EngineError for one that does
+    not start."""
+    with ExitStack() as undo:
+        folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="rlx-eval-")))
+        token_file = folder / "token"
+        token_file.touch(mode=0o600)
+        token_file.write_text(secrets.token_hex(32), encoding="utf-8")
+        port = config.engine.port
+        launches = [
+            EngineLaunch(
+                model_folder=model_folder,
+                engine=config.engine,
+                dtype=config.engine.dtype or config.model.dtype,
+                token_file=token_file,
+                log_file=log_dir / f"engine-{number}.log",
+                port=port + number if port else 0,
+                load_weights=True,
+                stop_strings=bool(config.rollout.stop),
+            )
+            for number in range(config.engine.count)
+        ]
+        with ThreadPoolExecutor(len(launches)) as threads:
+            starts = [threads.submit(EngineProcess.start, launch) for launch in launches]
+            for start in starts:
+                if start.exception() is None:
+                    undo.callback(start.result().stop, timeout_s=STOP_S)
+        processes = [start.result() for start in starts]
+        yield [
+            EvalEngine(
+                process,
+                build_client(config.engine, process.url, model_folder=model_folder, token_file=token_file),
+                log_file=launch.log_file,
+            )
+            for process, launch in zip(processes, launches, strict=True)
+        ]

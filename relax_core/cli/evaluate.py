@@ -1,0 +1,167 @@
+"""`relax eval MODEL|CHECKPOINT|RUN [key=value …]`: an evaluation without training, on engines of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from relax_core.cli.eval_engines import EvalEngine, eval_engines
+from relax_core.cli.eval_report import ANSWERS_FILE, as_result, print_result, write_result
+from relax_core.config.saved import to_yaml
+from relax_core.config.schema import RelaxConfig
+from relax_core.contracts.engine import EngineError
+from relax_core.data.eval_sets import asks_held_out, eval_sets
+from relax_core.data.sources import make_source
+from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.engines.client import EngineClient
+from relax_core.engines.pool import EnginePool
+from relax_core.observe.summary import library_versions
+from relax_core.registry import find_env, find_reward
+from relax_core.rollout.evaluation import PreparedSet, SetAnswers, ask, prepare
+from relax_core.rollout.prompts import PromptMaker
+from relax_core.rollout.reward_worker import RewardPool
+from relax_core.rollout.sampling import evaluation_sampling
+from relax_core.tools.export import export
+from relax_core.tools.make_tiny import tiny_model_folder
+
+FAILED, USAGE = 1, 2
+TOLD_EVERY_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What is evaluated. ``checkpoint``: whose weights; None for the model's own. ``step``: its train steps."""
+
+    checkpoint: Path | None = None
+    step: int | None = None
+
+
+def evaluate(config: RelaxConfig, target: Target) -> int:
+    """Starts engines with the target's weights, asks every set, and writes the result into ``run.dir``.
+
+    Returns the exit code: 0; 1 where an engine or a reward failed; 2 for data or a checkpoint that cannot serve. The
+    words are on stderr.
+    """
+    started, folder = time.monotonic(), Path(config.run.dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _weights(config, target, folder) as model:
+            prompts, sets = prepared(config, model)
+            (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+            found = _ask(config, model, prompts, sets, log_dir=folder / "logs")
+    except (ValueError, OSError) as error:
+        print(f"relax: {error}", file=sys.stderr)
+        return USAGE
+    except (EngineError, RuntimeError) as error:
+        print(f"relax: failed: {error}", file=sys.stderr)
+        return FAILED
+    meta = {
+        "model": config.model.path or config.model.builtin,
+        "checkpoint": None if target.checkpoint is None else str(target.checkpoint),
+        "step": target.step,
+        "engine": config.engine.name,
+        "samples": config.eval.samples,
+        "temperature": config.eval.temperature,
+        "max_new_tokens": config.rollout.max_new_tokens,
+        "stop": list(config.rollout.stop),
+        "files": dict(config.eval.sets),
+        "seconds": time.monotonic() - started,
+        "versions": library_versions(),
+    }
+    result = as_result(found, meta=meta)
+    path = write_result(folder, result, found)
+    print_result(Console(), result)
+    print(f"\nresult   {path}\nanswers  {folder / ANSWERS_FILE}")
+    return 0
+
+
+def prepared(config: RelaxConfig, model: Path) -> tuple[PromptMaker, list[PreparedSet]]:
+    """The prompts of every set. Raises ValueError for data that cannot serve."""
+    source = None
+    if asks_held_out(config):
+        source = make_source(config.data, seed=config.seed, eval_rows=config.eval.rows)
+    prompts = PromptMaker(
+        env=find_env(config.env.name),
+        env_knobs=config.env,
+        tokenizer=PromptTokenizer(model, template_arguments=config.data.chat_template_kwargs),
+        max_prompt_tokens=config.engine.context_tokens - config.rollout.max_new_tokens,
+        overlong=config.data.overlong,
+    )
+    most = config.data.max_bad_rows
+    return prompts, [prepare(one, prompts, most_bad=most) for one in eval_sets(config, source)]
+
+
+@contextmanager
+def _weights(config: RelaxConfig, target: Target, folder: Path) -> Iterator[Path]:
+    """A Hugging Face folder with the weights; a checkpoint's is written beside the result, and removed."""
+    if target.checkpoint is None:
+        yield _model_folder(config)
+        return
+    with tempfile.TemporaryDirectory(prefix=".weights-", dir=folder) as written:
+        out = Path(written) / "hf"
+        export(target.checkpoint, out, model=None, dtype=None, shard_gb=4.0)
+        yield out
+
+
+def _model_folder(config: RelaxConfig) -> Path:
+    if config.model.path is not None:
+        return Path(config.model.path)
+    assert config.model.builtin is not None and config.model.task is not None, "validated"
+    return tiny_model_folder(config.model.builtin, task=config.model.task)
+
+
+def _ask(
+    config: RelaxConfig, model: Path, prompts: PromptMaker, sets: Sequence[PreparedSet], *, log_dir: Path
+) -> list[SetAnswers]:
+    total = sum(len(one.rows) for one in sets)
+    print(f"relax: {total} prompts x {config.eval.samples} answers; {config.engine.name} engines start", flush=True)
+    reward = find_reward(config.reward.name)
+    with (
+        RewardPool(reward, config.reward, workers=config.rollout.reward_workers) as rewards,
+        eval_engines(config, model, log_dir=log_dir) as engines,
+    ):
+        return asyncio.run(_ask_engines(config, engines, prompts, sets, rewards, total=total))
+
+
+async def _ask_engines(
+    config: RelaxConfig,
+    engines: Sequence[EvalEngine],
+    prompts: PromptMaker,
+    sets: Sequence[PreparedSet],
+    rewards: RewardPool,
+    *,
+    total: int,
+) -> list[SetAnswers]:
+    async def client_for(engine: int, fresh: bool) -> EngineClient:
+        return engines[engine].client()
+
+    told = time.monotonic()
+
+    def tell(answered: int) -> None:
+        nonlocal told
+        if time.monotonic() - told > TOLD_EVERY_S:
+            told = time.monotonic()
+            print(f"relax: {answered} of {total} prompts are answered", flush=True)
+
+    pool = EnginePool(len(engines), client_for, patience_s=config.engine.request_timeout_s)
+    try:
+        return await ask(
+            sets,
+            version=0,
+            pool=pool,
+            prompts=prompts,
+            rewards=rewards,
+            sampling=evaluation_sampling(config, prompts.tokenizer),
+            told=tell,
+        )
+    finally:
+        for engine in engines:
+            await engine.aclose()

@@ -1,0 +1,54 @@
+"""Whether data is the data that it was: by its content, wherever the files lie and whatever they are called."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import xxhash
+
+from relax_core.config.schema import DataConfig
+from relax_core.data.paths import data_parts
+
+WHOLE_BYTES = 256 << 20  # files up to this are read as a whole; of larger ones as much, in blocks spread over the file
+BLOCK_BYTES = 1 << 20
+SETTLED_S = 0.1  # a file that was written this long ago has another time once it changes
+_known: dict[tuple[str, int, int, int], str] = {}
+
+
+def data_digest(config: DataConfig) -> str:
+    """xxh3-128, in hex, of the training files in their order, of their weights and of the held-out file; empty for a
+    generated task. Raises ValueError as `data_parts` does, OSError for a file that cannot be read."""
+    if config.task is not None:
+        return ""
+    hasher = xxhash.xxh3_128()
+    for part in data_parts(config):
+        hasher.update(f"part {part.weight}\n".encode())
+        for file in part.files:
+            hasher.update(f"{file_digest(file)}\n".encode())
+    if config.eval_path is not None:
+        hasher.update(f"held out\n{file_digest(Path(config.eval_path))}\n".encode())
+    return hasher.hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """xxh3-128 of a file's size and bytes, in hex. Of a file above `WHOLE_BYTES`, blocks spread evenly over it stand
+    for the whole. A file that nobody has changed since is not read again in this process."""
+    stat = path.stat()
+    key = (str(path), stat.st_size, stat.st_mtime_ns, stat.st_ino)
+    if key in _known:
+        return _known[key]
+    hasher = xxhash.xxh3_128(f"{stat.st_size}\n".encode())
+    with path.open("rb") as file:
+        if stat.st_size <= WHOLE_BYTES:
+            while block := file.read(BLOCK_BYTES):
+                hasher.update(block)
+        else:
+            blocks = WHOLE_BYTES // BLOCK_BYTES
+            for place in range(blocks):
+                file.seek(place * (stat.st_size - BLOCK_BYTES) // (blocks - 1), os.SEEK_SET)
+                hasher.update(file.read(BLOCK_BYTES))
+    if time.time() - stat.st_mtime > SETTLED_S:
+        _known[key] = hasher.hexdigest()
+    return hasher.hexdigest()

@@ -1,0 +1,44 @@
+"""run.epochs: how many train steps so many passes over the training rows take."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from relax_core.config.schema import LauncherKind, RelaxConfig
+from relax_core.data.sources import file_rows
+
+
+def settle_steps(config: RelaxConfig) -> RelaxConfig:
+    """The configuration with ``run.steps`` as ``run.epochs`` asks for it, where that is set. What is wrong with the
+    data is told by the check of the data. A job on another cluster is settled there, where its
+    files are."""
+    epochs, prompts = config.run.epochs, config.rollout.prompts_per_step
+    if epochs is None or not 0 < epochs < math.inf or prompts < 1 or config.launcher.name is LauncherKind.ray_job:
+        return config
+    rows = _training_rows(config)
+    if rows is None:
+        return config
+    steps = max(1, math.ceil(round(epochs * rows / prompts, 6)))
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, steps=steps))
+
+
+def epoch_words(config: RelaxConfig) -> list[str]:
+    """Where the number of train steps comes from, of a settled configuration with ``run.epochs``."""
+    if config.run.epochs is None:
+        return []
+    rows, prompts = _training_rows(config), config.rollout.prompts_per_step
+    return [f"run.epochs={config.run.epochs:g} over {rows} rows, {prompts} a step, is run.steps={config.run.steps}."]
+
+
+def _training_rows(config: RelaxConfig) -> int | None:
+    """None where the data cannot be read."""
+    data = config.data
+    if data.task is not None:
+        return data.size
+    if data.path is data.paths is None:
+        return None
+    try:
+        return file_rows(data)[1]
+    except (ValueError, OSError):
+        return None

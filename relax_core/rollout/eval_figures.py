@@ -1,0 +1,140 @@
+"""What an evaluation's answers amount to: accuracy, pass@k and maj@k, each with an interval of 95 %."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, variance
+
+import numpy as np
+
+from relax_core.data.shares import Z_95, wilson
+
+MOST_SAMPLES = 256  # answers a prompt: binomial coefficients of more leave float64's exact range far behind
+FEWEST_VOTERS = 3  # of two voters the majority is whoever wins the tie
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One answer to a prompt. ``vote``: the answer as the reward understood it, for majority votes; None: it has none.
+    ``reward``: None where none could be computed. ``cut``: it ran into the token limit. ``tokens``: its length."""
+
+    text: str
+    exact: bool
+    reward: float | None
+    vote: str | None
+    cut: bool
+    tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """A figure over an evaluation's prompts, and its interval of 95 %."""
+
+    value: float
+    low: float
+    high: float
+
+
+def accuracy(answers: Sequence[Sequence[Answer]]) -> Estimate:
+    """The share of fully right answers, ``answers`` being those of each prompt; the same number for every prompt."""
+    return _share([fmean(answer.exact for answer in of_prompt) for of_prompt in answers], answers_each=len(answers[0]))
+
+
+def mean_reward(answers: Sequence[Sequence[Answer]]) -> Estimate | None:
+    """The mean reward of all answers that have one, with the normal interval of the prompts' means; None without any.
+    Rewards have no bounds, so Wilson's interval is none of theirs."""
+    known = [[answer.reward for answer in of_prompt if answer.reward is not None] for of_prompt in answers]
+    rewards = [reward for of_prompt in known for reward in of_prompt]
+    if not rewards:
+        return None
+    means = [fmean(of_prompt) for of_prompt in known if of_prompt]
+    half = Z_95 * math.sqrt(variance(means) / len(means)) if len(means) > 1 else 0.0
+    value = fmean(rewards)
+    return Estimate(value=value, low=value - half, high=value + half)
+
+
+def pass_at_k(answers: Sequence[Sequence[Answer]], k: int) -> Estimate:
+    """The chance that at least one of ``k`` answers to a prompt is right."""
+    estimates = [pass_chance(len(one), sum(answer.exact for answer in one), k) for one in answers]
+    return _share(estimates, answers_each=len(answers[0]) // k)
+
+
+def majority_at_k(answers: Sequence[Sequence[Answer]], k: int) -> Estimate:
+    """The chance that the most frequent of ``k`` answers to a prompt is right, ties broken by lot."""
+    return _share([majority_chance(one, k) for one in answers], answers_each=len(answers[0]) // k)
+
+
+def ks(samples: int) -> list[int]:
+    """The k of pass@k and maj@k for so many answers a prompt: 2, 4, 8 … and all of them."""
+    powers = [2**power for power in range(1, samples.bit_length()) if 2**power < samples]
+    return [*powers, samples] if samples > 1 else []
+
+
+def pass_chance(answers: int, right: int, k: int) -> float:
+    """The chance that ``k`` of ``answers``, drawn without putting back, hold one of the ``right`` ones.
+
+    Unbiased for pass@k. Source: Chen et al., Evaluating large language models trained on code (2021), equation 1:
+    1 − C(n − c, k) / C(n, k).
+    """
+    return 1.0 - math.comb(answers - right, k) / math.comb(answers, k)
+
+
+def majority_chance(answers: Sequence[Answer], k: int) -> float:
+    """The chance that of ``k`` answers, drawn without putting back, the most frequent one is right; where several are
+    the most frequent, each counts alike, and where nobody votes the answer is wrong.
+
+    It is the mean over all draws (a U-statistic), so unbiased for maj@k, which Wang et al., Self-consistency (2022),
+    call the majority vote. An answer is right where the first of its voters is.
+    """
+    votes = Counter(answer.vote for answer in answers if answer.vote is not None)
+    right: dict[str | None, bool] = {}
+    for answer in answers:
+        right.setdefault(answer.vote, answer.exact)
+    won = 0.0
+    for vote, count in votes.items():
+        if right[vote]:
+            others = [votes[other] for other in votes if other != vote]
+            won += _draws_won(count, others=others, total=len(answers), k=k)
+    return won / math.comb(len(answers), k)
+
+
+def _draws_won(mine: int, *, others: Sequence[int], total: int, k: int) -> float:
+    """In how many of the draws of ``k`` an answer given ``mine`` times is the most frequent; a tie of j + 1 counts
+    1 / (j + 1).
+
+    For each count x of mine: the ways to draw the other k − x with no answer more often than x, by how many are drawn
+    exactly x times. These are the coefficients of a product of polynomials in z (drawn) and u (drawn x times).
+    """
+    won = 0.0
+    for x in range(1, min(mine, k) + 1):
+        small = total - mine - sum(count for count in others if count >= x)  # never reach x, or do not vote
+        ways = np.zeros((k - x + 1, (k - x) // x + 1))
+        ways[:, 0] = [math.comb(small, drawn) for drawn in range(k - x + 1)]
+        for count in (count for count in others if count >= x):
+            before, ways = ways, np.zeros_like(ways)
+            for drawn in range(min(x - 1, k - x) + 1):
+                ways[drawn:] += math.comb(count, drawn) * before[: k - x + 1 - drawn]
+            ways[x:, 1:] += math.comb(count, x) * before[: max(0, k - 2 * x + 1), :-1]
+        shared = 1.0 / np.arange(1, ways.shape[1] + 1)
+        won += math.comb(mine, x) * float(ways[k - x] @ shared)
+    return won
+
+
+def _share(estimates: Sequence[float], *, answers_each: int) -> Estimate:
+    """The mean of the prompts' shares and its interval: Wilson's, with as many cases as the prompts' spread speaks for.
+
+    Prompts are drawn independently, a prompt's answers are not. The mean p of N prompts whose shares have variance v
+    is as sure as p of N p(1 − p) / v single answers (the design effect of Kish, Survey Sampling, 1965; used so by Korn
+    and Graubard, Survey Methodology 24, 1998), but never surer than of all ``answers_each`` answers of all prompts, and
+    never less sure than of one a prompt.
+    """
+    prompts = len(estimates)
+    value = fmean(estimates)
+    spread = variance(estimates, value) if prompts > 1 else 0.0
+    most = float(prompts * answers_each)
+    cases = min(most, max(float(prompts), prompts * value * (1.0 - value) / spread)) if spread > 0.0 else most
+    low, high = wilson(value, cases)
+    return Estimate(value=value, low=low, high=high)

@@ -1,0 +1,25 @@
+"""What a reward sees of a response."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from relax_core.contracts.data import DataRow
+from relax_core.contracts.engine import Generated
+from relax_core.contracts.reward import RewardInput
+from relax_core.data.tokenizer import PromptTokenizer
+
+
+def reward_input(
+    row: DataRow, response: Generated, *, tokenizer: PromptTokenizer, stop: Sequence[str] = ()
+) -> RewardInput:
+    """The response's text without the token or the string of ``stop`` that ended it; its tokens stay what they are."""
+    stopped = response.finish_reason == "stop"
+    ids = response.output_ids
+    if stopped and ids and ids[-1] in tokenizer.stop_token_ids:
+        text = tokenizer.decode(ids[:-1])
+    else:
+        text = tokenizer.decode(ids)
+        if stopped:
+            text = text[: min((at for string in stop if (at := text.find(string)) >= 0), default=len(text))]
+    return RewardInput(response=text, stopped=stopped, answer=str(row["answer"]), row=row)

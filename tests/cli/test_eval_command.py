@@ -1,0 +1,86 @@
+"""`relax eval`: what its words mean, and an evaluation of a built-in model, a folder of it, and several engines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from relax_core.cli.eval_command import eval_command
+from relax_core.config.compose import load_config
+from relax_core.config.saved import to_yaml
+from relax_core.preflight import EVAL_CHECKS, settle_evaluation
+from relax_core.tools.make_tiny import tiny_model_folder
+from relax_core.train.checkpoint_store import CheckpointStore
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert eval_command(words, checks=EVAL_CHECKS, settle=settle_evaluation) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [(), ("eval.rows=3",), ("--nope",)])
+def test_without_a_target_the_usage_is_told(capsys: pytest.CaptureFixture[str], words: Sequence[str]) -> None:
+    assert "relax eval MODEL|CHECKPOINT|RUN [key=value ...]" in refused(capsys, *words)
+
+
+def test_what_is_no_target_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told = refused(capsys, str(tmp_path / "nothing"))
+    assert "neither a run's folder, a checkpoint, a Hugging Face folder, nor one of the models" in told
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "bloom"}')
+    assert "model_type='bloom' in its config.json is of no family" in refused(capsys, str(tmp_path / "model"))
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.yaml").write_text(to_yaml(load_config()))
+    assert f"{run} has no checkpoint" in refused(capsys, str(run))
+
+
+def test_a_checkpoint_that_is_damaged_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def write(folder: Path) -> None:
+        (folder / "config.yaml").write_text(to_yaml(load_config()))
+        (folder / "train").mkdir()
+        (folder / "train" / "weights").write_bytes(b"w" * 100)
+
+    folder = CheckpointStore(tmp_path / "checkpoints", keep_last=1).write(3, writers=write, meta={})
+    (folder / "train" / "weights").write_bytes(b"x" * 100)
+    assert f"{folder / 'train' / 'weights'} is corrupt" in refused(capsys, str(folder), f"run.dir={tmp_path / 'out'}")
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("eval.samples=3", "eval.samples=3 with eval.temperature=0"),
+        ("eval.rowss=3", "eval.rowss is not a key. Nearest: eval.rows"),
+        ("eval.rows=999", "eval.rows=999, but data.eval_size=256 holds out 256 rows"),
+        ("eval.sets.gsm=/nowhere.jsonl", "/nowhere.jsonl: no such file"),
+    ],
+)
+def test_settings_that_cannot_be_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, told: str
+) -> None:
+    assert told in refused(capsys, "tiny_qwen3", f"run.dir={tmp_path / 'out'}", override)
+
+
+def test_a_model_by_name_and_by_folder_give_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two engines share the prompts of the second; nothing depends on who answered which."""
+    sampled = ("eval.rows=12", "eval.samples=4", "eval.temperature=1.0")
+    results = {}
+    folder = tiny_model_folder("tiny_qwen3", task="reverse_digits")
+    for target, more in (("tiny_qwen3", ()), (str(folder), ("engine.count=2", "model.dtype=float32"))):
+        out = tmp_path / Path(target).name
+        assert (
+            eval_command([target, f"run.dir={out}", *sampled, *more], checks=EVAL_CHECKS, settle=settle_evaluation) == 0
+        )
+        results[target] = json.loads((out / "evaluation.json").read_text())
+        answers = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
+        assert [len(one["responses"]) for one in answers] == [4] * 12
+        assert not list(out.glob(".weights-*"))
+    first, second = results.values()
+    assert first["sets"] == second["sets"]
+    (one,) = first["sets"]
+    assert set(one["figures"]) == {"exact", "pass@2", "pass@4", "maj@4", "reward"}
+    assert "Wilson (1927)" in first["intervals"] and first["step"] is None
+    assert "held-out rows, 12 prompts" in capsys.readouterr().out

@@ -1,0 +1,147 @@
+"""Stop strings: a response ends with the token that completes one, and is else the response that it would have been."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models
+
+from relax_core.contracts.engine import EngineError, Generated, PromptRequest, SamplingParams
+from relax_core.engines.process import EngineLaunch
+from relax_core.engines.stop_strings import StopTable
+from tests.contracts.engine.harness import ENGINES, VOCAB, Engine, Started, make_model, prompts_of
+
+LETTERS = "abcde"
+STOP = ["ab", "cce", "dda"]
+PARAMS = SamplingParams(n=8, max_new_tokens=40, stop_token_ids=[3])
+STOPPING = msgspec.structs.replace(PARAMS, stop=STOP)
+
+
+def text_of(ids: list[int]) -> str:
+    """What the tokenizer below makes of them: one or two letters a token."""
+    return "".join(LETTERS[token % 5] * (1 + token % 2) for token in ids)
+
+
+def write_tokenizer(folder: Path) -> None:
+    words = {f"{text_of([token])}\0{token}": token for token in range(VOCAB)}
+    core = Tokenizer(models.WordLevel(words, unk_token=next(iter(words))))  # SGLang warms up with a text of its own
+    core.decoder = decoders.Sequence([decoders.Replace(Regex(r"\x00\d+"), ""), decoders.Fuse()])
+    core.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("letters")
+    make_model(made, seed=0)
+    write_tokenizer(made)
+    return made
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def lettered(request: pytest.FixtureRequest, launch: EngineLaunch, folder: Path) -> Iterator[Engine]:
+    kind = request.param
+    base = launch if kind == "embedded" else request.getfixturevalue("sglang_launch")
+    with Started() as started:
+        process = started.start(replace(base, model_folder=folder, stop_strings=True))
+        try:
+            yield Engine(process, kind, StopTable(folder))
+        finally:
+            process.stop(timeout_s=5.0)
+
+
+def first_end(ids: list[int]) -> int | None:
+    return next((count for count in range(1, len(ids) + 1) if any(one in text_of(ids[:count]) for one in STOP)), None)
+
+
+def as_expected(whole: Generated, stopped: Generated) -> bool:
+    """``stopped`` is the beginning of ``whole`` up to its first stop string. Returns whether it has one."""
+    end = first_end(whole.output_ids)
+    assert stopped.output_ids == whole.output_ids[:end]
+    assert stopped.logprobs == pytest.approx(whole.logprobs[:end], abs=2e-5)
+    assert stopped.weight_versions[-1].end == len(stopped.output_ids)
+    assert stopped.finish_reason == (whole.finish_reason if end is None else "stop")
+    return end is not None
+
+
+def test_the_tokenizer_of_these_tests_writes_what_they_say(folder: Path) -> None:
+    core = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for ids in ([5, 6, 11], list(range(VOCAB))):
+        assert core.decode(ids, skip_special_tokens=False) == text_of(ids)
+
+
+def test_a_response_ends_with_the_token_that_completes_a_string(lettered: Engine) -> None:
+    prompts = prompts_of([5, 6, 7], [9, 8], [20, 30, 40, 11])
+    whole = lettered.generate(prompts, PARAMS)
+    stopped = lettered.generate(prompts, STOPPING)
+    ended = [as_expected(one, other) for one, other in zip(whole, stopped, strict=True)]
+    assert sum(ended) >= 5 and not all(ended), ended  # the model writes them by chance
+
+
+def test_a_string_across_the_place_where_a_response_goes_on_is_found(lettered: Engine) -> None:
+    """An aborted sample is asked for again behind its own tokens."""
+    prompts = prompts_of([5, 6, 7], [9, 8], [20, 30, 40, 11])
+    stopped = [one for one in lettered.generate(prompts, STOPPING) if one.finish_reason == "stop"]
+    across = [
+        one
+        for one in stopped
+        if len(one.output_ids) > 2 and not any(text_of(one.output_ids[-1:]).endswith(string) for string in STOP)
+    ]
+    asked = [
+        PromptRequest(
+            rid=f"again-{place}",
+            input_ids=prompts[one.prompt].input_ids + one.output_ids[:-1],
+            sampling_seed=prompts[one.prompt].sampling_seed,
+            samples=[one.sample],
+            generated=len(one.output_ids) - 1,
+        )
+        for place, one in enumerate(across)
+    ]
+    assert asked
+    again = lettered.generate(asked, STOPPING)
+    assert [(one.output_ids, one.finish_reason) for one in again] == [(one.output_ids[-1:], "stop") for one in across]
+
+
+def test_greedy_answers_and_neighbours_without_strings_are_left_alone(lettered: Engine) -> None:
+    """Both kinds run in one batch."""
+    prompts = prompts_of([5, 6, 7], [9, 8], [20, 30, 40, 11])
+    alone = lettered.generate(prompts, PARAMS)
+
+    async def together() -> tuple[list[Generated], list[Generated]]:
+        client = lettered.new_client()
+
+        async def collect(params: SamplingParams, mark: str) -> list[Generated]:
+            asked = [msgspec.structs.replace(prompt, rid=f"{prompt.rid}{mark}") for prompt in prompts]
+            return sorted(
+                [one async for one in client.generate(asked, params)], key=lambda one: (one.prompt, one.sample)
+            )
+
+        try:
+            return await asyncio.gather(collect(PARAMS, "a"), collect(STOPPING, "b"))  # type: ignore[return-value]
+        finally:
+            await client.aclose()
+
+    plain, stopped = asyncio.run(together())
+    assert [one.output_ids for one in plain] == [one.output_ids for one in alone]
+    assert any(as_expected(one, other) for one, other in zip(plain, stopped, strict=True))
+
+
+@pytest.mark.parametrize("stop", [["x" * 2000], [""], ["a"] * 17])
+def test_strings_that_make_no_sense_are_refused(lettered: Engine, stop: list[str]) -> None:
+    if lettered.kind != "embedded":
+        pytest.skip("config/ refuses them before SGLang is asked")
+    status, answer = lettered.call("/generate", {"input_ids": [5, 6], "sampling_params": {"stop": stop}})
+    assert status == 400 and "sampling_params.stop" in answer["error"]["message"]
+
+
+def test_a_model_without_a_tokenizer_refuses_strings(start_engine: Callable[..., Engine]) -> None:
+    engine = start_engine()
+    with pytest.raises(EngineError, match=r"sampling_params.stop: .* has no tokenizer.json"):
+        engine.generate(prompts_of([5, 6]), SamplingParams(max_new_tokens=4, stop=["a"]))
