@@ -16,8 +16,12 @@ from relax_core.tools.make_tiny import tiny_model_folder
 from relax_core.train.checkpoint_store import CheckpointStore
 
 
+def evaluated(*words: str) -> int:
+    return eval_command(words, checks=EVAL_CHECKS, settle=settle_evaluation)
+
+
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert eval_command(words, checks=EVAL_CHECKS, settle=settle_evaluation) == 2
+    assert evaluated(*words) == 2
     return capsys.readouterr().err
 
 
@@ -71,9 +75,7 @@ def test_a_model_by_name_and_by_folder_give_the_same(tmp_path: Path, capsys: pyt
     folder = tiny_model_folder("tiny_qwen3", task="reverse_digits")
     for target, more in (("tiny_qwen3", ()), (str(folder), ("engine.count=2", "model.dtype=float32"))):
         out = tmp_path / Path(target).name
-        assert (
-            eval_command([target, f"run.dir={out}", *sampled, *more], checks=EVAL_CHECKS, settle=settle_evaluation) == 0
-        )
+        assert evaluated(target, f"run.dir={out}", *sampled, *more) == 0
         results[target] = json.loads((out / "evaluation.json").read_text())
         answers = [json.loads(line) for line in (out / "answers.jsonl").read_text().splitlines()]
         assert [len(one["responses"]) for one in answers] == [4] * 12

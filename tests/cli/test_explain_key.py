@@ -54,7 +54,7 @@ def test_a_section_lists_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("  algo.gae_lambda=0.95") and "GAE" in line for line in lines)
     assert explain_command(["eval"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert len(capsys.readouterr().out.splitlines()) == 5
 
 
 def test_what_is_no_key_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:

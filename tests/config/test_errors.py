@@ -76,7 +76,7 @@ def problems(*overrides: str) -> list[str]:
         ("engine.weight_transport=tcp", "engine.weight_transport=tcp: expected one of auto, shared_memory, gloo,"),
         ("run=[1]", "run is a section, not a value. Its keys: run.steps,"),
         ("foo", "'foo' is not key=value."),
-        ("doctr", "Commands: train, rerun, list, explain,"),
+        ("doctr", "Commands: train, rerun, eval, list, explain,"),
         ("seed=[1", "'seed=[1' is not key=value."),
         ("seed=1,2", "seed=1,2: several values. Add -m"),
         ("name=${nope}", "name: Interpolation key 'nope' not found."),
@@ -139,7 +139,7 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
         (["data.max_bad_rows=1"], "data.max_bad_rows=1.0: must be at least 0 and less than 1 (a share of all rows"),
         (
             ["data.chat_template_kwargs.thinking=false"],
-            "its chat template does not read data.chat_template_kwargs.thinking; it reads no",
+            "does not read data.chat_template_kwargs.thinking; it reads no",
         ),
         (["optimizer.warmup_steps=9", "run.steps=8"], "optimizer.warmup_steps=9 is more than run.steps=8"),
         (["optimizer.warmup_steps=-1"], "optimizer.warmup_steps=-1: must be at least 0. null takes 10, or run.steps"),
