@@ -15,7 +15,7 @@ from relax_core.config.compose import choices_of, compose, typed_config
 from relax_core.config.errors import ConfigError
 from relax_core.config.key_docs import DocumentedKey, keys_of_option, keys_of_plugin, keys_of_root
 from relax_core.config.options import conf_folder, groups
-from relax_core.config.ranges import OF_LAUNCHER, RANGES
+from relax_core.config.ranges import OF_LAUNCHER, OPTIONAL, RANGES
 from relax_core.config.saved import plain
 from relax_core.config.schema import LAUNCHERS, RelaxConfig
 from relax_core.config.schema_keys import section_types, unknown_key
@@ -138,7 +138,7 @@ def _words_of(kind: Any) -> str:
 
 
 def _range_words(key: str, config: RelaxConfig) -> str:
-    allowed = (RANGES | OF_LAUNCHER[config.launcher.name.value]).get(key)
+    allowed = (RANGES | OPTIONAL | OF_LAUNCHER[config.launcher.name.value]).get(key)
     if allowed is not None:
         return (allowed.words() or "any") + (f" ({allowed.why})" if allowed.why else "")
     kind = key.split(".")[0]

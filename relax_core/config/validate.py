@@ -30,7 +30,7 @@ _BUILT = {
     "placement": ("cpu",),
 }
 PLANS = (False, True, "json")
-MOST_STOP_STRINGS = 16
+MOST_STOP_STRINGS, MOST_STOP_BYTES = 16, 1024  # that an engine takes
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -195,6 +195,8 @@ def _check_stop_strings(config: RelaxConfig) -> Iterator[str]:
     for string in stop:
         if not string:
             yield "rollout.stop has an empty string, which would end every response at once. Leave it out."
+        elif len(string.encode()) > MOST_STOP_BYTES:
+            yield f"rollout.stop has a string of {len(string.encode())} bytes. Give {MOST_STOP_BYTES} at most."
 
 
 def _check_evaluation(config: RelaxConfig) -> Iterator[str]:

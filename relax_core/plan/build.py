@@ -11,7 +11,7 @@ from relax_core.config.schema import LauncherKind, RelaxConfig
 from relax_core.contracts.algorithm import Needs
 from relax_core.control.role_counts import roles_of
 from relax_core.plan.batch import batch_words, context_words, credit_words
-from relax_core.plan.context import settle_context
+from relax_core.plan.context import planned_context
 from relax_core.plan.dimensions import ModelDimensions
 from relax_core.plan.epochs import epoch_words
 from relax_core.plan.look import DataLook, look_at_data
@@ -64,7 +64,7 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
     planned; everything else that cannot work is in ``refused``. A context that is not derived yet is derived here."""
     model = find_dimensions(config)
     if config.engine.context_length is None:
-        config, _ = settle_context(config)
+        config = planned_context(config)
     needs: Needs = find_algorithm(config.algo.name).needs(config.algo)
     roles = roles_of(config)
     look = _look(config)

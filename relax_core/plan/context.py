@@ -35,6 +35,11 @@ def settle_evaluation_context(config: RelaxConfig) -> tuple[RelaxConfig, list[st
     return _settle(config, _longest_asked)
 
 
+def planned_context(config: RelaxConfig) -> RelaxConfig:
+    """`settle_context` for a plan alone: a job whose files lie on another cluster is planned with a guess."""
+    return _with_context(settle_context(config)[0], UNKNOWN_PROMPT)
+
+
 def _settle(config: RelaxConfig, longest: Longest) -> tuple[RelaxConfig, list[str]]:
     if config.launcher.name is LauncherKind.ray_job or config.rollout.max_new_tokens < 1:
         return config, []

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from relax_core.config.schema import RelaxConfig
+from relax_core.config.schema import LauncherKind, RelaxConfig
 from relax_core.contracts.data import BadRow
 from relax_core.data import generated
 from relax_core.data.sources import file_rows
@@ -83,6 +83,8 @@ def _prompt_tokens(config: RelaxConfig, *, vocabulary: int) -> tuple[int, str]:
         longest = max(
             len(generated.example(data.task, split="train", seed=config.seed, index=row).prompt) for row in rows
         )
+    elif config.launcher.name is LauncherKind.ray_job:
+        return room, "all that the context leaves: the data lies on another cluster"
     elif data.path is not None or data.paths is not None:
         look = look_at_data(config)
         if look.bound:

@@ -156,6 +156,7 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
         (["eval.sets={a/b: null}"], "eval.sets: 'a/b' is no name for a set."),
         (["eval.sets.gsm=/nowhere.jsonl"], "data file /nowhere.jsonl: no such file."),
         (["rollout.stop=['']"], "rollout.stop has an empty string"),
+        ([f"rollout.stop=[{'x' * 1025}]"], "rollout.stop has a string of 1025 bytes. Give 1024 at most."),
         (["data.path=/x.jsonl"], "data.path=/x.jsonl with data=reverse_digits, which is generated."),
         (["data.task=chess", "model.task=arithmetic", "reward=math"], "data.task='chess': no such generated task."),
         (["data=arithmetic"], "reward=reverse_digits does not score data=arithmetic. Add reward=math."),

@@ -22,7 +22,7 @@ GROUP_SIZE = 16
 ON_FILES = ("data=file", "reward=reverse_digits", "model.task=reverse_digits", "data.eval_size=16")
 EVALUATED = ("eval.rows=16", "eval.every=3", "run.keep_best=eval/second/reward", "run.keep_last=1", "run.save_every=0")
 STRICT = (
-    *(*ON_FILES, *EVALUATED, "mode.max_staleness=0", "data.max_bad_rows=0.1"),
+    *(*ON_FILES, *EVALUATED, "engine.context_length=512", "mode.max_staleness=0", "data.max_bad_rows=0.1"),
     *("optimizer.schedule=constant", "optimizer.lr=3e-3", "optimizer.warmup_steps=4"),
 )
 
@@ -151,6 +151,7 @@ def test_a_mixture_with_stop_strings_ends_early_where_nothing_gets_better(tmp_pa
     run = run_to_end(
         tmp_path / "run",
         *("data=file", f"data.paths={{{many}: 3, {few}: 1}}", "data.eval_size=8", "data.overlong=truncate_middle"),
+        "engine.context_length=512",
         *("reward=reverse_digits", "model.task=reverse_digits", "rollout.stop=['0','99']", "run.epochs=9"),
         *("optimizer.lr=1e-9", "optimizer.schedule=linear", "mode.max_staleness=0", "run.save_every=0"),
         *("eval.every=2", "eval.rows=8", "eval.samples=4", "eval.temperature=1.0"),

@@ -15,6 +15,7 @@ from relax_core.config.errors import ConfigError
 from relax_core.config.schema import RelaxConfig
 from relax_core.data.generated import LONGEST_PROMPT, example, task_names
 from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.plan.build import make_plan
 from relax_core.plan.context import settle_context
 from relax_core.plan.look import DataLook, look_at_data
 from relax_core.preflight import CHECKS, settle
@@ -58,7 +59,11 @@ def test_the_tiny_models_context_follows_too(rows: Path) -> None:
     config = load_config(words, checks=CHECKS, settle=settle_context)
     assert config.engine.context_length == 320  # 308 + 8
     assert load_config(["engine.context_length=99"], settle=settle_context).engine.context_length == 99
-    assert load_config(["launcher=ray_job"], settle=settle_context).engine.context_length is None  # its files are there
+    job = load_config(
+        ["launcher=ray_job", "data=file", "data.path=/there/x.jsonl", "reward=math"], settle=settle_context
+    )
+    assert job.engine.context_length is None  # its files are there
+    assert make_plan(job).context[0].startswith("engine.context_length=576 tokens a sample: 568 for the prompt")
 
 
 def test_held_out_prompts_count(model: Path, tmp_path: Path) -> None:
