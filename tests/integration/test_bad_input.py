@@ -136,8 +136,9 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 
 def test_a_prompt_longer_than_the_context_is_named(tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", [{"prompt": "rev " + "1 2 3 4 " * 400, "answer": "1"}, *ROWS])
-    words = ("1 of 43 prompts are longer than the 504 tokens that are left", f"{rows}, line 1 has 3212")
-    refused(tmp_path / "run", *OWN_DATA, f"data.path={rows}", "engine.context_length=512", words=words)
+    words = ("prompts that were looked at are longer than the 504 tokens that are left", f"{rows}, line 1 has 3212")
+    on = (*OWN_DATA, f"data.path={rows}", "engine.context_length=512", "data.overlong=error")
+    refused(tmp_path / "run", *on, words=words)
 
 
 def test_a_reward_that_raises_is_named_with_its_file_and_line(tmp_path: Path) -> None:
