@@ -136,7 +136,7 @@ def _look(config: RelaxConfig) -> DataLook:
         bad=found.bad,
         named=found.named(),
         longest=longest,
-        bound=max(longest + spare, found.rest) if longest else 0,
+        bound=max(longest, found.longest + spare, found.rest) if longest else 0,
         cut=found.cut,
         sets=asked,
         refused=refused,

@@ -18,7 +18,7 @@ from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.plan.build import make_plan
 from relax_core.plan.context import settle_context
 from relax_core.plan.look import DataLook, look_at_data
-from relax_core.preflight import CHECKS, settle
+from relax_core.preflight import CHECKS, settle, settle_evaluation
 from relax_core.tools.make_tiny import tiny_model_folder, tiny_prompt_tokenizer
 from tests.config.conftest import SHAPE, write_folder
 
@@ -229,3 +229,18 @@ def test_files_of_other_kinds_have_lengths_too(model: Path, tmp_path: Path) -> N
         writer.writerows([("question", "answer"), *[("1 + 1", "2")] * 300])
     config, problems = own(model, table)
     assert (config.engine.context_length, problems) == (576, [])
+
+
+@pytest.mark.parametrize("task", task_names())
+def test_the_context_holds_every_prompt_of_a_generated_task(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("relax_core.plan.look.GENERATED_ROWS", 1)  # which is seldom the longest
+    reward = "math" if task == "arithmetic" else "reverse_digits"
+    words = (f"data={task}", f"model.task={task}", f"reward={reward}", "eval.every=0", "seed=5")
+    assert look_at_data(load_config(words)).bound == LONGEST_PROMPT[task] + AROUND
+
+
+def test_an_evaluation_alone_has_the_context_of_its_sets(model: Path, tmp_path: Path) -> None:
+    asked = write_rows(tmp_path / "asked.jsonl", ["1 + 1"] * 9 + ["y" * 300])
+    keys = ("data.prompt_key=question", "reward=math", "rollout.max_new_tokens=512", f"eval.sets.mine={asked}")
+    config = load_config(["model=qwen3", f"model.path={model}", *keys], settle=settle_evaluation)
+    assert config.engine.context_length == 832  # 300 + 8 tokens, 512 for the response: 820, rounded up
