@@ -23,8 +23,8 @@ _OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")  # 
 class PromptTokenizer:
     """Text in, token ids out, and back.
 
-    ``stop_token_ids``: tokens that end a response, sorted. ``template_arguments``: more variables for the chat template,
-    such as Qwen3's enable_thinking. Raises ValueError for a folder that lacks what it needs, and for a variable that
+    ``stop_token_ids``: tokens that end a response, sorted. ``template_arguments``: more variables for the chat
+    template, such as Qwen3's enable_thinking. Raises ValueError for a folder that lacks what it needs, and for a variable that
     its template does not read.
     """
 
