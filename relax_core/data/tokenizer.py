@@ -24,8 +24,8 @@ class PromptTokenizer:
     """Text in, token ids out, and back.
 
     ``stop_token_ids``: tokens that end a response, sorted. ``template_arguments``: more variables for the chat
-    template, such as Qwen3's enable_thinking. Raises ValueError for a folder that lacks what it needs, and for a variable that
-    its template does not read.
+    template, such as Qwen3's enable_thinking. Raises ValueError for a folder that lacks what it needs, and for a
+    variable that its template does not read.
     """
 
     def __init__(self, model_folder: Path, *, template_arguments: Mapping[str, Any] | None = None) -> None:

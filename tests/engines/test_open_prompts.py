@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from relax_core.contracts.engine import Generated, PromptRequest
 from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.sample import FinishReason, VersionSpan
-from relax_core.engines.open_prompts import OpenPrompt, joined
+from relax_core.engines.open_prompts import OpenPrompt, cut, joined
 
 REQUEST = PromptRequest(rid="g", input_ids=[7, 8], sampling_seed=3)
 
@@ -127,3 +127,11 @@ def test_every_token_keeps_its_version_its_logprob_and_its_set(pieces: list[list
     assert ([] if whole.kept is None else whole.kept.lists()) == [sorted({one, 99}) for one in range(len(expected))]
     assert [span.version for span in whole.weight_versions for _ in range(span.start, span.end)] == expected
     assert [token for span in whole.weight_versions for token in range(span.start, span.end)] == whole.output_ids
+
+
+def test_a_response_that_is_cut_keeps_what_belongs_to_its_first_tokens() -> None:
+    spans = [(0, 2, 4), (2, 5, 6)]
+    short = cut(generated(1, [10, 11, 12, 13, 14], reason="length", spans=spans), 3)
+    assert (short.output_ids, short.logprobs) == ([10, 11, 12], [-5.0, -5.5, -6.0])
+    assert [(span.start, span.end, span.version) for span in short.weight_versions] == [(0, 2, 4), (2, 3, 6)]
+    assert short.kept is not None and short.kept.lists() == [[10, 99], [11, 99], [12, 99]]
