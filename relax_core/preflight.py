@@ -27,6 +27,7 @@ from relax_core.plan.context import settle_context, settle_evaluation_context
 from relax_core.plan.epochs import settle_steps
 from relax_core.plan.look import look_at_data
 from relax_core.plan.models import find_dimensions, layout_shape, shape_dimensions
+from relax_core.plan.plugins import plugin_problems
 from relax_core.registry import find_algorithm
 from relax_core.rollout.eval_figures import MOST_SAMPLES
 from relax_core.rollout.evaluation import metric_names
@@ -271,8 +272,12 @@ def eval_engine_problems(config: RelaxConfig) -> Iterator[str]:
 
 def settle(config: RelaxConfig) -> tuple[RelaxConfig, list[str]]:
     """What the entry point runs before the checks: the configuration with its derived values, and what is wrong with
-    the model's tokenizer."""
-    return settle_context(settle_steps(config))
+    the model's tokenizer. The plug-ins are tried first, in a process that can be killed, since what follows calls the
+    env in this one."""
+    config = settle_steps(config)
+    if problems := plugin_problems(config):
+        return config, problems
+    return settle_context(config)
 
 
 settle_evaluation = settle_evaluation_context  # the same for an evaluation without training

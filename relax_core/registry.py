@@ -6,7 +6,8 @@ A plug-in is one module with a module-level ``SPEC`` (contracts/). It is found a
 - an entry point of an installed package, in group ``relax.algorithms``, ``relax.rewards`` or ``relax.envs``;
 - a path that ends in ``.py``.
 
-Listing names imports no plug-in. A plug-in that fails to import is reported with its file and line.
+Listing names imports no plug-in. A plug-in that fails to import is reported with its file and line. What its functions
+return is checked where it enters (contracts/checked.py).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from types import ModuleType
 from typing import Any, Literal, cast
 
 from relax_core.contracts.algorithm import AlgorithmKnobs, AlgorithmSpec
+from relax_core.contracts.checked import checked_algorithm, checked_env, checked_reward
 from relax_core.contracts.env import EnvKnobs, EnvSpec
 from relax_core.contracts.reward import RewardKnobs, RewardSpec
 
@@ -209,7 +211,35 @@ def _checked(spec: object, *, where: str, file: Path, kind: Kind) -> Spec:
     found = cast(Spec, spec)
     if not (dataclasses.is_dataclass(found.knobs) and issubclass(found.knobs, home.knobs)):
         raise PluginError(f"{where}: {file}: SPEC.knobs must be a dataclass under {home.knobs.__name__}.")
-    return found
+    match found:
+        case AlgorithmSpec():
+            return checked_algorithm(found)
+        case RewardSpec():
+            return checked_reward(found)
+        case EnvSpec():
+            return checked_env(found)
+
+
+def place_in_plugin(error: BaseException) -> str:
+    """Where a plug-in's own code raised, or called what raised, as "FILE, line N"; empty for an error of nobody's."""
+    places = [
+        f"{frame.f_code.co_filename}, line {line}"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if is_plugin_module(frame.f_globals.get("__name__", ""))
+    ]
+    return places[-1] if places else ""
+
+
+def plugin_words(error: BaseException) -> str:
+    """An error in one line, with its place in the plug-in."""
+    words = f"{type(error).__name__}: {error}".splitlines()[0]
+    place = place_in_plugin(error)
+    return f"{words} ({place})" if place else words
+
+
+def is_builtin(kind: Kind, name: str) -> bool:
+    """Whether the plug-in of this name is one of Relax's own."""
+    return name in _builtin_names(kind)
 
 
 def _make_picklable(knobs: type, kind: Kind, name: str) -> None:

@@ -82,6 +82,8 @@ def _check_plugins(config: RelaxConfig) -> Iterator[str]:
             yield f"algo.{key}={getattr(config.algo, key)}: at least one {what}."
     if not config.reward.timeout_s > 0:
         yield f"reward.timeout_s={config.reward.timeout_s}: must be more than 0 seconds."
+    if not 0 <= config.reward.max_failed <= 1:
+        yield f"reward.max_failed={config.reward.max_failed}: a share, from 0 (none may fail) to 1 (all may)."
 
 
 def _check_critic(config: RelaxConfig) -> Iterator[str]:

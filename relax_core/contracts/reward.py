@@ -34,22 +34,27 @@ class RewardOutput:
 
 @dataclass(frozen=True)
 class RewardKnobs:
-    """``timeout_s``: seconds that the scoring of one answer may take, where it runs in a worker."""
+    """``timeout_s``: seconds that the scoring of one answer may take. ``max_failed``: the share of answers that may have
+    no reward, over the newest data rows; the run ends beyond it."""
 
     name: str
     timeout_s: float = 5.0
+    max_failed: float = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSpec:
-    """One reward. ``isolated``: it runs library code that may hang or crash, so it runs in a worker process that is
-    killed after ``knobs.timeout_s`` seconds. ``check`` raises ValueError for knobs that make no sense. ``prepare`` does
+    """One reward. ``score`` may return a plain number instead of a `RewardOutput`; 1 is exact then.
+
+    ``isolated``: it runs library code that may hang or crash, so it runs in a worker process that is killed after
+    ``knobs.timeout_s`` seconds, and the answer has no reward. Where one that is not isolated takes longer than that,
+    the run ends. ``check`` raises ValueError for knobs that make no sense. ``prepare`` does
     slow imports; a worker process calls it once at its start, outside of any timeout."""
 
     name: str
     summary: str
     knobs: type[RewardKnobs]
-    score: Callable[[RewardInput, Any], RewardOutput]
+    score: Callable[[RewardInput, Any], RewardOutput | float]
     isolated: bool = False
     check: Callable[[Any], None] = lambda knobs: None
     prepare: Callable[[], None] = lambda: None

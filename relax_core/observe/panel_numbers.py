@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from relax_core.observe.records import ACTOR, EVAL, MetricRecord, is_resume
+from relax_core.observe.records import ACTOR, EVAL, ROLLOUT, MetricRecord, is_resume
 
 KEPT_STEPS = 2_000
 RATE_STEPS = 20  # speed is told over so many of the newest steps
@@ -15,7 +15,7 @@ class RunningNumbers:
     """Newest values and curves. Records may be given twice: a step counts once."""
 
     def __init__(self) -> None:
-        self._values: dict[str, dict[int, Mapping[str, float]]] = {ACTOR: {}, EVAL: {}}
+        self._values: dict[str, dict[int, Mapping[str, float]]] = {ACTOR: {}, EVAL: {}, ROLLOUT: {}}
 
     def merge(self, records: Iterable[MetricRecord]) -> None:
         for record in records:
@@ -36,9 +36,9 @@ class RunningNumbers:
                 return values[name]
         return None
 
-    def of_newest_step(self, name: str) -> float | None:
-        """The newest train step's value; None where that step has none, whatever earlier ones had."""
-        newest = next(reversed(self._values[ACTOR].values()), {})
+    def of_newest_step(self, name: str, *, source: str = ACTOR) -> float | None:
+        """The newest record's value; None where that has none, whatever earlier ones had."""
+        newest = next(reversed(self._values[source].values()), {})
         return newest[name] if name in newest and math.isfinite(newest[name]) else None
 
     def latest_step(self, source: str) -> int | None:

@@ -16,7 +16,7 @@ from rich.text import Text
 from relax_core.contracts.bus import BusProgress
 from relax_core.observe.formatting import block, duration, number, sparkline, staleness_shares
 from relax_core.observe.panel_numbers import RunningNumbers
-from relax_core.observe.records import EVAL
+from relax_core.observe.records import EVAL, ROLLOUT
 from relax_core.observe.states import RoleState
 
 SPARK_WIDTH = 18
@@ -85,6 +85,7 @@ def line(view: PanelView) -> str:
         ("gap", numbers.of_newest_step("logprob_gap_max"), ".1e"),
         ("cut", numbers.of_newest_step("truncated") or None, ".0%"),
         ("equal groups", numbers.of_newest_step("groups_without_signal") or None, ".0%"),
+        ("without reward", numbers.of_newest_step("reward_failed", source=ROLLOUT) or None, ".0%"),
     ):
         if value is not None:
             parts.append(f"{label} {format(value, spec)}")
@@ -199,6 +200,8 @@ def _bus_rows(view: PanelView) -> Table:
     table.add_column(no_wrap=True)
     if view.records_dropped:
         table.add_row("metrics", Text(f"records missing: {_counts(view.records_dropped)}", style="bold red"))
+    if failed := view.numbers.of_newest_step("reward_failed", source=ROLLOUT):
+        table.add_row("no reward", Text(f"{failed:.0%} of the answers to the newest data rows", style="bold red"))
     progress = view.progress
     if progress is None:
         table.add_row("staleness", "–")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import traceback
 from typing import Literal
 
 from relax_core.contracts.bus import BusLost
 from relax_core.contracts.engine import EngineUnreachable
-from relax_core.registry import is_plugin_module
+from relax_core.registry import plugin_words
 from relax_core.weights.version_folder import PublishedUnreadable
 
 Lost = Literal["bus", "rank", "engine", "process", "time", "weights"]
@@ -71,11 +70,4 @@ def broke_of_others(error: BaseException) -> bool:
 
 def failure_line(error: BaseException) -> str:
     """For the user's first screen; the traceback is for the logs."""
-    error = first_cause(error)
-    words = f"{type(error).__name__}: {error}".splitlines()[0]
-    places = [
-        (frame.f_code.co_filename, line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if is_plugin_module(frame.f_globals.get("__name__", ""))
-    ]
-    return f"{words} ({places[-1][0]}, line {places[-1][1]})" if places else words
+    return plugin_words(first_cause(error))

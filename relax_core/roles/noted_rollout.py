@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from pathlib import Path
 from typing import cast
 
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
@@ -65,8 +66,10 @@ class NotedPool(EnginePool):
 class NotedRewards(RewardPool):
     """Rewards; scoring shows among the worker's waits as its own work, since that is where it may hang."""
 
-    def __init__(self, spec: RewardSpec, knobs: RewardKnobs, *, workers: int, waiting: Waiting, name: str) -> None:
-        super().__init__(spec, knobs, workers=workers)
+    def __init__(
+        self, spec: RewardSpec, knobs: RewardKnobs, *, workers: int, log_file: Path, waiting: Waiting, name: str
+    ) -> None:
+        super().__init__(spec, knobs, workers=workers, log_file=log_file)
         self._waiting = waiting
         self._name = name
 

@@ -18,7 +18,8 @@ from relax_core.roles.backend import build_role_backend, load_published
 from relax_core.roles.context import RunContext, worker_name
 from relax_core.roles.failure import broke_of_others, failure_line, what_was_lost
 from relax_core.roles.gang import RankLost
-from relax_core.roles.worker import Wait, WorkerStatus, process_host, python_stacks
+from relax_core.roles.output_log import keep_output
+from relax_core.roles.worker import RUN_PLUGINS, Wait, WorkerStatus, process_host, python_stacks
 
 if TYPE_CHECKING:
     from relax_core.train.backend import MegatronBackend
@@ -40,6 +41,8 @@ class RankPeer:
     ends_with_others = False
 
     def __init__(self, name: str, context: RunContext, rank: int) -> None:
+        if self.role in RUN_PLUGINS:
+            keep_output(context.log_dir / f"{name}.log")
         self.warm_up()
         self._name, self._context, self._rank = name, context, rank
         self._taken = False

@@ -42,6 +42,7 @@ from relax_core.rollout.turnover import Turnover
 
 log = logging.getLogger(__name__)
 CLOSED_S = 0.2
+REWARD_LOG = "reward.log"  # what worker processes of an isolated reward print
 OWNER_FIRST_S = 10.0  # an engine that does not start is its owner's to report: it knows why
 
 
@@ -74,7 +75,12 @@ class RolloutWorker(Worker):
         )
         reward = find_reward(config.reward.name)
         rewards = NotedRewards(
-            reward, config.reward, workers=config.rollout.reward_workers, waiting=self.waiting, name=self.name
+            reward,
+            config.reward,
+            workers=config.rollout.reward_workers,
+            log_file=context.log_dir / REWARD_LOG,
+            waiting=self.waiting,
+            name=self.name,
         )
         source = make_source(config.data, seed=config.seed, eval_rows=held_out_count(config))
         prompts = PromptMaker(

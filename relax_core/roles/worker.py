@@ -23,11 +23,13 @@ from typing import Literal
 from relax_core.contracts.bus import BusClosed
 from relax_core.roles.context import RunContext
 from relax_core.roles.failure import Lost, failure_line, what_was_lost
+from relax_core.roles.output_log import keep_output
 
 State = Literal["starting", "running", "waiting", "done", "failed"]
 log = logging.getLogger(__name__)
 
 
+RUN_PLUGINS = ("rollout", "advantages", "actor", "critic")  # roles whose process runs what users write
 STACK_FRAMES = 12  # of each thread, the innermost ones
 
 
@@ -95,6 +97,8 @@ class Worker(ABC):
         self.last_restart = ""
         self.child_pids: tuple[int, ...] = ()
         self._stopping = threading.Event()
+        if name.rpartition("-")[0] in RUN_PLUGINS:
+            keep_output(context.log_dir / f"{name}.log")
         self._thread = threading.Thread(target=self._main, name=f"{name}-loop", daemon=True)
         self._thread.start()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import queue
 import select
@@ -13,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -20,9 +20,13 @@ from typing import Any, Self
 import msgspec
 
 from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput, RewardSpec
+from relax_core.registry import plugin_words
+from relax_core.rollout.reward_failures import RewardFailures
 from relax_core.rollout.reward_wire import HEADER_BYTES, Ready, payload_bytes, to_frame
 
+_Scored = tuple[RewardOutput, Exception | None]
 _START_DEADLINE_S = 120.0
+_LONGEST_GAP_S = 1.0
 _END_DEADLINE_S = 10.0  # of a process that was killed
 _CLOSED_S = 10.0  # how long one that closed its pipe may take to end
 _READ_BYTES = 1 << 16
@@ -32,34 +36,59 @@ class RewardPool:
     """One reward, ready to score. Every method may be called from any thread.
 
     An isolated reward runs in ``workers`` child processes. One that takes longer than ``knobs.timeout_s`` seconds is
-    killed and started anew; its input gets reward None with the reason. So does the input of one that dies.
+    killed and started anew; its input gets reward None with the reason. So does the input of one that dies, and that of
+    any reward that raises. ``log_file``: takes what the child processes print.
     """
 
-    def __init__(self, spec: RewardSpec, knobs: RewardKnobs, *, workers: int) -> None:
+    def __init__(self, spec: RewardSpec, knobs: RewardKnobs, *, workers: int, log_file: Path | None = None) -> None:
         self.isolated = spec.isolated
+        self.failures = RewardFailures(knobs)
         self._spec = spec
         self._knobs = knobs
-        self._workers = [_Worker(knobs) for _ in range(workers if spec.isolated else 0)]
+        self._workers = [_Worker(knobs, log_file) for _ in range(workers if spec.isolated else 0)]
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(max(1, len(self._workers)), thread_name_prefix="reward")
 
     def score(self, inputs: Sequence[RewardInput]) -> list[RewardOutput]:
-        """One output an input, in order. Raises RuntimeError when a worker cannot start or the pool was closed, and
-        whatever a reward that is not isolated raises."""
-        score = self._score_isolated if self.isolated else self._score_inline
-        outputs = list(self._threads.map(score, inputs) if self.isolated else map(score, inputs))
-        for output in outputs:
-            if output.reward is not None and not math.isfinite(output.reward):
-                raise ValueError(
-                    f"reward {self._knobs.name}: it gave {output.reward}. Give a finite number, or None where there "
-                    "is no reward."
-                )
+        """One output an input, in order. Raises `RewardsFailed` where too many of the newest answers have no reward,
+        and RuntimeError where a worker cannot start, the pool was closed, or a reward that is not isolated takes longer
+        than ``knobs.timeout_s`` an answer: it cannot be ended."""
+        outputs = []
+        if self.isolated:
+            for one, output in zip(inputs, self._threads.map(self._score_isolated, inputs), strict=True):
+                self.failures.note(one, output)
+                outputs.append(output)
+            return outputs
+        for one, (output, error) in zip(inputs, self._score_inline(inputs), strict=True):
+            self.failures.note(one, output, error)
+            outputs.append(output)
         return outputs
 
-    def _score_inline(self, given: RewardInput) -> RewardOutput:
-        return self._spec.score(given, self._knobs)
+    def _score_inline(self, inputs: Sequence[RewardInput]) -> list[_Scored]:
+        scoring = self._threads.submit(lambda: [self._score_one(given) for given in inputs])
+        left_s = self._knobs.timeout_s * max(1, len(inputs))
+        while True:
+            waited_s = min(left_s, _LONGEST_GAP_S)  # a pause of this whole process counts as one wait
+            try:
+                return scoring.result(waited_s)
+            except TimeoutError:
+                left_s -= waited_s
+            if left_s <= 0:
+                raise RuntimeError(
+                    f"reward {self._knobs.name}: {len(inputs)} answers took longer than reward.timeout_s="
+                    f"{self._knobs.timeout_s:g} each, and a reward that is not isolated cannot be ended. Set isolated="
+                    "True in its SPEC, or raise reward.timeout_s."
+                )
+
+    def _score_one(self, given: RewardInput) -> _Scored:
+        try:
+            output = self._spec.score(given, self._knobs)
+        except Exception as error:  # foreign code: the sample is dropped with its words, up to reward.max_failed
+            return RewardOutput(reward=None, reason=plugin_words(error)), error
+        assert isinstance(output, RewardOutput), "the registry checks what a score returns"
+        return output, None
 
     def _score_isolated(self, given: RewardInput) -> RewardOutput:
         worker = self._idle.get_nowait()  # there are as many threads as workers
@@ -92,8 +121,9 @@ class _Gone(Exception):
 class _Worker:
     """One place for a worker process; a process that is lost is replaced."""
 
-    def __init__(self, knobs: RewardKnobs) -> None:
+    def __init__(self, knobs: RewardKnobs, log_file: Path | None) -> None:
         self._knobs = knobs
+        self._log_file = log_file
         self._lock = threading.Lock()  # between a restart and `stop`
         self._stopped = False
         self._process = self._start()
@@ -121,14 +151,16 @@ class _Worker:
 
     def _start(self) -> subprocess.Popen[bytes]:
         root = Path(__file__).parents[2]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "relax_core.rollout.reward_worker_main", self._knobs.name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(root), *sys.path]), "OMP_NUM_THREADS": "1"},
-            start_new_session=True,  # Ctrl-C is the owner's, and a kill reaches what the reward started
-        )
+        with nullcontext() if self._log_file is None else self._log_file.open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "relax_core.rollout.reward_worker_main", self._knobs.name],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                bufsize=0,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join([str(root), *sys.path]), "OMP_NUM_THREADS": "1"},
+                start_new_session=True,  # Ctrl-C is the owner's, and a kill reaches what the reward started
+            )
         assert process.stdin is not None and process.stdout is not None
         os.set_blocking(process.stdin.fileno(), False)
         os.set_blocking(process.stdout.fileno(), False)

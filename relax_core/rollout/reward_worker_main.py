@@ -17,7 +17,7 @@ import msgspec
 
 from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec
 from relax_core.contracts.stop_signals import ignore_stop_signals
-from relax_core.registry import find_reward
+from relax_core.registry import find_reward, plugin_words
 from relax_core.rollout.reward_wire import HEADER_BYTES, Ready, payload_bytes, to_frame
 
 _CPU_GRACE_S = 1.0  # the owner kills first; this is for a worker without an owner
@@ -28,6 +28,7 @@ def main() -> None:
     requests = sys.stdin.buffer
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what a library prints must not mix with the replies
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a log that is read while the run goes on
     threading.Thread(target=_exit_with_owner, daemon=True).start()
     knobs_frame = _read(requests)
     try:
@@ -46,9 +47,11 @@ def main() -> None:
 def _score(spec: RewardSpec, given: RewardInput, knobs: Any) -> RewardOutput:
     signal.setitimer(signal.ITIMER_PROF, knobs.timeout_s + _CPU_GRACE_S)
     try:
-        return spec.score(given, knobs)
+        output = spec.score(given, knobs)
+        assert isinstance(output, RewardOutput), "the registry checks what a score returns"
+        return output
     except Exception as error:  # a verifier that fails says nothing about the answer: no reward, not 0
-        return RewardOutput(reward=None, reason=f"{type(error).__name__}: {error}")
+        return RewardOutput(reward=None, reason=plugin_words(error))
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
 

@@ -215,6 +215,7 @@ class Sampler:
             "engine_ms": max((end.prefill_ms + end.decode_ms for end in engine), default=0.0),
             "held_ms": max((end.held_ms for end in engine), default=0.0),
             "reward_ms": 1e3 * reward_s,
+            "reward_failed": self._rewards.failures.share,
             "samples": samples,
             "tokens": tokens,
         }

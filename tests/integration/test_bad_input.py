@@ -32,8 +32,11 @@ class Knobs(RewardKnobs):
     pass
 
 
-def score(given: RewardInput, knobs: Knobs) -> RewardOutput:
-    return RewardOutput(reward=given.row["price"])
+def score(given: RewardInput, knobs: Knobs) -> float:
+    print("scores", given.answer)
+    if given.response == given.answer:  # as where plug-ins are tried, and hardly ever of an untrained model
+        return 1.0
+    return given.row["price"]
 
 
 SPEC = RewardSpec(name="mine", summary="reads a key that is not there", knobs=Knobs, score=score)
@@ -141,14 +144,30 @@ def test_a_prompt_longer_than_the_context_is_named(tmp_path: Path) -> None:
     refused(tmp_path / "run", *on, words=words)
 
 
-def test_a_reward_that_raises_is_named_with_its_file_and_line(tmp_path: Path) -> None:
+def test_a_reward_that_raises_is_named_with_its_file_and_line_before_anything_starts(tmp_path: Path) -> None:
     plugin = tmp_path / "mine.py"
-    plugin.write_text(REWARD)
-    line = 1 + REWARD.splitlines().index('    return RewardOutput(reward=given.row["price"])')
-    words = (f"rollout-0 failed: KeyError: 'price' ({plugin}, line {line})", "logs/failure.log")
-    run = failed(tmp_path / "run", f"reward.name={plugin}", "reward.timeout_s=5", *NO_EVAL, words=words)
-    assert "in score" in (run.folder / "logs" / "failure.log").read_text()
+    plugin.write_text(REWARD.replace("given.response == given.answer", "False"))
+    line = 1 + REWARD.splitlines().index('    return given.row["price"]')
+    words = (f"reward.name={plugin}", f"KeyError: 'price' ({plugin}, line {line})", "None of the 3 rows")
+    refused(tmp_path / "run", f"reward.name={plugin}", *NO_EVAL, words=words)
+
+
+@pytest.mark.parametrize("isolated", [False, True])
+def test_a_reward_that_fails_too_often_ends_the_run_with_the_first_cause(tmp_path: Path, isolated: bool) -> None:
+    """What it prints until then is in the run's logs, and the share of its failures among the metrics."""
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(REWARD.replace("score=score)", f"score=score, isolated={isolated})"))
+    line = 1 + REWARD.splitlines().index('    return given.row["price"]')
+    cause = f"The first: KeyError: 'price' ({plugin}, line {line})"
+    words = ("rollout-0 failed: RewardsFailed: ", "more than reward.max_failed=0.5", cause, "logs/failure.log")
+    run = failed(tmp_path / "run", f"reward.name={plugin}", "rollout.prompts_per_step=2", *NO_EVAL, words=words)
     assert run.summary["ledger"]["trained"] == 0
+    assert run.summary["ledger"]["dropped"]["reward_failed"] > 0
+    assert "scores " in (run.folder / "logs" / ("reward.log" if isolated else "rollout-0.log")).read_text()
+    assert "KeyError: 'price'" in (run.folder / "logs" / "rollout-0.log").read_text()
+    records = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    shares = [one["values"]["reward_failed"] for one in records if one["source"] == "rollout"]
+    assert shares and max(shares) > 0.5
 
 
 def test_an_engine_that_cannot_start_is_named_with_its_last_words(tmp_path: Path) -> None:

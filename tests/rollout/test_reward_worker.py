@@ -20,6 +20,7 @@ from relax_core.contracts.reward import RewardInput, RewardKnobs
 from relax_core.contracts.stop_signals import STOP_SIGNALS
 from relax_core.registry import find_reward
 from relax_core.rollout import reward_worker
+from relax_core.rollout.reward_failures import RewardsFailed
 from relax_core.rollout.reward_worker import RewardPool
 
 LONG_S = 120.0  # a time limit, or a deadline, that nothing here comes near
@@ -85,7 +86,9 @@ def make_pool(tmp_path: Path) -> Any:
 
 
 def _given(*responses: str) -> list[RewardInput]:
-    return [RewardInput(response=text, stopped=True, answer="a", row={"level": 3}) for text in responses]
+    """Answers to one data row."""
+    row = {"level": 3}
+    return [RewardInput(response=text, stopped=True, answer="a", row=row) for text in responses]
 
 
 def _pids(pool: RewardPool) -> set[int]:
@@ -119,8 +122,6 @@ def test_a_reward_that_is_not_isolated_runs_here(make_pool: Any) -> None:
     pool = make_pool(isolated=False)
     assert pool.score(_given("abc"))[0].parts == {"pid": float(os.getpid())}
     assert pool.isolated is False
-    with pytest.raises(RuntimeError, match="broken"):
-        pool.score(_given("raise broken"))
 
 
 @pytest.mark.parametrize(
@@ -193,9 +194,45 @@ def test_a_large_input_and_row_pass(make_pool: Any) -> None:
 
 
 @pytest.mark.parametrize("isolated", [True, False])
-def test_a_reward_that_is_not_finite_is_an_error(make_pool: Any, isolated: bool) -> None:
-    with pytest.raises(ValueError, match="it gave nan"):
-        make_pool(isolated=isolated).score(_given("nan"))
+def test_what_is_no_number_or_raises_is_no_reward_and_says_why(make_pool: Any, isolated: bool) -> None:
+    outputs = make_pool(isolated=isolated).score(_given("nan", "raise broken", "abc"))
+    assert [output.reward for output in outputs] == [None, None, 3.0]
+    assert "reward odd: reward is nan" in outputs[0].reason
+    assert "RuntimeError: broken (" in outputs[1].reason and "odd0.py, line 26)" in outputs[1].reason
+
+
+@pytest.mark.parametrize("isolated", [True, False])
+def test_too_many_answers_without_a_reward_end_it_with_the_first_cause(make_pool: Any, isolated: bool) -> None:
+    pool = make_pool(isolated=isolated, max_failed=0.25)
+    for _ in range(6):  # each data row has two answers; the window holds them all
+        pool.score(_given("ab", "ab"))
+    pool.score(_given("raise the first", "raise the second"))  # 2 of 14
+    assert pool.failures.share == pytest.approx(2 / 14)
+    pool.score(_given("raise three", "ab"))  # 3 of 16
+    with pytest.raises(RewardsFailed, match=r"28% .*newest 9 data rows.*reward.max_failed=0.25.*the first"):
+        pool.score(_given("raise four", "raise five"))  # 5 of 18
+
+
+def test_one_bad_row_ends_nothing(make_pool: Any) -> None:
+    """All of its answers fail, before any other row was seen."""
+    pool = make_pool(isolated=False, max_failed=0.0)
+    outputs = pool.score(_given(*["raise it"] * 50))
+    assert [output.reward for output in outputs] == [None] * 50
+
+
+def test_a_reward_that_hangs_and_cannot_be_killed_is_told(make_pool: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"took longer than reward.timeout_s=0.2 each.*isolated=True"):
+        make_pool(isolated=False, timeout_s=0.2).score(_given("sleep 3"))
+
+
+def test_what_a_worker_prints_is_in_its_log(make_pool: Any, tmp_path: Path) -> None:
+    path = tmp_path / "odd.py"
+    path.write_text(PLUGIN.replace("ISOLATED", "True").replace("        sys.stdout.flush()\n", ""))
+    spec = find_reward(str(path))
+    log = tmp_path / "reward.log"
+    with RewardPool(spec, spec.knobs(name=str(path)), workers=1, log_file=log) as pool:
+        pool.score(_given("print"))
+        assert log.read_text() == "noise\n"
 
 
 def test_many_threads_may_score_at_once(make_pool: Any) -> None:

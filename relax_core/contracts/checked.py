@@ -1,0 +1,234 @@
+"""Plug-ins whose results are checked where they enter: `relax_core.registry` hands out no others.
+
+A result that is not what the contract says raises `WrongResult`, which names the plug-in, its file, what came and what
+is wanted.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from relax_core.contracts.algorithm import (
+    AdvantageInputs,
+    AlgorithmSpec,
+    LossInputs,
+    LossOutputs,
+    StepTotals,
+    ValueInputs,
+)
+from relax_core.contracts.env import EnvSpec, Message
+from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SHOWN = 80  # characters of what came
+A_REWARD = "a finite number, or RewardOutput(reward=…), whose reward is None where it could not be computed"
+MESSAGES = 'a list that is not empty, of {"role": text, "content": text}'
+
+
+class WrongResult(TypeError):
+    """A plug-in returned what its contract does not allow."""
+
+
+class _Source:
+    """Who returned something: the words with which an error begins."""
+
+    def __init__(self, kind: str, name: str, function: Callable[..., Any]) -> None:
+        code = getattr(inspect.unwrap(function), "__code__", None)
+        file = f" ({code.co_filename})" if code is not None else ""
+        self._words = f"{kind} {name}{file}: {getattr(function, '__name__', 'it')}"
+
+    def wrong(self, came: object, wanted: str, *, what: str = "") -> WrongResult:
+        shown = repr(came)
+        shown = shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}…"
+        of = f" {what}=" if what else " "
+        return WrongResult(f"{self._words} returned{of}{shown} of type {type(came).__name__}. Wanted: {wanted}.")
+
+    def wrong_tensor(self, came: object, wanted: str, *, what: str = "") -> WrongResult:
+        if not hasattr(came, "shape"):
+            return self.wrong(came, wanted, what=what)
+        told = f"a {type(came).__name__} of shape {list(came.shape)} and dtype {getattr(came, 'dtype', None)}"
+        return WrongResult(f"{self._words} returned{f' {what},' if what else ''} {told}. Wanted: {wanted}.")
+
+
+def checked_reward(spec: RewardSpec) -> RewardSpec:
+    """The same reward, whose ``score`` returns a `RewardOutput` whatever kind of number came.
+
+    A number alone is the reward; it is exact where it is 1 (or True). NaN and infinity are no rewards: the reason says
+    so. Raises `WrongResult` for anything else.
+    """
+    source = _Source("reward", spec.name, spec.score)
+
+    def score(given: RewardInput, knobs: Any) -> RewardOutput:
+        came = spec.score(given, knobs)
+        if (number := _as_number(came)) is not None:
+            return _finite(RewardOutput(reward=number, exact=number == 1.0), spec.name)
+        if not isinstance(came, RewardOutput):
+            raise source.wrong(came, A_REWARD)
+        return _finite(_checked_output(came, source), spec.name)
+
+    return replace(spec, score=score)
+
+
+def _checked_output(came: RewardOutput, source: _Source) -> RewardOutput:
+    reward = None if came.reward is None else _as_number(came.reward)
+    if reward is None and came.reward is not None:
+        raise source.wrong(came.reward, A_REWARD, what="reward")
+    exact = _as_number(came.exact)
+    if exact is None:
+        raise source.wrong(came.exact, "True or False", what="exact")
+    if not isinstance(came.reason, str):
+        raise source.wrong(came.reason, "text", what="reason")
+    if came.parts is not None and not isinstance(came.parts, Mapping):
+        raise source.wrong(came.parts, "names with numbers, or None", what="parts")
+    parts = {}
+    for name, value in (came.parts or {}).items():
+        number = _as_number(value)
+        if number is None or not isinstance(name, str):
+            raise source.wrong(came.parts, "names with numbers, or None", what="parts")
+        parts[name] = number
+    return replace(came, reward=reward, exact=bool(exact), parts=parts or None)
+
+
+def _finite(output: RewardOutput, name: str) -> RewardOutput:
+    figures = {"reward": output.reward, **(output.parts or {})}
+    for what, value in figures.items():
+        if value is not None and not math.isfinite(value):
+            return RewardOutput(reward=None, reason=f"reward {name}: {what} is {value}, which is no number to train on")
+    return output
+
+
+def _as_number(value: object) -> float | None:
+    """A number of Python, numpy or torch, of any number of dimensions with one element; None for what is not one."""
+    if isinstance(value, numbers.Real):
+        return float(value)
+    if hasattr(value, "item") and getattr(value, "ndim", None) is not None:  # an array of numpy, a tensor of torch
+        shape = getattr(value, "shape", None)
+        if shape is not None and math.prod(shape) == 1 and isinstance(inner := value.item(), numbers.Real):
+            return float(inner)
+    return None
+
+
+def checked_env(spec: EnvSpec) -> EnvSpec:
+    """The same env, whose ``messages`` raises `WrongResult` where it returns no conversation."""
+    source = _Source("env", spec.name, spec.messages)
+
+    def messages(row: Mapping[str, Any], knobs: Any) -> list[Message]:
+        came: Any = spec.messages(row, knobs)
+        if isinstance(came, str | Mapping) or not isinstance(came, Sequence) or not came:
+            raise source.wrong(came, MESSAGES)
+        for message in came:
+            if not isinstance(message, Mapping) or not all(
+                isinstance(message.get(k), str) for k in ("role", "content")
+            ):
+                raise source.wrong(message, MESSAGES, what="a message")
+        return list(came)
+
+    return replace(spec, messages=messages)
+
+
+def checked_algorithm(spec: AlgorithmSpec) -> AlgorithmSpec:
+    """The same algorithm, whose functions raise `WrongResult` where a tensor has another shape than the contract says,
+    or advantages or returns are not finite. A loss that is not finite is the trainer's to tell, with its step."""
+    changes: dict[str, Any] = {
+        "advantages": _checked_advantages(spec),
+        "loss": _checked_loss(spec.name, spec.loss),
+        "denominator": _checked_denominator(spec),
+    }
+    if spec.normalize is not None:
+        changes["normalize"] = _checked_normalize(spec.name, spec.normalize)
+    if spec.drop_group is not None:
+        changes["drop_group"] = _checked_drop_group(spec.name, spec.drop_group)
+    if spec.value_loss is not None:
+        changes["value_loss"] = _checked_loss(spec.name, spec.value_loss)
+    if spec.returns is not None:
+        changes["returns"] = _checked_returns(spec.name, spec.returns)
+    return replace(spec, **changes)
+
+
+def _per_token(came: Any, tokens: int, source: _Source, *, what: str = "") -> Any:
+    import torch
+
+    wanted = f"a finite float tensor of shape [{tokens}], one value a token"
+    if not isinstance(came, torch.Tensor) or list(came.shape) != [tokens] or not came.is_floating_point():
+        raise source.wrong_tensor(came, wanted, what=what)
+    if not bool(torch.isfinite(came).all()):
+        place = int((~torch.isfinite(came)).nonzero()[0])
+        raise source.wrong(float(came[place]), wanted, what=f"{what or 'the tensor'}[{place}]")
+    return came
+
+
+def _checked_advantages(spec: AlgorithmSpec) -> Callable[[AdvantageInputs, Any], Tensor]:
+    source = _Source("algorithm", spec.name, spec.advantages)
+    return lambda inputs, knobs: _per_token(spec.advantages(inputs, knobs), len(inputs.loss_mask), source)
+
+
+def _checked_returns(name: str, returns: Callable[..., Any]) -> Callable[[AdvantageInputs, Tensor, Any], Tensor]:
+    source = _Source("algorithm", name, returns)
+    return lambda inputs, advantages, knobs: _per_token(
+        returns(inputs, advantages, knobs), len(inputs.loss_mask), source
+    )
+
+
+def _checked_normalize(name: str, normalize: Callable[..., Any]) -> Callable[..., list[Tensor]]:
+    source = _Source("algorithm", name, normalize)
+
+    def checked(advantages: Sequence[Tensor], inputs: Sequence[AdvantageInputs], knobs: Any) -> list[Tensor]:
+        came = normalize(advantages, inputs, knobs)
+        if not isinstance(came, list | tuple) or len(came) != len(inputs):
+            raise source.wrong(came, f"a list of {len(inputs)} tensors, one a group")
+        groups = enumerate(zip(came, inputs, strict=True))
+        return [_per_token(one, len(group.loss_mask), source, what=f"group {k}") for k, (one, group) in groups]
+
+    return checked
+
+
+def _checked_drop_group(name: str, drop_group: Callable[..., Any]) -> Callable[..., str | None]:
+    source = _Source("algorithm", name, drop_group)
+
+    def checked(rewards: Sequence[float], dropped_in_a_row: int, knobs: Any) -> str | None:
+        came = drop_group(rewards, dropped_in_a_row, knobs)
+        if came is not None and not (isinstance(came, str) and came):
+            raise source.wrong(came, "the reason as text, or None to keep the group")
+        return came
+
+    return checked
+
+
+def _checked_loss(name: str, loss: Callable[..., Any]) -> Callable[[Any, Any], LossOutputs]:
+    source = _Source("algorithm", name, loss)
+
+    def checked(inputs: LossInputs | ValueInputs, knobs: Any) -> LossOutputs:
+        import torch
+
+        came = loss(inputs, knobs)
+        if not isinstance(came, LossOutputs):
+            raise source.wrong_tensor(came, "LossOutputs(loss_sum=…)")
+        total = came.loss_sum
+        if not isinstance(total, torch.Tensor) or total.ndim != 0 or not total.is_floating_point():
+            raise source.wrong_tensor(total, "a float tensor of shape [], the sum over the tokens", what="loss_sum")
+        for key, pair in came.metric_sums.items():
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise source.wrong(pair, "a pair of scalars, sum and count", what=f"metric_sums[{key!r}]")
+        return came
+
+    return checked
+
+
+def _checked_denominator(spec: AlgorithmSpec) -> Callable[[StepTotals, Any], float]:
+    source = _Source("algorithm", spec.name, spec.denominator)
+
+    def checked(totals: StepTotals, knobs: Any) -> float:
+        came = spec.denominator(totals, knobs)
+        number = _as_number(came)
+        if number is None or not math.isfinite(number) or number <= 0:
+            raise source.wrong(came, "a finite number above 0")
+        return number
+
+    return checked

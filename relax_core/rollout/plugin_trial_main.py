@@ -1,0 +1,105 @@
+"""The process in which plug-ins are tried: ``python -m relax_core.rollout.plugin_trial_main``, of `try_plugins`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, BinaryIO
+
+import msgspec
+
+from relax_core.contracts.checked import WrongResult
+from relax_core.contracts.reward import RewardInput, RewardOutput
+from relax_core.registry import find_algorithm, find_env, find_reward, plugin_words
+from relax_core.rollout.algorithm_trial import try_algorithm
+from relax_core.rollout.plugin_trial import START_S, Done, Request, Stage
+from relax_core.rollout.reward_wire import HEADER_BYTES, payload_bytes, to_frame
+
+CALL_S = 10.0  # one call of an env or a reward, whatever else its knobs say; a first call may import something
+ALGORITHM_S = 60.0
+
+
+def main() -> None:
+    replies = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # what a plug-in prints must not mix with the replies
+    header = sys.stdin.buffer.read(HEADER_BYTES)
+    request = msgspec.msgpack.decode(sys.stdin.buffer.read(payload_bytes(header)), type=Request)
+    problems = [
+        *(_try_env(request, replies) if request.env[0] else ()),
+        *(_try_reward(request, replies) if request.reward[0] else ()),
+        *(_try_algorithm(request, replies) if request.algo[0] else ()),
+    ]
+    _say(replies, Done(problems=problems))
+
+
+def _say(replies: BinaryIO, message: Stage | Done) -> None:
+    replies.write(to_frame(message))
+
+
+def _try_env(request: Request, replies: BinaryIO) -> Iterator[str]:
+    name, packed = request.env
+    _say(replies, Stage(what=f"env.name={name}: its import", limit_s=START_S))
+    spec = find_env(name)
+    knobs = msgspec.msgpack.decode(packed, type=spec.knobs)
+    for where, row in request.rows:
+        _say(replies, Stage(what=f"env.name={name}: messages for {where}", limit_s=CALL_S))
+        if (problem := _problem(partial(spec.messages, row, knobs), f"env.name={name}: {where}")) is not None:
+            yield problem
+            return
+
+
+def _try_reward(request: Request, replies: BinaryIO) -> Iterator[str]:
+    """One row's failure says nothing about the others; a wrong type does."""
+    name, packed = request.reward
+    _say(replies, Stage(what=f"reward.name={name}: its import", limit_s=START_S))
+    spec = find_reward(name)
+    knobs = msgspec.msgpack.decode(packed, type=spec.knobs)
+    if (problem := _problem(spec.prepare, f"reward.name={name}: prepare")) is not None:
+        yield problem
+        return
+    first = ""
+    for where, row in request.rows:
+        answer = str(row["answer"])
+        given = RewardInput(response=answer, stopped=True, answer=answer, row=row)
+        what = f"reward.name={name}: the score of {where}, with its own answer as the response"
+        _say(replies, Stage(what=what, limit_s=max(CALL_S, knobs.timeout_s)))
+        try:
+            output = spec.score(given, knobs)
+        except WrongResult as error:
+            yield f"reward.name={name}: {error}"
+            return
+        except Exception as error:  # foreign code: whatever it raises is told
+            first = first or f"{what}: {plugin_words(error)}"
+            continue
+        assert isinstance(output, RewardOutput)
+        if output.reward is not None:
+            return
+        first = first or f"{what}: no reward: {output.reason or 'None without a reason'}"
+    several = "" if len(request.rows) < 2 else f" None of the {len(request.rows)} rows that were tried has a reward."
+    yield f"{first}.{several}"
+
+
+def _try_algorithm(request: Request, replies: BinaryIO) -> Iterator[str]:
+    name, packed = request.algo
+    _say(replies, Stage(what=f"algo.name={name}: its import", limit_s=START_S))
+    spec = find_algorithm(name)
+    knobs = msgspec.msgpack.decode(packed, type=spec.knobs)
+    import torch  # noqa: F401
+
+    _say(replies, Stage(what=f"algo.name={name}: a made-up group from its rewards to a loss", limit_s=ALGORITHM_S))
+    problem = _problem(lambda: try_algorithm(spec, knobs), f"algo.name={name}, tried on a made-up group")
+    yield from [problem] if problem is not None else []
+
+
+def _problem(call: Callable[[], Any], what: str) -> str | None:
+    try:
+        call()
+    except Exception as error:  # foreign code: whatever it raises is told
+        return f"{what}: {plugin_words(error)}"
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""How often a reward failed lately, and the end of the run where that is too often."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Mapping
+
+from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput
+
+WINDOW_ROWS = 64  # data rows, the answers to each of which are looked at together
+FEWEST_ROWS = 8  # one bad row, all of whose answers fail, says nothing about the others
+LOGGED = 20  # failures whose words are logged
+log = logging.getLogger(__name__)
+
+
+class RewardsFailed(ValueError):
+    """More answers than ``reward.max_failed`` allows had no reward; the text has the first cause."""
+
+
+class RewardFailures:
+    """Counts answers without a reward over the newest `WINDOW_ROWS` data rows. Thread-safe."""
+
+    def __init__(self, knobs: RewardKnobs) -> None:
+        self._knobs = knobs
+        self._lock = threading.Lock()
+        self._rows: deque[tuple[Mapping[str, object], list[bool]]] = deque(maxlen=WINDOW_ROWS)
+        self._first = ""
+        self._count = 0
+
+    @property
+    def share(self) -> float:
+        """The share of answers without a reward, over the newest rows; 0 before there are any."""
+        with self._lock:
+            return self._share()
+
+    def note(self, given: RewardInput, output: RewardOutput, error: BaseException | None = None) -> None:
+        """One answer was scored. ``error``: what the reward raised in this process.
+
+        Raises `RewardsFailed` where the share over the newest rows, `FEWEST_ROWS` at least, is above
+        ``reward.max_failed``.
+        """
+        with self._lock:
+            if not self._rows or self._rows[-1][0] is not given.row:
+                self._rows.append((given.row, []))
+            self._rows[-1][1].append(output.reward is None)
+            if output.reward is not None:
+                return
+            self._count += 1
+            self._first = self._first or output.reason or "it gave None without a reason"
+            if self._count <= LOGGED:
+                log.warning("no reward, the sample is dropped: %s", output.reason, exc_info=error)
+            if len(self._rows) < FEWEST_ROWS or self._share() <= self._knobs.max_failed:
+                return
+            raise RewardsFailed(
+                f"reward {self._knobs.name}: {self._share():.0%} of the answers to the newest {len(self._rows)} data "
+                f"rows have no reward, more than reward.max_failed={self._knobs.max_failed:g}. The first: "
+                f"{self._first}. Mend the reward or the data, or raise reward.max_failed."
+            ) from error
+
+    def _share(self) -> float:
+        flags = [flag for _, flags in self._rows for flag in flags]
+        return sum(flags) / len(flags) if flags else 0.0

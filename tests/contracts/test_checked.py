@@ -1,0 +1,162 @@
+"""What plug-ins may return, and what is said of the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from algorithms import grpo, reinforce_pp
+from envs import single_turn
+from relax_core.contracts.algorithm import AdvantageInputs, LossInputs, LossOutputs, StepTotals
+from relax_core.contracts.checked import WrongResult, checked_algorithm, checked_env, checked_reward
+from relax_core.contracts.env import EnvSpec
+from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput, RewardSpec
+
+GIVEN = RewardInput(response="r", stopped=True, answer="a", row={})
+
+
+def reward(came: Any) -> RewardOutput:
+    spec = RewardSpec(name="mine", summary="s", knobs=RewardKnobs, score=lambda given, knobs: came)
+    output = checked_reward(spec).score(GIVEN, RewardKnobs(name="mine"))
+    assert isinstance(output, RewardOutput)
+    return output
+
+
+@pytest.mark.parametrize(
+    ("came", "wanted", "exact"),
+    [
+        (0.25, 0.25, False),
+        (1, 1.0, True),
+        (True, 1.0, True),
+        (False, 0.0, False),
+        (np.float32(0.5), 0.5, False),
+        (np.int64(1), 1.0, True),
+        (np.array(0.5), 0.5, False),
+        (np.array([0.5]), 0.5, False),
+        (np.bool_(True), 1.0, True),
+        (torch.tensor(0.5), 0.5, False),
+        (torch.tensor([1.0]), 1.0, True),
+        (RewardOutput(reward=np.float64(0.5), exact=np.bool_(True)), 0.5, True),
+    ],
+)
+def test_numbers_are_rewards(came: Any, wanted: float, exact: bool) -> None:
+    output = reward(came)
+    assert (output.reward, output.exact) == (wanted, exact)
+    assert type(output.reward) is float and type(output.exact) is bool
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), np.float32("-inf"), torch.tensor(float("nan"))])
+def test_what_is_not_finite_is_no_reward(number: Any) -> None:
+    for output in (
+        reward(number),
+        reward(RewardOutput(reward=number)),
+        reward(RewardOutput(reward=1.0, parts={"p": number})),
+    ):
+        assert output.reward is None and "no number to train on" in output.reason
+
+
+@pytest.mark.parametrize(
+    ("came", "told"),
+    [
+        ("1.0", "returned '1.0' of type str"),
+        (None, "returned None of type NoneType"),
+        ([1.0], "of type list"),
+        ({"score": 1.0}, "of type dict"),
+        (np.zeros(2), "of type ndarray"),
+        (RewardOutput(reward="1"), "returned reward='1' of type str"),  # type: ignore[arg-type]
+        (RewardOutput(reward=1.0, exact="yes"), "returned exact='yes' of type str"),  # type: ignore[arg-type]
+        (RewardOutput(reward=1.0, parts={"p": "x"}), "returned parts={'p': 'x'} of type dict"),  # type: ignore[dict-item]
+        (RewardOutput(reward=None, reason=3), "returned reason=3 of type int"),  # type: ignore[arg-type]
+    ],
+)
+def test_anything_else_is_told_with_plugin_file_what_came_and_what_is_wanted(came: Any, told: str) -> None:
+    with pytest.raises(WrongResult) as error:
+        reward(came)
+    assert told in str(error.value)
+    assert str(error.value).startswith(f"reward mine ({__file__}): <lambda> returned")
+    assert "Wanted: " in str(error.value)
+
+
+@pytest.mark.parametrize("came", ["hello", [], None, [{"role": "user"}], [{"role": "user", "content": 3}], ["hello"]])
+def test_an_env_returns_a_conversation(came: Any) -> None:
+    spec = EnvSpec(name="mine", summary="s", knobs=single_turn.SPEC.knobs, messages=lambda row, knobs: came)
+    with pytest.raises(WrongResult, match=r"env mine \(.*test_checked.py\): .*Wanted: a list that is not empty"):
+        checked_env(spec).messages({}, None)
+    message = [{"role": "user", "content": "p"}]
+    whole = EnvSpec(name="mine", summary="s", knobs=single_turn.SPEC.knobs, messages=lambda row, knobs: message)
+    assert checked_env(whole).messages({}, None) == message
+
+
+def group() -> AdvantageInputs:
+    return AdvantageInputs(
+        rewards=torch.tensor([0.0, 1.0]),
+        lengths=torch.tensor([2, 1]),
+        loss_mask=torch.ones(3, dtype=torch.bool),
+        sample_ids=torch.tensor([0, 0, 1]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("came", "told"),
+    [
+        (torch.zeros(2), "a Tensor of shape [2] and dtype torch.float32"),
+        (torch.zeros(3, dtype=torch.int64), "dtype torch.int64"),
+        (torch.tensor([0.0, float("nan"), 0.0]), "the tensor[1]=nan"),
+        ([0.0, 0.0, 0.0], "of type list"),
+        (None, "None of type NoneType"),
+    ],
+)
+def test_advantages_are_one_finite_number_a_token(came: Any, told: str) -> None:
+    knobs = grpo.SPEC.knobs(name="grpo", group_size=2)
+    wrong = checked_algorithm(replace(grpo.SPEC, advantages=lambda inputs, knobs: came))
+    with pytest.raises(WrongResult) as error:
+        wrong.advantages(group(), knobs)
+    assert told in str(error.value) and "shape [3]" in str(error.value)
+    assert str(error.value).startswith(f"algorithm grpo ({__file__})")
+    normalised = checked_algorithm(replace(reinforce_pp.SPEC, normalize=lambda values, inputs, knobs: [came]))
+    assert normalised.normalize is not None
+    with pytest.raises(WrongResult, match="group 0"):
+        normalised.normalize([torch.zeros(3)], [group()], knobs)
+
+
+@pytest.mark.parametrize(
+    ("loss", "told"),
+    [
+        (lambda inputs, knobs: inputs.logprobs.sum(), "Wanted: LossOutputs"),
+        (lambda inputs, knobs: LossOutputs(loss_sum=inputs.logprobs), "a float tensor of shape [], the sum"),
+        (lambda inputs, knobs: LossOutputs(loss_sum=3.0), "returned loss_sum=3.0 of type float"),  # type: ignore[arg-type]
+        (
+            lambda inputs, knobs: LossOutputs(
+                loss_sum=inputs.logprobs.sum(), metric_sums={"kl": inputs.logprobs.sum()}
+            ),
+            "metric_sums['kl']",
+        ),
+    ],
+)
+def test_a_loss_is_a_sum(loss: Callable[..., Any], told: str) -> None:
+    wrong = checked_algorithm(replace(grpo.SPEC, loss=loss))
+    ones = torch.ones(3)
+    inputs = LossInputs(
+        logprobs=ones,
+        old_logprobs=ones,
+        rollout_logprobs=ones,
+        advantages=ones,
+        loss_mask=ones.bool(),
+        sample_ids=torch.tensor([0, 0, 1]),
+        num_samples=2,
+    )
+    with pytest.raises(WrongResult) as error:
+        wrong.loss(inputs, None)
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize("came", [0, -1.0, float("nan"), None, "3"])
+def test_a_denominator_is_above_0(came: Any) -> None:
+    wrong = checked_algorithm(replace(grpo.SPEC, denominator=lambda totals, knobs: came))
+    with pytest.raises(WrongResult, match="a finite number above 0"):
+        wrong.denominator(StepTotals(tokens=3, samples=2, groups=1), None)

@@ -1,0 +1,136 @@
+"""The trial of plug-ins before a start: real worker processes, plug-ins that raise, lie, hang and crash."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from relax_core.config.compose import load_config
+from relax_core.config.errors import ConfigError
+from relax_core.plan.plugins import plugin_problems
+from relax_core.preflight import settle
+from relax_core.rollout import plugin_trial
+
+REWARD = """
+import os, signal, time
+from dataclasses import dataclass
+from relax_core.contracts.reward import RewardKnobs, RewardOutput, RewardSpec
+
+@dataclass(frozen=True)
+class Knobs(RewardKnobs):
+    how: str = "number"
+    check: str = ""
+
+def check(knobs):
+    if knobs.check:
+        raise ValueError(knobs.check)
+
+def score(given, knobs):
+    if knobs.how == "hang":
+        time.sleep(600)
+    if knobs.how == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if knobs.how == "raise":
+        return given.row["price"]
+    if knobs.how == "first" and given.row["prompt"] == "p0":
+        raise ValueError("this row alone")
+    return {"text": "yes", "none": None, "nothing": RewardOutput(reward=None, reason="unreadable")}.get(knobs.how, 1)
+
+SPEC = RewardSpec(name="odd", summary="s", knobs=Knobs, score=score, check=check)
+"""
+
+ENV = """
+from relax_core.contracts.env import EnvKnobs, EnvSpec
+SPEC = EnvSpec(name="odd", summary="s", knobs=EnvKnobs, messages=lambda row, knobs: row["prompt"])
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path: Path) -> str:
+    path = tmp_path / "odd.py"
+    path.write_text(REWARD)
+    return str(path)
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> list[str]:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"p{n}", "answer": f"a{n}"}) + "\n" for n in range(20)))
+    return ["data=file", f"data.path={path}", "data.eval_size=4", "eval.rows=4", "model.task=reverse_digits"]
+
+
+def problems(plugin: str, rows: list[str], *overrides: str) -> list[str]:
+    return plugin_problems(load_config([f"reward.name={plugin}", *rows, *overrides]))
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("text", ("reward odd (", "score returned 'yes' of type str", "Wanted: a finite number")),
+        ("none", ("score returned None of type NoneType",)),
+        ("nothing", ("no reward: unreadable", "None of the 3 rows")),
+        ("raise", ("KeyError: 'price' (", "odd.py, line 21)", "rows.jsonl, line 1", "None of the 3 rows")),
+        ("crash", ("its process died (signal SIGSEGV)", "rows.jsonl, line 1")),
+    ],
+)
+def test_a_reward_that_cannot_work_is_told_before_the_start(
+    plugin: str, rows: list[str], how: str, words: tuple[str, ...]
+) -> None:
+    (problem,) = problems(plugin, rows, f"reward.how={how}")
+    assert problem.startswith(f"reward.name={plugin}: ")
+    for word in words:
+        assert word in problem
+
+
+def test_a_reward_that_hangs_is_killed_and_told(plugin: str, rows: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit of one call is the worker's own; nothing but that is waited for."""
+    (problem,) = problems(plugin, rows, "reward.how=hang", "reward.timeout_s=10.5")
+    assert "the score of " in problem and "did not end within 10.5 s" in problem
+
+
+@pytest.mark.parametrize("how", ["number", "first"])
+def test_a_reward_that_works_for_some_row_may_start(plugin: str, rows: list[str], how: str) -> None:
+    assert problems(plugin, rows, f"reward.how={how}") == []
+
+
+def test_an_env_that_returns_text_is_told_before_the_prompts_are_made(tmp_path: Path, rows: list[str]) -> None:
+    env = tmp_path / "odd_env.py"
+    env.write_text(ENV)
+    config = load_config([f"env.name={env}", *rows, "reward=math"])
+    settled, found = settle(config)
+    assert settled is config
+    assert any("env odd (" in one and "returned 'p0' of type str" in one for one in found)
+
+
+def test_an_algorithm_is_tried_on_a_made_up_group(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    text = Path("CONTRIBUTING.md").read_text()
+    code = next(part for part in text.split("```") if "REINFORCE with the group" in part).removeprefix("python\n")
+    path.write_text(code)
+    assert plugin_problems(load_config(["algo=plugin", f"algo.name={path}", "mode=colocate"])) == []
+    path.with_name("wrong.py").write_text(code.replace("return rewards[inputs.sample_ids]", "return rewards"))
+    (problem,) = plugin_problems(
+        load_config(["algo=plugin", f"algo.name={path.with_name('wrong.py')}", "mode=colocate"])
+    )
+    assert "advantages returned a Tensor of shape [8]" in problem and "shape [24]" in problem
+
+
+def test_relaxes_own_plugins_are_tried_on_the_users_data_alone(
+    rows: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[plugin_trial.Request] = []
+    monkeypatch.setattr("relax_core.plan.plugins.try_plugins", lambda request: asked.append(request) or [])
+    assert plugin_problems(load_config([])) == []
+    assert asked == []
+    plugin_problems(load_config([*rows, "reward=math"]))
+    assert [(one.reward[0], one.env[0], one.algo[0]) for one in asked] == [("math", "single_turn", "")]
+    assert [where.rpartition(" ")[2] for where, _ in asked[0].rows] == ["1", "9", "16"]
+
+
+def test_knobs_that_make_no_sense_are_told_without_a_trial(plugin: str, rows: list[str]) -> None:
+    with pytest.raises(ConfigError, match="no such thing"):
+        problems(plugin, rows, "reward.check='no such thing'", "reward.how=raise")
+    with pytest.raises(ConfigError, match=r"reward.max_failed=1.5: a share"):
+        problems(plugin, rows, "reward.max_failed=1.5")
