@@ -1,4 +1,4 @@
-"""Relax: reinforcement-learning post-training of language models."""
+"""Relax: reinforcement-learning post-training of language models. As a library: docs/api.md."""
 
 from __future__ import annotations
 
@@ -8,6 +8,13 @@ from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from relax_core.api.loaded_run import LoadedRun, Summary, load_run
+    from relax_core.api.run import RunFailed, run
+    from relax_core.config.errors import ConfigError
+    from relax_core.contracts.reward import RewardInput, RewardOutput
 
 __version__ = "0.1.0"  # pyproject.toml reads it here
 
@@ -36,3 +43,37 @@ class _OwnPackages(MetaPathFinder):
 
 if not any(isinstance(finder, _OwnPackages) for finder in sys.meta_path):
     sys.meta_path.insert(0, _OwnPackages())
+
+_EXPORTS = {  # name → its module, imported when it is asked for: `import relax_core` costs nothing
+    "run": "relax_core.api.run",
+    "RunFailed": "relax_core.api.run",
+    "load_run": "relax_core.api.loaded_run",
+    "LoadedRun": "relax_core.api.loaded_run",
+    "Summary": "relax_core.api.loaded_run",
+    "ConfigError": "relax_core.config.errors",
+    "RewardInput": "relax_core.contracts.reward",
+    "RewardOutput": "relax_core.contracts.reward",
+}
+__all__ = [
+    "ConfigError",
+    "LoadedRun",
+    "RewardInput",
+    "RewardOutput",
+    "RunFailed",
+    "Summary",
+    "__version__",
+    "load_run",
+    "run",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_EXPORTS})

@@ -35,6 +35,7 @@ from relax_core.contracts.reward import RewardKnobs, RewardSpec
 Kind = Literal["algo", "reward", "env"]
 KINDS: tuple[Kind, ...] = ("algo", "reward", "env")
 _FILE_MODULE = "relax_plugin_"
+MARK = "__relax_plugin__"  # in the globals of a plug-in's function that has no module of its own
 _ROOT = Path(__file__).resolve().parents[1]
 Spec = AlgorithmSpec | RewardSpec | EnvSpec
 
@@ -225,7 +226,7 @@ def place_in_plugin(error: BaseException) -> str:
     places = [
         f"{frame.f_code.co_filename}, line {line}"
         for frame, line in traceback.walk_tb(error.__traceback__)
-        if is_plugin_module(frame.f_globals.get("__name__", ""))
+        if MARK in frame.f_globals or is_plugin_module(frame.f_globals.get("__name__", ""))
     ]
     return places[-1] if places else ""
 

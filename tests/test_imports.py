@@ -42,6 +42,7 @@ LEVELS = {
     "cli": 7,
     "launchers": 8,
     "__main__": 9,
+    "api": 9,
 }
 SIDEWAYS = {("config", "registry"), ("engines", "weights"), ("tools", "train")}
 NO_RAY = ("relax_core/train", "relax_core/engines", "relax_core/contracts", "algorithms")

@@ -87,11 +87,12 @@ class LedgerFile:
         self._database.close()
 
     def lives(self, filters: Mapping[str, str | int]) -> list[SampleLife]:
-        """The samples that one event fits in all of ``filters`` (keys of `FILTERS`), in order of issue.
+        """The samples that one event fits in all of ``filters`` (keys of `FILTERS`), in order of issue; all without
+        a filter.
 
         ``step`` and ``reason`` look at what is in force, ``uid`` and ``group`` also at what a resume has undone.
         """
-        where = " AND ".join(f"{_FIELD_OF[key]} = ?" for key in filters)
+        where = " AND ".join(f"{_FIELD_OF[key]} = ?" for key in filters) or "TRUE"
         values = tuple(filters.values())
         tables = ["events"] if {"step", "reason"} & filters.keys() else ["events", "rolled_back"]
         matching = " UNION ".join(f"SELECT uid FROM {table} WHERE {where}" for table in tables)

@@ -40,7 +40,8 @@ class _Source:
     """Who returned something: the words with which an error begins."""
 
     def __init__(self, kind: str, name: str, function: Callable[..., Any]) -> None:
-        code = getattr(inspect.unwrap(function), "__code__", None)
+        whole = inspect.unwrap(function)  # an object may be called as well
+        code = getattr(whole, "__code__", None) or getattr(type(whole).__call__, "__code__", None)
         file = f" ({code.co_filename})" if code is not None else ""
         self._words = f"{kind} {name}{file}: {getattr(function, '__name__', 'it')}"
 

@@ -34,8 +34,8 @@ class RewardOutput:
 
 @dataclass(frozen=True)
 class RewardKnobs:
-    """``timeout_s``: seconds that the scoring of one answer may take. ``max_failed``: the share of answers to the newest
-    data rows that may have no reward; beyond it the run ends."""
+    """``timeout_s``: seconds that the scoring of one answer may take. ``max_failed``: the share of answers that may
+    have no reward, over the newest data rows; beyond it the run ends."""
 
     name: str
     timeout_s: float = 5.0

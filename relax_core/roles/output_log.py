@@ -9,14 +9,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-import ray
-
 
 def keep_output(log_file: Path) -> None:
     """Appends stdout and stderr of this process to ``log_file``, from now on, where this is a process of Ray's own.
 
     Elsewhere, as in a test, it does nothing; a log that cannot be opened, on a full disk, costs its words alone.
     """
+    import ray  # late: Ray reads its token's place when it is imported
+
     if not ray.is_initialized() or ray.get_runtime_context().get_actor_id() is None:
         return
     with suppress(OSError):

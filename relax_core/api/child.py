@@ -1,0 +1,91 @@
+"""The process of a run that `relax_core.run` started: ``python -m relax_core.api.child STAGING PARENT``.
+
+It is what the command line is, a supervisor; STAGING, a folder of the parent's alone, has the request, and takes the
+answers that a program needs: what is wrong with the configuration, and where the run is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from relax_core.api.function_reward import FUNCTION_FILE, write_private
+from relax_core.config.compose import load_config
+from relax_core.config.errors import ConfigError
+from relax_core.config.schema import LauncherKind, RelaxConfig
+from relax_core.control.orphans import PR_SET_PDEATHSIG, prctl
+from relax_core.observe.sinks import METRICS_FILE
+from relax_core.registry import find_reward
+
+REQUEST, PLACE, PROBLEMS = "request.json", "place.json", "problems.json"
+USAGE, INTERRUPTED = 2, 130
+
+
+def main() -> int:
+    """Returns the run's exit code, or 2 for a mistake in the configuration."""
+    staging, parent = Path(sys.argv[1]), int(sys.argv[2])
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # a parent that is killed stops its run
+    if os.getppid() != parent:
+        return INTERRUPTED
+    request = json.loads((staging / REQUEST).read_text(encoding="utf-8"))
+    sys.argv = ["relax", *request["words"]]  # which the summary tells
+    try:
+        config = _config(request, staging)
+    except ConfigError as error:
+        (staging / PROBLEMS).write_text(json.dumps(error.problems), encoding="utf-8")
+        return USAGE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    from launchers.local import make_run_folder, run_in_folder, save_config
+
+    def make() -> Path:
+        folder = make_run_folder(config)
+        if request["function"]:
+            _take_function(config, staging / FUNCTION_FILE, folder / FUNCTION_FILE)
+        _tell_place(staging / PLACE, folder)
+        return folder
+
+    return run_in_folder(config, make=make, prepare=lambda folder: save_config(config, folder))
+
+
+def _config(request: dict[str, Any], staging: Path) -> RelaxConfig:
+    """Raises `ConfigError`."""
+    from relax_core.preflight import CHECKS, settle
+
+    function = ["reward=plugin", f"reward.name={staging / FUNCTION_FILE}"] if request["function"] else []
+    config = load_config([*request["words"], *function], checks=CHECKS, settle=settle)
+    if config.plan is not False:
+        raise ConfigError(
+            [f"plan={config.plan}: relax_core.run starts a run. On the command line: relax plan=true ..."]
+        )
+    if config.launcher.name is not LauncherKind.local:
+        name = config.launcher.name.value
+        raise ConfigError(
+            [f"launcher={name}: relax_core.run starts runs here. On the command line: relax launcher={name}"]
+        )
+    if request["on_step"] and not config.tracker.jsonl:
+        raise ConfigError(["tracker.jsonl=false with on_step: the steps' numbers are read from that file. Drop it."])
+    return config
+
+
+def _take_function(config: RelaxConfig, staged: Path, file: Path) -> None:
+    """The run's folder keeps the function, for its processes and for a run that goes on from it."""
+    write_private(file, staged.read_text(encoding="utf-8"))
+    knobs = {**vars(config.reward), "name": str(file)}
+    config.reward = find_reward(str(file)).knobs(**knobs)
+
+
+def _tell_place(file: Path, folder: Path) -> None:
+    metrics = folder / METRICS_FILE
+    place = {"folder": str(folder), "metrics_bytes": metrics.stat().st_size if metrics.exists() else 0}
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(place), encoding="utf-8")
+    os.replace(partial, file)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""A reward that is a function of the user's program, as a plug-in file that every process of the run loads.
+
+The function crosses by value, pickled by the user's own process into a file that this user alone may read and write.
+The file is code, as every plug-in file is; one that others may have written to, or read, is refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import inspect
+import os
+import stat
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from relax_core.config.errors import ConfigError
+from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput, RewardSpec
+from relax_core.registry import MARK
+
+FUNCTION_FILE = "reward_function.py"
+RewardFunction = Callable[[RewardInput], RewardOutput | float]
+
+_TEXT = '''"""The function that relax_core.run was given as the reward; only its user may read or write this file."""
+
+from dataclasses import dataclass
+
+from relax_core.api.function_reward import function_spec
+from relax_core.contracts.reward import RewardKnobs
+
+
+@dataclass(frozen=True)
+class FunctionKnobs(RewardKnobs):
+    name: str = "{name}"
+
+
+SPEC = function_spec(__file__, FunctionKnobs, "{pickled}")
+'''
+
+
+def function_text(function: RewardFunction) -> str:
+    """The plug-in file of a function, lambda or callable object, also one of ``__main__`` or of a notebook's cell.
+
+    Raises `ConfigError` for what cannot be called with one argument, and for what cannot be pickled.
+    """
+    try:
+        inspect.signature(function).bind(None)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            [
+                f"reward={function!r}: it cannot be called with one argument, a RewardInput: {error}. Give a function "
+                "of one."
+            ]
+        ) from error
+    import cloudpickle
+
+    try:
+        with _by_value(function):
+            pickled = cloudpickle.dumps(function)
+    except Exception as error:  # whatever the function holds may refuse in words of its own
+        raise ConfigError(
+            [
+                f"reward={function!r}: it cannot be sent to the run's processes: {type(error).__name__}: {error}. Make "
+                "what it holds (an open file, a lock, a connection) inside of it."
+            ]
+        ) from error
+    return _TEXT.format(name=FUNCTION_FILE, pickled=base64.b64encode(pickled).decode())
+
+
+@contextmanager
+def _by_value(function: Any) -> Iterator[None]:
+    """A function of the user's own module crosses with its code: the run's processes need not find that module."""
+    import cloudpickle
+
+    name = getattr(function, "__module__", None) or type(function).__module__
+    module: ModuleType | None = sys.modules.get(name)
+    file = getattr(module, "__file__", None) or ""
+    installed = "site-packages" in file or "dist-packages" in file or not file
+    if module is None or name == "__main__" or installed:
+        yield
+        return
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+def write_private(path: Path, text: str) -> None:
+    """Writes a file that only this user can read, whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+    os.replace(partial, path)
+
+
+def function_spec(file: str, knobs: type[RewardKnobs], pickled: str) -> RewardSpec:
+    """What the file of `function_text` says. Raises PermissionError for a file that another user owns or may read or
+    write, before anything of it is unpickled."""
+    state = os.stat(file)
+    if state.st_uid != os.getuid() or stat.S_IMODE(state.st_mode) & 0o077:
+        raise PermissionError(
+            f"{file} holds a pickled function, and is loaded only where this user alone may read and write it: its "
+            f"owner is {state.st_uid}, its mode {stat.S_IMODE(state.st_mode):o}. Use chmod 600, or a plug-in file with "
+            "a SPEC."
+        )
+    import cloudpickle
+
+    function = cloudpickle.loads(base64.b64decode(pickled))
+    if hasattr(function, "__globals__"):
+        function.__globals__[MARK] = True  # its lines are named in errors
+    return RewardSpec(
+        name=getattr(function, "__name__", type(function).__name__),
+        summary="a function of the program that started the run",
+        knobs=knobs,
+        score=_Score(function),
+        isolated=True,
+    )
+
+
+class _Score:
+    """The function, which takes no knobs, as a score. ``__wrapped__``: where an error finds its name and file."""
+
+    def __init__(self, function: RewardFunction) -> None:
+        self.__wrapped__ = function
+        self.__name__ = getattr(function, "__name__", type(function).__name__)
+
+    def __call__(self, given: RewardInput, knobs: Any) -> RewardOutput | float:
+        return self.__wrapped__(given)

@@ -1,0 +1,246 @@
+"""`relax_core.run`: a run from a script, a thread or a notebook, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, TextIO
+
+from relax_core.api.child import PLACE, PROBLEMS, REQUEST, USAGE
+from relax_core.api.function_reward import FUNCTION_FILE, RewardFunction, function_text, write_private
+from relax_core.api.loaded_run import LoadedRun, Summary
+from relax_core.config.errors import ConfigError
+from relax_core.observe.records import ACTOR
+from relax_core.observe.sinks import METRICS_FILE
+from relax_core.observe.summary import SUMMARY_FILE
+
+POLL_S = 0.2
+END_S = 600.0  # a stop writes a checkpoint; the run has shorter limits of its own
+KEPT_LINES = 50  # of what the run says on stderr
+
+OnStep = Callable[[int, Mapping[str, float]], bool | None]
+
+
+class RunFailed(RuntimeError):
+    """A run failed; the text is the first cause. ``folder``: the run's, whose logs say more; None where it had none.
+    ``summary``: None where it failed before there was anything to report."""
+
+    def __init__(self, cause: str, *, folder: Path | None, summary: Summary | None) -> None:
+        super().__init__(cause)
+        self.folder = folder
+        self.summary = summary
+
+
+def run(
+    overrides: Sequence[str] = (), *, reward: RewardFunction | None = None, on_step: OnStep | None = None
+) -> Summary:
+    """Runs to the end, in processes of its own, and returns the summary. May be called from any thread.
+
+    ``overrides``: what the command line takes, such as ``["algo=grpo", "run.steps=20"]``. ``reward``: a function of one
+    `RewardInput` that returns a number or a `RewardOutput`; it runs in worker processes. ``on_step(step, numbers)`` is
+    called in this thread after each train step, with the numbers of docs/metrics.md; where it returns True the run
+    stops with a checkpoint, and its summary is returned.
+
+    Raises `ConfigError` for a mistake in the configuration, nothing was started then; `RunFailed` for a run that
+    failed; and what ``on_step`` raises, and KeyboardInterrupt, after the run has stopped with a checkpoint.
+    """
+    words = _checked_words(overrides, reward=reward)
+    started = time.time()
+    with tempfile.TemporaryDirectory(prefix="relax-run-") as name:  # which this user alone may enter
+        staging = Path(name)
+        if reward is not None:
+            write_private(staging / FUNCTION_FILE, function_text(reward))
+        request = {"words": words, "function": reward is not None, "on_step": on_step is not None}
+        (staging / REQUEST).write_text(json.dumps(request), encoding="utf-8")
+        child = _Child(staging)
+        try:
+            child.follow(on_step)
+        except BaseException as error:
+            child.stop(signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
+            raise
+        finally:
+            child.close()
+        return _outcome(child, started=started)
+
+
+def _checked_words(overrides: Sequence[str], *, reward: object) -> list[str]:
+    """Raises `ConfigError` for what is no list of overrides."""
+    if isinstance(overrides, str):
+        raise ConfigError([f"relax_core.run({overrides!r}): give a list, [{overrides!r}]."])
+    words = [str(word) for word in overrides]
+    if flags := [word for word in words if word.startswith("-") or "=" not in word]:
+        raise ConfigError(
+            [f"{flag}: relax_core.run takes key=value. The rest is for the command line." for flag in flags]
+        )
+    named = [word for word in words if word.partition("=")[0] in ("reward", "reward.name")]
+    if reward is not None and named:
+        raise ConfigError([f"{named[0]} with reward=function: one of them is the reward. Drop the other."])
+    return words
+
+
+class _Child:
+    """The run's process. ``code``: its exit code, or the negative number of the signal that killed it."""
+
+    def __init__(self, staging: Path) -> None:
+        self._staging = staging
+        self._stopping = False
+        terminal = _is_terminal(sys.stdout)  # which the panel takes as it is
+        root = str(Path(__file__).resolve().parents[2])
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "relax_core.api.child", str(staging), str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            stdout=None if terminal else subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            # What this program can import, its run can; its stdout is not a terminal that Python would not buffer for.
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([root, *sys.path]), "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,  # a Ctrl-C in the terminal is this process's, which hands it on once
+        )
+        self.last_lines: deque[str] = deque(maxlen=KEPT_LINES)
+        self._readers = [_reader(self._process.stderr, sys.stderr, self.last_lines)]
+        if not terminal:
+            self._readers.append(_reader(self._process.stdout, sys.stdout, deque(maxlen=1)))
+
+    @property
+    def code(self) -> int:
+        assert self._process.returncode is not None
+        return self._process.returncode
+
+    def follow(self, on_step: OnStep | None) -> None:
+        """Returns when the run has ended."""
+        steps: _Steps | None = None
+        while True:
+            ended = self._ended_within(POLL_S)
+            if on_step is not None:
+                if steps is None and (place := self.place()) is not None:
+                    steps = _Steps(Path(place["folder"]) / METRICS_FILE, offset=place["metrics_bytes"])
+                for step, numbers in steps.new() if steps is not None else ():
+                    if on_step(step, numbers) and not self._stopping:
+                        self._stopping = True
+                        self._signal(signal.SIGTERM)
+            if ended:
+                return
+
+    def place(self) -> Any:
+        """The run's folder, and how long its file of numbers was before; None where there is none yet."""
+        file = self._staging / PLACE
+        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+
+    def problems(self) -> list[str]:
+        """What was wrong with the configuration."""
+        file = self._staging / PROBLEMS
+        if file.exists():
+            return [str(problem) for problem in json.loads(file.read_text(encoding="utf-8"))]
+        told = [line.removeprefix("relax: ") for line in self.last_lines if line.startswith("relax: ")]
+        return told[-1:] or ["the run could not be started"]
+
+    def stop(self, number: signal.Signals) -> None:
+        """Ends the run as that signal ends it on the command line, and waits for its end; another Ctrl-C while it
+        waits ends it at once."""
+        self._signal(number)
+        deadline = time.monotonic() + END_S
+        while time.monotonic() < deadline:
+            try:
+                if self._ended_within(POLL_S):
+                    return
+            except KeyboardInterrupt:
+                self._signal(signal.SIGINT)
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        """Of a process that has ended."""
+        for reader in self._readers:
+            reader.join(END_S)
+
+    def _ended_within(self, timeout_s: float) -> bool:
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+
+
+class _Steps:
+    """The train steps in a run's file of numbers, as they come. One that a recovery has undone comes again."""
+
+    def __init__(self, file: Path, *, offset: int) -> None:
+        self._file, self._offset = file, offset
+
+    def new(self) -> list[tuple[int, dict[str, float]]]:
+        if not self._file.exists():
+            return []
+        with self._file.open("rb") as file:
+            file.seek(self._offset)
+            whole = file.read().rpartition(b"\n")[0]
+        self._offset += len(whole) + 1 if whole else 0
+        records = [json.loads(line) for line in whole.splitlines()]
+        return [(one["step"], _numbers(one["values"])) for one in records if one["source"] == ACTOR]
+
+
+def _numbers(values: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: math.nan if value is None else value for name, value in values.items()}
+
+
+def _reader(pipe: IO[bytes] | None, target: TextIO, kept: deque[str]) -> threading.Thread:
+    """Hands on what the run says, line by line, to what the program has as its stream: a notebook's too."""
+    assert pipe is not None
+
+    def hand_on() -> None:
+        with pipe:
+            for line in pipe:
+                text = line.decode(errors="replace")
+                kept.append(text.rstrip("\n"))
+                try:
+                    target.write(text)
+                    target.flush()
+                except (OSError, ValueError):  # nobody reads, or the stream is closed: the run goes on
+                    pass
+
+    thread = threading.Thread(target=hand_on, name="relax-output", daemon=True)
+    thread.start()
+    return thread
+
+
+def _is_terminal(stream: TextIO) -> bool:
+    try:
+        return stream.fileno() == 1 and os.isatty(1)
+    except (OSError, ValueError, AttributeError):  # a stream of a notebook's or a test's
+        return False
+
+
+def _outcome(child: _Child, *, started: float) -> Summary:
+    """The summary of a run that has ended. Raises `ConfigError` and `RunFailed`."""
+    if child.code == USAGE:
+        raise ConfigError(child.problems())
+    place = child.place()
+    folder = None if place is None else Path(place["folder"])
+    file = None if folder is None else folder / SUMMARY_FILE
+    summary = None
+    if folder is not None and file is not None and file.exists() and file.stat().st_mtime >= started:
+        summary = LoadedRun(folder).summary
+    if child.code < 0:
+        raise RunFailed(f"the run was killed by {signal.Signals(-child.code).name}", folder=folder, summary=summary)
+    if child.code in (0, 128 + signal.SIGINT, 128 + signal.SIGTERM):
+        if summary is None:
+            raise RunFailed("the run was stopped before its first step ended", folder=folder, summary=None)
+        return summary
+    if summary is not None:
+        cause = summary.outcome.removeprefix("failed: ")
+    else:
+        told = [line for line in child.last_lines if line.startswith("relax: failed: ")]
+        cause = told[-1].removeprefix("relax: failed: ") if told else "\n".join(child.last_lines)
+    raise RunFailed(cause, folder=folder, summary=summary)
