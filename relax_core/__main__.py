@@ -37,7 +37,7 @@ def _main(words: list[str]) -> int:
     from relax_core.config.options import COMMANDS
 
     command, rest = (words[0], words[1:]) if words and words[0] in COMMANDS else ("train", words)
-    if command in ("train", "rerun"):
+    if command in ("train", "demo", "rerun"):
         return _run(words, rest, again=command == "rerun")
     return _tool(command, rest)
 

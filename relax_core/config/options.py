@@ -54,6 +54,7 @@ def group_options(group: str) -> list[str]:
 # What `relax WORD` is beside a run: how it is typed, and what it does.
 COMMANDS = {
     "train": ("train [key=value ...]", "a run; the word may be left out"),
+    "demo": ("demo [key=value ...]", "a tiny model learns to reverse digits, in a minute; the same as train alone"),
     "rerun": ("rerun RUN [key=value ...]", "a run once more, from its own config.yaml, in a new folder"),
     "eval": ("eval MODEL|CHECKPOINT|RUN [key=value ...]", "an evaluation without training (docs/evaluation.md)"),
     "list": ("list [FILE.py ...]", "algorithms, rewards, envs, models; your own files with their kind"),

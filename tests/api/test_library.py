@@ -1,0 +1,82 @@
+"""`import relax_core` and what it offers, without a run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import relax_core
+from relax_core.observe.records import metric_record, text_record
+from relax_core.observe.sinks import JsonlSink
+
+
+def test_the_import_is_fast_and_whole() -> None:
+    code = (
+        "import sys, relax_core; heavy = {'torch', 'ray', 'hydra', 'numpy'} & {*sys.modules}; "
+        "[getattr(relax_core, name) for name in relax_core.__all__]; print(heavy, {'torch', 'ray'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout == "set() set()\n"
+    with pytest.raises(AttributeError, match="no attribute 'runn'"):
+        relax_core.runn  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ("run.steps=1", "give a list"),
+        (["-m", "seed=1,2"], "-m: relax_core.run takes key=value"),
+        (["demo"], "demo: relax_core.run takes key=value"),
+        (["reward=math"], "reward=math with reward=function"),
+    ],
+)
+def test_what_is_no_list_of_overrides_is_refused_at_once(overrides: list[str], told: str) -> None:
+    with pytest.raises(relax_core.ConfigError, match=told):
+        relax_core.run(overrides, reward=lambda given: 1.0)
+
+
+def test_mistakes_are_typed_and_leave_no_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The run's own process finds them: values out of range, a plan, a reward that returns text."""
+    place = f"run.dir={tmp_path / 'run'}"
+    with pytest.raises(relax_core.ConfigError) as error:
+        relax_core.run(["optimizer.lr=-1", "seed=-1", place])
+    assert len(error.value.problems) == 2 and any("optimizer.lr=-1" in one for one in error.value.problems)
+    with pytest.raises(relax_core.ConfigError, match="relax_core.run starts a run"):
+        relax_core.run(["plan=true", place])
+    with pytest.raises(relax_core.ConfigError, match=r"<lambda> returned 'yes' of type str"):
+        relax_core.run([place], reward=lambda given: "yes")  # type: ignore[arg-type,return-value]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_loaded_run_has_its_curves_and_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FileNotFoundError, match="it is no run's folder"):
+        relax_core.load_run(tmp_path)
+    (tmp_path / "config.yaml").touch()
+    sink = JsonlSink(tmp_path)
+    sink.write(
+        [
+            metric_record("actor", 0, {"reward": 0.25}),
+            metric_record("rollout", 0, {"samples": 8.0}),
+            metric_record("actor", 1, {"reward": 0.5}),
+            metric_record("run", 1, {"resumed": 1.0}),  # what was told of step 1 is undone
+            metric_record("actor", 1, {"reward": 0.75}),
+            text_record("eval", 1, [{"prompt": "p", "answer": "a", "response": "r", "exact": False}]),
+        ]
+    )
+    sink.close()
+    run = relax_core.load_run(tmp_path)
+    assert run.curves() == [
+        {"step": 0, "actor/reward": 0.25, "rollout/samples": 8.0},
+        {"step": 1, "actor/reward": 0.75},
+    ]
+    assert run.answers() == [{"step": 1, "prompt": "p", "answer": "a", "response": "r", "exact": False}]
+    assert run.summary is None
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match="pip install pandas"):
+        run.frame("curves")
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=tuple))
+    assert run.frame("curves") == tuple(run.curves())
