@@ -200,8 +200,6 @@ def _bus_rows(view: PanelView) -> Table:
     table.add_column(no_wrap=True)
     if view.records_dropped:
         table.add_row("metrics", Text(f"records missing: {_counts(view.records_dropped)}", style="bold red"))
-    if failed := view.numbers.of_newest_step("reward_failed", source=ROLLOUT):
-        table.add_row("no reward", Text(f"{failed:.0%} of the answers to the newest data rows", style="bold red"))
     progress = view.progress
     if progress is None:
         table.add_row("staleness", "–")
@@ -218,7 +216,10 @@ def _bus_rows(view: PanelView) -> Table:
         f"groups {progress.in_flight} in flight, {progress.waiting} waiting",
     )
     if dropped:
-        table.add_row("dropped", Text(_counts(ledger.dropped), overflow="ellipsis"))
+        counts = Text(overflow="ellipsis")
+        if failed := view.numbers.of_newest_step("reward_failed", source=ROLLOUT):
+            counts.append(f"{failed:.0%} lately without a reward", style="bold red").append(" · ")
+        table.add_row("dropped", counts.append(_counts(ledger.dropped)))
     return table
 
 

@@ -277,6 +277,20 @@ def test_a_step_that_compared_no_token_has_no_gap_and_none_of_an_earlier_one(mak
     assert line(view(numbers, None, ())) == "step 12/112", "what is 0 matters not"
 
 
+def test_the_share_of_answers_without_a_reward_is_shown_while_there_are_any(
+    make_record: MakeRecord, progress: BusProgress
+) -> None:
+    numbers = RunningNumbers()
+    for share, shown in ((0.12, True), (0.0, False)):
+        numbers.merge([make_record("rollout", 3, reward_failed=share)])
+        console = Console(file=io.StringIO(), width=80)
+        console.print(picture(view(numbers, progress, ())))
+        assert isinstance(console.file, io.StringIO)
+        text = console.file.getvalue()
+        assert ("dropped       12% lately without a reward · 3 stale · 1 reward timeout" in text) is shown, text
+        assert ("without reward 12%" in line(view(numbers, progress, ()))) is shown
+
+
 def test_before_the_first_step_there_are_dashes_not_errors() -> None:
     console = Console(file=io.StringIO(), width=80)
     console.print(picture(view(RunningNumbers(), None, ())))
