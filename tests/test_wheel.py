@@ -61,7 +61,8 @@ def test_an_installed_wheel_plans_its_example_beside_a_project_of_the_same_names
     for name in ("algorithms", "rewards", "envs", "launchers"):
         (project / name).mkdir(parents=True)
         (project / name / "__init__.py").write_text("raise RuntimeError('of the project')\n")
-    command = [sys.executable, "-m", "relax_core", "plan=true", "experiment=math_file"]
-    environment = {"PYTHONPATH": str(installed)}
-    done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=60)
-    assert done.stdout.startswith("tiny_qwen3-file: can start."), done.stderr
+    for name, words in (("file", ["plan=true", "experiment=math_file"]), ("reverse_digits", ["demo", "plan=true"])):
+        command = [sys.executable, "-m", "relax_core", *words]
+        environment = {"PYTHONPATH": str(installed)}
+        done = subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True, timeout=60)
+        assert done.stdout.startswith(f"tiny_qwen3-{name}: can start."), done.stderr

@@ -31,6 +31,7 @@ def main() -> int:
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # a parent that is killed stops its run
     if os.getppid() != parent:
         return INTERRUPTED
+    del os.environ["PYTHONUNBUFFERED"]  # of this process alone
     request = json.loads((staging / REQUEST).read_text(encoding="utf-8"))
     sys.argv = ["relax", *request["words"]]  # which the summary tells
     try:

@@ -101,7 +101,7 @@ class _Child:
             stdin=subprocess.DEVNULL,
             stdout=None if terminal else subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # What this program can import, its run can; its stdout is not a terminal that Python would not buffer for.
+            # What this program can import, its run can. What it says is read line by line.
             env=os.environ | {"PYTHONPATH": os.pathsep.join([root, *sys.path]), "PYTHONUNBUFFERED": "1"},
             start_new_session=True,  # a Ctrl-C in the terminal is this process's, which hands it on once
         )
@@ -234,7 +234,7 @@ def _outcome(child: _Child, *, started: float) -> Summary:
         summary = LoadedRun(folder).summary
     if child.code < 0:
         raise RunFailed(f"the run was killed by {signal.Signals(-child.code).name}", folder=folder, summary=summary)
-    if child.code in (0, 128 + signal.SIGINT, 128 + signal.SIGTERM):
+    if child.code in (0, *(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))):
         if summary is None:
             raise RunFailed("the run was stopped before its first step ended", folder=folder, summary=None)
         return summary

@@ -27,6 +27,7 @@ from relax_core.rollout.reward_wire import HEADER_BYTES, Ready, payload_bytes, t
 _Scored = tuple[RewardOutput, Exception | None]
 _START_DEADLINE_S = 120.0
 _LONGEST_GAP_S = 1.0
+_INLINE_CALLS = 4  # of `score` at one time: the sampler's and the evaluation's; one more would wait for a thread
 _END_DEADLINE_S = 10.0  # of a process that was killed
 _CLOSED_S = 10.0  # how long one that closed its pipe may take to end
 _READ_BYTES = 1 << 16
@@ -49,7 +50,8 @@ class RewardPool:
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
-        self._threads = ThreadPoolExecutor(max(1, len(self._workers)), thread_name_prefix="reward")
+        threads = len(self._workers) if spec.isolated else _INLINE_CALLS
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="reward")
 
     def score(self, inputs: Sequence[RewardInput]) -> list[RewardOutput]:
         """One output an input, in order. Raises `RewardsFailed` where too many of the newest answers have no reward,
@@ -101,7 +103,8 @@ class RewardPool:
         """Ends all workers; scores under way come back without a reward. May be called twice."""
         for worker in self._workers:
             worker.stop()
-        self._threads.shutdown()  # a thread that was waiting for a worker has seen it die
+        # A thread that was waiting for a worker has seen it die; one in a reward that hangs here cannot be waited for.
+        self._threads.shutdown(wait=self.isolated, cancel_futures=True)
         for worker in self._workers:
             worker.close_pipes()
 

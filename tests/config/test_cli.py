@@ -127,7 +127,7 @@ def test_commands_are_given_their_words(tmp_path: Path, capsys: pytest.CaptureFi
     assert "it has no config.yaml. relax rerun RUN" in capsys.readouterr().err
     assert main(["train", "run.stesp=1"]) == 2
     assert "run.stesp is not a key" in capsys.readouterr().err
-    assert main(["train", "plan=true", "seed=-1"]) == 1
+    assert main(["train", "plan=true", "seed=-1"]) == main(["demo", "plan=true", "seed=-1"]) == 1
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["plan=json"], ["list"]])

@@ -40,6 +40,9 @@ def score(given, knobs):
     what, _, argument = given.response.partition(" ")
     if what == "sleep":
         time.sleep(float(argument))
+    if what == "until":
+        while not os.path.exists(argument):
+            time.sleep(0.01)
     if what == "spin":
         10 ** 10 ** 10  # one C call that never lets go of the interpreter
     if what == "die":
@@ -198,7 +201,7 @@ def test_what_is_no_number_or_raises_is_no_reward_and_says_why(make_pool: Any, i
     outputs = make_pool(isolated=isolated).score(_given("nan", "raise broken", "abc"))
     assert [output.reward for output in outputs] == [None, None, 3.0]
     assert "reward odd: reward is nan" in outputs[0].reason
-    assert "RuntimeError: broken (" in outputs[1].reason and "odd0.py, line 26)" in outputs[1].reason
+    assert "RuntimeError: broken (" in outputs[1].reason and "odd0.py, line 29)" in outputs[1].reason
 
 
 @pytest.mark.parametrize("isolated", [True, False])
@@ -220,9 +223,12 @@ def test_one_bad_row_ends_nothing(make_pool: Any) -> None:
     assert [output.reward for output in outputs] == [None] * 50
 
 
-def test_a_reward_that_hangs_and_cannot_be_killed_is_told(make_pool: Any) -> None:
+def test_a_reward_that_hangs_and_cannot_be_killed_is_told_and_not_waited_for(make_pool: Any, tmp_path: Path) -> None:
+    pool = make_pool(isolated=False, timeout_s=0.2)
     with pytest.raises(RuntimeError, match=r"took longer than reward.timeout_s=0.2 each.*isolated=True"):
-        make_pool(isolated=False, timeout_s=0.2).score(_given("sleep 3"))
+        pool.score(_given(f"until {tmp_path / 'go'}"))
+    pool.close()
+    (tmp_path / "go").touch()
 
 
 def test_what_a_worker_prints_is_in_its_log(make_pool: Any, tmp_path: Path) -> None:
