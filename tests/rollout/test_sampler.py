@@ -24,6 +24,7 @@ from relax_core.engines.client import EngineClient
 from relax_core.engines.process import EngineLaunch
 from relax_core.registry import find_reward
 from relax_core.rollout.bad_rows import BadRows
+from relax_core.rollout.reward_failures import RewardsFailed
 from relax_core.tools.make_tiny import tiny_model_folder
 from tests.contracts.engine.harness import TOKEN, Engine
 from tests.rollout.sampler_harness import CONTEXT, GROUP_SIZE, STEP_GROUPS, CoreBus, renamed, sample, within
@@ -186,11 +187,11 @@ def test_a_dropped_group_is_made_up_for_while_an_evaluation_holds_the_next_promp
     asyncio.run(within(scene()))
 
 
-def test_a_reward_that_raises_ends_the_loop(engine: Engine, tiny_folder: Path) -> None:
+def test_a_reward_that_raises_for_every_row_ends_the_loop(engine: Engine, tiny_folder: Path) -> None:
     def score(given: RewardInput, knobs: Any) -> RewardOutput:
         raise KeyError("price")
 
-    with pytest.raises(KeyError, match="price"):
+    with pytest.raises(RewardsFailed, match=r"100% of the answers to the newest 8 data rows.*KeyError: 'price'"):
         asyncio.run(within(sample_with(engine, tiny_folder, reward=scored(score))))
 
 
@@ -224,13 +225,13 @@ def test_a_failure_is_heard_while_the_next_prompts_wait_at_the_gate(engine: Engi
                 return [Admission(index=9, group_uid="g00000009", min_version=1)]
             return await super().admit_async(max_groups, timeout_s=timeout_s)
 
-    def score(given: RewardInput, knobs: Any) -> RewardOutput:
-        raise KeyError("price")
+    def refuse(rows: Sequence[GroupRow]) -> None:
+        raise ValueError("too many bytes")
 
     async def scene() -> None:
-        await sample(engine, tiny_folder, EarlyBus(steps=2), reward=scored(score), gate=gate)
+        await sample(engine, tiny_folder, EarlyBus(steps=2, put=refuse), gate=gate)
 
-    with pytest.raises(KeyError, match="price"):
+    with pytest.raises(ValueError, match="too many bytes"):
         asyncio.run(within(scene()))
 
 
