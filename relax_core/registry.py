@@ -243,6 +243,12 @@ def is_builtin(kind: Kind, name: str) -> bool:
     return name in _builtin_names(kind)
 
 
+def with_file(kind: Kind, knobs: Any, file: str) -> Any:
+    """Knobs of a plug-in file as those of a copy of it at ``file``, which other processes load."""
+    _make_picklable(type(knobs), kind, file)
+    return dataclasses.replace(knobs, name=file)
+
+
 def _make_picklable(knobs: type, kind: Kind, name: str) -> None:
     """Knobs of a file plug-in cross to other processes as path and values: there is no module to import there."""
     path = str(Path(name).resolve())

@@ -19,7 +19,7 @@ from relax_core.config.errors import ConfigError
 from relax_core.config.schema import LauncherKind, RelaxConfig
 from relax_core.control.orphans import PR_SET_PDEATHSIG, prctl
 from relax_core.observe.sinks import METRICS_FILE
-from relax_core.registry import find_reward
+from relax_core.registry import with_file
 
 REQUEST, PLACE, PROBLEMS = "request.json", "place.json", "problems.json"
 USAGE, INTERRUPTED = 2, 130
@@ -46,11 +46,17 @@ def main() -> int:
     def make() -> Path:
         folder = make_run_folder(config)
         if request["function"]:
-            _take_function(config, staging / FUNCTION_FILE, folder / FUNCTION_FILE)
-        _tell_place(staging / PLACE, folder)
+            config.reward = with_file("reward", config.reward, str(folder / FUNCTION_FILE))
         return folder
 
-    return run_in_folder(config, make=make, prepare=lambda folder: save_config(config, folder))
+    def prepare(folder: Path) -> None:
+        """The folder is this run's now. It keeps the function, also for a run that goes on from it."""
+        if request["function"]:
+            write_private(folder / FUNCTION_FILE, (staging / FUNCTION_FILE).read_text(encoding="utf-8"))
+        save_config(config, folder)
+        _tell_place(staging / PLACE, folder)
+
+    return run_in_folder(config, make=make, prepare=prepare)
 
 
 def _config(request: dict[str, Any], staging: Path) -> RelaxConfig:
@@ -71,13 +77,6 @@ def _config(request: dict[str, Any], staging: Path) -> RelaxConfig:
     if request["on_step"] and not config.tracker.jsonl:
         raise ConfigError(["tracker.jsonl=false with on_step: the steps' numbers are read from that file. Drop it."])
     return config
-
-
-def _take_function(config: RelaxConfig, staged: Path, file: Path) -> None:
-    """The run's folder keeps the function, for its processes and for a run that goes on from it."""
-    write_private(file, staged.read_text(encoding="utf-8"))
-    knobs = {**vars(config.reward), "name": str(file)}
-    config.reward = find_reward(str(file)).knobs(**knobs)
 
 
 def _tell_place(file: Path, folder: Path) -> None:

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 import relax_core
+from relax_core.api.function_reward import FUNCTION_FILE
+from relax_core.control.only_run import only_run
 from relax_core.observe.records import metric_record, text_record
 from relax_core.observe.sinks import JsonlSink
 
@@ -50,6 +52,15 @@ def test_mistakes_are_typed_and_leave_no_folder(tmp_path: Path, capfd: pytest.Ca
     with pytest.raises(relax_core.ConfigError, match=r"<lambda> returned 'yes' of type str"):
         relax_core.run([place], reward=lambda given: "yes")  # type: ignore[arg-type,return-value]
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_at_work_keeps_its_own_function(tmp_path: Path) -> None:
+    function = tmp_path / "run" / FUNCTION_FILE
+    function.parent.mkdir()
+    function.write_text("its own")
+    with only_run(function.parent), pytest.raises(relax_core.ConfigError, match="a run is at work there"):
+        relax_core.run([f"run.dir={function.parent}", "resume=auto"], reward=lambda given: 1.0)
+    assert function.read_text() == "its own"
 
 
 def test_a_loaded_run_has_its_curves_and_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
