@@ -15,6 +15,7 @@ from relax_core.data.sources import file_rows
 from relax_core.registry import Kind, find, is_builtin
 from relax_core.rollout.plugin_trial import Request, try_plugins
 
+CALL_S = 10.0  # a first call may import something
 TRIED_ROWS = 3  # the first, the last and one between them
 
 
@@ -31,7 +32,7 @@ def plugin_problems(config: RelaxConfig) -> list[str]:
     if not is_builtin("algo", config.algo.name):
         tried.append("algo")
     parts = {kind: packed for kind in tried if (packed := _packed(config, kind)) is not None}
-    return list(_tried(msgspec.msgpack.encode(Request(rows=rows, **parts)))) if parts else []
+    return list(_tried(msgspec.msgpack.encode(Request(rows=rows, call_s=CALL_S, **parts)))) if parts else []
 
 
 @cache

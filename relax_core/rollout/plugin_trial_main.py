@@ -17,7 +17,6 @@ from relax_core.rollout.algorithm_trial import try_algorithm
 from relax_core.rollout.plugin_trial import START_S, Done, Request, Stage
 from relax_core.rollout.reward_wire import HEADER_BYTES, payload_bytes, to_frame
 
-CALL_S = 10.0  # one call of an env or a reward, whatever else its knobs say; a first call may import something
 ALGORITHM_S = 60.0
 
 
@@ -44,7 +43,7 @@ def _try_env(request: Request, replies: BinaryIO) -> Iterator[str]:
     spec = find_env(name)
     knobs = msgspec.msgpack.decode(packed, type=spec.knobs)
     for where, row in request.rows:
-        _say(replies, Stage(what=f"env.name={name}: messages for {where}", limit_s=CALL_S))
+        _say(replies, Stage(what=f"env.name={name}: messages for {where}", limit_s=request.call_s))
         if (problem := _problem(partial(spec.messages, row, knobs), f"env.name={name}: {where}")) is not None:
             yield problem
             return
@@ -64,7 +63,7 @@ def _try_reward(request: Request, replies: BinaryIO) -> Iterator[str]:
         answer = str(row["answer"])
         given = RewardInput(response=answer, stopped=True, answer=answer, row=row)
         what = f"reward.name={name}: the score of {where}, with its own answer as the response"
-        _say(replies, Stage(what=what, limit_s=max(CALL_S, knobs.timeout_s)))
+        _say(replies, Stage(what=what, limit_s=max(request.call_s, knobs.timeout_s)))
         try:
             output = spec.score(given, knobs)
         except WrongResult as error:
