@@ -11,6 +11,7 @@ from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput, 
 from relax_core.engines.pool import EnginePool, OnEnd
 from relax_core.engines.watch import ClientFor
 from relax_core.roles.noted_bus import Waiting
+from relax_core.rollout.hang_watch import OnHang
 from relax_core.rollout.reward_worker import RewardPool
 
 
@@ -67,9 +68,17 @@ class NotedRewards(RewardPool):
     """Rewards; scoring shows among the worker's waits as its own work, since that is where it may hang."""
 
     def __init__(
-        self, spec: RewardSpec, knobs: RewardKnobs, *, workers: int, log_file: Path, waiting: Waiting, name: str
+        self,
+        spec: RewardSpec,
+        knobs: RewardKnobs,
+        *,
+        workers: int,
+        log_file: Path,
+        on_hang: OnHang,
+        waiting: Waiting,
+        name: str,
     ) -> None:
-        super().__init__(spec, knobs, workers=workers, log_file=log_file)
+        super().__init__(spec, knobs, workers=workers, log_file=log_file, on_hang=on_hang)
         self._waiting = waiting
         self._name = name
 

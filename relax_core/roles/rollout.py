@@ -79,6 +79,7 @@ class RolloutWorker(Worker):
             config.reward,
             workers=config.rollout.reward_workers,
             log_file=context.log_dir / REWARD_LOG,
+            on_hang=self.fail,
             waiting=self.waiting,
             name=self.name,
         )

@@ -165,7 +165,12 @@ class Worker(ABC):
             self.set_state("done")
         except BusClosed as closed:
             self.set_state("done", str(closed))
-        except Exception as error:  # the first failure is kept for the controller, which ends the run with it
+        except Exception as error:
+            self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """Keeps the first failure for the controller, which ends the run with it. From any thread."""
+        if self._error is None:
             self._error = "".join(traceback.format_exception(error))
             log.error("%s failed\n%s", self.name, self._error)
             self._lost = what_was_lost(error)

@@ -21,13 +21,11 @@ import msgspec
 
 from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput, RewardSpec
 from relax_core.registry import plugin_words
+from relax_core.rollout.hang_watch import HangWatch, OnHang
 from relax_core.rollout.reward_failures import RewardFailures
 from relax_core.rollout.reward_wire import HEADER_BYTES, Ready, payload_bytes, to_frame
 
-_Scored = tuple[RewardOutput, Exception | None]
 _START_DEADLINE_S = 120.0
-_LONGEST_GAP_S = 1.0
-_INLINE_CALLS = 4  # of `score` at one time: the sampler's and the evaluation's; one more would wait for a thread
 _END_DEADLINE_S = 10.0  # of a process that was killed
 _CLOSED_S = 10.0  # how long one that closed its pipe may take to end
 _READ_BYTES = 1 << 16
@@ -38,10 +36,20 @@ class RewardPool:
 
     An isolated reward runs in ``workers`` child processes. One that takes longer than ``knobs.timeout_s`` seconds is
     killed and started anew; its input gets reward None with the reason. So does the input of one that dies, and that of
-    any reward that raises. ``log_file``: takes what the child processes print.
+    any reward that raises. ``log_file``: takes what the child processes print. ``on_hang``: is given the error, in
+    another thread, where a reward that is not isolated takes longer than ``knobs.timeout_s`` an answer: nobody can end
+    it.
     """
 
-    def __init__(self, spec: RewardSpec, knobs: RewardKnobs, *, workers: int, log_file: Path | None = None) -> None:
+    def __init__(
+        self,
+        spec: RewardSpec,
+        knobs: RewardKnobs,
+        *,
+        workers: int,
+        log_file: Path | None = None,
+        on_hang: OnHang | None = None,
+    ) -> None:
         self.isolated = spec.isolated
         self.failures = RewardFailures(knobs)
         self._spec = spec
@@ -50,41 +58,26 @@ class RewardPool:
         self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
-        threads = len(self._workers) if spec.isolated else _INLINE_CALLS
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="reward")
+        self._threads = ThreadPoolExecutor(max(1, len(self._workers)), thread_name_prefix="reward")
+        self._watch = None if spec.isolated or on_hang is None else HangWatch(knobs, on_hang)
 
     def score(self, inputs: Sequence[RewardInput]) -> list[RewardOutput]:
         """One output an input, in order. Raises `RewardsFailed` where too many of the newest answers have no reward,
-        and RuntimeError where a worker cannot start, the pool was closed, or a reward that is not isolated takes longer
-        than ``knobs.timeout_s`` an answer: it cannot be ended."""
+        and RuntimeError where a worker cannot start or the pool was closed."""
         outputs = []
         if self.isolated:
             for one, output in zip(inputs, self._threads.map(self._score_isolated, inputs), strict=True):
                 self.failures.note(one, output)
                 outputs.append(output)
             return outputs
-        for one, (output, error) in zip(inputs, self._score_inline(inputs), strict=True):
-            self.failures.note(one, output, error)
-            outputs.append(output)
+        with nullcontext() if self._watch is None else self._watch.scoring(len(inputs)):
+            for one in inputs:
+                output, error = self._score_one(one)
+                self.failures.note(one, output, error)
+                outputs.append(output)
         return outputs
 
-    def _score_inline(self, inputs: Sequence[RewardInput]) -> list[_Scored]:
-        scoring = self._threads.submit(lambda: [self._score_one(given) for given in inputs])
-        left_s = self._knobs.timeout_s * max(1, len(inputs))
-        while True:
-            waited_s = min(left_s, _LONGEST_GAP_S)  # a pause of this whole process counts as one wait
-            try:
-                return scoring.result(waited_s)
-            except TimeoutError:
-                left_s -= waited_s
-            if left_s <= 0:
-                raise RuntimeError(
-                    f"reward {self._knobs.name}: {len(inputs)} answers took longer than reward.timeout_s="
-                    f"{self._knobs.timeout_s:g} each, and a reward that is not isolated cannot be ended. Set isolated="
-                    "True in its SPEC, or raise reward.timeout_s."
-                )
-
-    def _score_one(self, given: RewardInput) -> _Scored:
+    def _score_one(self, given: RewardInput) -> tuple[RewardOutput, Exception | None]:
         try:
             output = self._spec.score(given, self._knobs)
         except Exception as error:  # foreign code: the sample is dropped with its words, up to reward.max_failed
@@ -103,8 +96,9 @@ class RewardPool:
         """Ends all workers; scores under way come back without a reward. May be called twice."""
         for worker in self._workers:
             worker.stop()
-        # A thread that was waiting for a worker has seen it die; one in a reward that hangs here cannot be waited for.
-        self._threads.shutdown(wait=self.isolated, cancel_futures=True)
+        if self._watch is not None:
+            self._watch.close()
+        self._threads.shutdown()  # a thread that was waiting for a worker has seen it die
         for worker in self._workers:
             worker.close_pipes()
 

@@ -223,12 +223,20 @@ def test_one_bad_row_ends_nothing(make_pool: Any) -> None:
     assert [output.reward for output in outputs] == [None] * 50
 
 
-def test_a_reward_that_hangs_and_cannot_be_killed_is_told_and_not_waited_for(make_pool: Any, tmp_path: Path) -> None:
-    pool = make_pool(isolated=False, timeout_s=0.2)
-    with pytest.raises(RuntimeError, match=r"took longer than reward.timeout_s=0.2 each.*isolated=True"):
-        pool.score(_given(f"until {tmp_path / 'go'}"))
-    pool.close()
-    (tmp_path / "go").touch()
+def test_a_reward_that_hangs_where_nobody_can_end_it_is_told(tmp_path: Path) -> None:
+    path, go = tmp_path / "odd.py", tmp_path / "go"
+    path.write_text(PLUGIN.replace("ISOLATED", "False"))
+    spec = find_reward(str(path))
+    told: list[Exception] = []
+    with RewardPool(spec, spec.knobs(name=str(path), timeout_s=0.2), workers=1, on_hang=told.append) as pool:
+        pool.score(_given(*["ab"] * 50))
+        scoring = threading.Thread(target=pool.score, args=(_given(f"until {go}"),))
+        scoring.start()
+        _wait_until(lambda: bool(told))
+        go.touch()
+        scoring.join(LONG_S)
+    assert len(told) == 1
+    assert "took longer than reward.timeout_s=0.2 each" in str(told[0]) and "isolated=True" in str(told[0])
 
 
 def test_what_a_worker_prints_is_in_its_log(make_pool: Any, tmp_path: Path) -> None:
