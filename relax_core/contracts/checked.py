@@ -86,6 +86,8 @@ def _checked_output(came: RewardOutput, source: _Source) -> RewardOutput:
         raise source.wrong(came.exact, "True or False", what="exact")
     if not isinstance(came.reason, str):
         raise source.wrong(came.reason, "text", what="reason")
+    if came.answer is not None and not isinstance(came.answer, str):
+        raise source.wrong(came.answer, "text, or None", what="answer")
     if came.parts is not None and not isinstance(came.parts, Mapping):
         raise source.wrong(came.parts, "names with numbers, or None", what="parts")
     parts = {}

@@ -71,6 +71,7 @@ def test_what_is_not_finite_is_no_reward(number: Any) -> None:
         (RewardOutput(reward="1"), "returned reward='1' of type str"),  # type: ignore[arg-type]
         (RewardOutput(reward=1.0, exact="yes"), "returned exact='yes' of type str"),  # type: ignore[arg-type]
         (RewardOutput(reward=1.0, parts={"p": "x"}), "returned parts={'p': 'x'} of type dict"),  # type: ignore[dict-item]
+        (RewardOutput(reward=1.0, answer=3), "returned answer=3 of type int"),  # type: ignore[arg-type]
         (RewardOutput(reward=None, reason=3), "returned reason=3 of type int"),  # type: ignore[arg-type]
     ],
 )
