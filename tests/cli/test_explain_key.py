@@ -22,7 +22,7 @@ def explained(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, str]
 
 def test_a_key_has_value_type_range_place_and_readers(capsys: pytest.CaptureFixture[str]) -> None:
     told = explained(capsys, "optimizer.lr")
-    assert told["value"] == "optimizer.lr=0.001"
+    assert told["value"] == "optimizer.lr=0.0008"
     assert told["meaning"].startswith("learning rate")
     assert (told["type"], told["range"]) == ("a number", "more than 0")
     line = int(told["set in"].removeprefix("conf/config.yaml, line "))

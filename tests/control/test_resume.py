@@ -163,7 +163,7 @@ def test_knobs_that_are_tuned_on_the_way_are_told(config: RelaxConfig) -> None:
     assert point is not None
     told = {note.split(" was ")[0]: note for note in point.notes}
     assert told.keys() == {"optimizer.lr", "rollout.temperature", "mode.max_staleness", "algo.clip_high"}
-    assert told["optimizer.lr"] == "optimizer.lr was 0.001, is 0.0005 from step 10 on"
+    assert told["optimizer.lr"] == "optimizer.lr was 0.0008, is 0.0005 from step 10 on"
 
 
 def test_where_and_how_long_a_run_goes_is_nobodys_business(config: RelaxConfig) -> None:
