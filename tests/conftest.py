@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Generator, Iterator
 
@@ -17,6 +18,10 @@ SCRATCH = pytest.StashKey[Scratch]()
 # As `make test` does: bits are those of one thread, and cores shared. Here, since a room's own conftest imports torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# A shell ignores SIGINT in what it starts in the background, and nohup ignores SIGHUP; children would inherit both.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 # The same examples each time, however slow the machine is: a red test is of the change before it.
 # `--hypothesis-profile=default` draws new ones.
