@@ -48,7 +48,8 @@ def test_two_teachers_by_engines_and_taking_turns(taught: FinishedRun, tmp_path:
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
     keys = (f"algo.teachers.trained={taught.folder}/hf", "algo.teacher_key=by", "algo.served_by=engine")
     data = ("data=file", f"data.path={rows}", "data.eval_size=100", "model.task=reverse_digits", "eval.rows=100")
-    more = ("algo.form=topk_mixed", "algo.group_size=8", "mode=colocate", "run.steps=40", "eval.every=40")
+    fast = ("optimizer.lr=2e-3", "optimizer.warmup_steps=4")
+    more = (*fast, "algo.form=topk_mixed", "algo.group_size=8", "mode=colocate", "run.steps=40", "eval.every=40")
     run = run_to_end(tmp_path / "run", *QUIET, *keys, *data, *more)
     assert run.code == 0, run.output
     run.assert_books_closed()
