@@ -180,6 +180,8 @@ def data_problems(config: RelaxConfig) -> Iterator[str]:
         return  # config/ has said so
     if config.engine.context_length is not None and config.engine.context_length <= new_tokens:
         return
+    if plugin_problems(config):
+        return  # `settle` has told them, and an env that hangs would do so here
     try:
         refused = look_at_data(config).refused
     except (ValueError, OSError) as error:

@@ -26,6 +26,7 @@ from relax_core.observe.summary import SUMMARY_FILE
 
 POLL_S = 0.2
 END_S = 600.0  # a stop writes a checkpoint; the run has shorter limits of its own
+KILLED_S = 10.0  # a killed process ends at once
 KEPT_LINES = 50  # of what the run says on stderr
 
 OnStep = Callable[[int, Mapping[str, float]], bool | None]
@@ -155,7 +156,7 @@ class _Child:
             except KeyboardInterrupt:
                 self._signal(signal.SIGINT)
         self._process.kill()
-        self._process.wait()
+        self._process.wait(KILLED_S)
 
     def close(self) -> None:
         """Of a process that has ended."""

@@ -88,7 +88,7 @@ class EngineDirectory:
                 if ray.wait([answer], timeout=0)[0]:
                     del self._asked[engine]
                     with suppress(RayError):  # it is not up, or its owner is gone: it is asked again the next time
-                        self._clients[engine] = self._new_client(engine, ray.get(answer))
+                        self._clients[engine] = self._new_client(engine, ray.get(answer, timeout=OWNER_S))
             return [self._clients[engine] for engine in sorted(self._clients)]
 
     async def client_async(self, engine: int, fresh: bool) -> EngineClient:

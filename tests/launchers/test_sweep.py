@@ -61,7 +61,7 @@ def test_a_sweep_is_validated_as_a_whole_before_its_first_run(
     assert list(tmp_path.iterdir()) == []
     for words in ("seed=1 rollout.temperature=0", "seed=2 rollout.temperature=-1"):
         assert f"relax: run {words} of the sweep is refused" in told
-    assert told.count("rollout.temperature=0.0: must be more than 0") == 2
+    assert told.count("rollout.temperature=0.0: must be at least 1e-06") == 2
     assert told.endswith("relax: 4 of the sweep's 6 runs are refused, so none was started\n")
 
 

@@ -10,7 +10,7 @@ import pytest
 from relax_core.config.compose import load_config
 from relax_core.config.errors import ConfigError
 from relax_core.plan.plugins import plugin_problems
-from relax_core.preflight import settle
+from relax_core.preflight import CHECKS, settle
 from relax_core.rollout import plugin_trial
 
 REWARD = """
@@ -102,6 +102,27 @@ def test_an_env_that_returns_text_is_told_before_the_prompts_are_made(tmp_path: 
     settled, found = settle(config)
     assert settled is config
     assert any("env odd (" in one and "returned 'p0' of type str" in one for one in found)
+
+
+def test_an_env_that_hangs_is_called_in_no_process_that_cannot_be_killed(
+    tmp_path: Path, rows: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = tmp_path / "odd_env.py"
+    env.write_text("import time\n" + ENV.replace('row["prompt"]', "time.sleep(600)"))
+    monkeypatch.setattr("relax_core.plan.plugins.CALL_S", 0.2)
+    with pytest.raises(ConfigError) as caught:
+        load_config([f"env.name={env}", *rows, "reward=math"], checks=CHECKS, settle=settle)
+    assert any("messages for " in one and "did not end within 0.2 s" in one for one in caught.value.problems)
+
+
+def test_a_row_that_an_env_cannot_take_counts_as_a_bad_row(tmp_path: Path, rows: list[str]) -> None:
+    env = tmp_path / "odd_env.py"
+    single_turn = (Path(__file__).parents[2] / "envs" / "single_turn.py").read_text()
+    env.write_text(single_turn.replace('row["prompt"]', '{"p0": 1}.get(row["prompt"], 0) and 1 // 0 or row["prompt"]'))
+    words = [f"env.name={env}", *rows, "reward=math"]
+    assert load_config([*words, "data.max_bad_rows=0.2"], checks=CHECKS, settle=settle).env.name == str(env)
+    with pytest.raises(ConfigError, match=r"1 of the 16 rows .* data\.max_bad_rows=0\.01"):
+        load_config([*words, "data.max_bad_rows=0.01"], checks=CHECKS, settle=settle)
 
 
 def test_an_algorithm_is_tried_on_a_made_up_group(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ class Patient(Backend):
 class Peer(RankPeer):
     """With a back end that needs no other ranks."""
 
-    role = "actor"
+    role = "reference"  # whose process runs no plug-in, so that its output has no log of its own
 
     def warm_up(self) -> None:
         """Nothing: Megatron is not needed."""

@@ -7,6 +7,7 @@ python dp_rank.py <rank> <world size> <port> <model folder> <output> <distribute
 import json
 import os
 import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -28,7 +29,10 @@ def main() -> None:
         timeout_s=float(timeout_s),
         optimizer={"eps": 1e-4},
     )
+    begun = Path(f"{output}.begun")
     for step in range(int(steps)):
+        if rank == "0":
+            begun.write_text(str(step))
         micro_batches = [split_over_ranks(groups, int(world_size))[int(rank)] for groups in dp_groups()]
         metrics = train_step(backend, micro_batches, step=step)
     if rank == "0":
@@ -37,6 +41,10 @@ def main() -> None:
         Path(f"{output}.json").write_text(json.dumps(asdict(metrics)))
     if steps == most:
         dist.barrier()  # a rank that ends breaks the connections of those that still compute
+    else:
+        while begun.read_text() != steps:  # rank 0 has not begun the step that this rank does not train
+            time.sleep(0.05)
+        time.sleep(1.0)  # it waits for the ranks by now: gloo names them only then
     os._exit(0)  # gloo's threads may abort a process whose interpreter shuts down while they run
 
 
