@@ -196,8 +196,7 @@ def test_a_slow_body_is_refused_and_a_quick_one_is_not(
 ) -> None:
     there = door()
     head = b"POST / HTTP/1.1\r\n" + TOKEN + b"content-length: 1000000\r\n\r\n"
-    slow, quick = connect(there, head + b"x"), connect(there, head)
-    quick.send(bytes(1000000))
+    slow, quick = connect(there, head + b"x"), connect(there, head + bytes(1000000))
     assert b" 200 " in quick.answer()
     assert b" 408 " in slow.to_end()
     wait_until(lambda: there.gone == ["/"], what="the end of the slow request")
@@ -206,9 +205,9 @@ def test_a_slow_body_is_refused_and_a_quick_one_is_not(
 def test_a_time_without_sweeps_is_held_against_nobody(
     door: Callable[..., Door], connect: Callable[..., Client]
 ) -> None:
-    there = door(HEAD_SWEEPS=50)
+    there = door(HEAD_SWEEPS=100)
     client = connect(there, b"GET / HTTP/1.1\r\n")
-    there.stall(2.0)  # twice as long as these sweeps
+    there.stall(4.0)  # twice as long as these sweeps
     client.send(b"\r\n")
     assert b" 200 " in client.answer()
 
