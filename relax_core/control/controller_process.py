@@ -17,6 +17,7 @@ from typing import Literal, NoReturn
 
 from relax_core.contracts.stop_signals import STOP_SIGNALS
 from relax_core.control.orphans import PR_SET_NAME, prctl
+from relax_core.control.processes import LONGEST_GAP_S
 from relax_core.control.signals import StopSignals
 from relax_core.control.supervisor_pipe import (
     AT_ONCE,
@@ -31,7 +32,6 @@ from relax_core.control.supervisor_pipe import (
 
 FAILED = 1
 LOOK_S = 0.2  # how late an end, a freeze or a signal is noticed
-LONGEST_GAP_S = 3.0  # between two looks; more was this process's own pause, and is held against nobody
 AT_ONCE_S = 5.0  # a controller that was told to end at once has so long for it
 CONTROLLER = "relax-control"  # its name in `ps` and `top`; 15 characters at most
 

@@ -10,9 +10,8 @@ from typing import Any, Literal
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 
+from relax_core.control.processes import LONGEST_GAP_S
 from relax_core.roles.worker import WorkerStatus
-
-LONGEST_GAP_S = 3.0  # between two polls; more was this process's own pause, and is held against nobody
 
 Life = Literal["starting", "alive", "restarting", "dead"]
 

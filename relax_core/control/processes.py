@@ -13,6 +13,7 @@ import psutil
 
 GONE_S = 10.0  # what not even SIGKILL ends by then hangs in the kernel
 POLL_S = 0.005
+LONGEST_GAP_S = 3.0  # between two looks at others; more was this process's own pause, and is held against nobody
 GONE = ("gone", "Z", "X")  # how a `process_state` begins where nothing runs any more
 
 

@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Self
 
-from relax_core.control.processes import GONE, process_state
+from relax_core.control.processes import GONE, LONGEST_GAP_S, process_state
 
 LOOK_S = 0.25
-LONGEST_GAP_S = 3.0  # between two looks; more was this process's own pause, and is held against nobody
 STOPPED = "T"  # how a `process_state` begins where a process was stopped
 
 

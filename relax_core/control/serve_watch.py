@@ -9,8 +9,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
 
-from relax_core.control.heartbeats import LONGEST_GAP_S
-from relax_core.control.processes import kill, process_state
+from relax_core.control.processes import LONGEST_GAP_S, kill, process_state
 
 CONTROLLER_ACTOR, NAMESPACE = "SERVE_CONTROLLER_ACTOR", "serve"  # Serve's own names
 

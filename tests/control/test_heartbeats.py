@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from relax_core.control.heartbeats import LONGEST_GAP_S, Beat, Heartbeats
-from relax_core.control.processes import process_state
+from relax_core.control.heartbeats import Beat, Heartbeats
+from relax_core.control.processes import LONGEST_GAP_S, process_state
 from relax_core.roles.worker import WorkerStatus
 
 DEADLINE_S = 120.0
