@@ -119,6 +119,6 @@ def _sample_row(life: SampleLife) -> dict[str, Any]:
         "version": last.version if last is not None else None,
         "reason": last.reason if last is not None else "",
         "reward": made.reward if made is not None else None,
-        "finish_reason": made.finish_reason if made is not None else None,
-        **({f"part/{name}": value for name, value in made.reward_parts.items()} if made is not None else {}),
+        "finish_reason": made.ended if made is not None else None,
+        **({f"part/{name}": value for name, value in made.parts.items()} if made is not None else {}),
     }

@@ -30,7 +30,7 @@ from relax_core.contracts.bus import (
     VersionChange,
 )
 from relax_core.contracts.columns import booked_payloads, payload_bytes
-from relax_core.contracts.sample import group_uid, sample_uid
+from relax_core.contracts.tree import group_uid, sample_uid
 
 STALE = "stale"
 

@@ -12,24 +12,14 @@ from typing import Any, Self
 
 import msgspec
 
-from relax_core.contracts.columns import SampleInfo, decode_array, decode_sample_info, decode_weight_versions
-from relax_core.contracts.sample import VersionSpan
+from relax_core.contracts.columns import decode_episodes
+from relax_core.contracts.tree import Episode
 
 BUSY_S = 10.0  # how long a read waits for a writer's lock
 SETTLE_S = 2.0  # a group's end is on disk as a whole after the journal's next batch
 FILTERS = ("uid", "group", "step", "reason")
 _FIELD_OF = {"uid": "uid", "group": "group_uid", "step": "step", "reason": "reason"}
 _EVENT = "id, event, uid, group_uid, step, version, reason, time"
-
-
-class Made(msgspec.Struct, frozen=True, kw_only=True):
-    """What the rollout told of a sample. ``weight_versions``: which weights made which of its tokens."""
-
-    engine: str
-    weight_versions: list[VersionSpan]
-    finish_reason: str
-    reward: float
-    reward_parts: dict[str, float]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -43,7 +33,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     version: int | None = None
     reason: str = ""
     undone: bool = False
-    made: Made | None = None
+    made: Episode | None = None
 
 
 class SampleLife(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,7 +66,7 @@ class LedgerFile:
         # Without a log beside it nobody has the file open; read as immutable it needs no lock file in the run's folder.
         immutable = "" if path.with_name(f"{path.name}-wal").exists() else "&immutable=1"
         self._database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro{immutable}", uri=True, timeout=BUSY_S)
-        self._made: dict[int, dict[str, Made]] = {}
+        self._made: dict[int, dict[str, Episode]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -123,16 +113,16 @@ class LedgerFile:
         in_force = [event.event for event in events if not event.undone]
         return SampleLife(uid=uid, group=rows[0][3], state=in_force[-1] if in_force else "undone", events=events)
 
-    def _made_of(self, event_id: int, uid: str) -> Made | None:
+    def _made_of(self, event_id: int, uid: str) -> Episode | None:
         """``generated`` has one row for all samples of a group, under the id of the first."""
         row = self._database.execute(
-            "SELECT id, weight_versions, rewards, sample_info FROM generated WHERE id <= ? ORDER BY id DESC LIMIT 1",
+            "SELECT id, episodes FROM generated WHERE id <= ? ORDER BY id DESC LIMIT 1",
             (event_id,),
         ).fetchone()
         if row is None:
             return None
         if row[0] not in self._made:
-            self._made[row[0]] = _decode(*row[1:])
+            self._made[row[0]] = {one.uid: one for one in decode_episodes(row[1])}
         return self._made[row[0]].get(uid)
 
     def books(self, *, run_over: bool) -> FileBooks:
@@ -181,20 +171,6 @@ class LedgerFile:
     def reasons(self) -> dict[str, int]:
         """Every reason that events give, and how many do."""
         return dict(self._database.execute("SELECT reason, COUNT(*) FROM events WHERE reason != '' GROUP BY reason"))
-
-
-def _decode(weight_versions: bytes, rewards: bytes, sample_info: bytes) -> dict[str, Made]:
-    info: list[SampleInfo] = decode_sample_info(sample_info)
-    return {
-        one.uid: Made(
-            engine=one.engine,
-            weight_versions=spans,
-            finish_reason=one.finish_reason,
-            reward=float(reward),
-            reward_parts=one.reward_parts,
-        )
-        for one, spans, reward in zip(info, decode_weight_versions(weight_versions), decode_array(rewards), strict=True)
-    }
 
 
 def _place(uid: str) -> tuple[str, int]:

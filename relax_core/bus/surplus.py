@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from relax_core.bus.groups import OpenGroup
 from relax_core.bus.settings import BusSettings
-from relax_core.contracts.columns import WEIGHT_VERSIONS, decode_weight_versions
+from relax_core.contracts.columns import EPISODES, decode_episodes
 
 OVER_SAMPLED = "over_sampled"
 
@@ -31,7 +31,7 @@ def is_surplus(group: OpenGroup, settings: BusSettings, *, version: int) -> bool
 
 def newest_version(columns: Mapping[str, bytes]) -> int | None:
     """The version of a row's newest token; None where the columns do not tell."""
-    if WEIGHT_VERSIONS not in columns:
+    if EPISODES not in columns:
         return None
-    samples = decode_weight_versions(columns[WEIGHT_VERSIONS])
-    return max(span.version for spans in samples for span in spans)
+    turns = [turn for one in decode_episodes(columns[EPISODES]) for turn in one.turns]
+    return max(version for turn in turns for version, _ in turn.versions)

@@ -1,161 +1,151 @@
-"""How a group travels as bus columns: one payload of bytes for each (group, column).
+"""How a token tree travels as bus columns: one payload of bytes for each (group, column).
 
-Ragged numbers (token ids, log-probs, advantages) travel flat with their lengths, so that a consumer reads them
-without a copy; everything else is msgpack. No pickle anywhere.
+A column of numbers is the array's bytes, little-endian and C-ordered, read without a copy: its dtype stands here, its
+rows are the tree's. Episodes and media are msgpack. No pickle anywhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 import numpy as np
 
+from relax_core.contracts.bus import LeasedRow
 from relax_core.contracts.kept_tokens import KeptTokens
-from relax_core.contracts.sample import Group, RoutedExperts, VersionSpan
+from relax_core.contracts.tree import BY_TOKEN, Episode, Media, TokenTree, check_tree
 
 Columns = dict[str, bytes]
 
-PROMPT_IDS = "prompt_ids"  # int32 [prompt]
-RESPONSE_IDS = "response_ids"  # Ragged int32 [samples][response]
-LOSS_MASK = "loss_mask"  # Ragged uint8, 1 = trained
-ROLLOUT_LOGPROBS = "rollout_logprobs"  # Ragged float32
-WEIGHT_VERSIONS = "weight_versions"  # list[list[VersionSpan]], one list a sample
-REWARDS = "rewards"  # float32 [samples]
-SAMPLE_INFO = "sample_info"  # list[SampleInfo]
-OLD_LOGPROBS = "old_logprobs"  # Ragged float32, written by actor_fwd
-REFERENCE_LOGPROBS = "reference_logprobs"  # Ragged float32, written by reference
-ADVANTAGES = "advantages"  # Ragged float32, written by advantages
-RETURNS = "returns"  # Ragged float32, written by advantages where there is a critic
-VALUES = "values"  # Ragged float32, written by critic
+TOKEN_IDS = "token_ids"
+END = "end"
+LOSS_MASK = "loss_mask"
+LOGPROBS = "logprobs"
+VERSIONS = "versions"
+EPISODES = "episodes"  # list[Episode]
+MEDIA = "media"  # list[Media]
+FORWARD_COLUMNS = (TOKEN_IDS, END, VERSIONS, EPISODES)  # what a forward pass of another model needs
+ROLLOUT_COLUMNS = (TOKEN_IDS, END, LOSS_MASK, LOGPROBS, VERSIONS, EPISODES, MEDIA)
+
+OLD_LOGPROBS = "old_logprobs"  # written by actor_fwd
+REFERENCE_LOGPROBS = "reference_logprobs"  # written by reference
+VALUES = "values"  # written by critic, in front of each row
+ADVANTAGES = "advantages"  # one a token (`relax_core.contracts.tree.BY_TOKEN`)
+RETURNS = "returns"  # one a token, where there is a critic
 TEACHER = "teacher"  # msgpack str, the name of the prompt's teacher
-TEACHER_LOGPROBS = "teacher_logprobs"  # Ragged float32, written by teacher
-TEACHER_TOP_IDS = "teacher_top_ids"  # Ragged int32, top_k numbers a response token, written by teacher
-TEACHER_TOP_LOGPROBS = "teacher_top_logprobs"  # Ragged float32, the same
+TEACHER_LOGPROBS = "teacher_logprobs"  # written by teacher
+TEACHER_TOP_IDS = "teacher_top_ids"  # [rows, top_k], written by teacher
+TEACHER_TOP_LOGPROBS = "teacher_top_logprobs"  # the same
+ROUTED_EXPERTS = "routed_experts"  # [rows, layers with experts, experts a token], behind two bytes that name the dtype
+KEPT_TOKENS = "kept_tokens"  # KeptTokens, one set a row, where top_k, top_p or min_p leaves tokens out
 
-# RoutedExperts of the group's rows as the trainer packs them: the prompt's, then each response's but its last token's
-ROUTED_EXPERTS = "routed_experts"
+BOOKED_COLUMNS = (EPISODES,)  # the ledger's file keeps it of every group: it is small
 
-# KeptTokens of the group's response tokens, sample after sample, where top_k, top_p or min_p leaves tokens out
-KEPT_TOKENS = "kept_tokens"
-
-ROLLOUT_COLUMNS = (
-    PROMPT_IDS,
-    RESPONSE_IDS,
-    LOSS_MASK,
-    ROLLOUT_LOGPROBS,
-    WEIGHT_VERSIONS,
-    REWARDS,
-    SAMPLE_INFO,
-)
-
-BOOKED_COLUMNS = (WEIGHT_VERSIONS, REWARDS, SAMPLE_INFO)  # the ledger's file keeps them of every row: they are small
-
-
-class Ragged(msgspec.Struct, frozen=True, array_like=True):
-    """Rows of differing length, stored flat. ``dtype`` is a numpy name; ``data`` is little-endian and C-ordered."""
-
-    dtype: str
-    lengths: list[int]
-    data: bytes
-
-    def flat(self) -> np.ndarray:
-        """All rows one after the other, ``[sum(lengths)]``; a read-only view of the payload."""
-        return np.frombuffer(self.data, dtype=self.dtype)
-
-    def rows(self) -> list[np.ndarray]:
-        """One read-only array a row."""
-        return np.split(self.flat(), np.cumsum(self.lengths[:-1])) if self.lengths else []
-
-
-class SampleInfo(msgspec.Struct, frozen=True, array_like=True):
-    """What is told of a sample beside its tensors."""
-
-    uid: str
-    finish_reason: str
-    reward_parts: dict[str, float]
-    engine: str = ""
-
+_DTYPES = {
+    TOKEN_IDS: "<i4",
+    END: "<i4",
+    LOSS_MASK: "|b1",
+    LOGPROBS: "<f4",
+    VERSIONS: "<i4",
+    OLD_LOGPROBS: "<f4",
+    REFERENCE_LOGPROBS: "<f4",
+    VALUES: "<f4",
+    ADVANTAGES: "<f4",
+    RETURNS: "<f4",
+    TEACHER_LOGPROBS: "<f4",
+    TEACHER_TOP_IDS: "<i4",
+    TEACHER_TOP_LOGPROBS: "<f4",
+}
+_EXTRAS = {*_DTYPES, ROUTED_EXPERTS} - {*ROLLOUT_COLUMNS}
+_WIDE = {TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS}  # with a second axis
+_EXPERT_DTYPES: dict[bytes, np.dtype[Any]] = {b"u1": np.dtype("u1"), b"u2": np.dtype("<u2")}
 
 _encoder = msgspec.msgpack.Encoder()
-_ragged_decoder = msgspec.msgpack.Decoder(Ragged)
-_spans_decoder = msgspec.msgpack.Decoder(list[list[VersionSpan]])
-_info_decoder = msgspec.msgpack.Decoder(list[SampleInfo])
-_experts_decoder = msgspec.msgpack.Decoder(RoutedExperts)
+_episodes_decoder = msgspec.msgpack.Decoder(list[Episode])
+_media_decoder = msgspec.msgpack.Decoder(list[Media])
 _kept_decoder = msgspec.msgpack.Decoder(KeptTokens)
 
 
-def encode_ragged(rows: Sequence[Sequence[float] | np.ndarray], *, dtype: str) -> bytes:
-    """Encodes rows of numbers as one payload."""
-    lengths = [len(row) for row in rows]
-    flat = np.empty(sum(lengths), dtype=dtype)
-    start = 0
-    for row, length in zip(rows, lengths, strict=True):
-        flat[start : start + length] = row
-        start += length
-    return _encoder.encode(Ragged(dtype, lengths, flat.tobytes()))
-
-
-def encode_flat(flat: np.ndarray, lengths: Sequence[int]) -> bytes:
-    """Encodes an already flat array ``[sum(lengths)]`` as a ragged payload."""
-    assert flat.ndim == 1 and flat.shape[0] == sum(lengths)
-    return _encoder.encode(Ragged(flat.dtype.name, [int(n) for n in lengths], np.ascontiguousarray(flat).tobytes()))
-
-
-def decode_ragged(payload: bytes) -> Ragged:
-    return _ragged_decoder.decode(payload)
-
-
-def encode_array(values: Sequence[float] | np.ndarray, *, dtype: str) -> bytes:
-    """Encodes a one-dimensional array as a ragged payload of one row."""
-    return encode_ragged([values], dtype=dtype)
-
-
-def decode_array(payload: bytes) -> np.ndarray:
-    return _ragged_decoder.decode(payload).flat()
-
-
-def decode_weight_versions(payload: bytes) -> list[list[VersionSpan]]:
-    return _spans_decoder.decode(payload)
-
-
-def decode_sample_info(payload: bytes) -> list[SampleInfo]:
-    return _info_decoder.decode(payload)
-
-
-def decode_routed_experts(payload: bytes) -> np.ndarray:
-    """uint8 or uint16 ``[packed tokens, MoE layers, experts a token]``, read-only."""
-    return _experts_decoder.decode(payload).array()
-
-
-def decode_kept_tokens(payload: bytes) -> KeptTokens:
-    """One set for each of the group's response tokens."""
-    return _kept_decoder.decode(payload)
-
-
-def encode_group(group: Group) -> Columns:
-    """The rollout's columns of a complete group. Every sample must have a reward: drop the others first."""
-    samples = group.samples
-    rewards = [sample.reward for sample in samples if sample.reward is not None]
-    assert samples and len(rewards) == len(samples)
-    extras: Columns = {}
-    if group.routed_experts is not None:
-        parts = [group.routed_experts, *(s.routed_experts for s in samples if s.routed_experts is not None)]
-        assert len(parts) == 1 + len(samples), "asked for with every prompt of a run or with none"
-        extras[ROUTED_EXPERTS] = _encoder.encode(RoutedExperts.joined(parts))
-    kept = [s.kept for s in samples if s.kept is not None]
-    if kept:
-        assert len(kept) == len(samples), "asked for with every prompt of a run or with none"
-        extras[KEPT_TOKENS] = _encoder.encode(KeptTokens.joined(kept))
-    return extras | {
-        PROMPT_IDS: encode_array(group.prompt_ids, dtype="int32"),
-        RESPONSE_IDS: encode_ragged([s.response_ids for s in samples], dtype="int32"),
-        LOSS_MASK: encode_ragged([s.loss_mask for s in samples], dtype="uint8"),
-        ROLLOUT_LOGPROBS: encode_ragged([s.rollout_logprobs for s in samples], dtype="float32"),
-        WEIGHT_VERSIONS: _encoder.encode([s.weight_versions for s in samples]),
-        REWARDS: encode_array(rewards, dtype="float32"),
-        SAMPLE_INFO: _encoder.encode([SampleInfo(s.uid, s.finish_reason, s.reward_parts, s.engine) for s in samples]),
+def encode_tree(tree: TokenTree) -> Columns:
+    """All that the tree has. Raises ValueError as `check_tree` does."""
+    check_tree(tree)
+    columns = {
+        TOKEN_IDS: encode_column(TOKEN_IDS, tree.token_ids),
+        END: encode_column(END, tree.end),
+        LOSS_MASK: encode_column(LOSS_MASK, tree.loss_mask),
+        LOGPROBS: encode_column(LOGPROBS, tree.logprobs),
+        VERSIONS: encode_column(VERSIONS, tree.versions),
+        EPISODES: _encoder.encode(tree.episodes),
+        MEDIA: _encoder.encode(tree.media),
+        **{name: encode_column(name, array) for name, array in tree.extras.items()},
     }
+    if tree.kept is not None:
+        assert tree.kept.tokens == tree.rows, "one set a row"
+        columns[KEPT_TOKENS] = _encoder.encode(tree.kept)
+    return columns
+
+
+def encode_column(name: str, array: np.ndarray) -> bytes:
+    """The bytes of an array in the column's dtype. They do not tell the rows, which must be the tree's."""
+    if name == ROUTED_EXPERTS:
+        narrow = b"u1" if array.max(initial=0) <= np.iinfo(np.uint8).max else b"u2"
+        return narrow + array.astype(_EXPERT_DTYPES[narrow], copy=False).tobytes()
+    return np.ascontiguousarray(array, dtype=_DTYPES[name]).tobytes()
+
+
+def decode_column(name: str, payload: bytes, *, rows: int) -> np.ndarray:
+    """A read-only view of the payload: ``[rows]``, or ``[rows, …]``. ``rows``: the tree's rows, or of an extra by
+    token its tokens. Raises ValueError where the payload is of another number."""
+    if name == ROUTED_EXPERTS:
+        flat = np.frombuffer(payload, dtype=_EXPERT_DTYPES[bytes(payload[:2])], offset=2)
+    else:
+        flat = np.frombuffer(payload, dtype=_DTYPES[name])
+    if name in _WIDE or name == ROUTED_EXPERTS:
+        if rows and flat.size % rows == 0:
+            return flat.reshape(rows, -1)
+    elif flat.size == rows:
+        return flat
+    raise ValueError(f"column {name} has {flat.size} numbers for {rows} rows")
+
+
+def decode_episodes(payload: bytes) -> list[Episode]:
+    return _episodes_decoder.decode(payload)
+
+
+def decode_tree(row: LeasedRow) -> TokenTree:
+    """The tree of a leased row, with the columns that were leased: `TOKEN_IDS`, `END`, `VERSIONS` and `EPISODES` at
+    least. Without `LOSS_MASK` all sampled rows count as trained; without `LOGPROBS` they are 0. Raises ValueError, with
+    the group's uid, where the columns do not belong together."""
+    columns = row.columns
+    try:
+        return _decode_tree(row.group_uid, columns)
+    except ValueError as error:
+        raise ValueError(f"group {row.group_uid}: {error}") from error
+
+
+def _decode_tree(uid: str, columns: Mapping[str, bytes]) -> TokenTree:
+    token_ids = np.frombuffer(columns[TOKEN_IDS], dtype=_DTYPES[TOKEN_IDS])
+    rows = len(token_ids)
+    versions = decode_column(VERSIONS, columns[VERSIONS], rows=rows)
+    masks, logprobs = columns.get(LOSS_MASK), columns.get(LOGPROBS)
+    extras: dict[str, np.ndarray] = {}
+    tree = TokenTree(
+        group_uid=uid,
+        token_ids=token_ids,
+        end=decode_column(END, columns[END], rows=rows),
+        loss_mask=versions >= 0 if masks is None else decode_column(LOSS_MASK, masks, rows=rows),
+        logprobs=np.zeros(rows, np.float32) if logprobs is None else decode_column(LOGPROBS, logprobs, rows=rows),
+        versions=versions,
+        episodes=decode_episodes(columns[EPISODES]),
+        media=_media_decoder.decode(columns[MEDIA]) if MEDIA in columns else (),
+        kept=_kept_decoder.decode(columns[KEPT_TOKENS]) if KEPT_TOKENS in columns else None,
+        extras=extras,
+    )
+    for name in columns.keys() & _EXTRAS:
+        its_rows = len(tree.tokens[1]) if name in BY_TOKEN else rows
+        extras[name] = decode_column(name, columns[name], rows=its_rows)
+    return tree
 
 
 def booked_payloads(columns: Mapping[str, bytes]) -> tuple[bytes, ...] | None:

@@ -1,4 +1,4 @@
-"""A sample, its group, and the weight versions of its tokens."""
+"""What an engine tells of a response beside its tokens."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from typing import Literal
 import msgspec
 import numpy as np
 
-from relax_core.contracts.kept_tokens import KeptTokens
-
 FinishReason = Literal["stop", "length", "abort"]
-TRUNCATED = "truncated"  # the ledger's reason for a sample of which nothing is trained because it was cut at its limit
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -46,54 +43,3 @@ class RoutedExperts(msgspec.Struct, frozen=True, array_like=True):
     def array(self) -> np.ndarray:
         """A read-only view; raises ValueError where ``data`` does not fit ``shape``."""
         return np.frombuffer(self.data, dtype=self.dtype).reshape(self.shape)
-
-
-class Sample(msgspec.Struct, frozen=True, kw_only=True):
-    """One response to a prompt, token ids exactly as the engine produced them.
-
-    ``response_ids``, ``rollout_logprobs`` and ``loss_mask`` have one entry a response token, the stop token included.
-    ``rollout_logprobs`` are natural logs of the distribution that was sampled from.
-    ``reward`` is None when it could not be computed; such a sample is dropped, never trained as 0.
-    ``engine``: which one generated it. ``routed_experts``: of its tokens but the last, where they are replayed.
-    ``kept``: the set of tokens that each of its tokens was sampled from, where top_k, top_p or min_p leaves some out.
-    """
-
-    uid: str
-    response_ids: list[int]
-    rollout_logprobs: list[float]
-    loss_mask: list[int]
-    weight_versions: list[VersionSpan]
-    finish_reason: FinishReason
-    reward: float | None
-    reward_parts: dict[str, float] = {}
-    engine: str = ""
-    routed_experts: RoutedExperts | None = None
-    kept: KeptTokens | None = None
-
-    @property
-    def version(self) -> int:
-        """The version of the OLDEST trained token: what staleness is counted from (DESIGN §5). Of a sample without a
-        trained token it is the version of its newest token."""
-        trained = [span.version for span in self.weight_versions if any(self.loss_mask[span.start : span.end])]
-        return min(trained) if trained else max(span.version for span in self.weight_versions)
-
-
-class Group(msgspec.Struct, frozen=True, kw_only=True):
-    """All samples of one prompt. ``index`` is the order of issue, and the prompt's place in the data order.
-    ``routed_experts``: of the prompt's tokens, where they are replayed."""
-
-    group_uid: str
-    index: int
-    prompt_ids: list[int]
-    samples: list[Sample]
-    routed_experts: RoutedExperts | None = None
-    media: list[str] = []
-    metadata: dict[str, str | int | float | bool | None] = {}
-
-
-def group_uid(index: int) -> str:
-    return f"g{index:08d}"
-
-
-def sample_uid(group: str, sample_index: int) -> str:
-    return f"{group}.{sample_index}"

@@ -9,42 +9,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from relax_core.contracts.kept_tokens import KeptTokens
+from relax_core.contracts.tree import TokenTree
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainGroup:
-    """A group as the trainer sees it; per-token arrays are flat over its samples, ``[tokens]``.
-
-    ``fresh``: True where the token's whole sample came from the very weights that this step starts with; there
-    rollout and trainer must agree to rounding.
-    """
-
-    group_uid: str
-    prompt_ids: np.ndarray  # int32 [prompt]
-    lengths: np.ndarray  # int64 [samples]
-    response_ids: np.ndarray  # int32 [tokens]
-    loss_mask: np.ndarray  # bool [tokens]
-    rollout_logprobs: np.ndarray  # float32 [tokens]
-    fresh: np.ndarray | None = None  # bool [tokens]
-    advantages: np.ndarray | None = None  # float32 [tokens]
-    old_logprobs: np.ndarray | None = None  # float32 [tokens]; None: the rollout's are the old ones
-    reference_logprobs: np.ndarray | None = None  # float32 [tokens]
-    teacher_logprobs: np.ndarray | None = None  # float32 [tokens]
-    teacher_top_ids: np.ndarray | None = None  # int32 [tokens, top_k], -1 where the kept set has fewer tokens
-    teacher_top_logprobs: np.ndarray | None = None  # float32 [tokens, top_k]
-    values: np.ndarray | None = None  # float32 [tokens], the critic's when the advantages were computed
-    returns: np.ndarray | None = None  # float32 [tokens]
-    routed_experts: np.ndarray | None = None  # uint8 or uint16 [packed_tokens, moe layers, top_k], rows as packed
-    kept: KeptTokens | None = None  # [tokens] sets that log-probs normalise over; None: over the whole vocabulary
-
-    @property
-    def packed_tokens(self) -> int:
-        """Token rows that tree packing computes: the prompt once, each response without its last token."""
-        return len(self.prompt_ids) + int(self.lengths.sum()) - len(self.lengths)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,14 +40,14 @@ class TrainBackend(Protocol):
     def begin_step(self, step: int) -> None:
         """Clears gradients and sums; ``step`` sets the learning rate."""
 
-    def accumulate(self, groups: Sequence[TrainGroup]) -> None:
+    def accumulate(self, groups: Sequence[TokenTree]) -> None:
         """Forward and backward over this rank's groups of one micro-batch (may be empty on a rank)."""
 
     def finish_step(self) -> StepMetrics:
         """Divides by the global denominator, clips, steps the optimizer."""
 
-    def logprobs(self, groups: Sequence[TrainGroup]) -> list[np.ndarray]:
-        """Log-probs of the current weights, one float32 ``[tokens]`` a group. No gradient."""
+    def logprobs(self, groups: Sequence[TokenTree]) -> list[np.ndarray]:
+        """Log-probs of the current weights, one float32 ``[rows]`` a group, 0 where nothing was sampled."""
 
     @property
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:

@@ -15,7 +15,7 @@ from relax_core.config.schema import ModeName
 from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import Needs
 from relax_core.contracts.bus import BusTimeout, Lease, LeaseRequest
-from relax_core.contracts.train import TrainGroup
+from relax_core.contracts.tree import TokenTree
 from relax_core.observe.metrics_actor import MetricsUnavailable
 from relax_core.observe.records import ACTOR, metric_record
 from relax_core.registry import find_algorithm
@@ -30,7 +30,7 @@ from relax_core.roles.ranks import assemble_ranks
 from relax_core.roles.step_clock import StepClock
 from relax_core.roles.step_record import StepRows, step_values
 from relax_core.roles.worker import Worker
-from relax_core.train.rows import decode_train_group
+from relax_core.train.rows import decode_train_tree
 from relax_core.train.updates import StepResult, StepUpdates, UpdatePlan
 from relax_core.weights.transports.build import build_transport
 from relax_core.weights.transports.choice import choose_transport
@@ -176,14 +176,14 @@ class ActorWorker(Worker):
             clock.timed("train_ms", partial(updates.add, groups))
         return consumed
 
-    def _decode(self, lease: Lease, step: int, consumed: StepRows) -> list[TrainGroup]:
+    def _decode(self, lease: Lease, step: int, consumed: StepRows) -> list[TokenTree]:
         oldest = step - self._config.mode.max_staleness
         groups = []
         for row in lease.rows:
-            group, masked = decode_train_group(row, step=step, oldest_version=oldest)
+            group, masked = decode_train_tree(row, step=step, oldest_version=oldest)
             groups.append(group)
             consumed.dropped.update(masked)
-            self._group_tokens = max(self._group_tokens, group.packed_tokens)
+            self._group_tokens = max(self._group_tokens, group.computed_rows)
         consumed.lease_ids.append(lease.lease_id)
         consumed.rows.extend(lease.rows)
         consumed.groups.extend(groups)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import AdvantageInputs, AlgorithmSpec, Needs
 from relax_core.contracts.bus import LeasedRow, LeaseRequest
+from relax_core.contracts.tree import TokenTree
 from relax_core.registry import find_algorithm
 from relax_core.roles.context import RunContext
 from relax_core.roles.meet import meet_bus
@@ -56,7 +57,7 @@ class AdvantagesWorker(Worker):
 
 def input_columns(needs: Needs) -> tuple[str, ...]:
     """What a group's advantages are computed from."""
-    columns = [c.REWARDS, c.LOSS_MASK]
+    columns = [*c.FORWARD_COLUMNS, c.LOSS_MASK]
     if needs.old_logprobs == "actor_fwd":
         columns.append(c.OLD_LOGPROBS)
     if needs.reference:
@@ -65,7 +66,7 @@ def input_columns(needs: Needs) -> tuple[str, ...]:
         columns.append(c.TEACHER_LOGPROBS)
     as_old = needs.old_logprobs == "rollout" and (needs.reference or needs.teacher is not None)
     if as_old or needs.rollout_logprobs:
-        columns.append(c.ROLLOUT_LOGPROBS)
+        columns.append(c.LOGPROBS)
     if needs.critic:
         columns.append(c.VALUES)
     return tuple(columns)
@@ -80,12 +81,12 @@ def advantage_columns(rows: Sequence[LeasedRow], spec: AlgorithmSpec, knobs: obj
     if spec.normalize is not None:
         values = spec.normalize(values, inputs, knobs)
     columns = {
-        row.group_uid: {c.ADVANTAGES: _ragged(advantages, one)}
-        for row, one, advantages in zip(rows, inputs, values, strict=True)
+        row.group_uid: {c.ADVANTAGES: c.encode_column(c.ADVANTAGES, advantages.float().numpy())}
+        for row, advantages in zip(rows, values, strict=True)
     }
-    for row, one, returns in zip(rows, inputs, of_critic, strict=True):
+    for row, returns in zip(rows, of_critic, strict=True):
         if returns is not None:
-            columns[row.group_uid][c.RETURNS] = _ragged(returns, one)
+            columns[row.group_uid][c.RETURNS] = c.encode_column(c.RETURNS, returns.float().numpy())
     return columns
 
 
@@ -96,27 +97,30 @@ def _returns(group: AdvantageInputs, advantages: Tensor, spec: AlgorithmSpec, kn
     return advantages + group.values if spec.returns is None else spec.returns(group, advantages, knobs)
 
 
-def _ragged(of_tokens: Tensor, group: AdvantageInputs) -> bytes:
-    return c.encode_flat(of_tokens.float().numpy(), group.lengths.tolist())
-
-
 def advantage_inputs(row: LeasedRow) -> AdvantageInputs:
     """A row as an algorithm sees it. The engine's log-probs are the old ones where none were recomputed."""
+    return inputs_of_tree(c.decode_tree(row), with_logprobs=c.LOGPROBS in row.columns)
+
+
+def inputs_of_tree(tree: TokenTree, *, with_logprobs: bool) -> AdvantageInputs:
+    """A group as an algorithm sees it. ``with_logprobs``: of the engine, which are the old ones where none were
+    recomputed."""
     import torch
 
-    def tensor(column: str) -> Tensor | None:
-        payload = row.columns.get(column)
-        return None if payload is None else torch.from_numpy(c.decode_ragged(payload).flat().copy())
+    episodes, rows = tree.tokens
 
-    mask = c.decode_ragged(row.columns[c.LOSS_MASK])
-    lengths = torch.tensor(mask.lengths)
+    def tensor(name: str) -> Tensor | None:
+        values = tree.of_tokens(name)
+        return None if values is None else torch.from_numpy(values)
+
+    rollout = torch.from_numpy(tree.logprobs[rows]) if with_logprobs else None
     return AdvantageInputs(
-        rewards=torch.from_numpy(c.decode_array(row.columns[c.REWARDS]).copy()),
-        lengths=lengths,
-        loss_mask=torch.from_numpy(mask.flat().astype(bool)),
-        sample_ids=torch.repeat_interleave(torch.arange(len(lengths)), lengths),
-        old_logprobs=tensor(c.OLD_LOGPROBS if c.OLD_LOGPROBS in row.columns else c.ROLLOUT_LOGPROBS),
-        rollout_logprobs=tensor(c.ROLLOUT_LOGPROBS),
+        rewards=torch.tensor([one.reward for one in tree.episodes], dtype=torch.float32),
+        lengths=torch.from_numpy(tree.lengths),
+        loss_mask=torch.from_numpy(tree.loss_mask[rows]),
+        sample_ids=torch.from_numpy(episodes),
+        old_logprobs=tensor(c.OLD_LOGPROBS) if c.OLD_LOGPROBS in tree.extras else rollout,
+        rollout_logprobs=rollout,
         reference_logprobs=tensor(c.REFERENCE_LOGPROBS),
         teacher_logprobs=tensor(c.TEACHER_LOGPROBS),
         values=tensor(c.VALUES),

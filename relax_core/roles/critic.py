@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import LeasedRow
-from relax_core.contracts.train import StepMetrics, TrainGroup
+from relax_core.contracts.train import StepMetrics
+from relax_core.contracts.tree import TokenTree
 from relax_core.roles.backend import build_critic
 from relax_core.roles.column_worker import ColumnWorker, RowColumns
 from relax_core.roles.context import RunContext
 from relax_core.train.micro_batches import MicroBatcher
-from relax_core.train.rows import decode_prompt_and_responses
 
 if TYPE_CHECKING:
     from relax_core.train.critic_backend import CriticBackend
@@ -33,7 +33,7 @@ class CriticWorker(ColumnWorker):
     """
 
     task = "critic"
-    inputs = (c.PROMPT_IDS, c.RESPONSE_IDS)
+    inputs = c.FORWARD_COLUMNS
     whole_steps = True
 
     def __init__(self, name: str, context: RunContext, rank: int) -> None:
@@ -47,9 +47,9 @@ class CriticWorker(ColumnWorker):
         self.version = self.context.start_step
 
     def columns_of(self, rows: Sequence[LeasedRow]) -> RowColumns:
-        groups = [decode_prompt_and_responses(row) for row in rows]
+        groups = [c.decode_tree(row) for row in rows]
         return {
-            group.group_uid: {c.VALUES: c.encode_flat(values, group.lengths.tolist())}
+            group.group_uid: {c.VALUES: c.encode_column(c.VALUES, values)}
             for group, values in zip(groups, self._run("values", groups), strict=True)
         }
 
@@ -58,7 +58,7 @@ class CriticWorker(ColumnWorker):
         self.version = step
         self._run("begin_step", step)
 
-    def accumulate(self, groups: Sequence[TrainGroup]) -> None:
+    def accumulate(self, groups: Sequence[TokenTree]) -> None:
         """``groups``: a micro-batch of all the actor's ranks; here it is cut for the one rank that there is."""
         batcher = MicroBatcher(self.context.config.parallel.micro_batch_tokens)
         for batch in (*batcher.add(groups), batcher.flush()):

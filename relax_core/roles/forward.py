@@ -7,15 +7,12 @@ import os
 from collections.abc import Sequence
 from typing import NoReturn
 
-import numpy as np
-
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import LeasedRow
 from relax_core.roles.column_worker import ColumnWorker, RowColumns
 from relax_core.roles.context import RunContext
 from relax_core.roles.gang import Gang, RankLost
 from relax_core.roles.ranks import assemble_ranks
-from relax_core.train.rows import decode_prompt_and_responses
 from relax_core.weights.version_folder import read_latest
 
 log = logging.getLogger(__name__)
@@ -25,7 +22,7 @@ class ForwardWorker(ColumnWorker):
     """Writes ``column`` for every row. ``follow``: keep to the newest published weights. ``replays``: with
     algo.routing_replay, route each token as the engine did."""
 
-    inputs: tuple[str, ...] = (c.PROMPT_IDS, c.RESPONSE_IDS)
+    inputs: tuple[str, ...] = c.FORWARD_COLUMNS
     column: str
     follow: bool
     replays: bool
@@ -47,7 +44,7 @@ class ForwardWorker(ColumnWorker):
         self._gang = Gang(ranks, timeout_s=self.context.config.run.stall_timeout_s, waiting=self.waiting)
 
     def columns_of(self, rows: Sequence[LeasedRow]) -> RowColumns:
-        groups = [decode_prompt_and_responses(row) for row in rows]
+        groups = [c.decode_tree(row) for row in rows]
         try:
             if self.follow:
                 self._catch_up()
@@ -55,7 +52,7 @@ class ForwardWorker(ColumnWorker):
         except RankLost as lost:
             self._end(lost)
         return {
-            group.group_uid: {self.column: c.encode_flat(values.astype(np.float32), group.lengths.tolist())}
+            group.group_uid: {self.column: c.encode_column(self.column, values)}
             for group, values in zip(groups, logprobs, strict=True)
         }
 

@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from relax_core.contracts.engine import WeightManifest
-from relax_core.contracts.train import TrainGroup
+from relax_core.contracts.tree import TokenTree
 from relax_core.roles.backend import load_published
 from relax_core.roles.context import worker_name
 from relax_core.roles.failure import broke_of_others, first_cause
@@ -114,22 +114,26 @@ class Gang:
             yield from self.lead.export()
         self._wait("export", sent)
 
-    def logprobs(self, groups: Sequence[TrainGroup]) -> list[np.ndarray]:
-        """Log-probs of the current weights, one float32 ``[tokens]`` a group, in the order of ``groups``."""
+    def logprobs(self, groups: Sequence[TokenTree]) -> list[np.ndarray]:
+        """Log-probs of the current weights, one float32 ``[rows]`` a group, in the order of ``groups``."""
         if not self._peers:
             return self.lead.logprobs(groups)
-        shares = split_over_ranks(groups, len(self._replicas))
+        rows = np.cumsum([0, *(group.rows for group in groups)])
+        numbered = [
+            group.with_extras(row=np.arange(first, first + group.rows))
+            for group, first in zip(groups, rows.tolist(), strict=False)
+        ]
+        shares = split_over_ranks(numbered, len(self._replicas))
         answering = {ranks[0] for ranks in self._replicas}
         sent = self._send_shares("logprobs", shares, answering=answering)
         with self._together("logprobs", sent):
             mine = self.lead.logprobs(shares[0])
         answers = [mine, *self._wait("logprobs", sent)]
-        found = {
-            group.group_uid: values
-            for ranks, share in zip(self._replicas, shares, strict=True)
-            for group, values in zip(share, answers[ranks[0]], strict=True)
-        }
-        return [found[group.group_uid] for group in groups]
+        found = np.zeros(int(rows[-1]), dtype=np.float32)
+        for ranks, share in zip(self._replicas, shares, strict=True):
+            for piece, values in zip(share, answers[ranks[0]], strict=True):
+                found[piece.extras["row"]] = values
+        return np.split(found, rows[1:-1])
 
     def load_published(self, manifest: WeightManifest) -> bool:
         """All ranks take up a published version; False where newer ones have replaced it before one had read it."""
@@ -140,7 +144,7 @@ class Gang:
 
     # -- parts --------------------------------------------------------------------------------------------------
     def _send_shares(
-        self, method: str, shares: Sequence[list[TrainGroup]], *, answering: set[int]
+        self, method: str, shares: Sequence[list[TokenTree]], *, answering: set[int]
     ) -> list[tuple[str, Any]]:
         """To each peer the groups of its replica; the ranks in ``answering`` answer."""
         sent = []
@@ -187,7 +191,7 @@ class TrainerGang(Gang):
     def begin_step(self, step: int) -> None:
         self._all("begin_step", step, of_critic=(step,))
 
-    def accumulate(self, groups: Sequence[TrainGroup]) -> None:
+    def accumulate(self, groups: Sequence[TokenTree]) -> None:
         if not groups:
             return
         shares = split_over_ranks(groups, len(self._replicas))

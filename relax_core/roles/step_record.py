@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from relax_core.contracts import columns as c
 from relax_core.contracts.bus import LeasedRow
-from relax_core.contracts.train import StepMetrics, TrainGroup
+from relax_core.contracts.train import StepMetrics
+from relax_core.contracts.tree import TokenTree
 from relax_core.observe.records import ACTOR, HistogramRecord
 from relax_core.roles.step_clock import StepClock
 from relax_core.train.updates import StepResult
@@ -27,25 +27,25 @@ class StepRows:
     order. ``dropped``: uids that were masked whole, and why."""
 
     rows: list[LeasedRow] = field(default_factory=list)
-    groups: list[TrainGroup] = field(default_factory=list)
+    groups: list[TokenTree] = field(default_factory=list)
     lease_ids: list[int] = field(default_factory=list)
     dropped: dict[str, str] = field(default_factory=dict)
 
     def values(self, *, step: int) -> dict[str, float]:
         """Figures over the step's samples; what has no data is left out."""
-        info = [one for row in self.rows for one in c.decode_sample_info(row.columns[c.SAMPLE_INFO])]
+        episodes = [one for group in self.groups for one in group.episodes]
         staleness = [step - version for row in self.rows for version in row.versions]
         parts: dict[str, list[float]] = {}
-        for one in info:
-            for name, value in one.reward_parts.items():
+        for one in episodes:
+            for name, value in one.parts.items():
                 parts.setdefault(name, []).append(value)
-        count = len(info)
+        count = len(episodes)
         return {
-            **reward_values([c.decode_array(row.columns[c.REWARDS]) for row in self.rows]),
+            **reward_values([group_rewards(group) for group in self.groups]),
             "exact": sum(parts.pop("exact", [0.0])) / count,
             **{f"reward_{name}": sum(values) / len(values) for name, values in parts.items()},
             **length_values(self._lengths()),
-            "truncated": sum(one.finish_reason == "length" for one in info) / count,
+            "truncated": sum(one.ended == "length" for one in episodes) / count,
             **sampled_entropy(self.groups),
             "staleness_max": float(max(staleness)),
             "staleness_mean": sum(staleness) / count,
@@ -76,6 +76,11 @@ class StepRows:
         return np.sort(np.concatenate([group.lengths for group in self.groups]))
 
 
+def group_rewards(group: TokenTree) -> np.ndarray:
+    """The rewards of a group's episodes, float32 ``[episodes]``; an episode without one never gets here."""
+    return np.array([one.reward for one in group.episodes], dtype=np.float32)
+
+
 def reward_values(groups: list[np.ndarray]) -> dict[str, float]:
     """``groups``: the rewards of each group's samples. A group without signal has several samples and one reward."""
     rewards = np.concatenate(groups)
@@ -102,15 +107,13 @@ def length_values(lengths: np.ndarray) -> dict[str, float]:
     }
 
 
-def sampled_entropy(groups: list[TrainGroup]) -> dict[str, float]:
+def sampled_entropy(groups: list[TokenTree]) -> dict[str, float]:
     """−mean log-prob of the trained tokens in the engine: an estimate, from samples, of the entropy of what they were
     drawn from, in nats a token."""
-    masks = np.concatenate([group.loss_mask for group in groups])
-    tokens = int(np.count_nonzero(masks))
+    trained = np.concatenate([group.logprobs[group.loss_mask] for group in groups])
+    tokens = len(trained)
     if not tokens:
         return {}
-    logprobs = np.concatenate([group.rollout_logprobs for group in groups])
-    trained = logprobs if tokens == len(masks) else logprobs[masks]
     return {"entropy": -float(trained.sum(dtype=np.float64)) / tokens}
 
 

@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
-import numpy as np
 
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import LeasedRow
-from relax_core.contracts.train import TrainGroup
+from relax_core.contracts.tree import TokenTree
 from relax_core.engines.client import EngineClient
 from relax_core.engines.process import EngineLaunch
 from relax_core.registry import find_algorithm
@@ -29,14 +28,13 @@ from relax_core.roles.teacher_scorers import (
     TeacherScorer,
     TeacherScores,
 )
-from relax_core.train.rows import decode_prompt_and_responses
 
 
 class TeacherWorker(ColumnWorker):
     """Writes the teacher's columns for every row, each with the teacher that the row names."""
 
     task = "teacher"
-    inputs: tuple[str, ...] = (c.PROMPT_IDS, c.RESPONSE_IDS, c.TEACHER)
+    inputs: tuple[str, ...] = (*c.FORWARD_COLUMNS, c.TEACHER)
     _teachers: Mapping[str, TeacherScorer]
     _owners: Mapping[str, str] = {}  # teacher → the owner of its engine, where it has one
 
@@ -69,12 +67,12 @@ class TeacherWorker(ColumnWorker):
             of_teachers[msgspec.msgpack.decode(row.columns[c.TEACHER], type=str)].append(row)
         columns: RowColumns = {}
         for name, its_rows in of_teachers.items():
-            groups = [decode_prompt_and_responses(row) for row in its_rows]
+            groups = [c.decode_tree(row) for row in its_rows]
             for group, scores in zip(groups, self._score(name, groups), strict=True):
-                columns[group.group_uid] = teacher_columns(scores, group.lengths.tolist())
+                columns[group.group_uid] = teacher_columns(scores)
         return columns
 
-    def _score(self, name: str, groups: Sequence[TrainGroup]) -> list[TeacherScores]:
+    def _score(self, name: str, groups: Sequence[TokenTree]) -> list[TeacherScores]:
         teacher = self._teachers[name]
         if name not in self._owners:
             return teacher.score(groups)
@@ -82,12 +80,12 @@ class TeacherWorker(ColumnWorker):
             return teacher.score(groups)
 
 
-def teacher_columns(scores: TeacherScores, lengths: Sequence[int]) -> dict[str, bytes]:
-    """``lengths``: response tokens of each sample."""
-    columns = {c.TEACHER_LOGPROBS: c.encode_flat(scores.logprobs, lengths)}
+def teacher_columns(scores: TeacherScores) -> dict[str, bytes]:
+    """The columns of one group."""
+    columns = {c.TEACHER_LOGPROBS: c.encode_column(c.TEACHER_LOGPROBS, scores.logprobs)}
     for name, values in ((c.TEACHER_TOP_IDS, scores.top_ids), (c.TEACHER_TOP_LOGPROBS, scores.top_logprobs)):
         if values is not None:
-            columns[name] = c.encode_flat(np.ravel(values), [length * values.shape[1] for length in lengths])
+            columns[name] = c.encode_column(name, values)
     return columns
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from relax_core.contracts.engine import EngineUnreachable
 from relax_core.contracts.kept_tokens import OUTSIDE
-from relax_core.contracts.train import TrainGroup
+from relax_core.contracts.tree import TokenTree, rows_of_episodes
 from relax_core.engines.scores import TokenScores, TokensToScore
 from relax_core.roles.backend import build_teacher
 from relax_core.roles.context import RunContext
@@ -26,9 +26,9 @@ RETRY_S = 0.1
 
 
 class TeacherScores(NamedTuple):
-    """Of a group's response tokens: their log-probs float32 ``[tokens]``; the teacher's likeliest tokens int32
-    ``[tokens, top_k]``, likeliest first, and their log-probs float32, both None where top_k is 0. Where a kept set has
-    fewer tokens the ids end in -1 and the log-probs in `OUTSIDE`."""
+    """Of a group's rows, 0 where nothing was sampled: their log-probs float32 ``[rows]``; the teacher's likeliest
+    tokens int32 ``[rows, top_k]``, likeliest first, and their log-probs float32, both None where top_k is 0. Where a kept set
+    has fewer tokens the ids end in -1 and the log-probs in `OUTSIDE`."""
 
     logprobs: np.ndarray
     top_ids: np.ndarray | None
@@ -40,7 +40,7 @@ class TeacherScorer(Protocol):
     tokens and without the banned tokens, as the student's are: a teacher with the student's weights differs from it
     nowhere."""
 
-    def score(self, groups: Sequence[TrainGroup]) -> list[TeacherScores]: ...
+    def score(self, groups: Sequence[TokenTree]) -> list[TeacherScores]: ...
 
 
 class ForwardTeacher:
@@ -50,7 +50,7 @@ class ForwardTeacher:
         self._backend: MegatronBackend = build_teacher(context, folder)
         self._top_k = top_k
 
-    def score(self, groups: Sequence[TrainGroup]) -> list[TeacherScores]:
+    def score(self, groups: Sequence[TokenTree]) -> list[TeacherScores]:
         if not self._top_k:
             return [TeacherScores(one.astype(np.float32), None, None) for one in self._backend.logprobs(groups)]
         return [
@@ -70,10 +70,14 @@ class EngineTeacher:
         self._banned = context.config.rollout.banned()
         self._patience_s = context.config.engine.start_timeout_s
 
-    def score(self, groups: Sequence[TrainGroup]) -> list[TeacherScores]:
-        rows = [row for group in groups for row in _rows_of(group)]
-        scores = iter([one for call in _calls(rows) for one in self._ask(call)])
-        return [self._gathered([next(scores) for _ in group.lengths]) for group in groups]
+    def score(self, groups: Sequence[TokenTree]) -> list[TeacherScores]:
+        paths = [[_path_of(group, leaf) for one in group.episodes for leaf in one.leaves] for group in groups]
+        asked = [_to_score(group, path) for group, own in zip(groups, paths, strict=True) for path in own]
+        scores = iter([one for call in _calls(asked) for one in self._ask(call)])
+        return [
+            self._of_rows(group, [(path, next(scores)) for path in own])
+            for group, own in zip(groups, paths, strict=True)
+        ]
 
     def _ask(self, rows: list[TokensToScore]) -> list[TokenScores]:
         lost_since: float | None = None
@@ -90,26 +94,40 @@ class EngineTeacher:
                 self._directory.forget(client.url)
                 time.sleep(RETRY_S)  # its owner restarts it
 
-    def _gathered(self, samples: list[TokenScores]) -> TeacherScores:
-        logprobs = np.array([value for one in samples for value in one.logprobs], dtype=np.float32)
-        if not self._top_k:
-            return TeacherScores(logprobs, None, None)
-        ids = self._padded([row for one in samples for row in one.top_ids], -1).astype(np.int32)
-        values = self._padded([row for one in samples for row in one.top_logprobs], OUTSIDE).astype(np.float32)
-        return TeacherScores(logprobs, ids, values)
+    def _of_rows(self, group: TokenTree, scored: list[tuple[_Path, TokenScores]]) -> TeacherScores:
+        """``scored``: each path's rows from its first sampled one on have one score."""
+        logprobs = np.zeros(group.rows, dtype=np.float32)
+        ids = np.zeros((group.rows, self._top_k), dtype=np.int32)
+        values = np.zeros((group.rows, self._top_k), dtype=np.float32)
+        for path, one in scored:
+            sampled = group.versions[path.rows[path.first :]] >= 0
+            rows = path.rows[path.first :][sampled]
+            logprobs[rows] = np.array(one.logprobs, dtype=np.float32)[sampled]
+            if self._top_k:
+                ids[rows] = self._padded(one.top_ids, -1)[sampled]
+                values[rows] = self._padded(one.top_logprobs, OUTSIDE)[sampled]
+        return TeacherScores(logprobs, *((ids, values) if self._top_k else (None, None)))
 
-    def _padded(self, rows: list[Any], pad: float) -> np.ndarray:
+    def _padded(self, rows: Sequence[Any], pad: float) -> np.ndarray:
         """``[tokens, top_k]``; a row has fewer numbers where fewer tokens were left."""
         return np.array([row + [pad] * (self._top_k - len(row)) for row in rows])
 
 
-def _rows_of(group: TrainGroup) -> Iterator[TokensToScore]:
-    """Prompt and response of each sample, ids as they are."""
-    prompt = group.prompt_ids.tolist()
-    ends = np.cumsum(group.lengths).tolist()
-    for start, end in zip([0, *ends], ends, strict=False):
-        kept = None if group.kept is None else group.kept.take(np.arange(start, end))
-        yield TokensToScore(input_ids=prompt + group.response_ids[start:end].tolist(), first=len(prompt), kept=kept)
+class _Path(NamedTuple):
+    """A segment: its ``rows``, and the place in them of the first that was sampled."""
+
+    rows: np.ndarray
+    first: int
+
+
+def _path_of(group: TokenTree, leaf: int) -> _Path:
+    rows = rows_of_episodes(group.runs, [[leaf]], np.ones(group.rows, dtype=bool))[1]
+    return _Path(rows, int(np.argmax(group.versions[rows] >= 0)))
+
+
+def _to_score(group: TokenTree, path: _Path) -> TokensToScore:
+    kept = None if group.kept is None else group.kept.take(path.rows[path.first :])
+    return TokensToScore(input_ids=group.token_ids[path.rows].tolist(), first=path.first, kept=kept)
 
 
 def _calls(rows: Sequence[TokensToScore]) -> Iterator[list[TokensToScore]]:

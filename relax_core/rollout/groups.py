@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 
 from relax_core.contracts.bus import GroupRow
-from relax_core.contracts.columns import TEACHER, encode_group
+from relax_core.contracts.columns import ROUTED_EXPERTS, TEACHER, encode_tree
 from relax_core.contracts.engine import Generated
+from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.reward import RewardOutput
-from relax_core.contracts.sample import TRUNCATED, Group, Sample, group_uid, sample_uid
+from relax_core.contracts.tree import NOT_SAMPLED, TRUNCATED, Episode, TokenTree, Turn, group_uid, sample_uid
 
 REWARD_FAILED = "reward_failed"
 MIN_SAMPLES = 2  # a group-relative advantage of one sample says nothing
@@ -39,39 +41,105 @@ class GroupFilter:
         return reason
 
 
-def to_sample(
-    generated: Generated,
-    output: RewardOutput,
-    *,
-    uid: str,
-    mask_off_policy: bool = False,
-    mask_truncated: bool = False,
-) -> Sample:
-    """``mask_off_policy``: of a response that several weight versions made, only the newest one's tokens are trained;
-    its version is then that one. ``mask_truncated``: of a response that was cut at its limit nothing is trained. Raises
-    ValueError for a kept set without the token that was sampled from it."""
-    tokens = len(generated.output_ids)
-    if generated.kept is not None and (fault := generated.kept.fault(generated.output_ids)) is not None:
-        raise ValueError(f"{generated.engine or 'the engine'}, sample {uid}: {fault}")
-    trained_from = 0
-    if mask_off_policy and generated.weight_versions:
-        newest = max(span.version for span in generated.weight_versions)
-        trained_from = min(span.start for span in generated.weight_versions if span.version == newest)
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """One response with its reward: an episode of one turn. ``trained_from``: its first token that is trained."""
+
+    uid: str
+    response: Generated
+    output: RewardOutput
+    trained_from: int
+
+
+def trained_from(generated: Generated, *, mask_off_policy: bool, mask_truncated: bool) -> int:
+    """The first token of a response that is trained. ``mask_off_policy``: of a response that several weight versions
+    made, only the newest one's tokens are; its version is then that one. ``mask_truncated``: of a response that was cut
+    at its limit none is."""
+    versions = token_versions(generated)
     if mask_truncated and generated.finish_reason == "length":
-        trained_from = tokens
-    return Sample(
-        uid=uid,
-        response_ids=generated.output_ids,
-        rollout_logprobs=generated.logprobs,
-        loss_mask=[0] * trained_from + [1] * (tokens - trained_from),
-        weight_versions=generated.weight_versions,
-        finish_reason=generated.finish_reason,
-        reward=output.reward,
-        reward_parts={"exact": float(output.exact), **(output.parts or {})},
-        engine=generated.engine,
-        routed_experts=generated.response_experts,
-        kept=generated.kept,
+        return len(versions)
+    if mask_off_policy and len(versions):
+        return int(np.argmax(versions == versions.max()))
+    return 0
+
+
+def token_versions(generated: Generated) -> np.ndarray:
+    """The weight version of each token of a response, int32."""
+    spans = generated.weight_versions
+    return np.repeat([span.version for span in spans], [span.end - span.start for span in spans]).astype(np.int32)
+
+
+def one_turn_tree(uid: str, prompt_ids: Sequence[int], answers: Sequence[Answer]) -> TokenTree:
+    """The prompt as trunk, each answer as a branch. Raises ValueError for a kept set without the token that was sampled
+    from it."""
+    trunk, lengths = len(prompt_ids), np.array([len(one.response.output_ids) for one in answers])
+    behind = trunk + np.cumsum(lengths)
+    rows = int(behind[-1])
+    token_ids, end = np.empty(rows, dtype=np.int32), np.full(rows, rows, dtype=np.int32)
+    logprobs, loss_mask = np.zeros(rows, dtype=np.float32), np.zeros(rows, dtype=bool)
+    versions = np.full(rows, NOT_SAMPLED, dtype=np.int32)
+    token_ids[:trunk] = prompt_ids
+    episodes = []
+    for one, length, last in zip(answers, lengths.tolist(), behind.tolist(), strict=True):
+        response, first = one.response, last - length
+        token_ids[first:last] = response.output_ids
+        end[first:last] = last
+        logprobs[first:last] = response.logprobs
+        versions[first:last] = own = token_versions(response)
+        loss_mask[first + one.trained_from : last] = True
+        turn = Turn(first, last, response.engine, version_runs(own), response.finish_reason)
+        parts = {"exact": float(one.output.exact), **(one.output.parts or {})}
+        episodes.append(Episode(one.uid, [last - 1], one.output.reward, parts, [turn], response.finish_reason))
+    experts = _experts(trunk, answers)
+    return TokenTree(
+        group_uid=uid,
+        token_ids=token_ids,
+        end=end,
+        loss_mask=loss_mask,
+        logprobs=logprobs,
+        versions=versions,
+        episodes=episodes,
+        kept=_kept(trunk, answers),
+        extras={} if experts is None else {ROUTED_EXPERTS: experts},
     )
+
+
+def version_runs(versions: np.ndarray) -> list[tuple[int, int]]:
+    """(version, tokens) of neighbours with one version."""
+    starts = np.flatnonzero(np.diff(versions, prepend=NOT_SAMPLED - 1))
+    sizes = np.diff(starts, append=len(versions))
+    return list(zip(versions[starts].tolist(), sizes.tolist(), strict=True))
+
+
+def _kept(trunk: int, answers: Sequence[Answer]) -> KeptTokens | None:
+    """One kept set a row; those of the prompt leave nothing out."""
+    kept = []
+    for one in answers:
+        own = one.response.kept
+        if own is None:
+            continue
+        if (fault := own.fault(one.response.output_ids)) is not None:
+            raise ValueError(f"{one.response.engine or 'the engine'}, sample {one.uid}: {fault}")
+        kept.append(own)
+    if not kept:
+        return None
+    assert len(kept) == len(answers), "asked for with every prompt of a run or with none"
+    return KeptTokens.joined([KeptTokens.whole(trunk, vocab_size=kept[0].vocab_size), *kept])
+
+
+def _experts(trunk: int, answers: Sequence[Answer]) -> np.ndarray | None:
+    """What each row was routed to, ``[rows, layers, experts a token]``; 0 for the last token of an answer, which no
+    engine ever feeds."""
+    of_prompt = next((one.response.prompt_experts for one in answers if one.response.prompt_experts is not None), None)
+    if of_prompt is None:
+        return None
+    parts = [of_prompt.array()]
+    for one in answers:
+        own = one.response.response_experts
+        assert own is not None, "asked for with every prompt of a run or with none"
+        parts += [own.array(), np.zeros_like(parts[0][:1])]
+    assert len(parts[0]) == trunk
+    return np.concatenate(parts)
 
 
 def complete_group(
@@ -90,41 +158,35 @@ def complete_group(
     A response whose reward is None is dropped alone; with fewer than two left of several, or none of one, the group is.
     None was aborted: the engine pool goes on with those.
     ``refuse`` may drop a group that is complete. ``teacher``: the name that travels with the row, where there is one.
-    ``mask_off_policy``, ``mask_truncated``: see `to_sample`. A masked sample stays in the row, as its reward is part of
-    the group's baseline; a group without one trained token is dropped.
+    ``mask_off_policy``, ``mask_truncated``: see `trained_from`. A masked episode stays in the row, as its reward is
+    part of the group's baseline; a group without one trained token is dropped.
     """
     uid = group_uid(index)
-    kept: list[Sample] = []
+    kept: list[Answer] = []
     dropped: dict[str, str] = {}
     for response, output in sorted(zip(generated, rewards, strict=True), key=lambda pair: pair[0].sample):
         one = sample_uid(uid, response.sample)
         if output.reward is None:
             dropped[one] = REWARD_FAILED
         else:
-            kept.append(
-                to_sample(response, output, uid=one, mask_off_policy=mask_off_policy, mask_truncated=mask_truncated)
-            )
+            first = trained_from(response, mask_off_policy=mask_off_policy, mask_truncated=mask_truncated)
+            kept.append(Answer(uid=one, response=response, output=output, trained_from=first))
     if len(kept) < min(MIN_SAMPLES, len(generated)):
         return DroppedGroup(group_uid=uid, reason=REWARD_FAILED)
-    trained = [sample.version for sample in kept if any(sample.loss_mask)]
-    if not trained:
+    tree = one_turn_tree(uid, prompt_ids, kept)
+    trained = tree.trained_episodes()
+    if not trained.any():
         return DroppedGroup(group_uid=uid, reason=TRUNCATED)
-    refused = None if refuse is None else refuse([sample.reward for sample in kept if sample.reward is not None])
+    refused = None if refuse is None else refuse([one.output.reward for one in kept if one.output.reward is not None])
     if refused is not None:
         return DroppedGroup(group_uid=uid, reason=refused)
+    oldest = tree.oldest_versions(trained=True)
     named = {} if teacher is None else {TEACHER: msgspec.msgpack.encode(teacher)}
-    group = Group(
-        group_uid=uid,
-        index=index,
-        prompt_ids=prompt_ids,
-        samples=kept,
-        routed_experts=next((one.prompt_experts for one in generated if one.prompt_experts is not None), None),
-    )
     return GroupRow(
         group_uid=uid,
         index=index,
-        uids=[sample.uid for sample in kept],
-        versions=[max(sample.version, min(trained)) for sample in kept],  # what is not trained makes no row stale
-        columns=encode_group(group) | named,
+        uids=[one.uid for one in tree.episodes],
+        versions=np.maximum(oldest, oldest[trained].min()).tolist(),  # what is not trained makes no row stale
+        columns=encode_tree(tree) | named,
         dropped=dropped,
     )

@@ -17,7 +17,7 @@ from relax_core.contracts.bus import Admission, BusTimeout, GroupRow
 from relax_core.contracts.data import BadRow, DataRow, PromptSource
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.contracts.reward import RewardOutput
-from relax_core.contracts.sample import TRUNCATED
+from relax_core.contracts.tree import TRUNCATED
 from relax_core.engines.pool import EnginePool
 from relax_core.engines.wire import StreamEnd
 from relax_core.rollout.bad_rows import BadRows

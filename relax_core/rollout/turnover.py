@@ -8,7 +8,7 @@ from typing import Protocol
 
 from relax_core.contracts.bus import Admission, VersionChange
 from relax_core.contracts.engine import PromptRequest
-from relax_core.contracts.sample import group_uid
+from relax_core.contracts.tree import group_uid
 
 
 class VersionBus(Protocol):

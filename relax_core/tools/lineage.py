@@ -19,9 +19,9 @@ from typing import Any
 
 import msgspec
 
-from relax_core.bus.ledger_file import FILTERS, Event, FileBooks, LedgerFile, Made, SampleLife
+from relax_core.bus.ledger_file import FILTERS, Event, FileBooks, LedgerFile, SampleLife
 from relax_core.config.errors import nearest
-from relax_core.contracts.sample import group_uid, sample_uid
+from relax_core.contracts.tree import Episode, Turn, group_uid, sample_uid
 
 LEDGER = "ledger.sqlite"
 
@@ -167,15 +167,20 @@ def _told(event: Event) -> list[tuple[str, str]]:
     raise AssertionError(f"the ledger has an event {event.event!r}")
 
 
-def _made_words(made: Made) -> str:
-    spans = ", ".join(
-        f"tokens {span.start} to {span.end - 1} by weights {span.version}" for span in made.weight_versions
-    )
-    return f"{made.engine}: {spans}; {made.finish_reason}"
+def _made_words(made: Episode) -> str:
+    return f"{'; '.join(_turn_words(turn) for turn in made.turns)}; {made.ended}"
 
 
-def _reward_words(made: Made) -> str:
-    parts = ", ".join(f"{name} {value:.4g}" for name, value in made.reward_parts.items())
+def _turn_words(turn: Turn) -> str:
+    first, words = 0, []
+    for version, tokens in turn.versions:
+        words.append(f"tokens {first} to {first + tokens - 1} by weights {version}")
+        first += tokens
+    return f"{turn.engine}: {', '.join(words)}"
+
+
+def _reward_words(made: Episode) -> str:
+    parts = ", ".join(f"{name} {value:.4g}" for name, value in made.parts.items())
     return f"{made.reward:.4g}" + (f" ({parts})" if parts else "")
 
 

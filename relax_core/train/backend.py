@@ -12,19 +12,20 @@ from torch import Tensor
 
 from relax_core.contracts.algorithm import LossInputs
 from relax_core.contracts.kept_tokens import KeptTokens
-from relax_core.contracts.train import TrainGroup
+from relax_core.contracts.tree import TokenTree
 from relax_core.train.device import has_cuda
 from relax_core.train.logprobs import HeadOutputs, chunked_logprobs, head_outputs, likeliest_tokens
 from relax_core.train.rank import MegatronRank, RankSetup
 from relax_core.train.schedule import MicroBatch
 from relax_core.train.step_sums import micro_batch_sums
+from relax_core.train.tree import of_tokens
 from relax_core.train.truncation import Truncation
 
 
 class TopLogprobs(NamedTuple):
-    """Of a group's response tokens: their own log-probs float32 ``[tokens]``; the likeliest tokens at their places,
-    int64 ``[tokens, top_k]``, likeliest first, and the log-probs of those, float32 ``[tokens, top_k]``. Where a kept
-    set has fewer tokens the ids end in -1 and the log-probs in `OUTSIDE`."""
+    """Of a group's rows: their own log-probs float32 ``[rows]``; the likeliest tokens at their places, int64
+    ``[rows, top_k]``, likeliest first, and the log-probs of those, float32 ``[rows, top_k]``; all 0 where nothing was
+    sampled. Where a kept set has fewer tokens the ids end in -1 and the log-probs in `OUTSIDE`."""
 
     logprobs: np.ndarray
     top_ids: np.ndarray
@@ -62,8 +63,8 @@ class MegatronBackend(MegatronRank):
             self._sums.add(sums)
         return outputs.loss_sum
 
-    def logprobs(self, groups: Sequence[TrainGroup]) -> list[np.ndarray]:
-        """Log-probs of the current weights, one float32 ``[tokens]`` a group. No gradient."""
+    def logprobs(self, groups: Sequence[TokenTree]) -> list[np.ndarray]:
+        """Log-probs of the current weights, one float32 ``[rows]`` a group, 0 where nothing was sampled."""
 
         def columns(batch: MicroBatch, hidden: Tensor) -> Sequence[Tensor]:
             inputs = self._head_inputs(batch, hidden)
@@ -71,7 +72,7 @@ class MegatronBackend(MegatronRank):
 
         return [logprobs for (logprobs,) in self._forward_only(groups, columns, like=[(torch.float32, ())])]
 
-    def top_logprobs(self, groups: Sequence[TrainGroup], *, top_k: int) -> list[TopLogprobs]:
+    def top_logprobs(self, groups: Sequence[TokenTree], *, top_k: int) -> list[TopLogprobs]:
         """`logprobs` with the ``top_k`` likeliest tokens beside each, 1..vocab of them. No gradient."""
 
         def columns(batch: MicroBatch, hidden: Tensor) -> Sequence[Tensor]:
@@ -110,8 +111,12 @@ class MegatronBackend(MegatronRank):
 
     @staticmethod
     def _kept(batch: MicroBatch) -> KeptTokens | None:
-        """The kept sets of this rank's response tokens, where the groups have them."""
-        present = [group.kept for group in batch.groups if group.kept is not None]
+        """The kept sets of this rank's chosen rows, where the groups have them."""
+        present = [
+            group.kept.take(rows)
+            for group, rows in zip(batch.groups, batch.layout.chosen, strict=False)
+            if group.kept is not None
+        ]
         assert len(present) in (0, len(batch.groups)), "kept sets are there for all groups of a run or for none"
         if not present:
             return None
@@ -119,7 +124,7 @@ class MegatronBackend(MegatronRank):
         return kept if tokens is None else kept.take(tokens.mine.cpu().numpy())
 
     def _head_inputs(self, batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Hidden states in front of this rank's response tokens ``[local tokens, hidden]``, the output weight, and the
+        """Hidden states in front of this rank's chosen rows ``[local rows, hidden]``, the output weight, and the rows'
         tokens."""
         weight = self.model.output_weight()
         if self._overlap:  # Megatron waits for the parameters of a module, and no module uses this one
@@ -127,11 +132,13 @@ class MegatronBackend(MegatronRank):
         return hidden[batch.tree.predicting_rows], weight, batch.tree.targets
 
     def _head(self, batch: MicroBatch, hidden: Tensor) -> HeadOutputs:
-        """Of all response tokens: log-probs, and what else the algorithm asks for."""
+        """Of all chosen rows: log-probs, and what else the algorithm asks for."""
         tree = batch.tree
-        top_ids = None if not batch.groups else self._optional_column(batch.groups, "teacher_top_ids")
-        if top_ids is not None:
-            top_ids = top_ids.to(torch.int64) if tree.tokens is None else top_ids.to(torch.int64)[tree.tokens.mine]
+        top_ids = None
+        if batch.groups and "teacher_top_ids" in batch.groups[0].extras:
+            chosen = zip(batch.groups, batch.layout.chosen, strict=True)
+            top_ids = self._column([group.extras["teacher_top_ids"][rows] for group, rows in chosen]).to(torch.int64)
+            top_ids = top_ids if tree.tokens is None else top_ids[tree.tokens.mine]
         head = head_outputs(
             *self._head_inputs(batch, hidden),
             gather=top_ids,
@@ -147,39 +154,39 @@ class MegatronBackend(MegatronRank):
 
     @staticmethod
     def _of_all_tokens(batch: MicroBatch, *columns: Tensor) -> tuple[Tensor, ...]:
-        """Columns ``[local tokens, …]`` → ``[tokens, …]``: those of the other context-parallel ranks, too."""
+        """Columns ``[local rows, …]`` → ``[chosen rows, …]``: those of the other context-parallel ranks, too."""
         tokens = batch.tree.tokens
         return columns if tokens is None else tuple(tokens.of_all_ranks(column) for column in columns)
-
-    def _optional_column(self, groups: Sequence[TrainGroup], name: str) -> Tensor | None:
-        """Every column is there for all groups of a step or for none."""
-        if getattr(groups[0], name) is None:
-            return None
-        return self._column([getattr(group, name) for group in groups])
 
     def _loss_inputs(self, batch: MicroBatch, head: HeadOutputs) -> LossInputs:
         groups, layout = batch.groups, batch.layout
 
         def column(name: str) -> Tensor | None:
-            return self._optional_column(groups, name)
+            """Every column is there for all groups of a step or for none."""
+            return self._column([group.of_tokens(name) for group in groups]) if name in groups[0].extras else None
 
-        def present(name: str) -> Tensor:
-            return self._column([getattr(group, name) for group in groups])
-
-        rollout, old = present("rollout_logprobs"), column("old_logprobs")
+        rollout, old = self._column([group.logprobs[group.tokens[1]] for group in groups]), column("old_logprobs")
+        old = rollout if old is None else old
+        advantages, top = column("advantages"), column("teacher_top_logprobs")
+        assert advantages is not None, "the trainer leases them"
+        gathered = None
+        if head.gathered is not None:
+            assert top is not None, "the teacher writes both"
+            gathered = of_tokens(layout, head.gathered, otherwise=top)
+        entropy = None if head.entropy is None else of_tokens(layout, head.entropy, otherwise=torch.zeros_like(old))
         return LossInputs(
-            logprobs=head.logprobs,
-            old_logprobs=rollout if old is None else old,
+            logprobs=of_tokens(layout, head.logprobs, otherwise=old),
+            old_logprobs=old,
             rollout_logprobs=rollout,
-            advantages=present("advantages"),
-            loss_mask=present("loss_mask"),
+            advantages=advantages,
+            loss_mask=self._column([group.loss_mask[group.tokens[1]] for group in groups]),
             sample_ids=torch.from_numpy(layout.sample_ids).to(self._device),
             num_samples=layout.num_samples,
             reference_logprobs=column("reference_logprobs"),
             teacher_logprobs=column("teacher_logprobs"),
-            entropy=head.entropy,
-            teacher_top_logprobs=column("teacher_top_logprobs"),
-            top_logprobs=head.gathered,
+            entropy=entropy,
+            teacher_top_logprobs=top,
+            top_logprobs=gathered,
         )
 
     def _refuse_on_cuda(self, what: str) -> None:
@@ -187,13 +194,14 @@ class MegatronBackend(MegatronRank):
             raise ValueError(f"mode.name=colocate: {what} is not built for GPUs yet. Use mode=async.")
 
 
-def fresh_gap(groups: Sequence[TrainGroup], logprobs: np.ndarray) -> np.ndarray:
+def fresh_gap(groups: Sequence[TokenTree], logprobs: np.ndarray) -> np.ndarray:
     """|log-prob here - log-prob in the engine| of the trained tokens that the step's own weights sampled.
 
     ``logprobs``: float32 ``[tokens]``, of the step's own forward.
     """
-    mask = np.concatenate([group.loss_mask for group in groups])
-    fresh = [np.zeros(len(g.loss_mask), dtype=bool) if g.fresh is None else g.fresh for g in groups]
-    counted = mask & np.concatenate(fresh)
-    rollout = np.concatenate([group.rollout_logprobs for group in groups])
+    rows = [group.tokens[1] for group in groups]
+    fresh = [group.extras.get("fresh", np.zeros(len(own), dtype=bool)) for group, own in zip(groups, rows, strict=True)]
+    counted = np.concatenate(fresh)
+    counted &= np.concatenate([group.loss_mask[own] for group, own in zip(groups, rows, strict=True)])
+    rollout = np.concatenate([group.logprobs[own] for group, own in zip(groups, rows, strict=True)])
     return np.abs(logprobs[counted] - rollout[counted])

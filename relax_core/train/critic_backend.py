@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from relax_core.contracts.algorithm import ValueInputs
-from relax_core.contracts.train import TrainGroup
+from relax_core.contracts.tree import TokenTree
 from relax_core.train.rank import MegatronRank, RankSetup
 from relax_core.train.schedule import MicroBatch
 from relax_core.train.step_sums import micro_batch_sums
+from relax_core.train.tree import of_tokens
 from relax_core.train.value_moments import moment_sums
 
 
@@ -25,14 +26,16 @@ class CriticBackend(MegatronRank):
 
     def loss(self, batch: MicroBatch, hidden: Tensor) -> Tensor:
         with self.timed("forward"):
-            values = self.model.values(hidden[batch.tree.predicting_rows])
+            of_chosen = self.model.values(hidden[batch.tree.predicting_rows])
             if not batch.groups:
-                return values.sum() * 0.0
+                return of_chosen.sum() * 0.0
+            old_values = self._column([group.of_tokens("values") for group in batch.groups])
+            values = of_tokens(batch.layout, of_chosen, otherwise=old_values)
             inputs = ValueInputs(
                 values=values,
-                old_values=self._column([group.values for group in batch.groups]),
-                returns=self._column([group.returns for group in batch.groups]),
-                loss_mask=self._column([group.loss_mask for group in batch.groups]),
+                old_values=old_values,
+                returns=self._column([group.of_tokens("returns") for group in batch.groups]),
+                loss_mask=self._column([group.loss_mask[group.tokens[1]] for group in batch.groups]),
                 sample_ids=torch.from_numpy(batch.layout.sample_ids).to(self._device),
                 num_samples=batch.layout.num_samples,
             )
@@ -48,8 +51,8 @@ class CriticBackend(MegatronRank):
             self._sums.add(sums)
         return outputs.loss_sum
 
-    def values(self, groups: Sequence[TrainGroup]) -> list[np.ndarray]:
-        """The value in front of each response token, one float32 ``[tokens]`` a group. No gradient."""
+    def values(self, groups: Sequence[TokenTree]) -> list[np.ndarray]:
+        """The value in front of each sampled row, one float32 ``[rows]`` a group, 0 elsewhere. No gradient."""
 
         def columns(batch: MicroBatch, hidden: Tensor) -> list[Tensor]:
             return [self.model.values(hidden[batch.tree.predicting_rows])]

@@ -1,53 +1,122 @@
-"""Which groups go together: micro-batches by a token budget, in order of issue, and their split over ranks.
+"""Which trees go together: micro-batches by a budget of rows, in order of issue, and their split over ranks.
 
-Groups arrive one lease after the other; a micro-batch closes as soon as the next group would not fit. So its content
-depends on the order of groups alone, never on when they came.
+Trees arrive one lease after the other; a micro-batch closes as soon as the next tree would not fit. So its content
+depends on the order of trees alone, never on when they came. A tree that is larger than the budget is cut by episodes,
+each piece with the rows that its episodes share. An episode is never cut: sequence-level ratios and lengths are its.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from relax_core.contracts.train import TrainGroup
+import numpy as np
+
+from relax_core.contracts.tree import TokenTree
+
+Piece = tuple[int, int, int]  # place of a tree, and its episodes from, to (exclusive)
 
 
 class MicroBatcher:
-    """Collects groups into micro-batches: split over ``ranks`` data-parallel ranks, each has at most ``budget_tokens``
-    packed token rows, or a single group that is larger."""
+    """Collects trees into micro-batches: split over ``ranks`` data-parallel ranks, each has at most ``budget_rows``
+    computed rows, or a single episode that is larger."""
 
-    def __init__(self, budget_tokens: int, *, ranks: int = 1) -> None:
-        self._budget, self._ranks = budget_tokens, ranks
-        self._open: list[TrainGroup] = []
+    def __init__(self, budget_rows: int, *, ranks: int = 1) -> None:
+        self._budget, self._ranks = budget_rows, ranks
+        self._open: list[TokenTree] = []
 
-    def add(self, groups: Sequence[TrainGroup]) -> list[list[TrainGroup]]:
-        """Adds groups; returns the micro-batches that are now full."""
+    def add(self, trees: Sequence[TokenTree]) -> list[list[TokenTree]]:
+        """Adds trees; returns the micro-batches that are now full."""
         full = []
-        for group in groups:
-            if self._open and not self._fits([*self._open, group]):
+        for tree in trees:
+            if self._open and not self._fits([*self._open, tree]):
                 full.append(self.flush())
-            self._open.append(group)
+            if self._open or self._fits([tree]):
+                self._open.append(tree)
+                continue
+            bins = _made([tree], _filled([tree], self._budget))
+            for first in range(0, len(bins), self._ranks):
+                full.append([piece for one in bins[first : first + self._ranks] for piece in one])
+            self._open = full.pop()  # the last may have room for more
         return full
 
-    def flush(self) -> list[TrainGroup]:
+    def flush(self) -> list[TokenTree]:
         """The open micro-batch, which may be empty."""
         batch, self._open = self._open, []
         return batch
 
-    def _fits(self, groups: Sequence[TrainGroup]) -> bool:
-        shares = split_over_ranks(groups, self._ranks)
-        return all(len(share) <= 1 or sum(one.packed_tokens for one in share) <= self._budget for share in shares)
+    def _fits(self, trees: Sequence[TokenTree]) -> bool:
+        if self._ranks == 1:
+            single = len(trees) == 1 and len(trees[0].episodes) == 1
+            return single or sum(tree.computed_rows for tree in trees) <= self._budget
+        return len(_filled(trees, self._budget)) <= self._ranks
 
 
-def split_over_ranks(groups: Sequence[TrainGroup], ranks: int) -> list[list[TrainGroup]]:
-    """Groups of one micro-batch for each data-parallel rank, balanced by packed tokens: longest first, each to the
-    rank with the least so far; a rank may get none. Within a rank the order of issue stays."""
+def split_over_ranks(trees: Sequence[TokenTree], ranks: int) -> list[list[TokenTree]]:
+    """The episodes of one micro-batch for each data-parallel rank, in order of issue, cut so that the rank with the
+    most rows has as few as can be. A rank may get none."""
     if ranks == 1:
-        return [list(groups)]
-    sizes = [group.packed_tokens for group in groups]
-    load = [0] * ranks
-    places: list[list[int]] = [[] for _ in range(ranks)]
-    for place in sorted(range(len(groups)), key=lambda i: (-sizes[i], i)):
-        rank = min(range(ranks), key=lambda r: (load[r], r))
-        load[rank] += sizes[place]
-        places[rank].append(place)
-    return [[groups[place] for place in sorted(mine)] for mine in places]
+        return [list(trees)]
+    rows = sum(tree.computed_rows for tree in trees)
+    low, high = -(-rows // ranks), rows
+    while low < high:
+        middle = (low + high) // 2
+        if len(_filled(trees, middle)) <= ranks:
+            high = middle
+        else:
+            low = middle + 1
+    shares = _made(trees, _filled(trees, high))
+    return [*shares, *([] for _ in range(ranks - len(shares)))]
+
+
+def _filled(trees: Sequence[TokenTree], capacity: int) -> list[list[Piece]]:
+    """Bins of at most ``capacity`` rows, or of a single episode that has more, filled in order."""
+    bins: list[list[Piece]] = []
+    rows = capacity + 1  # so that the first episode opens a bin
+    for place, tree in enumerate(trees):
+        seen: set[int] = set()
+        first = 0
+        for episode, path in enumerate(_paths(tree)):
+            more = sum(size for run, size in path.items() if run not in seen)
+            if rows + more > capacity and (rows or not bins):
+                if episode > first:
+                    bins[-1].append((place, first, episode))
+                bins.append([])
+                first, rows, seen = episode, 0, set()
+                more = sum(path.values())
+            rows += more
+            seen.update(path)
+        bins[-1].append((place, first, len(tree.episodes)))
+    return bins
+
+
+def _paths(tree: TokenTree) -> Iterator[dict[int, int]]:
+    """Of each episode the runs on its paths, and the rows that are computed of each."""
+    runs = tree.runs
+    sizes = (runs.stop - runs.start - (runs.stop == runs.end)).tolist()
+    parent = runs.parent.tolist()
+    for one in tree.episodes:
+        path: dict[int, int] = {}
+        for run in runs.of_rows(np.array(one.leaves)).tolist():
+            while run >= 0 and run not in path:
+                path[run] = sizes[run]
+                run = parent[run]
+        yield path
+
+
+def _made(trees: Sequence[TokenTree], bins: Sequence[Sequence[Piece]]) -> list[list[TokenTree]]:
+    """The trees of each bin. Of a tree in several pieces the first with a trained row counts as the group."""
+    counted: set[int] = set()
+    made: list[list[TokenTree]] = []
+    for pieces in bins:
+        made.append([])
+        for place, first, behind in pieces:
+            tree = trees[place]
+            if behind - first < len(tree.episodes):
+                counts = tree.counts_group and place not in counted
+                tree = tree.take(range(first, behind))
+                if counts and tree.loss_mask.any():
+                    counted.add(place)
+                    tree = replace(tree, counts_group=True)
+            made[-1].append(tree)
+    return made

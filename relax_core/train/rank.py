@@ -21,7 +21,8 @@ from torch import Tensor
 
 from relax_core.config.schema import OptimizerConfig, ParallelConfig
 from relax_core.contracts.algorithm import AlgorithmSpec, StepTotals
-from relax_core.contracts.train import StepMetrics, TrainGroup
+from relax_core.contracts.train import StepMetrics
+from relax_core.contracts.tree import NOT_SAMPLED, Episode, TokenTree
 from relax_core.families.folder import folder_architecture
 from relax_core.train import process_group
 from relax_core.train.checkpoint import RankCheckpoint, StateCopy
@@ -44,13 +45,14 @@ from relax_core.train.weight_places import WholeTensor
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # What a rank computes without groups of its own, where others need its company.
-_ONE_TOKEN = TrainGroup(
+_ONE_TOKEN = TokenTree(
     group_uid="none",
-    prompt_ids=np.zeros(1, dtype=np.int32),
-    lengths=np.ones(1, dtype=np.int64),
-    response_ids=np.zeros(1, dtype=np.int32),
-    loss_mask=np.zeros(1, dtype=bool),
-    rollout_logprobs=np.zeros(1, dtype=np.float32),
+    token_ids=np.zeros(2, dtype=np.int32),
+    end=np.full(2, 2, dtype=np.int32),
+    loss_mask=np.zeros(2, dtype=bool),
+    logprobs=np.zeros(2, dtype=np.float32),
+    versions=np.array([NOT_SAMPLED, 0], dtype=np.int32),
+    episodes=[Episode("none.0", [1], 0.0, {}, [], "none")],
 )
 
 
@@ -169,7 +171,7 @@ class MegatronRank:
         self._sums = StepSums()
         self._timings_ms = {}
 
-    def accumulate(self, groups: Sequence[TrainGroup]) -> None:
+    def accumulate(self, groups: Sequence[TokenTree]) -> None:
         """Forward and backward over this replica's groups of one micro-batch (may be empty on a replica), at once or
         when the schedule has enough of them."""
         if groups or self._needs_company:
@@ -240,12 +242,12 @@ class MegatronRank:
         self._checkpoint.load(folder)
 
     # -- what a schedule asks for -------------------------------------------------------------------------------
-    def padded_rows(self, groups: Sequence[TrainGroup]) -> int:
-        return self._cut.padded(sum(group.packed_tokens for group in groups) or 1)
+    def padded_rows(self, groups: Sequence[TokenTree]) -> int:
+        return self._cut.padded(sum(group.computed_rows for group in groups) or 1)
 
-    def pack(self, groups: Sequence[TrainGroup], *, rows: int = 0) -> MicroBatch:
+    def pack(self, groups: Sequence[TokenTree], *, rows: int = 0, trained_only: bool = False) -> MicroBatch:
         with self.timed("pack"):
-            layout = pack_tree(groups or [_ONE_TOKEN])
+            layout = pack_tree(groups or [_ONE_TOKEN], trained_only=trained_only)
             tree = TreeBatch.of(layout, device=self._device, dtype=self._dtype, cut=self._cut, rows=rows)
             if self._routers is not None:
                 routers = self._routers.router_rows(
@@ -289,7 +291,7 @@ class MegatronRank:
             device=self._device,
         )
 
-    def _balance_weight(self, groups: Sequence[TrainGroup]) -> float:
+    def _balance_weight(self, groups: Sequence[TokenTree]) -> float:
         """0 where nothing is trained: a denominator alone is never less than 1."""
         totals = micro_batch_totals(groups)
         return self._denominator(totals) if self._setup.moe_aux_loss_coef and totals.tokens else 0.0
@@ -310,32 +312,40 @@ class MegatronRank:
 
     def _forward_only(
         self,
-        groups: Sequence[TrainGroup],
+        groups: Sequence[TokenTree],
         columns: Callable[[MicroBatch, Tensor], Sequence[Tensor]],
         *,
         like: Sequence[tuple[torch.dtype, tuple[int, ...]]],
     ) -> list[tuple[np.ndarray, ...]]:
-        """Every tensor ``[tokens, …]`` that ``columns`` gives, cut by group, on all ranks of the replica. In
-        micro-batches, without gradient. ``like``: dtype of each tensor, and its shape after ``tokens``."""
+        """Every tensor ``[sampled rows, …]`` that ``columns`` gives, as ``[rows, …]`` of each group with 0 where
+        nothing was sampled, on all ranks of the replica. In micro-batches, without gradient. ``like``: dtype of each
+        tensor, and its shape behind the first axis."""
         self._gather_parameters()
+        rows = np.cumsum([0, *(group.rows for group in groups)])
+        numbered = [
+            group.with_extras(row=np.arange(first, first + group.rows))
+            for group, first in zip(groups, rows.tolist(), strict=False)
+        ]
         batcher = MicroBatcher(self._parallel.micro_batch_tokens)
-        batches: list[Sequence[TrainGroup]] = [batch for batch in (*batcher.add(groups), batcher.flush()) if batch]
+        batches: list[Sequence[TokenTree]] = [batch for batch in (*batcher.add(numbered), batcher.flush()) if batch]
         alone = [()] * (self._most_over_ranks(len(batches)) - len(batches)) if self._needs_company else []
         found = self._schedule.evaluate([*batches, *alone], columns)[: len(batches)]
         if not batches:
             return []
-        tokens = sum(len(group.response_ids) for group in groups)
-        ends = np.cumsum([len(group.response_ids) for group in groups])[:-1]
+        places = np.concatenate([piece.extras["row"][piece.sampled] for batch in batches for piece in batch])
         whole = []
         for index, (dtype, shape) in enumerate(like):
             if parallel_state.is_pipeline_last_stage():
                 column = torch.cat([parts[index] for parts in found])
             else:
-                column = torch.empty(tokens, *shape, dtype=dtype, device=self._device)
+                column = torch.empty(len(places), *shape, dtype=dtype, device=self._device)
             if self._parallel.pp > 1:
                 last = parallel_state.get_pipeline_model_parallel_last_rank()
                 dist.broadcast(column, last, group=parallel_state.get_pipeline_model_parallel_group())
-            whole.append(np.split(column.cpu().numpy(), ends))
+            values = column.cpu().numpy()
+            of_rows = np.zeros((int(rows[-1]), *shape), dtype=values.dtype)
+            of_rows[places] = values
+            whole.append(np.split(of_rows, rows[1:-1]))
         return list(zip(*whole, strict=True))
 
     def _sums_over_ranks(self) -> StepSums:

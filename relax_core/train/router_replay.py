@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from relax_core.contracts.train import TrainGroup
+from relax_core.contracts.tree import TokenTree
 from relax_core.families.architecture import Architecture
 from relax_core.train.row_cut import RowCut
 
@@ -39,30 +39,31 @@ class RouterRows:
 OWN_CHOICE = RouterRows(experts=None, pads=None, balance_weight=0.0)
 
 
-def packed_experts(groups: Sequence[TrainGroup], model: Architecture) -> np.ndarray | None:
-    """The groups' experts in the order of their common stream, ``[rows, layers, top_k]``; None where none came.
+def packed_experts(trees: Sequence[TokenTree], model: Architecture) -> np.ndarray | None:
+    """The trees' experts in the order of their common stream, ``[rows, layers, top_k]``; None where none came.
 
     Raises ValueError for what does not fit the model: another number of layers, or an expert that it does not have.
     """
-    present = [group.routed_experts for group in groups if group.routed_experts is not None]
+    present = [tree.extras["routed_experts"] for tree in trees if "routed_experts" in tree.extras]
     if not present:
         return None
-    assert len(present) == len(groups), "a column is there for all groups of a step or for none"
+    assert len(present) == len(trees), "a column is there for all groups of a step or for none"
     assert model.experts is not None
     found = []
-    for group, experts in zip(groups, present, strict=True):
-        wanted = (group.packed_tokens, model.num_layers, model.experts.per_token)
+    for tree, experts in zip(trees, present, strict=True):
+        wanted = (tree.rows, model.num_layers, model.experts.per_token)
         if experts.size != np.prod(wanted) or len(experts) != wanted[0]:
             raise ValueError(
-                f"group {group.group_uid}: routed experts of shape {list(experts.shape)}, but its rows, the model's "
+                f"group {tree.group_uid}: routed experts of shape {list(experts.shape)}, but its rows, the model's "
                 f"layers with experts and the experts a token are {list(wanted)}. Is the engine's model another one?"
             )
         if int(experts.max()) >= model.experts.count:
             raise ValueError(
-                f"group {group.group_uid}: routed to expert {experts.max()}, but the model has "
+                f"group {tree.group_uid}: routed to expert {experts.max()}, but the model has "
                 f"{model.experts.count} experts."
             )
-        found.append(experts.reshape(wanted))  # SGLang tells no shape: layers and experts come as one axis
+        inner = tree.end > np.arange(1, tree.rows + 1)  # the rows of the stream
+        found.append(experts.reshape(wanted)[inner])  # SGLang tells no shape: layers and experts come as one axis
     return np.concatenate(found)
 
 
@@ -97,14 +98,14 @@ class RouterPlan:
     device: torch.device
 
     def router_rows(
-        self, groups: Sequence[TrainGroup], *, stream: int, padded_rows: int, balance_weight: float
+        self, trees: Sequence[TokenTree], *, stream: int, padded_rows: int, balance_weight: float
     ) -> RouterRows:
         """Of a micro-batch whose stream has ``stream`` rows, and with its pads ``padded_rows``."""
         rows = rows_inside_layers(self.cut, padded_rows, parts=self.parts, part=self.part)
-        experts = packed_experts(groups, self.model) if self.replays else None
+        experts = packed_experts(trees, self.model) if self.replays else None
         return RouterRows(
             experts=None if experts is None else torch.from_numpy(cut_experts(experts, rows)).to(self.device),
             pads=torch.from_numpy(rows >= stream).to(self.device) if padded_rows > stream else None,
             balance_weight=balance_weight,
-            counted=bool(groups),
+            counted=bool(trees),
         )

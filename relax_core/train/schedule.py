@@ -20,14 +20,14 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from relax_core.contracts.train import TrainGroup
+from relax_core.contracts.tree import TokenTree
 from relax_core.train.tree import TreeLayout
 from relax_core.train.tree_attention import TreeBatch
 
 RUNS_OF_STAGES = 4
 
 Columns = TypeVar("Columns")
-Groups = Sequence[TrainGroup]
+Groups = Sequence[TokenTree]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +46,8 @@ class Passes(Protocol):
     def padded_rows(self, groups: Groups) -> int:
         """Rows of their stream."""
 
-    def pack(self, groups: Groups, *, rows: int = 0) -> MicroBatch:
-        """Groups as a stream of ``rows`` rows at least."""
+    def pack(self, groups: Groups, *, rows: int = 0, trained_only: bool = False) -> MicroBatch:
+        """Groups as a stream of ``rows`` rows at least. ``trained_only``: log-probs of trained rows are enough."""
 
     def forward(self, chunk: Any, batch: MicroBatch) -> Tensor:
         """What a chunk of layers gives to the next one, or the last one to `loss`."""
@@ -119,7 +119,7 @@ class Schedule:
 
     def _plain(self, window: Sequence[Groups]) -> None:
         for groups in window:
-            batch = self._passes.pack(groups)
+            batch = self._passes.pack(groups, trained_only=True)
             loss = self._passes.loss(batch, self._passes.forward(self._chunks[0], batch))
             with self._passes.timed("backward"):
                 loss.backward()
@@ -137,7 +137,7 @@ class Schedule:
         if interleaved:  # it wants whole rounds of the stages, and one length, as its messages carry no shapes
             window = [*window, *[()] * (-len(window) % self._stages)]
         rows = max(map(self._passes.padded_rows, window)) if interleaved else 0
-        batches = [self._passes.pack(groups, rows=rows) for groups in window]
+        batches = [self._passes.pack(groups, rows=rows, trained_only=not forward_only) for groups in window]
 
         def forward_step(waiting: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
             batch = next(waiting)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from relax_core.contracts.algorithm import LossOutputs, StepTotals
-from relax_core.contracts.train import TrainGroup
+from relax_core.contracts.tree import TokenTree
 
 
 class NotFinite(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,24 +76,19 @@ def add_over_ranks(sums: StepSums, group: dist.ProcessGroup) -> StepSums:
     return total
 
 
-def micro_batch_totals(groups: Sequence[TrainGroup]) -> StepTotals:
-    """What is trained of a micro-batch."""
-    if not groups:
-        return StepTotals(tokens=0, samples=0, groups=0)
-    mask = np.concatenate([group.loss_mask for group in groups])
-    lengths = np.concatenate([group.lengths for group in groups])
-    trained = np.logical_or.reduceat(mask, np.cumsum(lengths) - lengths)
-    samples_of = np.array([len(group.lengths) for group in groups])
+def micro_batch_totals(trees: Sequence[TokenTree]) -> StepTotals:
+    """What is trained of a micro-batch. A row that two episodes share counts once for each."""
+    trained = [tree.trained_episodes() for tree in trees]
     return StepTotals(
-        tokens=int(np.count_nonzero(mask)),
-        samples=int(np.count_nonzero(trained)),
-        groups=int(np.count_nonzero(np.logical_or.reduceat(trained, np.cumsum(samples_of) - samples_of))),
+        tokens=sum(int(np.count_nonzero(tree.loss_mask[tree.tokens[1]])) for tree in trees),
+        samples=sum(int(np.count_nonzero(one)) for one in trained),
+        groups=sum(tree.counts_group and bool(one.any()) for tree, one in zip(trees, trained, strict=True)),
     )
 
 
-def micro_batch_sums(groups: Sequence[TrainGroup], outputs: LossOutputs) -> StepSums:
+def micro_batch_sums(trees: Sequence[TokenTree], outputs: LossOutputs) -> StepSums:
     """What a micro-batch adds to the update's sums, but for the gap to the engine."""
-    totals = micro_batch_totals(groups)
+    totals = micro_batch_totals(trees)
     return StepSums(
         tokens=totals.tokens,
         samples=totals.samples,

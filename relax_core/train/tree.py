@@ -1,7 +1,6 @@
-"""Tree packing: a group becomes one stream, its prompt once and its responses as branches, without pads.
+"""Tree packing: token trees become one stream of rows, without pads.
 
-A response's last token is predicted but predicts nothing, so it is not in the stream. Rows of the stream come group
-by group: the prompt's tokens, then response after response. numpy only; this is on the step path.
+The last token of a branch predicts nothing, so it is not in the stream. This is on the step path.
 """
 
 from __future__ import annotations
@@ -10,92 +9,84 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from relax_core.contracts.train import TrainGroup
+from relax_core.contracts.tree import TokenTree
 
 MASKLESS_SAVES_PAIRS = 2**17  # of token rows: what attention without a mask must save, on a CPU, to be taken
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeLayout:
-    """Where everything of some groups lies in their common stream of ``rows`` token rows.
+    """Some trees in their common stream of ``rows`` token rows: ``end`` says who sees whom, as in a `TokenTree`.
 
-    Attention works on a ``[groups, width]`` grid, one line a group, ``width`` the longest group's rows. ``branches``
-    says which branch a grid place is on: 0 the prompt, 1.. a response, -1 a pad.
+    The output layer is computed for the ``chosen`` sampled rows alone (of every tree its row numbers, int64,
+    ascending), each at the row in front of it, which predicts it. ``token_places`` says which of them each token is, -1
+    where it was not chosen; None where they are the same, one to one.
     """
 
     token_ids: np.ndarray  # int64 [rows]
-    positions: np.ndarray  # int64 [rows], place of the token in its own sequence
-    predicting_rows: np.ndarray  # int64 [tokens], the row whose output predicts each response token
-    targets: np.ndarray  # int64 [tokens], the response tokens
-    sample_ids: np.ndarray  # int64 [tokens]
+    end: np.ndarray  # int64 [rows]
+    chosen: Sequence[np.ndarray]  # one array a tree
+    positions: np.ndarray  # int64 [rows], place of the row in its own path
+    predicting_rows: np.ndarray  # int64 [chosen], the row whose output predicts each chosen one
+    targets: np.ndarray  # int64 [chosen], their token ids
+    token_places: np.ndarray | None  # int64 [tokens]
+    sample_ids: np.ndarray  # int64 [tokens], the episode of each token
     num_samples: int
-    grid_places: np.ndarray  # int64 [rows], flat place of each row on the grid
-    branches: np.ndarray  # int32 [groups, width]
-
-    @property
-    def fills_grid(self) -> bool:
-        """All groups are equally long: the stream is the grid."""
-        return self.branches.size == self.token_ids.size
 
 
-def pack_tree(groups: Sequence[TrainGroup]) -> TreeLayout:
-    """Lays out groups as one stream; needs at least one group, prompts and responses of one token or more."""
-    prompt_lengths = np.array([len(group.prompt_ids) for group in groups])
-    samples_of = np.array([len(group.lengths) for group in groups])
-    lengths = np.concatenate([group.lengths for group in groups]).astype(np.int64, copy=False)
-    _check_lengths(groups, prompt_lengths, lengths)
-    num_samples, tokens, prompt_tokens = len(lengths), int(lengths.sum()), int(prompt_lengths.sum())
-    targets = np.concatenate([group.response_ids for group in groups]).astype(np.int64)
-
-    # Rows of a group: its prompt, then its responses less one token each.
-    group_of_sample = np.repeat(np.arange(len(groups)), samples_of)
-    first_token = np.cumsum(lengths) - lengths
-    branch_rows = np.bincount(group_of_sample, weights=lengths - 1, minlength=len(groups)).astype(np.int64)
-    group_rows = prompt_lengths + branch_rows
-    group_start = np.cumsum(group_rows) - group_rows
-    rows = int(group_rows.sum())
-
-    # The row of response token t, if it had one, is t + what lies before: prompts up to here, less one a finished
-    # sample. So the row that predicts it is the one before, and for a first token the prompt's last.
-    sample_ids = np.repeat(np.arange(num_samples), lengths)
-    prompts_before = np.cumsum(prompt_lengths)[group_of_sample]
-    offset = np.arange(tokens) - first_token[sample_ids]
-    own_row = np.arange(tokens) + (prompts_before - np.arange(num_samples))[sample_ids]
-    prompt_end = (group_start + prompt_lengths)[group_of_sample]
-    predicting_rows = np.where(offset == 0, prompt_end[sample_ids] - 1, own_row - 1)
-    in_stream = offset < (lengths - 1)[sample_ids]
-
-    prompt_place = np.arange(prompt_tokens) - np.repeat(np.cumsum(prompt_lengths) - prompt_lengths, prompt_lengths)
-    prompt_rows = np.repeat(group_start, prompt_lengths) + prompt_place
-    response_rows = own_row[in_stream]
-    token_ids = np.empty(rows, dtype=np.int64)
-    token_ids[prompt_rows] = np.concatenate([group.prompt_ids for group in groups])
-    token_ids[response_rows] = targets[in_stream]
-    positions = np.empty(rows, dtype=np.int64)
-    positions[prompt_rows] = prompt_place
-    positions[response_rows] = (offset + prompt_lengths[group_of_sample][sample_ids])[in_stream]
-
-    width = int(group_rows.max())
-    grid_places = np.arange(rows) + np.repeat(np.arange(len(groups)) * width - group_start, group_rows)
-    branches = np.full((len(groups), width), -1, dtype=np.int32)
-    flat = branches.reshape(-1)
-    flat[grid_places[prompt_rows]] = 0
-    flat[grid_places[response_rows]] = sample_ids[in_stream] + 1
+def pack_tree(trees: Sequence[TokenTree], *, trained_only: bool = False) -> TreeLayout:
+    """Lays out trees, one or more, as one stream. ``trained_only``: choose the trained rows and not all sampled ones,
+    where there is any."""
+    sizes = np.array([tree.rows for tree in trees])
+    before = (np.cumsum(sizes) - sizes).tolist()
+    end = np.concatenate([tree.end + first for tree, first in zip(trees, before, strict=True)])
+    inner = end > np.arange(1, len(end) + 1)
+    place = np.concatenate(([0], np.cumsum(inner)))  # in the stream: stream rows in front of each row
+    token_ids = np.concatenate([tree.token_ids for tree in trees]).astype(np.int64)
+    chosen_of = [tree.sampled for tree in trees]
+    if trained_only and any(tree.loss_mask.any() for tree in trees):
+        chosen_of = [np.flatnonzero(tree.loss_mask) for tree in trees]
+    chosen = np.concatenate([rows + first for rows, first in zip(chosen_of, before, strict=True)])
+    parents = np.concatenate([tree.runs.parents() + first for tree, first in zip(trees, before, strict=True)])
+    token_rows = np.concatenate([tree.tokens[1] + first for tree, first in zip(trees, before, strict=True)])
+    episodes = np.array([len(tree.episodes) for tree in trees])
+    episodes_before = (np.cumsum(episodes) - episodes).tolist()
     return TreeLayout(
-        token_ids=token_ids,
-        positions=positions,
-        predicting_rows=predicting_rows,
-        targets=targets,
-        sample_ids=sample_ids,
-        num_samples=num_samples,
-        grid_places=grid_places,
-        branches=branches,
+        token_ids=token_ids[inner],
+        end=place[end[inner]],
+        chosen=chosen_of,
+        positions=np.concatenate([tree.runs.positions() for tree in trees])[inner],
+        predicting_rows=place[parents[chosen]],
+        targets=token_ids[chosen],
+        token_places=_places(chosen, token_rows),
+        sample_ids=np.concatenate([t.tokens[0] + first for t, first in zip(trees, episodes_before, strict=True)]),
+        num_samples=int(episodes.sum()),
     )
 
 
-def _check_lengths(groups: Sequence[TrainGroup], prompt_lengths: np.ndarray, lengths: np.ndarray) -> None:
-    if prompt_lengths.min() > 0 and lengths.min() > 0:
-        return
-    empty = [group.group_uid for group in groups if not len(group.prompt_ids) or not group.lengths.all()]
-    raise ValueError(f"groups {', '.join(empty)}: a prompt or a response without tokens cannot be trained.")
+def _places(chosen: np.ndarray, token_rows: np.ndarray) -> np.ndarray | None:
+    """Where each of ``token_rows`` stands in the ascending ``chosen``, -1 where it does not; None where both are one."""
+    if np.array_equal(chosen, token_rows):
+        return None
+    places = np.minimum(np.searchsorted(chosen, token_rows), len(chosen) - 1)
+    return np.where(chosen[places] == token_rows, places, -1)
+
+
+def tree_starts(end: np.ndarray) -> np.ndarray:
+    """The row that each tree of a stream begins with, ascending, int64 ``[trees]``; ``end`` int64 ``[rows]``."""
+    reach = np.maximum.accumulate(end)
+    return np.append(0, np.flatnonzero(reach[:-1] == np.arange(1, len(end))) + 1)
+
+
+def of_tokens(layout: TreeLayout, of_chosen: Tensor, *, otherwise: Tensor) -> Tensor:
+    """``[chosen, …]`` → ``[tokens, …]``; a token that was not chosen has what ``otherwise`` ``[tokens, …]`` says, and
+    no gradient."""
+    if layout.token_places is None:
+        return of_chosen
+    places = torch.from_numpy(layout.token_places).to(of_chosen.device)
+    values = of_chosen[places.clamp(min=0)]
+    there = (places >= 0).view(-1, *[1] * (values.ndim - 1))
+    return torch.where(there, values, otherwise.to(values.dtype))

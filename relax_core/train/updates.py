@@ -8,7 +8,8 @@ from typing import Protocol
 
 import numpy as np
 
-from relax_core.contracts.train import StepMetrics, TrainGroup
+from relax_core.contracts.train import StepMetrics
+from relax_core.contracts.tree import TokenTree
 from relax_core.train.micro_batches import MicroBatcher
 
 
@@ -49,7 +50,7 @@ class Trainer(Protocol):
 
     def begin_step(self, step: int) -> None: ...
 
-    def accumulate(self, groups: Sequence[TrainGroup]) -> None: ...
+    def accumulate(self, groups: Sequence[TokenTree]) -> None: ...
 
     def finish_step(self) -> UpdateMetrics: ...
 
@@ -62,7 +63,7 @@ class StepUpdates:
         assert plan.groups % plan.mini_batches == 0, "validated: rollout.prompts_per_step, algo.mini_batches"
         self._trainer, self._plan, self._step = trainer, plan, step
         self._batcher = MicroBatcher(plan.budget_tokens, ranks=plan.ranks)
-        self._groups: list[TrainGroup] = []
+        self._groups: list[TokenTree] = []
         self._left = plan.mini_batches * plan.epochs
         self._done: list[UpdateMetrics] = []
         self._begin()
@@ -72,7 +73,7 @@ class StepUpdates:
         """Updates so far. With one or more the weights are those of no step's end: nothing may be saved now."""
         return len(self._done)
 
-    def add(self, groups: Sequence[TrainGroup]) -> None:
+    def add(self, groups: Sequence[TokenTree]) -> None:
         """Trains on the next groups of the first epoch."""
         self._groups += groups
         self._train(groups)
@@ -94,7 +95,7 @@ class StepUpdates:
         )
         return StepResult(metrics=metrics, updates=len(self._done))
 
-    def _train(self, groups: Sequence[TrainGroup]) -> None:
+    def _train(self, groups: Sequence[TokenTree]) -> None:
         for group in groups:
             for batch in self._batcher.add([group]):
                 self._trainer.accumulate(batch)

@@ -9,7 +9,7 @@ import pytest
 
 from relax_core.contracts.bus import Admission, BusClosed, VersionChange
 from relax_core.contracts.engine import PromptRequest
-from relax_core.contracts.sample import group_uid
+from relax_core.contracts.tree import group_uid
 from relax_core.rollout.turnover import Turnover
 
 
