@@ -19,7 +19,7 @@ from relax_core.bus.factory import BACKENDS, create_bus
 from relax_core.config.compose import load_config
 from relax_core.config.schema import BusConfig
 from relax_core.contracts.bus import Admission, Bus, GroupRow, LeaseRequest
-from relax_core.contracts.sample import sample_uid
+from relax_core.contracts.tree import sample_uid
 
 GROUP_SIZE = 16
 T = 60.0

@@ -20,7 +20,7 @@ os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
 import numpy as np
 
 from benchmarks.one_rank import one_rank_setup
-from relax_core.contracts.train import TrainGroup
+from relax_core.contracts.tree import TokenTree
 
 VOCABULARY = 8192
 
@@ -52,7 +52,7 @@ def trained(folder: Path) -> Any:
     backend.begin_step(0)
     backend.accumulate(
         [
-            TrainGroup(
+            TokenTree(
                 group_uid="g",
                 prompt_ids=np.arange(4, dtype=np.int32),
                 lengths=np.array([4, 4]),

@@ -27,7 +27,7 @@ from benchmarks.family_models import VARIANTS, VOCABULARY, make_family_model
 from benchmarks.one_rank import one_rank_setup
 from relax_core.contracts.algorithm import AlgorithmKnobs, AlgorithmSpec, LossInputs, LossOutputs, Needs
 from relax_core.contracts.engine import PromptRequest, SamplingParams
-from relax_core.contracts.train import TrainGroup
+from relax_core.contracts.tree import TokenTree
 from relax_core.engines.build import build_client
 from relax_core.engines.client import EngineClient
 from relax_core.engines.process import EngineLaunch, EngineProcess
@@ -75,13 +75,13 @@ POLICY_GRADIENT = AlgorithmSpec(
 )
 
 
-def _groups() -> list[TrainGroup]:
+def _groups() -> list[TokenTree]:
     random = np.random.default_rng(0)
     groups = []
     for index, (prompt, lengths) in enumerate(((9, [5, 1, 8]), (150, [40, 7]), (1, [1, 60]))):
         tokens = sum(lengths)
         groups.append(
-            TrainGroup(
+            TokenTree(
                 group_uid=f"g{index}",
                 prompt_ids=random.integers(0, VOCABULARY, prompt, dtype=np.int32),
                 lengths=np.array(lengths, dtype=np.int64),

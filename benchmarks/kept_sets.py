@@ -29,7 +29,7 @@ import torch
 from benchmarks.one_rank import one_rank_setup
 from benchmarks.tiny_model import demo_model
 from relax_core.contracts.kept_tokens import KeptTokens
-from relax_core.contracts.train import TrainGroup
+from relax_core.contracts.tree import TokenTree
 from relax_core.engines.embedded.decoder import Decoder
 from relax_core.engines.embedded.model import LanguageModel
 from relax_core.engines.embedded.model_config import read_model_config
@@ -75,7 +75,7 @@ def _compare(folder: Path, arguments: argparse.Namespace) -> None:
     truncated: dict[str, Any] = {"top_p": TOP_P, "top_k": arguments.top_k}
     ways = {"everything": whole, TRUNCATED: truncated, TOLD: {**truncated, "tells_kept": True}}
 
-    def decode(way: str) -> TrainGroup:
+    def decode(way: str) -> TokenTree:
         settings = SamplingSettings(
             max_new_tokens=tokens, temperature=1.0, stop_token_ids=(), banned_token_ids=(), **ways[way]
         )
@@ -92,7 +92,7 @@ def _compare(folder: Path, arguments: argparse.Namespace) -> None:
     _table("decode", {way: partial(decode, way) for way in ways}, rounds)
     backend = MegatronBackend(one_rank_setup(folder), temperature=1.0)
 
-    def step(of: TrainGroup) -> None:
+    def step(of: TokenTree) -> None:
         backend.begin_step(0)
         backend.accumulate([of])
         backend.finish_step()
@@ -114,7 +114,7 @@ def _decoder(folder: Path, samples: int) -> Decoder:
     )
 
 
-def _decode(decoder: Decoder, settings: SamplingSettings, samples: int) -> TrainGroup:
+def _decode(decoder: Decoder, settings: SamplingSettings, samples: int) -> TokenTree:
     """All samples of one prompt, as the trainer gets them."""
     with torch.inference_mode():
         decoder.admit([Prefix(token_ids=PROMPT, settings=settings, keys=sample_keys([0], samples)[0])])
@@ -124,7 +124,7 @@ def _decode(decoder: Decoder, settings: SamplingSettings, samples: int) -> Train
         kept = [decoder.kept.of_slot(slot) for slot in range(samples)] if settings.tells_kept else None
         decoder.remove(range(samples))
     tokens = samples * settings.max_new_tokens
-    return TrainGroup(
+    return TokenTree(
         group_uid="g",
         prompt_ids=np.array(PROMPT, dtype=np.int32),
         lengths=np.full(samples, settings.max_new_tokens, dtype=np.int64),

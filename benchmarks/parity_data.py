@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.family_models import LLAMA3, VOCABULARY, make_family_model
 from relax_core.contracts.kept_tokens import KeptTokens
-from relax_core.contracts.train import TrainGroup
+from relax_core.contracts.tree import TokenTree
 
 BANNED = 50  # with two tensor-parallel ranks, a word of the second one
 # Of the families beside Qwen3: the variant of benchmarks/family_models.py, and what is changed of it.
@@ -64,7 +64,7 @@ def make_model(folder: Path, family: str) -> Any:
     return model
 
 
-def make_groups() -> list[TrainGroup]:
+def make_groups() -> list[TokenTree]:
     """Five groups of ragged prompts and responses, some of their tokens masked."""
     random = np.random.default_rng(0)
     lengths = [[5, 1, 8, 3], [7, 2, 6, 1], [3, 3, 3, 3], [9, 1, 1, 4], [2, 6, 5, 7]]
@@ -72,7 +72,7 @@ def make_groups() -> list[TrainGroup]:
     for index, (of_group, prompt) in enumerate(zip(lengths, [9, 4, 13, 6, 1], strict=True)):
         tokens = sum(of_group)
         groups.append(
-            TrainGroup(
+            TokenTree(
                 group_uid=f"g{index}",
                 prompt_ids=random.integers(0, VOCABULARY, prompt, dtype=np.int32),
                 lengths=np.array(of_group, dtype=np.int64),
@@ -85,7 +85,7 @@ def make_groups() -> list[TrainGroup]:
     return groups
 
 
-def with_rollout(groups: Sequence[TrainGroup], logprobs: Sequence[np.ndarray]) -> list[TrainGroup]:
+def with_rollout(groups: Sequence[TokenTree], logprobs: Sequence[np.ndarray]) -> list[TokenTree]:
     """Sampled by a policy near this one, so that some ratios are clipped and most are not."""
     random = np.random.default_rng(1)
     return [
@@ -94,7 +94,7 @@ def with_rollout(groups: Sequence[TrainGroup], logprobs: Sequence[np.ndarray]) -
     ]
 
 
-def one_sample_each(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
+def one_sample_each(groups: Sequence[TokenTree]) -> list[TokenTree]:
     """Plain packing: the same samples, each a group of its own."""
     found = []
     for group in groups:
@@ -107,14 +107,14 @@ def one_sample_each(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
     return found
 
 
-def micro_batches(groups: Sequence[TrainGroup], *, pipeline: bool) -> list[list[TrainGroup]]:
+def micro_batches(groups: Sequence[TokenTree], *, pipeline: bool) -> list[list[TokenTree]]:
     """In order; the last has one group, so that a second replica gets none. For a ``pipeline`` groups of one sample
     make more of them than it waits for before its first run."""
     others, size = groups[:-1], 2 if pipeline else len(groups) // 2
     return [list(others[start : start + size]) for start in range(0, len(others), size)] + [list(groups[-1:])]
 
 
-def routed(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
+def routed(groups: Sequence[TokenTree]) -> list[TokenTree]:
     """With experts to replay that no router would choose: two random ones of four, in each of the four layers."""
     random = np.random.default_rng(2)
     return [
@@ -125,7 +125,7 @@ def routed(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
     ]
 
 
-def with_kept(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
+def with_kept(groups: Sequence[TokenTree]) -> list[TokenTree]:
     """With kept sets, of which none has the banned token; nor has a response."""
     random = np.random.default_rng(3)
     found = []
@@ -138,11 +138,11 @@ def with_kept(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
     return found
 
 
-def save_rollout(folder: Path, family: str, packing: str, groups: Sequence[TrainGroup]) -> None:
+def save_rollout(folder: Path, family: str, packing: str, groups: Sequence[TokenTree]) -> None:
     np.save(folder / f"{family}.{packing}.npy", np.concatenate([group.rollout_logprobs for group in groups]))
 
 
-def read_groups(folder: Path, family: str, packing: str) -> list[TrainGroup]:
+def read_groups(folder: Path, family: str, packing: str) -> list[TokenTree]:
     groups = one_sample_each(make_groups()) if packing == "plain" else make_groups()
     if packing == "replay":
         groups = routed(groups)

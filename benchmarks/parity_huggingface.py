@@ -15,10 +15,10 @@ from torch import Tensor
 from benchmarks.parity_case import KNOBS, OPTIMIZER, SPEC, STEPS, TEMPERATURE, Outcome
 from benchmarks.parity_data import one_sample_each
 from relax_core.contracts.algorithm import LossInputs, LossOutputs, StepTotals
-from relax_core.contracts.train import TrainGroup
+from relax_core.contracts.tree import TokenTree
 
 
-def huggingface_steps(model: Any, groups: Sequence[TrainGroup], *, banned: Sequence[int] = ()) -> Outcome:
+def huggingface_steps(model: Any, groups: Sequence[TokenTree], *, banned: Sequence[int] = ()) -> Outcome:
     """Every sample as a row of one padded batch, the same loss function on its log-probs, which are over the kept sets
     and without ``banned`` tokens."""
     model.train()
@@ -44,7 +44,7 @@ def huggingface_steps(model: Any, groups: Sequence[TrainGroup], *, banned: Seque
     return Outcome(losses=losses, grad_norms=grad_norms, logprobs=[before, after], weights=_exported(model))
 
 
-def _left(model: Any, groups: Sequence[TrainGroup], banned: Sequence[int]) -> Tensor:
+def _left(model: Any, groups: Sequence[TokenTree], banned: Sequence[int]) -> Tensor:
     """bool ``[tokens, vocab]``: what each response token was sampled from."""
     masks = [
         np.ones((len(group.response_ids), model.config.vocab_size), dtype=bool)
@@ -57,7 +57,7 @@ def _left(model: Any, groups: Sequence[TrainGroup], banned: Sequence[int]) -> Te
     return left
 
 
-def _padded_forward(model: Any, groups: Sequence[TrainGroup], left: Tensor) -> tuple[Tensor, Tensor]:
+def _padded_forward(model: Any, groups: Sequence[TokenTree], left: Tensor) -> tuple[Tensor, Tensor]:
     """Log-prob and entropy of every response token over the tokens that are ``left``."""
     samples = one_sample_each(groups)
     sequences = [np.concatenate([one.prompt_ids, one.response_ids]) for one in samples]
@@ -75,7 +75,7 @@ def _padded_forward(model: Any, groups: Sequence[TrainGroup], left: Tensor) -> t
     return table.gather(1, targets[:, None])[:, 0], -(table.exp() * surprise).sum(1)
 
 
-def _loss(logprobs: Tensor, entropy: Tensor, groups: Sequence[TrainGroup]) -> tuple[LossOutputs, float]:
+def _loss(logprobs: Tensor, entropy: Tensor, groups: Sequence[TokenTree]) -> tuple[LossOutputs, float]:
     def column(name: str) -> Tensor:
         return torch.from_numpy(np.concatenate([getattr(group, name) for group in groups]))
 

@@ -28,7 +28,8 @@ from benchmarks.parity_data import (
     with_rollout,
 )
 from benchmarks.parity_huggingface import huggingface_steps
-from relax_core.contracts.train import StepMetrics, TrainGroup
+from relax_core.contracts.train import StepMetrics
+from relax_core.contracts.tree import TokenTree
 from relax_core.train import process_group
 from relax_core.train.backend import MegatronBackend
 from relax_core.train.micro_batches import split_over_ranks
@@ -71,7 +72,7 @@ def make_backend(
 
 
 def run_steps(
-    backend: MegatronBackend, groups: Sequence[TrainGroup], *, replica: int = 0, layout: Mapping[str, Any]
+    backend: MegatronBackend, groups: Sequence[TokenTree], *, replica: int = 0, layout: Mapping[str, Any]
 ) -> Outcome:
     """Two steps over the replicas. The weights are whole only on rank 0."""
     replicas = layout.get("dp", 1)

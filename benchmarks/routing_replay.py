@@ -29,7 +29,7 @@ from benchmarks.one_rank import one_rank_parallel, one_rank_setup
 from benchmarks.tiny_model import engine_config
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.contracts.sample import RoutedExperts
-from relax_core.contracts.train import TrainGroup
+from relax_core.contracts.tree import TokenTree
 from relax_core.data.generated import example
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.client import EngineClient
@@ -96,9 +96,7 @@ def task_prompts(folder: Path, *, count: int, seed: int) -> list[list[int]]:
     return [tokenizer.encode([{"role": "user", "content": row.prompt}]) for row in rows]
 
 
-def sample(
-    folder: Path, prompts: Sequence[list[int]], *, new_tokens: int, seed: int, scratch: Path
-) -> list[TrainGroup]:
+def sample(folder: Path, prompts: Sequence[list[int]], *, new_tokens: int, seed: int, scratch: Path) -> list[TokenTree]:
     """Groups that a bfloat16 engine sampled, with its log-probs and its experts."""
     (scratch / "token").write_text("benchmark")
     process = EngineProcess.start(
@@ -136,11 +134,11 @@ async def _responses(
     return found
 
 
-def _group(place: int, prompt: list[int], answers: Sequence[Generated]) -> TrainGroup:
+def _group(place: int, prompt: list[int], answers: Sequence[Generated]) -> TokenTree:
     tokens = sum(len(one.output_ids) for one in answers)
     parts = [one.response_experts for one in answers if one.response_experts is not None]
     assert answers[0].prompt_experts is not None and len(parts) == len(answers)
-    return TrainGroup(
+    return TokenTree(
         group_uid=f"g{place}",
         prompt_ids=np.array(prompt, dtype=np.int32),
         lengths=np.array([len(one.output_ids) for one in answers]),
@@ -160,7 +158,7 @@ def trainer(folder: Path) -> Any:
     return MegatronBackend(setup, temperature=1.0, trainable=False)
 
 
-def measure(name: str, seed: int, folder: Path, groups: Sequence[TrainGroup]) -> Row:
+def measure(name: str, seed: int, folder: Path, groups: Sequence[TokenTree]) -> Row:
     from relax_core.train.experts import routers
 
     backend = trainer(folder)

@@ -46,7 +46,7 @@ from benchmarks.train_step_ways import (
 )
 
 if TYPE_CHECKING:
-    from relax_core.contracts.train import TrainGroup
+    from relax_core.contracts.tree import TokenTree
 
 PARTS = ("fill", "tree", "logprobs", "replay")
 FILLS = (0.24, 0.5, 1.0)
@@ -137,7 +137,7 @@ def tree(folder: Path, *, repeats: int) -> Iterator[Result]:
         groups = make_groups(lengths, prompt=prompt, vocabulary=size.vocabulary)
         rows = as_rows(groups)
 
-        def masked(groups: Sequence[TrainGroup] = groups) -> float:
+        def masked(groups: Sequence[TokenTree] = groups) -> float:
             with _masked_attention():
                 return masked_model.step(groups)
 
@@ -208,7 +208,7 @@ def _family(model: str) -> str:
     return "qwen3_moe" if SIZES[model].experts else "qwen3"
 
 
-def _tokens(groups: Sequence[TrainGroup]) -> int:
+def _tokens(groups: Sequence[TokenTree]) -> int:
     return sum(len(group.response_ids) for group in groups)
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from relax_core.contracts.train import TrainGroup
+from relax_core.contracts.tree import TokenTree
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -92,7 +92,7 @@ def response_lengths(samples: int, *, longest: int, mean: float) -> np.ndarray:
     return np.random.default_rng(0).permutation(lengths(low if mean >= longest else high))
 
 
-def make_groups(lengths: np.ndarray, *, prompt: int, vocabulary: int) -> list[TrainGroup]:
+def make_groups(lengths: np.ndarray, *, prompt: int, vocabulary: int) -> list[TokenTree]:
     """Random groups; ``lengths`` ``[groups, samples]``."""
     random = np.random.default_rng(1)
     groups = []
@@ -100,7 +100,7 @@ def make_groups(lengths: np.ndarray, *, prompt: int, vocabulary: int) -> list[Tr
         tokens = int(of_group.sum())
         advantages = random.standard_normal(len(of_group)).astype(np.float32)
         groups.append(
-            TrainGroup(
+            TokenTree(
                 group_uid=f"g{place}",
                 prompt_ids=random.integers(0, vocabulary, prompt, dtype=np.int32),
                 lengths=of_group,
@@ -113,7 +113,7 @@ def make_groups(lengths: np.ndarray, *, prompt: int, vocabulary: int) -> list[Tr
     return groups
 
 
-def as_rows(groups: Sequence[TrainGroup]) -> list[TrainGroup]:
+def as_rows(groups: Sequence[TokenTree]) -> list[TokenTree]:
     """Each sample as a group of its own, with its own copy of the prompt: plain packing."""
     rows = []
     for group in groups:
@@ -167,7 +167,7 @@ class Ours:
         )
         self._backend = MegatronBackend(setup, temperature=1.0)
 
-    def step(self, groups: Sequence[TrainGroup]) -> float:
+    def step(self, groups: Sequence[TokenTree]) -> float:
         """The gradient's norm."""
         from relax_core.train.micro_batches import MicroBatcher
 
@@ -191,23 +191,23 @@ class HuggingFace:
             self.model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=0.0
         )
 
-    def padded_step(self, rows: Sequence[TrainGroup]) -> float:
+    def padded_step(self, rows: Sequence[TokenTree]) -> float:
         """Sequences side by side, padded to the longest of their micro-batch; groups are as from `as_rows`."""
         longest = max(_length(row) for row in rows)
         together = max(1, MICRO_BATCH_TOKENS // longest)
         return self._step(rows, [rows[at : at + together] for at in range(0, len(rows), together)], self._padded)
 
-    def packed_step(self, rows: Sequence[TrainGroup], *, budget: int) -> float:
+    def packed_step(self, rows: Sequence[TokenTree], *, budget: int) -> float:
         """Sequences one after the other in one row of at most ``budget`` tokens, told apart by their positions: for
         transformers' SDPA that is one block-diagonal mask. A budget of its own, as that mask grows with its square."""
-        batches: list[list[TrainGroup]] = [[]]
+        batches: list[list[TokenTree]] = [[]]
         for row in rows:
             if batches[-1] and sum(map(_length, batches[-1])) + _length(row) > budget:
                 batches.append([])
             batches[-1].append(row)
         return self._step(rows, batches, self._packed)
 
-    def _step(self, rows: Sequence[TrainGroup], batches: Sequence[Sequence[TrainGroup]], hidden_states: Any) -> float:
+    def _step(self, rows: Sequence[TokenTree], batches: Sequence[Sequence[TokenTree]], hidden_states: Any) -> float:
         import torch
 
         tokens = sum(len(row.response_ids) for row in rows)
@@ -222,7 +222,7 @@ class HuggingFace:
         self._optimizer.step()
         return float(norm)
 
-    def _padded(self, batch: Sequence[TrainGroup]) -> Tensor:
+    def _padded(self, batch: Sequence[TokenTree]) -> Tensor:
         """Hidden states in front of every response token, ``[tokens, hidden]``."""
         import torch
 
@@ -237,7 +237,7 @@ class HuggingFace:
         states: Tensor = hidden.flatten(0, 1)[torch.cat(predicting)]
         return states
 
-    def _packed(self, batch: Sequence[TrainGroup]) -> Tensor:
+    def _packed(self, batch: Sequence[TokenTree]) -> Tensor:
         import torch
 
         sequences = [_sequence(row) for row in batch]
@@ -253,18 +253,18 @@ class HuggingFace:
         return states
 
 
-def _length(row: TrainGroup) -> int:
+def _length(row: TokenTree) -> int:
     return len(row.prompt_ids) + len(row.response_ids) - 1
 
 
-def _sequence(row: TrainGroup) -> Tensor:
+def _sequence(row: TokenTree) -> Tensor:
     """Prompt and response; the last token predicts nothing."""
     import torch
 
     return torch.from_numpy(np.concatenate([row.prompt_ids, row.response_ids[:-1]]).astype(np.int64))
 
 
-def with_own_experts(model: Any, groups: Sequence[TrainGroup]) -> list[TrainGroup]:
+def with_own_experts(model: Any, groups: Sequence[TokenTree]) -> list[TokenTree]:
     """The groups with the experts that ``model`` itself routes their rows to, as an engine would return them."""
     import torch
 

@@ -9,7 +9,7 @@ from relax_core.bus.core import BusCore
 from relax_core.bus.ledger import Ledger
 from relax_core.bus.settings import BusSettings
 from relax_core.contracts.bus import Admission, GroupRow, LeaseRequest
-from relax_core.contracts.sample import sample_uid
+from relax_core.contracts.tree import sample_uid
 
 
 class Clock:

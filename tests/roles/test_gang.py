@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from relax_core.config.compose import load_config
-from relax_core.contracts.train import TrainGroup
+from relax_core.contracts.tree import TokenTree
 from relax_core.control.heartbeats import Beat
 from relax_core.control.watch import verdict
 from relax_core.roles.gang import Gang, RankLost, Ranks, TrainerGang, take_answers
@@ -33,7 +33,7 @@ class Backend:
         self.rank, self.fails = rank, fails
         self.groups: list[str] = []
 
-    def accumulate(self, groups: Sequence[TrainGroup]) -> None:
+    def accumulate(self, groups: Sequence[TokenTree]) -> None:
         self.groups += [group.group_uid for group in groups]
         if self.fails == "dies":
             os._exit(1)
@@ -44,7 +44,7 @@ class Backend:
         if self.fails:
             raise RuntimeError(self.fails)
 
-    def logprobs(self, groups: Sequence[TrainGroup]) -> list[np.ndarray]:
+    def logprobs(self, groups: Sequence[TokenTree]) -> list[np.ndarray]:
         return [np.array([self.rank, int(group.group_uid)]) for group in groups]
 
 
@@ -55,7 +55,7 @@ class Patient(Backend):
         super().__init__(0)
         self._peer = peer
 
-    def accumulate(self, groups: Sequence[TrainGroup]) -> None:
+    def accumulate(self, groups: Sequence[TokenTree]) -> None:
         import ray
 
         super().accumulate(groups)
@@ -98,10 +98,10 @@ def peers(ray_session: str) -> Iterator[list[Any]]:
         ray.kill(peer)
 
 
-def group(number: int, *, tokens: int) -> TrainGroup:
+def group(number: int, *, tokens: int) -> TokenTree:
     arrays: dict[str, Any] = dict.fromkeys(("prompt_ids", "response_ids", "loss_mask", "rollout_logprobs"), None)
     arrays |= {"prompt_ids": np.zeros(3, np.int32), "lengths": np.array([tokens])}
-    return TrainGroup(group_uid=str(number), **arrays)
+    return TokenTree(group_uid=str(number), **arrays)
 
 
 def start(peers: list[Any], count: int, *, of: type[RankPeer] = Peer, **fails: str) -> list[tuple[str, Any]]:

@@ -17,7 +17,7 @@ from relax_core.config.compose import load_config
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import LeasedRow
 from relax_core.contracts.engine import EngineUnreachable
-from relax_core.contracts.train import TrainGroup
+from relax_core.contracts.tree import TokenTree
 from relax_core.engines.client import EngineClient
 from relax_core.engines.process import EngineLaunch, EngineProcess
 from relax_core.preflight import settle
@@ -96,7 +96,7 @@ def client(context: RunContext, folder: Path) -> Iterator[EngineClient]:
     process.stop(timeout_s=5.0)
 
 
-def expected(folder: Path, group: TrainGroup) -> list[torch.Tensor]:
+def expected(folder: Path, group: TokenTree) -> list[torch.Tensor]:
     """Of each sample the log-softmax that predicts its response, ``[tokens, vocab]``."""
     from transformers import AutoModelForCausalLM
 
@@ -154,7 +154,7 @@ class Fixed:
     def __init__(self, value: float) -> None:
         self._value = value
 
-    def score(self, groups: list[TrainGroup]) -> list[TeacherScores]:
+    def score(self, groups: list[TokenTree]) -> list[TeacherScores]:
         tokens = [len(group.response_ids) for group in groups]
         return [
             TeacherScores(
@@ -166,7 +166,7 @@ class Fixed:
         ]
 
 
-def leased(group: TrainGroup, teacher: str) -> LeasedRow:
+def leased(group: TokenTree, teacher: str) -> LeasedRow:
     rows = np.split(group.response_ids, np.cumsum(group.lengths)[:-1])
     return LeasedRow(
         group_uid=group.group_uid,

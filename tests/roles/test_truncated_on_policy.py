@@ -21,7 +21,7 @@ from relax_core.contracts.algorithm import AlgorithmSpec, LossInputs, LossOutput
 from relax_core.contracts.bus import LeasedRow
 from relax_core.contracts.engine import Generated, SamplingParams
 from relax_core.contracts.reward import RewardOutput
-from relax_core.contracts.train import TrainGroup
+from relax_core.contracts.tree import TokenTree
 from relax_core.contracts.tree import group_uid
 from relax_core.engines.client import EngineClient
 from relax_core.engines.process import EngineLaunch, EngineProcess
@@ -155,7 +155,7 @@ def only(row: LeasedRow, columns: Sequence[str]) -> LeasedRow:
     return msgspec.structs.replace(row, columns={name: row.columns[name] for name in columns})
 
 
-def train_groups(rows: Sequence[LeasedRow], spec: AlgorithmSpec, knobs: Any) -> list[TrainGroup]:
+def train_groups(rows: Sequence[LeasedRow], spec: AlgorithmSpec, knobs: Any) -> list[TokenTree]:
     """As the advantages role and the trainer see them."""
     needs = spec.needs(knobs)
     advantages = advantage_columns([only(row, input_columns(needs)) for row in rows], spec, knobs)

@@ -19,7 +19,7 @@ from tiny_trainer import KNOBS, PPO_CLIP, clip_loss, dp_groups, make_backend, tr
 
 from relax_core.contracts.algorithm import LossInputs, LossOutputs
 from relax_core.contracts.kept_tokens import OUTSIDE, KeptTokens
-from relax_core.contracts.train import TrainGroup
+from relax_core.contracts.tree import TokenTree
 from relax_core.train import process_group
 from relax_core.train.backend import MegatronBackend
 from relax_core.train.micro_batches import split_over_ranks
@@ -42,7 +42,7 @@ def loss_with_teacher(inputs: LossInputs, knobs: Any) -> LossOutputs:
     return LossOutputs(loss_sum=((inputs.top_logprobs * inside).mean(1) * inputs.loss_mask).sum())
 
 
-def with_teacher(group: TrainGroup) -> TrainGroup:
+def with_teacher(group: TokenTree) -> TokenTree:
     """With kept sets too, of which some have fewer tokens than the teacher tells; -1 stands for what is not there."""
     tokens = len(group.response_ids)
     random = np.random.default_rng(tokens)
@@ -65,7 +65,7 @@ def refused(work: Callable[[], Any]) -> str:
 def what_it_sees(backend: MegatronBackend, *, replica: int = 0, replicas: int = 1) -> dict[str, Any]:
     """Two updates that are refused, and so leave no trace; log-probs; two updates that are made."""
 
-    def mine(batches: list[list[TrainGroup]]) -> list[list[TrainGroup]]:
+    def mine(batches: list[list[TokenTree]]) -> list[list[TokenTree]]:
         return [split_over_ranks(groups, replicas)[replica] for groups in batches]
 
     batches = dp_groups()

@@ -16,7 +16,7 @@ from tiny_models import make_model
 from tiny_trainer import dp_groups, make_critic, make_groups, train_step
 
 from benchmarks.family_models import VARIANTS, make_family_model
-from relax_core.contracts.train import TrainGroup
+from relax_core.contracts.tree import TokenTree
 from relax_core.train.value_moments import explained_variance, moment_sums
 
 GROUPS = make_groups([[5, 1, 8, 3], [7, 7, 2, 4], [1, 1, 1, 1]], prompt_lengths=[9, 4, 1], masked=0.2)
@@ -45,7 +45,7 @@ def set_head(critic: Any, seed: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
     return head.weight.detach().clone(), head.bias.detach().clone()
 
 
-def reference_values(model: Any, weight: torch.Tensor, bias: torch.Tensor, groups: list[TrainGroup]) -> torch.Tensor:
+def reference_values(model: Any, weight: torch.Tensor, bias: torch.Tensor, groups: list[TokenTree]) -> torch.Tensor:
     """Each sample in its own forward: the head on the state in front of each response token."""
     parts = []
     for group in groups:
@@ -56,7 +56,7 @@ def reference_values(model: Any, weight: torch.Tensor, bias: torch.Tensor, group
     return torch.cat(parts)
 
 
-def column(groups: list[TrainGroup], name: str) -> torch.Tensor:
+def column(groups: list[TokenTree], name: str) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([getattr(group, name) for group in groups]))
 
 

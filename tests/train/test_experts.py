@@ -13,7 +13,7 @@ from tiny_models import make_model
 from tiny_trainer import make_backend, make_groups, train_step
 
 from relax_core.config.schema import Recompute
-from relax_core.contracts.train import TrainGroup
+from relax_core.contracts.tree import TokenTree
 
 EXPERTS, TOP_K, LAYERS = 8, 2, 3
 
@@ -32,11 +32,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def groups_of(seed: int = 0) -> list[TrainGroup]:
+def groups_of(seed: int = 0) -> list[TokenTree]:
     return make_groups([[5, 1, 8], [7, 2], [3, 3, 3, 3]], prompt_lengths=[9, 4, 12], seed=seed, masked=0.2)
 
 
-def in_hf(model: Any, group: TrainGroup, ask: Any) -> list[Any]:
+def in_hf(model: Any, group: TokenTree, ask: Any) -> list[Any]:
     """``ask(output, prompt, response)`` of each of the group's samples alone."""
     ends = np.cumsum(group.lengths)
     found = []
@@ -58,7 +58,7 @@ def hf_experts(output: Any, prompt: int, ids: torch.Tensor) -> np.ndarray:
     return torch.stack([one.topk(TOP_K, -1).indices for one in output.router_logits], 1)[:-1].numpy()
 
 
-def with_hf_experts(model: Any, groups: list[TrainGroup]) -> list[TrainGroup]:
+def with_hf_experts(model: Any, groups: list[TokenTree]) -> list[TokenTree]:
     """Rows as packed: the prompt's of the first sample, then each response's."""
     done = []
     for group in groups:
@@ -69,7 +69,7 @@ def with_hf_experts(model: Any, groups: list[TrainGroup]) -> list[TrainGroup]:
     return done
 
 
-def shifted(groups: list[TrainGroup]) -> list[TrainGroup]:
+def shifted(groups: list[TokenTree]) -> list[TokenTree]:
     """Every token to the neighbours of its experts."""
     return [replace(one, routed_experts=(one.routed_experts + 1) % EXPERTS) for one in groups]
 
@@ -113,7 +113,7 @@ def test_what_is_replayed_is_what_the_experts_compute(folder: Path) -> None:
         assert router.chosen.tolist() == np.bincount(wanted[:, layer].reshape(-1), minlength=EXPERTS).tolist()
 
 
-def gradients(backend: Any, micro_batches: list[list[TrainGroup]]) -> dict[str, torch.Tensor]:
+def gradients(backend: Any, micro_batches: list[list[TokenTree]]) -> dict[str, torch.Tensor]:
     backend.begin_step(0)
     for groups in micro_batches:
         backend.accumulate(groups)

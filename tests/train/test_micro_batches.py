@@ -8,13 +8,13 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_core.contracts.train import TrainGroup
+from relax_core.contracts.tree import TokenTree
 from relax_core.train.micro_batches import MicroBatcher, split_over_ranks
 
 
-def group_of(place: int, tokens: int) -> TrainGroup:
+def group_of(place: int, tokens: int) -> TokenTree:
     """A group with exactly ``tokens`` packed token rows: one sample, its last token is not computed."""
-    return TrainGroup(
+    return TokenTree(
         group_uid=f"g{place}",
         prompt_ids=np.zeros(1, dtype=np.int32),
         lengths=np.asarray([tokens], dtype=np.int64),
@@ -24,7 +24,7 @@ def group_of(place: int, tokens: int) -> TrainGroup:
     )
 
 
-def names(batches: list[list[TrainGroup]]) -> list[list[str]]:
+def names(batches: list[list[TokenTree]]) -> list[list[str]]:
     return [[group.group_uid for group in batch] for batch in batches]
 
 
@@ -33,16 +33,16 @@ groups = st.lists(st.integers(1, 40), max_size=30).map(
 )
 
 
-def batches_of(found: list[TrainGroup], cuts: list[int], budget: int, ranks: int) -> list[list[TrainGroup]]:
+def batches_of(found: list[TokenTree], cuts: list[int], budget: int, ranks: int) -> list[list[TokenTree]]:
     batcher = MicroBatcher(budget, ranks=ranks)
-    batches: list[list[TrainGroup]] = []
+    batches: list[list[TokenTree]] = []
     edges = [0, *sorted(cut % (len(found) + 1) for cut in cuts), len(found)]
     for start, end in pairwise(edges):
         batches += batcher.add(found[start:end])
     return [*batches, batcher.flush()]
 
 
-def fits(groups: list[TrainGroup], budget: int, ranks: int) -> bool:
+def fits(groups: list[TokenTree], budget: int, ranks: int) -> bool:
     return all(
         sum(group.packed_tokens for group in share) <= budget or len(share) == 1
         for share in split_over_ranks(groups, ranks)
@@ -56,7 +56,7 @@ def fits(groups: list[TrainGroup], budget: int, ranks: int) -> bool:
     ranks=st.integers(1, 4),
 )
 def test_batches_do_not_depend_on_how_the_groups_came(
-    found: list[TrainGroup], cuts: list[int], budget: int, ranks: int
+    found: list[TokenTree], cuts: list[int], budget: int, ranks: int
 ) -> None:
     batches = batches_of(found, cuts, budget, ranks)
     assert names(batches) == names(batches_of(found, [], budget, ranks))
@@ -81,7 +81,7 @@ def test_no_rank_gets_more_than_the_budget() -> None:
 
 
 @given(found=groups, ranks=st.integers(1, 5))
-def test_a_split_loses_nothing_keeps_the_order_and_balances(found: list[TrainGroup], ranks: int) -> None:
+def test_a_split_loses_nothing_keeps_the_order_and_balances(found: list[TokenTree], ranks: int) -> None:
     shares = split_over_ranks(found, ranks)
     assert len(shares) == ranks
     places = [[int(uid[1:]) for uid in share] for share in names(shares)]

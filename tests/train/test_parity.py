@@ -12,12 +12,12 @@ from tiny_trainer import KNOBS, clip_loss, make_backend, make_groups, train_step
 
 from benchmarks.family_models import VARIANTS, make_family_model
 from relax_core.contracts.algorithm import LossInputs
-from relax_core.contracts.train import TrainGroup
+from relax_core.contracts.tree import TokenTree
 
 GROUPS = make_groups([[5, 1, 8, 3], [7, 7, 2, 4], [1, 1, 1, 1]], prompt_lengths=[9, 4, 1], masked=0.2)
 
 
-def reference_logprobs(model: Any, groups: list[TrainGroup], *, temperature: float = 1.0) -> torch.Tensor:
+def reference_logprobs(model: Any, groups: list[TokenTree], *, temperature: float = 1.0) -> torch.Tensor:
     """Log-probs of all response tokens, each sample in its own forward."""
     parts = []
     for group in groups:
@@ -28,7 +28,7 @@ def reference_logprobs(model: Any, groups: list[TrainGroup], *, temperature: flo
     return torch.cat(parts)
 
 
-def reference_loss(model: Any, groups: list[TrainGroup]) -> torch.Tensor:
+def reference_loss(model: Any, groups: list[TokenTree]) -> torch.Tensor:
     def column(name: str) -> torch.Tensor:
         return torch.from_numpy(np.concatenate([getattr(group, name) for group in groups]))
 

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from tiny_models import make_model
 from tiny_trainer import make_backend, make_groups
 
-from relax_core.contracts.train import TrainGroup
+from relax_core.contracts.tree import TokenTree
 from relax_core.train.tree import pack_tree
 
 
 def test_layout_by_hand() -> None:
-    def group(prompt: list[int], responses: list[list[int]]) -> TrainGroup:
+    def group(prompt: list[int], responses: list[list[int]]) -> TokenTree:
         flat = np.array([token for response in responses for token in response], dtype=np.int32)
-        return TrainGroup(
+        return TokenTree(
             group_uid="g",
             prompt_ids=np.array(prompt, dtype=np.int32),
             lengths=np.array([len(response) for response in responses]),
@@ -75,7 +75,7 @@ def test_a_tree_is_its_sequences(backend: Any, shape: tuple[list[list[int]], lis
     for group, together in zip(groups, packed, strict=True):
         ends = np.cumsum(group.lengths)
         for start, end in zip(ends - group.lengths, ends, strict=True):
-            alone = TrainGroup(
+            alone = TokenTree(
                 group_uid="alone",
                 prompt_ids=group.prompt_ids,
                 lengths=np.array([end - start]),

@@ -13,7 +13,8 @@ import torch
 from tiny_models import make_model
 from tiny_trainer import make_backend, make_critic, make_groups, train_step
 
-from relax_core.contracts.train import StepMetrics, TrainGroup
+from relax_core.contracts.train import StepMetrics
+from relax_core.contracts.tree import TokenTree
 from relax_core.train.updates import StepResult, StepUpdates, UpdateMetrics, UpdatePlan, over_updates
 
 GROUPS = make_groups(
@@ -42,7 +43,7 @@ class Together:
         for backend in filter(None, (self.policy, self.critic)):
             backend.begin_step(step)
 
-    def accumulate(self, groups: Sequence[TrainGroup]) -> None:
+    def accumulate(self, groups: Sequence[TokenTree]) -> None:
         if groups:
             self.batches.append([group.group_uid for group in groups])
         self._under_way += [group.group_uid for group in groups]
@@ -57,7 +58,7 @@ class Together:
 
 def run(
     trainer: Together,
-    groups: list[TrainGroup] = GROUPS,
+    groups: list[TokenTree] = GROUPS,
     *,
     mini_batches: int = 1,
     epochs: int = 1,
@@ -160,7 +161,7 @@ def test_the_ratio_is_against_the_batchs_own_log_probs(folder: Path) -> None:
     assert result.metrics.policy.logprob_gap_max < 1e-5
 
 
-def masked(group: TrainGroup) -> TrainGroup:
+def masked(group: TokenTree) -> TokenTree:
     return dataclasses.replace(group, loss_mask=np.zeros(len(group.loss_mask), dtype=bool))
 
 

@@ -11,9 +11,10 @@ import torch
 
 from relax_core.config.schema import OptimizerConfig, Schedule
 from relax_core.contracts.algorithm import AlgorithmKnobs, AlgorithmSpec, LossInputs, LossOutputs, Needs, StepTotals
-from relax_core.contracts.train import TrainGroup
+from relax_core.contracts.tree import TokenTree
 from tests.train.gang_layouts import parallel_config
 from tests.train.tiny_models import VOCABULARY
+from tests.trees import answers_tree
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ KNOBS = ClipKnobs("ppo_clip", 16)
 
 def make_groups(
     lengths: list[list[int]], *, prompt_lengths: list[int], seed: int = 0, masked: float = 0.0
-) -> list[TrainGroup]:
+) -> list[TokenTree]:
     """Random groups; ``lengths``: response lengths, one list a group; ``masked``: share of tokens left untrained."""
     random = np.random.default_rng(seed)
     groups = []
@@ -56,13 +57,13 @@ def make_groups(
         tokens = sum(group_lengths)
         logprobs = -random.random(tokens, dtype=np.float32) * 4
         groups.append(
-            TrainGroup(
-                group_uid=f"g{index}",
-                prompt_ids=random.integers(0, VOCABULARY, prompt, dtype=np.int32),
-                lengths=np.array(group_lengths, dtype=np.int64),
-                response_ids=random.integers(0, VOCABULARY, tokens, dtype=np.int32),
+            answers_tree(
+                f"g{index}",
+                random.integers(0, VOCABULARY, prompt, dtype=np.int32),
+                group_lengths,
+                random.integers(0, VOCABULARY, tokens, dtype=np.int32),
                 loss_mask=random.random(tokens) >= masked,
-                rollout_logprobs=logprobs,
+                logprobs=logprobs,
                 fresh=np.ones(tokens, dtype=bool),
                 advantages=random.standard_normal(tokens).astype(np.float32),
                 values=random.standard_normal(tokens).astype(np.float32),
@@ -126,14 +127,14 @@ def _setup(folder: Path, overrides: dict[str, Any]) -> Any:
     return RankSetup(**(arguments | overrides))
 
 
-def train_step(backend: Any, micro_batches: list[list[TrainGroup]], *, step: int = 0) -> Any:
+def train_step(backend: Any, micro_batches: list[list[TokenTree]], *, step: int = 0) -> Any:
     backend.begin_step(step)
     for groups in micro_batches:
         backend.accumulate(groups)
     return backend.finish_step()
 
 
-def dp_groups() -> list[list[TrainGroup]]:
+def dp_groups() -> list[list[TokenTree]]:
     """Three micro-batches of uneven groups; the last has a single group, so a second rank gets none."""
     groups = make_groups([[5, 1, 8], [7, 2], [3, 3, 3, 3], [9]], prompt_lengths=[9, 4, 12, 6], masked=0.3)
     return [groups[:2], groups[2:3], groups[3:]]

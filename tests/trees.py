@@ -1,0 +1,183 @@
+"""Token trees for tests and benchmarks: a prompt with answers, and random trees of any depth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from relax_core.contracts.kept_tokens import KeptTokens
+from relax_core.contracts.tree import BY_TOKEN, NOT_SAMPLED, Episode, TokenTree, Turn
+
+
+def answers_tree(
+    uid: str,
+    prompt_ids: Sequence[int] | np.ndarray,
+    lengths: Sequence[int] | np.ndarray,
+    answer_ids: Sequence[int] | np.ndarray,
+    *,
+    logprobs: Any = 0.0,
+    loss_mask: Any = True,
+    versions: Any = 0,
+    rewards: Sequence[float] | None = None,
+    kept: KeptTokens | None = None,
+    routed_experts: np.ndarray | None = None,
+    ended: str = "stop",
+    **extras: np.ndarray,
+) -> TokenTree:
+    """A prompt and its answers, one episode each. ``answer_ids``, ``logprobs``, ``loss_mask``, ``versions``, ``kept``
+    and the extras have one entry an answer token, answer after answer. ``routed_experts``: the prompt's rows, then of
+    each answer those of all tokens but the last."""
+    trunk, lengths = len(prompt_ids), np.asarray(lengths)
+    rows = trunk + int(lengths.sum())
+    behind = trunk + np.cumsum(lengths)
+
+    def of_rows(values: Any, dtype: str, otherwise: float) -> np.ndarray:
+        whole = np.full((rows, *np.shape(values)[1:]), otherwise, dtype=dtype)
+        whole[trunk:] = values
+        return whole
+
+    starts = (behind - lengths).tolist()
+    episodes = []
+    own_versions = of_rows(versions, "int32", NOT_SAMPLED)
+    for place, (first, last) in enumerate(zip(starts, behind.tolist(), strict=True)):
+        runs = [
+            (int(version), int((own_versions[first:last] == version).sum()))
+            for version in dict.fromkeys(own_versions[first:last].tolist())
+        ]
+        reward = 0.0 if rewards is None else float(rewards[place])
+        turn = Turn(first, last, "engine-0", runs, ended)
+        episodes.append(Episode(f"{uid}.{place}", [last - 1], reward, {"exact": float(reward == 1.0)}, [turn], ended))
+    if routed_experts is not None:
+        fed = np.ones(rows, dtype=bool)
+        fed[behind - 1] = False
+        whole = np.zeros((rows, *routed_experts.shape[1:]), dtype=routed_experts.dtype)
+        whole[fed] = routed_experts
+        extras["routed_experts"] = whole
+    return TokenTree(
+        group_uid=uid,
+        token_ids=np.concatenate([np.asarray(prompt_ids), np.asarray(answer_ids)]).astype(np.int32),
+        end=np.concatenate([np.full(trunk, rows), np.repeat(behind, lengths)]).astype(np.int32),
+        loss_mask=of_rows(loss_mask, "bool", False),
+        logprobs=of_rows(logprobs, "float32", 0.0),
+        versions=own_versions,
+        episodes=episodes,
+        kept=None if kept is None else KeptTokens.joined([KeptTokens.whole(trunk, vocab_size=kept.vocab_size), kept]),
+        extras={
+            name: values if name in BY_TOKEN or name == "routed_experts" else of_rows(values, values.dtype.name, 0.0)
+            for name, values in extras.items()
+        },
+    )
+
+
+def answer_ids(tree: TokenTree) -> np.ndarray:
+    """The token of each of the tree's tokens, int32 ``[tokens]``."""
+    return tree.token_ids[tree.tokens[1]]
+
+
+def prompt_of(tree: TokenTree) -> np.ndarray:
+    """The rows in front of the first sampled one: the prompt of a tree with one."""
+    return tree.token_ids[: int(tree.sampled[0])]
+
+
+def answers_of(tree: TokenTree) -> list[np.ndarray]:
+    """The tokens of each episode."""
+    return np.split(answer_ids(tree), np.cumsum(tree.lengths)[:-1])
+
+
+def of_tokens(tree: TokenTree, of_rows: np.ndarray) -> np.ndarray:
+    """``[rows, …]`` → ``[tokens, …]``."""
+    return of_rows[tree.tokens[1]]
+
+
+def with_tokens(tree: TokenTree, **values: Any) -> TokenTree:
+    """The tree with other ``loss_mask``, ``logprobs``, ``versions`` or extras, each with one entry a token."""
+    rows, fields, extras = tree.tokens[1], {}, {}
+    for name, of_its_tokens in values.items():
+        given = np.asarray(of_its_tokens)
+        if name in BY_TOKEN:
+            extras[name] = given
+            continue
+        kept = getattr(tree, name) if name in ("loss_mask", "logprobs", "versions") else None
+        whole = np.zeros((tree.rows, *given.shape[1:]), dtype=given.dtype) if kept is None else kept.copy()
+        whole[rows] = given
+        (extras if kept is None else fields)[name] = whole
+    return replace(tree, **fields, extras={**tree.extras, **extras})
+
+
+def random_tree(
+    random: np.random.Generator,
+    *,
+    uid: str = "g00000000",
+    vocabulary: int = 32,
+    turns: int = 3,
+    fan_out: int = 3,
+    longest: int = 5,
+    roots: int = 1,
+    masked: float = 0.2,
+    episodes_share: bool = True,
+) -> TokenTree:
+    """A random forest: observed and sampled rows take turns, and branches fork behind either. Each leaf is a segment;
+    neighbouring leaves are sometimes one episode. ``episodes_share``: sampled rows may lie in front of a fork, so that
+    several episodes have them."""
+    token_ids: list[int] = []
+    end: list[int] = []
+    versions: list[int] = []
+    leaves: list[int] = []
+    turn_rows: list[tuple[int, int]] = []
+
+    def grow(depth: int, sampled: bool) -> None:
+        first = len(token_ids)
+        count = int(random.integers(1, longest + 1))
+        token_ids.extend(random.integers(0, vocabulary, count).tolist())
+        versions.extend([int(random.integers(0, 3)) if sampled else NOT_SAMPLED] * count)
+        end.extend([0] * count)
+        if sampled:
+            turn_rows.append((first, first + count))
+        behind = len(token_ids)
+        if depth < 2 * turns - 1 and (not sampled or random.random() < 0.7):
+            forks = int(random.integers(1, fan_out + 1)) if not sampled or episodes_share else 1
+            for _ in range(forks):
+                grow(depth + 1, not sampled)
+        else:
+            leaves.append(behind - 1)
+        end[first:behind] = [len(token_ids)] * count
+
+    for _ in range(roots):
+        grow(0, False)
+    rows = len(token_ids)
+    own = np.array(versions, dtype=np.int32)
+    tree_end = np.array(end, dtype=np.int32)
+    groups: list[list[int]] = []
+    for leaf in leaves:
+        if groups and random.random() < 0.25:
+            groups[-1].append(leaf)
+        else:
+            groups.append([leaf])
+    episodes = []
+    for place, its in enumerate(groups):
+        turns_of = [
+            Turn(first, behind, "engine-0", [(int(own[first]), behind - first)], "stop")
+            for first, behind in turn_rows
+            if any(first <= leaf < tree_end[first] for leaf in its)
+        ]
+        episodes.append(Episode(f"{uid}.{place}", its, float(random.random()), {}, turns_of, "stop"))
+    mask = (own >= 0) & (random.random(rows) >= masked)
+    tree = TokenTree(
+        group_uid=uid,
+        token_ids=np.array(token_ids, dtype=np.int32),
+        end=tree_end,
+        loss_mask=mask,
+        logprobs=np.where(own >= 0, -4 * random.random(rows), 0.0).astype(np.float32),
+        versions=own,
+        episodes=episodes,
+    )
+    tokens = len(tree.tokens[1])
+    return tree.with_extras(
+        advantages=random.standard_normal(tokens).astype(np.float32),
+        returns=random.standard_normal(tokens).astype(np.float32),
+        values=random.standard_normal(rows).astype(np.float32),
+        fresh=np.ones(tokens, dtype=bool),
+    )
