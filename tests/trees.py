@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from relax_core.contracts.bus import GroupRow, LeasedRow
+from relax_core.contracts.columns import decode_tree
 from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.tree import BY_TOKEN, NOT_SAMPLED, Episode, TokenTree, Turn
 
@@ -70,6 +72,18 @@ def answers_tree(
             for name, values in extras.items()
         },
     )
+
+
+def tree_of(row: GroupRow | LeasedRow) -> TokenTree:
+    """The tree of a row that came from the bus, or goes to it."""
+    leased = LeasedRow(
+        group_uid=row.group_uid, index=row.index, uids=row.uids, versions=row.versions, columns=row.columns
+    )
+    return decode_tree(leased)
+
+
+def rewards_of(tree: TokenTree) -> list[float | None]:
+    return [one.reward for one in tree.episodes]
 
 
 def answer_ids(tree: TokenTree) -> np.ndarray:

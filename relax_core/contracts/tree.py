@@ -27,7 +27,7 @@ BY_TOKEN = frozenset({"advantages", "returns", "fresh"})
 _FOUND = {"runs", "sampled", "tokens", "lengths"}  # what a tree computes once
 
 
-class Turn(msgspec.Struct, frozen=True, array_like=True):
+class Turn(msgspec.Struct, frozen=True):
     """One response: it sampled the rows ``start`` to ``end`` (exclusive), which are neighbours. ``versions``: (weight
     version, tokens) in their order, for the books; the tree's ``versions`` say it for each row. ``finish``: how the
     engine ended it. ``reward``: of this turn alone, where the environment gives one. Times are Unix seconds, 0 where
@@ -43,7 +43,7 @@ class Turn(msgspec.Struct, frozen=True, array_like=True):
     ended_s: float = 0.0
 
 
-class Episode(msgspec.Struct, frozen=True, array_like=True):
+class Episode(msgspec.Struct, frozen=True):
     """One run of model and environment: one uid, one reward, one fate in the ledger.
 
     ``leaves``: the last row of each of its segments. ``reward`` is None where it could not be computed; such an episode
@@ -180,17 +180,19 @@ class TokenTree:
         return np.bincount(episodes[self.loss_mask[rows]], minlength=len(self.episodes)) > 0
 
     def oldest_versions(self, *, trained: bool) -> np.ndarray:
-        """The oldest version among each episode's tokens, int64 ``[episodes]``. ``trained``: among its trained tokens
-        alone, where it has any."""
+        """The oldest version among each episode's tokens, int64 ``[episodes]``. ``trained``: among its trained tokens,
+        from which staleness is counted (DESIGN §5); an episode without one has the version of its newest token."""
         episodes, rows = self.tokens
+        versions = self.versions[rows].astype(np.int64)
         oldest = np.full(len(self.episodes), np.iinfo(np.int64).max)
-        np.minimum.at(oldest, episodes, self.versions[rows])
-        if trained and not self.loss_mask[rows].all():
-            chosen = self.loss_mask[rows]
-            of_trained = np.full(len(self.episodes), np.iinfo(np.int64).max)
-            np.minimum.at(of_trained, episodes[chosen], self.versions[rows][chosen])
-            oldest = np.where(self.trained_episodes(), of_trained, oldest)
-        return oldest
+        chosen = self.loss_mask[rows]
+        if not trained or chosen.all():
+            np.minimum.at(oldest, episodes, versions)
+            return oldest
+        np.minimum.at(oldest, episodes[chosen], versions[chosen])
+        newest = np.full(len(self.episodes), NOT_SAMPLED)
+        np.maximum.at(newest, episodes, versions)
+        return np.where(self.trained_episodes(), oldest, newest)
 
     def with_extras(self, **extras: np.ndarray) -> TokenTree:
         """The same rows with these extras beside what there is."""

@@ -9,36 +9,30 @@ from relax_core.bus.journal import Journal
 from relax_core.bus.ledger import Ledger
 from relax_core.bus.ledger_file import LedgerFile
 from relax_core.contracts.bus import Admission, GroupRow
-from relax_core.contracts.columns import encode_group
-from relax_core.contracts.sample import Group, Sample, VersionSpan
+from relax_core.contracts.columns import encode_tree
 from tests.bus.make_rows import Clock, for_actor, make_settings, uids_of
+from tests.trees import answers_tree
 
 T = 120.0
 
 
 def generated_row(admission: Admission) -> GroupRow:
     """Two samples whose weights changed while they were made; the second was better."""
-    samples = [
-        Sample(
-            uid=uid,
-            response_ids=[5, 6, 7],
-            rollout_logprobs=[-1.0, -1.0, -1.0],
-            loss_mask=[1, 1, 1],
-            weight_versions=[VersionSpan(0, 2, 0), VersionSpan(2, 3, 1)],
-            finish_reason="stop",
-            reward=0.25 + place,
-            reward_parts={"exact": float(place)},
-            engine="engine-1",
-        )
-        for place, uid in enumerate(uids_of(admission))
-    ]
-    group = Group(group_uid=admission.group_uid, index=admission.index, prompt_ids=[1, 2], samples=samples)
+    tree = answers_tree(
+        admission.group_uid,
+        [1, 2],
+        [3, 3],
+        [5, 6, 7, 5, 6, 7],
+        logprobs=-1.0,
+        versions=[0, 0, 1] * 2,
+        rewards=[0.25, 1.25],
+    )
     return GroupRow(
-        group_uid=group.group_uid,
-        index=group.index,
-        uids=[sample.uid for sample in samples],
-        versions=[sample.version for sample in samples],
-        columns={**encode_group(group), "a": b"x"},
+        group_uid=admission.group_uid,
+        index=admission.index,
+        uids=uids_of(admission),
+        versions=tree.oldest_versions(trained=True).tolist(),
+        columns={**encode_tree(tree), "a": b"x"},
     )
 
 

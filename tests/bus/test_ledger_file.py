@@ -12,7 +12,6 @@ import msgspec
 import pytest
 
 from relax_core.bus.ledger_file import SETTLE_S, LedgerFile, SampleLife
-from relax_core.contracts.sample import VersionSpan
 from tests.bus.booked_run import BookedRun, T, generated_row
 from tests.bus.make_rows import for_actor, uids_of
 
@@ -48,8 +47,9 @@ def test_a_life_has_every_event_and_what_the_rollout_told(run: BookedRun) -> Non
     assert [event.time for event in life.events] == sorted(event.time for event in life.events)
     made = life.events[1].made
     assert made is not None
-    assert (made.engine, made.finish_reason, made.reward, made.reward_parts) == ("engine-1", "stop", 1.25, {"exact": 1})
-    assert made.weight_versions == [VersionSpan(0, 2, 0), VersionSpan(2, 3, 1)]
+    assert (made.ended, made.reward, made.parts) == ("stop", 1.25, {"exact": 0})
+    (turn,) = made.turns
+    assert (turn.engine, turn.finish, turn.versions) == ("engine-0", "stop", [(0, 2), (1, 1)])
     assert [event.reason for event in life.events] == ["", "", "", "released", "delivery 2", ""]
     assert first.group_uid != second.group_uid
 

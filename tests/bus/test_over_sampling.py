@@ -8,8 +8,8 @@ import pytest
 from relax_core.bus.admission import plan_admissions
 from relax_core.bus.core import BusCore
 from relax_core.contracts.bus import Admission
-from relax_core.contracts.columns import WEIGHT_VERSIONS
-from relax_core.contracts.sample import VersionSpan
+from relax_core.contracts.columns import EPISODES
+from relax_core.contracts.tree import Episode, Turn
 from tests.bus.make_rows import for_actor, make_core, make_row
 
 
@@ -23,8 +23,9 @@ def train(core: BusCore) -> list[int]:
 
 def spans(versions: list[int]) -> dict[str, bytes]:
     """Columns of a row of two samples whose tokens are of these versions, one after the other."""
-    one = [VersionSpan(place, place + 1, version) for place, version in enumerate(versions)]
-    return {"a": b"", WEIGHT_VERSIONS: msgspec.msgpack.encode([one, one])}
+    turn = Turn(1, 1 + len(versions), "engine-0", [(version, 1) for version in versions], "stop")
+    episodes = [Episode(f"g.{place}", [len(versions)], 0.0, {}, [turn], "stop") for place in range(2)]
+    return {"a": b"", EPISODES: msgspec.msgpack.encode(episodes)}
 
 
 @pytest.mark.parametrize(("surplus", "expected"), [("drop", [0, 0, 0, 1, 1, 1]), ("keep", [0, 0, 0, 1, 1])])

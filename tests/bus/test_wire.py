@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import pytest
 
 from relax_core.bus import wire
-from relax_core.contracts.columns import decode_array, decode_ragged, encode_array
+from relax_core.contracts.columns import TOKEN_IDS, decode_column, encode_column
 
 
 def test_payloads_come_back_from_wherever_they_travelled() -> None:
@@ -29,10 +30,10 @@ def test_a_full_block_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_decoders_read_views_of_the_object_store() -> None:
     packer = wire.BlockPacker(inline_bytes=0)
-    payloads = {"ids": encode_array([1, 2, 3], dtype="int32"), "info": msgspec.msgpack.encode({"k": [1.5]})}
+    payloads = {"ids": encode_column(TOKEN_IDS, np.array([1, 2, 3])), "info": msgspec.msgpack.encode({"k": [1.5]})}
     _, large = packer.split(payloads)
     views = wire.join({}, large, packer.blocks)
     assert all(isinstance(view, memoryview) for view in views.values())
-    assert decode_array(views["ids"]).tolist() == [1, 2, 3]
-    assert decode_ragged(views["ids"]).lengths == [3]
+    ids = decode_column(TOKEN_IDS, views["ids"], rows=3)
+    assert ids.tolist() == [1, 2, 3] and not ids.flags.owndata, "it is read where it lies"
     assert msgspec.msgpack.decode(views["info"]) == {"k": [1.5]}

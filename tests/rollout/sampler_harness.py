@@ -77,7 +77,7 @@ class CoreBus:
 
     def _train(self) -> None:
         request = for_actor(self.core.version, groups=STEP_GROUPS)
-        request = type(request)(**{**_fields(request), "columns": (c.REWARDS,)})
+        request = type(request)(**{**_fields(request), "columns": (c.EPISODES,)})
         if lease := self.core.lease(request):
             self._on_step(self.core.version + 1)
             self.core.ack([lease.lease_id], step=self.core.version, dropped={})

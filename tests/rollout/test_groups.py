@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
+import numpy as np
 import pytest
 
 from algorithms.grpo import SPEC as GRPO
@@ -19,9 +20,10 @@ from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.sample import VersionSpan
 from relax_core.roles.advantages import advantage_columns
 from relax_core.rollout.groups import DroppedGroup, GroupFilter, complete_group
-from relax_core.train.rows import decode_prompt_and_responses, decode_train_group
+from relax_core.train.rows import decode_train_tree
 from relax_core.train.step_sums import micro_batch_totals
 from tests.bus.make_rows import make_core
+from tests.trees import of_tokens, rewards_of, tree_of
 
 
 def response(
@@ -61,12 +63,12 @@ def test_a_whole_group_is_in_the_order_of_its_samples() -> None:
     assert (row.group_uid, row.index, row.dropped) == ("g00000012", 12, {})
     assert row.uids == ["g00000012.0", "g00000012.1", "g00000012.2"]
     assert row.versions == [4, 5, 4]
-    assert c.decode_array(row.columns[c.REWARDS]).tolist() == pytest.approx([1.0, 0.1, 0.2])
-    assert c.decode_ragged(row.columns[c.RESPONSE_IDS]).lengths == [2, 3, 4]
-    assert c.decode_ragged(row.columns[c.LOSS_MASK]).flat().tolist() == [1] * 9
-    info = c.decode_sample_info(row.columns[c.SAMPLE_INFO])
-    assert [one.finish_reason for one in info] == ["stop", "length", "stop"]
-    assert [one.reward_parts for one in info] == [{"exact": float(place == 0), "format": 0.5} for place in range(3)]
+    assert rewards_of(tree_of(row)) == pytest.approx([1.0, 0.1, 0.2])
+    assert tree_of(row).lengths.tolist() == [2, 3, 4]
+    assert of_tokens(tree_of(row), tree_of(row).loss_mask).tolist() == [1] * 9
+    info = tree_of(row).episodes
+    assert [one.ended for one in info] == ["stop", "length", "stop"]
+    assert [one.parts for one in info] == [{"exact": float(place == 0), "format": 0.5} for place in range(3)]
 
 
 def test_a_reward_of_none_is_dropped_alone_and_never_becomes_0() -> None:
@@ -74,8 +76,8 @@ def test_a_reward_of_none_is_dropped_alone_and_never_becomes_0() -> None:
     assert not isinstance(row, DroppedGroup)
     assert row.uids == ["g00000012.1", "g00000012.2"]
     assert row.dropped == {"g00000012.0": "reward_failed"}
-    assert c.decode_array(row.columns[c.REWARDS]).tolist() == pytest.approx([0.0, 0.7])
-    assert [one.uid for one in c.decode_sample_info(row.columns[c.SAMPLE_INFO])] == row.uids
+    assert rewards_of(tree_of(row)) == pytest.approx([0.0, 0.7])
+    assert [one.uid for one in tree_of(row).episodes] == row.uids
 
 
 def sets_of(sample: int) -> KeptTokens:
@@ -88,12 +90,14 @@ def test_kept_sets_reach_the_trainer_in_the_order_of_its_tokens() -> None:
     pairs = [(response(sample, kept=sets_of(sample)), reward) for sample, reward in ((2, 0.2), (0, 1.0), (1, None))]
     row = completed(*pairs)
     assert not isinstance(row, DroppedGroup)
-    advantages = c.encode_ragged([[0.0] * 2, [0.0] * 4], dtype="float32")
+    advantages = c.encode_column(c.ADVANTAGES, np.zeros(6))
     columns = row.columns | {c.ADVANTAGES: advantages}
     leased = LeasedRow(group_uid=row.group_uid, index=12, uids=row.uids, versions=row.versions, columns=columns)
     expected = sets_of(0).lists() + sets_of(2).lists()
-    for group in (decode_prompt_and_responses(leased), decode_train_group(leased, step=5, oldest_version=4)[0]):
-        assert group.kept is not None and group.kept.lists() == expected
+    group, _ = decode_train_tree(leased, step=5, oldest_version=4)
+    assert group.kept is not None and group.kept.tokens == group.rows
+    assert group.kept.take(group.tokens[1]).lists() == expected
+    assert group.kept.take(np.arange(3)).lists() == [list(range(40))] * 3, "nothing is left out of the prompt"
     without = completed((response(0), 1.0), (response(1), 0.0))
     assert not isinstance(without, DroppedGroup) and c.KEPT_TOKENS not in without.columns
 
@@ -158,9 +162,9 @@ def test_tokens_of_older_weights_are_masked_on_request(mask: bool, masks: list[i
         mask_off_policy=mask,
     )
     assert not isinstance(row, DroppedGroup)
-    assert c.decode_ragged(row.columns[c.LOSS_MASK]).flat().tolist() == masks
+    assert of_tokens(tree_of(row), tree_of(row).loss_mask).tolist() == masks
     assert row.versions == versions
-    assert len(c.decode_weight_versions(row.columns[c.WEIGHT_VERSIONS])[0]) == 2, "what made them is told all the same"
+    assert tree_of(row).episodes[0].turns[0].versions == [(4, 1), (5, 1)], "what made them is told all the same"
 
 
 def truncated(*pairs: tuple[Generated, float | None]) -> GroupRow | DroppedGroup:
@@ -177,8 +181,8 @@ def truncated(*pairs: tuple[Generated, float | None]) -> GroupRow | DroppedGroup
 def test_nothing_is_trained_of_a_truncated_response_and_its_age_does_not_count() -> None:
     row = truncated((response(0, "length", version=1), 0.0), (response(1, version=5), 1.0), (response(2), 1.0))
     assert not isinstance(row, DroppedGroup)
-    assert c.decode_ragged(row.columns[c.LOSS_MASK]).flat().tolist() == [0] * 2 + [1] * 7
-    assert c.decode_array(row.columns[c.REWARDS]).tolist() == [0.0, 1.0, 1.0] and row.dropped == {}
+    assert of_tokens(tree_of(row), tree_of(row).loss_mask).tolist() == [0] * 2 + [1] * 7
+    assert rewards_of(tree_of(row)) == [0.0, 1.0, 1.0] and row.dropped == {}
     # Its tokens are of versions 1 and 5; the group is as old as the oldest trained token, of version 4.
     assert row.versions == [5, 5, 4]
     early = msgspec.structs.replace(response(0, "length"), weight_versions=[VersionSpan(0, 2, 3)])
@@ -205,7 +209,7 @@ def test_the_way_of_a_truncated_sample_from_the_engine_to_the_ledger(aggregation
     )
     assert not isinstance(row, DroppedGroup)
     core.put([row])
-    request = LeaseRequest(task="advantages", columns=(c.REWARDS, c.LOSS_MASK), max_groups=1, lease_s=60.0)
+    request = LeaseRequest(task="advantages", columns=(*c.FORWARD_COLUMNS, c.LOSS_MASK), max_groups=1, lease_s=60.0)
     lease = core.lease(request)
     assert lease is not None
     knobs = GrpoKnobs(normalize_std="none", aggregation=aggregation, norm_length=8.0)
@@ -213,8 +217,9 @@ def test_the_way_of_a_truncated_sample_from_the_engine_to_the_ledger(aggregation
     columns = (*c.ROLLOUT_COLUMNS, c.ADVANTAGES)
     lease = core.lease(LeaseRequest(task="actor", columns=columns, max_groups=1, step=0, lease_s=60.0))
     assert lease is not None
-    group, masked = decode_train_group(lease.rows[0], step=0, oldest_version=0)
-    assert group.advantages is not None and group.advantages[group.loss_mask].tolist() == [1.0] * 7  # the mean is 0
+    group, masked = decode_train_tree(lease.rows[0], step=0, oldest_version=0)
+    trained = of_tokens(group, group.loss_mask)
+    assert group.extras["advantages"][trained].tolist() == [1.0] * 7  # the mean is 0
     assert GRPO.denominator(micro_batch_totals([group]), knobs) == denominator
     core.ack([lease.lease_id], step=0, dropped=masked)
     counts = core.progress().ledger

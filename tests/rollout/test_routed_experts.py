@@ -10,7 +10,7 @@ from relax_core.contracts.engine import Generated
 from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.sample import RoutedExperts, VersionSpan
 from relax_core.rollout.groups import DroppedGroup, complete_group
-from relax_core.train.rows import decode_prompt_and_responses, decode_train_group
+from relax_core.train.rows import decode_train_tree
 
 LAYERS, TOP_K = 2, 3
 PROMPT = np.arange(4 * LAYERS * TOP_K).reshape(4, LAYERS, TOP_K)
@@ -48,23 +48,23 @@ def leased(*, replayed: bool) -> LeasedRow:
         rewards=[RewardOutput(reward=reward) for reward in (1.0, 1.0, None, 1.0)],
     )
     assert not isinstance(row, DroppedGroup)
-    columns = row.columns | {c.ADVANTAGES: c.encode_ragged([[0.0] * 3, [0.0], [0.0] * 5], dtype="float32")}
+    columns = row.columns | {c.ADVANTAGES: c.encode_column(c.ADVANTAGES, np.zeros(9))}
     return LeasedRow(group_uid=row.group_uid, index=0, uids=row.uids, versions=row.versions, columns=columns)
 
 
 def test_experts_of_a_group_arrive_as_its_rows_are_packed() -> None:
     row = leased(replayed=True)
-    group, _ = decode_train_group(row, step=3, oldest_version=3)
-    assert group.routed_experts is not None and group.routed_experts.dtype == np.uint16
-    assert len(group.routed_experts) == group.packed_tokens == 4 + 2 + 0 + 4
+    group, _ = decode_train_tree(row, step=3, oldest_version=3)
+    experts = group.extras["routed_experts"].reshape(group.rows, LAYERS, TOP_K)
+    assert experts.dtype == np.uint16
+    computed = group.end > np.arange(group.rows) + 1
+    assert np.count_nonzero(computed) == group.computed_rows == 4 + 2 + 0 + 4
     expected = np.concatenate([PROMPT, experts_of(0, 3), experts_of(3, 5)])
-    assert np.array_equal(group.routed_experts, expected)
-    forward = decode_prompt_and_responses(row)
-    assert forward.routed_experts is not None and np.array_equal(forward.routed_experts, expected)
+    assert np.array_equal(experts[computed], expected)
 
 
 def test_where_nobody_asks_there_is_no_column() -> None:
     row = leased(replayed=False)
     assert c.ROUTED_EXPERTS not in row.columns
-    group, _ = decode_train_group(row, step=3, oldest_version=3)
-    assert group.routed_experts is None
+    group, _ = decode_train_tree(row, step=3, oldest_version=3)
+    assert "routed_experts" not in group.extras

@@ -18,7 +18,7 @@ from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Admission, BusTimeout, GroupRow
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec
-from relax_core.contracts.sample import VersionSpan
+from relax_core.contracts.tree import check_tree
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.client import EngineClient
 from relax_core.engines.process import EngineLaunch
@@ -28,6 +28,7 @@ from relax_core.rollout.reward_failures import RewardsFailed
 from relax_core.tools.make_tiny import tiny_model_folder
 from tests.contracts.engine.harness import TOKEN, Engine
 from tests.rollout.sampler_harness import CONTEXT, GROUP_SIZE, STEP_GROUPS, CoreBus, renamed, sample, within
+from tests.trees import prompt_of, rewards_of, tree_of
 
 
 @pytest.fixture(scope="module")
@@ -52,16 +53,14 @@ def test_every_admitted_group_reaches_the_bus_whole(engine: Engine, tiny_folder:
         assert bus.puts <= STEP_GROUPS
         for row in bus.rows.values():
             assert len(row.uids) == GROUP_SIZE and row.versions == [0] * GROUP_SIZE and not row.dropped
-            assert len(c.decode_array(row.columns[c.REWARDS])) == GROUP_SIZE
+            assert len(rewards_of(tree_of(row))) == GROUP_SIZE
         tokenizer = PromptTokenizer(tiny_folder)
-        assert "rev 101" in tokenizer.decode(c.decode_array(bus.rows["g00000001"].columns[c.PROMPT_IDS]).tolist())
+        assert "rev 101" in tokenizer.decode(prompt_of(tree_of(bus.rows["g00000001"])).tolist())
         assert records
         for source, version, values in records:
             assert (source, version) == ("rollout", 0)
             assert values["samples"] == STEP_GROUPS * GROUP_SIZE
-            assert values["tokens"] == sum(
-                sum(c.decode_ragged(row.columns[c.RESPONSE_IDS]).lengths) for row in bus.rows.values()
-            )
+            assert values["tokens"] == sum(int(tree_of(row).lengths.sum()) for row in bus.rows.values())
 
     asyncio.run(scene())
 
@@ -94,7 +93,7 @@ def test_reclaimed_groups_come_first_and_give_the_same_tokens(engine: Engine, ti
         assert [one.attempt for one in reclaimed] == [1, 1, 1]
         await sample(engine, tiny_folder, interrupted, reclaimed=reclaimed)
         for uid, row in straight.rows.items():
-            assert interrupted.rows[uid].columns[c.RESPONSE_IDS] == row.columns[c.RESPONSE_IDS]
+            assert interrupted.rows[uid].columns[c.TOKEN_IDS] == row.columns[c.TOKEN_IDS]
 
     asyncio.run(scene())
 
@@ -158,7 +157,7 @@ def test_a_prompt_that_is_too_long_is_cut_to_what_fits(engine: Engine, tiny_fold
     async def scene() -> None:
         bus = CoreBus(steps=1)
         await sample(engine, tiny_folder, bus, prompts={1: TOO_LONG}, overlong=Overlong.truncate_left)
-        ids = c.decode_array(bus.rows["g00000001"].columns[c.PROMPT_IDS]).tolist()
+        ids = prompt_of(tree_of(bus.rows["g00000001"])).tolist()
         assert len(ids) == CONTEXT - 8
         text = PromptTokenizer(tiny_folder).decode(ids)
         assert text.startswith("<|im_start|>user") and text.rstrip().endswith("assistant") and "1 2 1 2" in text
@@ -298,8 +297,9 @@ class NotedClient(EngineClient):
             yield one
 
 
-def spans_of(row: GroupRow) -> list[list[VersionSpan]]:
-    return c.decode_weight_versions(row.columns[c.WEIGHT_VERSIONS])
+def versions_of(row: GroupRow) -> list[list[tuple[int, int]]]:
+    """(weight version, tokens) of each answer."""
+    return [one.turns[0].versions for one in tree_of(row).episodes]
 
 
 class UntilOneCameBack(CoreBus):
@@ -313,7 +313,7 @@ class UntilOneCameBack(CoreBus):
     async def put_async(self, rows: Sequence[GroupRow], *, timeout_s: float) -> None:
         before = bool(self.came_back)
         back = [row for row in rows if f"{row.group_uid}-0" in self._client.again]
-        self.came_back |= {row.group_uid for row in back if any(len(spans) > 1 for spans in spans_of(row))}
+        self.came_back |= {row.group_uid for row in back if any(len(versions) > 1 for versions in versions_of(row))}
         if self.came_back and not before:
             self.core.settings = msgspec.structs.replace(self.core.settings, total_steps=self.core.version + 2)
         await super().put_async(rows, timeout_s=timeout_s)
@@ -328,12 +328,11 @@ def test_groups_that_are_aborted_at_a_weight_change_come_back_whole(engine: Engi
         bus = UntilOneCameBack(client, **settings)
         await sample(engine, tiny_folder, bus, max_aborts=2, max_new_tokens=40, temperature=2.0, client=client)
         for row in bus.rows.values():
-            lengths = c.decode_ragged(row.columns[c.RESPONSE_IDS]).lengths
-            for spans, length in zip(spans_of(row), lengths, strict=True):
-                assert [span.start for span in spans] == [0, *(span.end for span in spans[:-1])]
-                assert spans[-1].end == length
-                assert [span.version for span in spans] == sorted({span.version for span in spans})
-            assert len(c.decode_ragged(row.columns[c.ROLLOUT_LOGPROBS]).flat()) == sum(lengths)
+            tree = tree_of(row)
+            check_tree(tree)
+            for versions, length in zip(versions_of(row), tree.lengths.tolist(), strict=True):
+                assert sum(tokens for _, tokens in versions) == length
+                assert [version for version, _ in versions] == sorted({version for version, _ in versions})
         assert bus.came_back
         counts = bus.core.progress().ledger
         assert (counts.open, counts.lost, counts.trained_twice) == (0, 0, 0)

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from relax_core.contracts.bus import Bus
-from relax_core.contracts.columns import BOOKED_COLUMNS, decode_ragged, encode_ragged
+from relax_core.contracts.columns import BOOKED_COLUMNS, LOGPROBS, TOKEN_IDS, decode_column, encode_column
 from tests.bus.make_rows import for_actor, for_worker, make_row
 
 MakeBus = Callable[..., Bus]
 T = 60.0
 
-TOKENS = [[1, 2, 3], [], list(range(5000))]
+TOKENS = np.arange(5003)
 IMAGES = [np.arange(height * 7 * 3, dtype=np.uint8).reshape(height, 7, 3) for height in (1, 40, 400)]
 OBJECT = {"turns": [{"role": "user", "text": "zwölf"}], "score": 0.5, "none": None, "deep": [[1], [2, [3]]]}
 
@@ -33,8 +33,8 @@ def decode_images(payload: bytes) -> list[np.ndarray]:
 def columns_of(kind: str) -> dict[str, bytes]:
     return {
         "a": b"",
-        "tokens": encode_ragged(TOKENS, dtype="int32"),
-        "logprobs": encode_ragged([[-0.25] * len(row) for row in TOKENS], dtype="float32"),
+        TOKEN_IDS: encode_column(TOKEN_IDS, TOKENS),
+        LOGPROBS: encode_column(LOGPROBS, np.full(5003, -0.25)),
         "images": encode_images(IMAGES),
         "raw": bytes(range(256)) * 20,
         "object": msgspec.msgpack.encode(OBJECT),
@@ -53,8 +53,8 @@ def test_every_kind_of_payload_comes_back(make_bus: MakeBus) -> None:
         columns = row.columns
         assert columns.keys() == columns_of("image").keys()
         assert bytes(columns["a"]) == b""
-        assert [ids.tolist() for ids in decode_ragged(columns["tokens"]).rows()] == TOKENS
-        assert decode_ragged(columns["logprobs"]).flat().tolist() == [-0.25] * 5003
+        assert decode_column(TOKEN_IDS, columns[TOKEN_IDS], rows=5003).tolist() == TOKENS.tolist()
+        assert decode_column(LOGPROBS, columns[LOGPROBS], rows=5003).tolist() == [-0.25] * 5003
         for image, sent in zip(decode_images(columns["images"]), IMAGES, strict=True):
             np.testing.assert_array_equal(image, sent)
         assert bytes(columns["raw"]) == bytes(range(256)) * 20
