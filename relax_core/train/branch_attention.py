@@ -1,13 +1,15 @@
-"""Attention over a tree-packed stream without a mask, for a CPU: causal ranges, and what branches see of their prompt.
+"""Attention over a tree-packed stream without a mask, for a CPU: causal runs, and what subtrees see of the run above.
 
-A row attends to its own range, causally, and a row of a branch to all of its prompt besides. So a group of prompt P and
-branches b_i costs P²/2 + P Σ b_i + Σ b_i²/2 pairs of rows, where one masked grid costs (P + Σ b_i)²; and the mask's
-memory goes. A group whose responses share nothing, of one sample, is one causal range: plain packing.
+A run is a chain of neighbouring rows that have the same ``end``: each row is the only child of the one before. A row
+attends to its own run causally, and to every run above it in full. All rows behind a run inside its subtree are
+neighbours, because the stream is depth-first, so one call serves them all: a run with children takes one causal call
+and one full call, whatever hangs below it. Exactly the pairs of rows that see each other are computed, where one masked
+grid computes the square of a whole tree; and no mask takes memory. A chain without branches is one causal run.
 
-The two parts of a branch's softmax are joined by their log-sum-exps. The backward pass of each part gets the joined
-output and log-sum-exp, from which it computes its share of the gradient, as ring attention does (Liu, Zaharia and
-Abbeel 2023, arXiv 2310.01889): so nothing is kept beside them. torch has no public call that gives the log-sum-exp;
-these are the two operators that its scaled_dot_product_attention itself runs on a CPU.
+The parts of a row's softmax are joined by their log-sum-exps. The backward pass of each part gets the joined output
+and log-sum-exp, from which it computes its share of the gradient, as ring attention does (Liu, Zaharia and Abbeel
+2023, arXiv 2310.01889), so nothing is kept beside them. torch has no public call that gives the log-sum-exp; the two
+operators used here are those that its scaled_dot_product_attention itself runs on a CPU.
 """
 
 from __future__ import annotations
@@ -20,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from relax_core.train.tree import MASKLESS_SAVES_PAIRS, TreeLayout
+from relax_core.train.tree import MASKLESS_SAVES_PAIRS, tree_starts
 
-_LONE_PAIRS = 2**17  # a range, or a prompt with its branches, of so many pairs gets a call of its own, without pads
+_LONE_PAIRS = 2**17  # a run, or a run with what hangs below it, of so many pairs gets a call of its own, without pads
 _CALL_PAIRS = 2**13  # what one more call costs, as pairs of rows
 
 
@@ -115,28 +117,29 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class BranchPlan:
-    """The calls that attention over one stream takes: every row in one of ``causal``, those of branches in one of
-    ``prompts`` too."""
+    """The calls that attention over one stream takes. Every row is in one part of ``causal``, and once in ``above`` for
+    each run above its own."""
 
     causal: Sequence[_Part]
-    prompts: Sequence[_Part]
+    above: Sequence[_Part]
 
     @staticmethod
-    def of(layout: TreeLayout, *, dtype: torch.dtype) -> BranchPlan | None:
-        """None where one masked call is the cheaper way."""
-        masked = layout.branches.shape[0] * layout.branches.shape[1] ** 2
+    def of(end: np.ndarray, *, dtype: torch.dtype) -> BranchPlan | None:
+        """``end``: int64 ``[rows]``, the row behind each row's subtree. None where one masked call is cheaper."""
+        starts = tree_starts(end)
+        masked = len(starts) * int(np.diff(starts, append=len(end)).max()) ** 2
         if masked < MASKLESS_SAVES_PAIRS:
             return None
-        ranges = _Ranges.of(layout)
-        causal = [_Lines.of(ranges.starts[some], ranges.lengths[some]) for some in _alike(ranges.lengths)]
-        prompts = [ranges.prompt_part(some, dtype) for some in ranges.groups_together()]
-        plan = BranchPlan([_Part(lines, lines, True) for lines in causal], prompts)
+        runs = _Runs.of(end)
+        lines = [_Lines.of(runs.starts[some], runs.lengths[some]) for some in _alike(runs.lengths)]
+        above = [runs.above_part(some, dtype) for some in runs.parents_together()]
+        plan = BranchPlan([_Part(both, both, True) for both in lines], above)
         return plan if masked - plan.pairs > MASKLESS_SAVES_PAIRS else None
 
     @property
     def pairs(self) -> float:
         """Pairs of rows that are computed, pads included, and what the calls cost beside them."""
-        parts = [*self.causal, *self.prompts]
+        parts = [*self.causal, *self.above]
         computed = sum(p.queries.count * p.queries.width * p.keys.width * (0.5 if p.causal else 1.0) for p in parts)
         return computed + _CALL_PAIRS * len(parts)
 
@@ -155,12 +158,12 @@ class _BranchAttention(torch.autograd.Function):
         log_sum = query.new_zeros(query.shape[:2], dtype=torch.promote_types(query.dtype, torch.float32))
         for part in plan.causal:
             output[part.queries.rows], log_sum[part.queries.rows] = part.forward(query, key, value, scale)
-        for part in plan.prompts:
+        for part in plan.above:
             rows = part.queries.rows
-            of_prompt, its_log_sum = part.forward(query, key, value, scale)
+            of_above, its_log_sum = part.forward(query, key, value, scale)
             joined = torch.logaddexp(log_sum[rows], its_log_sum)
             own = output[rows] * (log_sum[rows] - joined).exp()[..., None]
-            output[rows] = (own + of_prompt * (its_log_sum - joined).exp()[..., None]).to(output.dtype)
+            output[rows] = (own + of_above * (its_log_sum - joined).exp()[..., None]).to(output.dtype)
             log_sum[rows] = joined
         ctx.save_for_backward(query, key, value, output, log_sum)
         ctx.plan, ctx.scale = plan, scale
@@ -171,54 +174,71 @@ class _BranchAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         saved = ctx.saved_tensors
         of_query, of_key, of_value = (torch.zeros_like(tensor) for tensor in saved[:3])
-        for part in (*ctx.plan.causal, *ctx.plan.prompts):
+        for part in (*ctx.plan.causal, *ctx.plan.above):
             part.backward(grad, saved, ctx.scale, grads=(of_query, of_key, of_value))
         return of_query, of_key, of_value, None, None
 
 
 # -- planning -------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
-class _Ranges:
-    """``starts``, ``lengths`` ``[ranges]``: prompts and branches that are in the stream, where a prompt with one branch
-    alone is one range. Of the groups with more: their prompts' ranges, and their branches' rows as one range."""
+class _Runs:
+    """The runs of a stream in order: ``starts`` and ``lengths``; ``behind``, the rows of a run's subtree behind the
+    run; ``levels``, how many runs lie above it. All int64 ``[runs]``."""
 
     starts: np.ndarray
     lengths: np.ndarray
-    prompts: np.ndarray  # int64 [groups with branches], places in `starts`
-    branch_rows: np.ndarray  # int64 [groups with branches]
+    behind: np.ndarray
+    levels: np.ndarray
 
     @staticmethod
-    def of(layout: TreeLayout) -> _Ranges:
-        branch = layout.branches.reshape(-1)[layout.grid_places]
-        begins = (np.diff(branch, prepend=-1) != 0) | (layout.positions == 0)
-        starts = np.flatnonzero(begins)
-        of_prompt = branch[starts] == 0
-        group = np.cumsum(of_prompt) - 1
-        alone = np.bincount(group)[group] == 2
-        keep = of_prompt | ~alone
-        starts, of_prompt, alone = starts[keep], of_prompt[keep], alone[keep]
-        lengths = np.diff(starts, append=len(branch))
-        first = np.flatnonzero(of_prompt)
-        ends = np.append(starts[first[1:]], len(branch))
-        rows = ends - starts[first] - lengths[first]
-        return _Ranges(starts, lengths, first[rows > 0], rows[rows > 0])
+    def of(end: np.ndarray) -> _Runs:
+        # Only from a row to its only child does `end` stay the same, so a run begins wherever it changes.
+        starts = np.flatnonzero(np.diff(end, prepend=-1))
+        lengths = np.diff(starts, append=len(end))
+        ends = end[starts]
+        closed = np.searchsorted(np.sort(ends), starts, side="right")  # subtrees that are over before each run
+        return _Runs(starts, lengths, ends - starts - lengths, np.arange(len(starts)) - closed)
 
-    def prompt_part(self, some: np.ndarray, dtype: torch.dtype) -> _Part:
-        """Branches of the groups ``some`` against their prompts."""
-        prompts, rows = self.prompts[some], self.branch_rows[some]
-        keys = _Lines.of(self.starts[prompts], self.lengths[prompts])
-        queries = _Lines.of(self.starts[prompts] + self.lengths[prompts], rows)
-        return _Part(queries, keys, False, keys.pad_mask(self.lengths[prompts], dtype))
+    def above_part(self, some: np.ndarray, dtype: torch.dtype) -> _Part:
+        """What hangs below the runs ``some``, of which none lies above another, against these runs."""
+        keys = _Lines.of(self.starts[some], self.lengths[some])
+        queries = _Lines.of(self.starts[some] + self.lengths[some], self.behind[some])
+        return _Part(queries, keys, False, keys.pad_mask(self.lengths[some], dtype))
 
-    def groups_together(self) -> list[np.ndarray]:
-        """Large groups alone, all others as one."""
-        large = self.branch_rows * self.lengths[self.prompts] >= _LONE_PAIRS
-        together = [np.array([place]) for place in np.flatnonzero(large)]
-        return [*together, np.flatnonzero(~large)] if not large.all() else together
+    def parents_together(self) -> list[np.ndarray]:
+        """Runs with children, level by level, since a row has one run above it on each level: those of many pairs
+        alone, and those that are alike together."""
+        together = []
+        for level in range(int(self.levels.max()) + 1):
+            parents = np.flatnonzero((self.levels == level) & (self.behind > 0))
+            large = self.behind[parents] * self.lengths[parents] >= _LONE_PAIRS
+            together += [parents[place : place + 1] for place in np.flatnonzero(large)]
+            together += self._alike_parents(parents[~large])
+        return together
+
+    def _alike_parents(self, parents: np.ndarray) -> list[np.ndarray]:
+        """``parents`` in calls, largest first, each in the call where the fewest pairs are padded for it, or in a call
+        of its own where that is cheaper."""
+        behind, lengths = self.behind[parents], self.lengths[parents]
+        calls: list[tuple[int, int, list[int]]] = []  # rows and keys of the widest, and who is in it
+        for place in np.argsort(-behind * lengths, kind="stable").tolist():
+            rows, keys = int(behind[place]), int(lengths[place])
+            best, fewest = -1, _CALL_PAIRS
+            for number, (widest, longest, members) in enumerate(calls):
+                padded = (len(members) + 1) * max(widest, rows) * max(longest, keys)
+                pads = padded - len(members) * widest * longest - rows * keys
+                if pads < fewest:
+                    best, fewest = number, pads
+            if best < 0:
+                calls.append((rows, keys, [place]))
+            else:
+                widest, longest, members = calls[best]
+                calls[best] = (max(widest, rows), max(longest, keys), [*members, place])
+        return [parents[sorted(members)] for *_, members in calls]
 
 
 def _alike(lengths: np.ndarray) -> list[np.ndarray]:
-    """Ranges that go together: long ones alone, others with those that are no shorter than 3/4 of the longest."""
+    """Runs that go together: long ones alone, others with those that are no shorter than 3/4 of the longest."""
     order = np.argsort(-lengths, kind="stable")
     longest_first = lengths[order]
     cuts, begin = [0], 0

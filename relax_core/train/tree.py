@@ -20,23 +20,23 @@ MASKLESS_SAVES_PAIRS = 2**17  # of token rows: what attention without a mask mus
 class TreeLayout:
     """Where everything of some groups lies in their common stream of ``rows`` token rows.
 
-    Attention works on a ``[groups, width]`` grid, one line a group, ``width`` the longest group's rows. ``branches``
-    says which branch a grid place is on: 0 the prompt, 1.. a response, -1 a pad.
+    Rows stand in depth-first order, and ``end`` is all that attention reads of a layout: row k is seen by row q iff
+    k <= q < end[k].
     """
 
     token_ids: np.ndarray  # int64 [rows]
+    end: np.ndarray  # int64 [rows], the row behind the subtree of each row
     positions: np.ndarray  # int64 [rows], place of the token in its own sequence
     predicting_rows: np.ndarray  # int64 [tokens], the row whose output predicts each response token
     targets: np.ndarray  # int64 [tokens], the response tokens
     sample_ids: np.ndarray  # int64 [tokens]
     num_samples: int
-    grid_places: np.ndarray  # int64 [rows], flat place of each row on the grid
-    branches: np.ndarray  # int32 [groups, width]
 
-    @property
-    def fills_grid(self) -> bool:
-        """All groups are equally long: the stream is the grid."""
-        return self.branches.size == self.token_ids.size
+
+def tree_starts(end: np.ndarray) -> np.ndarray:
+    """The row that each tree of a stream begins with, ascending, int64 ``[trees]``; ``end`` int64 ``[rows]``."""
+    reach = np.maximum.accumulate(end)
+    return np.append(0, np.flatnonzero(reach[:-1] == np.arange(1, len(end))) + 1)
 
 
 def pack_tree(groups: Sequence[TrainGroup]) -> TreeLayout:
@@ -76,21 +76,17 @@ def pack_tree(groups: Sequence[TrainGroup]) -> TreeLayout:
     positions[prompt_rows] = prompt_place
     positions[response_rows] = (offset + prompt_lengths[group_of_sample][sample_ids])[in_stream]
 
-    width = int(group_rows.max())
-    grid_places = np.arange(rows) + np.repeat(np.arange(len(groups)) * width - group_start, group_rows)
-    branches = np.full((len(groups), width), -1, dtype=np.int32)
-    flat = branches.reshape(-1)
-    flat[grid_places[prompt_rows]] = 0
-    flat[grid_places[response_rows]] = sample_ids[in_stream] + 1
+    end = np.empty(rows, dtype=np.int64)
+    end[prompt_rows] = np.repeat(group_start + group_rows, prompt_lengths)
+    end[response_rows] = (own_row - offset + lengths[sample_ids] - 1)[in_stream]
     return TreeLayout(
         token_ids=token_ids,
+        end=end,
         positions=positions,
         predicting_rows=predicting_rows,
         targets=targets,
         sample_ids=sample_ids,
         num_samples=num_samples,
-        grid_places=grid_places,
-        branches=branches,
     )
 
 
