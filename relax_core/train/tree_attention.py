@@ -72,8 +72,8 @@ class MaskedGrid:
             row_of_place, place_of_row = _put(rows, device), _put(_pad(places.of_row, pads), device)
         lines, width = places.ends.shape
         grid = Grid(lines=lines, width=width, row_of_place=row_of_place, place_of_row=place_of_row)
-        columns = np.broadcast_to(np.arange(width), (lines, width))
-        return MaskedGrid(queries=grid, keys=grid, mask=_mask(_put(columns, device), _put(places.ends, device), dtype))
+        columns = torch.arange(width, device=device).expand(lines, width)
+        return MaskedGrid(queries=grid, keys=grid, mask=_mask(columns, _put(places.ends, device), dtype))
 
     @staticmethod
     def of_rank(end: np.ndarray, cut: RowCut, *, padded: int, device: torch.device, dtype: torch.dtype) -> MaskedGrid:
@@ -199,7 +199,7 @@ class TreeBatch:
             targets=_put(layout.targets[own_tokens], device),
             max_position=int(layout.positions.max()),
             padded_rows=padded,
-            attention=_attention(layout.end, cut, padded=padded, device=device, dtype=dtype),
+            attention=attention_over(layout.end, cut, padded=padded, device=device, dtype=dtype),
             cut=cut,
             tokens=tokens,
         )
@@ -218,7 +218,8 @@ class TreeBatch:
         return self.attention.attend(query, key, value, scale=scale)
 
 
-def _attention(end: np.ndarray, cut: RowCut, *, padded: int, device: torch.device, dtype: torch.dtype) -> Attention:
+def attention_over(end: np.ndarray, cut: RowCut, *, padded: int, device: torch.device, dtype: torch.dtype) -> Attention:
+    """The way that is taken for a stream of ``padded`` rows, of which the first have an ``end``: int64 ``[rows]``."""
     if device.type == "cuda":
         return FlexBlocks.of(end, cut, padded=padded, device=device)
     if cut.ranks > 1:
@@ -228,7 +229,7 @@ def _attention(end: np.ndarray, cut: RowCut, *, padded: int, device: torch.devic
 
 
 def _put(array: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+    return torch.from_numpy(array).to(device)
 
 
 def _pad(array: np.ndarray, pads: int) -> np.ndarray:
