@@ -11,8 +11,11 @@ found is joined at the end, in one exchange of a few numbers a row. With Z_r a s
 p = p_r Z_r / Z, so one number a row turns the shard's distribution into the whole one, in the backward pass too.
 
 What the functions have in common. ``hidden`` ``[rows, hidden]`` and ``weight`` of one floating dtype, ``targets``
-``[rows]`` int64 in 0..vocab-1; ``vocab_size``: words beyond it are padding of the weight and get no probability. The
-maths is float32 also for bfloat16 inputs, by float32 copies of the weight and of a chunk (float64 stays float64).
+``[rows]`` int64 in 0..vocab-1; ``vocab_size``: words beyond it are padding of the weight and get no probability.
+Logits and all that is made of them are float32 also for bfloat16 inputs (float64 stays float64). On a CPU so are the
+factors of the matrix products, by float32 copies of the weight and of a chunk. On a GPU the factors keep the inputs'
+dtype and the sums are float32; the logits' gradient is rounded to that dtype, and one float32 temporary of the weight's
+shape exists while its gradient is added up.
 Results are equal on all ranks of ``group``; so must be the inputs but the weight, and the gradients that come in. The
 gradient of ``hidden`` is summed over the ranks, that of ``weight`` is the shard's; each has its own dtype.
 
@@ -141,9 +144,11 @@ def likeliest_tokens(
     matrix = shard.matrix(weight)
     owned, columns = shard.own(targets[:, None])
     settings = _Settings(inverse_temperature, chunk_rows, False, False, truncation)
-    chosen = matrix.new_zeros(columns.shape)
+    dtype = _maths_dtype(weight)
+    chosen = matrix.new_zeros(columns.shape, dtype=dtype)
     # A shard with fewer words than ``top_k`` leaves places that nobody will take.
-    values, ids = matrix.new_full((len(hidden), top_k), -torch.inf), targets.new_zeros(len(hidden), top_k)
+    values = matrix.new_full((len(hidden), top_k), -torch.inf, dtype=dtype)
+    ids = targets.new_zeros(len(hidden), top_k)
     own_k = min(top_k, shard.words)
     normalizers = shard.normalizers(matrix, len(hidden))
     for rows, logprobs in _log_softmax_chunks(hidden, matrix, shard.first, settings, normalizers):
@@ -177,8 +182,8 @@ class _Shard(NamedTuple):
         return _Shard(first, width if vocab_size is None else min(max(vocab_size - first, 0), width), group)
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """``[words, hidden]`` in the dtype of the maths."""
-        return weight[: self.words].to(_maths_dtype(weight))
+        """``[words, hidden]`` in the dtype of factors: on a GPU alone torch sums products of less in float32."""
+        return weight[: self.words].to(weight.dtype if weight.is_cuda else _maths_dtype(weight))
 
     def own(self, columns: Tensor) -> tuple[Tensor, Tensor]:
         """Which of some words are here, and their places here; 0 where they are not."""
@@ -188,7 +193,7 @@ class _Shard(NamedTuple):
 
     def normalizers(self, matrix: Tensor, rows: int) -> Tensor | None:
         """Where a pass over the chunks puts the log-sum-exp of each row's logits here; None where nobody asks."""
-        return None if self.group is None else matrix.new_full((rows,), -torch.inf)
+        return None if self.group is None else matrix.new_full((rows,), -torch.inf, dtype=_maths_dtype(matrix))
 
     def whole_above_own(self, normalizers: Tensor) -> Tensor:
         """``[rows]``: log-sum-exp over all shards less that of this one, 0 or more."""
@@ -221,20 +226,23 @@ class _Settings(NamedTuple):
 def _logit_chunks(
     hidden: Tensor, matrix: Tensor, first: int, settings: _Settings
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Which rows, their hidden states ``[chunk, hidden]`` and logits ``[chunk, words]``, in the dtype of the maths.
+    """Which rows, their hidden states ``[chunk, hidden]`` in the matrix's dtype and their logits ``[chunk, words]``.
     ``first``: the id of the first word.
 
     All logits come in one buffer, which the next chunk overwrites. Without a word there is no chunk.
     """
     if not len(matrix):
         return
-    buffer = matrix.new_empty(min(len(hidden), settings.chunk_rows), len(matrix))
+    buffer = matrix.new_empty(min(len(hidden), settings.chunk_rows), len(matrix), dtype=_maths_dtype(matrix))
     for start in range(0, len(hidden), settings.chunk_rows):
         rows = slice(start, min(start + settings.chunk_rows, len(hidden)))
         chunk = hidden[rows].to(matrix.dtype)
         logits = buffer[: len(chunk)]
-        # With beta=0 the first argument is not read: `alpha` scales inside the GEMM.
-        torch.addmm(logits, chunk, matrix.t(), beta=0, alpha=settings.inverse_temperature, out=logits)
+        if logits.dtype == matrix.dtype:
+            # With beta=0 the first argument is not read: `alpha` scales inside the GEMM.
+            torch.addmm(logits, chunk, matrix.t(), beta=0, alpha=settings.inverse_temperature, out=logits)
+        else:
+            torch.mm(chunk, matrix.t(), out_dtype=logits.dtype, out=logits).mul_(settings.inverse_temperature)
         if settings.truncation is not None:
             settings.truncation.apply(logits, rows, first=first)
         yield rows, chunk, logits
@@ -271,6 +279,11 @@ def _maths_dtype(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """``left`` ``[rows, inner]`` times ``right`` ``[inner, columns]``, summed and returned in ``dtype``."""
+    return left @ right if left.dtype == dtype else torch.mm(left, right, out_dtype=dtype)
+
+
 # -- forward and backward -------------------------------------------------------------------------------------------
 def _plain_outputs(
     hidden: Tensor, weight: Tensor, columns: Tensor, inverse_temperature: float, entropy: bool
@@ -292,8 +305,9 @@ class _HeadOutputs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         matrix = shard.matrix(weight)
         owned, places = shard.own(columns)
-        chosen = matrix.new_zeros(columns.shape)
-        entropy = matrix.new_zeros(len(hidden)) if settings.entropy else None
+        dtype = _maths_dtype(weight)
+        chosen = matrix.new_zeros(columns.shape, dtype=dtype)
+        entropy = matrix.new_zeros(len(hidden), dtype=dtype) if settings.entropy else None
         normalizers = shard.normalizers(matrix, len(hidden))
         kept = None
         for rows, logprobs in _log_softmax_chunks(hidden, matrix, shard.first, settings, normalizers):
@@ -327,12 +341,13 @@ class _HeadOutputs(torch.autograd.Function):
         hidden, weight, columns, entropy, above, kept, outside = ctx.saved_tensors
         shard, settings, scale = ctx.shard, ctx.settings, ctx.settings.inverse_temperature
         matrix = shard.matrix(weight)
+        dtype = _maths_dtype(weight)
         owned, places = shard.own(columns)
         grad_hidden, grad_weight = None, None
         if ctx.needs_input_grad[0]:
-            grad_hidden = hidden.new_zeros(hidden.shape, dtype=hidden.dtype if shard.group is None else matrix.dtype)
+            grad_hidden = hidden.new_zeros(hidden.shape, dtype=hidden.dtype if shard.group is None else dtype)
         if ctx.needs_input_grad[1]:
-            grad_weight = matrix.new_zeros(weight.shape)
+            grad_weight = matrix.new_zeros(weight.shape, dtype=dtype)
         if outside is not None:
             grad_chosen = grad_chosen.masked_fill(outside, 0.0)
         of_columns = torch.where(owned, grad_chosen * scale, 0.0)
@@ -344,7 +359,7 @@ class _HeadOutputs(torch.autograd.Function):
             # In a shard entr(p share) = share (entr(p) + p above).
             of_softmax = of_softmax - of_surprise * (entropy if above is None else entropy - above)[:, None]
             on_delta = torch.ones_like(of_softmax)
-            spare = matrix.new_empty(min(len(hidden), settings.chunk_rows), len(matrix))
+            spare = matrix.new_empty(min(len(hidden), settings.chunk_rows), len(matrix), dtype=dtype)
         if above is not None:
             on_delta = on_delta * above.neg().exp()[:, None]
         for rows, chunk, softmax in _softmax_chunks(hidden, matrix, shard.first, settings, kept):
@@ -352,12 +367,17 @@ class _HeadOutputs(torch.autograd.Function):
             if of_surprise is not None:
                 delta = torch.special.entr(softmax, out=spare[: len(chunk)])
                 delta.mul_(of_surprise[rows]).addcmul_(softmax, of_softmax[rows])
+            delta = delta.to(matrix.dtype)
             if grad_weight is not None:
-                grad_weight[: shard.words].addmm_(delta.t(), chunk * on_delta[rows])
+                own, scaled = grad_weight[: shard.words], chunk * on_delta[rows]
+                if matrix.dtype == dtype:
+                    own.addmm_(delta.t(), scaled)
+                else:
+                    own += _product(delta.t(), scaled.to(matrix.dtype), dtype)
                 for place, incoming in taken:
                     grad_weight.index_put_((place,), chunk * incoming, accumulate=True)
             if grad_hidden is not None:
-                of_chunk = (delta @ matrix).mul_(on_delta[rows])
+                of_chunk = _product(delta, matrix, dtype).mul_(on_delta[rows])
                 for place, incoming in taken:
                     of_chunk.addcmul_(matrix[place], incoming)
                 grad_hidden[rows] = of_chunk

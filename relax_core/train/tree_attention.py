@@ -72,8 +72,8 @@ class MaskedGrid:
             row_of_place, place_of_row = _put(rows, device), _put(_pad(places.of_row, pads), device)
         lines, width = places.ends.shape
         grid = Grid(lines=lines, width=width, row_of_place=row_of_place, place_of_row=place_of_row)
-        columns = np.broadcast_to(np.arange(width), (lines, width))
-        return MaskedGrid(queries=grid, keys=grid, mask=_mask(_put(columns, device), _put(places.ends, device), dtype))
+        columns = torch.arange(width, device=device).expand(lines, width)
+        return MaskedGrid(queries=grid, keys=grid, mask=_mask(columns, _put(places.ends, device), dtype))
 
     @staticmethod
     def of_rank(end: np.ndarray, cut: RowCut, *, padded: int, device: torch.device, dtype: torch.dtype) -> MaskedGrid:
@@ -83,10 +83,9 @@ class MaskedGrid:
         width = places.ends.shape[1]
         mine = cut.rows_of_rank(padded)
         real = mine[mine < stream]
-        pads = len(mine) - len(real)
         if not len(real):
             real = np.zeros(1, dtype=np.int64)  # a rank of pads alone has a place to copy from, too
-            pads -= 1
+        pads = len(mine) - len(real)
         trees, line = np.unique(places.of_row[real] // width, return_inverse=True)
         # Rows come in the stream's order, so a line's rows are neighbours.
         in_line = np.bincount(line)
@@ -131,9 +130,9 @@ class MaskedGrid:
 
 @dataclass(frozen=True, slots=True)
 class _Places:
-    """A stream on a grid of one line a tree, as wide as the largest: ``of_row`` int64 ``[rows]``, the flat place of each
-    row; ``ends`` int64 ``[trees, width]``, the column behind each row's subtree. A pad ends with its line, so that it
-    sees itself, which keeps its softmax finite; no row sees it."""
+    """A stream on a grid of one line a tree, as wide as the largest: ``of_row`` int64 ``[rows]``, the flat place of
+    each row; ``ends`` int64 ``[trees, width]``, the column behind each row's subtree. A pad ends with its line, so that
+    it sees itself, which keeps its softmax finite; no row sees it."""
 
     of_row: np.ndarray
     ends: np.ndarray
@@ -200,7 +199,7 @@ class TreeBatch:
             targets=_put(layout.targets[own_tokens], device),
             max_position=int(layout.positions.max()),
             padded_rows=padded,
-            attention=_attention(layout.end, cut, padded=padded, device=device, dtype=dtype),
+            attention=attention_over(layout.end, cut, padded=padded, device=device, dtype=dtype),
             cut=cut,
             tokens=tokens,
         )
@@ -219,7 +218,8 @@ class TreeBatch:
         return self.attention.attend(query, key, value, scale=scale)
 
 
-def _attention(end: np.ndarray, cut: RowCut, *, padded: int, device: torch.device, dtype: torch.dtype) -> Attention:
+def attention_over(end: np.ndarray, cut: RowCut, *, padded: int, device: torch.device, dtype: torch.dtype) -> Attention:
+    """The way that is taken for a stream of ``padded`` rows, of which the first have an ``end``: int64 ``[rows]``."""
     if device.type == "cuda":
         return FlexBlocks.of(end, cut, padded=padded, device=device)
     if cut.ranks > 1:
@@ -229,7 +229,7 @@ def _attention(end: np.ndarray, cut: RowCut, *, padded: int, device: torch.devic
 
 
 def _put(array: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+    return torch.from_numpy(array).to(device)
 
 
 def _pad(array: np.ndarray, pads: int) -> np.ndarray:

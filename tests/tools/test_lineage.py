@@ -36,8 +36,8 @@ def test_a_sample_is_told_line_by_line(folder: Path, capsys: pytest.CaptureFixtu
         "leased",
         "trained",
     ]
-    assert lines[2].endswith("engine-1: tokens 0 to 1 by weights 0, tokens 2 to 2 by weights 1; stop")
-    assert lines[3].endswith("1.25 (exact 1)")
+    assert lines[2].endswith("engine-0: tokens 0 to 1 by weights 0, tokens 2 to 2 by weights 1; stop")
+    assert lines[3].endswith("1.25 (exact 0)")
     assert lines[5].endswith("at step 0, oldest weights 0, staleness 0")
     assert lines[6] == "uid=g00000001.1: 1 samples: trained 1"
     assert lines[7] == (

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -119,6 +120,49 @@ def test_bfloat16_inputs_get_float32_maths(chunk_rows: int) -> None:
     for grad, expected in zip(mine[1:], exact[1:], strict=True):
         assert grad.dtype == torch.bfloat16
         torch.testing.assert_close(grad.double(), expected, rtol=2**-8, atol=1e-4)
+
+
+@pytest.fixture
+def float32_sums() -> Iterator[None]:
+    """Gives a CPU the products that torch has on a GPU alone: factors of bfloat16, sums of float32."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("mm.dtype", lambda left, right, dtype: left.to(dtype) @ right.to(dtype), "CPU")
+    library.impl("mm.dtype_out", lambda left, right, dtype, *, out: out.copy_(left.to(dtype) @ right.to(dtype)), "CPU")
+    yield
+    library._destroy()
+
+
+@pytest.mark.usefixtures("float32_sums")
+@pytest.mark.parametrize("chunk_rows", [8, 64])
+def test_bfloat16_factors_with_float32_sums(chunk_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU computes: logits as exact as with float32 copies, gradients within bfloat16's rounding of one factor;
+    no copy of the weight in float32."""
+    monkeypatch.setattr(logprobs._Shard, "matrix", lambda self, weight: weight[: self.words])
+    monkeypatch.setattr(logprobs, "_PLAIN_LOGITS", -1)
+    hidden, weight, targets, incoming = problem(30, 400, 64, dtype=torch.bfloat16)
+    gather = torch.randint(0, 400, (30, 3), generator=torch.Generator().manual_seed(3))
+    flows = [incoming, incoming.flip(0), incoming[:, None].expand(30, 3)]
+    ours = head_outputs(
+        hidden, weight, targets, inverse_temperature=0.7, chunk_rows=chunk_rows, gather=gather, entropy=True
+    )
+    exact_hidden, exact_weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
+    theirs = naive_outputs(exact_hidden, exact_weight, targets, gather, 0.7)
+    for mine, exact in zip(ours, theirs, strict=True):
+        assert mine is not None and mine.dtype == torch.float32
+        torch.testing.assert_close(mine.double(), exact, rtol=0, atol=1e-4)
+    plain = chunked_logprobs(hidden, weight, targets, inverse_temperature=0.7, chunk_rows=chunk_rows)
+    torch.testing.assert_close(plain.double(), theirs[0], rtol=0, atol=1e-4)
+    got = torch.autograd.grad(
+        sum((mine * flow).sum() for mine, flow in zip(ours, flows, strict=True)), [hidden, weight]
+    )  # type: ignore[operator]
+    exact_loss = sum((one * flow).sum() for one, flow in zip(theirs, flows, strict=True))
+    for grad, exact in zip(got, torch.autograd.grad(exact_loss, [exact_hidden, exact_weight]), strict=True):
+        assert grad.dtype == torch.bfloat16
+        torch.testing.assert_close(grad.double(), exact, rtol=2**-7, atol=2**-7 * float(exact.abs().max()) / 8)
+    top = likeliest_tokens(hidden, weight, targets, inverse_temperature=0.7, chunk_rows=chunk_rows, top_k=2)
+    best = torch.log_softmax(exact_hidden @ exact_weight.t() * 0.7, dim=1).topk(2)
+    assert torch.equal(top.top_ids, best.indices)
+    torch.testing.assert_close(top.top_logprobs.double(), best.values, rtol=0, atol=1e-4)
 
 
 @pytest.mark.usefixtures("way")

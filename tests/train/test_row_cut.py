@@ -10,7 +10,7 @@ from tiny_trainer import make_groups
 
 from relax_core.train.row_cut import RowCut, TokenCut
 from relax_core.train.tree import pack_tree
-from relax_core.train.tree_attention import TreeBatch
+from relax_core.train.tree_attention import MaskedGrid, TreeBatch
 
 CUTS = st.tuples(st.integers(1, 5), st.sampled_from([1, 2, 4]))  # context-parallel ranks; tensor-parallel ones with SP
 
@@ -65,5 +65,6 @@ def test_a_rank_of_pads_alone_has_rows_and_a_finite_mask() -> None:
     for cut in all_cuts(2, 1):
         tree = TreeBatch.of(layout, device=torch.device("cpu"), dtype=torch.float32, cut=cut)
         assert len(tree.token_ids) == 2
-        assert tree.mask is not None and (tree.mask.isfinite().any(-1)).all()
+        assert isinstance(tree.attention, MaskedGrid)
+        assert tree.attention.mask.isfinite().any(-1).all()
         assert len(tree.predicting_rows) == (1 if cut.rank == 0 else 0)

@@ -36,9 +36,7 @@ def test_layout_by_hand() -> None:
     assert layout.predicting_rows.tolist() == [1, 2, 3, 1, 4, 5]
     assert layout.sample_ids.tolist() == [0, 0, 0, 1, 2, 2]
     assert layout.num_samples == 3
-    assert layout.grid_places.tolist() == [0, 1, 2, 3, 4, 5]
-    assert layout.branches.tolist() == [[0, 0, 1, 1], [0, 3, -1, -1]]
-    assert not layout.fills_grid
+    assert layout.end.tolist() == [4, 4, 4, 4, 6, 6]
 
 
 def test_rows_are_what_the_contract_says() -> None:

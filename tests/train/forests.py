@@ -1,0 +1,88 @@
+"""Random forests of token rows, what their rows see, and attention by a plain dense mask: all derived from parents."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+HEADS, KEY_HEADS, DIM = 4, 2, 8
+
+
+@dataclass(frozen=True)
+class Forest:
+    """``parents``: the parent of each row, -1 of a root; rows stand in depth-first order."""
+
+    parents: Sequence[int]
+
+    @property
+    def end(self) -> np.ndarray:
+        """int64 ``[rows]``, the row behind each row's subtree."""
+        end = np.arange(len(self.parents)) + 1
+        for row in reversed(range(len(self.parents))):
+            if self.parents[row] >= 0:
+                end[self.parents[row]] = max(end[self.parents[row]], end[row])
+        return end
+
+    @property
+    def sees(self) -> np.ndarray:
+        """bool ``[rows, rows]``: a row sees itself and what its parent sees."""
+        sees = np.eye(len(self.parents), dtype=bool)
+        for row, parent in enumerate(self.parents):
+            if parent >= 0:
+                sees[row] |= sees[parent]
+        return sees
+
+
+@st.composite
+def forests(draw: st.DrawFn, *, max_runs: int = 12, longest: int = 30) -> Forest:
+    """Chains of rows that hang anywhere on the path of the row before them, or begin a tree."""
+    chains = draw(st.lists(st.tuples(st.integers(1, longest), st.integers(0, 10**6)), min_size=1, max_size=max_runs))
+    parents: list[int] = []
+    for length, choice in chains:
+        path = [-1]
+        if parents:
+            row = len(parents) - 1
+            while row >= 0:
+                path.append(row)
+                row = parents[row]
+        parent = path[choice % len(path)]
+        for _ in range(length):
+            parents.append(parent)
+            parent = len(parents) - 1
+    return Forest(parents)
+
+
+def two_level(lengths: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> Forest:
+    """Prompts with responses of so many tokens; the last token of a response has no row."""
+    parents: list[int] = []
+    for prompt, responses in zip(prompt_lengths, lengths, strict=True):
+        start = len(parents)
+        parents += [-1, *range(start, start + prompt - 1)]
+        for length in responses:
+            first = len(parents)
+            parents += [start + prompt - 1, *range(first, first + length - 2)][: length - 1]
+    return Forest(parents)
+
+
+def random_rows(rows: int, *, dtype: torch.dtype, seed: int) -> list[Tensor]:
+    """Query, key and value, which want a gradient, and the gradient of the output; the same numbers in every dtype."""
+    random = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=random, dtype=torch.float64).to(dtype)
+
+    inputs = [normal(rows, heads, DIM).requires_grad_() for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
+    return [*inputs, normal(rows, HEADS * DIM)]
+
+
+def dense_attention(query: Tensor, key: Tensor, value: Tensor, sees: np.ndarray, *, scale: float | None) -> Tensor:
+    """By its definition; ``sees``: bool ``[query rows, key rows]``."""
+    key, value = (tensor.repeat_interleave(HEADS // KEY_HEADS, dim=1) for tensor in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * (DIM**-0.5 if scale is None else scale)
+    weights = scores.masked_fill(~torch.from_numpy(sees), -torch.inf).softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, value).flatten(1)
