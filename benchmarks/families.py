@@ -163,8 +163,8 @@ def engine_gaps(client: EngineClient, model: Any) -> tuple[float, float]:
         found = []
         try:
             async for one in client.generate(prompts, SamplingParams(n=3, max_new_tokens=24)):
-                ids = [*prompts[one.prompt].input_ids, *one.output_ids]
-                found.append((logprobs_of(model, ids)[-len(one.output_ids) :], one.logprobs))
+                ids = [*prompts[one.prompt].input_ids, *one.output_ids.tolist()]
+                found.append((logprobs_of(model, ids)[-len(one.output_ids) :], one.logprobs.tolist()))
         finally:
             await client.aclose()
         return found

@@ -28,7 +28,6 @@ import torch
 from benchmarks.one_rank import one_rank_parallel, one_rank_setup
 from benchmarks.tiny_model import engine_config
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
-from relax_core.contracts.sample import RoutedExperts
 from relax_core.contracts.train import TrainGroup
 from relax_core.data.generated import example
 from relax_core.data.tokenizer import PromptTokenizer
@@ -144,10 +143,10 @@ def _group(place: int, prompt: list[int], answers: Sequence[Generated]) -> Train
         group_uid=f"g{place}",
         prompt_ids=np.array(prompt, dtype=np.int32),
         lengths=np.array([len(one.output_ids) for one in answers]),
-        response_ids=np.concatenate([one.output_ids for one in answers]).astype(np.int32),
+        response_ids=np.concatenate([one.output_ids for one in answers]),
         loss_mask=np.ones(tokens, dtype=bool),
-        rollout_logprobs=np.concatenate([one.logprobs for one in answers]).astype(np.float32),
-        routed_experts=RoutedExperts.joined([answers[0].prompt_experts, *parts]).array(),
+        rollout_logprobs=np.concatenate([one.logprobs for one in answers]),
+        routed_experts=np.concatenate([answers[0].prompt_experts, *parts]),
     )
 
 

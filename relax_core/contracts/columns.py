@@ -7,12 +7,13 @@ without a copy; everything else is msgpack. No pickle anywhere.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import msgspec
 import numpy as np
 
 from relax_core.contracts.kept_tokens import KeptTokens
-from relax_core.contracts.sample import Group, RoutedExperts, VersionSpan
+from relax_core.contracts.sample import Group, VersionSpan
 
 Columns = dict[str, bytes]
 
@@ -33,7 +34,7 @@ TEACHER_LOGPROBS = "teacher_logprobs"  # Ragged float32, written by teacher
 TEACHER_TOP_IDS = "teacher_top_ids"  # Ragged int32, top_k numbers a response token, written by teacher
 TEACHER_TOP_LOGPROBS = "teacher_top_logprobs"  # Ragged float32, the same
 
-# RoutedExperts of the group's rows as the trainer packs them: the prompt's, then each response's but its last token's
+# The experts of the group's rows as the trainer packs them: the prompt's, then each response's but its last token's
 ROUTED_EXPERTS = "routed_experts"
 
 # KeptTokens of the group's response tokens, sample after sample, where top_k, top_p or min_p leaves tokens out
@@ -77,11 +78,19 @@ class SampleInfo(msgspec.Struct, frozen=True, array_like=True):
     engine: str = ""
 
 
+class _RoutedExperts(msgspec.Struct, frozen=True, array_like=True):
+    """``shape`` is [tokens, MoE layers, experts a token]; ``data`` is little-endian and C-ordered."""
+
+    dtype: Literal["uint8", "uint16"]
+    shape: tuple[int, int, int]
+    data: bytes
+
+
 _encoder = msgspec.msgpack.Encoder()
 _ragged_decoder = msgspec.msgpack.Decoder(Ragged)
 _spans_decoder = msgspec.msgpack.Decoder(list[list[VersionSpan]])
 _info_decoder = msgspec.msgpack.Decoder(list[SampleInfo])
-_experts_decoder = msgspec.msgpack.Decoder(RoutedExperts)
+_experts_decoder = msgspec.msgpack.Decoder(_RoutedExperts)
 _kept_decoder = msgspec.msgpack.Decoder(KeptTokens)
 
 
@@ -125,7 +134,15 @@ def decode_sample_info(payload: bytes) -> list[SampleInfo]:
 
 def decode_routed_experts(payload: bytes) -> np.ndarray:
     """uint8 or uint16 ``[packed tokens, MoE layers, experts a token]``, read-only."""
-    return _experts_decoder.decode(payload).array()
+    experts = _experts_decoder.decode(payload)
+    return np.frombuffer(experts.data, dtype=experts.dtype).reshape(experts.shape)
+
+
+def encode_routed_experts(experts: np.ndarray) -> bytes:
+    """Of uint8 or uint16 ``[packed tokens, MoE layers, experts a token]``."""
+    dtype: Literal["uint8", "uint16"] = "uint8" if experts.dtype == np.uint8 else "uint16"
+    tokens, layers, per_token = experts.shape
+    return _encoder.encode(_RoutedExperts(dtype, (tokens, layers, per_token), experts.astype(dtype).tobytes()))
 
 
 def decode_kept_tokens(payload: bytes) -> KeptTokens:
@@ -142,7 +159,7 @@ def encode_group(group: Group) -> Columns:
     if group.routed_experts is not None:
         parts = [group.routed_experts, *(s.routed_experts for s in samples if s.routed_experts is not None)]
         assert len(parts) == 1 + len(samples), "asked for with every prompt of a run or with none"
-        extras[ROUTED_EXPERTS] = _encoder.encode(RoutedExperts.joined(parts))
+        extras[ROUTED_EXPERTS] = encode_routed_experts(np.concatenate(parts))
     kept = [s.kept for s in samples if s.kept is not None]
     if kept:
         assert len(kept) == len(samples), "asked for with every prompt of a run or with none"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -22,52 +21,27 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     version: int
 
 
-class RoutedExperts(msgspec.Struct, frozen=True, array_like=True):
-    """The experts that some tokens were routed to: ``shape`` is [tokens, MoE layers, experts a token], ``data`` the
-    numbers of the experts, little-endian and C-ordered."""
-
-    dtype: Literal["uint8", "uint16"]
-    shape: tuple[int, int, int]
-    data: bytes
-
-    @staticmethod
-    def of(experts: np.ndarray) -> RoutedExperts:
-        """Of an integer array ``[tokens, layers, per token]``, in the smallest type that holds its numbers."""
-        narrow = np.uint8 if experts.max(initial=0) <= np.iinfo(np.uint8).max else np.uint16
-        tokens, layers, per_token = experts.shape
-        dtype: Literal["uint8", "uint16"] = "uint8" if narrow is np.uint8 else "uint16"
-        return RoutedExperts(dtype, (tokens, layers, per_token), experts.astype(narrow, copy=False).tobytes())
-
-    @staticmethod
-    def joined(parts: Sequence[RoutedExperts]) -> RoutedExperts:
-        """One after the other."""
-        return RoutedExperts.of(np.concatenate([part.array() for part in parts]))
-
-    def array(self) -> np.ndarray:
-        """A read-only view; raises ValueError where ``data`` does not fit ``shape``."""
-        return np.frombuffer(self.data, dtype=self.dtype).reshape(self.shape)
-
-
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One response to a prompt, token ids exactly as the engine produced them.
 
     ``response_ids``, ``rollout_logprobs`` and ``loss_mask`` have one entry a response token, the stop token included.
     ``rollout_logprobs`` are natural logs of the distribution that was sampled from.
     ``reward`` is None when it could not be computed; such a sample is dropped, never trained as 0.
-    ``engine``: which one generated it. ``routed_experts``: of its tokens but the last, where they are replayed.
+    ``engine``: which one generated it. ``routed_experts``: of its tokens but the last, where they are replayed,
+    uint8 or uint16 ``[tokens, MoE layers, experts a token]``.
     ``kept``: the set of tokens that each of its tokens was sampled from, where top_k, top_p or min_p leaves some out.
     """
 
     uid: str
-    response_ids: list[int]
-    rollout_logprobs: list[float]
+    response_ids: list[int] | np.ndarray
+    rollout_logprobs: list[float] | np.ndarray
     loss_mask: list[int]
     weight_versions: list[VersionSpan]
     finish_reason: FinishReason
     reward: float | None
     reward_parts: dict[str, float] = {}
     engine: str = ""
-    routed_experts: RoutedExperts | None = None
+    routed_experts: np.ndarray | None = None
     kept: KeptTokens | None = None
 
     @property
@@ -80,13 +54,13 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
     """All samples of one prompt. ``index`` is the order of issue, and the prompt's place in the data order.
-    ``routed_experts``: of the prompt's tokens, where they are replayed."""
+    ``routed_experts``: of the prompt's tokens, where they are replayed, as a sample's."""
 
     group_uid: str
     index: int
     prompt_ids: list[int]
     samples: list[Sample]
-    routed_experts: RoutedExperts | None = None
+    routed_experts: np.ndarray | None = None
     media: list[str] = []
     metadata: dict[str, str | int | float | bool | None] = {}
 

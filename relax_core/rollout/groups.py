@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 
 from relax_core.contracts.bus import GroupRow
 from relax_core.contracts.columns import TEACHER, encode_group
 from relax_core.contracts.engine import Generated
 from relax_core.contracts.reward import RewardOutput
-from relax_core.contracts.sample import TRUNCATED, Group, Sample, group_uid, sample_uid
+from relax_core.contracts.sample import TRUNCATED, Group, Sample, VersionSpan, group_uid, sample_uid
 
 REWARD_FAILED = "reward_failed"
 MIN_SAMPLES = 2  # a group-relative advantage of one sample says nothing
@@ -54,9 +55,8 @@ def to_sample(
     if generated.kept is not None and (fault := generated.kept.fault(generated.output_ids)) is not None:
         raise ValueError(f"{generated.engine or 'the engine'}, sample {uid}: {fault}")
     trained_from = 0
-    if mask_off_policy and generated.weight_versions:
-        newest = max(span.version for span in generated.weight_versions)
-        trained_from = min(span.start for span in generated.weight_versions if span.version == newest)
+    if mask_off_policy and tokens:
+        trained_from = int(generated.versions.argmax())  # the first token of the newest version
     if mask_truncated and generated.finish_reason == "length":
         trained_from = tokens
     return Sample(
@@ -64,7 +64,7 @@ def to_sample(
         response_ids=generated.output_ids,
         rollout_logprobs=generated.logprobs,
         loss_mask=[0] * trained_from + [1] * (tokens - trained_from),
-        weight_versions=generated.weight_versions,
+        weight_versions=_spans(generated.versions),
         finish_reason=generated.finish_reason,
         reward=output.reward,
         reward_parts={"exact": float(output.exact), **(output.parts or {})},
@@ -72,6 +72,13 @@ def to_sample(
         routed_experts=generated.response_experts,
         kept=generated.kept,
     )
+
+
+def _spans(versions: np.ndarray) -> list[VersionSpan]:
+    """The spans of tokens that one weight version sampled, of int32 ``[tokens]``."""
+    starts = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist()] if versions.size else []
+    ends = [*starts[1:], len(versions)]
+    return [VersionSpan(start, end, int(versions[start])) for start, end in zip(starts, ends, strict=False)]
 
 
 def complete_group(

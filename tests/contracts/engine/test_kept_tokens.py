@@ -70,12 +70,12 @@ def check(model: Any, one: Generated, params: SamplingParams, kind: str) -> int:
     """Returns how many tokens' sets were compared."""
     assert one.kept is not None and one.kept.vocab_size == VOCAB
     assert one.kept.fault(one.output_ids) is None
-    logits = tempered_logits(model, PROMPTS[one.prompt], one.output_ids, params)
+    logits = tempered_logits(model, PROMPTS[one.prompt], one.output_ids.tolist(), params)
     mask, clear = expected_sets(logits, params, kind)
     assert np.array_equal(one.kept.mask()[clear], mask[clear])
     assert one.kept.tokens * (4 + 4 * 2) >= one.kept.nbytes  # 2 words hold a bitmask of 50 tokens
     own = logits.masked_fill(torch.from_numpy(~one.kept.mask()), float("-inf")).log_softmax(-1)
-    gap = own.gather(-1, torch.tensor(one.output_ids)[:, None])[:, 0] - torch.tensor(one.logprobs)
+    gap = own.gather(-1, torch.tensor(one.output_ids.tolist())[:, None])[:, 0] - torch.tensor(one.logprobs)
     assert float(gap.abs().max()) <= TOLERANCE
     return int(clear.sum())
 
@@ -187,7 +187,7 @@ def test_given_tokens_are_scored_over_their_sets(engine: Engine, model: Any, top
     responses = engine.generate(prompts_of(*PROMPTS), params)
     rows = [
         TokensToScore(
-            input_ids=PROMPTS[one.prompt] + one.output_ids,
+            input_ids=PROMPTS[one.prompt] + one.output_ids.tolist(),
             first=len(PROMPTS[one.prompt]),
             kept=one.kept if place % 3 else None,
         )
@@ -195,13 +195,13 @@ def test_given_tokens_are_scored_over_their_sets(engine: Engine, model: Any, top
     ]
     scores = engine.client.score(rows, top_k=top_k, temperature=0.8, banned_token_ids=[7, 8])
     for place, (one, scored) in enumerate(zip(responses, scores, strict=True)):
-        logits = tempered_logits(model, PROMPTS[one.prompt], one.output_ids, params)
+        logits = tempered_logits(model, PROMPTS[one.prompt], one.output_ids.tolist(), params)
         if place % 3:
             assert scored.logprobs == pytest.approx(one.logprobs, abs=TOLERANCE)
             assert one.kept is not None
             logits = logits.masked_fill(torch.from_numpy(~one.kept.mask()), float("-inf"))
         expected = logits.log_softmax(-1)
-        chosen = expected.gather(-1, torch.tensor(one.output_ids)[:, None])[:, 0]
+        chosen = expected.gather(-1, torch.tensor(one.output_ids.tolist())[:, None])[:, 0]
         assert scored.logprobs == pytest.approx(chosen.tolist(), abs=TOLERANCE)
         for row, ids, values in zip(expected, scored.top_ids, scored.top_logprobs, strict=True):
             assert len(ids) == min(top_k, int(row.isfinite().sum()))
