@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from relax_core.contracts.engine import Generated
@@ -47,6 +48,15 @@ def response(
         response_experts=response_experts,
         kept=kept,
     )
+
+
+def content(one: Generated) -> dict[str, object]:
+    """The fields of a response as what ``==`` compares to the bit: an array is its type, its shape and its bytes."""
+    fields = msgspec.structs.asdict(one)
+    return {
+        name: (value.dtype.str, value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value
+        for name, value in fields.items()
+    }
 
 
 def check_arrays(one: Generated, *, ids: Sequence[int], versions: Sequence[int]) -> None:

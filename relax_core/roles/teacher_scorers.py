@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from relax_core.contracts.engine import EngineUnreachable
-from relax_core.contracts.kept_tokens import OUTSIDE
 from relax_core.contracts.train import TrainGroup
 from relax_core.engines.scores import TokenScores, TokensToScore
 from relax_core.roles.backend import build_teacher
@@ -28,7 +27,7 @@ RETRY_S = 0.1
 class TeacherScores(NamedTuple):
     """Of a group's response tokens: their log-probs float32 ``[tokens]``; the teacher's likeliest tokens int32
     ``[tokens, top_k]``, likeliest first, and their log-probs float32, both None where top_k is 0. Where a kept set has
-    fewer tokens the ids end in -1 and the log-probs in `OUTSIDE`."""
+    fewer tokens the ids end in -1 and the log-probs in `kept_tokens.OUTSIDE`."""
 
     logprobs: np.ndarray
     top_ids: np.ndarray | None
@@ -91,16 +90,11 @@ class EngineTeacher:
                 time.sleep(RETRY_S)  # its owner restarts it
 
     def _gathered(self, samples: list[TokenScores]) -> TeacherScores:
-        logprobs = np.array([value for one in samples for value in one.logprobs], dtype=np.float32)
+        logprobs = np.concatenate([one.logprobs for one in samples])
         if not self._top_k:
             return TeacherScores(logprobs, None, None)
-        ids = self._padded([row for one in samples for row in one.top_ids], -1).astype(np.int32)
-        values = self._padded([row for one in samples for row in one.top_logprobs], OUTSIDE).astype(np.float32)
-        return TeacherScores(logprobs, ids, values)
-
-    def _padded(self, rows: list[Any], pad: float) -> np.ndarray:
-        """``[tokens, top_k]``; a row has fewer numbers where fewer tokens were left."""
-        return np.array([row + [pad] * (self._top_k - len(row)) for row in rows])
+        ids = np.concatenate([one.top_ids for one in samples])
+        return TeacherScores(logprobs, ids, np.concatenate([one.top_logprobs for one in samples]))
 
 
 def _rows_of(group: TrainGroup) -> Iterator[TokensToScore]:

@@ -14,7 +14,7 @@ import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from relax_core.contracts.engine import EngineError, Generated, SamplingParams
-from relax_core.contracts.kept_tokens import KeptTokens
+from relax_core.contracts.kept_tokens import OUTSIDE, KeptTokens
 from relax_core.engines.process import EngineLaunch, EngineProcess
 from relax_core.engines.scores import TokensToScore
 from tests.contracts.engine.harness import (
@@ -204,9 +204,10 @@ def test_given_tokens_are_scored_over_their_sets(engine: Engine, model: Any, top
         chosen = expected.gather(-1, torch.tensor(one.output_ids.tolist())[:, None])[:, 0]
         assert scored.logprobs == pytest.approx(chosen.tolist(), abs=TOLERANCE)
         for row, ids, values in zip(expected, scored.top_ids, scored.top_logprobs, strict=True):
-            assert len(ids) == min(top_k, int(row.isfinite().sum()))
-            assert values == pytest.approx(row.sort(descending=True).values[: len(ids)].tolist(), abs=TOLERANCE)
-            assert values == pytest.approx(row[ids].tolist(), abs=TOLERANCE)
+            left = min(top_k, int(row.isfinite().sum()))
+            assert (ids[left:] == -1).all() and (values[left:] == np.float32(OUTSIDE)).all()
+            assert values[:left] == pytest.approx(row.sort(descending=True).values[:left].tolist(), abs=TOLERANCE)
+            assert values[:left] == pytest.approx(row[ids[:left].tolist()].tolist(), abs=TOLERANCE)
 
 
 SETS = KeptTokens.of_lists([[4, 6]], vocab_size=VOCAB)

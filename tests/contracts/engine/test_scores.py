@@ -49,7 +49,7 @@ def test_scores_are_those_of_transformers(engine: Engine, model: Any, top_k: int
         if top_k:
             values = wanted.topk(top_k, -1).values
             assert float((torch.tensor(one.top_logprobs) - values).abs().max()) <= TOLERANCE
-            by_id = wanted.gather(-1, torch.tensor(one.top_ids))  # ids in order of their value, ties or not
+            by_id = wanted.gather(-1, torch.tensor(one.top_ids.tolist()))  # ids in order of their value, ties or not
             assert float((by_id - values).abs().max()) <= TOLERANCE
 
 
