@@ -159,11 +159,11 @@ def engine_gaps(client: EngineClient, model: Any) -> tuple[float, float]:
         for place, length in enumerate(PROMPTS)
     ]
 
-    async def generate() -> list[tuple[Tensor, list[float]]]:
+    async def generate() -> list[tuple[Tensor, np.ndarray]]:
         found = []
         try:
             async for one in client.generate(prompts, SamplingParams(n=3, max_new_tokens=24)):
-                ids = [*prompts[one.prompt].input_ids, *one.output_ids]
+                ids = [*prompts[one.prompt].input_ids, *one.output_ids.tolist()]
                 found.append((logprobs_of(model, ids)[-len(one.output_ids) :], one.logprobs))
         finally:
             await client.aclose()
@@ -174,7 +174,7 @@ def engine_gaps(client: EngineClient, model: Any) -> tuple[float, float]:
     return _largest(scored), _largest(sampled)
 
 
-def _largest(pairs: Sequence[tuple[Tensor, list[float]]]) -> float:
+def _largest(pairs: Sequence[tuple[Tensor, np.ndarray]]) -> float:
     return max(float((wanted - torch.tensor(found)).abs().max()) for wanted, found in pairs)
 
 

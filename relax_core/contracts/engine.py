@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
+import numpy as np
 
 from relax_core.contracts.kept_tokens import KeptTokens
-from relax_core.contracts.sample import FinishReason, RoutedExperts, VersionSpan
 
+FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["in_place", "retract", "abort"]
 
 # What engines sample with, and what the configuration takes. A temperature of 0 is greedy; logits that are divided by
@@ -71,22 +72,31 @@ class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
     generated: int = 0
 
 
-class Generated(msgspec.Struct, frozen=True, kw_only=True):
-    """One finished response. ``prompt``: place of its prompt in the call; ``sample``: 0..n-1 within the prompt.
-    ``engine``: which of a pool's engines it came from, for the ledger. ``prompt_experts``: what the prompt's tokens
-    were routed to; ``response_experts``: all of the response's but the last, which is never fed. ``kept``: the set of
-    tokens that each token of the response was sampled from. None unless wanted."""
+class Generated(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """One finished response. ``prompt`` is the place of its prompt in the call, ``sample`` is 0..n-1 within the prompt.
+
+    ``output_ids`` int32, ``logprobs`` float32 (natural logs) and ``versions`` int32 are ``[tokens]``: each token's id,
+    how likely it was under the distribution that it was sampled from, and the weight version that sampled it.
+    ``engine`` names the engine of a pool that it came from, for the ledger.
+
+    ``prompt_experts`` and ``response_experts``, uint8 or uint16 ``[tokens, MoE layers, experts a token]``, are what the
+    prompt's tokens and those of the response were routed to; the response's last token is never fed, so that it has
+    none. An engine that tells no shape (SGLang) gives ``[tokens, 1, MoE layers x experts a token]``. ``kept`` has the
+    set of tokens that each token was sampled from. Experts and kept sets are None unless they are wanted.
+
+    All arrays are read-only. A response equals only itself, since arrays have no single answer to ``==``.
+    """
 
     rid: str
     prompt: int
     sample: int
-    output_ids: list[int]
-    logprobs: list[float]
-    weight_versions: list[VersionSpan]
+    output_ids: np.ndarray
+    logprobs: np.ndarray
+    versions: np.ndarray
     finish_reason: FinishReason
     engine: str = ""
-    prompt_experts: RoutedExperts | None = None
-    response_experts: RoutedExperts | None = None
+    prompt_experts: np.ndarray | None = None
+    response_experts: np.ndarray | None = None
     kept: KeptTokens | None = None
 
 

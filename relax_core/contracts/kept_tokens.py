@@ -153,7 +153,7 @@ class KeptTokens(msgspec.Struct, frozen=True, array_like=True):
         words = np.frombuffer(self.words, dtype="<u4")[np.arange(len(shift)) + shift]
         return KeptTokens(self.vocab_size, counts[places].tobytes(), words.tobytes())
 
-    def fault(self, token_ids: Sequence[int]) -> str | None:
+    def fault(self, token_ids: Sequence[int] | np.ndarray) -> str | None:
         """Why these cannot be the sets that ``token_ids`` were sampled from, or None."""
         if self.tokens != len(token_ids):
             return f"{self.tokens} kept sets came for {len(token_ids)} tokens"

@@ -19,7 +19,6 @@ from relax_core.contracts.engine import (
     PromptRequest,
     SamplingParams,
 )
-from relax_core.contracts.sample import RoutedExperts
 from relax_core.engines.events import EventReader
 from relax_core.engines.scores import TokenScores, TokensToScore, read_scores, score_body
 from relax_core.engines.weight_calls import WeightCalls
@@ -27,6 +26,7 @@ from relax_core.engines.wire import EVENT_STREAM, MSGPACK, Finished, FrameReader
 
 if TYPE_CHECKING:
     import aiohttp
+    import numpy as np
 
 CONNECT_S = 5.0  # an engine is on this host or in this rack: a connection that takes longer will not come
 _encoder = msgspec.json.Encoder()
@@ -94,7 +94,7 @@ class EngineClient(WeightCalls):
                             f"engine {self.url} /generate: no routed experts came, but algo.routing_replay=true needs "
                             "them. SGLang tells them with --enable-return-routed-experts."
                         )
-                    if params.return_kept_tokens and one.kept is None and one.output_ids:
+                    if params.return_kept_tokens and one.kept is None and one.output_ids.size:
                         raise EngineError(
                             f"engine {self.url} /generate: it did not tell which tokens top_p, top_k and min_p left, "
                             "and the trainer needs them. Use rollout.top_p=1 rollout.top_k=-1 rollout.min_p=0, or an "
@@ -119,12 +119,12 @@ class EngineClient(WeightCalls):
     ) -> AsyncIterator[Generated]:
         if response.content_type == MSGPACK:
             frames = FrameReader()
-            prompt_experts: dict[int, RoutedExperts] = {}
+            prompt_experts: dict[int, np.ndarray] = {}
             async for data in response.content.iter_any():
                 for frame in frames.feed(data):
                     match frame:
-                        case Finished(one):
-                            yield _with_prompt_experts(one, prompt_experts)
+                        case Finished():
+                            yield _response(frame, prompt_experts)
                         case StreamFailure(message):
                             raise EngineError(f"engine {self.url} /generate: {message}")
                         case StreamEnd() if on_end is not None:
@@ -327,14 +327,12 @@ def generate_body(prompts: Sequence[PromptRequest], params: SamplingParams) -> d
     return body
 
 
-def _with_prompt_experts(one: Generated, known: dict[int, RoutedExperts]) -> Generated:
-    """The engine tells a prompt's experts once; here every response of the prompt has them."""
-    if one.response_experts is None:
-        return one
-    if one.prompt_experts is not None:
-        known[one.prompt] = one.prompt_experts
-        return one
-    return msgspec.structs.replace(one, prompt_experts=known[one.prompt])
+def _response(frame: Finished, known: dict[int, np.ndarray]) -> Generated:
+    """The engine tells a prompt's experts once; here every response of the prompt has them. ``known`` maps the place of
+    a prompt to its experts."""
+    if frame.prompt_experts is not None:
+        known[frame.prompt] = frame.prompt_experts.array()
+    return frame.response(prompt_experts=None if frame.response_experts is None else known[frame.prompt])
 
 
 def _words(error: BaseException) -> str:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
+from typing import Annotated
 
 import msgspec
+import numpy as np
 
-from relax_core.contracts.engine import Generated, PromptRequest
+from relax_core.contracts.engine import FinishReason, Generated, PromptRequest
 from relax_core.contracts.kept_tokens import KeptTokens
-from relax_core.contracts.sample import FinishReason, RoutedExperts, VersionSpan
 from relax_core.engines.routes import read_routed_experts
+from relax_core.engines.version_spans import VersionSpan, token_versions
 
+_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 UNKNOWN_VERSION = -1  # an engine whose weight version is no number, such as SGLang's "default" before the first update
 
 
@@ -18,6 +22,12 @@ class _Span(msgspec.Struct):
     version: str
     start: int
     end: int
+
+
+class _Entry(msgspec.Struct, array_like=True, gc=False):
+    """A token's log-prob. Its id and its text follow on the wire and are not read: the ids are in ``output_ids``."""
+
+    logprob: float
 
 
 class _FinishReason(msgspec.Struct):
@@ -31,7 +41,7 @@ class _Meta(msgspec.Struct):
     finish_reason: _FinishReason | None = None
     weight_version: str | None = None
     weight_versions: list[_Span] = []
-    output_token_logprobs: list[tuple[float, int, str | None]] = []
+    output_token_logprobs: list[_Entry] = []
     output_token_sampling_mask: list[list[int]] | None = None  # what top_k, top_p and min_p left
     output_token_sampling_logprobs: list[float] | None = None  # over what they left
     routed_experts: str | None = None
@@ -43,7 +53,7 @@ class _Words(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
-    output_ids: list[int] = []
+    output_ids: list[Annotated[int, msgspec.Meta(ge=0, le=np.iinfo(np.int32).max)]] = []
     meta_info: _Meta | None = None
     index: int = 0
     error: _Words | None = None
@@ -52,10 +62,15 @@ class _Event(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Event)
 
 
+# What has come of a response: its ids as int32, its log-probs as float32, and the kept sets of each event.
+_Growing = tuple["array[int]", "array[float]", list[KeptTokens]]
+
+
 class EventReader:
     """Events may be incremental (only the new tokens) or cumulative (all so far): the count of tokens tells which.
 
-    ``cached_tokens``: of each finished (prompt, sample), how much of its prompt the engine had already.
+    ``prefills``: of each finished (prompt, sample) with a token, how many tokens of its prompt the engine had already,
+    and the first span that the engine tells of: an empty one says that its version ended before a token was sampled.
     ``places``: the (prompt, sample) of each event's index; None where every prompt has its ``n`` samples in order.
     ``vocab_size``: of the model, where the kept sets are wanted.
     """
@@ -72,9 +87,9 @@ class EventReader:
         self._n = n
         self._places = places
         self._vocab_size = vocab_size
-        self.cached_tokens: dict[tuple[int, int], int] = {}
+        self.prefills: dict[tuple[int, int], tuple[int, VersionSpan]] = {}
         self._buffer = b""
-        self._tokens: dict[int, tuple[list[int], list[float], list[KeptTokens]]] = {}
+        self._growing: dict[int, _Growing] = {}
 
     def feed(self, data: bytes) -> Iterator[Generated | str]:
         """Yields responses that ``data`` finishes, and an engine's failure as its words."""
@@ -92,46 +107,56 @@ class EventReader:
         meta = event.meta_info
         if meta is None:
             return "an event without meta_info"
-        ids, logprobs, kept = self._tokens.setdefault(event.index, ([], [], []))
+        growing = self._growing.get(event.index)
+        if growing is None:
+            growing = self._growing[event.index] = (array("i"), array("f"), [])
+        ids, logprobs, kept = growing
         if len(event.output_ids) == meta.completion_tokens:
-            ids.clear()
-            logprobs.clear()
-            kept.clear()
-        ids += event.output_ids
+            del ids[:], logprobs[:], kept[:]
+        ids.fromlist(event.output_ids)
         if self._vocab_size is not None and meta.output_token_sampling_mask:
             try:
                 kept.append(KeptTokens.of_lists(meta.output_token_sampling_mask, vocab_size=self._vocab_size))
             except ValueError as error:
                 return f"output_token_sampling_mask: {error}"
         if meta.output_token_sampling_logprobs is None:
-            logprobs += [logprob for logprob, _, _ in meta.output_token_logprobs]
+            logprobs.fromlist([entry.logprob for entry in meta.output_token_logprobs])
         else:
-            logprobs += meta.output_token_sampling_logprobs
+            logprobs.fromlist(meta.output_token_sampling_logprobs)
         if meta.finish_reason is None:
             return None
         if meta.finish_reason.status_code is not None:
             return f"{meta.finish_reason.status_code}: {meta.finish_reason.message}"
-        del self._tokens[event.index]
-        place, sample = divmod(event.index, self._n) if self._places is None else self._places[event.index]
-        self.cached_tokens[place, sample] = meta.cached_tokens
-        prompt_experts: RoutedExperts | None = None
-        response_experts: RoutedExperts | None = None
-        if meta.routed_experts is not None and ids:
-            prompt_tokens = len(self._prompts[place].input_ids)
-            try:
-                prompt_experts, response_experts = read_routed_experts(
-                    meta.routed_experts, prompt_tokens=prompt_tokens, response_tokens=len(ids)
-                )
-            except ValueError as error:
-                return str(error)
+        del self._growing[event.index]
+        try:
+            return self._finished(event.index, growing, meta, meta.finish_reason.type)
+        except ValueError as error:
+            return str(error)
+
+    def _finished(self, index: int, growing: _Growing, meta: _Meta, reason: FinishReason) -> Generated:
+        """Raises ValueError where the parts of the response do not fit each other."""
+        place, sample = divmod(index, self._n) if self._places is None else self._places[index]
+        ids, logprobs, kept = growing
+        tokens = len(ids)
+        if len(logprobs) != tokens:
+            raise ValueError(f"{len(logprobs)} log-probs came for {tokens} tokens")
+        spans = _spans(meta, tokens)
+        if spans:
+            self.prefills[place, sample] = meta.cached_tokens, spans[0]
+        prompt_experts: np.ndarray | None = None
+        response_experts: np.ndarray | None = None
+        if meta.routed_experts is not None and tokens:
+            prompt_experts, response_experts = read_routed_experts(
+                meta.routed_experts, prompt_tokens=len(self._prompts[place].input_ids), response_tokens=tokens
+            )
         return Generated(
             rid=self._prompts[place].rid,
             prompt=place,
             sample=sample,
-            output_ids=ids,
-            logprobs=logprobs,
-            weight_versions=_spans(meta, len(ids)),
-            finish_reason=meta.finish_reason.type,
+            output_ids=np.frombuffer(ids.tobytes(), dtype=_INT32),
+            logprobs=np.frombuffer(logprobs.tobytes(), dtype=_FLOAT32),
+            versions=token_versions(spans, tokens=tokens),
+            finish_reason=reason,
             prompt_experts=prompt_experts,
             response_experts=response_experts,
             kept=KeptTokens.joined(kept) if kept else None,

@@ -9,8 +9,7 @@ import numpy as np
 
 from relax_core.contracts.engine import Generated, PromptRequest
 from relax_core.contracts.kept_tokens import KeptTokens
-from relax_core.contracts.sample import RoutedExperts, VersionSpan
-from relax_core.engines.routes import with_joined_experts
+from relax_core.engines.routes import read_only, with_joined_experts
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -56,7 +55,7 @@ class OpenPrompt:
         requests = [msgspec.structs.replace(self.request, samples=fresh)] if fresh else []
         for sample in missing:
             if sample in self.partial:
-                tokens = self.partial[sample].output_ids
+                tokens = self.partial[sample].output_ids.tolist()
                 requests.append(
                     msgspec.structs.replace(
                         self.request,
@@ -79,9 +78,9 @@ class OpenPrompt:
         if whole.finish_reason != "abort":
             self.done[one.sample] = whole
             return
-        if whole.output_ids:
+        if whole.output_ids.size:
             self.partial[one.sample] = whole
-        if one.output_ids:
+        if one.output_ids.size:
             self.fruitless.pop(one.sample, None)
         elif not self.excused:
             self.fruitless[one.sample] = self.fruitless.get(one.sample, 0) + 1
@@ -104,12 +103,8 @@ def cut(one: Generated, tokens: int) -> Generated:
         one,
         output_ids=one.output_ids[:tokens],
         logprobs=one.logprobs[:tokens],
-        weight_versions=[
-            VersionSpan(span.start, min(span.end, tokens), span.version)
-            for span in one.weight_versions
-            if span.start < tokens
-        ],
-        response_experts=None if experts is None else RoutedExperts.of(experts.array()[: tokens - 1]),
+        versions=one.versions[:tokens],
+        response_experts=None if experts is None else experts[: tokens - 1],
         kept=None if one.kept is None else one.kept.take(np.arange(tokens)),
     )
 
@@ -117,19 +112,12 @@ def cut(one: Generated, tokens: int) -> Generated:
 def joined(before: Generated, after: Generated) -> Generated:
     """One response from its aborted beginning and what followed: tokens keep the log-probs, the kept sets and the
     weight versions that they were sampled with."""
-    start = len(before.output_ids)
-    spans = list(before.weight_versions)
-    for span in after.weight_versions:
-        if spans and spans[-1].version == span.version:
-            spans[-1] = VersionSpan(spans[-1].start, start + span.end, span.version)
-        else:
-            spans.append(VersionSpan(start + span.start, start + span.end, span.version))
     kept = [one.kept for one in (before, after) if one.kept is not None]
     whole = msgspec.structs.replace(
         after,
-        output_ids=before.output_ids + after.output_ids,
-        logprobs=before.logprobs + after.logprobs,
-        weight_versions=spans,
+        output_ids=read_only(np.concatenate([before.output_ids, after.output_ids])),
+        logprobs=read_only(np.concatenate([before.logprobs, after.logprobs])),
+        versions=read_only(np.concatenate([before.versions, after.versions])),
         kept=KeptTokens.joined(kept) if kept else None,
     )
     return with_joined_experts(whole, before, after)

@@ -234,8 +234,8 @@ class EnginePool:
         burst.silent_since.pop(engine, None)
         prompt.take(one)
         self._router.came_back(engine, prompt.cost)
-        if one.weight_versions:
-            self._watch.serves(engine, one.weight_versions[-1].version)
+        if one.versions.size:
+            self._watch.serves(engine, int(one.versions[-1]))
         if prompt.fruitless.get(one.sample, 0) == FRUITLESS_ASKS:
             raise EngineError(
                 f"{engine_name(engine)} aborted sample {one.sample} of prompt {prompt.request.rid}, which came back "

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import msgspec
+import numpy as np
 
-from relax_core.contracts.kept_tokens import KeptTokens
+from relax_core.contracts.kept_tokens import OUTSIDE, KeptTokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,22 +23,31 @@ class TokensToScore:
     kept: KeptTokens | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenScores:
-    """One entry a scored token. ``top_ids``, ``top_logprobs``: the likeliest tokens at its place, likeliest first;
-    fewer where its kept set has no more."""
+    """``logprobs`` is float32 ``[tokens]``, one for each scored token. ``top_ids`` int32 and ``top_logprobs`` float32,
+    ``[tokens, top_k]``, are the likeliest tokens at its place, likeliest first. Where its kept set has fewer, the ids
+    end in -1 and the log-probs in `OUTSIDE`."""
 
-    logprobs: list[float]
-    top_ids: list[list[int]]
-    top_logprobs: list[list[float]]
+    logprobs: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
 
 
-_Entry = tuple[float | None, int, str | None]
+class _Entry(msgspec.Struct, array_like=True, gc=False):
+    """A given token's log-prob, None where nothing predicts it. Its id and its text follow and are not read."""
+
+    logprob: float | None
+
+
+class _TopEntry(msgspec.Struct, array_like=True, gc=False):
+    logprob: float
+    token_id: int
 
 
 class _Meta(msgspec.Struct):
     input_token_logprobs: list[_Entry]
-    input_top_logprobs: list[list[_Entry] | None] | None = None
+    input_top_logprobs: list[list[_TopEntry] | None] | None = None
 
 
 class _Reply(msgspec.Struct):
@@ -75,13 +86,16 @@ def read_scores(data: bytes, rows: Sequence[TokensToScore], *, top_k: int, fewer
 
 def _scores(meta: _Meta, row: TokensToScore, *, top_k: int, fewer: bool) -> TokenScores:
     expected = len(row.input_ids) - row.first
-    logprobs = [logprob for logprob, _, _ in meta.input_token_logprobs[1:] if logprob is not None]
+    logprobs = [entry.logprob for entry in meta.input_token_logprobs[1:] if entry.logprob is not None]
     tops = [top or [] for top in (meta.input_top_logprobs or [])[1:]] if top_k else [[]] * expected
-    found = [len(top) for top in tops]
-    fits = (
-        len(found) == expected and all(1 <= size <= top_k for size in found) if fewer else found == [top_k] * expected
-    )
-    if len(logprobs) != expected or not fits:
+    found = np.array([len(top) for top in tops], dtype=np.int64)
+    fits = len(found) == expected and bool(((found >= min(1, top_k)) if fewer else (found == top_k)).all())
+    if len(logprobs) != expected or not fits or (found > top_k).any():
         raise ValueError(f"{len(logprobs)} log-probs and {len(tops)} lists of likeliest tokens for {expected} tokens")
-    values = [[logprob for logprob, _, _ in top if logprob is not None] for top in tops]
-    return TokenScores(logprobs=logprobs, top_ids=[[token for _, token, _ in top] for top in tops], top_logprobs=values)
+    entries = list(chain.from_iterable(tops))
+    present = np.arange(top_k) < found[:, None]
+    ids = np.full((expected, top_k), -1, dtype=np.int32)
+    ids[present] = [entry.token_id for entry in entries]
+    values = np.full((expected, top_k), OUTSIDE, dtype=np.float32)
+    values[present] = [entry.logprob for entry in entries]
+    return TokenScores(logprobs=np.array(logprobs, dtype=np.float32), top_ids=ids, top_logprobs=values)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from relax_core.contracts.engine import EngineUnreachable
-from relax_core.contracts.kept_tokens import OUTSIDE
 from relax_core.contracts.tree import TokenTree, rows_of_episodes
 from relax_core.engines.scores import TokenScores, TokensToScore
 from relax_core.roles.backend import build_teacher
@@ -27,8 +26,8 @@ RETRY_S = 0.1
 
 class TeacherScores(NamedTuple):
     """Of a group's rows, 0 where nothing was sampled: their log-probs float32 ``[rows]``; the teacher's likeliest
-    tokens int32 ``[rows, top_k]``, likeliest first, and their log-probs float32, both None where top_k is 0. Where a kept set
-    has fewer tokens the ids end in -1 and the log-probs in `OUTSIDE`."""
+    tokens int32 ``[rows, top_k]``, likeliest first, and their log-probs float32, both None where top_k is 0. Where a
+    kept set has fewer tokens the ids end in -1 and the log-probs in `kept_tokens.OUTSIDE`."""
 
     logprobs: np.ndarray
     top_ids: np.ndarray | None
@@ -102,15 +101,11 @@ class EngineTeacher:
         for path, one in scored:
             sampled = group.versions[path.rows[path.first :]] >= 0
             rows = path.rows[path.first :][sampled]
-            logprobs[rows] = np.array(one.logprobs, dtype=np.float32)[sampled]
+            logprobs[rows] = one.logprobs[sampled]
             if self._top_k:
-                ids[rows] = self._padded(one.top_ids, -1)[sampled]
-                values[rows] = self._padded(one.top_logprobs, OUTSIDE)[sampled]
+                ids[rows] = one.top_ids[sampled]
+                values[rows] = one.top_logprobs[sampled]
         return TeacherScores(logprobs, *((ids, values) if self._top_k else (None, None)))
-
-    def _padded(self, rows: Sequence[Any], pad: float) -> np.ndarray:
-        """``[tokens, top_k]``; a row has fewer numbers where fewer tokens were left."""
-        return np.array([row + [pad] * (self._top_k - len(row)) for row in rows])
 
 
 class _Path(NamedTuple):

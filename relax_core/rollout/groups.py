@@ -55,18 +55,12 @@ def trained_from(generated: Generated, *, mask_off_policy: bool, mask_truncated:
     """The first token of a response that is trained. ``mask_off_policy``: of a response that several weight versions
     made, only the newest one's tokens are; its version is then that one. ``mask_truncated``: of a response that was cut
     at its limit none is."""
-    versions = token_versions(generated)
+    versions = generated.versions
     if mask_truncated and generated.finish_reason == "length":
         return len(versions)
     if mask_off_policy and len(versions):
-        return int(np.argmax(versions == versions.max()))
+        return int(versions.argmax())  # the first token of the newest version
     return 0
-
-
-def token_versions(generated: Generated) -> np.ndarray:
-    """The weight version of each token of a response, int32."""
-    spans = generated.weight_versions
-    return np.repeat([span.version for span in spans], [span.end - span.start for span in spans]).astype(np.int32)
 
 
 def one_turn_tree(uid: str, prompt_ids: Sequence[int], answers: Sequence[Answer]) -> TokenTree:
@@ -85,7 +79,7 @@ def one_turn_tree(uid: str, prompt_ids: Sequence[int], answers: Sequence[Answer]
         token_ids[first:last] = response.output_ids
         end[first:last] = last
         logprobs[first:last] = response.logprobs
-        versions[first:last] = own = token_versions(response)
+        versions[first:last] = own = response.versions
         loss_mask[first + one.trained_from : last] = True
         turn = Turn(first, last, response.engine, version_runs(own), response.finish_reason)
         parts = {"exact": float(one.output.exact), **(one.output.parts or {})}
@@ -133,11 +127,11 @@ def _experts(trunk: int, answers: Sequence[Answer]) -> np.ndarray | None:
     of_prompt = next((one.response.prompt_experts for one in answers if one.response.prompt_experts is not None), None)
     if of_prompt is None:
         return None
-    parts = [of_prompt.array()]
+    parts = [of_prompt]
     for one in answers:
         own = one.response.response_experts
         assert own is not None, "asked for with every prompt of a run or with none"
-        parts += [own.array(), np.zeros_like(parts[0][:1])]
+        parts += [own, np.zeros_like(parts[0][:1])]
     assert len(parts[0]) == trunk
     return np.concatenate(parts)
 

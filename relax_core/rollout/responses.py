@@ -15,7 +15,7 @@ def reward_input(
 ) -> RewardInput:
     """The response's text without the token or the string of ``stop`` that ended it; its tokens stay what they are."""
     stopped = response.finish_reason == "stop"
-    ids = response.output_ids
+    ids = response.output_ids.tolist()
     if stopped and ids and ids[-1] in tokenizer.stop_token_ids:
         text = tokenizer.decode(ids[:-1])
     else:

@@ -206,7 +206,7 @@ class Sampler:
             reward_s += time.perf_counter() - began
             samples += len(responses)
             tokens += sum(len(response.output_ids) for response in responses)
-            newest = max(newest, responses[-1].weight_versions[-1].version)
+            newest = max(newest, int(responses[-1].versions[-1]))
             await self._stage(prompt, responses, rewards, tasks)
         if not samples:  # every group of it was given up
             return

@@ -68,7 +68,7 @@ def pack_tree(trees: Sequence[TokenTree], *, trained_only: bool = False) -> Tree
 
 
 def _places(chosen: np.ndarray, token_rows: np.ndarray) -> np.ndarray | None:
-    """Where each of ``token_rows`` stands in the ascending ``chosen``, -1 where it does not; None where both are one."""
+    """Where each token's row stands in the ascending ``chosen``, -1 where it does not; None where they are one."""
     if np.array_equal(chosen, token_rows):
         return None
     places = np.minimum(np.searchsorted(chosen, token_rows), len(chosen) - 1)

@@ -121,7 +121,8 @@ async def collect_groups(groups: AsyncIterator[tuple[int, list[Generated]]]) -> 
 
 def tokens(found: list[tuple[int, list[Generated]]]) -> dict[int, list[list[int]]]:
     return {
-        place: [one.output_ids for one in sorted(responses, key=lambda one: one.sample)] for place, responses in found
+        place: [one.output_ids.tolist() for one in sorted(responses, key=lambda one: one.sample)]
+        for place, responses in found
     }
 
 

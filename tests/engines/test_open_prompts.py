@@ -5,25 +5,20 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_core.contracts.engine import Generated, PromptRequest
+from relax_core.contracts.engine import FinishReason, Generated, PromptRequest
 from relax_core.contracts.kept_tokens import KeptTokens
-from relax_core.contracts.sample import FinishReason, VersionSpan
 from relax_core.engines.open_prompts import OpenPrompt, cut, joined
+from tests.responses import check_arrays, response
 
 REQUEST = PromptRequest(rid="g", input_ids=[7, 8], sampling_seed=3)
 
 
-def generated(
-    sample: int, ids: list[int], *, reason: FinishReason, spans: list[tuple[int, int, int]] | None = None
-) -> Generated:
-    chosen = [(0, len(ids), 0)] if spans is None and ids else spans or []
-    return Generated(
-        rid="g",
-        prompt=0,
-        sample=sample,
-        output_ids=ids,
+def generated(sample: int, ids: list[int], *, reason: FinishReason, versions: int | list[int] = 0) -> Generated:
+    return response(
+        ids,
+        versions=versions,
         logprobs=[-0.5 * one for one in ids],
-        weight_versions=[VersionSpan(*one) for one in chosen],
+        sample=sample,
         finish_reason=reason,
         kept=KeptTokens.of_lists([[one, 99] for one in ids], vocab_size=10_000) if ids else None,
     )
@@ -58,7 +53,7 @@ def test_aborted_samples_go_on_from_their_own_prefixes() -> None:
     together, alone = prompt.ask(0)
     assert (together.samples, together.generated, together.input_ids) == ([1, 3], 0, [7, 8])
     assert (alone.samples, alone.generated, alone.input_ids) == ([0], 2, [7, 8, 5, 6])
-    prompt.take(generated(0, [7], reason="length", spans=[(0, 1, 1)]))
+    prompt.take(generated(0, [7], reason="length", versions=1))
     assert prompt.lose() == 2  # the engine dies; the prefix of none is lost, 1 and 3 had none
     prompt.ask(1)
     prompt.take(generated(1, [4], reason="stop"))
@@ -66,8 +61,8 @@ def test_aborted_samples_go_on_from_their_own_prefixes() -> None:
     assert prompt.missing == 0
     whole = prompt.responses()
     assert [one.sample for one in whole] == [0, 1, 2, 3]
-    assert whole[0].output_ids == [5, 6, 7] and whole[0].logprobs == [-2.5, -3.0, -3.5]
-    assert whole[0].weight_versions == [VersionSpan(0, 2, 0), VersionSpan(2, 3, 1)]
+    check_arrays(whole[0], ids=[5, 6, 7], versions=[0, 0, 1])
+    assert whole[0].logprobs.tolist() == [-2.5, -3.0, -3.5]
     assert whole[0].finish_reason == "length"
 
 
@@ -114,24 +109,17 @@ def test_every_token_keeps_its_version_its_logprob_and_its_set(pieces: list[list
     expected: list[int] = []
     for piece in pieces:
         versions = [version for count, version in piece for _ in range(count)]
-        spans, start = [], 0
-        for count, version in piece:
-            spans.append((start, start + count, version))
-            start += count
-        one = generated(0, [len(expected) + i for i in range(len(versions))], reason="abort", spans=spans)
+        one = generated(0, [len(expected) + i for i in range(len(versions))], reason="abort", versions=versions)
         expected += versions
         whole = one if whole is None else joined(whole, one)
     assert whole is not None
-    assert whole.output_ids == list(range(len(expected)))
-    assert whole.logprobs == [-0.5 * one for one in range(len(expected))]
+    check_arrays(whole, ids=range(len(expected)), versions=expected)
+    assert whole.logprobs.tolist() == [-0.5 * one for one in range(len(expected))]
     assert ([] if whole.kept is None else whole.kept.lists()) == [sorted({one, 99}) for one in range(len(expected))]
-    assert [span.version for span in whole.weight_versions for _ in range(span.start, span.end)] == expected
-    assert [token for span in whole.weight_versions for token in range(span.start, span.end)] == whole.output_ids
 
 
 def test_a_response_that_is_cut_keeps_what_belongs_to_its_first_tokens() -> None:
-    spans = [(0, 2, 4), (2, 5, 6)]
-    short = cut(generated(1, [10, 11, 12, 13, 14], reason="length", spans=spans), 3)
-    assert (short.output_ids, short.logprobs) == ([10, 11, 12], [-5.0, -5.5, -6.0])
-    assert [(span.start, span.end, span.version) for span in short.weight_versions] == [(0, 2, 4), (2, 3, 6)]
+    short = cut(generated(1, [10, 11, 12, 13, 14], reason="length", versions=[4, 4, 6, 6, 6]), 3)
+    check_arrays(short, ids=[10, 11, 12], versions=[4, 4, 6])
+    assert short.logprobs.tolist() == [-5.0, -5.5, -6.0]
     assert short.kept is not None and short.kept.lists() == [[10, 99], [11, 99], [12, 99]]

@@ -111,7 +111,7 @@ def test_a_killed_engine_in_mid_generation_is_asked_anew(start_engine: Callable[
     directory = Directory(first, replace=replace)
     found = generate(directory, [*prompts_of([5, 6]), held], SHORT, on_done=lambda place: place or kill(first))
     assert [place for place, _ in found] == [0, 1]
-    assert {span.version for one in found[1][1] for span in one.weight_versions} == {1}
+    assert {version for one in found[1][1] for version in one.versions.tolist()} == {1}
     assert directory.asked == [(0, False), (0, True), (0, False)]
 
 

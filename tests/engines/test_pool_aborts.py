@@ -8,12 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from relax_core.contracts.engine import EngineError, Generated, PromptRequest, SamplingParams
 from relax_core.contracts.kept_tokens import KeptTokens
-from relax_core.contracts.sample import VersionSpan
 from relax_core.engines.pool import EnginePool
 from tests.contracts.engine.harness import EOS, Engine, make_model, prompts_of, publish
 from tests.engines.pool_harness import (
@@ -29,6 +29,7 @@ from tests.engines.pool_harness import (
     tokens,
     until,
 )
+from tests.responses import response
 
 # Rounding differs between batches of other sizes, and between CPUs, by some 1e-6. With these seeds all random numbers
 # are 2e-5 away from the edge to another token.
@@ -62,12 +63,12 @@ def test_aborted_samples_go_on_from_their_prefixes_as_if_nothing_had_happened(
         return found
 
     found = asyncio.run(scene())
-    stop = lambda place: [one.output_ids for one in calm[place]]  # noqa: E731
+    stop = lambda place: [one.output_ids.tolist() for one in calm[place]]  # noqa: E731
     for place in (0, 1, 2):
-        assert [one.output_ids for one in found[place]] == stop(place)
+        assert [one.output_ids.tolist() for one in found[place]] == stop(place)
         for one, quiet in zip(found[place], calm[place], strict=True):
             assert one.logprobs == pytest.approx(quiet.logprobs, abs=2e-5)
-            assert one.weight_versions == [VersionSpan(0, len(one.output_ids), 0)]
+            assert one.versions.tolist() == [0] * len(one.output_ids)
             assert one.finish_reason == quiet.finish_reason
     assert {prompt.rid for _, prompt in directory.requests if prompt.generated} == {"prompt-0", "prompt-2"}
 
@@ -98,12 +99,12 @@ def test_what_is_aborted_at_a_weight_change_goes_on_with_the_new_weights(
         return found[0]
 
     for one in asyncio.run(scene()):
-        before, after = one.weight_versions
-        assert (before.version, after.version) == (0, 1) and 0 < before.end == after.start
-        assert after.end == len(one.output_ids) == len(one.logprobs) == TOKENS
+        change = int(np.argmax(one.versions))
+        assert one.versions.tolist() == [0] * change + [1] * (TOKENS - change) and 0 < change < TOKENS
+        assert len(one.output_ids) == len(one.logprobs) == TOKENS
         assert one.kept is not None and one.kept.fault(one.output_ids) is None
-        expected = logprobs_of(new, request.input_ids, one.output_ids, one.kept)[after.start :]
-        assert one.logprobs[after.start :] == pytest.approx(expected, abs=2e-5)
+        expected = logprobs_of(new, request.input_ids, one.output_ids.tolist(), one.kept)[change:]
+        assert one.logprobs[change:] == pytest.approx(expected, abs=2e-5)
 
 
 @torch.no_grad()
@@ -174,15 +175,7 @@ def test_an_engine_dies_when_another_has_what_it_was_asked_for(
 
 def test_an_engine_that_aborts_without_a_token_is_not_asked_for_ever(start_engine: Callable[..., Engine]) -> None:
     def aborts(prompt: PromptRequest) -> Generated:
-        return Generated(
-            rid=prompt.rid,
-            prompt=0,
-            sample=0,
-            output_ids=[],
-            logprobs=[],
-            weight_versions=[],
-            finish_reason="abort",
-        )
+        return response([], versions=[], rid=prompt.rid, finish_reason="abort")
 
     flawed = Flawed(Directory(start_engine()), {0: aborts})
 

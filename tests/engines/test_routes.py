@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from relax_core.contracts.engine import Generated
-from relax_core.contracts.sample import RoutedExperts, VersionSpan
 from relax_core.engines.embedded.routes import RouteTable
 from relax_core.engines.open_prompts import joined
 from relax_core.engines.routes import read_routed_experts
+from tests.responses import response as make_response
 
 
 def experts(rows: int, *, start: int = 0, layers: int = 2, per_token: int = 2) -> np.ndarray:
     """Different numbers everywhere."""
     size = rows * layers * per_token
-    return np.arange(start, start + size).reshape(rows, layers, per_token)
+    return np.arange(start, start + size, dtype=np.uint16).reshape(rows, layers, per_token)
 
 
 def test_a_table_keeps_rows_through_growth_and_moves() -> None:
@@ -33,42 +33,34 @@ def test_a_table_keeps_rows_through_growth_and_moves() -> None:
     assert table.dtype == np.uint16
 
 
-@pytest.mark.parametrize(("last", "dtype"), [(255, "uint8"), (256, "uint16")])
-def test_the_smallest_type_that_holds_them(last: int, dtype: str) -> None:
-    array = np.array([[[0, last]]])
-    found = RoutedExperts.of(array)
-    assert found.dtype == dtype and found.shape == (1, 1, 2)
-    assert np.array_equal(found.array(), array)
+@pytest.mark.parametrize(("last", "dtype"), [(255, np.uint8), (256, np.uint16)])
+def test_the_smallest_type_that_holds_them(last: int, dtype: type) -> None:
+    numbers = np.array([0, 1, last, 0], dtype="<i4")
+    text = base64.b64encode(numbers.tobytes()).decode()
+    for found, own in zip(
+        read_routed_experts(text, prompt_tokens=1, response_tokens=2), (numbers[:2], numbers[2:]), strict=True
+    ):
+        assert found.dtype == dtype and not found.flags.writeable and np.array_equal(found, [[own]])
 
 
 def test_sglangs_text_is_cut_behind_the_prompt() -> None:
     rows = experts(7)
     text = base64.b64encode(rows.astype("<i4").tobytes()).decode()
     prompt, response = read_routed_experts(text, prompt_tokens=5, response_tokens=3)
-    assert np.array_equal(prompt.array().reshape(5, 2, 2), rows[:5])
-    assert np.array_equal(response.array().reshape(2, 2, 2), rows[5:])
+    assert np.array_equal(prompt.reshape(5, 2, 2), rows[:5])
+    assert np.array_equal(response.reshape(2, 2, 2), rows[5:])
     for bad, why in (
         (text[:-1], "base64"),
         (base64.b64encode(b"12345").decode(), "base64"),
         (base64.b64encode(experts(6, layers=1)[:, :, :1].astype("<i4").tobytes()).decode(), "6 numbers"),
-        (base64.b64encode((rows - 1).astype("<i4").tobytes()).decode(), "no experts of 7 tokens"),
+        (base64.b64encode((rows.astype("<i4") - 1).tobytes()).decode(), "no experts of 7 tokens"),
     ):
         with pytest.raises(ValueError, match=why):
             read_routed_experts(bad, prompt_tokens=5, response_tokens=3)
 
 
 def answer(ids: list[int], prompt: np.ndarray | None, response: np.ndarray | None) -> Generated:
-    return Generated(
-        rid="r",
-        prompt=0,
-        sample=0,
-        output_ids=ids,
-        logprobs=[0.0] * len(ids),
-        weight_versions=[VersionSpan(0, len(ids), 1)],
-        finish_reason="stop",
-        prompt_experts=None if prompt is None else RoutedExperts.of(prompt),
-        response_experts=None if response is None else RoutedExperts.of(response),
-    )
+    return make_response(ids, versions=1, prompt_experts=prompt, response_experts=response)
 
 
 def test_a_response_that_went_on_elsewhere_keeps_the_experts_of_its_first_part() -> None:
@@ -77,17 +69,18 @@ def test_a_response_that_went_on_elsewhere_keeps_the_experts_of_its_first_part()
     more = experts(1, start=200)  # token 1 of the 2 new ones
     before, after = answer([1, 2, 3], first[:3], first[3:]), answer([4, 5], again, more)
     whole = joined(before, after)
-    assert whole.output_ids == [1, 2, 3, 4, 5]
+    assert whole.output_ids.tolist() == [1, 2, 3, 4, 5]
     assert whole.prompt_experts is not None and whole.response_experts is not None
-    assert np.array_equal(whole.prompt_experts.array(), first[:3])
-    assert np.array_equal(whole.response_experts.array(), np.concatenate([first[3:], again[5:], more]))
+    assert np.array_equal(whole.prompt_experts, first[:3])
+    assert np.array_equal(whole.response_experts, np.concatenate([first[3:], again[5:], more]))
 
 
 def test_a_part_that_never_ran_adds_no_experts() -> None:
     ran, idle = answer([1, 2], experts(3), experts(1, start=50)), answer([], None, None)
     for before, after in ((ran, idle), (idle, ran)):
         whole = joined(before, after)
-        assert (whole.prompt_experts, whole.response_experts) == (ran.prompt_experts, ran.response_experts)
+        assert np.array_equal(whole.prompt_experts, ran.prompt_experts)
+        assert np.array_equal(whole.response_experts, ran.response_experts)
 
 
 def test_tokens_whose_engine_told_no_experts_get_those_of_the_next_prefill() -> None:
@@ -96,11 +89,11 @@ def test_tokens_whose_engine_told_no_experts_get_those_of_the_next_prefill() -> 
     last = answer([4, 5], again, more)
     whole = joined(answer([1, 2, 3], None, None), last)
     assert whole.prompt_experts is not None and whole.response_experts is not None
-    assert np.array_equal(whole.prompt_experts.array(), again[:3])
-    assert np.array_equal(whole.response_experts.array(), np.concatenate([again[3:], more]))
+    assert np.array_equal(whole.prompt_experts, again[:3])
+    assert np.array_equal(whole.response_experts, np.concatenate([again[3:], more]))
 
     first = experts(4)  # prompt of 3, token 1 of 2; the engine that made token 3 told none
     whole = joined(joined(answer([1, 2], first[:3], first[3:]), answer([3], None, None)), last)
     assert whole.prompt_experts is not None and whole.response_experts is not None
-    assert np.array_equal(whole.prompt_experts.array(), first[:3])
-    assert np.array_equal(whole.response_experts.array(), np.concatenate([first[3:], again[4:], more]))
+    assert np.array_equal(whole.prompt_experts, first[:3])
+    assert np.array_equal(whole.response_experts, np.concatenate([first[3:], again[4:], more]))

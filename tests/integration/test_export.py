@@ -49,8 +49,8 @@ def test_transformers_gives_the_exported_folder_the_engines_logprobs(strict: Fin
     for one in responses:
         prompt = prompts[one.prompt]
         with torch.no_grad():
-            logits = model(torch.tensor([prompt + one.output_ids])).logits[0, len(prompt) - 1 : -1]
-        expected = logits.log_softmax(-1).gather(-1, torch.tensor(one.output_ids)[:, None])[:, 0]
+            logits = model(torch.tensor([prompt + one.output_ids.tolist()])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor(one.output_ids.tolist())[:, None])[:, 0]
         gap = max(gap, float((expected - torch.tensor(one.logprobs)).abs().max()))
     assert gap <= TOLERANCE
 

@@ -17,12 +17,12 @@ from relax_core.contracts.bus import GroupRow, LeasedRow, LeaseRequest
 from relax_core.contracts.engine import Generated
 from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.reward import RewardOutput
-from relax_core.contracts.sample import VersionSpan
 from relax_core.roles.advantages import advantage_columns
 from relax_core.rollout.groups import DroppedGroup, GroupFilter, complete_group
 from relax_core.train.rows import decode_train_tree
 from relax_core.train.step_sums import micro_batch_totals
 from tests.bus.make_rows import make_core
+from tests.responses import response as make_response
 from tests.trees import of_tokens, rewards_of, tree_of
 
 
@@ -34,13 +34,10 @@ def response(
     kept: KeptTokens | None = None,
 ) -> Generated:
     tokens = sample + 2
-    return Generated(
-        rid="r",
-        prompt=0,
+    return make_response(
+        list(range(tokens)),
+        versions=[version] + [5] * (tokens - 1),
         sample=sample,
-        output_ids=list(range(tokens)),
-        logprobs=[-0.25] * tokens,
-        weight_versions=[VersionSpan(0, 1, version), VersionSpan(1, tokens, 5)],
         finish_reason=finish_reason,
         engine="engine-1",
         kept=kept,
@@ -185,7 +182,7 @@ def test_nothing_is_trained_of_a_truncated_response_and_its_age_does_not_count()
     assert rewards_of(tree_of(row)) == [0.0, 1.0, 1.0] and row.dropped == {}
     # Its tokens are of versions 1 and 5; the group is as old as the oldest trained token, of version 4.
     assert row.versions == [5, 5, 4]
-    early = msgspec.structs.replace(response(0, "length"), weight_versions=[VersionSpan(0, 2, 3)])
+    early = msgspec.structs.replace(response(0, "length"), versions=np.array([3, 3], dtype=np.int32))
     row = truncated((early, 0.0), (response(1, version=5), 1.0), (response(2, version=5), 1.0))
     assert not isinstance(row, DroppedGroup) and row.versions == [5, 5, 5]
 

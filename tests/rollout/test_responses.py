@@ -8,11 +8,10 @@ from typing import Literal
 import pytest
 from tokenizers import Tokenizer
 
-from relax_core.contracts.engine import Generated
-from relax_core.contracts.sample import VersionSpan
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.rollout.responses import reward_input
 from relax_core.tools.make_tiny import write_tiny_tokenizer
+from tests.responses import response
 
 
 @pytest.fixture(scope="module")
@@ -36,16 +35,8 @@ def test_the_end_is_not_part_of_the_answer(
     folder: Path, text: str, finish: Literal["stop", "length"], seen: str
 ) -> None:
     ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text, add_special_tokens=False).ids
-    response = Generated(
-        rid="r",
-        prompt=0,
-        sample=0,
-        output_ids=ids,
-        logprobs=[0.0] * len(ids),
-        weight_versions=[VersionSpan(0, len(ids), 0)],
-        finish_reason=finish,
-    )
+    one = response(ids, versions=0, finish_reason=finish)
     found = reward_input(
-        {"prompt": "?", "answer": "54321"}, response, tokenizer=PromptTokenizer(folder), stop=[".end", ".\n"]
+        {"prompt": "?", "answer": "54321"}, one, tokenizer=PromptTokenizer(folder), stop=[".end", ".\n"]
     )
     assert (found.response, found.stopped) == (seen, finish == "stop")

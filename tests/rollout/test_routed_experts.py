@@ -8,30 +8,27 @@ from relax_core.contracts import columns as c
 from relax_core.contracts.bus import LeasedRow
 from relax_core.contracts.engine import Generated
 from relax_core.contracts.reward import RewardOutput
-from relax_core.contracts.sample import RoutedExperts, VersionSpan
 from relax_core.rollout.groups import DroppedGroup, complete_group
 from relax_core.train.rows import decode_train_tree
+from tests.responses import response as make_response
 
 LAYERS, TOP_K = 2, 3
-PROMPT = np.arange(4 * LAYERS * TOP_K).reshape(4, LAYERS, TOP_K)
+PROMPT = np.arange(4 * LAYERS * TOP_K, dtype=np.uint8).reshape(4, LAYERS, TOP_K)
 
 
 def experts_of(sample: int, tokens: int) -> np.ndarray:
     """Of a response's tokens but the last; one sample has experts that take two bytes."""
-    return np.full((tokens - 1, LAYERS, TOP_K), 100 * sample) + np.arange(TOP_K)
+    experts = np.full((tokens - 1, LAYERS, TOP_K), 100 * sample) + np.arange(TOP_K)
+    return experts.astype(np.uint8 if experts.max(initial=0) < 256 else np.uint16)
 
 
 def response(sample: int, tokens: int, *, replayed: bool) -> Generated:
-    return Generated(
-        rid="r",
-        prompt=0,
+    return make_response(
+        list(range(tokens)),
+        versions=3,
         sample=sample,
-        output_ids=list(range(tokens)),
-        logprobs=[-0.5] * tokens,
-        weight_versions=[VersionSpan(0, tokens, 3)],
-        finish_reason="stop",
-        prompt_experts=RoutedExperts.of(PROMPT) if replayed else None,
-        response_experts=RoutedExperts.of(experts_of(sample, tokens)) if replayed else None,
+        prompt_experts=PROMPT if replayed else None,
+        response_experts=experts_of(sample, tokens) if replayed else None,
     )
 
 

@@ -8,11 +8,10 @@ import pytest
 from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import TeacherNeeds
 from relax_core.contracts.bus import GroupRow
-from relax_core.contracts.engine import Generated
 from relax_core.contracts.reward import RewardOutput
-from relax_core.contracts.sample import VersionSpan
 from relax_core.rollout.groups import complete_group
 from relax_core.rollout.teachers import teacher_chooser
+from tests.responses import response
 
 MODELS = {"math": "/m", "code": "/c"}
 
@@ -42,18 +41,7 @@ def test_a_row_without_a_known_teacher_is_named(row: dict[str, object], text: st
 
 @pytest.mark.parametrize("teacher", ["math", None])
 def test_the_name_travels_with_the_row(teacher: str | None) -> None:
-    responses = [
-        Generated(
-            rid="r",
-            prompt=0,
-            sample=sample,
-            output_ids=[1, 2],
-            logprobs=[-1.0, -1.0],
-            weight_versions=[VersionSpan(0, 2, 0)],
-            finish_reason="stop",
-        )
-        for sample in range(2)
-    ]
+    responses = [response([1, 2], versions=0, sample=sample) for sample in range(2)]
     rewards = [RewardOutput(reward=1.0)] * 2
     row = complete_group(index=0, prompt_ids=[5], generated=responses, rewards=rewards, teacher=teacher)
     assert isinstance(row, GroupRow)

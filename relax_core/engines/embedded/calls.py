@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from relax_core.contracts.engine import FinishReason
 from relax_core.contracts.kept_tokens import KeptTokens
-from relax_core.contracts.sample import FinishReason, VersionSpan
 from relax_core.engines.embedded.routes import PromptRoutes
 from relax_core.engines.embedded.sampler import SamplingSettings, keys_behind, sample_keys
 from relax_core.engines.embedded.slots import Prefix
 from relax_core.engines.stop_strings import StopStrings
+from relax_core.engines.version_spans import VersionSpan
 
 
 @dataclass(frozen=True, slots=True)

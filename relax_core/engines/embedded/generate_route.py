@@ -12,7 +12,7 @@ from relax_core.engines.embedded import asgi
 from relax_core.engines.embedded.asgi import HttpError, Receive, Scope, Send
 from relax_core.engines.embedded.calls import Call, Progress, Prompt, waiting_prompts
 from relax_core.engines.embedded.model_config import ModelConfig
-from relax_core.engines.embedded.replies import generated, sglang_reply, stream_end
+from relax_core.engines.embedded.replies import finished, sglang_reply, stream_end
 from relax_core.engines.embedded.request_bounds import MAX_KEPT, MAX_SAMPLES
 from relax_core.engines.embedded.requests import GenerateRequest, RequestLimits, parse_body, parse_generate
 from relax_core.engines.embedded.routes import PromptRoutes
@@ -20,7 +20,7 @@ from relax_core.engines.embedded.scheduler import Scheduler
 from relax_core.engines.embedded.score_requests import ScoreRequest, asks_for_scores, parse_score
 from relax_core.engines.embedded.score_route import answer_scores
 from relax_core.engines.stop_strings import StopStrings, StopTable
-from relax_core.engines.wire import EVENT_STREAM, MSGPACK, Finished, Frame, StreamFailure, encode_frames
+from relax_core.engines.wire import EVENT_STREAM, MSGPACK, Frame, StreamFailure, encode_frames
 
 MAX_BODY_BYTES = {"json": 64 << 20, "msgpack": 8 << 20}  # lists of msgpack take 50 times their bytes when they are read
 QUICK_BYTES = 1 << 18  # a body of so many is read in no time; a larger one beside the event loop
@@ -164,7 +164,7 @@ class GenerateRoute:
                 call.open_samples, more = 0, False
                 frames = [StreamFailure(news.message)]
             else:
-                frames = [Finished(generated(one, told)) for one in news]
+                frames = [finished(one, told) for one in news]
                 left -= len(news)
                 if left == 0:
                     more = False

@@ -8,14 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from relax_core.contracts.engine import Generated
-from relax_core.contracts.sample import RoutedExperts
 from relax_core.engines.embedded.calls import Call, Progress
 from relax_core.engines.embedded.scoring import ScoreItem, Scores
-from relax_core.engines.wire import StreamEnd
+from relax_core.engines.wire import FLOAT32, INT32, Experts, Finished, StreamEnd
 
 
-def generated(news: Progress, told: set[int]) -> Generated:
+def finished(news: Progress, told: set[int]) -> Finished:
     """A finished sample as our own client wants it. Experts of a prompt's tokens come along with its first sample that
     has them; ``told``: the places of the prompts that have had theirs."""
     assert news.finish is not None
@@ -23,16 +21,16 @@ def generated(news: Progress, told: set[int]) -> Generated:
     prompt_experts = response_experts = None
     prompt = sample.prompt
     if prompt.routes is not None and prompt.routes.rows is not None and news.routes is not None:
-        response_experts = RoutedExperts.of(news.routes)
+        response_experts = Experts.of(news.routes)
         if prompt.place not in told:
             told.add(prompt.place)
-            prompt_experts = RoutedExperts.of(prompt.routes.rows)
-    return Generated(
+            prompt_experts = Experts.of(prompt.routes.rows)
+    return Finished(
         rid=sample.prompt.rid,
         prompt=sample.prompt.place,
         sample=sample.index,
-        output_ids=news.ids,
-        logprobs=news.logprobs,
+        output_ids=np.array(news.ids, dtype=INT32).tobytes(),
+        logprobs=np.array(news.logprobs, dtype=FLOAT32).tobytes(),
         weight_versions=news.spans,
         finish_reason=news.finish,
         prompt_experts=prompt_experts,

@@ -14,9 +14,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from relax_core.contracts.engine import PauseMode
+from relax_core.contracts.engine import FinishReason, PauseMode
 from relax_core.contracts.kept_tokens import KeptTokens
-from relax_core.contracts.sample import FinishReason
 from relax_core.engines.embedded.calls import Call, Progress, Sample, Waiting
 from relax_core.engines.embedded.decoder import Decoder
 from relax_core.engines.embedded.sampler import NonFiniteLogits

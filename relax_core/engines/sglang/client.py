@@ -11,9 +11,16 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import numpy as np
 
-from relax_core.contracts.engine import EngineError, EngineUnreachable, Generated, PromptRequest, SamplingParams
-from relax_core.contracts.sample import FinishReason, VersionSpan
+from relax_core.contracts.engine import (
+    EngineError,
+    EngineUnreachable,
+    FinishReason,
+    Generated,
+    PromptRequest,
+    SamplingParams,
+)
 from relax_core.engines.client import EngineClient
 from relax_core.engines.events import UNKNOWN_VERSION, EventReader, version_number
 from relax_core.engines.open_prompts import cut
@@ -21,6 +28,7 @@ from relax_core.engines.scores import TokenScores, TokensToScore
 from relax_core.engines.sglang.prompts import SampleRequest, sample_requests, sglang_body
 from relax_core.engines.sglang.weight_calls import SglangWeightCalls
 from relax_core.engines.stop_strings import StopTable
+from relax_core.engines.version_spans import VersionSpan
 from relax_core.engines.vocabulary import unknown_token
 from relax_core.engines.wire import StreamEnd
 
@@ -166,8 +174,11 @@ class SglangClient(SglangWeightCalls, EngineClient):
         async for one in self._streamed(
             body, params, lambda response: self._events(response, reader), expected=len(call.sent)
         ):
-            cached = reader.cached_tokens.pop((one.prompt, one.sample), 0)
-            mixed = bool(one.output_ids) and prefilled_by_older(one.weight_versions[0], call.version, cached=cached)
+            prefill = reader.prefills.pop((one.prompt, one.sample), None)
+            mixed = False
+            if prefill is not None and one.output_ids.size:
+                cached, first = prefill
+                mixed = prefilled_by_older(first, call.version, cached=cached)
             reason = finish_reason(one, params, generated=chosen[one.prompt].generated)
             whole = msgspec.structs.replace(one, prompt=places[one.prompt], finish_reason=reason)
             yield self._stopped(whole, chosen[one.prompt], params), mixed
@@ -175,13 +186,13 @@ class SglangClient(SglangWeightCalls, EngineClient):
     def _stopped(self, one: Generated, prompt: PromptRequest, params: SamplingParams) -> Generated:
         """Ends the response with the token that completes a stop string. SGLang looks at the tokens of one request
         alone, and says abort of a response that an abort met when it was complete."""
-        if not params.stop or not one.output_ids:
+        if not params.stop or not one.output_ids.size:
             return one
         assert self._stops is not None, "build_client gives it"
         stop = self._stops.of(params.stop)
         assert stop is not None
         before = prompt.input_ids[len(prompt.input_ids) - prompt.generated :] if prompt.generated else []
-        end = stop.end(before + one.output_ids, checked=len(before))
+        end = stop.end(before + one.output_ids.tolist(), checked=len(before))
         if end is None:
             return one
         return msgspec.structs.replace(cut(one, end - len(before)), finish_reason="stop")
@@ -309,8 +320,8 @@ def finish_reason(one: Generated, params: SamplingParams, *, generated: int) -> 
     """What really ended it. After an abort SGLang makes one more token and still says abort: where that one was a stop
     token, or the last that was allowed, the response is finished and must not go on. ``generated``: tokens that the
     response had before this request."""
-    if one.finish_reason == "abort" and one.output_ids:
-        if one.output_ids[-1] in params.stop_token_ids:
+    if one.finish_reason == "abort" and one.output_ids.size:
+        if int(one.output_ids[-1]) in params.stop_token_ids:
             return "stop"
         if generated + len(one.output_ids) >= params.max_new_tokens:
             return "length"
@@ -330,8 +341,8 @@ def _never_sent(prompt: PromptRequest, place: int, sample: int) -> Generated:
         rid=prompt.rid,
         prompt=place,
         sample=sample,
-        output_ids=[],
-        logprobs=[],
-        weight_versions=[],
+        output_ids=np.empty(0, dtype=np.int32),
+        logprobs=np.empty(0, dtype=np.float32),
+        versions=np.empty(0, dtype=np.int32),
         finish_reason="abort",
     )

@@ -28,7 +28,9 @@ def test_a_hundred_requests_at_once(engine: Engine) -> None:
     expected = engine.generate(prompts, params)
     for place, answer in enumerate(answers):
         found = sorted(answer, key=lambda one: one.sample)
-        assert [one.output_ids for one in found] == [one.output_ids for one in expected if one.prompt == place]
+        assert [one.output_ids.tolist() for one in found] == [
+            one.output_ids.tolist() for one in expected if one.prompt == place
+        ]
 
 
 def test_more_samples_than_slots_wait_their_turn(engine: Engine, wait_until: Callable[..., None]) -> None:

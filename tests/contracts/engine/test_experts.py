@@ -65,7 +65,7 @@ def transformers_view(model: Any, prompt: Sequence[int], response: Sequence[int]
 
 def experts_of(one: Generated) -> np.ndarray:
     assert one.prompt_experts is not None and one.response_experts is not None
-    return np.concatenate([one.prompt_experts.array(), one.response_experts.array()])
+    return np.concatenate([one.prompt_experts, one.response_experts])
 
 
 def test_logprobs_and_experts_are_those_of_transformers(moe: Engine, model: Any) -> None:
@@ -73,11 +73,11 @@ def test_logprobs_and_experts_are_those_of_transformers(moe: Engine, model: Any)
     assert len(responses) == len(PROMPTS) * WANTED.n
     for one in responses:
         prompt = PROMPTS[one.prompt]
-        logprobs, chosen = transformers_view(model, prompt, one.output_ids)
+        logprobs, chosen = transformers_view(model, prompt, one.output_ids.tolist())
         assert np.abs(logprobs - one.logprobs).max() < TOLERANCE
         found = experts_of(one).reshape(len(prompt) + len(one.output_ids) - 1, LAYERS, TOP_K)
         assert found.dtype == np.uint8
-        assert one.prompt_experts is not None and len(one.prompt_experts.array()) == len(prompt)
+        assert one.prompt_experts is not None and len(one.prompt_experts) == len(prompt)
         assert np.array_equal(np.sort(found, -1), chosen)
 
 
@@ -167,6 +167,6 @@ def test_an_engine_may_compute_in_half_precision(moe: Engine, model: Any, folder
     half = start_engine(model_folder=folder, dtype="bfloat16")
     gaps = []
     for one in half.generate(prompts_of(*PROMPTS), WANTED):
-        logprobs, _ = transformers_view(model, PROMPTS[one.prompt], one.output_ids)
+        logprobs, _ = transformers_view(model, PROMPTS[one.prompt], one.output_ids.tolist())
         gaps.append(np.abs(logprobs - one.logprobs).max())
     assert 1e-4 < np.median(gaps) < 0.3

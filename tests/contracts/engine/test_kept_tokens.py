@@ -14,7 +14,7 @@ import torch
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from relax_core.contracts.engine import EngineError, Generated, SamplingParams
-from relax_core.contracts.kept_tokens import KeptTokens
+from relax_core.contracts.kept_tokens import OUTSIDE, KeptTokens
 from relax_core.engines.process import EngineLaunch, EngineProcess
 from relax_core.engines.scores import TokensToScore
 from tests.contracts.engine.harness import (
@@ -70,12 +70,12 @@ def check(model: Any, one: Generated, params: SamplingParams, kind: str) -> int:
     """Returns how many tokens' sets were compared."""
     assert one.kept is not None and one.kept.vocab_size == VOCAB
     assert one.kept.fault(one.output_ids) is None
-    logits = tempered_logits(model, PROMPTS[one.prompt], one.output_ids, params)
+    logits = tempered_logits(model, PROMPTS[one.prompt], one.output_ids.tolist(), params)
     mask, clear = expected_sets(logits, params, kind)
     assert np.array_equal(one.kept.mask()[clear], mask[clear])
     assert one.kept.tokens * (4 + 4 * 2) >= one.kept.nbytes  # 2 words hold a bitmask of 50 tokens
     own = logits.masked_fill(torch.from_numpy(~one.kept.mask()), float("-inf")).log_softmax(-1)
-    gap = own.gather(-1, torch.tensor(one.output_ids)[:, None])[:, 0] - torch.tensor(one.logprobs)
+    gap = own.gather(-1, torch.tensor(one.output_ids.tolist())[:, None])[:, 0] - torch.tensor(one.logprobs)
     assert float(gap.abs().max()) <= TOLERANCE
     return int(clear.sum())
 
@@ -187,7 +187,7 @@ def test_given_tokens_are_scored_over_their_sets(engine: Engine, model: Any, top
     responses = engine.generate(prompts_of(*PROMPTS), params)
     rows = [
         TokensToScore(
-            input_ids=PROMPTS[one.prompt] + one.output_ids,
+            input_ids=PROMPTS[one.prompt] + one.output_ids.tolist(),
             first=len(PROMPTS[one.prompt]),
             kept=one.kept if place % 3 else None,
         )
@@ -195,18 +195,19 @@ def test_given_tokens_are_scored_over_their_sets(engine: Engine, model: Any, top
     ]
     scores = engine.client.score(rows, top_k=top_k, temperature=0.8, banned_token_ids=[7, 8])
     for place, (one, scored) in enumerate(zip(responses, scores, strict=True)):
-        logits = tempered_logits(model, PROMPTS[one.prompt], one.output_ids, params)
+        logits = tempered_logits(model, PROMPTS[one.prompt], one.output_ids.tolist(), params)
         if place % 3:
             assert scored.logprobs == pytest.approx(one.logprobs, abs=TOLERANCE)
             assert one.kept is not None
             logits = logits.masked_fill(torch.from_numpy(~one.kept.mask()), float("-inf"))
         expected = logits.log_softmax(-1)
-        chosen = expected.gather(-1, torch.tensor(one.output_ids)[:, None])[:, 0]
+        chosen = expected.gather(-1, torch.tensor(one.output_ids.tolist())[:, None])[:, 0]
         assert scored.logprobs == pytest.approx(chosen.tolist(), abs=TOLERANCE)
         for row, ids, values in zip(expected, scored.top_ids, scored.top_logprobs, strict=True):
-            assert len(ids) == min(top_k, int(row.isfinite().sum()))
-            assert values == pytest.approx(row.sort(descending=True).values[: len(ids)].tolist(), abs=TOLERANCE)
-            assert values == pytest.approx(row[ids].tolist(), abs=TOLERANCE)
+            left = min(top_k, int(row.isfinite().sum()))
+            assert (ids[left:] == -1).all() and (values[left:] == np.float32(OUTSIDE)).all()
+            assert values[:left] == pytest.approx(row.sort(descending=True).values[:left].tolist(), abs=TOLERANCE)
+            assert values[:left] == pytest.approx(row[ids[:left].tolist()].tolist(), abs=TOLERANCE)
 
 
 SETS = KeptTokens.of_lists([[4, 6]], vocab_size=VOCAB)

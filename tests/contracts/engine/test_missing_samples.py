@@ -22,7 +22,7 @@ def test_some_samples_are_those_of_the_whole(engine: Engine) -> None:
     expected = [(0, 1), (0, 4), *((1, sample) for sample in range(6)), (2, 0)]
     assert [(one.prompt, one.sample) for one in parts] == expected
     for one in parts:
-        assert one.output_ids == whole[one.prompt, one.sample].output_ids
+        assert one.output_ids.tolist() == whole[one.prompt, one.sample].output_ids.tolist()
 
 
 @pytest.mark.parametrize("begun", [1, 5, 11])
@@ -32,16 +32,16 @@ def test_a_response_goes_on_from_its_own_prefix(engine: Engine, begun: int) -> N
     calm = engine.generate([prompt], PARAMS)
     again = [
         msgspec.structs.replace(
-            prompt, input_ids=prompt.input_ids + one.output_ids[:begun], samples=[one.sample], generated=begun
+            prompt, input_ids=prompt.input_ids + one.output_ids[:begun].tolist(), samples=[one.sample], generated=begun
         )
         for one in calm
     ]
     rests = engine.generate(again, PARAMS)
     assert [(one.prompt, one.sample) for one in rests] == [(sample, sample) for sample in range(6)]
     for whole, rest in zip(calm, rests, strict=True):
-        assert rest.output_ids == whole.output_ids[begun:]
+        assert rest.output_ids.tolist() == whole.output_ids[begun:].tolist()
         assert rest.logprobs == pytest.approx(whole.logprobs[begun:], abs=2e-5)
-        assert [(span.start, span.end) for span in rest.weight_versions] == [(0, 12 - begun)]
+        assert len(rest.versions) == 12 - begun and len(set(rest.versions.tolist())) == 1
         assert rest.finish_reason == whole.finish_reason == "length"
 
 

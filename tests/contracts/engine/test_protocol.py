@@ -54,17 +54,17 @@ def test_many_prompts_and_samples_come_prompt_by_prompt(engine: Engine) -> None:
     replies = engine.post("/generate", body)
     assert [reply["meta_info"]["id"] for reply in replies] == ["a"] * 3 + ["b"] * 3
     expected = engine.generate(prompts_of(*prompts, seed=11), SamplingParams(n=3, max_new_tokens=6))
-    assert [reply["output_ids"] for reply in replies] == [one.output_ids for one in expected]
+    assert [reply["output_ids"] for reply in replies] == [one.output_ids.tolist() for one in expected]
     assert "output_token_logprobs" not in replies[0]["meta_info"]
 
 
 def test_stop_tokens_end_a_response_and_stay_in_it(engine: Engine) -> None:
     greedy = SamplingParams(max_new_tokens=12, temperature=0.0, banned_token_ids=[EOS])
     prompts = prompts_of(random_prompt(8))
-    whole = engine.generate(prompts, greedy)[0].output_ids
+    whole = engine.generate(prompts, greedy)[0].output_ids.tolist()
     stop = whole[4]
     stopped = engine.generate(prompts, msgspec.structs.replace(greedy, stop_token_ids=[stop]))[0]
-    assert stopped.output_ids == whole[: whole.index(stop) + 1]
+    assert stopped.output_ids.tolist() == whole[: whole.index(stop) + 1]
     assert stopped.finish_reason == "stop"
 
 
@@ -73,7 +73,7 @@ def test_eos_ends_a_response_unless_it_is_ignored(engine: Engine) -> None:
     stopped = [one for one in responses if one.finish_reason == "stop"]
     assert stopped
     for one in stopped:
-        assert one.output_ids.index(EOS) == len(one.output_ids) - 1
+        assert one.output_ids.tolist().index(EOS) == len(one.output_ids) - 1
     sampling = {"max_new_tokens": 200, "n": 4, "temperature": 1.0}
     replies = engine.post("/generate", {"input_ids": [5], "sampling_params": sampling})
     for reply in replies:
@@ -100,7 +100,7 @@ def test_sglangs_events_are_incremental(engine: Engine) -> None:
     # SGLang joins events that its reader has not yet fetched, so one may hold more than stream_interval tokens.
     assert received > len(tokens)
     expected = engine.generate(prompts, params)
-    assert [tokens[index] for index in sorted(tokens)] == [one.output_ids for one in expected]
+    assert [tokens[index] for index in sorted(tokens)] == [one.output_ids.tolist() for one in expected]
 
 
 @embedded_only
@@ -122,12 +122,12 @@ def test_server_sent_events_are_incremental(engine: Engine) -> None:
             assert len(event["output_ids"]) == 4 or meta["finish_reason"] is not None
             raw += b"data: " + msgspec.json.encode(event) + b"\n\n"
     expected = engine.generate(prompts, SamplingParams(n=2, max_new_tokens=10))
-    assert [tokens[index] for index in sorted(tokens)] == [one.output_ids for one in expected]
+    assert [tokens[index] for index in sorted(tokens)] == [one.output_ids.tolist() for one in expected]
     reader = EventReader(prompts, n=2)
     found = [one for cut in range(0, len(raw), 100) for one in reader.feed(raw[cut : cut + 100])]
     generated = sorted((one for one in found if isinstance(one, Generated)), key=lambda one: (one.prompt, one.sample))
-    assert [(one.output_ids, one.finish_reason) for one in generated] == [
-        (one.output_ids, one.finish_reason) for one in expected
+    assert [(one.output_ids.tolist(), one.finish_reason) for one in generated] == [
+        (one.output_ids.tolist(), one.finish_reason) for one in expected
     ]
 
 

@@ -49,7 +49,7 @@ def test_scores_are_those_of_transformers(engine: Engine, model: Any, top_k: int
         if top_k:
             values = wanted.topk(top_k, -1).values
             assert float((torch.tensor(one.top_logprobs) - values).abs().max()) <= TOLERANCE
-            by_id = wanted.gather(-1, torch.tensor(one.top_ids))  # ids in order of their value, ties or not
+            by_id = wanted.gather(-1, torch.tensor(one.top_ids.tolist()))  # ids in order of their value, ties or not
             assert float((by_id - values).abs().max()) <= TOLERANCE
 
 
@@ -58,7 +58,7 @@ def test_what_was_generated_is_scored_as_it_was_sampled(engine: Engine) -> None:
     temperature = 1.0 if engine.kind == "sglang" else 0.8
     responses = engine.generate(prompts_of(*prompts), SamplingParams(n=3, max_new_tokens=12, temperature=temperature))
     rows = [
-        TokensToScore(input_ids=prompts[one.prompt] + one.output_ids, first=len(prompts[one.prompt]))
+        TokensToScore(input_ids=prompts[one.prompt] + one.output_ids.tolist(), first=len(prompts[one.prompt]))
         for one in responses
     ]
     for one, scored in zip(responses, engine.client.score(rows, top_k=0, temperature=temperature), strict=True):

@@ -63,10 +63,10 @@ def first_end(ids: list[int]) -> int | None:
 
 def as_expected(whole: Generated, stopped: Generated) -> bool:
     """``stopped`` is the beginning of ``whole`` up to its first stop string. Returns whether it has one."""
-    end = first_end(whole.output_ids)
-    assert stopped.output_ids == whole.output_ids[:end]
+    end = first_end(whole.output_ids.tolist())
+    assert stopped.output_ids.tolist() == whole.output_ids[:end].tolist()
     assert stopped.logprobs == pytest.approx(whole.logprobs[:end], abs=2e-5)
-    assert stopped.weight_versions[-1].end == len(stopped.output_ids)
+    assert len(stopped.versions) == len(stopped.output_ids)
     assert stopped.finish_reason == (whole.finish_reason if end is None else "stop")
     return end is not None
 
@@ -92,12 +92,13 @@ def test_a_string_across_the_place_where_a_response_goes_on_is_found(lettered: E
     across = [
         one
         for one in stopped
-        if len(one.output_ids) > 2 and not any(text_of(one.output_ids[-1:]).endswith(string) for string in STOP)
+        if len(one.output_ids) > 2
+        and not any(text_of(one.output_ids.tolist()[-1:]).endswith(string) for string in STOP)
     ]
     asked = [
         PromptRequest(
             rid=f"again-{place}",
-            input_ids=prompts[one.prompt].input_ids + one.output_ids[:-1],
+            input_ids=prompts[one.prompt].input_ids + one.output_ids[:-1].tolist(),
             sampling_seed=prompts[one.prompt].sampling_seed,
             samples=[one.sample],
             generated=len(one.output_ids) - 1,
@@ -106,7 +107,9 @@ def test_a_string_across_the_place_where_a_response_goes_on_is_found(lettered: E
     ]
     assert asked
     again = lettered.generate(asked, STOPPING)
-    assert [(one.output_ids, one.finish_reason) for one in again] == [(one.output_ids[-1:], "stop") for one in across]
+    assert [(one.output_ids.tolist(), one.finish_reason) for one in again] == [
+        (one.output_ids[-1:].tolist(), "stop") for one in across
+    ]
 
 
 def test_greedy_answers_and_neighbours_without_strings_are_left_alone(lettered: Engine) -> None:
@@ -129,7 +132,7 @@ def test_greedy_answers_and_neighbours_without_strings_are_left_alone(lettered: 
             await client.aclose()
 
     plain, stopped = asyncio.run(together())
-    assert [one.output_ids for one in plain] == [one.output_ids for one in alone]
+    assert [one.output_ids.tolist() for one in plain] == [one.output_ids.tolist() for one in alone]
     assert any(as_expected(one, other) for one, other in zip(plain, stopped, strict=True))
 
 

@@ -11,7 +11,6 @@ import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from relax_core.contracts.engine import Generated, SamplingParams
-from relax_core.contracts.sample import VersionSpan
 from tests.contracts.engine.harness import EOS, VOCAB, Engine, make_model, prompts_of, random_prompt
 
 TOLERANCE = 2e-5
@@ -26,7 +25,7 @@ def model() -> Any:
 def transformers_logprobs(model: Any, prompt: list[int], one: Generated, params: SamplingParams) -> torch.Tensor:
     """Of each generated token, from one uncached forward pass and transformers' own warpers."""
     with torch.no_grad():
-        logits = model(torch.tensor([prompt + one.output_ids])).logits[0, len(prompt) - 1 : -1]
+        logits = model(torch.tensor([prompt + one.output_ids.tolist()])).logits[0, len(prompt) - 1 : -1]
     logits[:, params.banned_token_ids] = float("-inf")
     warpers: list[Any] = []
     if params.temperature not in (0.0, 1.0):
@@ -37,7 +36,7 @@ def transformers_logprobs(model: Any, prompt: list[int], one: Generated, params:
         warpers.append(TopPLogitsWarper(params.top_p))
     for warper in warpers:
         logits = warper(None, logits)
-    return logits.log_softmax(-1).gather(-1, torch.tensor(one.output_ids)[:, None])[:, 0]
+    return logits.log_softmax(-1).gather(-1, torch.tensor(one.output_ids.tolist())[:, None])[:, 0]
 
 
 @pytest.mark.parametrize(
@@ -64,8 +63,8 @@ def test_logprobs_are_those_of_transformers(engine: Engine, model: Any, params: 
     for one in responses:
         assert len(one.output_ids) == len(one.logprobs) <= params.max_new_tokens
         assert all(0 <= token < VOCAB for token in one.output_ids)
-        assert not set(one.output_ids) & set(params.banned_token_ids)
-        assert one.weight_versions == [VersionSpan(0, len(one.output_ids), version)]
+        assert not set(one.output_ids.tolist()) & set(params.banned_token_ids)
+        assert one.versions.tolist() == [version] * len(one.output_ids)
         expected = transformers_logprobs(model, PROMPTS[one.prompt], one, params)
         gap = max(gap, float((expected - torch.tensor(one.logprobs)).abs().max()))
     assert gap <= TOLERANCE
@@ -76,7 +75,7 @@ def test_greedy_tokens_are_those_of_transformers_generate(engine: Engine, model:
     for prompt, one in zip(PROMPTS, responses, strict=True):
         with torch.no_grad():
             expected = model.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)[0, len(prompt) :]
-        assert one.output_ids == expected.tolist()
+        assert one.output_ids.tolist() == expected.tolist()
 
 
 def test_a_long_prompt_goes_through_prefill_in_chunks(engine: Engine, model: Any) -> None:

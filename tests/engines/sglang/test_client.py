@@ -13,8 +13,9 @@ import pytest
 
 from relax_core.contracts.engine import EngineError, Generated, PromptRequest, SamplingParams
 from relax_core.contracts.kept_tokens import KeptTokens
-from relax_core.contracts.sample import VersionSpan
 from relax_core.engines.sglang.client import SglangClient, finish_reason, prefilled_by_older
+from relax_core.engines.version_spans import VersionSpan
+from tests.responses import response
 
 TIMES = {"request_timeout_s": 5.0, "control_timeout_s": 5.0}
 
@@ -103,7 +104,8 @@ def kept_by(event: bytes) -> Generated:
 def test_kept_sets_come_with_the_log_probs_over_them() -> None:
     masks = {"output_token_sampling_mask": [[5, 9], [7, 6, 8]], "output_token_sampling_logprobs": [-0.5, -0.25]}
     one = kept_by(finished(**masks))
-    assert one.kept == KeptTokens.of_lists([[5, 9], [6, 7, 8]], vocab_size=50) and one.logprobs == [-0.5, -0.25]
+    assert one.kept == KeptTokens.of_lists([[5, 9], [6, 7, 8]], vocab_size=50)
+    assert one.logprobs.tolist() == [-0.5, -0.25]
 
 
 @pytest.mark.parametrize(
@@ -129,15 +131,7 @@ def test_an_engine_that_cannot_tell_its_kept_sets_is_refused(meta: dict[str, obj
 )
 def test_an_abort_on_the_last_token_is_its_end(ids: list[int], generated: int, found: str) -> None:
     """Else the response would go on behind its stop token, or be asked for no token more."""
-    one = Generated(
-        rid="a",
-        prompt=0,
-        sample=0,
-        output_ids=ids,
-        logprobs=[-1.0] * len(ids),
-        weight_versions=[VersionSpan(0, len(ids), 1)],
-        finish_reason="abort",
-    )
+    one = response(ids, versions=1, finish_reason="abort")
     params = SamplingParams(max_new_tokens=4, stop_token_ids=[3])
     assert finish_reason(one, params, generated=generated) == found
 

@@ -1,0 +1,33 @@
+"""Weight versions as engines tell them: spans of a response's tokens, which become one version a token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+_INT32 = np.dtype("<i4")
+
+
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Weight version ``version`` generated the tokens ``[start, end)`` of a response."""
+
+    start: int
+    end: int
+    version: int
+
+
+def token_versions(spans: Sequence[VersionSpan], *, tokens: int) -> np.ndarray:
+    """The weight version of each token, read-only int32 ``[tokens]``. A span may be empty: SGLang tells of one where a
+    version computed the prompt and no token. Raises ValueError where the spans leave a token out or name one twice."""
+    end, parts = 0, []
+    for span in spans:
+        if not span.start == end <= span.end:
+            break
+        end = span.end
+        parts.append(span.version.to_bytes(4, "little", signed=True) * (end - span.start))
+    if end != tokens or len(parts) != len(spans):
+        told = [(span.start, span.end) for span in spans]
+        raise ValueError(f"weight_versions tell of the tokens {told}, but the response has {tokens} tokens")
+    return np.frombuffer(b"".join(parts), dtype=_INT32)

@@ -1,0 +1,66 @@
+"""Responses as an engine's client gives them, made of plain lists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from relax_core.contracts.engine import Generated
+from relax_core.contracts.kept_tokens import KeptTokens
+from relax_core.contracts.engine import FinishReason
+
+
+def response(
+    ids: Sequence[int],
+    *,
+    versions: int | Sequence[int],
+    logprobs: Sequence[float] | None = None,
+    finish_reason: FinishReason = "stop",
+    rid: str = "g",
+    prompt: int = 0,
+    sample: int = 0,
+    engine: str = "",
+    prompt_experts: np.ndarray | None = None,
+    response_experts: np.ndarray | None = None,
+    kept: KeptTokens | None = None,
+) -> Generated:
+    """``versions``: one of each token, or one number for all of them. ``logprobs``: -0.5 each where none are given."""
+    arrays = [
+        np.array(ids, dtype=np.int32),
+        np.array([-0.5] * len(ids) if logprobs is None else logprobs, dtype=np.float32),
+        np.array([versions] * len(ids) if isinstance(versions, int) else versions, dtype=np.int32),
+    ]
+    assert len({len(one) for one in arrays}) == 1
+    for one in arrays:
+        one.flags.writeable = False
+    return Generated(
+        rid=rid,
+        prompt=prompt,
+        sample=sample,
+        output_ids=arrays[0],
+        logprobs=arrays[1],
+        versions=arrays[2],
+        finish_reason=finish_reason,
+        engine=engine,
+        prompt_experts=prompt_experts,
+        response_experts=response_experts,
+        kept=kept,
+    )
+
+
+def content(one: Generated) -> dict[str, object]:
+    """The fields of a response as what ``==`` compares to the bit: an array is its type, its shape and its bytes."""
+    fields = msgspec.structs.asdict(one)
+    return {
+        name: (value.dtype.str, value.shape, value.tobytes()) if isinstance(value, np.ndarray) else value
+        for name, value in fields.items()
+    }
+
+
+def check_arrays(one: Generated, *, ids: Sequence[int], versions: Sequence[int]) -> None:
+    """Asserts these ids and versions in read-only arrays of the contract's types, with a log-prob for each token."""
+    for array, dtype in ((one.output_ids, np.int32), (one.logprobs, np.float32), (one.versions, np.int32)):
+        assert array.dtype == dtype and array.shape == (len(ids),) and not array.flags.writeable
+    assert (one.output_ids.tolist(), one.versions.tolist()) == (list(ids), list(versions))
