@@ -13,7 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
+
 from relax_core.contracts.bus import Admission, BusTimeout, GroupRow
+from relax_core.contracts.columns import Columns
 from relax_core.contracts.data import BadRow, DataRow, PromptSource
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.contracts.reward import RewardOutput
@@ -30,6 +33,7 @@ from relax_core.rollout.teachers import TeacherOf
 from relax_core.rollout.turnover import Turnover
 
 Record = Callable[[str, int, Mapping[str, float]], None]
+AddColumns = Callable[[Columns], Columns]  # the columns of a complete group → what is put beside them
 AGAIN_S = 1.0  # for the prompt that takes a bad row's place: its credit is back, so the bus answers at once
 log = logging.getLogger(__name__)
 MAX_TRUNCATED_IN_A_ROW = 64  # groups of which every response was cut, under rollout.mask_truncated
@@ -70,7 +74,7 @@ class Sampler:
     """One rollout worker's loop. ``gate(version)`` returns when nothing stands before prompts of that version (an
     evaluation, in the modes that promise the same bits). ``bad_rows`` books the rows that cannot be used.
     ``teacher_of``: of an algorithm with teachers. ``turnover``: where groups may end or begin anew with a weight
-    version."""
+    version. ``advantages``: makes the advantages of a complete group, where no role does that."""
 
     def __init__(
         self,
@@ -87,6 +91,7 @@ class Sampler:
         refuse: GroupFilter | None = None,
         teacher_of: TeacherOf | None = None,
         turnover: Turnover | None = None,
+        advantages: AddColumns | None = None,
     ) -> None:
         self._bus = bus
         self._pool = pool
@@ -100,6 +105,7 @@ class Sampler:
         self._refuse = refuse
         self._teacher_of = teacher_of
         self._turnover = turnover
+        self._advantages = advantages
         self._truncated_in_a_row = 0
         self._staged: list[GroupRow] = []
         self._flushing = False
@@ -253,6 +259,8 @@ class Sampler:
         if isinstance(done, DroppedGroup):
             await self._bus.drop_async(done.group_uid, reason=done.reason, timeout_s=self._settings.call_timeout_s)
             return
+        if self._advantages is not None:
+            done = msgspec.structs.replace(done, columns=done.columns | self._advantages(done.columns))
         self._staged.append(done)
         if not self._flushing:
             self._flushing = True
