@@ -20,8 +20,8 @@ TRY_S = 1.0
 
 
 class Fronts:
-    """One Serve app a role, from the run's start to its end, where ``run.serve`` asks for them; otherwise none, and Serve
-    does not start. They are pointed at new workers by a new deployment.
+    """One Serve app a role, from the run's start to its end; they are pointed at new workers by a new deployment.
+    Without ``run.serve`` there is none, and Serve does not start.
 
     ``book`` gets each new start of Serve's controller in place. ``ray_lost`` is called where there is none.
     """

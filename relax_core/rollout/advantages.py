@@ -1,7 +1,7 @@
 """From the columns of groups to their advantages, and to the returns where there is a critic.
 
-Two callers use it, so both give the same bits: the rollout, for each group as it completes, and the advantages role, for
-the algorithms that need columns of other roles or a whole train step's groups.
+The rollout calls this for each group as it completes, and the advantages role calls it for the algorithms that need
+columns of other roles or a whole train step's groups; so both give the same bits.
 """
 
 from __future__ import annotations

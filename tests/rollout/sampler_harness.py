@@ -20,7 +20,7 @@ from relax_core.registry import find_env, find_reward
 from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.prompts import PromptMaker
 from relax_core.rollout.reward_worker import RewardPool
-from relax_core.rollout.sampler import Sampler, SamplerSettings
+from relax_core.rollout.sampler import AddColumns, Sampler, SamplerSettings
 from relax_core.rollout.turnover import Turnover
 from tests.bus.make_rows import for_actor, make_core
 from tests.contracts.engine.harness import Engine
@@ -143,6 +143,7 @@ async def sample(
     max_aborts: int | None = None,
     mask_truncated: bool = False,
     client: EngineClient | None = None,
+    advantages: AddColumns | None = None,
 ) -> list[tuple[str, int, Mapping[str, float]]]:
     """Runs the sampler until the bus has had enough; returns what it recorded."""
     client = client or engine.new_client()
@@ -185,6 +186,7 @@ async def sample(
             gate=gate,
             bad_rows=bad_rows or BadRows(rows=1000, most=0.05, tell=lambda rows: None),
             turnover=None if max_aborts is None else Turnover(bus, pool, max_aborts=max_aborts, call_timeout_s=60.0),
+            advantages=advantages,
         )
         try:
             await sampler.run(reclaimed)
