@@ -45,6 +45,7 @@ OVERRIDES = (
     "run.max_recoveries=100",
     f"run.heartbeat_timeout_s={HEARTBEAT_S}",
     "run.export_hf=false",
+    "run.serve=true",
     "eval.every=0",
 )
 WITHOUT_END = "run.steps=1000000"

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from relax_core.contracts.engine import Generated
+from relax_core.contracts.engine import FinishReason, Generated
 from relax_core.contracts.kept_tokens import KeptTokens
-from relax_core.contracts.engine import FinishReason
 
 
 def response(

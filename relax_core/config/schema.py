@@ -34,6 +34,11 @@ class Partial(Enum):
     abort = "abort"
 
 
+class AdvantagesPlace(Enum):
+    auto = "auto"
+    role = "role"
+
+
 class Schedule(Enum):
     constant = "constant"
     cosine = "cosine"
@@ -293,6 +298,7 @@ class RolloutConfig:
     max_aborts: int = MISSING
     mask_off_policy: bool = MISSING
     mask_truncated: bool = MISSING
+    advantages: AdvantagesPlace = MISSING
     stop: list[str] = field(default_factory=list)
 
     @property
@@ -344,6 +350,7 @@ class RunSettings:
     heartbeat_timeout_s: float = MISSING
     watch_after_s: float = MISSING
     watch_steps: int = MISSING
+    serve: bool = MISSING
 
 
 @dataclass

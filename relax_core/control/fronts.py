@@ -21,6 +21,7 @@ TRY_S = 1.0
 
 class Fronts:
     """One Serve app a role, from the run's start to its end; they are pointed at new workers by a new deployment.
+    Without ``run.serve`` there is none, and Serve does not start.
 
     ``book`` gets each new start of Serve's controller in place. ``ray_lost`` is called where there is none.
     """
@@ -38,7 +39,7 @@ class Fronts:
 
     def follow(self, namespace: str) -> None:
         """Points them at the workers of ``namespace``, where they do not already; returns at once."""
-        if namespace != self._namespace:
+        if self._context.config.run.serve and namespace != self._namespace:
             self._namespace = namespace
             self._deployed = self._pool.submit(self._deploy, namespace)
 

@@ -6,6 +6,7 @@ from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.algorithm import Needs
 from relax_core.registry import find_algorithm
 from relax_core.roles.context import TEACHER_ENGINE
+from relax_core.rollout.advantages import made_as_groups_complete
 from relax_core.train.layout_arithmetic import FORWARD_ROLES, Layout, world_size
 
 
@@ -21,7 +22,8 @@ def roles_of(config: RelaxConfig) -> dict[str, int]:
         roles["teacher"] = 1
         if needs.teacher.served_by == "engine":
             roles[TEACHER_ENGINE] = len(needs.teacher.models)
-    roles["advantages"] = 1
+    if not made_as_groups_complete(config):
+        roles["advantages"] = 1
     return roles
 
 

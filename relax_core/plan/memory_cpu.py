@@ -47,7 +47,9 @@ BASES = {  # MiB
     "rollout": 154,
     "owner of an engine": 131,
 }
+SIZED = ("Serve controller", "advantages", "rollout", "owner of an engine")  # by the configuration
 FRONT, REWARD_WORKER, QUEUE_PROCESS = 164, 65, 250
+TORCH = 168  # what a process gains by importing torch
 KEPT_BY_ALLOCATOR = 0.5  # of what a micro-batch allocates: pieces that glibc neither gives back nor fits into
 SAMPLING_COPIES = 8  # float32 arrays [samples, vocabulary] of one decode step
 SLOT_BYTES = 256  # of the table of running samples, which is made at once
@@ -58,10 +60,15 @@ def cpu_holders(
     config: RelaxConfig, needs: Needs, roles: Mapping[str, int], *, model: ModelDimensions, work: Workload
 ) -> list[Holder]:
     """Every process of the run."""
-    holders = [_plain(name, mib) for name, mib in BASES.items() if name != "owner of an engine"]
+    holders = [_plain(name, mib) for name, mib in BASES.items() if name not in SIZED]
     engines = roles["engine"] + roles.get("teacher_engine", 0)
     holders.append(_plain("owner of an engine", BASES["owner of an engine"], count=engines))
-    holders.append(_plain("Serve front of a role", FRONT, count=len(roles)))
+    holders.append(_plain("rollout", BASES["rollout"] + (0 if "advantages" in roles else TORCH)))
+    if "advantages" in roles:
+        holders.append(_plain("advantages", BASES["advantages"]))
+    if config.run.serve:
+        holders.append(_plain("Serve controller", BASES["Serve controller"]))
+        holders.append(_plain("Serve front of a role", FRONT, count=len(roles)))
     if find_reward(config.reward.name).isolated:
         holders.append(_plain("reward worker", REWARD_WORKER, count=config.rollout.reward_workers))
     if config.bus.storage_units is not None:

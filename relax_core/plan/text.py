@@ -33,7 +33,7 @@ def _lines(plan: Plan) -> Iterator[str]:
         f"hidden {model.hidden}, {model.heads} heads, {model.kv_heads} key-value heads{experts}{towers}"
     )
     roles = ", ".join(role if count == 1 else f"{count} x {role}" for role, count in plan.roles.items())
-    yield f"Services  {roles}; bus, metrics, controller, a Serve front a role"
+    yield f"Services  {roles}; bus, metrics, controller"
     yield from _section("Placement", _placement(plan))
     yield from _section("Data", plan.data)
     yield from _section("Batch", plan.batch)

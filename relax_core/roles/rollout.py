@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
 import threading
 import time
@@ -12,7 +13,7 @@ from typing import Any
 from ray.exceptions import RayActorError
 
 from relax_core.bus.ray_backend import RayBus
-from relax_core.config.schema import Partial
+from relax_core.config.schema import Partial, RelaxConfig
 from relax_core.contracts.algorithm import AlgorithmSpec
 from relax_core.contracts.bus import BusClosed
 from relax_core.contracts.data import PromptSource
@@ -30,9 +31,10 @@ from relax_core.roles.failure import first_cause
 from relax_core.roles.meet import meet_bus, meet_metrics, meet_worker
 from relax_core.roles.noted_rollout import NotedPool, NotedRewards
 from relax_core.roles.worker import Worker
+from relax_core.rollout.advantages import advantage_extras, made_as_groups_complete
 from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.evaluation import Evaluator, eval_versions, prepare
-from relax_core.rollout.groups import GroupFilter
+from relax_core.rollout.groups import GroupFilter, MakeExtras
 from relax_core.rollout.prompts import PromptMaker
 from relax_core.rollout.reward_worker import RewardPool
 from relax_core.rollout.sampler import Sampler, SamplerSettings
@@ -91,7 +93,9 @@ class RolloutWorker(Worker):
             max_prompt_tokens=config.engine.context_tokens - config.rollout.max_new_tokens,
             overlong=config.data.overlong,
         )
-        teachers = find_algorithm(config.algo.name).needs(config.algo).teacher
+        spec = find_algorithm(config.algo.name)
+        teachers = spec.needs(config.algo).teacher
+        advantages = group_advantages(spec, config) if made_as_groups_complete(config) else None
         evaluator = self._evaluator(source, bus=bus, metrics=metrics, pool=pool, prompts=prompts, rewards=rewards)
         sampler = Sampler(
             bus=bus,
@@ -107,13 +111,16 @@ class RolloutWorker(Worker):
                 most=config.data.max_bad_rows,
                 tell=lambda rows: metrics.record_texts(BAD_ROWS, context.start_step, rows),
             ),
-            refuse=group_filter(find_algorithm(config.algo.name), config.algo),
+            refuse=group_filter(spec, config.algo),
             teacher_of=None if teachers is None else teacher_chooser(teachers),
             turnover=self._turnover(bus, pool),
+            advantages=advantages,
         )
         self.set_state("running")
         try:
             async with asyncio.TaskGroup() as group:
+                if advantages is not None:  # torch is there before the engine has its first weights
+                    group.create_task(asyncio.to_thread(importlib.import_module, "torch"))
                 group.create_task(self._evaluate(evaluator, metrics))
                 group.create_task(self._sample(sampler, bus))
         except* Exception as failures:
@@ -234,6 +241,11 @@ class RolloutWorker(Worker):
 
 async def _awaited(reference: Any) -> Any:
     return await reference
+
+
+def group_advantages(spec: AlgorithmSpec, config: RelaxConfig) -> MakeExtras:
+    """What gives one complete group its advantages, of an algorithm that needs nothing but that group."""
+    return lambda tree: advantage_extras([tree], spec, config.algo)[0]
 
 
 def group_filter(spec: AlgorithmSpec, knobs: object) -> GroupFilter | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -15,6 +15,7 @@ from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.tree import NOT_SAMPLED, TRUNCATED, Episode, TokenTree, Turn, group_uid, sample_uid
 
+MakeExtras = Callable[[TokenTree], Mapping[str, np.ndarray]]  # what is put with a complete group, e.g. its advantages
 REWARD_FAILED = "reward_failed"
 MIN_SAMPLES = 2  # a group-relative advantage of one sample says nothing
 
@@ -146,12 +147,14 @@ def complete_group(
     teacher: str | None = None,
     mask_off_policy: bool = False,
     mask_truncated: bool = False,
+    extras: MakeExtras | None = None,
 ) -> GroupRow | DroppedGroup:
     """The bus row of a group whose every response is in, or the reason why there is none.
 
     A response whose reward is None is dropped alone; with fewer than two left of several, or none of one, the group is.
     None was aborted: the engine pool goes on with those.
     ``refuse`` may drop a group that is complete. ``teacher``: the name that travels with the row, where there is one.
+    ``extras``: makes what travels with the rows of a group that is kept.
     ``mask_off_policy``, ``mask_truncated``: see `trained_from`. A masked episode stays in the row, as its reward is
     part of the group's baseline; a group without one trained token is dropped.
     """
@@ -175,6 +178,8 @@ def complete_group(
     if refused is not None:
         return DroppedGroup(group_uid=uid, reason=refused)
     oldest = tree.oldest_versions(trained=True)
+    if extras is not None:
+        tree = tree.with_extras(**extras(tree))
     named = {} if teacher is None else {TEACHER: msgspec.msgpack.encode(teacher)}
     return GroupRow(
         group_uid=uid,

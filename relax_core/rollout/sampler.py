@@ -21,7 +21,7 @@ from relax_core.contracts.tree import TRUNCATED
 from relax_core.engines.pool import EnginePool
 from relax_core.engines.wire import StreamEnd
 from relax_core.rollout.bad_rows import BadRows
-from relax_core.rollout.groups import DroppedGroup, GroupFilter, complete_group
+from relax_core.rollout.groups import DroppedGroup, GroupFilter, MakeExtras, complete_group
 from relax_core.rollout.prompts import PromptMaker
 from relax_core.rollout.responses import reward_input
 from relax_core.rollout.reward_worker import RewardPool
@@ -70,7 +70,7 @@ class Sampler:
     """One rollout worker's loop. ``gate(version)`` returns when nothing stands before prompts of that version (an
     evaluation, in the modes that promise the same bits). ``bad_rows`` books the rows that cannot be used.
     ``teacher_of``: of an algorithm with teachers. ``turnover``: where groups may end or begin anew with a weight
-    version."""
+    version. ``advantages``: makes the advantages of a complete group, where no role does that."""
 
     def __init__(
         self,
@@ -87,6 +87,7 @@ class Sampler:
         refuse: GroupFilter | None = None,
         teacher_of: TeacherOf | None = None,
         turnover: Turnover | None = None,
+        advantages: MakeExtras | None = None,
     ) -> None:
         self._bus = bus
         self._pool = pool
@@ -100,6 +101,7 @@ class Sampler:
         self._refuse = refuse
         self._teacher_of = teacher_of
         self._turnover = turnover
+        self._advantages = advantages
         self._truncated_in_a_row = 0
         self._staged: list[GroupRow] = []
         self._flushing = False
@@ -248,6 +250,7 @@ class Sampler:
             teacher=prompt.teacher,
             mask_off_policy=self._settings.mask_off_policy,
             mask_truncated=self._settings.mask_truncated,
+            extras=self._advantages,
         )
         self._count_truncated(done)
         if isinstance(done, DroppedGroup):

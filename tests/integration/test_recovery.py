@@ -51,7 +51,8 @@ def test_a_peer_before_the_first_checkpoint_then_the_bus(tmp_path: Path) -> None
 
 def test_the_trainer_then_a_frozen_worker_and_a_frozen_engine(tmp_path: Path) -> None:
     held = HeldTraining(tmp_path, updates=30)
-    overrides = (*OVERRIDES, "run.steps=130", "run.heartbeat_timeout_s=10", *held.overrides)
+    role = "rollout.advantages=role"
+    overrides = (*OVERRIDES, "run.steps=130", "run.heartbeat_timeout_s=10", role, *held.overrides)
     with LiveRun(tmp_path / "run", *overrides) as live:
         live.wait_checkpoint(10)
         live.kill(ACTOR)

@@ -21,8 +21,7 @@ from relax_core.contracts.algorithm import AlgorithmSpec, LossInputs, LossOutput
 from relax_core.contracts.bus import LeasedRow
 from relax_core.contracts.engine import Generated, SamplingParams
 from relax_core.contracts.reward import RewardOutput
-from relax_core.contracts.tree import TokenTree
-from relax_core.contracts.tree import group_uid
+from relax_core.contracts.tree import TokenTree, group_uid
 from relax_core.engines.client import EngineClient
 from relax_core.engines.process import EngineLaunch, EngineProcess
 from relax_core.engines.sglang.client import SglangClient

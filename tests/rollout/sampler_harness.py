@@ -18,6 +18,7 @@ from relax_core.engines.client import EngineClient
 from relax_core.engines.pool import EnginePool
 from relax_core.registry import find_env, find_reward
 from relax_core.rollout.bad_rows import BadRows
+from relax_core.rollout.groups import MakeExtras
 from relax_core.rollout.prompts import PromptMaker
 from relax_core.rollout.reward_worker import RewardPool
 from relax_core.rollout.sampler import Sampler, SamplerSettings
@@ -143,6 +144,7 @@ async def sample(
     max_aborts: int | None = None,
     mask_truncated: bool = False,
     client: EngineClient | None = None,
+    advantages: MakeExtras | None = None,
 ) -> list[tuple[str, int, Mapping[str, float]]]:
     """Runs the sampler until the bus has had enough; returns what it recorded."""
     client = client or engine.new_client()
@@ -185,6 +187,7 @@ async def sample(
             gate=gate,
             bad_rows=bad_rows or BadRows(rows=1000, most=0.05, tell=lambda rows: None),
             turnover=None if max_aborts is None else Turnover(bus, pool, max_aborts=max_aborts, call_timeout_s=60.0),
+            advantages=advantages,
         )
         try:
             await sampler.run(reclaimed)

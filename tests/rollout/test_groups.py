@@ -17,7 +17,7 @@ from relax_core.contracts.bus import GroupRow, LeasedRow, LeaseRequest
 from relax_core.contracts.engine import Generated
 from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.reward import RewardOutput
-from relax_core.roles.advantages import advantage_columns
+from relax_core.rollout.advantages import advantage_extras
 from relax_core.rollout.groups import DroppedGroup, GroupFilter, complete_group
 from relax_core.train.rows import decode_train_tree
 from relax_core.train.step_sums import micro_batch_totals
@@ -210,7 +210,9 @@ def test_the_way_of_a_truncated_sample_from_the_engine_to_the_ledger(aggregation
     lease = core.lease(request)
     assert lease is not None
     knobs = GrpoKnobs(normalize_std="none", aggregation=aggregation, norm_length=8.0)
-    core.write(lease.lease_id, advantage_columns(lease.rows, GRPO, knobs))
+    (made,) = advantage_extras([tree_of(lease.rows[0])], GRPO, knobs)
+    payload = c.encode_column(c.ADVANTAGES, made[c.ADVANTAGES])
+    core.write(lease.lease_id, {row.group_uid: {c.ADVANTAGES: payload}})
     columns = (*c.ROLLOUT_COLUMNS, c.ADVANTAGES)
     lease = core.lease(LeaseRequest(task="actor", columns=columns, max_groups=1, step=0, lease_s=60.0))
     assert lease is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -11,18 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
+from relax_core.config.compose import load_config
 from relax_core.config.schema import Overlong
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Admission, BusTimeout, GroupRow
+from relax_core.contracts.checked import WrongResult, checked_algorithm
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec
 from relax_core.contracts.tree import check_tree
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.client import EngineClient
 from relax_core.engines.process import EngineLaunch
-from relax_core.registry import find_reward
+from relax_core.registry import find_algorithm, find_reward
+from relax_core.roles.rollout import group_advantages
 from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.reward_failures import RewardsFailed
 from relax_core.tools.make_tiny import tiny_model_folder
@@ -63,6 +68,41 @@ def test_every_admitted_group_reaches_the_bus_whole(engine: Engine, tiny_folder:
             assert values["tokens"] == sum(int(tree_of(row).lengths.sum()) for row in bus.rows.values())
 
     asyncio.run(scene())
+
+
+def test_a_group_is_put_with_its_advantages_where_no_role_makes_them(engine: Engine, tiny_folder: Path) -> None:
+    """GRPO's by hand: reward minus the mean, over the unbiased deviation, at each of the sample's tokens."""
+    config = load_config()
+    advantages = group_advantages(find_algorithm(config.algo.name), config)
+    turns = itertools.cycle(range(GROUP_SIZE))
+
+    def in_turns(one: RewardInput, knobs: Any) -> RewardOutput:
+        return RewardOutput(reward=float(next(turns)), exact=False)
+
+    async def scene() -> None:
+        bus = CoreBus(steps=1)
+        await sample(engine, tiny_folder, bus, reward=scored(in_turns), advantages=advantages)
+        assert len(bus.rows) == STEP_GROUPS
+        for row in bus.rows.values():
+            tree = tree_of(row)
+            rewards = np.array(rewards_of(tree))
+            assert set(rewards.tolist()) == {0.0, 1.0}
+            relative = (rewards - rewards.mean()) / (rewards.std(ddof=1) + config.algo.std_epsilon)
+            assert tree.extras[c.ADVANTAGES] == pytest.approx(np.repeat(relative, tree.lengths), rel=1e-6)
+
+    asyncio.run(scene())
+
+
+def test_advantages_that_fail_end_the_loop_with_their_cause(engine: Engine, tiny_folder: Path) -> None:
+    config = load_config()
+    spec = dataclasses.replace(find_algorithm("grpo"), advantages=lambda inputs, knobs: inputs.rewards)
+    advantages = group_advantages(checked_algorithm(spec), config)
+
+    async def scene() -> None:
+        await sample(engine, tiny_folder, CoreBus(steps=1), advantages=advantages)
+
+    with pytest.raises(WrongResult, match="algorithm grpo"):
+        asyncio.run(within(scene()))
 
 
 def test_a_trainer_that_is_busy_for_long_is_waited_for(engine: Engine, tiny_folder: Path) -> None:
