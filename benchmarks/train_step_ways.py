@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from relax_core.contracts.tree import TokenTree
+from relax_core.contracts.tree import TokenTree, rows_of_episodes
+from tests.trees import answers_tree
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,20 +94,19 @@ def response_lengths(samples: int, *, longest: int, mean: float) -> np.ndarray:
 
 
 def make_groups(lengths: np.ndarray, *, prompt: int, vocabulary: int) -> list[TokenTree]:
-    """Random groups; ``lengths`` ``[groups, samples]``."""
+    """Random groups of a prompt and its answers; ``lengths`` ``[groups, samples]``, in tokens."""
     random = np.random.default_rng(1)
     groups = []
     for place, of_group in enumerate(lengths):
         tokens = int(of_group.sum())
         advantages = random.standard_normal(len(of_group)).astype(np.float32)
         groups.append(
-            TokenTree(
-                group_uid=f"g{place}",
-                prompt_ids=random.integers(0, vocabulary, prompt, dtype=np.int32),
-                lengths=of_group,
-                response_ids=random.integers(0, vocabulary, tokens, dtype=np.int32),
-                loss_mask=np.ones(tokens, dtype=bool),
-                rollout_logprobs=np.full(tokens, -1.0, dtype=np.float32),
+            answers_tree(
+                f"g{place}",
+                random.integers(0, vocabulary, prompt, dtype=np.int32),
+                of_group,
+                random.integers(0, vocabulary, tokens, dtype=np.int32),
+                logprobs=-1.0,
                 advantages=np.repeat(advantages, of_group),
             )
         )
@@ -114,25 +114,12 @@ def make_groups(lengths: np.ndarray, *, prompt: int, vocabulary: int) -> list[To
 
 
 def as_rows(groups: Sequence[TokenTree]) -> list[TokenTree]:
-    """Each sample as a group of its own, with its own copy of the prompt: plain packing."""
-    rows = []
-    for group in groups:
-        ends = np.cumsum(group.lengths)
-        for start, end in zip(ends - group.lengths, ends, strict=True):
-            part = slice(start, end)
-            assert group.advantages is not None
-            rows.append(
-                replace(
-                    group,
-                    group_uid=f"{group.group_uid}-{start}",
-                    lengths=np.array([end - start]),
-                    response_ids=group.response_ids[part],
-                    loss_mask=group.loss_mask[part],
-                    rollout_logprobs=group.rollout_logprobs[part],
-                    advantages=group.advantages[part],
-                )
-            )
-    return rows
+    """Each episode as a tree of its own, with its own copy of the rows that it shares: plain packing."""
+    return [
+        replace(group.take([place]), group_uid=f"{group.group_uid}-{place}", counts_group=True)
+        for group in groups
+        for place in range(len(group.episodes))
+    ]
 
 
 # -- the ways -------------------------------------------------------------------------------------------------------
@@ -167,11 +154,11 @@ class Ours:
         )
         self._backend = MegatronBackend(setup, temperature=1.0)
 
-    def step(self, groups: Sequence[TokenTree]) -> float:
-        """The gradient's norm."""
+    def step(self, groups: Sequence[TokenTree], *, budget_rows: int = MICRO_BATCH_TOKENS) -> float:
+        """The gradient's norm; ``budget_rows``: of a micro-batch."""
         from relax_core.train.micro_batches import MicroBatcher
 
-        batcher = MicroBatcher(MICRO_BATCH_TOKENS)
+        batcher = MicroBatcher(budget_rows)
         self._backend.begin_step(0)
         for batch in (*batcher.add(groups), batcher.flush()):
             if batch:
@@ -210,13 +197,13 @@ class HuggingFace:
     def _step(self, rows: Sequence[TokenTree], batches: Sequence[Sequence[TokenTree]], hidden_states: Any) -> float:
         import torch
 
-        tokens = sum(len(row.response_ids) for row in rows)
+        tokens = sum(len(row.sampled) for row in rows)
         self._optimizer.zero_grad()
         for batch in batches:
             logits = self.model.lm_head(hidden_states(batch))
-            targets = torch.from_numpy(np.concatenate([row.response_ids for row in batch]).astype(np.int64))
+            targets = torch.from_numpy(np.concatenate([row.token_ids[row.sampled] for row in batch]).astype(np.int64))
             logprobs = torch.log_softmax(logits, dim=-1).gather(1, targets[:, None])[:, 0]
-            advantages = torch.from_numpy(np.concatenate([row.advantages for row in batch]))
+            advantages = torch.from_numpy(np.concatenate([row.extras["advantages"] for row in batch]))
             (-(logprobs * advantages).sum() / tokens).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_GRAD)
         self._optimizer.step()
@@ -232,7 +219,7 @@ class HuggingFace:
         for line, row in enumerate(batch):
             sequence = _sequence(row)
             ids[line, : len(sequence)], mask[line, : len(sequence)] = sequence, 1
-            predicting.append(line * width + torch.arange(len(row.prompt_ids) - 1, len(sequence)))
+            predicting.append(line * width + torch.from_numpy(row.sampled - 1))
         hidden = self.model.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         states: Tensor = hidden.flatten(0, 1)[torch.cat(predicting)]
         return states
@@ -243,10 +230,7 @@ class HuggingFace:
         sequences = [_sequence(row) for row in batch]
         positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences])
         starts = np.cumsum([0, *map(len, sequences)])[:-1]
-        predicting = [
-            int(start) + torch.arange(len(row.prompt_ids) - 1, len(sequence))
-            for start, row, sequence in zip(starts, batch, sequences, strict=True)
-        ]
+        predicting = [int(start) + torch.from_numpy(row.sampled - 1) for start, row in zip(starts, batch, strict=True)]
         # With a cache transformers would not look at the positions for where a sequence begins.
         outputs = self.model.model(input_ids=torch.cat(sequences)[None], position_ids=positions[None], use_cache=False)
         states: Tensor = outputs.last_hidden_state[0, torch.cat(predicting)]
@@ -254,14 +238,14 @@ class HuggingFace:
 
 
 def _length(row: TokenTree) -> int:
-    return len(row.prompt_ids) + len(row.response_ids) - 1
+    return row.rows - 1
 
 
 def _sequence(row: TokenTree) -> Tensor:
-    """Prompt and response; the last token predicts nothing."""
+    """The one path of a tree from `as_rows`; its last token predicts nothing."""
     import torch
 
-    return torch.from_numpy(np.concatenate([row.prompt_ids, row.response_ids[:-1]]).astype(np.int64))
+    return torch.from_numpy(row.token_ids[:-1].astype(np.int64))
 
 
 def with_own_experts(model: Any, groups: Sequence[TokenTree]) -> list[TokenTree]:
@@ -270,12 +254,15 @@ def with_own_experts(model: Any, groups: Sequence[TokenTree]) -> list[TokenTree]
 
     found = []
     for group in groups:
-        rows = as_rows([group])
-        parts: list[np.ndarray] = []
-        for row in rows:
+        of_rows: np.ndarray | None = None
+        for row, one in zip(as_rows([group]), group.episodes, strict=True):
             with torch.no_grad():
                 logits = model(input_ids=_sequence(row)[None], output_router_logits=True).router_logits
             experts = torch.stack([layer.topk(2, dim=-1).indices for layer in logits], dim=1).to(torch.uint8).numpy()
-            parts.append(experts if not parts else experts[len(group.prompt_ids) :])
-        found.append(replace(group, routed_experts=np.concatenate(parts)))
+            if of_rows is None:
+                of_rows = np.zeros((group.rows, *experts.shape[1:]), dtype=np.uint8)
+            path = rows_of_episodes(group.runs, [one.leaves], np.ones(group.rows, dtype=bool))[1]
+            of_rows[path[:-1]] = experts
+        assert of_rows is not None
+        found.append(group.with_extras(routed_experts=of_rows))
     return found
