@@ -165,6 +165,14 @@ def test_bfloat16_factors_with_float32_sums(chunk_rows: int, monkeypatch: pytest
     torch.testing.assert_close(top.top_logprobs.double(), best.values, rtol=0, atol=1e-4)
 
 
+@pytest.mark.usefixtures("float32_sums")
+def test_a_product_of_bfloat16_factors_is_not_rounded() -> None:
+    left, right, _, _ = (one.detach() for one in problem(5, 64, 300, dtype=torch.bfloat16))
+    exact = left.double() @ right.double().t()
+    product = logprobs._product(left, right.t(), torch.float32)
+    torch.testing.assert_close(product.double(), exact, rtol=0, atol=1e-4)
+
+
 @pytest.mark.usefixtures("way")
 def test_extreme_logits_stay_finite() -> None:
     hidden = torch.tensor([[300.0], [-300.0]], requires_grad=True)

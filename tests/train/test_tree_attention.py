@@ -22,6 +22,7 @@ def test_a_grid_is_the_dense_attention(forest: Forest, pads: int, seed: int) -> 
     *inputs, incoming = random_rows(rows + pads, dtype=torch.float64, seed=seed)
     incoming[rows:] = 0  # nothing reads what comes of a pad
     grid = MaskedGrid.of(forest.end, pads=pads, device=CPU, dtype=torch.float64)
+    assert grid.mask.isfinite().any(-1).all()  # also a pad's softmax is over something
     output = grid.attend(*inputs, scale=None)
     grads = torch.autograd.grad(output, inputs, incoming)
     dense = dense_attention(*(one[:rows] for one in inputs), forest.sees, scale=None)
@@ -45,6 +46,7 @@ def test_context_parallel_ranks_make_the_dense_attention(forest: Forest, ranks: 
     for cut in cuts:
         mine = torch.from_numpy(cut.rows_of_rank(padded))
         grid = MaskedGrid.of_rank(forest.end, cut, padded=padded, device=CPU, dtype=torch.float64)
+        assert grid.mask.isfinite().any(-1).all()
         query, key, value = inputs
         part = grid.attend(query[mine], key[order], value[order], scale=None)
         output[mine] = part.detach()
