@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,21 +25,27 @@ from relax_core.roles.actor import train_columns
 from relax_core.roles.advantages import advantage_columns, advantage_inputs, input_columns
 from relax_core.roles.whole_step import lease_whole_step
 from tests.bus.make_rows import for_actor, for_worker, make_core, make_row
+from tests.trees import answers_tree, random_tree, with_tokens
 
 
-def leased(uid: str, rewards: Sequence[float], lengths: Sequence[int], **columns: bytes) -> LeasedRow:
-    mask = c.encode_ragged([[1] * length for length in lengths], dtype="uint8")
+def leased(uid: str, rewards: Sequence[float], lengths: Sequence[int], **by_token: Sequence[float]) -> LeasedRow:
+    """With these columns of one number a token, and without the engine's log-probs unless they are among them."""
+    tree = answers_tree(uid, [7], lengths, np.zeros(sum(lengths)), rewards=rewards)
+    values = {name: np.array(numbers, dtype=np.float32) for name, numbers in by_token.items()}
+    columns = c.encode_tree(with_tokens(tree, **values))
+    names = {*c.FORWARD_COLUMNS, c.LOSS_MASK, *by_token}
     return LeasedRow(
         group_uid=uid,
         index=0,
-        uids=[f"{uid}.{place}" for place in range(len(lengths))],
+        uids=[one.uid for one in tree.episodes],
         versions=[0] * len(lengths),
-        columns={c.REWARDS: c.encode_array(rewards, dtype="float32"), c.LOSS_MASK: mask, **columns},
+        columns={name: payload for name, payload in columns.items() if name in names},
     )
 
 
-def flat(columns: Mapping[str, Mapping[str, bytes]], uid: str) -> list[float]:
-    values: list[float] = c.decode_ragged(columns[uid][c.ADVANTAGES]).flat().tolist()
+def flat(columns: Mapping[str, Mapping[str, bytes]], uid: str, name: str = c.ADVANTAGES) -> list[float]:
+    """One number a token, episode after episode."""
+    values: list[float] = np.frombuffer(columns[uid][name], dtype="<f4").tolist()
     return values
 
 
@@ -46,7 +54,6 @@ def test_each_group_is_on_its_own_without_normalize() -> None:
     columns = advantage_columns(rows, GRPO, GrpoKnobs(normalize_std="none"))
     assert flat(columns, "a") == [0.5, -0.5, -0.5]
     assert flat(columns, "b") == [0.0, 0.0]
-    assert c.decode_ragged(columns["a"][c.ADVANTAGES]).lengths == [1, 2]
 
 
 def test_normalize_sees_all_groups() -> None:
@@ -80,15 +87,13 @@ def test_a_group_of_one_has_the_step_as_its_baseline() -> None:
 def test_weights_are_divided_by_their_mean_over_the_step() -> None:
     knobs = GrpoKnobs(normalize_std="none", old_logprobs="actor_fwd", correction="tis_normalized")
     needs = GRPO.needs(knobs)
-    assert needs.whole_step and {c.OLD_LOGPROBS, c.ROLLOUT_LOGPROBS} <= set(input_columns(needs))
-    assert c.ROLLOUT_LOGPROBS not in input_columns(GRPO.needs(GrpoKnobs(old_logprobs="actor_fwd")))
+    assert needs.whole_step and {c.OLD_LOGPROBS, c.LOGPROBS} <= set(input_columns(needs))
+    assert c.LOGPROBS not in input_columns(GRPO.needs(GrpoKnobs(old_logprobs="actor_fwd")))
 
     def rows(*ratios: float) -> list[LeasedRow]:
-        old = [c.encode_flat(np.log(np.array([ratio, ratio], dtype=np.float32)), [1, 1]) for ratio in ratios]
-        engine = c.encode_flat(np.zeros(2, dtype=np.float32), [1, 1])
         return [
-            leased(f"{place}", [1.0, 0.0], [1, 1], **{c.OLD_LOGPROBS: one, c.ROLLOUT_LOGPROBS: engine})
-            for place, one in enumerate(old)
+            leased(f"{place}", [1.0, 0.0], [1, 1], old_logprobs=[math.log(ratio)] * 2, logprobs=[0.0, 0.0])
+            for place, ratio in enumerate(ratios)
         ]
 
     columns = advantage_columns(rows(0.25, 0.75), GRPO, knobs)  # weights of mean 1/2
@@ -96,23 +101,21 @@ def test_weights_are_divided_by_their_mean_over_the_step() -> None:
 
 
 def test_the_engines_logprobs_stand_for_the_old_ones() -> None:
-    assert input_columns(Needs(old_logprobs="rollout")) == (c.REWARDS, c.LOSS_MASK)
-    assert c.ROLLOUT_LOGPROBS in input_columns(Needs(old_logprobs="rollout", reference=True))
-    assert c.ROLLOUT_LOGPROBS not in input_columns(Needs(old_logprobs="actor_fwd", reference=True))
-    two = c.encode_flat(np.array([-1.0, -2.0], dtype=np.float32), [1, 1])
-    inputs = advantage_inputs(leased("a", [1.0, 0.0], [1, 1], **{c.ROLLOUT_LOGPROBS: two, c.REFERENCE_LOGPROBS: two}))
+    assert input_columns(Needs(old_logprobs="rollout")) == (*c.FORWARD_COLUMNS, c.LOSS_MASK)
+    assert c.LOGPROBS in input_columns(Needs(old_logprobs="rollout", reference=True))
+    assert c.LOGPROBS not in input_columns(Needs(old_logprobs="actor_fwd", reference=True))
+    two = [-1.0, -2.0]
+    inputs = advantage_inputs(leased("a", [1.0, 0.0], [1, 1], logprobs=two, reference_logprobs=two))
     assert inputs.old_logprobs is not None and torch.equal(inputs.old_logprobs, torch.tensor([-1.0, -2.0]))
     assert advantage_inputs(leased("a", [1.0, 0.0], [1, 1])).old_logprobs is None
 
 
 def test_a_critics_returns_are_advantages_before_whitening_plus_values() -> None:
     assert c.VALUES in input_columns(PPO.needs(PpoKnobs()))
-    values = c.encode_flat(np.array([0.25, 0.5, 0.75], dtype=np.float32), [1, 2])
-    rows = [leased("a", [1.0, 0.0], [1, 2], **{c.VALUES: values})]
+    rows = [leased("a", [1.0, 0.0], [1, 2], values=[0.25, 0.5, 0.75])]
     columns = advantage_columns(rows, PPO, PpoKnobs(gae_lambda=1.0))
     # lambda 1: advantages 0.75, -0.5, -0.75, and the return of each token is its sample's reward
-    assert c.decode_ragged(columns["a"][c.RETURNS]).flat().tolist() == [1.0, 0.0, 0.0]
-    assert c.decode_ragged(columns["a"][c.RETURNS]).lengths == [1, 2]
+    assert flat(columns, "a", c.RETURNS) == [1.0, 0.0, 0.0]
     # VAPO: the advantages' own λ, here 0 as 0.4 times two tokens is below 1, leaves the returns as they are.
     adaptive = advantage_columns(rows, PPO, PpoKnobs(gae_lambda=1.0, gae_alpha=0.4))
     assert adaptive["a"][c.RETURNS] == columns["a"][c.RETURNS] and flat(adaptive, "a") != flat(columns, "a")
@@ -120,6 +123,23 @@ def test_a_critics_returns_are_advantages_before_whitening_plus_values() -> None
     assert flat(columns, "a") == pytest.approx(((raw - raw.mean()) / raw.std()).tolist())
     plain = advantage_columns([leased("a", [1.0, 0.0], [1, 2])], GRPO, GrpoKnobs())
     assert set(plain["a"]) == {c.ADVANTAGES}
+
+
+def test_a_row_of_two_episodes_has_an_advantage_in_each() -> None:
+    """GRPO's is the reward minus the group's mean on each token of the episode, wherever its rows lie."""
+    tree = random_tree(np.random.default_rng(3), uid="a")
+    assert len(tree.tokens[1]) > len(tree.sampled), "some rows are in two episodes"
+    assert max(len(one.leaves) for one in tree.episodes) > 1
+    columns = c.encode_tree(dataclasses.replace(tree, extras={}))
+    row = LeasedRow(group_uid="a", index=0, uids=[], versions=[], columns=columns)
+    inputs = advantage_inputs(row)
+    assert inputs.lengths.tolist() == tree.lengths.tolist() and inputs.loss_mask.tolist() == [
+        bool(tree.loss_mask[token]) for token in tree.tokens[1]
+    ]
+    rewards = np.array([one.reward for one in tree.episodes], dtype=np.float32)
+    expected = np.repeat(rewards - rewards.mean(), tree.lengths)
+    made = advantage_columns([row], GRPO, GrpoKnobs(normalize_std="none"))
+    assert flat(made, "a") == pytest.approx(expected.tolist(), abs=1e-6)
 
 
 def test_the_trainer_leases_what_the_algorithm_needs() -> None:
