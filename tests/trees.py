@@ -107,9 +107,17 @@ def of_tokens(tree: TokenTree, of_rows: np.ndarray) -> np.ndarray:
 
 
 def with_tokens(tree: TokenTree, **values: Any) -> TokenTree:
-    """The tree with other ``loss_mask``, ``logprobs``, ``versions`` or extras, each with one entry a token."""
-    rows, fields, extras = tree.tokens[1], {}, {}
+    """The tree with other ``loss_mask``, ``logprobs``, ``versions``, ``kept`` or extras, each with one entry a token.
+    A row that two episodes share takes the last one's."""
+    rows, extras = tree.tokens[1], dict[str, np.ndarray]()
+    fields: dict[str, Any] = {}
     for name, of_its_tokens in values.items():
+        if name == "kept":
+            places = np.zeros(tree.rows, dtype=np.int64)  # the first set stands for those of no token
+            places[rows] = np.arange(1, len(rows) + 1)
+            whole_set = KeptTokens.whole(1, vocab_size=of_its_tokens.vocab_size)
+            fields[name] = KeptTokens.joined([whole_set, of_its_tokens]).take(places)
+            continue
         given = np.asarray(of_its_tokens)
         if name in BY_TOKEN:
             extras[name] = given
@@ -119,6 +127,11 @@ def with_tokens(tree: TokenTree, **values: Any) -> TokenTree:
         whole[rows] = given
         (extras if kept is None else fields)[name] = whole
     return replace(tree, **fields, extras={**tree.extras, **extras})
+
+
+def path_of(tree: TokenTree, row: int) -> np.ndarray:
+    """The rows that ``row`` sees, itself the last, int64: read from ``end`` as its definition says."""
+    return np.flatnonzero(tree.end[: row + 1] > row)
 
 
 def random_tree(

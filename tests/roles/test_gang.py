@@ -21,6 +21,7 @@ from relax_core.roles.rank_peer import STATUS_GROUPS, RankPeer
 from relax_core.roles.ranks import tell_loss
 from relax_core.roles.worker import WorkerStatus
 from relax_core.train.layout_arithmetic import replica_ranks, world_size
+from tests.trees import answers_tree
 
 OVERRIDES = ("parallel.dp=2", "parallel.tp=2")
 BROKE = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer"
@@ -99,9 +100,7 @@ def peers(ray_session: str) -> Iterator[list[Any]]:
 
 
 def group(number: int, *, tokens: int) -> TokenTree:
-    arrays: dict[str, Any] = dict.fromkeys(("prompt_ids", "response_ids", "loss_mask", "rollout_logprobs"), None)
-    arrays |= {"prompt_ids": np.zeros(3, np.int32), "lengths": np.array([tokens])}
-    return TokenTree(group_uid=str(number), **arrays)
+    return answers_tree(str(number), np.zeros(3), [tokens], np.zeros(tokens))
 
 
 def start(peers: list[Any], count: int, *, of: type[RankPeer] = Peer, **fails: str) -> list[tuple[str, Any]]:

@@ -24,6 +24,7 @@ from relax_core.train import process_group
 from relax_core.train.backend import MegatronBackend
 from relax_core.train.micro_batches import split_over_ranks
 from tests.ports import free_port
+from tests.trees import answer_ids, with_tokens
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
@@ -44,14 +45,15 @@ def loss_with_teacher(inputs: LossInputs, knobs: Any) -> LossOutputs:
 
 def with_teacher(group: TokenTree) -> TokenTree:
     """With kept sets too, of which some have fewer tokens than the teacher tells; -1 stands for what is not there."""
-    tokens = len(group.response_ids)
+    own_ids = answer_ids(group)
+    tokens = len(own_ids)
     random = np.random.default_rng(tokens)
     mask = random.random((tokens, 50)) < random.choice([0.0, 0.04, 0.5], (tokens, 1))
-    mask[np.arange(tokens), group.response_ids] = True
+    mask[np.arange(tokens), own_ids] = True
     ids = random.integers(-1, 50, (tokens, TOP_K), dtype=np.int32)
     top = np.zeros((tokens, TOP_K), dtype=np.float32)
     teacher = {"teacher_logprobs": top[:, 0].copy(), "teacher_top_ids": ids, "teacher_top_logprobs": top}
-    return dataclasses.replace(group, **teacher, kept=KeptTokens.of_mask(mask))
+    return with_tokens(group, **teacher, kept=KeptTokens.of_mask(mask))
 
 
 def refused(work: Callable[[], Any]) -> str:
