@@ -27,8 +27,8 @@ class RewardPool:
     """One reward, ready to score groups, many at the same time. It belongs to one event loop.
 
     An isolated reward runs in ``workers`` child processes. A call that takes longer than ``knobs.timeout_s`` seconds an
-    answer is killed with its process, which is started anew; its answers get reward None with the reason. So do those of
-    a process that dies, those of an async reward that takes longer, and those of any reward that raises.
+    answer is killed with its process, which is started anew; its answers get reward None with the reason. So do those
+    of a process that dies, those of an async reward that takes longer, and those of any reward that raises.
 
     A reward that is not isolated has at most ``concurrency`` calls under way. A plain function runs in threads; the
     groups of one that takes microseconds are scored in the event loop itself, as a thread costs more than they do.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import re
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
@@ -191,8 +192,42 @@ def test_a_reward_that_raises_for_every_row_ends_the_loop(engine: Engine, tiny_f
     def score(given: RewardInput, knobs: Any) -> RewardOutput:
         raise KeyError("price")
 
-    with pytest.raises(RewardsFailed, match=r"100% of the answers to the newest 8 data rows.*KeyError: 'price'"):
+    with pytest.raises(
+        RewardsFailed,
+        match=r"100% of the answers to the newest 8 data rows.*KeyError: 'price'.*sample g\d+\.\d, rows.jsonl, line \d",
+    ):
         asyncio.run(within(sample_with(engine, tiny_folder, reward=scored(score))))
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_group_whose_rewards_take_long_holds_up_no_other(engine: Engine, tiny_folder: Path, in_order: bool) -> None:
+    """The rewards of the first group wait for the other two: until those are on the bus or, where groups are handed on
+    in order, until their rewards are there."""
+    scored_groups: set[str] = set()
+    others_are_there = threading.Event()
+    put: list[str] = []
+
+    def noted_put(rows: Sequence[GroupRow]) -> None:
+        put.extend(row.group_uid for row in rows)
+        if set(put) >= {"g00000001", "g00000002"}:
+            others_are_there.set()
+
+    def score(given: RewardInput, knobs: Any) -> RewardOutput:
+        if given.row["prompt"] == "rev 100":
+            assert others_are_there.wait(60.0)
+        scored_groups.add(given.uid[:9])
+        if in_order and scored_groups >= {"g00000001", "g00000002"}:
+            others_are_there.set()
+        return RewardOutput(reward=0.5)
+
+    async def scene() -> None:
+        bus = CoreBus(steps=1, put=noted_put)
+        await sample(engine, tiny_folder, bus, reward=scored(score), in_order=in_order)
+        assert bus.core.progress().ledger.trained == STEP_GROUPS * GROUP_SIZE
+
+    asyncio.run(within(scene()))
+    assert sorted(put) == ["g00000000", "g00000001", "g00000002"]
+    assert in_order or put[-1] == "g00000000"
 
 
 def test_a_put_that_fails_ends_the_loop(engine: Engine, tiny_folder: Path) -> None:
