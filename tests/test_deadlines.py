@@ -52,7 +52,10 @@ REASONS = {
         "relax_core/rollout/reward_pool.py",
         "RewardPool._outcomes",
     ): "each call ends within reward.timeout_s an answer, or the watch ends the run",
-    ("relax_core/rollout/sampler.py", "Sampler._burst"): "its groups wait for rewards and the bus, which have deadlines",
+    (
+        "relax_core/rollout/sampler.py",
+        "Sampler._burst",
+    ): "its groups wait for rewards and the bus, which have deadlines",
     ("relax_core/rollout/evaluation.py", "ask"): "after the task group: its tasks have ended",
     ("relax_core/rollout/reward_pool.py", "RewardPool.close"): "its threads wait for workers that were just killed",
     ("relax_core/observe/metrics.py", "MetricsService.close"): "a sink's thread is joined until its deadline",
