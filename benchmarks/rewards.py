@@ -121,9 +121,9 @@ def pool_of(score: Callable[..., Any], *, of: type[RewardPool] = RewardPool, con
 
 WAYS: Mapping[str, Callable[[], RewardPool]] = {
     "in the event loop": lambda: pool_of(waits, of=InTheLoop, concurrency=1),
-    "32 threads (default)": lambda: pool_of(waits, concurrency=32),
-    "128 threads": lambda: pool_of(waits, concurrency=128),
-    "async, 32 calls (default)": lambda: pool_of(waits_async, concurrency=32),
+    "32 threads": lambda: pool_of(waits, concurrency=32),
+    "64 threads (default)": lambda: pool_of(waits, concurrency=64),
+    "async, 64 calls (default)": lambda: pool_of(waits_async, concurrency=64),
     "async, 128 calls": lambda: pool_of(waits_async, concurrency=128),
 }
 

@@ -55,7 +55,7 @@ def function_text(function: RewardFunction) -> str:
                 "of one."
             ]
         ) from error
-    if inspect.iscoroutinefunction(function):
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         raise ConfigError(
             [
                 f"reward={function!r}: it is async, but a function runs in worker processes, a call at a time. Give a "
