@@ -41,7 +41,7 @@ from relax_core.preflight import settle
 from relax_core.registry import find_env, find_reward
 from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.prompts import PromptMaker
-from relax_core.rollout.reward_worker import RewardPool
+from relax_core.rollout.reward_pool import RewardPool
 from relax_core.rollout.sampler import Sampler, SamplerSettings
 from relax_core.rollout.turnover import Turnover
 from relax_core.tools.make_tiny import tiny_model_folder

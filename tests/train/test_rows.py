@@ -174,8 +174,6 @@ def test_a_sample_without_a_trained_token_was_truncated_whatever_its_age() -> No
 @pytest.mark.parametrize("column", [c.OLD_LOGPROBS, c.ADVANTAGES, c.TEACHER_TOP_IDS])
 def test_a_column_of_another_number_of_rows_is_refused_with_its_group(column: str) -> None:
     leased = row(group([(2, 5)], [(3, 5)]))
-    wrong = LeasedRow(
-        group_uid="g", index=0, uids=[], versions=[5, 5], columns=leased.columns | {column: bytes(4 * 7)}
-    )
+    wrong = LeasedRow(group_uid="g", index=0, uids=[], versions=[5, 5], columns=leased.columns | {column: bytes(4 * 7)})
     with pytest.raises(ValueError, match=f"group g: column {column} has 7 numbers for"):
         decode_train_tree(wrong, step=5, oldest_version=5)

@@ -199,10 +199,11 @@ def test_old_and_reference_logprobs_reach_the_loss(folder: Path) -> None:
         return PPO_CLIP.loss(inputs, knobs)
 
     groups = make_groups([[2, 3], [1]], prompt_lengths=[5, 2])
-    old, reference = ([np.full(int(g.lengths.sum()), value, dtype=np.float32) for g in groups] for value in (-1.0, -2.0))
+    old, reference = (
+        [np.full(int(g.lengths.sum()), value, dtype=np.float32) for g in groups] for value in (-1.0, -2.0)
+    )
     full = [
-        with_tokens(g, old_logprobs=o, reference_logprobs=r)
-        for g, o, r in zip(groups, old, reference, strict=True)
+        with_tokens(g, old_logprobs=o, reference_logprobs=r) for g, o, r in zip(groups, old, reference, strict=True)
     ]
     backend = make_backend(folder, algorithm=dataclasses.replace(PPO_CLIP, loss=spy))
     train_step(backend, [groups])
