@@ -15,6 +15,7 @@ from relax_core.config.validate import problems_of
 from relax_core.control.role_counts import roles_of
 from relax_core.plan.build import as_json_values, make_plan
 from relax_core.plan.command import plan_run, save_plan
+from relax_core.plan.gpus import gpu_problems
 from relax_core.plan.memory import GIB
 from relax_core.plan.text import as_text
 from relax_core.preflight import CHECKS
@@ -48,8 +49,10 @@ def test_the_presets_plan_clean_and_cannot_start_yet(name: str, gpus: int) -> No
     assert plan.refused == []
     used = {(place.node, gpu) for place in plan.places for gpu in place.gpus}
     assert len(used) == gpus == config.placement.nodes * config.placement.gpus_per_node
-    first, problem = as_text(plan).splitlines()[:2]
-    assert first == f"{name}: plans, but cannot start yet:" and "is not built yet" in problem
+    assert as_text(plan).startswith(f"{name}: plans, but cannot start yet:\n  - ")
+    assert not any("placement.name" in problem for problem in problems), "it starts where the GPUs are there"
+    assert ("mode=colocate" in " ".join(problems)) == ("colocate" in name)
+    assert set(gpu_problems(config)) <= set(problems)
     with pytest.raises(ConfigError):
         load_config([f"experiment={name}"], checks=CHECKS)
 
