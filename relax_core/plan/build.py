@@ -33,8 +33,8 @@ class Plan:
     """``roles``: role → workers. ``free_bytes``: memory of this machine that is left, where the run would use it; else
     None. ``cache_tokens_fit``: of one engine's GPUs, else None. ``data``: what a look at the data found; ``left_out``:
     the part of that which is not used as it is; both empty where no data is here. ``warnings``: what a start tells in
-    front of all else. ``refused``: why it cannot work, each with the fix. ``not_yet``: why it cannot start today, though
-    it could work. Memory, places and transfers are empty where the layout itself is refused."""
+    front of all else. ``refused``: why it cannot work, each with the fix. ``not_yet``: why it cannot start today,
+    though it could work. Memory, places and transfers are empty where the layout itself is refused."""
 
     name: str
     model: ModelDimensions

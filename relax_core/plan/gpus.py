@@ -22,9 +22,9 @@ TORCH_S = 60.0  # for an interpreter to import torch and to ask the driver
 DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dxg")  # of NVIDIA, AMD, and either of them under Windows
 SMALLER = 0.97  # of placement.gpu_memory_gib: torch tells a little less than the driver does
 UNSEEN = (
-    "placement=gpu: nobody has run Relax on a GPU yet. Training, attention over token trees, SGLang and the weights on "
-    "their way to it have been tested on CPU cores alone, and the plan's memory figures for a GPU are assumptions. Begin "
-    "with a few steps of a small model, and watch its memory and the gap between the engine's and the trainer's log-probs."
+    "placement=gpu: nobody has run Relax on a GPU yet. Training, attention over token trees, SGLang and the weights "
+    "on their way to it have been tested on CPU cores alone, and the plan's memory figures for a GPU are assumptions. "
+    "Begin with a few steps of a small model, and watch its memory and the log-prob gap of engine and trainer."
 )
 _ASK_TORCH = """
 import json, torch

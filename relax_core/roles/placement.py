@@ -94,5 +94,6 @@ def cluster_fault(placement: PlacementConfig, nodes: Sequence[Mapping[str, Any]]
         return None
     return (
         f"placement.nodes={placement.nodes} with placement.gpus_per_node={placement.gpus_per_node}, and the nodes of "
-        f"this Ray report {', '.join(map(str, each))} GPUs. Start them with `ray start --num-gpus=N`, or lower the keys."
+        f"this Ray report {', '.join(map(str, each))} GPUs. Start them with `ray start --num-gpus=N`, or lower the "
+        "keys."
     )
