@@ -111,7 +111,7 @@ def _trainer(
     published = model.parameters * dtype_bytes(config)
     state = {"imports": TRAINER * MIB, **state_terms(config, parallel, model)}
     activations = activation_terms(config, parallel, model, work)
-    forward = _with_kept({**activations, "making the mask": mask_making_bytes(config, parallel, work) // parallel.cp})
+    forward = _with_kept({**activations, "making the mask": mask_making_bytes(config, parallel, work)})
     backward = _with_kept({**activations, "logits chunk": head_bytes(config, model, work, split=parallel.tp)})
     kept = {"kept by the allocator": max(sum(forward.values()), sum(backward.values()))}
     phases = [
