@@ -28,7 +28,6 @@ import torch
 from benchmarks.one_rank import one_rank_parallel, one_rank_setup
 from benchmarks.tiny_model import engine_config
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
-from relax_core.contracts.sample import RoutedExperts
 from relax_core.contracts.tree import TokenTree
 from relax_core.data.generated import example
 from relax_core.data.tokenizer import PromptTokenizer
@@ -144,7 +143,7 @@ def _group(place: int, prompt: list[int], answers: Sequence[Generated]) -> Token
         [len(one.output_ids) for one in answers],
         np.concatenate([one.output_ids for one in answers]),
         logprobs=np.concatenate([one.logprobs for one in answers]),
-        routed_experts=RoutedExperts.joined([answers[0].prompt_experts, *parts]).array(),
+        routed_experts=np.concatenate([answers[0].prompt_experts, *parts]),
     )
 
 
