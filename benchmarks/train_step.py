@@ -209,7 +209,7 @@ def _family(model: str) -> str:
 
 
 def _tokens(groups: Sequence[TokenTree]) -> int:
-    return sum(len(group.response_ids) for group in groups)
+    return sum(int(group.lengths.sum()) for group in groups)
 
 
 # -- print-out --------------------------------------------------------------------------------------------------------

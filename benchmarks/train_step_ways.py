@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from relax_core.contracts.tree import TokenTree
+from tests.trees import answer_ids, answers_tree, prompt_of, with_experts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,13 +101,12 @@ def make_groups(lengths: np.ndarray, *, prompt: int, vocabulary: int) -> list[To
         tokens = int(of_group.sum())
         advantages = random.standard_normal(len(of_group)).astype(np.float32)
         groups.append(
-            TokenTree(
-                group_uid=f"g{place}",
-                prompt_ids=random.integers(0, vocabulary, prompt, dtype=np.int32),
-                lengths=of_group,
-                response_ids=random.integers(0, vocabulary, tokens, dtype=np.int32),
-                loss_mask=np.ones(tokens, dtype=bool),
-                rollout_logprobs=np.full(tokens, -1.0, dtype=np.float32),
+            answers_tree(
+                f"g{place}",
+                random.integers(0, vocabulary, prompt, dtype=np.int32),
+                of_group,
+                random.integers(0, vocabulary, tokens, dtype=np.int32),
+                logprobs=-1.0,
                 advantages=np.repeat(advantages, of_group),
             )
         )
@@ -115,24 +115,11 @@ def make_groups(lengths: np.ndarray, *, prompt: int, vocabulary: int) -> list[To
 
 def as_rows(groups: Sequence[TokenTree]) -> list[TokenTree]:
     """Each sample as a group of its own, with its own copy of the prompt: plain packing."""
-    rows = []
-    for group in groups:
-        ends = np.cumsum(group.lengths)
-        for start, end in zip(ends - group.lengths, ends, strict=True):
-            part = slice(start, end)
-            assert group.advantages is not None
-            rows.append(
-                replace(
-                    group,
-                    group_uid=f"{group.group_uid}-{start}",
-                    lengths=np.array([end - start]),
-                    response_ids=group.response_ids[part],
-                    loss_mask=group.loss_mask[part],
-                    rollout_logprobs=group.rollout_logprobs[part],
-                    advantages=group.advantages[part],
-                )
-            )
-    return rows
+    return [
+        replace(group.take([place]), group_uid=one.uid, counts_group=True)
+        for group in groups
+        for place, one in enumerate(group.episodes)
+    ]
 
 
 # -- the ways -------------------------------------------------------------------------------------------------------
@@ -210,13 +197,13 @@ class HuggingFace:
     def _step(self, rows: Sequence[TokenTree], batches: Sequence[Sequence[TokenTree]], hidden_states: Any) -> float:
         import torch
 
-        tokens = sum(len(row.response_ids) for row in rows)
+        tokens = sum(len(row.sampled) for row in rows)
         self._optimizer.zero_grad()
         for batch in batches:
             logits = self.model.lm_head(hidden_states(batch))
-            targets = torch.from_numpy(np.concatenate([row.response_ids for row in batch]).astype(np.int64))
+            targets = torch.from_numpy(np.concatenate([answer_ids(row) for row in batch]).astype(np.int64))
             logprobs = torch.log_softmax(logits, dim=-1).gather(1, targets[:, None])[:, 0]
-            advantages = torch.from_numpy(np.concatenate([row.advantages for row in batch]))
+            advantages = torch.from_numpy(np.concatenate([row.extras["advantages"] for row in batch]))
             (-(logprobs * advantages).sum() / tokens).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_GRAD)
         self._optimizer.step()
@@ -232,7 +219,7 @@ class HuggingFace:
         for line, row in enumerate(batch):
             sequence = _sequence(row)
             ids[line, : len(sequence)], mask[line, : len(sequence)] = sequence, 1
-            predicting.append(line * width + torch.arange(len(row.prompt_ids) - 1, len(sequence)))
+            predicting.append(line * width + torch.arange(len(prompt_of(row)) - 1, len(sequence)))
         hidden = self.model.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         states: Tensor = hidden.flatten(0, 1)[torch.cat(predicting)]
         return states
@@ -244,7 +231,7 @@ class HuggingFace:
         positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences])
         starts = np.cumsum([0, *map(len, sequences)])[:-1]
         predicting = [
-            int(start) + torch.arange(len(row.prompt_ids) - 1, len(sequence))
+            int(start) + torch.arange(len(prompt_of(row)) - 1, len(sequence))
             for start, row, sequence in zip(starts, batch, sequences, strict=True)
         ]
         # With a cache transformers would not look at the positions for where a sequence begins.
@@ -254,14 +241,14 @@ class HuggingFace:
 
 
 def _length(row: TokenTree) -> int:
-    return len(row.prompt_ids) + len(row.response_ids) - 1
+    return row.rows - 1
 
 
 def _sequence(row: TokenTree) -> Tensor:
     """Prompt and response; the last token predicts nothing."""
     import torch
 
-    return torch.from_numpy(np.concatenate([row.prompt_ids, row.response_ids[:-1]]).astype(np.int64))
+    return torch.from_numpy(row.token_ids[:-1].astype(np.int64))
 
 
 def with_own_experts(model: Any, groups: Sequence[TokenTree]) -> list[TokenTree]:
@@ -276,6 +263,6 @@ def with_own_experts(model: Any, groups: Sequence[TokenTree]) -> list[TokenTree]
             with torch.no_grad():
                 logits = model(input_ids=_sequence(row)[None], output_router_logits=True).router_logits
             experts = torch.stack([layer.topk(2, dim=-1).indices for layer in logits], dim=1).to(torch.uint8).numpy()
-            parts.append(experts if not parts else experts[len(group.prompt_ids) :])
-        found.append(replace(group, routed_experts=np.concatenate(parts)))
+            parts.append(experts if not parts else experts[len(prompt_of(group)) :])
+        found.append(with_experts(group, np.concatenate(parts)))
     return found

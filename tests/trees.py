@@ -52,13 +52,7 @@ def answers_tree(
         reward = 0.0 if rewards is None else float(rewards[place])
         turn = Turn(first, last, "engine-0", runs, ended)
         episodes.append(Episode(f"{uid}.{place}", [last - 1], reward, {"exact": float(reward == 1.0)}, [turn], ended))
-    if routed_experts is not None:
-        fed = np.ones(rows, dtype=bool)
-        fed[behind - 1] = False
-        whole = np.zeros((rows, *routed_experts.shape[1:]), dtype=routed_experts.dtype)
-        whole[fed] = routed_experts
-        extras["routed_experts"] = whole
-    return TokenTree(
+    tree = TokenTree(
         group_uid=uid,
         token_ids=np.concatenate([np.asarray(prompt_ids), np.asarray(answer_ids)]).astype(np.int32),
         end=np.concatenate([np.full(trunk, rows), np.repeat(behind, lengths)]).astype(np.int32),
@@ -68,10 +62,11 @@ def answers_tree(
         episodes=episodes,
         kept=None if kept is None else KeptTokens.joined([KeptTokens.whole(trunk, vocab_size=kept.vocab_size), kept]),
         extras={
-            name: values if name in BY_TOKEN or name == "routed_experts" else of_rows(values, values.dtype.name, 0.0)
+            name: values if name in BY_TOKEN else of_rows(values, values.dtype.name, 0.0)
             for name, values in extras.items()
         },
     )
+    return tree if routed_experts is None else with_experts(tree, routed_experts)
 
 
 def tree_of(row: GroupRow | LeasedRow) -> TokenTree:
@@ -127,6 +122,14 @@ def with_tokens(tree: TokenTree, **values: Any) -> TokenTree:
         whole[rows] = given
         (extras if kept is None else fields)[name] = whole
     return replace(tree, **fields, extras={**tree.extras, **extras})
+
+
+def with_experts(tree: TokenTree, experts: np.ndarray) -> TokenTree:
+    """The tree with routed experts ``[computed rows, layers, experts a token]``: those of all rows but the last of each
+    branch, which no model ever computes."""
+    whole = np.zeros((tree.rows, *experts.shape[1:]), dtype=experts.dtype)
+    whole[tree.end > np.arange(tree.rows) + 1] = experts
+    return tree.with_extras(routed_experts=whole)
 
 
 def path_of(tree: TokenTree, row: int) -> np.ndarray:
