@@ -29,6 +29,15 @@ def check_lease_request(request: LeaseRequest, *, version: int, groups_per_step:
         )
 
 
+def check_read(lease_id: int, group_uids: Sequence[str], *, held: Sequence[str]) -> None:
+    """``held``: the groups of the lease."""
+    foreign = sorted(set(group_uids).difference(held))
+    if foreign:
+        raise ValueError(
+            f"bus: lease {lease_id} does not hold {', '.join(foreign[:4])}: read the groups that the lease came with"
+        )
+
+
 def check_samples(row: GroupRow, issued: Sequence[str]) -> None:
     """``issued``: the uids that the group's admission opened."""
     told = [*row.uids, *row.dropped]

@@ -49,7 +49,7 @@ BASES = {  # MiB
 }
 SIZED = ("Serve controller", "advantages", "rollout", "owner of an engine")  # by the configuration
 FRONT, REWARD_WORKER, QUEUE_PROCESS = 164, 65, 250
-TORCH = 168  # what a process gains by importing torch
+TORCH = 188  # what the rollout gains by computing advantages with torch
 KEPT_BY_ALLOCATOR = 0.5  # of what a micro-batch allocates: pieces that glibc neither gives back nor fits into
 SAMPLING_COPIES = 8  # float32 arrays [samples, vocabulary] of one decode step
 SLOT_BYTES = 256  # of the table of running samples, which is made at once
