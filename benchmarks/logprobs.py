@@ -97,13 +97,13 @@ def _measure(arguments: argparse.Namespace) -> dict[str, float]:
     few = KeptTokens.of_lists([[0], list(range(1, 8))], vocab_size=8)  # one set as ids, one as bits
     warm_up, run = (_ways(arguments.chunk, sets)[arguments.way] for sets in (few, kept))
     warm_up(hidden[:2], weight[:8], targets[:2] % 8)  # loads what the first call loads
-    base = _memory_mb("VmRSS")
+    base = memory_mb("VmRSS")
     seconds = []
     for _ in range(arguments.repeats):
         start = time.process_time()
         (run(hidden, weight, targets) * incoming).sum().backward()
         seconds.append(time.process_time() - start)
-    peak = _memory_mb("VmHWM") - base
+    peak = memory_mb("VmHWM") - base
     checksum = hidden.grad.double().norm() + weight.grad.double().norm()
     return {"seconds": min(seconds), "peak_mb": peak, "checksum": float(checksum)}
 
@@ -168,7 +168,8 @@ def _ways(chunk_rows: int, sets: KeptTokens | None) -> dict[str, Callable[[Tenso
     }
 
 
-def _memory_mb(field: str) -> float:
+def memory_mb(field: str) -> float:
+    """A field of /proc/self/status, in MiB."""
     with open("/proc/self/status", encoding="ascii") as status:
         line = next(line for line in status if line.startswith(field + ":"))
     return int(line.split()[1]) / 1024

@@ -1,8 +1,10 @@
 """Trained response tokens a second of one train step, against transformers; tree packing against rows; the memory of
-log-probs; what routing replay costs.
+log-probs and of a step; what routing replay costs.
 
-    python -m benchmarks.train_step [--parts fill tree logprobs replay] [--models dense moe demo] [--repeats 3]
-                                    [--json FILE]
+    python -m benchmarks.train_step [--parts fill tree logprobs replay trees memory] [--models dense moe demo]
+                                    [--repeats 3] [--json FILE]
+    python -m benchmarks.train_step --trees       # the part trees alone
+    python -m benchmarks.train_step --memory      # the part memory alone
 
 A step is forward, backward and optimizer over the same groups, on one thread of one process; its time is CPU seconds.
 The ways of a case take turns, so that a ratio holds on any machine; ratios are medians over the repeats, with the least
@@ -17,6 +19,11 @@ agree: how far they are apart is the last column.
 - ``logprobs``: `benchmarks.logprobs`, 4,096 rows × 151,936 words, hidden 256, each way in processes of its own.
 - ``replay``: R3 on a mixture of experts, whose groups come with and without the experts that the engine chose (here:
   those that transformers' model chooses).
+- ``trees``: `benchmarks.train_step_trees`, trees of 16 turns. "sequences": one sequence a segment, its shared rows
+  included. The last line of a case says what share of the ratio that the counts allow is reached; they allow the ratio
+  of the floating-point operations that rows, pairs and predicted rows need.
+- ``memory``: one step over 16 answers of 8,192 tokens on a prompt of 1,024, in micro-batches of 8,192 rows, against the
+  same with one answer; each in a process of its own, peak over what the process had before.
 """
 
 from __future__ import annotations
@@ -34,6 +41,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from benchmarks.logprobs import in_own_process
+from benchmarks.train_step_trees import FORKS, Counts, deep_tree, step_memory
 from benchmarks.train_step_ways import (
     SIZES,
     HuggingFace,
@@ -48,7 +56,7 @@ from benchmarks.train_step_ways import (
 if TYPE_CHECKING:
     from relax_core.contracts.tree import TokenTree
 
-PARTS = ("fill", "tree", "logprobs", "replay")
+PARTS = ("fill", "tree", "logprobs", "replay", "trees", "memory")
 FILLS = (0.24, 0.5, 1.0)
 FILL_PROMPT, FILL_LONGEST, FILL_GROUPS, FILL_SAMPLES = 32, 224, 8, 8
 TREE_SHAPES = ((32, 8), (32, 16), (512, 8), (512, 16), (4096, 8), (4096, 16))  # prompt tokens, samples a group
@@ -92,6 +100,10 @@ def main() -> None:
         if "replay" in arguments.parts:
             repeats = arguments.repeats * REPLAY_REPEATS
             report["replay"] = _tell("routing replay, moe", [replay(folder, repeats=repeats)])
+        if "trees" in arguments.parts:
+            report["trees"] = trees(folder, repeats=arguments.repeats)
+        if "memory" in arguments.parts:
+            report["memory"] = memory()
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(report, indent=2) + "\n")
 
@@ -99,6 +111,8 @@ def main() -> None:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--trees", action="store_const", const=["trees"], dest="parts", help="--parts trees")
+    parser.add_argument("--memory", action="store_const", const=["memory"], dest="parts", help="--parts memory")
     parser.add_argument("--models", nargs="+", choices=tuple(SIZES), default=("dense", "moe"), help="of the part fill")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path, default=None, help="write all figures here")
@@ -179,6 +193,41 @@ def replay(folder: Path, *, repeats: int) -> Result:
     return measure("R3", ways, tokens=_tokens(groups), repeats=repeats)
 
 
+def trees(folder: Path, *, repeats: int) -> list[dict[str, object]]:
+    """Deep trees, whose shared rows are computed once, against one sequence a segment; dense model."""
+    size = SIZES["dense"]
+    path = write_model(folder / "trees", size)
+    sequences_model, tree_model = (Ours(path, family="qwen3") for _ in range(2))
+    told: list[dict[str, object]] = []
+    for name, forks in FORKS.items():
+        deep = deep_tree(forks, vocabulary=size.vocabulary)
+        rows = as_rows([deep])
+        ways: dict[str, Callable[[], float]] = {
+            "sequences": lambda rows=rows: sequences_model.step(rows),  # type: ignore[misc]
+            "tree": lambda deep=deep: tree_model.step([deep], budget_rows=deep.rows),  # type: ignore[misc]
+        }
+        result = measure(name, ways, tokens=_tokens([deep]), repeats=repeats)
+        told += _tell(f"deep trees, {len(rows)} segments", [result])
+        every, once = Counts.of(rows), Counts.of([deep])
+        allowed = every.flops(size) / once.flops(size)
+        for what in ("rows", "pairs", "predicted"):
+            each, one = getattr(every, what), getattr(once, what)
+            print(f"{'':20}{what:16}{each:>14,} → {one:>11,}  {each / one:5.2f}×")
+        share = median(result.ratios("tree")) / allowed
+        print(f"{'':20}the counts allow {allowed:.2f}×, of which {share:.0%} is reached", flush=True)
+        told.append({"sequences": asdict(every), "tree": asdict(once), "allowed": allowed, "share": share})
+    return told
+
+
+def memory() -> list[dict[str, float]]:
+    """Peaks of a step with one answer and with 16."""
+    found = [step_memory(answers) for answers in (1, 16)]
+    print("\nmemory of one step")
+    for one in found:
+        print(f"{one['answers']:5.0f} answers {one['peak_mb']:8,.0f} MiB  {one['peak_mb'] / found[0]['peak_mb']:.3f}×")
+    return found
+
+
 # -- measuring --------------------------------------------------------------------------------------------------------
 def measure(case: str, ways: Mapping[str, Callable[[], float]], *, tokens: int, repeats: int) -> Result:
     """Each way once unmeasured, then in turns, every other time in the opposite order. A way returns its gradient's
@@ -209,7 +258,7 @@ def _family(model: str) -> str:
 
 
 def _tokens(groups: Sequence[TokenTree]) -> int:
-    return sum(int(group.lengths.sum()) for group in groups)
+    return sum(len(group.tokens[1]) for group in groups)
 
 
 # -- print-out --------------------------------------------------------------------------------------------------------

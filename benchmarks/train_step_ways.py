@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from relax_core.contracts.tree import TokenTree
-from tests.trees import answer_ids, answers_tree, prompt_of, with_experts
+from relax_core.contracts.tree import TokenTree, rows_of_episodes
+from tests.trees import answers_tree
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,7 +94,7 @@ def response_lengths(samples: int, *, longest: int, mean: float) -> np.ndarray:
 
 
 def make_groups(lengths: np.ndarray, *, prompt: int, vocabulary: int) -> list[TokenTree]:
-    """Random groups; ``lengths`` ``[groups, samples]``."""
+    """Random groups of a prompt and its answers; ``lengths`` ``[groups, samples]``, in tokens."""
     random = np.random.default_rng(1)
     groups = []
     for place, of_group in enumerate(lengths):
@@ -114,11 +114,11 @@ def make_groups(lengths: np.ndarray, *, prompt: int, vocabulary: int) -> list[To
 
 
 def as_rows(groups: Sequence[TokenTree]) -> list[TokenTree]:
-    """Each sample as a group of its own, with its own copy of the prompt: plain packing."""
+    """Each episode as a tree of its own, with its own copy of the rows that it shares: plain packing."""
     return [
-        replace(group.take([place]), group_uid=one.uid, counts_group=True)
+        replace(group.take([place]), group_uid=f"{group.group_uid}-{place}", counts_group=True)
         for group in groups
-        for place, one in enumerate(group.episodes)
+        for place in range(len(group.episodes))
     ]
 
 
@@ -154,11 +154,11 @@ class Ours:
         )
         self._backend = MegatronBackend(setup, temperature=1.0)
 
-    def step(self, groups: Sequence[TokenTree]) -> float:
-        """The gradient's norm."""
+    def step(self, groups: Sequence[TokenTree], *, budget_rows: int = MICRO_BATCH_TOKENS) -> float:
+        """The gradient's norm; ``budget_rows``: of a micro-batch."""
         from relax_core.train.micro_batches import MicroBatcher
 
-        batcher = MicroBatcher(MICRO_BATCH_TOKENS)
+        batcher = MicroBatcher(budget_rows)
         self._backend.begin_step(0)
         for batch in (*batcher.add(groups), batcher.flush()):
             if batch:
@@ -201,7 +201,7 @@ class HuggingFace:
         self._optimizer.zero_grad()
         for batch in batches:
             logits = self.model.lm_head(hidden_states(batch))
-            targets = torch.from_numpy(np.concatenate([answer_ids(row) for row in batch]).astype(np.int64))
+            targets = torch.from_numpy(np.concatenate([row.token_ids[row.sampled] for row in batch]).astype(np.int64))
             logprobs = torch.log_softmax(logits, dim=-1).gather(1, targets[:, None])[:, 0]
             advantages = torch.from_numpy(np.concatenate([row.extras["advantages"] for row in batch]))
             (-(logprobs * advantages).sum() / tokens).backward()
@@ -219,7 +219,7 @@ class HuggingFace:
         for line, row in enumerate(batch):
             sequence = _sequence(row)
             ids[line, : len(sequence)], mask[line, : len(sequence)] = sequence, 1
-            predicting.append(line * width + torch.arange(len(prompt_of(row)) - 1, len(sequence)))
+            predicting.append(line * width + torch.from_numpy(row.sampled - 1))
         hidden = self.model.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         states: Tensor = hidden.flatten(0, 1)[torch.cat(predicting)]
         return states
@@ -230,10 +230,7 @@ class HuggingFace:
         sequences = [_sequence(row) for row in batch]
         positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences])
         starts = np.cumsum([0, *map(len, sequences)])[:-1]
-        predicting = [
-            int(start) + torch.arange(len(prompt_of(row)) - 1, len(sequence))
-            for start, row, sequence in zip(starts, batch, sequences, strict=True)
-        ]
+        predicting = [int(start) + torch.from_numpy(row.sampled - 1) for start, row in zip(starts, batch, strict=True)]
         # With a cache transformers would not look at the positions for where a sequence begins.
         outputs = self.model.model(input_ids=torch.cat(sequences)[None], position_ids=positions[None], use_cache=False)
         states: Tensor = outputs.last_hidden_state[0, torch.cat(predicting)]
@@ -245,7 +242,7 @@ def _length(row: TokenTree) -> int:
 
 
 def _sequence(row: TokenTree) -> Tensor:
-    """Prompt and response; the last token predicts nothing."""
+    """The one path of a tree from `as_rows`; its last token predicts nothing."""
     import torch
 
     return torch.from_numpy(row.token_ids[:-1].astype(np.int64))
@@ -257,12 +254,15 @@ def with_own_experts(model: Any, groups: Sequence[TokenTree]) -> list[TokenTree]
 
     found = []
     for group in groups:
-        rows = as_rows([group])
-        parts: list[np.ndarray] = []
-        for row in rows:
+        of_rows: np.ndarray | None = None
+        for row, one in zip(as_rows([group]), group.episodes, strict=True):
             with torch.no_grad():
                 logits = model(input_ids=_sequence(row)[None], output_router_logits=True).router_logits
             experts = torch.stack([layer.topk(2, dim=-1).indices for layer in logits], dim=1).to(torch.uint8).numpy()
-            parts.append(experts if not parts else experts[len(prompt_of(group)) :])
-        found.append(with_experts(group, np.concatenate(parts)))
+            if of_rows is None:
+                of_rows = np.zeros((group.rows, *experts.shape[1:]), dtype=np.uint8)
+            path = rows_of_episodes(group.runs, [one.leaves], np.ones(group.rows, dtype=bool))[1]
+            of_rows[path[:-1]] = experts
+        assert of_rows is not None
+        found.append(group.with_extras(routed_experts=of_rows))
     return found

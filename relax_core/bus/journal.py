@@ -83,7 +83,7 @@ class Journal:
         if fields != ["id", *BOOKED_COLUMNS]:
             self._database.close()
             raise ValueError(
-                f"{path}: a Relax from before token trees wrote it, and this one cannot go on in it. Use another run.dir."
+                f"{path}: a Relax from before token trees wrote it, so a run cannot go on in it. Use another run.dir."
             )
         self.position: int = self._database.execute(_LAST_ID).fetchone()[0]
         self._queue: deque[_Events | _RollBack | _Flushed] = deque()

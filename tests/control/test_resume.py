@@ -29,7 +29,7 @@ def write_checkpoint(
     snapshot: bytes = b"cut",
     config: RelaxConfig | None = None,
     digest: str | None = None,
-    datum: dict[str, str] = {DATUM: TOKEN_TREE},
+    token_tree: bool = True,
 ) -> Path:
     def write(folder: Path) -> None:
         (folder / "config.yaml").write_text(to_yaml(config or load_config([])))
@@ -37,7 +37,7 @@ def write_checkpoint(
         (folder / "train").mkdir()
         (folder / "train" / "weights").write_bytes(b"w" * 100)
 
-    meta = datum | ({} if digest is None else {DATA_DIGEST: digest})
+    meta = ({DATUM: TOKEN_TREE} if token_tree else {}) | ({} if digest is None else {DATA_DIGEST: digest})
     return CheckpointStore(run / "checkpoints", keep_last=5).write(step, writers=write, meta=meta)
 
 
@@ -124,7 +124,7 @@ def test_auto_never_starts_afresh_beside_damaged_checkpoints(config: RelaxConfig
 
 
 def test_a_checkpoint_from_before_token_trees_is_refused_in_words(config: RelaxConfig) -> None:
-    folder = write_checkpoint(Path(config.run.dir), 2, datum={})
+    folder = write_checkpoint(Path(config.run.dir), 2, token_tree=False)
     config.resume = "auto"
     with pytest.raises(ValueError, match=rf"resume={folder}: it was written before groups were token trees.*export"):
         find_resume_point(config)

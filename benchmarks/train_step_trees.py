@@ -1,0 +1,137 @@
+"""Deep trees for `benchmarks.train_step --trees`, what their counts of rows and pairs allow, and a step's memory.
+
+    python -m benchmarks.train_step_trees --answers 16       # the memory of one step in this process, as JSON
+
+The trees are made like the traces of tool-use benchmarks: a long system prompt, then turns of 30 to 300 tokens, of
+which the first half is what a tool returned and the rest is sampled. Late turns fork, as where an answer is sampled
+again from the same state, so that more than nine tenths of the segments' rows are shared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.logprobs import memory_mb
+from benchmarks.train_step_ways import SIZES, Ours, Size, make_groups, write_model
+from relax_core.contracts.tree import NOT_SAMPLED, Episode, TokenTree
+
+DEPTH, SHORTEST, LONGEST = 16, 30, 300  # turns of a path, tokens of a turn
+SYSTEM = 2000  # tokens
+FORKS: dict[str, Mapping[int, int]] = {  # turn → in how many it ends
+    "fan-out 4, twice": {14: 4, 15: 4},
+    "fan-out 3, 2, 3": {13: 3, 14: 2, 15: 3},
+}
+MEMORY_TRUNK, MEMORY_ANSWER, MEMORY_BUDGET = 1024, 8192, 8192
+DEADLINE_S = 1800
+
+
+def deep_tree(forks: Mapping[int, int], *, vocabulary: int, seed: int = 1) -> TokenTree:
+    """A tree of `DEPTH` turns whose segments are one episode each; turn lengths are even on a logarithmic scale."""
+    random = np.random.default_rng(seed)
+    versions = [NOT_SAMPLED] * SYSTEM
+    end = [0] * SYSTEM
+    leaves: list[int] = []
+
+    def grow(turn: int) -> None:
+        first = len(end)
+        length = round(float(np.exp(random.uniform(np.log(SHORTEST), np.log(LONGEST)))))
+        versions.extend([NOT_SAMPLED] * (length // 2) + [0] * (length - length // 2))
+        end.extend([0] * length)
+        behind = len(end)
+        for _ in range(forks.get(turn, 1) if turn < DEPTH else 0):
+            grow(turn + 1)
+        if turn == DEPTH:
+            leaves.append(behind - 1)
+        end[first:behind] = [len(end)] * length
+
+    grow(1)
+    rows = len(end)
+    end[:SYSTEM] = [rows] * SYSTEM
+    own = np.array(versions, dtype=np.int32)
+    tree = TokenTree(
+        group_uid="g0",
+        token_ids=random.integers(0, vocabulary, rows, dtype=np.int32),
+        end=np.array(end, dtype=np.int32),
+        loss_mask=own >= 0,
+        logprobs=np.where(own >= 0, -1.0, 0.0).astype(np.float32),
+        versions=own,
+        episodes=[Episode(f"g0.{place}", [leaf], 0.0, {}, [], "stop") for place, leaf in enumerate(leaves)],
+    )
+    advantages = random.standard_normal(len(leaves)).astype(np.float32)
+    return tree.with_extras(advantages=np.repeat(advantages, tree.lengths))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """``rows`` that are computed, ``pairs`` of rows that see each other, and ``predicted`` rows, for which the output
+    layer is computed."""
+
+    rows: int
+    pairs: int
+    predicted: int
+
+    @staticmethod
+    def of(trees: Sequence[TokenTree]) -> Counts:
+        seen = 0
+        for tree in trees:
+            inner = tree.end > np.arange(1, tree.rows + 1)
+            seen += int((tree.runs.positions()[inner] + 1).sum())
+        return Counts(
+            rows=sum(tree.computed_rows for tree in trees),
+            pairs=seen,
+            predicted=sum(len(tree.sampled) for tree in trees),
+        )
+
+    def flops(self, size: Size) -> float:
+        """Of a step of a dense model: three passes over each weight, two products a pair in the forward pass and five
+        in the backward pass of attention, and the output layer's logits computed twice."""
+        width, keys = size.heads * size.head_dim, size.kv_heads * size.head_dim
+        weights = 2 * size.hidden * (width + keys) + 3 * size.hidden * size.feed_forward
+        of_row, of_pair = 6 * size.layers * weights, 7 * 2 * size.layers * width
+        return self.rows * of_row + self.pairs * of_pair + self.predicted * 8 * size.hidden * size.vocabulary
+
+
+# -- memory ---------------------------------------------------------------------------------------------------------
+def step_memory(answers: int) -> dict[str, float]:
+    """One step over one prompt with ``answers``, in a process of its own: ``peak_mb`` over what it had before."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "benchmarks.train_step_trees", f"--answers={answers}"],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1"},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=DEADLINE_S,
+        check=True,
+    )
+    found: dict[str, float] = json.loads(ended.stdout)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--answers", type=int, required=True)
+    answers = parser.parse_args().answers
+    size = SIZES["dense"]
+    with tempfile.TemporaryDirectory(prefix="relax-step-memory-") as scratch:
+        model = Ours(write_model(Path(scratch) / "model", size), family="qwen3")
+    few, many = (
+        make_groups(np.full((1, count), length), prompt=MEMORY_TRUNK, vocabulary=size.vocabulary)
+        for count, length in ((2, 8), (answers, MEMORY_ANSWER))
+    )
+    model.step(few, budget_rows=MEMORY_BUDGET)  # loads what the first step loads
+    base = memory_mb("VmRSS")
+    model.step(many, budget_rows=MEMORY_BUDGET)
+    print(json.dumps({"answers": answers, "peak_mb": memory_mb("VmHWM") - base}))
+
+
+if __name__ == "__main__":
+    main()
