@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from gang_layouts import parallel_config
-from tiny_models import make_model
+from tiny_models import VOCABULARY, make_model
 from tiny_trainer import KNOBS, PPO_CLIP, clip_loss, dp_groups, make_backend, train_step
 
 from relax_core.contracts.algorithm import LossInputs, LossOutputs
@@ -24,7 +24,7 @@ from relax_core.train import process_group
 from relax_core.train.backend import MegatronBackend
 from relax_core.train.micro_batches import split_over_ranks
 from tests.ports import free_port
-from tests.trees import answer_ids, with_tokens
+from tests.trees import answer_ids, random_tree, with_tokens
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
@@ -56,6 +56,13 @@ def with_teacher(group: TokenTree) -> TokenTree:
     return with_tokens(group, **teacher, kept=KeptTokens.of_mask(mask))
 
 
+def tree_batches() -> list[list[TokenTree]]:
+    """Forests of several turns, whose episodes share sampled rows and have several segments."""
+    random = np.random.default_rng(11)
+    trees = [random_tree(random, uid=f"g{place}", roots=2, turns=2, vocabulary=VOCABULARY) for place in range(3)]
+    return [trees[:2], trees[2:]]
+
+
 def refused(work: Callable[[], Any]) -> str:
     try:
         work()
@@ -65,7 +72,7 @@ def refused(work: Callable[[], Any]) -> str:
 
 
 def what_it_sees(backend: MegatronBackend, *, replica: int = 0, replicas: int = 1) -> dict[str, Any]:
-    """Two updates that are refused, and so leave no trace; log-probs; two updates that are made."""
+    """Two updates that are refused, and so leave no trace; log-probs; three updates that are made."""
 
     def mine(batches: list[list[TokenTree]]) -> list[list[TokenTree]]:
         return [split_over_ranks(groups, replicas)[replica] for groups in batches]
@@ -92,7 +99,9 @@ def what_it_sees(backend: MegatronBackend, *, replica: int = 0, replicas: int = 
     kept = backend.top_logprobs([*map(with_teacher, everything)], top_k=TOP_K)
     seen["kept_ids"] = [one.top_ids.tolist() for one in kept]
     seen["kept_logprobs"] = [one.top_logprobs.tolist() for one in kept]
-    for name, groups in (("plain", batches), ("teacher", [[*map(with_teacher, groups)] for groups in batches])):
+    seen["tree_logprobs"] = [one.tolist() for groups in tree_batches() for one in backend.logprobs(groups)]
+    with_teachers = [[*map(with_teacher, groups)] for groups in batches]
+    for name, groups in (("plain", batches), ("teacher", with_teachers), ("trees", tree_batches())):
         metrics = dataclasses.asdict(train_step(backend, mine(groups), step=3))
         del metrics["timings_ms"]
         seen[name] = metrics
