@@ -26,11 +26,11 @@ from relax_core.engines.client import EngineClient
 from relax_core.engines.process import EngineLaunch, EngineProcess
 from relax_core.engines.sglang.client import SglangClient
 from relax_core.registry import find_algorithm, names
-from relax_core.roles.advantages import advantage_columns, input_columns
 from relax_core.roles.context import RunContext
 from relax_core.roles.forward import ActorFwdWorker, ReferenceWorker
 from relax_core.roles.teacher import TeacherWorker, teacher_columns
 from relax_core.roles.teacher_scorers import EngineTeacher, ForwardTeacher
+from relax_core.rollout.advantages import advantage_extras
 from relax_core.rollout.groups import complete_group
 from relax_core.train.rows import decode_train_tree
 from tests.contracts.engine.harness import SGLANG_PYTHON, VOCAB, make_model, prompts_of, random_prompt
@@ -150,19 +150,17 @@ def annotated(row: LeasedRow, backend: Any) -> LeasedRow:
     return msgspec.structs.replace(row, columns={**row.columns, **more})
 
 
-def only(row: LeasedRow, columns: Sequence[str]) -> LeasedRow:
-    return msgspec.structs.replace(row, columns={name: row.columns[name] for name in columns})
-
-
 def train_groups(rows: Sequence[LeasedRow], spec: AlgorithmSpec, knobs: Any) -> list[TokenTree]:
-    """As the advantages role and the trainer see them."""
+    """As the maker of their advantages and the trainer see them."""
     needs = spec.needs(knobs)
-    advantages = advantage_columns([only(row, input_columns(needs)) for row in rows], spec, knobs)
+    advantages = advantage_extras([c.decode_tree(row) for row in rows], spec, knobs)
     skipped = {c.OLD_LOGPROBS: needs.old_logprobs == "rollout", c.REFERENCE_LOGPROBS: not needs.reference}
     groups = []
-    for row in rows:
+    for row, made in zip(rows, advantages, strict=True):
         columns = {name: payload for name, payload in row.columns.items() if not skipped.get(name)}
-        whole = msgspec.structs.replace(row, columns=columns | advantages[row.group_uid])
+        whole = msgspec.structs.replace(
+            row, columns=columns | {name: c.encode_column(name, one) for name, one in made.items()}
+        )
         groups.append(decode_train_tree(whole, step=0, oldest_version=0)[0])
     return groups
 
