@@ -53,6 +53,15 @@ def check_samples(row: GroupRow, issued: Sequence[str]) -> None:
         )
 
 
+def check_versions(group_uid: str, newest: int, *, version: int) -> None:
+    """``newest``: of the weights that a row names. The next version's engines may be ahead of the acknowledgement."""
+    if newest > version + 1:
+        raise ValueError(
+            f"bus: row {group_uid} names weights {newest}, but version {version} is in force: no engine can have them. "
+            "Does an engine serve another run's weights?"
+        )
+
+
 def check_size(group_uid: str, nbytes: int, *, max_row_bytes: int) -> None:
     if nbytes > max_row_bytes:
         raise ValueError(

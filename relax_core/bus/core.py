@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import msgspec
 
 from relax_core.bus.admission import plan_admissions
-from relax_core.bus.checks import ACTOR, check_lease_request, check_read, check_samples, check_size
+from relax_core.bus.checks import ACTOR, check_lease_request, check_read, check_samples, check_size, check_versions
 from relax_core.bus.groups import OpenGroup
 from relax_core.bus.leases import HeldLease, LeaseBook
 from relax_core.bus.ledger import Ledger
@@ -117,6 +117,7 @@ class BusCore:
             group = self.groups.get(row.group_uid)
             if group is not None:
                 check_samples(row, group.uids)
+                check_versions(row.group_uid, max(row.versions, default=0), version=self.version)
 
     def put(self, rows: Sequence[GroupRow]) -> None:
         """Enters complete groups, all or none. A row without kept samples ends its group."""

@@ -112,6 +112,7 @@ def test_rows_that_do_not_fit_their_admission(make_bus: MakeBus) -> None:
         (msgspec.structs.replace(row, uids=uids_of(admission)[:1]), r"wrong: g00000000\.1"),
         (msgspec.structs.replace(row, uids=uids_of(admission)[:1] * 2), "each of its 2 samples once"),
         (msgspec.structs.replace(row, versions=[0]), "2 samples and 1 versions"),
+        (msgspec.structs.replace(row, versions=[0, 2]), "names weights 2, but version 0 is in force"),
         (make_row(foreign), "'g00000007' .index 7. was never admitted"),
         (msgspec.structs.replace(row, index=1), "never admitted"),
     ]
