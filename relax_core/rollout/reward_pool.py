@@ -56,7 +56,7 @@ class RewardPool:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(len(self._workers) or concurrency, thread_name_prefix="reward")
         self._calls = asyncio.Semaphore(concurrency)  # of an async reward
-        self._watch = None if spec.isolated or on_hang is None else HangWatch(knobs, on_hang)
+        self._watch = None if spec.isolated or on_hang is None else HangWatch(knobs, on_hang, shared=not spec.is_async)
         self._answer_s = float("inf")  # the longest that an answer took lately; unknown before the first group
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[RewardOutput]:

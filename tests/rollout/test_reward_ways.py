@@ -173,6 +173,17 @@ def test_an_async_reward_that_keeps_the_event_loop_to_itself_is_told() -> None:
     assert told.is_set() and len(outputs) == 1
 
 
+def test_a_reward_in_many_threads_at_once_has_the_time_that_it_would_have_alone() -> None:
+    told: list[Exception] = []
+
+    def score(given: RewardInput, knobs: Any) -> float:
+        time.sleep(0.6)  # as long as one that computes for 0.02 s, while 31 others do
+        return 1.0
+
+    scored(pool_of(score, timeout_s=0.2, on_hang=told.append), group_of(*["a"] * 32))
+    assert not told
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_reward_of_whole_groups_gets_each_at_once(is_async: bool) -> None:
     def score(given: Sequence[RewardInput], knobs: Any) -> list[float]:
