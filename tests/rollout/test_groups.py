@@ -17,7 +17,7 @@ from relax_core.contracts.engine import Generated
 from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.sample import VersionSpan
-from relax_core.roles.advantages import advantage_columns
+from relax_core.rollout.advantages import advantage_columns
 from relax_core.rollout.groups import DroppedGroup, GroupFilter, complete_group
 from relax_core.train.rows import decode_prompt_and_responses, decode_train_group
 from relax_core.train.step_sums import micro_batch_totals
@@ -209,7 +209,7 @@ def test_the_way_of_a_truncated_sample_from_the_engine_to_the_ledger(aggregation
     lease = core.lease(request)
     assert lease is not None
     knobs = GrpoKnobs(normalize_std="none", aggregation=aggregation, norm_length=8.0)
-    core.write(lease.lease_id, advantage_columns(lease.rows, GRPO, knobs))
+    core.write(lease.lease_id, {row.group_uid: advantage_columns([row.columns], GRPO, knobs)[0] for row in lease.rows})
     columns = (*c.ROLLOUT_COLUMNS, c.ADVANTAGES)
     lease = core.lease(LeaseRequest(task="actor", columns=columns, max_groups=1, step=0, lease_s=60.0))
     assert lease is not None
