@@ -19,9 +19,9 @@ agree: how far they are apart is the last column.
 - ``logprobs``: `benchmarks.logprobs`, 4,096 rows × 151,936 words, hidden 256, each way in processes of its own.
 - ``replay``: R3 on a mixture of experts, whose groups come with and without the experts that the engine chose (here:
   those that transformers' model chooses).
-- ``trees``: `benchmarks.train_step_trees`, trees of 16 turns. "sequences": one sequence a segment, its shared rows
-  included. The last line of a case says what share of the ratio that the counts allow is reached; they allow the ratio
-  of the floating-point operations that rows, pairs and predicted rows need.
+- ``trees``: `benchmarks.train_step_trees`, a tree of 16 turns. "sequences": one sequence a segment, its shared rows
+  included. The last line says what share of the ratio that the counts allow is reached: they allow the ratio of the
+  floating-point operations that rows, pairs and predicted rows need.
 - ``memory``: one step over 16 answers of 8,192 tokens on a prompt of 1,024, in micro-batches of 8,192 rows, against the
   same with one answer; each in a process of its own, peak over what the process had before.
 """
@@ -41,7 +41,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from benchmarks.logprobs import in_own_process
-from benchmarks.train_step_trees import FORKS, Counts, deep_tree, step_memory
+from benchmarks.train_step_trees import Counts, deep_tree, step_memory
 from benchmarks.train_step_ways import (
     SIZES,
     HuggingFace,
@@ -193,30 +193,27 @@ def replay(folder: Path, *, repeats: int) -> Result:
     return measure("R3", ways, tokens=_tokens(groups), repeats=repeats)
 
 
-def trees(folder: Path, *, repeats: int) -> list[dict[str, object]]:
-    """Deep trees, whose shared rows are computed once, against one sequence a segment; dense model."""
+def trees(folder: Path, *, repeats: int) -> dict[str, object]:
+    """A deep tree, whose shared rows are computed once, against one sequence a segment; dense model."""
     size = SIZES["dense"]
     path = write_model(folder / "trees", size)
     sequences_model, tree_model = (Ours(path, family="qwen3") for _ in range(2))
-    told: list[dict[str, object]] = []
-    for name, forks in FORKS.items():
-        deep = deep_tree(forks, vocabulary=size.vocabulary)
-        rows = as_rows([deep])
-        ways: dict[str, Callable[[], float]] = {
-            "sequences": lambda rows=rows: sequences_model.step(rows),  # type: ignore[misc]
-            "tree": lambda deep=deep: tree_model.step([deep], budget_rows=deep.rows),  # type: ignore[misc]
-        }
-        result = measure(name, ways, tokens=_tokens([deep]), repeats=repeats)
-        told += _tell(f"deep trees, {len(rows)} segments", [result])
-        every, once = Counts.of(rows), Counts.of([deep])
-        allowed = every.flops(size) / once.flops(size)
-        for what in ("rows", "pairs", "predicted"):
-            each, one = getattr(every, what), getattr(once, what)
-            print(f"{'':20}{what:16}{each:>14,} → {one:>11,}  {each / one:5.2f}×")
-        share = median(result.ratios("tree")) / allowed
-        print(f"{'':20}the counts allow {allowed:.2f}×, of which {share:.0%} is reached", flush=True)
-        told.append({"sequences": asdict(every), "tree": asdict(once), "allowed": allowed, "share": share})
-    return told
+    deep = deep_tree(vocabulary=size.vocabulary)
+    rows = as_rows([deep])
+    ways: dict[str, Callable[[], float]] = {
+        "sequences": lambda: sequences_model.step(rows),
+        "tree": lambda: tree_model.step([deep], budget_rows=deep.rows),
+    }
+    result = measure(f"{len(rows)} segments", ways, tokens=_tokens([deep]), repeats=repeats)
+    told = _tell("deep trees", [result])
+    every, once = Counts.of(rows), Counts.of([deep])
+    for what in ("rows", "pairs", "predicted"):
+        each, one = getattr(every, what), getattr(once, what)
+        print(f"{'':20}{what:16}{each:>14,} → {one:>11,}  {each / one:5.2f}×")
+    allowed = every.flops(size) / once.flops(size)
+    share = median(result.ratios("tree")) / allowed
+    print(f"{'':20}the counts allow {allowed:.2f}×, of which {share:.0%} is reached")
+    return {**told[0], "counts": [asdict(every), asdict(once)], "allowed": allowed, "share": share}
 
 
 def memory() -> list[dict[str, float]]:

@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,16 +26,13 @@ from benchmarks.train_step_ways import SIZES, Ours, Size, make_groups, write_mod
 from relax_core.contracts.tree import NOT_SAMPLED, Episode, TokenTree
 
 DEPTH, SHORTEST, LONGEST = 16, 30, 300  # turns of a path, tokens of a turn
-SYSTEM = 2000  # tokens
-FORKS: dict[str, Mapping[int, int]] = {  # turn → in how many it ends
-    "fan-out 4, twice": {14: 4, 15: 4},
-    "fan-out 3, 2, 3": {13: 3, 14: 2, 15: 3},
-}
+SYSTEM = 3000  # tokens
+FORKS = {13: 2, 14: 3, 15: 4}  # turn → in how many it ends
 MEMORY_TRUNK, MEMORY_ANSWER, MEMORY_BUDGET = 1024, 8192, 8192
 DEADLINE_S = 1800
 
 
-def deep_tree(forks: Mapping[int, int], *, vocabulary: int, seed: int = 1) -> TokenTree:
+def deep_tree(*, vocabulary: int, seed: int = 1) -> TokenTree:
     """A tree of `DEPTH` turns whose segments are one episode each; turn lengths are even on a logarithmic scale."""
     random = np.random.default_rng(seed)
     versions = [NOT_SAMPLED] * SYSTEM
@@ -48,7 +45,7 @@ def deep_tree(forks: Mapping[int, int], *, vocabulary: int, seed: int = 1) -> To
         versions.extend([NOT_SAMPLED] * (length // 2) + [0] * (length - length // 2))
         end.extend([0] * length)
         behind = len(end)
-        for _ in range(forks.get(turn, 1) if turn < DEPTH else 0):
+        for _ in range(FORKS.get(turn, 1) if turn < DEPTH else 0):
             grow(turn + 1)
         if turn == DEPTH:
             leaves.append(behind - 1)

@@ -5,8 +5,8 @@ sees a key, computes a block in which each sees each without looking at the rule
 the others. The plan is made from the least and greatest row and end of each block, so it takes a few bytes a pair of
 blocks, where torch's own `create_block_mask` first asks the rule for every pair of rows.
 
-torch computes FlexAttention's backward pass on a GPU only. On a CPU the rule, the blocks and the forward pass are
-tested; docs/parity.md says what has not run on a GPU.
+No GPU has run this. On a CPU the rule and the blocks are tested against torch's own, and the graphs that torch captures
+against a dense mask, forward and backward; the kernels that it makes of them for a GPU are not.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FlexAttention's rule, blocks and forward pass on a CPU, where torch computes no backward pass of it."""
+"""FlexAttention's rule and blocks, and what torch captures of it as graphs, on a CPU."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch
 from forests import Forest, dense_attention, forests, random_rows, two_level
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch.nn.attention.flex_attention import create_block_mask, create_mask, flex_attention
 
 from relax_core.train import flex_attention as ours
@@ -70,25 +72,30 @@ def test_no_block_of_a_context_parallel_rank_is_forgotten(forest: Forest, ranks:
                 assert key not in some[query] & every[query]
 
 
-def test_the_output_is_the_dense_attention_and_lengths_share_their_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch compiles once for a stream of one block, once for a fixed length and once for any other; were each length
-    a graph of its own, a GPU would compile for every micro-batch."""
+def test_it_is_the_dense_attention_and_lengths_share_their_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Output and gradients, by the graphs that torch captures, of which none belongs to one length: a GPU would compile
+    for every micro-batch. torch refuses the backward pass on a CPU; without the refusal it computes its own definition
+    of it there."""
     graphs = []
 
-    def count(graph: Any, inputs: Any) -> Any:
+    def captured(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
-        return graph.forward
+        return make_boxed_func(graph.forward)
 
-    kernel = torch.compile(flex_attention, fullgraph=True, backend=count)
+    kernel = torch.compile(flex_attention, fullgraph=True, backend=aot_autograd(fw_compiler=captured))
     monkeypatch.setattr(ours, "_kernel", lambda: kernel)
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *tensors: None)
     for prompt in (40, 150, 200, 250, 300, 350, 400):
         forest = two_level([[90, 30, 200], [70]], [prompt, 60])
         rows = len(forest.parents)
-        inputs = [one.detach() for one in random_rows(rows, dtype=torch.float64, seed=prompt)[:3]]
-        mask = FlexBlocks.of(forest.end, WHOLE, padded=rows, device=CPU)
-        output = mask.attend(*inputs, scale=0.3)
-        torch.testing.assert_close(output, dense_attention(*inputs, forest.sees, scale=0.3), rtol=1e-12, atol=1e-12)
-    assert len(graphs) <= 3
+        *inputs, incoming = random_rows(rows, dtype=torch.float64, seed=prompt)
+        output = FlexBlocks.of(forest.end, WHOLE, padded=rows, device=CPU).attend(*inputs, scale=0.3)
+        dense = dense_attention(*inputs, forest.sees, scale=0.3)
+        torch.testing.assert_close(output, dense, rtol=1e-12, atol=1e-12)
+        grads, expected = (torch.autograd.grad(one, inputs, incoming) for one in (output, dense))
+        for mine, right in zip(grads, expected, strict=True):
+            torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)
+    assert len(graphs) <= 2 * 2  # forward and backward, of the first length and of any other
 
 
 def test_a_plan_of_blocks_takes_no_memory_by_pairs_of_rows() -> None:
