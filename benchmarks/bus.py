@@ -29,23 +29,23 @@ from relax_core.bus.core import BusCore
 from relax_core.bus.journal import Journal
 from relax_core.bus.ledger import Ledger
 from relax_core.bus.settings import BusSettings
-from relax_core.contracts.columns import BOOKED_COLUMNS, SampleInfo, encode_array
-from relax_core.contracts.sample import VersionSpan
+from relax_core.contracts.columns import BOOKED_COLUMNS, EPISODES
+from relax_core.contracts.tree import Episode, Turn, sample_uid
 
-# What the ledger's file keeps of a row: the rollout's words on its samples.
-BOOKED: dict[str, bytes] = dict(
-    zip(
-        BOOKED_COLUMNS,
-        (
-            msgspec.msgpack.encode([[VersionSpan(0, 8, 1000)]] * GROUP_SIZE),
-            encode_array([0.5] * GROUP_SIZE, dtype="float32"),
-            msgspec.msgpack.encode(
-                [SampleInfo("g00001000.10", "stop", {"exact": 0.0, "length": 1.0}, "engine-0")] * 16
-            ),
-        ),
-        strict=True,
+# What the ledger's file keeps of a row: its episodes, here of one turn each.
+_EPISODES = [
+    Episode(
+        sample_uid("g00001000", place),
+        [64 + 8 * place],
+        0.5,
+        {"exact": 0.0, "length": 1.0},
+        [Turn(57 + 8 * place, 65 + 8 * place, "engine-0", [(1000, 8)], "stop")],
+        "stop",
     )
-)
+    for place in range(GROUP_SIZE)
+]
+BOOKED: dict[str, bytes] = {EPISODES: msgspec.msgpack.encode(_EPISODES)}
+assert tuple(BOOKED) == BOOKED_COLUMNS
 
 
 class _GrowingLedger:

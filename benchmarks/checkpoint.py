@@ -20,7 +20,7 @@ os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
 import numpy as np
 
 from benchmarks.one_rank import one_rank_setup
-from relax_core.contracts.tree import TokenTree
+from tests.trees import answers_tree
 
 VOCABULARY = 8192
 
@@ -50,19 +50,7 @@ def trained(folder: Path) -> Any:
     backend = MegatronBackend(one_rank_setup(folder), temperature=1.0)
     tokens = np.ones(8, dtype=np.float32)
     backend.begin_step(0)
-    backend.accumulate(
-        [
-            TokenTree(
-                group_uid="g",
-                prompt_ids=np.arange(4, dtype=np.int32),
-                lengths=np.array([4, 4]),
-                response_ids=np.arange(8, dtype=np.int32),
-                loss_mask=tokens > 0,
-                rollout_logprobs=-tokens,
-                advantages=tokens,
-            )
-        ]
-    )
+    backend.accumulate([answers_tree("g", np.arange(4), [4, 4], np.arange(8), logprobs=-tokens, advantages=tokens)])
     backend.finish_step()
     return backend
 

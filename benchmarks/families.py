@@ -32,6 +32,7 @@ from relax_core.engines.build import build_client
 from relax_core.engines.client import EngineClient
 from relax_core.engines.process import EngineLaunch, EngineProcess
 from relax_core.engines.scores import TokensToScore
+from tests.trees import answers_of, answers_tree, of_tokens, prompt_of
 
 REACH = 2e-5
 CONTEXT = 400  # tokens of an engine's context
@@ -81,13 +82,11 @@ def _groups() -> list[TokenTree]:
     for index, (prompt, lengths) in enumerate(((9, [5, 1, 8]), (150, [40, 7]), (1, [1, 60]))):
         tokens = sum(lengths)
         groups.append(
-            TokenTree(
-                group_uid=f"g{index}",
-                prompt_ids=random.integers(0, VOCABULARY, prompt, dtype=np.int32),
-                lengths=np.array(lengths, dtype=np.int64),
-                response_ids=random.integers(0, VOCABULARY, tokens, dtype=np.int32),
-                loss_mask=np.ones(tokens, dtype=bool),
-                rollout_logprobs=np.zeros(tokens, dtype=np.float32),
+            answers_tree(
+                f"g{index}",
+                random.integers(0, VOCABULARY, prompt, dtype=np.int32),
+                lengths,
+                random.integers(0, VOCABULARY, tokens, dtype=np.int32),
                 advantages=random.standard_normal(tokens).astype(np.float32),
             )
         )
@@ -104,13 +103,14 @@ def trainer_gaps(folder: Path, model: Any) -> dict[str, float]:
     )
     backend, groups = MegatronBackend(setup, temperature=1.0), _groups()
     samples = [
-        (np.concatenate([group.prompt_ids, response]).tolist(), len(response))
+        (np.concatenate([prompt_of(group), response]).tolist(), len(response))
         for group in groups
-        for response in np.split(group.response_ids, np.cumsum(group.lengths)[:-1])
+        for response in answers_of(group)
     ]
     expected = torch.cat([logprobs_of(model, ids)[-responded:] for ids, responded in samples])
-    gap = np.abs(np.concatenate(backend.logprobs(groups)) - expected.detach().numpy()).max()
-    weights = torch.from_numpy(np.concatenate([group.advantages for group in groups]))
+    found = [of_tokens(group, own) for group, own in zip(groups, backend.logprobs(groups), strict=True)]
+    gap = np.abs(np.concatenate(found) - expected.detach().numpy()).max()
+    weights = torch.from_numpy(np.concatenate([group.extras["advantages"] for group in groups]))
     (-(expected * weights).sum()).backward()
     backend.begin_step(0)
     backend.accumulate(groups)

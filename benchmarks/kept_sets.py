@@ -38,6 +38,7 @@ from relax_core.engines.embedded.slots import Prefix
 from relax_core.engines.embedded.weights import FusedWeights
 from relax_core.train.backend import MegatronBackend
 from relax_core.weights.model_folder import read_safetensors
+from tests.trees import answers_tree
 
 PROMPT = list(range(4, 20))
 STRETCH = 7.0
@@ -83,8 +84,9 @@ def _compare(folder: Path, arguments: argparse.Namespace) -> None:
 
     group = decode(TOLD)
     assert group.kept is not None
-    sizes = group.kept.mask().sum(1)
-    nbytes = group.kept.nbytes / group.kept.tokens
+    sets = group.kept.take(group.tokens[1])
+    sizes = sets.mask().sum(1)
+    nbytes = sets.nbytes / sets.tokens
     print(
         f"\nvocabulary {group.kept.vocab_size:,}, {samples} samples of {tokens} tokens; a kept set has "
         f"{np.median(sizes):.0f} tokens in the median, {sizes.mean():.0f} in the mean, and takes {nbytes:.0f} bytes"
@@ -124,13 +126,12 @@ def _decode(decoder: Decoder, settings: SamplingSettings, samples: int) -> Token
         kept = [decoder.kept.of_slot(slot) for slot in range(samples)] if settings.tells_kept else None
         decoder.remove(range(samples))
     tokens = samples * settings.max_new_tokens
-    return TokenTree(
-        group_uid="g",
-        prompt_ids=np.array(PROMPT, dtype=np.int32),
-        lengths=np.full(samples, settings.max_new_tokens, dtype=np.int64),
-        response_ids=np.concatenate(ids).astype(np.int32),
-        loss_mask=np.ones(tokens, dtype=bool),
-        rollout_logprobs=np.concatenate(logprobs).astype(np.float32),
+    return answers_tree(
+        "g",
+        PROMPT,
+        [settings.max_new_tokens] * samples,
+        np.concatenate(ids),
+        logprobs=np.concatenate(logprobs),
         advantages=np.tile(np.array([1.0, -1.0], dtype=np.float32), tokens // 2),
         kept=None if kept is None else KeptTokens.joined(kept),
     )

@@ -41,7 +41,7 @@ from relax_core.preflight import settle
 from relax_core.registry import find_env, find_reward
 from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.prompts import PromptMaker
-from relax_core.rollout.reward_worker import RewardPool
+from relax_core.rollout.reward_pool import RewardPool
 from relax_core.rollout.sampler import Sampler, SamplerSettings
 from relax_core.rollout.turnover import Turnover
 from relax_core.tools.make_tiny import tiny_model_folder
@@ -87,9 +87,9 @@ class StepAtOnce:
 
     async def put_async(self, rows: Sequence[GroupRow], *, timeout_s: float) -> None:
         self.core.put(rows)
-        self._lengths |= {row.group_uid: sum(c.decode_ragged(row.columns[c.RESPONSE_IDS]).lengths) for row in rows}
+        self._lengths |= {row.group_uid: _tokens(row) for row in rows}
         step = self.core.version
-        request = LeaseRequest(task="actor", columns=(c.REWARDS,), min_groups=GROUPS, max_groups=GROUPS, step=step)
+        request = LeaseRequest(task="actor", columns=(c.EPISODES,), min_groups=GROUPS, max_groups=GROUPS, step=step)
         if lease := self.core.lease(request):
             self.tokens += sum(self._lengths[row.group_uid] for row in lease.rows)
             await asyncio.to_thread(rename_weights, self._url, step + 1)
@@ -99,6 +99,11 @@ class StepAtOnce:
     async def drop_async(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
         self.core.drop(group_uid, reason=reason)
         self._changed.set()
+
+
+def _tokens(row: GroupRow) -> int:
+    """Sampled tokens of a row's answers."""
+    return sum(turn.end - turn.start for one in c.decode_episodes(row.columns[c.EPISODES]) for turn in one.turns)
 
 
 def rename_weights(url: str, version: int) -> None:

@@ -13,6 +13,7 @@ import torch
 from benchmarks.family_models import LLAMA3, VOCABULARY, make_family_model
 from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.tree import TokenTree
+from tests.trees import answers_tree, of_tokens, with_experts, with_tokens
 
 BANNED = 50  # with two tensor-parallel ranks, a word of the second one
 # Of the families beside Qwen3: the variant of benchmarks/family_models.py, and what is changed of it.
@@ -72,13 +73,12 @@ def make_groups() -> list[TokenTree]:
     for index, (of_group, prompt) in enumerate(zip(lengths, [9, 4, 13, 6, 1], strict=True)):
         tokens = sum(of_group)
         groups.append(
-            TokenTree(
-                group_uid=f"g{index}",
-                prompt_ids=random.integers(0, VOCABULARY, prompt, dtype=np.int32),
-                lengths=np.array(of_group, dtype=np.int64),
-                response_ids=random.integers(0, VOCABULARY, tokens, dtype=np.int32),
+            answers_tree(
+                f"g{index}",
+                random.integers(0, VOCABULARY, prompt, dtype=np.int32),
+                of_group,
+                random.integers(0, VOCABULARY, tokens, dtype=np.int32),
                 loss_mask=random.random(tokens) >= 0.2,
-                rollout_logprobs=np.zeros(tokens, dtype=np.float32),
                 advantages=np.repeat(random.standard_normal(4), of_group).astype(np.float32),
             )
         )
@@ -86,25 +86,24 @@ def make_groups() -> list[TokenTree]:
 
 
 def with_rollout(groups: Sequence[TokenTree], logprobs: Sequence[np.ndarray]) -> list[TokenTree]:
-    """Sampled by a policy near this one, so that some ratios are clipped and most are not."""
+    """Sampled by a policy near this one, so that some ratios are clipped and most are not. ``logprobs``: of this one,
+    ``[rows]`` a group."""
     random = np.random.default_rng(1)
-    return [
-        dataclasses.replace(group, rollout_logprobs=(mine + 0.1 * random.standard_normal(len(mine))).astype(np.float32))
-        for group, mine in zip(groups, logprobs, strict=True)
-    ]
+    found = []
+    for group, own in zip(groups, logprobs, strict=True):
+        mine = of_tokens(group, own)
+        moved = (mine + 0.1 * random.standard_normal(len(mine))).astype(np.float32)
+        found.append(with_tokens(group, logprobs=moved))
+    return found
 
 
 def one_sample_each(groups: Sequence[TokenTree]) -> list[TokenTree]:
     """Plain packing: the same samples, each a group of its own."""
-    found = []
-    for group in groups:
-        ends = np.cumsum(group.lengths)
-        for index, (start, end) in enumerate(zip(ends - group.lengths, ends, strict=True)):
-            columns = ("response_ids", "loss_mask", "rollout_logprobs", "advantages")
-            cut = {name: getattr(group, name)[start:end] for name in columns}
-            length = group.lengths[index : index + 1]
-            found.append(dataclasses.replace(group, group_uid=f"{group.group_uid}.{index}", lengths=length, **cut))
-    return found
+    return [
+        dataclasses.replace(group.take([place]), group_uid=one.uid, counts_group=True)
+        for group in groups
+        for place, one in enumerate(group.episodes)
+    ]
 
 
 def micro_batches(groups: Sequence[TokenTree], *, pipeline: bool) -> list[list[TokenTree]]:
@@ -118,9 +117,7 @@ def routed(groups: Sequence[TokenTree]) -> list[TokenTree]:
     """With experts to replay that no router would choose: two random ones of four, in each of the four layers."""
     random = np.random.default_rng(2)
     return [
-        dataclasses.replace(
-            group, routed_experts=random.random((group.packed_tokens, 4, 4)).argsort(-1)[..., :2].astype(np.uint8)
-        )
+        with_experts(group, random.random((group.computed_rows, 4, 4)).argsort(-1)[..., :2].astype(np.uint8))
         for group in groups
     ]
 
@@ -130,16 +127,17 @@ def with_kept(groups: Sequence[TokenTree]) -> list[TokenTree]:
     random = np.random.default_rng(3)
     found = []
     for group in groups:
-        ids = np.where(group.response_ids == BANNED, 0, group.response_ids).astype(np.int32)
+        rows, token_ids = group.tokens[1], group.token_ids.copy()
+        token_ids[rows] = ids = np.where(token_ids[rows] == BANNED, 0, token_ids[rows])
         mask = random.random((len(ids), VOCABULARY)) < random.choice([0.0, 0.1, 0.5, 1.0], (len(ids), 1))
         mask[np.arange(len(ids)), ids] = True
         mask[:, BANNED] = False
-        found.append(dataclasses.replace(group, response_ids=ids, kept=KeptTokens.of_mask(mask)))
+        found.append(with_tokens(dataclasses.replace(group, token_ids=token_ids), kept=KeptTokens.of_mask(mask)))
     return found
 
 
 def save_rollout(folder: Path, family: str, packing: str, groups: Sequence[TokenTree]) -> None:
-    np.save(folder / f"{family}.{packing}.npy", np.concatenate([group.rollout_logprobs for group in groups]))
+    np.save(folder / f"{family}.{packing}.npy", np.concatenate([of_tokens(group, group.logprobs) for group in groups]))
 
 
 def read_groups(folder: Path, family: str, packing: str) -> list[TokenTree]:
@@ -148,6 +146,6 @@ def read_groups(folder: Path, family: str, packing: str) -> list[TokenTree]:
         groups = routed(groups)
     if packing == "kept":
         groups = with_kept(groups)
-    ends = np.cumsum([len(group.response_ids) for group in groups])[:-1]
+    ends = np.cumsum([int(group.lengths.sum()) for group in groups])[:-1]
     rollout = np.split(np.load(folder / f"{family}.{packing}.npy"), ends)
-    return [dataclasses.replace(group, rollout_logprobs=mine) for group, mine in zip(groups, rollout, strict=True)]
+    return [with_tokens(group, logprobs=mine) for group, mine in zip(groups, rollout, strict=True)]

@@ -16,6 +16,7 @@ from benchmarks.parity_case import KNOBS, OPTIMIZER, SPEC, STEPS, TEMPERATURE, O
 from benchmarks.parity_data import one_sample_each
 from relax_core.contracts.algorithm import LossInputs, LossOutputs, StepTotals
 from relax_core.contracts.tree import TokenTree
+from tests.trees import answer_ids, of_tokens, prompt_of
 
 
 def huggingface_steps(model: Any, groups: Sequence[TokenTree], *, banned: Sequence[int] = ()) -> Outcome:
@@ -47,9 +48,9 @@ def huggingface_steps(model: Any, groups: Sequence[TokenTree], *, banned: Sequen
 def _left(model: Any, groups: Sequence[TokenTree], banned: Sequence[int]) -> Tensor:
     """bool ``[tokens, vocab]``: what each response token was sampled from."""
     masks = [
-        np.ones((len(group.response_ids), model.config.vocab_size), dtype=bool)
+        np.ones((int(group.lengths.sum()), model.config.vocab_size), dtype=bool)
         if group.kept is None
-        else group.kept.mask()
+        else of_tokens(group, group.kept.mask())
         for group in groups
     ]
     left = torch.from_numpy(np.concatenate(masks))
@@ -60,33 +61,34 @@ def _left(model: Any, groups: Sequence[TokenTree], banned: Sequence[int]) -> Ten
 def _padded_forward(model: Any, groups: Sequence[TokenTree], left: Tensor) -> tuple[Tensor, Tensor]:
     """Log-prob and entropy of every response token over the tokens that are ``left``."""
     samples = one_sample_each(groups)
-    sequences = [np.concatenate([one.prompt_ids, one.response_ids]) for one in samples]
+    sequences = [one.token_ids for one in samples]
     width = max(map(len, sequences))
     ids = torch.tensor(np.array([np.pad(one, (0, width - len(one))) for one in sequences]), dtype=torch.int64)
     attention = torch.tensor([[1] * len(one) + [0] * (width - len(one)) for one in sequences])
     every = model(input_ids=ids, attention_mask=attention).logits / TEMPERATURE
     predicting = [
-        every[row, len(one.prompt_ids) - 1 : len(sequence) - 1]
+        every[row, len(prompt_of(one)) - 1 : len(sequence) - 1]
         for row, (one, sequence) in enumerate(zip(samples, sequences, strict=True))
     ]
     table = torch.cat(predicting).masked_fill(~left, -torch.inf).log_softmax(-1)
-    targets = torch.from_numpy(np.concatenate([one.response_ids for one in samples])).long()
+    targets = torch.from_numpy(np.concatenate([answer_ids(one) for one in samples])).long()
     surprise = table.masked_fill(~left, 0.0)
     return table.gather(1, targets[:, None])[:, 0], -(table.exp() * surprise).sum(1)
 
 
 def _loss(logprobs: Tensor, entropy: Tensor, groups: Sequence[TokenTree]) -> tuple[LossOutputs, float]:
-    def column(name: str) -> Tensor:
-        return torch.from_numpy(np.concatenate([getattr(group, name) for group in groups]))
+    def column(arrays: Sequence[np.ndarray]) -> Tensor:
+        return torch.from_numpy(np.concatenate(arrays))
 
     lengths = np.concatenate([group.lengths for group in groups])
-    mask = column("loss_mask")
+    mask = column([of_tokens(group, group.loss_mask) for group in groups])
+    rollout = column([of_tokens(group, group.logprobs) for group in groups])
     sample_ids = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
     inputs = LossInputs(
         logprobs=logprobs,
-        old_logprobs=column("rollout_logprobs"),
-        rollout_logprobs=column("rollout_logprobs"),
-        advantages=column("advantages"),
+        old_logprobs=rollout,
+        rollout_logprobs=rollout,
+        advantages=column([group.extras["advantages"] for group in groups]),
         loss_mask=mask,
         sample_ids=sample_ids,
         num_samples=len(lengths),

@@ -34,6 +34,7 @@ from relax_core.train import process_group
 from relax_core.train.backend import MegatronBackend
 from relax_core.train.micro_batches import split_over_ranks
 from relax_core.train.rank import RankSetup
+from tests.trees import of_tokens
 
 DEADLINE_S = 300.0
 BALANCE = 0.1  # coefficient of the balancing loss
@@ -76,9 +77,15 @@ def run_steps(
 ) -> Outcome:
     """Two steps over the replicas. The weights are whole only on rank 0."""
     replicas = layout.get("dp", 1)
-    before = backend.logprobs(groups)
+
+    def logprobs() -> np.ndarray:
+        """Of all tokens, float32 ``[tokens]``."""
+        found = backend.logprobs(groups)
+        return np.concatenate([of_tokens(group, own) for group, own in zip(groups, found, strict=True)])
+
+    before = logprobs()
     if not backend.trainable:
-        return Outcome(losses=[], grad_norms=[], logprobs=[np.concatenate(before)], weights={})
+        return Outcome(losses=[], grad_norms=[], logprobs=[before], weights={})
     metrics: list[StepMetrics] = []
     for step in range(STEPS):
         backend.begin_step(step)
@@ -88,7 +95,7 @@ def run_steps(
     return Outcome(
         losses=[one.loss for one in metrics],
         grad_norms=[one.grad_norm for one in metrics],
-        logprobs=[np.concatenate(before), np.concatenate(backend.logprobs(groups))],
+        logprobs=[before, logprobs()],
         weights={name: tensor.clone() for name, tensor in backend.export()},
         loads=[figure for one in metrics for figure in one.moe.values()],
     )

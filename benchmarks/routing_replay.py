@@ -28,13 +28,13 @@ import torch
 from benchmarks.one_rank import one_rank_parallel, one_rank_setup
 from benchmarks.tiny_model import engine_config
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
-from relax_core.contracts.sample import RoutedExperts
 from relax_core.contracts.tree import TokenTree
 from relax_core.data.generated import example
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.client import EngineClient
 from relax_core.engines.process import EngineLaunch, EngineProcess
 from relax_core.tools.make_tiny import EXPERTS, tiny_model_folder
+from tests.trees import answers_tree, of_tokens
 
 REACH = 5.0  # the largest gap is to fall so many times
 SAMPLES = 16  # of a prompt
@@ -135,17 +135,15 @@ async def _responses(
 
 
 def _group(place: int, prompt: list[int], answers: Sequence[Generated]) -> TokenTree:
-    tokens = sum(len(one.output_ids) for one in answers)
     parts = [one.response_experts for one in answers if one.response_experts is not None]
     assert answers[0].prompt_experts is not None and len(parts) == len(answers)
-    return TokenTree(
-        group_uid=f"g{place}",
-        prompt_ids=np.array(prompt, dtype=np.int32),
-        lengths=np.array([len(one.output_ids) for one in answers]),
-        response_ids=np.concatenate([one.output_ids for one in answers]).astype(np.int32),
-        loss_mask=np.ones(tokens, dtype=bool),
-        rollout_logprobs=np.concatenate([one.logprobs for one in answers]).astype(np.float32),
-        routed_experts=RoutedExperts.joined([answers[0].prompt_experts, *parts]).array(),
+    return answers_tree(
+        f"g{place}",
+        prompt,
+        [len(one.output_ids) for one in answers],
+        np.concatenate([one.output_ids for one in answers]),
+        logprobs=np.concatenate([one.logprobs for one in answers]),
+        routed_experts=np.concatenate([answers[0].prompt_experts, *parts]),
     )
 
 
@@ -162,18 +160,19 @@ def measure(name: str, seed: int, folder: Path, groups: Sequence[TokenTree]) -> 
     from relax_core.train.experts import routers
 
     backend = trainer(folder)
-    replayed = np.concatenate(backend.logprobs(groups))
+    replayed = _of_all_tokens(groups, backend.logprobs(groups))
     chosen: list[torch.Tensor] = []
     hooks = [
         router.register_forward_hook(lambda module, inputs, output: chosen.append(output[1]))
         for router in routers(backend.model_chunks)
     ]
-    own = np.concatenate(backend.logprobs([replace(group, routed_experts=None) for group in groups]))
+    own = _of_all_tokens(groups, backend.logprobs([replace(group, extras={}) for group in groups]))
     for hook in hooks:
         hook.remove()
-    engines = torch.from_numpy(np.concatenate([group.routed_experts for group in groups]).astype(np.int64))
+    computed = [group.extras["routed_experts"][group.end > np.arange(group.rows) + 1] for group in groups]
+    engines = torch.from_numpy(np.concatenate(computed).astype(np.int64))
     same = torch.stack([here.gather(1, engines[:, layer]).all(1) for layer, here in enumerate(chosen)]).all(0)
-    rollout = np.concatenate([group.rollout_logprobs for group in groups])
+    rollout = _of_all_tokens(groups, [group.logprobs for group in groups])
     return Row(
         model=name,
         seed=seed,
@@ -184,6 +183,11 @@ def measure(name: str, seed: int, folder: Path, groups: Sequence[TokenTree]) -> 
         mean_own=float(np.abs(own - rollout).mean()),
         mean_replayed=float(np.abs(replayed - rollout).mean()),
     )
+
+
+def _of_all_tokens(groups: Sequence[TokenTree], columns: Sequence[np.ndarray]) -> np.ndarray:
+    """``[rows]`` of each group → ``[tokens]`` of all."""
+    return np.concatenate([of_tokens(group, column) for group, column in zip(groups, columns, strict=True)])
 
 
 def measure_all(seeds: int, prompts: int) -> list[Row]:

@@ -53,6 +53,8 @@ def run_in_folder(
             return USAGE
         for line in plan.left_out:
             print(f"relax: data: {line}", file=sys.stderr)
+        for line in plan.warnings:
+            print(f"relax: warning: {line}", file=sys.stderr)
         resume = newest or named
         for note in (*resume.left, *resume.notes) if resume is not None else ():
             print(f"relax: resume: {note}", file=sys.stderr)

@@ -25,6 +25,7 @@ from relax_core.families.folder import find_family, folder_architecture
 from relax_core.observe.records import EVAL
 from relax_core.plan.context import settle_context, settle_evaluation_context
 from relax_core.plan.epochs import settle_steps
+from relax_core.plan.gpus import gpu_problems
 from relax_core.plan.look import look_at_data
 from relax_core.plan.models import find_dimensions, layout_shape, shape_dimensions
 from relax_core.plan.plugins import plugin_problems
@@ -305,4 +306,5 @@ CHECKS = (
     port_problems,
     sglang_version_problems,
     ray_address_problems,
+    gpu_problems,
 )

@@ -48,7 +48,16 @@ REASONS = {
     ("relax_core/train/weight_gather.py", "_run"): "the trainer's group was made with a deadline",
     ("relax_core/engines/fan_out.py", "fan_out"): "each call has its engine client's deadlines",
     ("relax_core/rollout/evaluation.py", "Evaluator.gate"): "run() sets it or fails, and its task group ends this one",
-    ("relax_core/rollout/reward_worker.py", "RewardPool.close"): "its threads wait for workers that were just killed",
+    (
+        "relax_core/rollout/reward_pool.py",
+        "RewardPool._outcomes",
+    ): "each call ends within reward.timeout_s an answer, or the watch ends the run",
+    (
+        "relax_core/rollout/sampler.py",
+        "Sampler._burst",
+    ): "its groups wait for rewards and the bus, which have deadlines",
+    ("relax_core/rollout/evaluation.py", "ask"): "after the task group: its tasks have ended",
+    ("relax_core/rollout/reward_pool.py", "RewardPool.close"): "its threads wait for workers that were just killed",
     ("relax_core/observe/metrics.py", "MetricsService.close"): "a sink's thread is joined until its deadline",
     ("relax_core/cli/eval_engines.py", "eval_engines"): "each start ends within engine.start_timeout_s",
     (

@@ -52,13 +52,7 @@ def answers_tree(
         reward = 0.0 if rewards is None else float(rewards[place])
         turn = Turn(first, last, "engine-0", runs, ended)
         episodes.append(Episode(f"{uid}.{place}", [last - 1], reward, {"exact": float(reward == 1.0)}, [turn], ended))
-    if routed_experts is not None:
-        fed = np.ones(rows, dtype=bool)
-        fed[behind - 1] = False
-        whole = np.zeros((rows, *routed_experts.shape[1:]), dtype=routed_experts.dtype)
-        whole[fed] = routed_experts
-        extras["routed_experts"] = whole
-    return TokenTree(
+    tree = TokenTree(
         group_uid=uid,
         token_ids=np.concatenate([np.asarray(prompt_ids), np.asarray(answer_ids)]).astype(np.int32),
         end=np.concatenate([np.full(trunk, rows), np.repeat(behind, lengths)]).astype(np.int32),
@@ -68,10 +62,11 @@ def answers_tree(
         episodes=episodes,
         kept=None if kept is None else KeptTokens.joined([KeptTokens.whole(trunk, vocab_size=kept.vocab_size), kept]),
         extras={
-            name: values if name in BY_TOKEN or name == "routed_experts" else of_rows(values, values.dtype.name, 0.0)
+            name: values if name in BY_TOKEN else of_rows(values, values.dtype.name, 0.0)
             for name, values in extras.items()
         },
     )
+    return tree if routed_experts is None else with_experts(tree, routed_experts)
 
 
 def tree_of(row: GroupRow | LeasedRow) -> TokenTree:
@@ -107,9 +102,17 @@ def of_tokens(tree: TokenTree, of_rows: np.ndarray) -> np.ndarray:
 
 
 def with_tokens(tree: TokenTree, **values: Any) -> TokenTree:
-    """The tree with other ``loss_mask``, ``logprobs``, ``versions`` or extras, each with one entry a token."""
-    rows, fields, extras = tree.tokens[1], {}, {}
+    """The tree with other ``loss_mask``, ``logprobs``, ``versions``, ``kept`` or extras, each with one entry a token.
+    A row that two episodes share takes the last one's."""
+    rows, extras = tree.tokens[1], dict[str, np.ndarray]()
+    fields: dict[str, Any] = {}
     for name, of_its_tokens in values.items():
+        if name == "kept":
+            places = np.zeros(tree.rows, dtype=np.int64)  # the first set stands for those of no token
+            places[rows] = np.arange(1, len(rows) + 1)
+            whole_set = KeptTokens.whole(1, vocab_size=of_its_tokens.vocab_size)
+            fields[name] = KeptTokens.joined([whole_set, of_its_tokens]).take(places)
+            continue
         given = np.asarray(of_its_tokens)
         if name in BY_TOKEN:
             extras[name] = given
@@ -119,6 +122,19 @@ def with_tokens(tree: TokenTree, **values: Any) -> TokenTree:
         whole[rows] = given
         (extras if kept is None else fields)[name] = whole
     return replace(tree, **fields, extras={**tree.extras, **extras})
+
+
+def with_experts(tree: TokenTree, experts: np.ndarray) -> TokenTree:
+    """The tree with routed experts ``[computed rows, layers, experts a token]``: those of all rows but the last of each
+    branch, which no model ever computes."""
+    whole = np.zeros((tree.rows, *experts.shape[1:]), dtype=experts.dtype)
+    whole[tree.end > np.arange(tree.rows) + 1] = experts
+    return tree.with_extras(routed_experts=whole)
+
+
+def path_of(tree: TokenTree, row: int) -> np.ndarray:
+    """The rows that ``row`` sees, itself the last, int64: read from ``end`` as its definition says."""
+    return np.flatnonzero(tree.end[: row + 1] > row)
 
 
 def random_tree(

@@ -55,6 +55,13 @@ def function_text(function: RewardFunction) -> str:
                 "of one."
             ]
         ) from error
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+        raise ConfigError(
+            [
+                f"reward={function!r}: it is async, but a function runs in worker processes, a call at a time. Give a "
+                "plain function, or a plug-in file whose SPEC has an async score."
+            ]
+        )
     import cloudpickle
 
     try:

@@ -29,6 +29,15 @@ def check_lease_request(request: LeaseRequest, *, version: int, groups_per_step:
         )
 
 
+def check_read(lease_id: int, group_uids: Sequence[str], *, held: Sequence[str]) -> None:
+    """``held``: the groups of the lease."""
+    foreign = sorted(set(group_uids).difference(held))
+    if foreign:
+        raise ValueError(
+            f"bus: lease {lease_id} does not hold {', '.join(foreign[:4])}: read the groups that the lease came with"
+        )
+
+
 def check_samples(row: GroupRow, issued: Sequence[str]) -> None:
     """``issued``: the uids that the group's admission opened."""
     told = [*row.uids, *row.dropped]
@@ -41,6 +50,15 @@ def check_samples(row: GroupRow, issued: Sequence[str]) -> None:
     if len(row.versions) != len(row.uids):
         raise ValueError(
             f"bus: row {row.group_uid} has {len(row.uids)} samples and {len(row.versions)} versions: give one each"
+        )
+
+
+def check_versions(group_uid: str, newest: int, *, version: int) -> None:
+    """``newest``: of the weights that a row names. The next version's engines may be ahead of the acknowledgement."""
+    if newest > version + 1:
+        raise ValueError(
+            f"bus: row {group_uid} names weights {newest}, but version {version} is in force: no engine can have them. "
+            "Does an engine serve another run's weights?"
         )
 
 

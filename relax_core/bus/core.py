@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import msgspec
 
 from relax_core.bus.admission import plan_admissions
-from relax_core.bus.checks import ACTOR, check_lease_request, check_samples, check_size
+from relax_core.bus.checks import ACTOR, check_lease_request, check_read, check_samples, check_size, check_versions
 from relax_core.bus.groups import OpenGroup
 from relax_core.bus.leases import HeldLease, LeaseBook
 from relax_core.bus.ledger import Ledger
@@ -25,7 +25,7 @@ from relax_core.contracts.bus import (
     BusProgress,
     GroupRow,
     Lease,
-    LeasedRow,
+    LeaseLost,
     LeaseRequest,
     VersionChange,
 )
@@ -117,6 +117,7 @@ class BusCore:
             group = self.groups.get(row.group_uid)
             if group is not None:
                 check_samples(row, group.uids)
+                check_versions(row.group_uid, max(row.versions, default=0), version=self.version)
 
     def put(self, rows: Sequence[GroupRow]) -> None:
         """Enters complete groups, all or none. A row without kept samples ends its group."""
@@ -190,16 +191,19 @@ class BusCore:
                 group.actor_step = self.version
                 group.deliveries += 1
                 self.ledger.lease(row.group_uid, row.uids, step=self.version, delivery=group.deliveries)
-            rows.append(
-                LeasedRow(
-                    group_uid=row.group_uid,
-                    index=row.index,
-                    uids=row.uids,
-                    versions=row.versions,
-                    columns={column: row.columns[column] for column in request.columns},
-                )
-            )
+            rows.append(group.leased_row(request.columns))
         return Lease(lease_id=lease.lease_id, task=lease.task, rows=rows)
+
+    def read(self, lease_id: int, group_uids: Sequence[str], columns: Sequence[str]) -> Lease:
+        """The lease with these rows and columns alone; it is held on as it was."""
+        self._require_running()
+        self.expire()
+        lease = self.leases.held(lease_id)
+        check_read(lease.lease_id, group_uids, held=lease.group_uids)
+        if ended := [uid for uid in group_uids if uid not in self.groups]:
+            raise LeaseLost(f"row {ended[0]} of lease {lease_id} has ended: it was trained or dropped")
+        rows = [self.groups[uid].leased_row(columns) for uid in group_uids]
+        return Lease(lease_id=lease_id, task=lease.task, rows=rows)
 
     def write(self, lease_id: int, columns: Mapping[str, Mapping[str, bytes]]) -> None:
         """Adds columns to every row of a worker's lease and ends it. Rows that have ended meanwhile are passed over."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from relax_core.contracts.bus import Admission, GroupRow
+from relax_core.contracts.bus import Admission, GroupRow, LeasedRow
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,3 +37,14 @@ class OpenGroup:
 
     def has_columns(self, columns: Iterable[str]) -> bool:
         return self.row is not None and all(column in self.row.columns for column in columns)
+
+    def leased_row(self, columns: Iterable[str]) -> LeasedRow:
+        """The row as a task sees it. Raises ValueError for a column that it lacks."""
+        row = self.row
+        assert row is not None, "only rows that are here are leased"
+        try:
+            asked = {column: row.columns[column] for column in columns}
+        except KeyError as lacking:
+            there = ", ".join(row.columns)
+            raise ValueError(f"bus: row {row.group_uid} has no column {lacking}: ask for one of {there}") from lacking
+        return LeasedRow(group_uid=row.group_uid, index=row.index, uids=row.uids, versions=row.versions, columns=asked)

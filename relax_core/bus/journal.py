@@ -79,6 +79,12 @@ class Journal:
         self._database.execute("PRAGMA journal_mode=WAL")
         self._database.execute("PRAGMA synchronous=NORMAL")
         self._database.executescript(_TABLES)
+        fields = [row[1] for row in self._database.execute("PRAGMA table_info(generated)")]
+        if fields != ["id", *BOOKED_COLUMNS]:
+            self._database.close()
+            raise ValueError(
+                f"{path}: a Relax from before token trees wrote it, so a run cannot go on in it. Use another run.dir."
+            )
         self.position: int = self._database.execute(_LAST_ID).fetchone()[0]
         self._queue: deque[_Events | _RollBack | _Flushed] = deque()
         self._pending = threading.Event()

@@ -133,6 +133,10 @@ class BusActor:
         return await self._lease(request, timeout_s)
 
     @answers
+    async def read(self, lease_id: int, group_uids: list[str], columns: list[str]) -> Any:
+        return self._core.read(lease_id, group_uids, columns)
+
+    @answers
     async def write(self, lease_id: int, body: bytes, blocks: list[Block], then: bytes | None, timeout_s: float) -> Any:
         rows = _columns_decoder.decode(body)
         refs = [ray.put(block) for block in blocks]

@@ -88,6 +88,13 @@ class RayBus:
         assert lease is not None
         return lease
 
+    def read(
+        self, lease_id: int, group_uids: Sequence[str], *, columns: Sequence[str], timeout_s: float
+    ) -> list[LeasedRow]:
+        lease = self._call_for_lease("read", lease_id, list(group_uids), list(columns), timeout_s=timeout_s)
+        assert lease is not None
+        return lease.rows
+
     def write(
         self,
         lease_id: int,

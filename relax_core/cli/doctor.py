@@ -143,7 +143,7 @@ def _gpus() -> Iterator[Finding]:
         reason = (done.stdout + done.stderr).strip().split("\n")[0]
         yield Finding(topic="GPUs", verdict=Verdict.note, words=f"nvidia-smi fails: {reason}")
     for line in done.stdout.splitlines() if done.returncode == 0 else []:
-        yield Finding(topic="GPU", verdict=Verdict.good, words=f"{line.strip()}; not used yet, see placement=gpu")
+        yield Finding(topic="GPU", verdict=Verdict.good, words=f"{line.strip()}; a run takes it with placement=gpu")
 
 
 def _left() -> Iterator[Finding]:

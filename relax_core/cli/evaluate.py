@@ -27,7 +27,7 @@ from relax_core.observe.summary import library_versions
 from relax_core.registry import find_env, find_reward
 from relax_core.rollout.evaluation import PreparedSet, SetAnswers, ask, prepare
 from relax_core.rollout.prompts import PromptMaker
-from relax_core.rollout.reward_worker import RewardPool
+from relax_core.rollout.reward_pool import RewardPool
 from relax_core.rollout.sampling import evaluation_sampling
 from relax_core.tools.export import export
 from relax_core.tools.make_tiny import tiny_model_folder
@@ -125,7 +125,12 @@ def _ask(
     print(f"relax: {total} prompts x {config.eval.samples} answers; {config.engine.name} engines start", flush=True)
     reward = find_reward(config.reward.name)
     with (
-        RewardPool(reward, config.reward, workers=config.rollout.reward_workers) as rewards,
+        RewardPool(
+            reward,
+            config.reward,
+            workers=config.rollout.reward_workers,
+            concurrency=config.rollout.reward_concurrency,
+        ) as rewards,
         eval_engines(config, model, log_dir=log_dir) as engines,
     ):
         return asyncio.run(_ask_engines(config, engines, prompts, sets, rewards, total=total))

@@ -26,7 +26,6 @@ from relax_core.config.schema_keys import section_keys, section_types, unknown_k
 _PLANNED = {
     "model": ("qwen3_omni", "qwen3_vl", "qwen3_5"),
     "modality": ("vision", "audio", "omni"),
-    "placement": ("gpu",),
 }
 _TYPE_WORDS = {
     "Integer": "a whole number",

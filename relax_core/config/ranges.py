@@ -93,6 +93,7 @@ RANGES: dict[str, Range] = {
     "rollout.top_k": Range(-1, MAX_TOP_K, why="-1 keeps all tokens"),
     "rollout.min_p": Range(0, 1, below=True, why="0 keeps all tokens"),
     "rollout.reward_workers": _COUNT,
+    "rollout.reward_concurrency": _COUNT,
     "rollout.over_sampling": Range(1, 16, why="1 lets in what a step needs"),
     "rollout.max_aborts": _COUNT,
     "run.steps": Range(1, why="relax eval evaluates without training"),

@@ -292,6 +292,7 @@ class RolloutConfig:
     min_p: float = MISSING
     banned_token_ids: list[int] | None = None  # None: found when the configuration is composed
     reward_workers: int = MISSING
+    reward_concurrency: int = MISSING
     over_sampling: float = MISSING
     surplus: Surplus = MISSING
     partial: Partial = MISSING

@@ -27,7 +27,7 @@ _BUILT = {
     "bus": ("ray", "transfer_queue"),
     "modality": ("text",),
     "tracker": ("default",),
-    "placement": ("cpu",),
+    "placement": ("cpu", "gpu"),
 }
 PLANS = (False, True, "json")
 MOST_STOP_STRINGS, MOST_STOP_BYTES = 16, 1024  # that an engine takes
@@ -61,6 +61,11 @@ def _check_mode(config: RelaxConfig) -> Iterator[str]:
         yield (
             f"mode.max_staleness={mode.max_staleness} with mode=colocate: taking turns is strict on-policy. "
             "Drop mode.max_staleness, or choose mode=async."
+        )
+    if mode.name is ModeName.colocate and config.placement.gpus_per_node:
+        yield NotYet(
+            f"mode=colocate with placement.gpus_per_node={config.placement.gpus_per_node} is not built yet: while "
+            "engines generate, the trainer does not move its state from the GPU to the host. Use mode=async."
         )
 
 

@@ -144,7 +144,7 @@ class AlgorithmSpec:
     ``advantages`` → ``[tokens]`` float32. ``denominator``: from the step's global counts.
     ``normalize``: of an algorithm whose advantages need statistics beyond one group. It gets the advantages of as many
     groups as a train step has, ``[tokens]`` each, and the inputs that they were made of, and returns the advantages to
-    train with; `Needs.whole_step` may switch it off.
+    train with; it is not called where `Needs.whole_step` is false.
     ``drop_group``: may refuse a complete group before it enters the bus; the prompt is replaced by the next. It gets
     the rewards of the group's samples and how many groups were refused since the last that was kept, and returns the
     reason for the ledger, or None to keep the group.

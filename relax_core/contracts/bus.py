@@ -163,6 +163,13 @@ class Bus(Protocol):
     def lease(self, request: LeaseRequest, *, timeout_s: float) -> Lease:
         """Waits until at least one row fits, then leases it."""
 
+    def read(
+        self, lease_id: int, group_uids: Sequence[str], *, columns: Sequence[str], timeout_s: float
+    ) -> list[LeasedRow]:
+        """Columns of rows of a lease that is held, in the order of ``group_uids``; any process that knows the lease may
+        ask, so each rank can read what it trains. The lease goes on as it was. Raises `LeaseLost` where the lease or a
+        row of it has ended, ValueError for a group that is not in the lease and for a column that a row lacks."""
+
     def write(
         self,
         lease_id: int,

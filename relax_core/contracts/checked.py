@@ -59,22 +59,65 @@ class _Source:
 
 
 def checked_reward(spec: RewardSpec) -> RewardSpec:
-    """The same reward, whose ``score`` returns a `RewardOutput` whatever kind of number came.
+    """The same reward, which returns a `RewardOutput` an answer, whatever kind of number came; async where it was.
 
     A number alone is the reward; it is exact where it is 1 (or True). NaN and infinity are no rewards: the reason says
-    so. Raises `WrongResult` for anything else.
+    so. Raises `WrongResult` for anything else, and for a ``score_group`` whose list is not as long as the group.
     """
-    source = _Source("reward", spec.name, spec.score)
+    if spec.score_group is None:
+        return replace(spec, score=_checked_score(spec))
+    return replace(spec, score_group=_checked_score_group(spec))
+
+
+def _checked_score(spec: RewardSpec) -> Callable[[RewardInput, Any], Any]:
+    given_score: Callable[..., Any] | None = spec.score
+    assert given_score is not None
+    source = _Source("reward", spec.name, given_score)
 
     def score(given: RewardInput, knobs: Any) -> RewardOutput:
-        came = spec.score(given, knobs)
-        if (number := _as_number(came)) is not None:
-            return _finite(RewardOutput(reward=number, exact=number == 1.0), spec.name)
-        if not isinstance(came, RewardOutput):
-            raise source.wrong(came, A_REWARD)
-        return _finite(_checked_output(came, source), spec.name)
+        return _one_reward(given_score(given, knobs), spec.name, source)
 
-    return replace(spec, score=score)
+    async def score_async(given: RewardInput, knobs: Any) -> RewardOutput:
+        return _one_reward(await given_score(given, knobs), spec.name, source)
+
+    return score_async if spec.is_async else score
+
+
+def _checked_score_group(spec: RewardSpec) -> Callable[[Sequence[RewardInput], Any], Any]:
+    given_score: Callable[..., Any] | None = spec.score_group
+    assert given_score is not None
+    source = _Source("reward", spec.name, given_score)
+
+    def outputs(came: Any, count: int) -> list[RewardOutput]:
+        wanted = f"a list of {count} rewards, one an answer, in order"
+        if isinstance(came, str | bytes | Mapping) or not hasattr(came, "__len__") or not hasattr(came, "__iter__"):
+            raise source.wrong(_not_awaited(came), wanted)
+        if len(came) != count:
+            raise source.wrong(came, f"{wanted}; {len(came)} came")
+        return [_one_reward(one, spec.name, source, what=f"entry {place}") for place, one in enumerate(came)]
+
+    def score_group(given: Sequence[RewardInput], knobs: Any) -> list[RewardOutput]:
+        return outputs(given_score(given, knobs), len(given))
+
+    async def score_group_async(given: Sequence[RewardInput], knobs: Any) -> list[RewardOutput]:
+        return outputs(await given_score(given, knobs), len(given))
+
+    return score_group_async if spec.is_async else score_group
+
+
+def _one_reward(came: Any, name: str, source: _Source, *, what: str = "") -> RewardOutput:
+    if (number := _as_number(came)) is not None:
+        return _finite(RewardOutput(reward=number, exact=number == 1.0), name)
+    if not isinstance(came, RewardOutput):
+        raise source.wrong(_not_awaited(came), A_REWARD, what=what)
+    return _finite(_checked_output(came, source), name)
+
+
+def _not_awaited(came: Any) -> Any:
+    """Closes a coroutine that a plain function returned, which Python would complain about elsewhere."""
+    if inspect.iscoroutine(came):
+        came.close()
+    return came
 
 
 def _checked_output(came: RewardOutput, source: _Source) -> RewardOutput:

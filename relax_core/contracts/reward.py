@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +11,15 @@ from typing import Any
 @dataclass(frozen=True, kw_only=True)
 class RewardInput:
     """``response``: text without the stop token or stop string. ``stopped``: False when the response ran into the token
-    limit. ``answer``: the data row's reference. ``row``: the whole data row."""
+    limit. ``answer``: the data row's reference. ``row``: the whole data row. ``uid``: the sample's, and ``where``: the
+    row's file and line; both are empty outside of training."""
 
     response: str
     stopped: bool
     answer: str
     row: Mapping[str, Any]
+    uid: str = ""
+    where: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,19 +46,45 @@ class RewardKnobs:
     max_failed: float = 0.5
 
 
+Scored = RewardOutput | float
+
+
 @dataclass(frozen=True, kw_only=True)
 class RewardSpec:
-    """One reward. ``score`` may return a plain number instead of a `RewardOutput`; 1 is exact then.
+    """One reward, as exactly one of two functions. ``score`` takes one answer; ``score_group`` takes a list of the
+    answers to one data row and returns a list with one entry for each of them. An entry may be a plain number instead
+    of a `RewardOutput`; 1 is exact then. Either may be ``async def``: then it is awaited in the rollout's event loop,
+    and cancelled after ``knobs.timeout_s`` seconds an answer. Several calls may be under way at the same time, those of
+    plain functions in threads.
 
     ``isolated``: it runs library code that may hang or crash, so it runs in a worker process that is killed after
-    ``knobs.timeout_s`` seconds, and the answer has no reward. Where one that is not isolated takes longer than that,
-    the run ends. ``check`` raises ValueError for knobs that make no sense. ``prepare`` does
-    slow imports; a worker process calls it once at its start, outside of any timeout."""
+    ``knobs.timeout_s`` seconds an answer. The answers of a call that was cancelled or killed have no reward. Where a
+    plain function that is not isolated takes longer than that, the run ends. ``check`` raises ValueError for knobs that
+    make no sense. ``prepare`` does slow imports; a worker process calls it once at its start, outside of any timeout.
+
+    Raises ValueError where both functions or none is given, and for one that is async and isolated."""
 
     name: str
     summary: str
     knobs: type[RewardKnobs]
-    score: Callable[[RewardInput, Any], RewardOutput | float]
+    score: Callable[[RewardInput, Any], Scored | Awaitable[Scored]] | None = None
+    score_group: Callable[[Sequence[RewardInput], Any], Sequence[Scored] | Awaitable[Sequence[Scored]]] | None = None
     isolated: bool = False
     check: Callable[[Any], None] = lambda knobs: None
     prepare: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
+        if (self.score is None) == (self.score_group is None):
+            has = "neither score nor score_group" if self.score is None else "both score and score_group"
+            raise ValueError(f"reward {self.name}: its SPEC has {has}. Give it one of them.")
+        if self.isolated and self.is_async:
+            raise ValueError(
+                f"reward {self.name}: its SPEC has isolated=True and an async function, but a worker process runs one "
+                "call at a time. Make it a plain function, or drop isolated=True."
+            )
+
+    @property
+    def is_async(self) -> bool:
+        """Whether its function has to be awaited; it may be an object with an ``async def __call__``."""
+        function = inspect.unwrap(self.score or self.score_group)  # type: ignore[arg-type]  # one of them is there
+        return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
     """What one train step reports, over all ranks. ``moe``: of a mixture of experts, how evenly tokens went to them
-    (`relax_core.train.experts.balance_metrics`). ``timings_ms``: parts of the step on this rank."""
+    (`relax_core.train.experts.balance_metrics`). ``timings_ms``: parts of the step on this rank.
+    ``rows``: token rows that were computed, those that several micro-batches or ranks repeat once for each."""
 
     loss: float
     grad_norm: float
@@ -31,6 +32,7 @@ class StepMetrics:
     algorithm: dict[str, float] = field(default_factory=dict)
     moe: dict[str, float] = field(default_factory=dict)
     timings_ms: dict[str, float] = field(default_factory=dict)
+    rows: int = 0
 
 
 class TrainBackend(Protocol):

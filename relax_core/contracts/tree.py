@@ -283,11 +283,24 @@ def check_tree(tree: TokenTree) -> None:
     if sampled[runs.start[runs.parent < 0]].any():
         raise wrong("a sampled row has nothing in front of it: a tree begins with its prompt")
     for one in tree.episodes:
-        rows = [*one.leaves, *(row for turn in one.turns for row in (turn.start, turn.end - 1))]
-        if not one.leaves or not all(0 <= row < tree.rows for row in rows):
-            raise wrong(f"episode {one.uid} names row {rows}, but its group has {tree.rows} rows")
-        if any(not sampled[turn.start : turn.end].all() for turn in one.turns):
-            raise wrong(f"episode {one.uid} has a turn with rows that nothing sampled")
+        if (fault := _fault_of(one, tree)) is not None:
+            raise wrong(f"episode {one.uid} {fault}")
+
+
+def _fault_of(one: Episode, tree: TokenTree) -> str | None:
+    """Why this cannot be an episode of the tree, whose arrays hold together; None where it can."""
+    if any(turn.start >= turn.end for turn in one.turns):
+        return "has a turn without a token: such an answer is dropped, not put"
+    rows = [*one.leaves, *(row for turn in one.turns for row in (turn.start, turn.end - 1))]
+    if not one.leaves or not all(0 <= row < tree.rows for row in rows):
+        return f"names row {rows}, but its group has {tree.rows} rows"
+    for turn in one.turns:
+        own = slice(turn.start, turn.end)
+        if (tree.versions[own] < 0).any():
+            return "has a turn with rows that nothing sampled"
+        if not any(turn.end <= leaf + 1 <= tree.end[own].min() for leaf in one.leaves):
+            return f"has a turn of rows {turn.start} to {turn.end}, which are on no path to its leaves"
+    return None
 
 
 def _moved(episode: Episode, before: np.ndarray) -> Episode:

@@ -14,9 +14,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from relax_core.config.schema import LauncherConfig
+from relax_core.config.schema import LauncherConfig, PlacementConfig
 from relax_core.control.place import RunPlace
 from relax_core.control.processes import kill_trees
+from relax_core.roles.placement import cluster_fault
 
 # Loopback only: the one switch that lets Ray keep 127.0.0.1, which it else swaps for the host's own address.
 LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
@@ -28,7 +29,7 @@ QUIET = {
     "RAY_prestart_worker_first_driver": "0",
     "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed",  # the health manager says it in fewer words
     "RAY_worker_niceness": "0",  # as urgent as what started the run: by default whatever else runs here goes first
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # a worker that asks for no GPU sees none
 }
 NODES_S = 0.2  # how often a joined cluster's nodes are counted
 DAEMONS = {"gcs_server": "GCS", "raylet": "raylet"}  # Ray's names of the processes that a run cannot do without → ours
@@ -58,13 +59,21 @@ class RaySession:
     """Use as a context manager, once a process: Ray reads its token's place when it is imported. Raises RayUnstarted,
     or RuntimeError where a cluster cannot be joined.
 
-    ``token_file``: the run's bearer token. ``daemons``: name → process id of those of a Ray of the run's own.
+    ``placement``: how many GPUs a node is to have; None: none. ``token_file``: the run's bearer token. ``daemons``:
+    name → process id of those of a Ray of the run's own.
     """
 
     def __init__(
-        self, launcher: LauncherConfig, place: RunPlace, *, log_dir: Path, start_timeout_s: float = 300.0
+        self,
+        launcher: LauncherConfig,
+        place: RunPlace,
+        *,
+        log_dir: Path,
+        placement: PlacementConfig | None = None,
+        start_timeout_s: float = 300.0,
     ) -> None:
         self._launcher = launcher
+        self._placement = placement
         self._start_timeout_s = start_timeout_s
         self._place = place
         self.token_file = place.token_folder / "token"
@@ -93,7 +102,7 @@ class RaySession:
         where = {
             "address": "local",  # whatever RAY_ADDRESS says
             "num_cpus": self._launcher.ray_logical_cpus,
-            "num_gpus": 0,
+            "num_gpus": 0 if self._placement is None else self._placement.gpus_per_node,
             "object_store_memory": self._launcher.object_store_mb << 20,
             "include_dashboard": False,
             "_temp_dir": str(self._place.folder / "ray"),
@@ -138,6 +147,8 @@ class RaySession:
                     f"{self._start_timeout_s:.0f} s"
                 )
             time.sleep(NODES_S)
+        if self._placement is not None and (fault := cluster_fault(self._placement, ray.nodes())) is not None:
+            raise RuntimeError(fault)
 
     def keep_logs(self) -> None:
         """Copies what the workers and the daemons wrote into the run's folder; for a run that failed, or lost its

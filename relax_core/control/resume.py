@@ -12,7 +12,15 @@ from relax_core.config.saved import plain
 from relax_core.config.schema import RelaxConfig
 from relax_core.data.identity import data_digest
 from relax_core.train.atomic_folder import recover_replaced
-from relax_core.train.checkpoint_store import BUS_SNAPSHOT, CONFIG, DATA_DIGEST, CheckpointStore, WholeCheckpoint
+from relax_core.train.checkpoint_store import (
+    BUS_SNAPSHOT,
+    CONFIG,
+    DATA_DIGEST,
+    DATUM,
+    TOKEN_TREE,
+    CheckpointStore,
+    WholeCheckpoint,
+)
 
 TOLD_OF_DATA = tuple(key for key in TOLD if key.startswith("data."))
 
@@ -40,6 +48,12 @@ def find_resume_point(config: RelaxConfig) -> ResumePoint | None:
     if found is None:
         return None
     folder, step = found.folder, found.meta.step
+    if found.meta.run.get(DATUM) != TOKEN_TREE:
+        raise ValueError(
+            f"resume={folder}: it was written before groups were token trees, and its run's ledger has another form. "
+            f"Start a new run in another folder from its weights: relax export {folder} FOLDER, then "
+            "model.path=FOLDER."
+        )
     if step > config.run.steps:
         raise ValueError(
             f"resume={folder}: it holds {step} train steps, but run.steps={config.run.steps}. Raise run.steps."

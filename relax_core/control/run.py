@@ -107,7 +107,13 @@ def _in_session(
         supervisor.say_ray_lost(cause)
         os._exit(FAILED)  # the main thread may wait for Ray for good
 
-    session = RaySession(config.launcher, place, log_dir=run_dir / "logs", start_timeout_s=config.run.start_timeout_s)
+    session = RaySession(
+        config.launcher,
+        place,
+        log_dir=run_dir / "logs",
+        placement=config.placement,
+        start_timeout_s=config.run.start_timeout_s,
+    )
     title = f"{config.algo.name} · {config.model.name} · {config.data.name} · {config.mode.name.value}"
     panel = Panel(config.run.steps, run_dir, title, live=config.run.panel)
     workers = [worker_name(role, rank) for role, count in roles_of(config).items() for rank in range(count)]

@@ -23,7 +23,7 @@ from relax_core.roles.context import BUS, TEACHER_ENGINE, RunContext, worker_nam
 from relax_core.roles.critic import CriticWorker
 from relax_core.roles.engine_host import EngineHost
 from relax_core.roles.forward import ActorFwdWorker, ReferenceWorker
-from relax_core.roles.placement import node_options, rank_options, reserve_ranks
+from relax_core.roles.placement import node_options, rank_options, reserve_ranks, worker_gpus
 from relax_core.roles.rank_peer import STATUS_GROUPS, ActorFwdPeer, ActorPeer, RankPeer, ReferencePeer
 from relax_core.roles.rollout import RolloutWorker
 from relax_core.roles.teacher import TeacherEngineHost, TeacherWorker
@@ -110,7 +110,8 @@ class Services:
         if role in self._reserved:
             place = rank_options(self._context.config.placement, self._reserved[role], rank)
         else:
-            place = node_options(self._context.config.launcher, role, rank)
+            gpus = worker_gpus(self._context.config, role)
+            place = node_options(self._context.config.launcher, role, rank, gpus=gpus)
         if not (role in PEERS and rank):
             place["max_concurrency"] = WORKER_CALLS
         return remote.options(

@@ -108,11 +108,9 @@ class EventReader:
         if meta is None:
             return "an event without meta_info"
         growing = self._growing.get(event.index)
-        if growing is None:
+        if growing is None or len(event.output_ids) == meta.completion_tokens:
             growing = self._growing[event.index] = (array("i"), array("f"), [])
         ids, logprobs, kept = growing
-        if len(event.output_ids) == meta.completion_tokens:
-            del ids[:], logprobs[:], kept[:]
         ids.fromlist(event.output_ids)
         if self._vocab_size is not None and meta.output_token_sampling_mask:
             try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from relax_core.config.schema import ModeName, RelaxConfig, Surplus
 from relax_core.plan.workload import Workload
 
@@ -17,7 +19,6 @@ def batch_words(config: RelaxConfig, work: Workload) -> list[str]:
     """One sentence a fact. What does not divide has been refused before."""
     groups, size, ranks = work.groups, work.group_size, config.parallel.dp
     mini_batches, epochs = config.algo.mini_batches, config.algo.epochs
-    budget = config.parallel.micro_batch_tokens
     words = [
         f"{groups} prompts x {size} samples = {groups} groups, {groups * size} samples a train step; "
         f"{config.run.steps} steps train {config.run.steps * groups * size} samples of {config.run.steps * groups} "
@@ -26,21 +27,37 @@ def batch_words(config: RelaxConfig, work: Workload) -> list[str]:
         f"x {plural(epochs, 'epoch')} = {plural(mini_batches * epochs, 'update')} and one weight version a step.",
         f"A group is {work.prompt_tokens} prompt tokens once + {size} x {work.new_tokens - 1} = {work.group_rows} "
         f"token rows at most ({work.prompt_source}).",
-        f"A micro-batch holds {plural(work.micro_batch_groups, 'group')} = {work.micro_batch_rows} rows on "
-        f"{plural(work.busy_ranks, 'data-parallel rank')}; {plural(work.micro_batches, 'micro-batch')} a pass over the "
-        "step.",
+        *_micro_batch_words(config, work),
     ]
     if work.busy_ranks < ranks:
         words.append(
             f"Only {work.busy_ranks} of {ranks} data-parallel ranks have work in a micro-batch: an update has no more "
-            f"groups. Use parallel.dp={work.busy_ranks}."
-        )
-    if work.group_rows > budget:
-        words.append(
-            f"One group is more than a micro-batch, parallel.micro_batch_tokens={budget}: it goes alone, and sets the "
-            "peak."
+            f"episodes. Use parallel.dp={work.busy_ranks}."
         )
     return words
+
+
+def _micro_batch_words(config: RelaxConfig, work: Workload) -> Iterator[str]:
+    budget, ranks = config.parallel.micro_batch_tokens, config.parallel.dp
+    of_ranks = f"{work.micro_batch_rows} rows at most on {plural(work.busy_ranks, 'data-parallel rank')}"
+    passes = f"{plural(work.micro_batches, 'micro-batch')} a pass over the step."
+    if work.groups_together:
+        yield f"A micro-batch holds {plural(work.groups_together, 'group')}, {of_ranks}; {passes}"
+        cut = "Episodes of one group go to several ranks"
+    else:
+        cut = (
+            f"A group has more rows than parallel.micro_batch_tokens={budget}"
+            f"{f' on each of {ranks} ranks' if ranks > 1 else ''}, so its episodes are cut into "
+            f"{plural(work.group_pieces, 'piece')}"
+        )
+        yield f"A micro-batch holds a part of a group, {of_ranks}; {passes}"
+    if work.repeated_share:
+        yield f"{cut}, each with the prompt: at most {100 * work.repeated_share:.1f}% of the rows are repeated prompts."
+    if work.episode_rows > budget:
+        yield (
+            f"One episode alone, {work.prompt_tokens} prompt and {work.new_tokens - 1} response rows, is more than "
+            f"parallel.micro_batch_tokens={budget}: it is never cut, so its {work.episode_rows} rows set the peak."
+        )
 
 
 def context_words(config: RelaxConfig, work: Workload) -> list[str]:

@@ -14,6 +14,7 @@ from relax_core.plan.batch import batch_words, context_words, credit_words
 from relax_core.plan.context import planned_context
 from relax_core.plan.dimensions import ModelDimensions
 from relax_core.plan.epochs import epoch_words
+from relax_core.plan.gpus import UNSEEN
 from relax_core.plan.look import DataLook, look_at_data
 from relax_core.plan.memory import GIB, Holder
 from relax_core.plan.memory_cpu import cache_tokens, cpu_holders
@@ -24,15 +25,16 @@ from relax_core.plan.transfers import Transfers, find_transfers
 from relax_core.plan.unread import unread_knobs
 from relax_core.plan.workload import Workload, find_workload
 from relax_core.registry import find_algorithm
+from relax_core.roles.placement import engines_take_gpus
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """``roles``: role → workers. ``free_bytes``: memory of this machine that is left, where the run would use it; else
     None. ``cache_tokens_fit``: of one engine's GPUs, else None. ``data``: what a look at the data found; ``left_out``:
-    the part of that which is not used as it is; both empty where no data is here. ``refused``: why it cannot work, each
-    with the fix. ``not_yet``: why it cannot start today, though it could work. Memory, places and transfers are empty
-    where the layout itself is refused."""
+    the part of that which is not used as it is; both empty where no data is here. ``warnings``: what a start tells in
+    front of all else. ``refused``: why it cannot work, each with the fix. ``not_yet``: why it cannot start today,
+    though it could work. Memory, places and transfers are empty where the layout itself is refused."""
 
     name: str
     model: ModelDimensions
@@ -50,6 +52,7 @@ class Plan:
     data: Sequence[str]
     left_out: Sequence[str]
     unread: Sequence[str]
+    warnings: Sequence[str]
     not_yet: Sequence[str]
     refused: Sequence[str]
 
@@ -91,12 +94,13 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
         work=work,
         memory=memory,
         free_bytes=free,
-        cache_tokens=config.engine.max_total_tokens if on_gpus else cache_tokens(config, work),
-        cache_tokens_fit=cache_tokens_that_fit(config, model, work) if on_gpus else None,
+        cache_tokens=config.engine.max_total_tokens if engines_take_gpus(config) else cache_tokens(config, work),
+        cache_tokens_fit=cache_tokens_that_fit(config, model, work) if engines_take_gpus(config) else None,
         transfers=find_transfers(config, needs, model=model, work=work),
         data=[] if look is None else look.words(what=config.data.name),
         left_out=[] if look is None else look.left_out(),
         unread=list(unread_knobs(config)),
+        warnings=[UNSEEN] if on_gpus else [],
         not_yet=list(not_yet),
         refused=refused,
     )

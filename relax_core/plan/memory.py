@@ -12,6 +12,7 @@ from relax_core.train.tree import MASKLESS_SAVES_PAIRS
 
 MIB, GIB = 1 << 20, 1 << 30
 FLOAT = 4  # bytes
+FLEX_BLOCK = 128  # rows of a block of FlexAttention
 MASK_BOOLS = 3  # bytes for each pair of places: the bool masks that the attention mask is made from
 
 
@@ -83,28 +84,37 @@ def activation_values(model: ModelDimensions) -> int:
 
 
 def mask_bytes(config: RelaxConfig, parallel: ParallelConfig, work: Workload) -> int:
-    """The attention mask of a micro-batch, one square a group, in the model's dtype."""
-    return _mask_pairs(config, parallel, work) * dtype_bytes(config)
+    """What says which row sees which, of a micro-batch on one rank: on a CPU a mask in the model's dtype; on a GPU a
+    plan of blocks, four int32 for each pair of blocks (FlexAttention's lists of partial and of full blocks, by query
+    and by key)."""
+    if config.placement.gpus_per_node:
+        blocks = -(-work.micro_batch_rows // FLEX_BLOCK)
+        return 4 * 4 * blocks * -(-blocks // parallel.cp)
+    return _mask_pairs(parallel, work) // parallel.cp * dtype_bytes(config)
 
 
 def mask_making_bytes(config: RelaxConfig, parallel: ParallelConfig, work: Workload) -> int:
-    return _mask_pairs(config, parallel, work) * MASK_BOOLS
+    """What exists beside a mask while it is made; a plan of blocks is made without a mask."""
+    return 0 if config.placement.gpus_per_node else _mask_pairs(parallel, work) // parallel.cp * MASK_BOOLS
 
 
-def _mask_pairs(config: RelaxConfig, parallel: ParallelConfig, work: Workload) -> int:
-    """None on a CPU where large groups are attended to without a mask (relax_core/train/branch_attention.py)."""
-    pairs, branch = work.micro_batch_rows * work.group_rows, work.new_tokens - 1
-    needed = (
-        work.prompt_tokens * (work.prompt_tokens // 2 + work.group_size * branch) + work.group_size * branch**2 // 2
-    )
-    saved = pairs - work.micro_batch_groups * needed
-    on_cpu = config.placement.gpus_per_node == 0
-    return 0 if on_cpu and parallel.cp == 1 and saved > MASKLESS_SAVES_PAIRS else pairs
+def _mask_pairs(parallel: ParallelConfig, work: Workload) -> int:
+    """Pairs of rows that a mask on a CPU tells of, one square a group. With context parallelism there always is one;
+    otherwise only where leaving it out saves little (relax_core/train/branch_attention.py)."""
+    rows, branch, prompt = work.micro_batch_rows, work.new_tokens - 1, work.prompt_tokens
+    line = min(rows, work.group_rows)
+    pairs, branches = rows * line, line - prompt
+    needed = -(-rows // line) * (prompt * (prompt // 2 + branches) + branches * branch // 2)
+    return 0 if parallel.cp == 1 and pairs - needed > MASKLESS_SAVES_PAIRS else pairs
 
 
 def head_bytes(config: RelaxConfig, model: ModelDimensions, work: Workload, *, split: int = 1) -> int:
-    """Logits of one chunk, the output weight in float32 where it is not, and its gradient; ``split``: over tp ranks."""
+    """Logits of one chunk in float32, and the gradient of the output weight; ``split``: over tp ranks. In bfloat16 a
+    CPU has a float32 copy of the weight too, a GPU a bfloat16 copy of the chunk for its products."""
     rows = min(work.micro_batch_tokens, config.parallel.logprob_chunk_tokens)
     chunk = rows * model.vocabulary * (FLOAT + int(config.rollout.truncates))  # a bool beside each logit
     weight = model.vocabulary * model.hidden * FLOAT
-    return (chunk + weight + (weight if dtype_bytes(config) != FLOAT else 0)) // split
+    copy = 0
+    if dtype_bytes(config) != FLOAT:
+        copy = rows * model.vocabulary * dtype_bytes(config) if config.placement.gpus_per_node else weight
+    return (chunk + weight + copy) // split

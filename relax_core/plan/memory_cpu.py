@@ -49,7 +49,7 @@ BASES = {  # MiB
 }
 SIZED = ("Serve controller", "advantages", "rollout", "owner of an engine")  # by the configuration
 FRONT, REWARD_WORKER, QUEUE_PROCESS = 164, 65, 250
-TORCH = 168  # what a process gains by importing torch
+TORCH = 188  # what the rollout gains by computing advantages with torch
 KEPT_BY_ALLOCATOR = 0.5  # of what a micro-batch allocates: pieces that glibc neither gives back nor fits into
 SAMPLING_COPIES = 8  # float32 arrays [samples, vocabulary] of one decode step
 SLOT_BYTES = 256  # of the table of running samples, which is made at once
@@ -111,7 +111,7 @@ def _trainer(
     published = model.parameters * dtype_bytes(config)
     state = {"imports": TRAINER * MIB, **state_terms(config, parallel, model)}
     activations = activation_terms(config, parallel, model, work)
-    forward = _with_kept({**activations, "making the mask": mask_making_bytes(config, parallel, work) // parallel.cp})
+    forward = _with_kept({**activations, "making the mask": mask_making_bytes(config, parallel, work)})
     backward = _with_kept({**activations, "logits chunk": head_bytes(config, model, work, split=parallel.tp)})
     kept = {"kept by the allocator": max(sum(forward.values()), sum(backward.values()))}
     phases = [

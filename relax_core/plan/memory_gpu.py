@@ -6,7 +6,7 @@ as in the CPU build, in the model's dtype.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from relax_core.config.schema import ModeName, RelaxConfig
 from relax_core.control.role_counts import gang_layouts
@@ -23,6 +23,7 @@ from relax_core.plan.memory import (
     mask_making_bytes,
 )
 from relax_core.plan.placement import ROLLOUT
+from relax_core.plan.trainer_room import trainer_room
 from relax_core.plan.trainer_share import activation_terms, forward_terms, share_of, state_terms
 from relax_core.plan.workload import Workload
 from relax_core.train.layout_arithmetic import forward_parallel, one_rank
@@ -31,10 +32,6 @@ PROCESS_BYTES = 2 * GIB  # assumed: CUDA context, NCCL buffers, cuBLAS workspace
 ENGINE_BYTES = 4 * GIB  # assumed: the same for an engine, with its CUDA graphs and prefill activations
 FRAGMENTS = 0.1  # assumed: of what a micro-batch allocates
 SYNC_BUCKET_BYTES = 2 * 64 * MIB  # one bucket is filled while the other travels
-_TRAINER_FIX = (
-    "Raise parallel.tp or parallel.pp with more GPUs, or lower rollout.max_new_tokens, algo.group_size, "
-    "parallel.micro_batch_tokens; parallel.distributed_optimizer=true shares Adam's states where dp > 1"
-)
 
 
 def gpu_holders(
@@ -48,8 +45,7 @@ def gpu_holders(
     holders = []
     for role, count in gpus.items():
         if role in ("actor", "critic"):
-            phases = _trainer_phases(config, model, work)
-            holders.append(Holder(name=role, count=count, phases=phases, limit=limit, room=_TRAINER_FIX))
+            holders.append(_trainer(role, config, model, work, count=count, limit=limit))
         elif role == ROLLOUT:
             holders.append(_engine(config, model, work, count=count, limit=limit))
         else:
@@ -80,9 +76,7 @@ def _state(config: RelaxConfig, model: ModelDimensions) -> dict[str, int]:
 def _trainer_phases(config: RelaxConfig, model: ModelDimensions, work: Workload) -> tuple[Phase, ...]:
     parallel, state = config.parallel, _state(config, model)
     activations = activation_terms(config, parallel, model, work)
-    forward = _with_fragments(
-        {**activations, "making the mask": mask_making_bytes(config, parallel, work) // parallel.cp}
-    )
+    forward = _with_fragments({**activations, "making the mask": mask_making_bytes(config, parallel, work)})
     backward = _with_fragments({**activations, "logits chunk": head_bytes(config, model, work, split=parallel.tp)})
     return (
         Phase(name="forward", terms=state | forward),
@@ -90,6 +84,16 @@ def _trainer_phases(config: RelaxConfig, model: ModelDimensions, work: Workload)
         Phase(name="optimizer", terms=state),
         Phase(name="sync", terms=state | {"sync buckets": SYNC_BUCKET_BYTES}),
     )
+
+
+def _trainer(
+    role: str, config: RelaxConfig, model: ModelDimensions, work: Workload, *, count: int, limit: int
+) -> Holder:
+    def peak(changed: RelaxConfig, its_work: Workload) -> int:
+        return max(phase.bytes for phase in _trainer_phases(changed, model, its_work))
+
+    room = trainer_room(config, work, peak, limit=limit) if peak(config, work) > limit else ""
+    return Holder(name=role, count=count, phases=_trainer_phases(config, model, work), limit=limit, room=room)
 
 
 def _engine_terms(config: RelaxConfig, model: ModelDimensions, work: Workload) -> dict[str, int]:
@@ -139,8 +143,7 @@ def _shared(
 ) -> Holder:
     """Roles take turns: while engines generate, the trainer's weights, gradients and states are on the host."""
     engine = _engine_terms(config, model, work)
-    idle = {"engine process": ENGINE_BYTES}
-    trainer = [Phase(name=one.name, terms={**one.terms, **idle}) for one in _trainer_phases(config, model, work)[:3]]
+    trainer = _beside_idle_engine(_trainer_phases(config, model, work))
     weights = {key: engine[key] for key in ("engine process", "engine weights")}
     sending = {"process": PROCESS_BYTES, "weights": share_of(config.parallel, model).parameters * dtype_bytes(config)}
     phases = (
@@ -150,8 +153,20 @@ def _shared(
         Phase(name="wake-up", terms={"process": PROCESS_BYTES, **engine}),
     )
     worst = max(phases, key=lambda phase: phase.bytes)
-    room = _engine_fix(config, model, work) if worst.name in ("rollout", "wake-up") else _TRAINER_FIX
+
+    def peak(changed: RelaxConfig, its_work: Workload) -> int:
+        return max(phase.bytes for phase in _beside_idle_engine(_trainer_phases(changed, model, its_work)))
+
+    room = ""
+    if worst.bytes > limit:
+        of_engine = worst.name in ("rollout", "wake-up")
+        room = _engine_fix(config, model, work) if of_engine else trainer_room(config, work, peak, limit=limit)
     return Holder(name="every GPU", count=gpus["actor"], phases=phases, limit=limit, room=room)
+
+
+def _beside_idle_engine(phases: Sequence[Phase]) -> list[Phase]:
+    """The trainer's own phases, while an engine that has given up weights and cache is on the same GPU."""
+    return [Phase(name=one.name, terms={**one.terms, "engine process": ENGINE_BYTES}) for one in phases[:3]]
 
 
 def _with_fragments(terms: Mapping[str, int]) -> dict[str, int]:

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from relax_core.config.schema import ModeName, RelaxConfig, SlurmLauncherConfig
 from relax_core.control.role_counts import gang_layouts, layout_key
 from relax_core.plan.dimensions import ModelDimensions
+from relax_core.roles.context import TEACHER_ENGINE
+from relax_core.roles.placement import engines_take_gpus
 from relax_core.train.layout_arithmetic import rank_faults, rank_place
 
-MODEL_ROLES = ("actor", "rollout", "critic", "reference", "actor_fwd", "teacher", "teacher_engine")
+MODEL_ROLES = ("actor", "rollout", "critic", "reference", "actor_fwd", "teacher", TEACHER_ENGINE)
 ROLLOUT = "rollout"  # its GPUs are the engines'
 _COORDINATES = ("pp", "dp", "cp", "tp", "ep", "etp")  # in the order in which they are told
 
@@ -30,13 +32,14 @@ def gpus_of(config: RelaxConfig, roles: Mapping[str, int]) -> dict[str, int]:
     """Role → GPUs, of the roles that hold a model. Time-sharing roles have all of them each."""
     placement = config.placement
     if config.mode.name is ModeName.colocate:
-        return dict.fromkeys(needed_roles(roles), placement.nodes * placement.gpus_per_node)
+        return dict.fromkeys(needed_roles(config, roles), placement.nodes * placement.gpus_per_node)
     return dict(placement.roles)
 
 
-def needed_roles(roles: Mapping[str, int]) -> list[str]:
-    """The roles of a run that hold a model, in the order in which they take GPUs. The engines count as rollout."""
-    return [role for role in MODEL_ROLES if role in roles]
+def needed_roles(config: RelaxConfig, roles: Mapping[str, int]) -> list[str]:
+    """The roles of a run that need GPUs, in the order in which they take them. The engines count as rollout."""
+    of_engines = () if engines_take_gpus(config) else (ROLLOUT, TEACHER_ENGINE)
+    return [role for role in MODEL_ROLES if role in roles and role not in of_engines]
 
 
 def placement_faults(config: RelaxConfig, roles: Mapping[str, int], model: ModelDimensions) -> Iterator[str]:
@@ -70,7 +73,7 @@ def placement_faults(config: RelaxConfig, roles: Mapping[str, int], model: Model
 
 
 def _role_faults(config: RelaxConfig, roles: Mapping[str, int]) -> Iterator[str]:
-    placement, needed = config.placement, needed_roles(roles)
+    placement, needed = config.placement, needed_roles(config, roles)
     total = placement.nodes * placement.gpus_per_node
     if config.mode.name is ModeName.colocate:
         if placement.roles:
@@ -83,7 +86,7 @@ def _role_faults(config: RelaxConfig, roles: Mapping[str, int]) -> Iterator[str]
         if role not in needed:
             yield (
                 f"placement.roles.{role}={placement.roles[role]}: algo={config.algo.name} as it is set starts no such "
-                f"role, so nothing would use its GPUs. Drop it. Its roles: {', '.join(needed)}."
+                f"role on a GPU. Drop it. Its roles: {', '.join(needed)}."
             )
     wanted = sum(placement.roles.values())
     if wanted > total:

@@ -24,6 +24,8 @@ def size_words(size: int) -> str:
 
 def _lines(plan: Plan) -> Iterator[str]:
     yield from _verdict(plan)
+    for number, warning in enumerate(plan.warnings):
+        yield from ("", *_wrapped("Warning   " if number == 0 else " " * 10, warning.split(" "), between=""))
     model = plan.model
     experts = f", {model.experts.count} experts, {model.experts.per_token} a token" if model.experts else ""
     towers = "".join(f", {name} tower {size / 1e6:.0f}M" for name, size in model.towers.items())
@@ -78,10 +80,10 @@ def _placement(plan: Plan) -> Iterator[str]:
         yield from _wrapped(f"node {node}  GPU ", [f"{gpus}: {' + '.join(names)}" for gpus, names in on_gpus.items()])
 
 
-def _wrapped(head: str, words: list[str]) -> Iterator[str]:
+def _wrapped(head: str, words: list[str], *, between: str = ",") -> Iterator[str]:
     line, indent = head, " " * len(head)
     for number, word in enumerate(words):
-        end = "" if number == len(words) - 1 else ","
+        end = "" if number == len(words) - 1 else between
         if len(line) + len(word) > _WIDTH and line.strip():
             yield line.rstrip()
             line = indent
@@ -92,7 +94,7 @@ def _wrapped(head: str, words: list[str]) -> Iterator[str]:
 def _memory(plan: Plan) -> Iterator[str]:
     if not plan.memory:
         return
-    on_gpus = plan.cache_tokens_fit is not None
+    on_gpus = any(holder.limit for holder in plan.memory)
     yield "peak of each GPU, by phase" if on_gpus else "peak resident memory of each process, by phase"
     for holder in plan.memory:
         if on_gpus or len(holder.phases) > 1:

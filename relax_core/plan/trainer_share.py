@@ -72,7 +72,7 @@ def activation_terms(
         activations = round(in_flight * layers * inputs) + a_layer
     else:
         activations = round(in_flight * layers * a_layer)
-    return {"activations": activations, "attention mask": round(in_flight * mask_bytes(config, parallel, work)) // cp}
+    return {"activations": activations, "attention mask": round(in_flight * mask_bytes(config, parallel, work))}
 
 
 def row_values(parallel: ParallelConfig, model: ModelDimensions) -> int:
@@ -88,8 +88,7 @@ def forward_terms(
     """What a rank that only computes forward holds of a micro-batch at one time."""
     return {
         "one layer": work.micro_batch_rows // parallel.cp * row_values(parallel, model) * dtype_bytes(config),
-        "attention mask": (mask_bytes(config, parallel, work) + mask_making_bytes(config, parallel, work))
-        // parallel.cp,
+        "attention mask": mask_bytes(config, parallel, work) + mask_making_bytes(config, parallel, work),
     }
 
 

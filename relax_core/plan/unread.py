@@ -18,7 +18,9 @@ def unread_knobs(config: RelaxConfig) -> Iterator[str]:
         yield "algo.kl_estimator, algo.kl_placement: algo.kl_coef=0 asks for no reference model"
     if getattr(algo, "aggregation", None) in ("token_mean", "seq_mean_token_mean"):
         yield f"algo.norm_length: algo.aggregation={algo.aggregation} does not divide by it"
-    if not find_reward(config.reward.name).isolated:
+    if find_reward(config.reward.name).isolated:
+        yield f"rollout.reward_concurrency: reward={config.reward.name} runs in rollout.reward_workers processes"
+    else:
         yield f"rollout.reward_workers: reward={config.reward.name} runs in the rollout process itself"
     if config.optimizer.schedule is Schedule.constant:
         yield "optimizer.min_lr_ratio: optimizer.schedule=constant never goes down"

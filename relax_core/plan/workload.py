@@ -23,9 +23,15 @@ _SMALL_VOCABULARY = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """``prompt_source``: where the prompt's length is from, in words. Rows are token rows of a tree-packed group: the
-    prompt once, each response without its last token. ``busy_ranks``: data-parallel ranks that get a group of every
-    micro-batch; ``micro_batch_groups``, ``_rows`` and ``_tokens`` are of one of them."""
+    """``prompt_source``: where the prompt's length is from, in words.
+
+    Rows are token rows that the trainer computes: the prompt once, each response without its last token.
+    ``group_rows``: of a whole group; ``episode_rows``: of one episode alone. ``busy_ranks``: data-parallel ranks that
+    have work in a micro-batch; ``micro_batch_rows`` and ``micro_batch_tokens`` (response tokens) are the most that one
+    of them has. ``groups_together``: groups of a micro-batch over all ranks, 0 where a group is cut into
+    ``group_pieces`` pieces, each with the prompt. ``micro_batches``: of a pass over the step. ``repeated_share``: the
+    part of all computed rows that are prompts computed once more, at most.
+    """
 
     prompt_tokens: int
     prompt_source: str
@@ -33,11 +39,14 @@ class Workload:
     group_size: int
     groups: int
     group_rows: int
+    episode_rows: int
     busy_ranks: int
-    micro_batch_groups: int
+    groups_together: int
+    group_pieces: int
     micro_batch_rows: int
     micro_batch_tokens: int
     micro_batches: int
+    repeated_share: float
     sample_tokens: int
     samples_in_flight: int
 
@@ -46,11 +55,19 @@ def find_workload(config: RelaxConfig, *, vocabulary: int) -> Workload:
     """For a validated configuration."""
     prompt, source = _prompt_tokens(config, vocabulary=vocabulary)
     group_size, groups, new = config.algo.group_size, config.rollout.prompts_per_step, config.rollout.max_new_tokens
-    group_rows = prompt + group_size * (new - 1)
-    ranks = config.parallel.dp
+    branch, ranks = new - 1, config.parallel.dp
+    group_rows, episode_rows = prompt + group_size * branch, prompt + branch
     of_update = groups // config.algo.mini_batches
-    together = min(of_update, max(1, config.parallel.micro_batch_tokens // group_rows) * ranks)
-    mine = -(-together // ranks)
+    busy = min(ranks, of_update * group_size)
+    packed = pack_update(
+        of_update, group_size, prompt=prompt, branch=branch, budget=config.parallel.micro_batch_tokens, ranks=ranks
+    )
+    episodes, rows = _largest_share(of_update, group_size, prompt=prompt, branch=branch, ranks=busy)
+    if packed.micro_batches > 1:
+        # Responses that are shorter than the longest let more of them in, up to the budget.
+        rows = min(rows, max(config.parallel.micro_batch_tokens, episode_rows))
+        episodes = min(episodes, max(1, rows // branch))
+    computed = of_update * group_rows + packed.repeated_prompts * prompt
     engine = config.engine
     sample_tokens = min(prompt + new, engine.context_tokens)
     wanted = (config.mode.max_staleness + 1) * groups * group_size // engine.count
@@ -64,14 +81,83 @@ def find_workload(config: RelaxConfig, *, vocabulary: int) -> Workload:
         group_size=group_size,
         groups=groups,
         group_rows=group_rows,
-        busy_ranks=min(ranks, together),
-        micro_batch_groups=mine,
-        micro_batch_rows=mine * group_rows,
-        micro_batch_tokens=mine * group_size * new,
-        micro_batches=config.algo.mini_batches * -(-of_update // together),
+        episode_rows=episode_rows,
+        busy_ranks=busy,
+        groups_together=packed.groups_together,
+        group_pieces=packed.group_pieces,
+        micro_batch_rows=rows,
+        micro_batch_tokens=episodes * new,
+        micro_batches=config.algo.mini_batches * packed.micro_batches,
+        repeated_share=packed.repeated_prompts * prompt / computed,
         sample_tokens=sample_tokens,
         samples_in_flight=min(max(group_size, wanted), engine.max_running_samples, fitting),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedUpdate:
+    """How the groups of one update become micro-batches, where all are equally long. ``groups_together`` and
+    ``group_pieces`` as in `Workload`; ``repeated_prompts``: how often a prompt is computed once more, at
+    most."""
+
+    groups_together: int
+    group_pieces: int
+    micro_batches: int
+    repeated_prompts: int
+
+
+def pack_update(groups: int, group_size: int, *, prompt: int, branch: int, budget: int, ranks: int) -> PackedUpdate:
+    """What `relax_core.train.micro_batches` makes of ``groups`` groups with ``group_size`` episodes, each of them
+    ``prompt`` shared rows and ``branch`` rows of its own. A rank holds ``budget`` rows, or one longer episode."""
+    together = 0
+    pieces = 1
+    for number, bins in enumerate(_filled_bins(groups, group_size, prompt=prompt, branch=branch, budget=budget), 1):
+        if number == 1:
+            pieces = bins
+        if bins > ranks:
+            break
+        together = number
+    if together == 0:
+        micro_batches = -(-pieces // ranks)
+        return PackedUpdate(
+            groups_together=0,
+            group_pieces=min(group_size, micro_batches * ranks),  # every rank gets a piece where there are enough
+            micro_batches=groups * micro_batches,
+            repeated_prompts=groups * (min(group_size, micro_batches * ranks) - 1),
+        )
+    repeated = 0
+    for first in range(0, groups, together):  # at most one cut between each two ranks, none where groups divide
+        share = min(together, groups - first)
+        repeated += 0 if share % ranks == 0 else min(ranks, share * group_size) - 1
+    return PackedUpdate(
+        groups_together=together,
+        group_pieces=1,
+        micro_batches=-(-groups // together),
+        repeated_prompts=repeated,
+    )
+
+
+def _filled_bins(groups: int, group_size: int, *, prompt: int, branch: int, budget: int) -> Iterator[int]:
+    """After each group: how many bins of ``budget`` rows the episodes so far take, one after the other."""
+    bins, room = 0, 0
+    for _ in range(groups):
+        has_prompt = False
+        for _ in range(group_size):
+            rows = branch if has_prompt else prompt + branch
+            if bins == 0 or rows > room:
+                bins, room, rows = bins + 1, budget, prompt + branch
+            room -= rows
+            has_prompt = True
+        yield bins
+
+
+def _largest_share(groups: int, group_size: int, *, prompt: int, branch: int, ranks: int) -> tuple[int, int]:
+    """Episodes and rows of the data-parallel rank that has most, where an update is one micro-batch."""
+    if groups % ranks == 0:
+        return groups // ranks * group_size, groups // ranks * (prompt + group_size * branch)
+    episodes = -(-groups * group_size // ranks)
+    prompts = min(groups, -(-episodes // group_size) + 1)
+    return episodes, prompts * prompt + episodes * branch
 
 
 def _prompt_tokens(config: RelaxConfig, *, vocabulary: int) -> tuple[int, str]:

@@ -16,7 +16,7 @@ from relax_core.roles.best_metric import BestMetric
 from relax_core.roles.context import RunContext
 from relax_core.roles.gang import TrainerGang
 from relax_core.rollout.evaluation import eval_versions
-from relax_core.train.checkpoint_store import BUS_SNAPSHOT, CONFIG, DATA_DIGEST, CheckpointStore
+from relax_core.train.checkpoint_store import BUS_SNAPSHOT, CONFIG, DATA_DIGEST, DATUM, TOKEN_TREE, CheckpointStore
 
 EVALUATIONS = "evaluations"  # in meta.json: version → value of run.keep_best
 LOOK_S = 0.5  # how often a write that is waited for is looked at
@@ -55,7 +55,7 @@ class RunCheckpoints:
         snapshot = self._bus.snapshot(timeout_s=self._timeout_s)
         self._gang.copy_state()
 
-        meta: dict[str, Any] = {"version": version}
+        meta: dict[str, Any] = {"version": version, DATUM: TOKEN_TREE}
         if self._data_digest:
             meta[DATA_DIGEST] = self._data_digest
         if self._best is not None:

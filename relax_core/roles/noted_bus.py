@@ -10,7 +10,7 @@ from relax_core.bus.ray_backend import RayBus
 from relax_core.roles.context import BUS
 
 Waiting = Callable[..., AbstractContextManager[None]]  # `Worker.waiting`
-NOTED_CALLS = ("lease", "write", "ack", "release", "snapshot")  # not `wait_progress`, which is idling
+NOTED_CALLS = ("lease", "read", "write", "ack", "release", "snapshot")  # not `wait_progress`, which is idling
 NOTED_AWAITS = ("admit_async", "put_async", "drop_async")
 
 

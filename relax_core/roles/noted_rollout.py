@@ -12,7 +12,7 @@ from relax_core.engines.pool import EnginePool, OnEnd
 from relax_core.engines.watch import ClientFor
 from relax_core.roles.noted_bus import Waiting
 from relax_core.rollout.hang_watch import OnHang
-from relax_core.rollout.reward_worker import RewardPool
+from relax_core.rollout.reward_pool import RewardPool
 
 
 class NotedPool(EnginePool):
@@ -73,15 +73,16 @@ class NotedRewards(RewardPool):
         knobs: RewardKnobs,
         *,
         workers: int,
+        concurrency: int,
         log_file: Path,
         on_hang: OnHang,
         waiting: Waiting,
         name: str,
     ) -> None:
-        super().__init__(spec, knobs, workers=workers, log_file=log_file, on_hang=on_hang)
+        super().__init__(spec, knobs, workers=workers, concurrency=concurrency, log_file=log_file, on_hang=on_hang)
         self._waiting = waiting
         self._name = name
 
-    def score(self, inputs: Sequence[RewardInput]) -> list[RewardOutput]:
+    async def score(self, inputs: Sequence[RewardInput]) -> list[RewardOutput]:
         with self._waiting(f"rewards of {len(inputs)} responses", on=self._name):
-            return super().score(inputs)
+            return await super().score(inputs)

@@ -3,9 +3,10 @@ others reach it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from relax_core.config.schema import LauncherConfig, PlacementConfig
+from relax_core.config.schema import LauncherConfig, PlacementConfig, RelaxConfig
 from relax_core.roles.context import TEACHER_ENGINE
 
 if TYPE_CHECKING:
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 A_LITTLE = 0.01  # Ray puts an actor that asks for nothing on any node, whatever its strategy says
 ENGINE_ROLES = ("engine", TEACHER_ENGINE)
+MODEL_ROLES = ("actor", "critic", "actor_fwd", "reference", "teacher")  # whose workers compute with torch themselves
 
 
 def node_address(launcher: LauncherConfig) -> str:
@@ -25,9 +27,25 @@ def node_address(launcher: LauncherConfig) -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def node_options(launcher: LauncherConfig, role: str, rank: int) -> dict[str, Any]:
+def engines_take_gpus(config: RelaxConfig) -> bool:
+    """Whether the run's own engines are on GPUs: the embedded engine runs on CPU cores, and what is attached by URL has
+    devices of its own."""
+    return config.placement.gpus_per_node > 0 and config.engine.name != "embedded" and not config.engine.urls
+
+
+def worker_gpus(config: RelaxConfig, role: str) -> int:
+    """GPUs of one worker of a role."""
+    if role in ENGINE_ROLES:
+        return config.engine.tp if engines_take_gpus(config) else 0
+    return int(config.placement.gpus_per_node > 0 and role in MODEL_ROLES)
+
+
+def node_options(launcher: LauncherConfig, role: str, rank: int, *, gpus: int = 0) -> dict[str, Any]:
     """Ray's options for a role's actor. Engines go to the nodes one after the other, the controller's node last; the
-    rest stays with the controller. A process whose node is lost is started again wherever there is one."""
+    rest stays with the controller. A process whose node is lost is started again wherever there is one. Ray chooses the
+    node of an actor that takes ``gpus``."""
+    if gpus:
+        return {"num_cpus": 0 if launcher.ray_address is None else A_LITTLE, "num_gpus": gpus}
     if launcher.ray_address is None:
         return {"num_cpus": 0}
     import ray
@@ -66,3 +84,16 @@ def rank_options(placement: PlacementConfig, group: PlacementGroup, rank: int) -
     (bundle,) = rank_bundles(placement, 1)
     strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=rank)
     return {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": strategy}
+
+
+def cluster_fault(placement: PlacementConfig, nodes: Sequence[Mapping[str, Any]]) -> str | None:
+    """Why a joined Ray cannot hold the placement, None where it can. ``nodes``: what ``ray.nodes()`` returns."""
+    each = [int(node.get("Resources", {}).get("GPU", 0)) for node in nodes if node["Alive"]]
+    enough = sum(gpus >= placement.gpus_per_node for gpus in each)
+    if not placement.gpus_per_node or enough >= placement.nodes:
+        return None
+    return (
+        f"placement.nodes={placement.nodes} with placement.gpus_per_node={placement.gpus_per_node}, and the nodes of "
+        f"this Ray report {', '.join(map(str, each))} GPUs. Start them with `ray start --num-gpus=N`, or lower the "
+        "keys."
+    )

@@ -36,7 +36,7 @@ from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.evaluation import Evaluator, eval_versions, prepare
 from relax_core.rollout.groups import GroupFilter, MakeExtras
 from relax_core.rollout.prompts import PromptMaker
-from relax_core.rollout.reward_worker import RewardPool
+from relax_core.rollout.reward_pool import RewardPool
 from relax_core.rollout.sampler import Sampler, SamplerSettings
 from relax_core.rollout.sampling import evaluation_sampling, training_sampling
 from relax_core.rollout.teachers import teacher_chooser
@@ -80,6 +80,7 @@ class RolloutWorker(Worker):
             reward,
             config.reward,
             workers=config.rollout.reward_workers,
+            concurrency=config.rollout.reward_concurrency,
             log_file=context.log_dir / REWARD_LOG,
             on_hang=self.fail,
             waiting=self.waiting,
@@ -183,6 +184,7 @@ class RolloutWorker(Worker):
             call_timeout_s=config.bus.call_timeout_s,
             mask_off_policy=config.rollout.mask_off_policy,
             mask_truncated=config.rollout.mask_truncated,
+            in_order=config.mode.max_staleness == 0,
         )
 
     async def _note_evaluation(self, version: int, values: Mapping[str, float]) -> bool:

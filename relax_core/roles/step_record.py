@@ -128,6 +128,8 @@ def step_values(rows: StepRows, result: StepResult, clock: StepClock, *, step: i
         "updates": result.updates,
         "samples": metrics.samples,
         "tokens": metrics.tokens,
+        "rows": metrics.rows,
+        "repeated_rows": 1.0 - sum(group.computed_rows for group in rows.groups) / max(1, metrics.rows),
         "samples_per_s": 1e3 * metrics.samples / step_ms,
         "tokens_per_s": 1e3 * metrics.tokens / step_ms,
         **logprob_gap(metrics),

@@ -23,7 +23,7 @@ from relax_core.rollout.eval_figures import (
 )
 from relax_core.rollout.prompts import PromptMaker
 from relax_core.rollout.responses import reward_input
-from relax_core.rollout.reward_worker import RewardPool
+from relax_core.rollout.reward_pool import RewardPool
 from relax_core.rollout.seeds import sampling_seed
 
 RecordTexts = Callable[[int, list[dict[str, str | bool]]], None]
@@ -135,21 +135,30 @@ async def ask(
         )
         for number, (one, place) in enumerate(places)
     ]
-    responses: dict[int, list[Generated]] = {}
+    answered: dict[int, asyncio.Task[list[Answer]]] = {}
     together = max(1, SAMPLES_A_CALL // sampling.n)
-    for first in range(0, len(requests), together):
-        call = requests[first : first + together]
-        async for number, answers in pool.generate(call, sampling, places=range(first, first + len(call))):
-            responses[first + number] = answers
-            told(len(responses))
-    given = [
-        (response, reward_input(one.rows[place].row, response, tokenizer=prompts.tokenizer, stop=sampling.stop))
-        for number, (one, place) in enumerate(places)
-        for response in responses[number]
-    ]
-    outputs = await asyncio.to_thread(rewards.score, [ask for _, ask in given])
-    scored = iter([_answer(*pair, output) for pair, output in zip(given, outputs, strict=True)])
-    return [SetAnswers(of=one, answers=[[next(scored) for _ in range(sampling.n)] for _ in one.rows]) for one in sets]
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for first in range(0, len(requests), together):
+                call = requests[first : first + together]
+                async for number, responses in pool.generate(call, sampling, places=range(first, first + len(call))):
+                    one, place = places[first + number]
+                    inputs = [
+                        reward_input(one.rows[place].row, response, tokenizer=prompts.tokenizer, stop=sampling.stop)
+                        for response in responses
+                    ]
+                    answered[first + number] = tasks.create_task(_score(responses, inputs, rewards))
+                    told(len(answered))
+    except BaseExceptionGroup as failures:
+        raise failures.exceptions[0] from failures  # the first one ended the others
+    answers = iter([answered[number].result() for number in range(len(requests))])
+    return [SetAnswers(of=one, answers=[next(answers) for _ in one.rows]) for one in sets]
+
+
+async def _score(responses: Sequence[Generated], inputs: Sequence[RewardInput], rewards: RewardPool) -> list[Answer]:
+    """The answers to one prompt; other prompts are generated and scored meanwhile."""
+    outputs = await rewards.score(inputs)
+    return [_answer(*one) for one in zip(responses, inputs, outputs, strict=True)]
 
 
 def _answer(response: Generated, given: RewardInput, output: RewardOutput) -> Answer:

@@ -13,11 +13,13 @@ OnHang = Callable[[RuntimeError], None]
 
 
 class HangWatch:
-    """Calls ``on_hang`` once, in a thread of its own, where scoring takes longer than ``knobs.timeout_s`` an answer."""
+    """Calls ``on_hang`` once, in a thread of its own, where scoring takes longer than ``knobs.timeout_s`` an answer.
+    ``shared``: the calls under way share one interpreter, so a second in which n of them are is 1/n second of each."""
 
-    def __init__(self, knobs: RewardKnobs, on_hang: OnHang) -> None:
+    def __init__(self, knobs: RewardKnobs, on_hang: OnHang, *, shared: bool) -> None:
         self._knobs = knobs
         self._on_hang = on_hang
+        self._shared = shared
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._left_s: dict[object, float] = {}
@@ -43,7 +45,8 @@ class HangWatch:
         while not self._closed.wait(look_s):
             with self._lock:
                 hangs = any(left_s <= 0 for left_s in self._left_s.values())
-                self._left_s = {call: left_s - look_s for call, left_s in self._left_s.items()}
+                passed_s = look_s / len(self._left_s) if self._shared and self._left_s else look_s
+                self._left_s = {call: left_s - passed_s for call, left_s in self._left_s.items()}
             if hangs:
                 self._on_hang(
                     RuntimeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from relax_core.contracts.checked import WrongResult
-from relax_core.contracts.reward import RewardInput, RewardOutput
+from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec
 from relax_core.registry import find_algorithm, find_env, find_reward, plugin_words
 from relax_core.rollout.algorithm_trial import try_algorithm
 from relax_core.rollout.plugin_trial import START_S, Done, Request, Stage
@@ -68,21 +69,31 @@ def _try_reward(request: Request, replies: BinaryIO) -> Iterator[str]:
         answer = str(row["answer"])
         given = RewardInput(response=answer, stopped=True, answer=answer, row=row)
         what = f"reward.name={name}: the score of {where}, with its own answer as the response"
-        _say(replies, Stage(what=what, limit_s=max(request.call_s, knobs.timeout_s)))
+        answers = 1 if spec.score is not None else 2
+        _say(replies, Stage(what=what, limit_s=max(request.call_s, knobs.timeout_s * answers)))
         try:
-            output = spec.score(given, knobs)
+            output = _first_output(spec, given, knobs)
         except WrongResult as error:
             yield f"reward.name={name}: {error}"
             return
         except Exception as error:  # foreign code: whatever it raises is told
             first = first or f"{what}: {plugin_words(error)}"
             continue
-        assert isinstance(output, RewardOutput)
         if output.reward is not None:
             return
         first = first or f"{what}: no reward: {output.reason or 'None without a reason'}"
     several = "" if len(request.rows) < 2 else f" None of the {len(request.rows)} rows that were tried has a reward."
     yield f"{first}.{several}"
+
+
+def _first_output(spec: RewardSpec, given: RewardInput, knobs: Any) -> RewardOutput:
+    """A reward of whole groups gets the answer twice, so that a list of the wrong length shows."""
+    came: Any = spec.score(given, knobs) if spec.score is not None else spec.score_group([given] * 2, knobs)  # type: ignore[misc]
+    if spec.is_async:
+        came = asyncio.run(came)
+    output = came if spec.score is not None else came[0]
+    assert isinstance(output, RewardOutput), "the registry checks what a reward returns"
+    return output
 
 
 def _try_algorithm(request: Request, replies: BinaryIO) -> Iterator[str]:

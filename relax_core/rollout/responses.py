@@ -11,9 +11,16 @@ from relax_core.data.tokenizer import PromptTokenizer
 
 
 def reward_input(
-    row: DataRow, response: Generated, *, tokenizer: PromptTokenizer, stop: Sequence[str] = ()
+    row: DataRow,
+    response: Generated,
+    *,
+    tokenizer: PromptTokenizer,
+    stop: Sequence[str] = (),
+    uid: str = "",
+    where: str = "",
 ) -> RewardInput:
-    """The response's text without the token or the string of ``stop`` that ended it; its tokens stay what they are."""
+    """The response's text without the token or the string of ``stop`` that ended it; its tokens stay what they are.
+    ``uid`` and ``where``: see `RewardInput`."""
     stopped = response.finish_reason == "stop"
     ids = response.output_ids.tolist()
     if stopped and ids and ids[-1] in tokenizer.stop_token_ids:
@@ -22,4 +29,4 @@ def reward_input(
         text = tokenizer.decode(ids)
         if stopped:
             text = text[: min((at for string in stop if (at := text.find(string)) >= 0), default=len(text))]
-    return RewardInput(response=text, stopped=stopped, answer=str(row["answer"]), row=row)
+    return RewardInput(response=text, stopped=stopped, answer=str(row["answer"]), row=row, uid=uid, where=where)

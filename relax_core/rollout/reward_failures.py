@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Mapping
 
@@ -20,11 +19,10 @@ class RewardsFailed(ValueError):
 
 
 class RewardFailures:
-    """Counts answers without a reward over the newest `WINDOW_ROWS` data rows. Thread-safe."""
+    """Counts answers without a reward over the newest `WINDOW_ROWS` data rows."""
 
     def __init__(self, knobs: RewardKnobs) -> None:
         self._knobs = knobs
-        self._lock = threading.Lock()
         self._rows: deque[tuple[Mapping[str, object], list[bool]]] = deque(maxlen=WINDOW_ROWS)
         self._first = ""
         self._count = 0
@@ -32,33 +30,31 @@ class RewardFailures:
     @property
     def share(self) -> float:
         """The share of answers without a reward, over the newest rows; 0 before there are any."""
-        with self._lock:
-            return self._share()
+        flags = [flag for _, flags in self._rows for flag in flags]
+        return sum(flags) / len(flags) if flags else 0.0
 
     def note(self, given: RewardInput, output: RewardOutput, error: BaseException | None = None) -> None:
-        """One answer was scored. ``error``: what the reward raised in this process.
+        """One answer was scored. The answers to one row are noted one after the other. ``error``: what the reward
+        raised in this process.
 
         Raises `RewardsFailed` where the share over the newest rows, `FEWEST_ROWS` at least, is above
         ``reward.max_failed``.
         """
-        with self._lock:
-            if not self._rows or self._rows[-1][0] is not given.row:
-                self._rows.append((given.row, []))
-            self._rows[-1][1].append(output.reward is None)
-            if output.reward is not None:
-                return
-            self._count += 1
-            self._first = self._first or output.reason or "it gave None without a reason"
-            if self._count <= LOGGED:
-                log.warning("no reward, the sample is dropped: %s", output.reason, exc_info=error)
-            if len(self._rows) < FEWEST_ROWS or self._share() <= self._knobs.max_failed:
-                return
-            raise RewardsFailed(
-                f"reward {self._knobs.name}: {self._share():.0%} of the answers to the newest {len(self._rows)} data "
-                f"rows have no reward, more than reward.max_failed={self._knobs.max_failed:g}. The first: "
-                f"{self._first}. Mend the reward or the data, or raise reward.max_failed."
-            ) from error
-
-    def _share(self) -> float:
-        flags = [flag for _, flags in self._rows for flag in flags]
-        return sum(flags) / len(flags) if flags else 0.0
+        if not self._rows or self._rows[-1][0] is not given.row:
+            self._rows.append((given.row, []))
+        self._rows[-1][1].append(output.reward is None)
+        if output.reward is not None:
+            return
+        self._count += 1
+        which = ", ".join(word for word in (given.uid and f"sample {given.uid}", given.where) if word)
+        cause = (output.reason or "it gave None without a reason") + (f" ({which})" if which else "")
+        self._first = self._first or cause
+        if self._count <= LOGGED:
+            log.warning("no reward, the sample is dropped: %s", cause, exc_info=error)
+        if len(self._rows) < FEWEST_ROWS or self.share <= self._knobs.max_failed:
+            return
+        raise RewardsFailed(
+            f"reward {self._knobs.name}: {self.share:.0%} of the answers to the newest {len(self._rows)} data "
+            f"rows have no reward, more than reward.max_failed={self._knobs.max_failed:g}. The first: "
+            f"{self._first}. Mend the reward or the data, or raise reward.max_failed."
+        ) from error

@@ -1,6 +1,7 @@
 """What a reward pool and its worker processes say to each other: length-prefixed msgpack over two pipes.
 
-Pool → worker: the knobs, then one `RewardInput` at a time. Worker → pool: one `Ready`, then one `RewardOutput` each.
+The pool sends the knobs, and the worker answers with one `Ready`. Then the pool sends one list of `RewardInput` at a
+time, and the worker answers with a list of as many `RewardOutput`.
 """
 
 from __future__ import annotations

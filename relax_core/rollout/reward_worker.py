@@ -1,9 +1,8 @@
-"""Scores responses: in this process, or, for an isolated reward, in worker processes that can be killed."""
+"""One worker process of an isolated reward, which is killed and started anew where it hangs or dies."""
 
 from __future__ import annotations
 
 import os
-import queue
 import select
 import signal
 import subprocess
@@ -11,18 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
-from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput, RewardSpec
-from relax_core.registry import plugin_words
-from relax_core.rollout.hang_watch import HangWatch, OnHang
-from relax_core.rollout.reward_failures import RewardFailures
+from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput
 from relax_core.rollout.reward_wire import HEADER_BYTES, Ready, payload_bytes, to_frame
 
 _START_DEADLINE_S = 120.0
@@ -31,91 +25,11 @@ _CLOSED_S = 10.0  # how long one that closed its pipe may take to end
 _READ_BYTES = 1 << 16
 
 
-class RewardPool:
-    """One reward, ready to score. Every method may be called from any thread.
-
-    An isolated reward runs in ``workers`` child processes. One that takes longer than ``knobs.timeout_s`` seconds is
-    killed and started anew; its input gets reward None with the reason. So does the input of one that dies, and that of
-    any reward that raises. ``log_file``: takes what the child processes print. ``on_hang``: is given the error, in
-    another thread, where a reward that is not isolated takes longer than ``knobs.timeout_s`` an answer: nobody can end
-    it.
-    """
-
-    def __init__(
-        self,
-        spec: RewardSpec,
-        knobs: RewardKnobs,
-        *,
-        workers: int,
-        log_file: Path | None = None,
-        on_hang: OnHang | None = None,
-    ) -> None:
-        self.isolated = spec.isolated
-        self.failures = RewardFailures(knobs)
-        self._spec = spec
-        self._knobs = knobs
-        self._workers = [_Worker(knobs, log_file) for _ in range(workers if spec.isolated else 0)]
-        self._idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
-        for worker in self._workers:
-            self._idle.put(worker)
-        self._threads = ThreadPoolExecutor(max(1, len(self._workers)), thread_name_prefix="reward")
-        self._watch = None if spec.isolated or on_hang is None else HangWatch(knobs, on_hang)
-
-    def score(self, inputs: Sequence[RewardInput]) -> list[RewardOutput]:
-        """One output an input, in order. Raises `RewardsFailed` where too many of the newest answers have no reward,
-        and RuntimeError where a worker cannot start or the pool was closed."""
-        outputs = []
-        if self.isolated:
-            for one, output in zip(inputs, self._threads.map(self._score_isolated, inputs), strict=True):
-                self.failures.note(one, output)
-                outputs.append(output)
-            return outputs
-        with nullcontext() if self._watch is None else self._watch.scoring(len(inputs)):
-            for one in inputs:
-                output, error = self._score_one(one)
-                self.failures.note(one, output, error)
-                outputs.append(output)
-        return outputs
-
-    def _score_one(self, given: RewardInput) -> tuple[RewardOutput, Exception | None]:
-        try:
-            output = self._spec.score(given, self._knobs)
-        except Exception as error:  # foreign code: the sample is dropped with its words, up to reward.max_failed
-            return RewardOutput(reward=None, reason=plugin_words(error)), error
-        assert isinstance(output, RewardOutput), "the registry checks what a score returns"
-        return output, None
-
-    def _score_isolated(self, given: RewardInput) -> RewardOutput:
-        worker = self._idle.get_nowait()  # there are as many threads as workers
-        try:
-            return worker.score(given)
-        finally:
-            self._idle.put(worker)
-
-    def close(self) -> None:
-        """Ends all workers; scores under way come back without a reward. May be called twice."""
-        for worker in self._workers:
-            worker.stop()
-        if self._watch is not None:
-            self._watch.close()
-        self._threads.shutdown()  # a thread that was waiting for a worker has seen it die
-        for worker in self._workers:
-            worker.close_pipes()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
 class _Gone(Exception):
     """The worker process died, or did not answer before the deadline; the text says which."""
 
 
-class _Worker:
+class RewardWorker:
     """One place for a worker process; a process that is lost is replaced."""
 
     def __init__(self, knobs: RewardKnobs, log_file: Path | None) -> None:
@@ -126,15 +40,16 @@ class _Worker:
         self._process = self._start()
         self._ready = False
 
-    def score(self, given: RewardInput) -> RewardOutput:
+    def score(self, inputs: Sequence[RewardInput]) -> list[RewardOutput]:
+        """One output an input, in order, within ``knobs.timeout_s`` seconds an input; called by one thread at a time.
+        Raises RuntimeError where the process cannot start or `stop` was called."""
         self._wait_ready()
-        deadline = time.monotonic() + self._knobs.timeout_s
+        limit_s = self._knobs.timeout_s * len(inputs)
         try:
-            self._send(given, deadline=deadline)
-            return msgspec.msgpack.decode(self._receive(deadline=deadline), type=RewardOutput)
+            return msgspec.msgpack.decode(self._answer(inputs, limit_s=limit_s), type=list[RewardOutput])
         except _Gone as error:
             self._restart()
-            return RewardOutput(reward=None, reason=f"reward {self._knobs.name}: {error}")
+            return [RewardOutput(reward=None, reason=f"reward {self._knobs.name}: {error}")] * len(inputs)
 
     def stop(self) -> None:
         with self._lock:
@@ -181,45 +96,44 @@ class _Worker:
             raise RuntimeError(f"reward {self._knobs.name}: the pool was closed")
         if self._ready:
             return
-        deadline = time.monotonic() + _START_DEADLINE_S
         try:
-            self._send(self._knobs, deadline=deadline)
-            error = msgspec.msgpack.decode(self._receive(deadline=deadline), type=Ready).error
+            error = msgspec.msgpack.decode(self._answer(self._knobs, limit_s=_START_DEADLINE_S), type=Ready).error
         except _Gone as gone:
             error = str(gone)
         if error:
             raise RuntimeError(f"reward {self._knobs.name}: its worker process could not start: {error}")
         self._ready = True
 
-    def _send(self, message: Any, *, deadline: float) -> None:
-        assert self._process.stdin is not None
+    def _answer(self, message: Any, *, limit_s: float) -> bytes:
+        """What the process says to a message. Raises `_Gone` where that takes longer than ``limit_s`` seconds."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        to_worker, from_worker = self._process.stdin.fileno(), self._process.stdout.fileno()
+        deadline = time.monotonic() + limit_s
+
+        def wait_for(descriptor: int, event: int) -> None:
+            poll = select.poll()
+            poll.register(descriptor, event)
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
+                raise _Gone(f"no answer within {limit_s:g} s")
+
+        def read(count: int) -> bytes:
+            received = bytearray()
+            while len(received) < count:
+                wait_for(from_worker, select.POLLIN)
+                part = os.read(from_worker, min(_READ_BYTES, count - len(received)))
+                if not part:
+                    raise self._died()
+                received += part
+            return bytes(received)
+
         rest = memoryview(to_frame(message))
         while rest:
-            self._wait_for(self._process.stdin.fileno(), select.POLLOUT, deadline=deadline)
+            wait_for(to_worker, select.POLLOUT)
             try:
-                rest = rest[os.write(self._process.stdin.fileno(), rest) :]
+                rest = rest[os.write(to_worker, rest) :]
             except BrokenPipeError:
                 raise self._died() from None
-
-    def _receive(self, *, deadline: float) -> bytes:
-        return self._read(payload_bytes(self._read(HEADER_BYTES, deadline=deadline)), deadline=deadline)
-
-    def _read(self, count: int, *, deadline: float) -> bytes:
-        assert self._process.stdout is not None
-        received = bytearray()
-        while len(received) < count:
-            self._wait_for(self._process.stdout.fileno(), select.POLLIN, deadline=deadline)
-            part = os.read(self._process.stdout.fileno(), min(_READ_BYTES, count - len(received)))
-            if not part:
-                raise self._died()
-            received += part
-        return bytes(received)
-
-    def _wait_for(self, descriptor: int, event: int, *, deadline: float) -> None:
-        poll = select.poll()
-        poll.register(descriptor, event)
-        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
-            raise _Gone(f"no answer within {self._knobs.timeout_s if self._ready else _START_DEADLINE_S:g} s")
+        return read(payload_bytes(read(HEADER_BYTES)))
 
     def _died(self) -> _Gone:
         try:

@@ -11,14 +11,15 @@ import select
 import signal
 import sys
 import threading
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import msgspec
 
-from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec
+from relax_core.contracts.reward import RewardInput
 from relax_core.contracts.stop_signals import ignore_stop_signals
-from relax_core.registry import find_reward, plugin_words
+from relax_core.registry import find_reward
 from relax_core.rollout.reward_wire import HEADER_BYTES, Ready, payload_bytes, to_frame
+from relax_core.rollout.scoring import score_here
 
 _CPU_GRACE_S = 1.0  # the owner kills first; this is for a worker without an owner
 
@@ -40,20 +41,11 @@ def main() -> None:
         raise
     replies.write(to_frame(Ready("")))
     while True:
-        given = msgspec.msgpack.decode(_read(requests), type=RewardInput)
-        replies.write(to_frame(_score(spec, given, knobs)))
-
-
-def _score(spec: RewardSpec, given: RewardInput, knobs: Any) -> RewardOutput:
-    signal.setitimer(signal.ITIMER_PROF, knobs.timeout_s + _CPU_GRACE_S)
-    try:
-        output = spec.score(given, knobs)
-        assert isinstance(output, RewardOutput), "the registry checks what a score returns"
-        return output
-    except Exception as error:  # a verifier that fails says nothing about the answer: no reward, not 0
-        return RewardOutput(reward=None, reason=plugin_words(error))
-    finally:
+        inputs = msgspec.msgpack.decode(_read(requests), type=list[RewardInput])
+        signal.setitimer(signal.ITIMER_PROF, knobs.timeout_s * len(inputs) + _CPU_GRACE_S)
+        outputs = [output for output, _ in score_here(spec, inputs, knobs)]
         signal.setitimer(signal.ITIMER_PROF, 0)
+        replies.write(to_frame(outputs))
 
 
 def _read(requests: BinaryIO) -> bytes:

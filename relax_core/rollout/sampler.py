@@ -17,14 +17,14 @@ from relax_core.contracts.bus import Admission, BusTimeout, GroupRow
 from relax_core.contracts.data import BadRow, DataRow, PromptSource
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.contracts.reward import RewardOutput
-from relax_core.contracts.tree import TRUNCATED
+from relax_core.contracts.tree import TRUNCATED, group_uid, sample_uid
 from relax_core.engines.pool import EnginePool
 from relax_core.engines.wire import StreamEnd
 from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.groups import DroppedGroup, GroupFilter, MakeExtras, complete_group
 from relax_core.rollout.prompts import PromptMaker
 from relax_core.rollout.responses import reward_input
-from relax_core.rollout.reward_worker import RewardPool
+from relax_core.rollout.reward_pool import RewardPool
 from relax_core.rollout.seeds import sampling_seed
 from relax_core.rollout.teachers import TeacherOf
 from relax_core.rollout.turnover import Turnover
@@ -54,14 +54,16 @@ class SamplerSettings:
     call_timeout_s: float
     mask_off_policy: bool = False
     mask_truncated: bool = False
+    in_order: bool = False  # groups are handed on in the order in which their responses came: the same one in every run
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptInHand:
-    """An admitted prompt, ready for the engine."""
+    """An admitted prompt, ready for the engine. ``where``: its row's file and line."""
 
     index: int
     row: DataRow
+    where: str
     request: PromptRequest
     teacher: str | None
 
@@ -105,6 +107,7 @@ class Sampler:
         self._truncated_in_a_row = 0
         self._staged: list[GroupRow] = []
         self._flushing = False
+        self._newest_group: asyncio.Task[float] | None = None  # whose responses came last
 
     async def run(self, reclaimed: Sequence[Admission]) -> None:
         """Runs until the bus closes (BusClosed) or a burst fails (its error); no burst is left behind."""
@@ -175,6 +178,7 @@ class Sampler:
         return PromptInHand(
             index=admission.index,
             row=row,
+            where=where,
             request=PromptRequest(
                 rid=f"{admission.group_uid}-{admission.attempt}",
                 input_ids=self._prompts.tokens(row, where=where),
@@ -190,10 +194,9 @@ class Sampler:
         start = time.perf_counter()
         if self._turnover is not None:  # some may be over since they were admitted
             prompts = [prompt for prompt in prompts if self._turnover.began(prompt.index, prompt.request)]
-        samples = tokens = 0
-        reward_s = 0.0
-        newest = 0
+        samples = tokens = newest = 0
         engine: list[StreamEnd] = []
+        groups: list[asyncio.Task[float]] = []
         async for place, responses in self._pool.generate(
             [prompt.request for prompt in prompts],
             self._settings.sampling,
@@ -203,13 +206,12 @@ class Sampler:
             prompt = prompts[place]
             if self._turnover is not None:
                 self._turnover.ended(prompt.index)
-            began = time.perf_counter()
-            rewards = await self._score(prompt.row, responses)
-            reward_s += time.perf_counter() - began
             samples += len(responses)
             tokens += sum(len(response.output_ids) for response in responses)
             newest = max(newest, int(responses[-1].versions[-1]))
-            await self._stage(prompt, responses, rewards, tasks)
+            self._newest_group = tasks.create_task(self._score_and_stage(prompt, responses, tasks, self._newest_group))
+            groups.append(self._newest_group)
+        reward_s = sum(await asyncio.gather(*groups))
         if not samples:  # every group of it was given up
             return
         values = {
@@ -225,14 +227,34 @@ class Sampler:
             values["aborts"] = self._turnover.aborts  # of groups, since the loop began
         self._record("rollout", newest, values)
 
-    async def _score(self, row: DataRow, responses: Sequence[Generated]) -> list[RewardOutput]:
+    async def _score_and_stage(
+        self,
+        prompt: PromptInHand,
+        responses: Sequence[Generated],
+        tasks: asyncio.TaskGroup,
+        before: asyncio.Task[float] | None,
+    ) -> float:
+        """A group's way from its responses to the bus, in a task of its own: no reward holds up another group or the
+        engine. ``before``: the group whose responses came before these. Returns the seconds that the rewards took."""
+        uid = group_uid(prompt.index)
         inputs = [
-            reward_input(row, response, tokenizer=self._prompts.tokenizer, stop=self._settings.sampling.stop)
+            reward_input(
+                prompt.row,
+                response,
+                tokenizer=self._prompts.tokenizer,
+                stop=self._settings.sampling.stop,
+                uid=sample_uid(uid, response.sample),
+                where=prompt.where,
+            )
             for response in responses
         ]
-        if self._rewards.isolated:
-            return await asyncio.to_thread(self._rewards.score, inputs)
-        return self._rewards.score(inputs)
+        began = time.perf_counter()
+        rewards = await self._rewards.score(inputs)
+        reward_s = time.perf_counter() - began
+        if self._settings.in_order and before is not None:
+            await before
+        await self._stage(prompt, responses, rewards, tasks)
+        return reward_s
 
     async def _stage(
         self,

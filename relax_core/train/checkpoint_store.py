@@ -27,6 +27,8 @@ from relax_core.weights.digested_json import decode_digested, encode_digested
 META = "meta.json"
 BUS_SNAPSHOT, CONFIG = "bus.msgpack", "config.yaml"  # what a run's checkpoint has beside the models
 DATA_DIGEST = "data"  # in what a run tells of itself: of its data's content, where that is in files
+DATUM = "datum"  # there too: the form of what the run's ledger and bus hold
+TOKEN_TREE = "token tree"
 BEST = "best"  # a link to the checkpoint with the best evaluation, where run.keep_best names a figure
 SLOWEST_WRITE_S = 86_400.0  # for those who wait for a write; whether it goes on its progress tells
 REMOVED_SUFFIX = ".removed"

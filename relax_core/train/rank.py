@@ -211,6 +211,7 @@ class MegatronRank:
             algorithm={name: total / count for name, (total, count) in sums.algorithm.items() if count},
             moe=self._balance(),
             timings_ms=self._timings_ms,
+            rows=sums.rows,
         )
 
     # -- weights and files --------------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from relax_core.contracts.bus import LeasedRow
 from relax_core.contracts.columns import decode_tree
 from relax_core.contracts.tree import TRUNCATED, TokenTree
@@ -29,10 +27,3 @@ def decode_train_tree(row: LeasedRow, *, step: int, oldest_version: int) -> tupl
 def _untrained(tree: TokenTree) -> list[str]:
     """The uids of episodes without a trained token."""
     return [one.uid for one, trained in zip(tree.episodes, tree.trained_episodes(), strict=True) if not trained]
-
-
-def of_rows(tree: TokenTree, of_sampled: np.ndarray) -> np.ndarray:
-    """One number a sampled row ``[sampled, …]`` → one a row ``[rows, …]``, 0 where nothing was sampled."""
-    whole = np.zeros((tree.rows, *of_sampled.shape[1:]), dtype=of_sampled.dtype)
-    whole[tree.sampled] = of_sampled
-    return whole

@@ -25,12 +25,14 @@ class NotFinite(msgspec.Struct, frozen=True, kw_only=True):
 
 class StepSums(msgspec.Struct, kw_only=True):
     """Counts and sums, Python floats (float64). ``samples``, ``groups``: those with a trained token at least.
+    ``rows``: token rows that were computed; a row that several micro-batches or ranks have counts for each.
     ``algorithm``: metric name → (sum, count). ``broken_ranks``: those whose gradient is not finite. ``not_finite``: the
     first tensor of each of them that is not."""
 
     tokens: int = 0
     samples: int = 0
     groups: int = 0
+    rows: int = 0
     loss: float = 0.0
     gap_sum: float = 0.0
     gap_tokens: int = 0
@@ -43,6 +45,7 @@ class StepSums(msgspec.Struct, kw_only=True):
         self.tokens += other.tokens
         self.samples += other.samples
         self.groups += other.groups
+        self.rows += other.rows
         self.loss += other.loss
         self.gap_sum += other.gap_sum
         self.gap_tokens += other.gap_tokens
@@ -93,6 +96,7 @@ def micro_batch_sums(trees: Sequence[TokenTree], outputs: LossOutputs) -> StepSu
         tokens=totals.tokens,
         samples=totals.samples,
         groups=totals.groups,
+        rows=sum(tree.computed_rows for tree in trees),
         loss=float(outputs.loss_sum.detach()),
         algorithm={name: (float(total), float(count)) for name, (total, count) in outputs.metric_sums.items()},
     )

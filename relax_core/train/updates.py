@@ -140,6 +140,7 @@ def over_updates(metrics: Sequence[StepMetrics], *, first_epoch: int) -> StepMet
         grad_norm=sum(one.grad_norm for one in metrics) / len(metrics),
         tokens=sum(one.tokens for one in metrics[:first_epoch]),
         samples=sum(one.samples for one in metrics[:first_epoch]),
+        rows=sum(one.rows for one in metrics[:first_epoch]),
         algorithm=algorithm,
         moe={name: sum(one.moe[name] for one in metrics) / len(metrics) for name in first.moe},
         timings_ms={part: sum(one.timings_ms.get(part, 0.0) for one in metrics) for part in parts},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from relax_core.api.function_reward import FUNCTION_FILE, function_text, write_p
 from relax_core.config.errors import ConfigError
 from relax_core.contracts.reward import RewardInput, RewardOutput
 from relax_core.registry import PluginError, find_reward
-from relax_core.rollout.reward_worker import RewardPool
+from relax_core.rollout.reward_pool import RewardPool
 
 
 def scored(file: Path, *responses: str) -> list[RewardOutput]:
@@ -22,7 +23,9 @@ def scored(file: Path, *responses: str) -> list[RewardOutput]:
     spec = find_reward(str(file))
     row = {"prompt": "p"}
     with RewardPool(spec, spec.knobs(name=str(file)), workers=1) as pool:
-        return pool.score([RewardInput(response=text, stopped=True, answer="abc", row=row) for text in responses])
+        return asyncio.run(
+            pool.score([RewardInput(response=text, stopped=True, answer="abc", row=row) for text in responses])
+        )
 
 
 def written(folder: Path, function: object) -> Path:
@@ -102,5 +105,11 @@ def test_what_cannot_be_a_reward_is_refused(tmp_path: Path) -> None:
         function_text(lambda: 1.0)  # type: ignore[arg-type,misc]
     with pytest.raises(ConfigError, match="cannot be called with one argument, a RewardInput"):
         function_text(3)  # type: ignore[arg-type]
+
+    async def waits(given: RewardInput) -> float:
+        return 1.0
+
+    with pytest.raises(ConfigError, match=r"it is async, .* a plug-in file whose SPEC has an async score"):
+        function_text(waits)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"cannot be sent to the run's processes: TypeError.*lock"):
         function_text(lambda given: float(lock.locked()))

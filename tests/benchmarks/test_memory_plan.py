@@ -12,6 +12,7 @@ from relax_core.plan.memory_cpu import BASES
 
 def test_every_process_of_the_plan_is_one_that_can_be_measured() -> None:
     needy = ["algo=ppo", "algo.kl_coef=0.1", "algo.old_logprobs=actor_fwd", "data=arithmetic", "reward=math"]
+    needy.append("run.serve=true")
     assert set(predicted(needy)) == set(KINDS.values())
     assert set(BASES) <= set(KINDS.values())
 

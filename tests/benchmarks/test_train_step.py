@@ -49,9 +49,8 @@ def test_experts_that_the_model_chose_itself_change_nothing(tmp_path: Path) -> N
     groups = make_groups(np.array([[9, 1, 20], [7, 7, 3]]), prompt=11, vocabulary=64)
     routed = with_own_experts(HuggingFace(path).model, groups)
     for group in routed:
-        assert group.routed_experts is not None
-        assert group.routed_experts.shape == (group.packed_tokens, SIZES["demo"].layers, 2)
-    others = [replace(group, routed_experts=(group.routed_experts + 1) % 4) for group in routed]  # type: ignore[operator]
+        assert group.extras["routed_experts"].shape == (group.rows, SIZES["demo"].layers, 2)
+    others = [group.with_extras(routed_experts=(group.extras["routed_experts"] + 1) % 4) for group in routed]
     ours = [Ours(path, family="qwen3_moe").step(some) for some in (groups, routed, others)]
     assert ours[1] == pytest.approx(ours[0], rel=1e-5)
     assert ours[2] != pytest.approx(ours[0], rel=1e-3)

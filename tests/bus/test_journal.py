@@ -104,3 +104,11 @@ def test_a_failed_write_is_told_at_the_next_flush(journal: Journal, path: Path) 
     journal.append("issued", "g0", ["g0.0"])  # the bus itself goes on
     with pytest.raises(LedgerUnwritable):
         journal.close(timeout_s=T)
+
+
+def test_a_file_from_before_token_trees_is_refused_in_words(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with closing(sqlite3.connect(path)) as database:
+        database.execute("CREATE TABLE generated (id INTEGER PRIMARY KEY, weight_versions BLOB, rewards BLOB)")
+    with pytest.raises(ValueError, match=r"before token trees wrote it.*Use another run.dir"):
+        Journal(path)

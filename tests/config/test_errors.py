@@ -188,7 +188,7 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
         (["engine.max_total_tokens=64"], "engine.max_total_tokens=64 cannot hold one group"),
         (["engine.tp=2"], "engine.tp=2: engine=embedded is one process on CPU cores. Use engine.tp=1, engine.count=N."),
         (["plan=ture"], "plan=ture: expected true, json or false."),
-        (["placement=gpu"], "placement.name=gpu is not built yet. What exists for placement: cpu."),
+        (["placement=tpu"], "placement=tpu does not exist. What exists for placement: cpu, gpu."),
         (["resume=/nowhere"], "resume=/nowhere: no such folder. Use resume=auto"),
         (["run.dir="], "run.dir is empty. Give a path, or leave it out."),
         (["run.dir=/etc/passwd/x"], "run.dir=/etc/passwd/x: /etc/passwd is a file."),

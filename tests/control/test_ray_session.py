@@ -28,11 +28,13 @@ from relax_core.control.ray_session import RaySession
 
 assert "ray" not in sys.modules, "Ray reads its token's place when it is imported"
 logs = Path(sys.argv[1])
+config = load_config(["launcher.ray_logical_cpus=1"])
+config.placement.gpus_per_node = 1  # which Ray believes
 signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # as in a controller
 try:
     with (
         run_place(run_dir=logs.parent) as place,
-        RaySession(load_config(["launcher.ray_logical_cpus=1"]).launcher, place, log_dir=logs) as session,
+        RaySession(config.launcher, place, log_dir=logs, placement=config.placement) as session,
     ):
         import ray
         told = {
@@ -61,6 +63,12 @@ try:
                 process.send_signal(number)
         told["worker_again"] = ray.get(speak.remote(), timeout=120)
         told["ended"] = [process.name() for process in below if not process.is_running()]
+
+        @ray.remote(num_cpus=0)
+        def sees():
+            return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+        told["sees"] = [ray.get(sees.options(num_gpus=gpus).remote(), timeout=120) for gpus in (0, 1)]
         print(json.dumps(told), flush=True)
         if sys.argv[2] == "fail":
             raise RuntimeError("the run failed")
@@ -98,6 +106,7 @@ def test_a_session_is_private_and_leaves_nothing(tmp_path_factory: pytest.TempPa
         assert len(told["nodes"]) == 1
         assert told["daemons"] == {"GCS": "gcs_server", "raylet": "raylet"}
         assert told["worker_again"] == told["worker"] and told["ended"] == [], "a stop signal reached them"
+        assert told["sees"] == ["", "0"], "a worker sees the GPUs that it asked for, and no other"
         assert list(temporary.iterdir()) == []
         assert process_state(told["worker"]).startswith(GONE), "this machine's init collects it when it comes to it"
         kept = "".join(file.read_text() for file in logs.glob("worker-*")) if logs.exists() else ""

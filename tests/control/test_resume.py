@@ -12,7 +12,7 @@ from relax_core.config.saved import plain, to_yaml
 from relax_core.config.schema import RelaxConfig
 from relax_core.control.resume import find_resume_point
 from relax_core.data.identity import data_digest
-from relax_core.train.checkpoint_store import DATA_DIGEST, META, CheckpointStore
+from relax_core.train.checkpoint_store import DATA_DIGEST, DATUM, META, TOKEN_TREE, CheckpointStore
 
 STEPS = 100
 
@@ -23,7 +23,13 @@ def config(tmp_path: Path) -> RelaxConfig:
 
 
 def write_checkpoint(
-    run: Path, step: int, *, snapshot: bytes = b"cut", config: RelaxConfig | None = None, digest: str | None = None
+    run: Path,
+    step: int,
+    *,
+    snapshot: bytes = b"cut",
+    config: RelaxConfig | None = None,
+    digest: str | None = None,
+    token_tree: bool = True,
 ) -> Path:
     def write(folder: Path) -> None:
         (folder / "config.yaml").write_text(to_yaml(config or load_config([])))
@@ -31,7 +37,7 @@ def write_checkpoint(
         (folder / "train").mkdir()
         (folder / "train" / "weights").write_bytes(b"w" * 100)
 
-    meta = {} if digest is None else {DATA_DIGEST: digest}
+    meta = ({DATUM: TOKEN_TREE} if token_tree else {}) | ({} if digest is None else {DATA_DIGEST: digest})
     return CheckpointStore(run / "checkpoints", keep_last=5).write(step, writers=write, meta=meta)
 
 
@@ -115,6 +121,13 @@ def test_auto_never_starts_afresh_beside_damaged_checkpoints(config: RelaxConfig
         damage(write_checkpoint(Path(config.run.dir), step) / META, "cut")
     with pytest.raises(ValueError, match=r"is whole: step_00000010 is left: .*; step_00000020 .*Start anew with"):
         find_resume_point(replace(config, resume="auto"))
+
+
+def test_a_checkpoint_from_before_token_trees_is_refused_in_words(config: RelaxConfig) -> None:
+    folder = write_checkpoint(Path(config.run.dir), 2, token_tree=False)
+    config.resume = "auto"
+    with pytest.raises(ValueError, match=rf"resume={folder}: it was written before groups were token trees.*export"):
+        find_resume_point(config)
 
 
 def test_a_folder_that_is_no_checkpoint(config: RelaxConfig, tmp_path: Path) -> None:

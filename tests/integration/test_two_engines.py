@@ -61,6 +61,8 @@ def test_one_of_two_engines_stands_still_and_one_is_killed_and_nothing_is_lost(t
         lives = [life for step in range(STEPS) for life in file.lives({"step": step}) if life.state == "trained"]
     made = [event.made for life in lives for event in life.events if event.made is not None]
     assert len(made) == books["trained"], "a sample came to the bus twice"
-    assert {one.engine for one in made} == {"engine-0", "engine-1"}
-    for one in made:
-        assert [span.start for span in one.weight_versions] == [0, *(span.end for span in one.weight_versions[:-1])]
+    turns = [turn for one in made for turn in one.turns]
+    assert {turn.engine for turn in turns} == {"engine-0", "engine-1"}
+    for turn in turns:
+        assert sum(tokens for _, tokens in turn.versions) == turn.end - turn.start
+        assert [version for version, _ in turn.versions] == sorted({version for version, _ in turn.versions})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from relax_core.config.validate import problems_of
 from relax_core.control.role_counts import roles_of
 from relax_core.plan.build import as_json_values, make_plan
 from relax_core.plan.command import plan_run, save_plan
+from relax_core.plan.gpus import gpu_problems
+from relax_core.plan.memory import GIB
 from relax_core.plan.text import as_text
 from relax_core.preflight import CHECKS
 
@@ -46,8 +49,10 @@ def test_the_presets_plan_clean_and_cannot_start_yet(name: str, gpus: int) -> No
     assert plan.refused == []
     used = {(place.node, gpu) for place in plan.places for gpu in place.gpus}
     assert len(used) == gpus == config.placement.nodes * config.placement.gpus_per_node
-    first, problem = as_text(plan).splitlines()[:2]
-    assert first == f"{name}: plans, but cannot start yet:" and "is not built yet" in problem
+    assert as_text(plan).startswith(f"{name}: plans, but cannot start yet:\n  - ")
+    assert not any("placement.name" in problem for problem in problems), "it starts where the GPUs are there"
+    assert ("mode=colocate" in " ".join(problems)) == ("colocate" in name)
+    assert set(gpu_problems(config)) <= set(problems)
     with pytest.raises(ConfigError):
         load_config([f"experiment={name}"], checks=CHECKS)
 
@@ -88,10 +93,67 @@ def test_the_batch_in_words() -> None:
 
 
 def test_ranks_without_work_are_told() -> None:
-    plan = make_plan(load_config(["parallel.dp=4", "parallel.micro_batch_tokens=64", "algo.mini_batches=4"]))
+    overrides = ["parallel.dp=8", "rollout.prompts_per_step=8", "algo.group_size=2", "algo.mini_batches=4"]
+    told = " ".join(make_plan(load_config(overrides)).batch)
+    assert "Only 4 of 8 data-parallel ranks have work in a micro-batch: an update has no more episodes." in told
+
+
+def test_a_group_that_is_larger_than_a_micro_batch_is_cut_by_episodes() -> None:
+    """17 prompt rows and 16 x 7: 64 rows hold 6 answers beside the prompt, so three pieces a group and two prompts
+    more; 20 rows hold less than one answer, which goes alone."""
+    work = make_plan(load_config(["parallel.micro_batch_tokens=64"])).work
+    assert (work.groups_together, work.group_pieces, work.micro_batches, work.micro_batch_rows) == (0, 3, 24, 64)
+    assert work.repeated_share == pytest.approx(2 * 17 / (129 + 2 * 17))
+    plan = make_plan(load_config(["parallel.micro_batch_tokens=20"]))
+    assert (plan.work.group_pieces, plan.work.micro_batches, plan.work.micro_batch_rows) == (16, 128, 17 + 7)
     told = " ".join(plan.batch)
-    assert "Only 2 of 4 data-parallel ranks have work in a micro-batch: an update has no more groups." in told
-    assert "One group is more than a micro-batch, parallel.micro_batch_tokens=64: it goes alone" in told
+    assert "cut into 16 pieces, each with the prompt: at most 66.4% of the rows are repeated prompts." in told
+    assert "One episode alone, 17 prompt and 7 response rows, is more than parallel.micro_batch_tokens=20" in told
+
+
+def test_episodes_of_one_group_go_to_several_ranks() -> None:
+    """2 groups of an update on 4 ranks: 8 answers each, so three cuts at most; on 2 ranks a group each."""
+    for ranks, repeated in ((4, 3), (2, 0)):
+        plan = make_plan(load_config([f"parallel.dp={ranks}", "algo.mini_batches=4"]))
+        assert plan.work.busy_ranks == ranks and plan.work.micro_batches == 4
+        assert plan.work.repeated_share == pytest.approx(repeated * 17 / (2 * 129 + repeated * 17))
+        assert ("Episodes of one group go to several ranks" in " ".join(plan.batch)) == bool(repeated)
+
+
+def test_sixteen_answers_of_8192_tokens_fit_the_published_split() -> None:
+    """One answer with its prompt, 2048 + 8191 rows, sets the peak: 36 layers of 89,168 bytes a row on each of two
+    tensor-parallel ranks, with the sequence cut too (6 x 2560 + 4 x 4096 + 3 x 1024 + 40, 4096 + 1024 + 4 x 128 + 40
+    of the norms of query and key, 5 x 9728; halved, 2 bytes each). No mask of 10,239 rows squared is there."""
+    long = ["algo.group_size=16", "rollout.max_new_tokens=8192", "engine.context_length=10240"]
+    plan = make_plan(planned("experiment=qwen3_4b_async_8gpu", *long))
+    assert plan.refused == []
+    assert (plan.work.episode_rows, plan.work.micro_batch_rows) == (10239, 10239)
+    (actor,) = (holder for holder in plan.memory if holder.name == "actor")
+    assert actor.peak.terms["activations"] == 10239 * 36 * 89168
+    assert actor.peak.terms["attention mask"] == 80 * 80 * 16
+    assert actor.peak.bytes < 79.6 * GIB
+
+
+@pytest.mark.parametrize(
+    ("memory", "overrides", "fix"),
+    [
+        (60, [], "Set parallel.recompute=full."),
+        (60, ["parallel.micro_batch_tokens=30000"], "Set parallel.recompute=full."),
+        (75, ["parallel.micro_batch_tokens=30000"], "Set parallel.micro_batch_tokens="),
+        (38, [], "and of its 10239 rows only "),
+        (30, [], "leave no room for a row: raise parallel.tp"),
+    ],
+)
+def test_the_knob_that_makes_a_trainer_fit_makes_it_fit(memory: int, overrides: list[str], fix: str) -> None:
+    long = ["algo.group_size=16", "rollout.max_new_tokens=8192", "engine.context_length=10240"]
+    cache = "engine.max_total_tokens=131072"
+    line = ["experiment=qwen3_4b_async_8gpu", *long, cache, f"placement.gpu_memory_gib={memory}", *overrides]
+    (fault,) = (fault for fault in make_plan(planned(*line)).refused if fault.startswith("actor: "))
+    assert fix in fault
+    named = re.search(r"Set (.*)\.$", fault)
+    if named is not None:
+        again = make_plan(planned(*line, *named[1].split()))
+        assert not any(fault.startswith("actor: ") for fault in again.refused), again.refused
 
 
 def test_a_sync_and_a_checkpoint_in_bytes() -> None:

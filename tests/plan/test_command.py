@@ -55,7 +55,7 @@ def test_json_is_for_programs() -> None:
         (
             ["experiment=qwen3_4b_async_8gpu", "placement.gpu_memory_gib=40"],
             1,
-            ("placement.gpu_memory_gib=40", "lower"),
+            ("placement.gpu_memory_gib=40", "Set parallel.recompute=full."),
         ),
     ],
 )

@@ -36,11 +36,12 @@ def test_the_demos_trainer_by_hand() -> None:
 
 
 def test_large_groups_need_no_mask_on_a_cpu() -> None:
-    """3 groups of 17 + 16 x 63 rows: 1025^2 pairs each with a mask, 17^2 / 2 + 17 x 1008 + 16 x 63^2 / 2 without."""
+    """Groups of 17 + 16 x 63 rows: 1025^2 pairs each with a mask, 17^2 / 2 + 17 x 1008 + 16 x 63^2 / 2 without. With
+    context parallelism the queries of a rank, half of the 4096 rows of a micro-batch, have a mask over their groups."""
     long = ["rollout.max_new_tokens=64", "rollout.prompts_per_step=4"]
     assert phase(make_plan(load_config(long)), "actor", "backward")["attention mask"] == 0
     on_two = make_plan(load_config([*long, "parallel.cp=2"]))
-    assert phase(on_two, "actor", "backward")["attention mask"] == 3 * 1025 * 1025 * FLOAT // 2
+    assert phase(on_two, "actor", "backward")["attention mask"] == 4096 * 1025 // 2 * FLOAT
 
 
 def test_a_bfloat16_model_has_a_float32_copy() -> None:
@@ -121,6 +122,12 @@ def test_a_gpu_of_the_published_mixture_by_hand() -> None:
     rollout = phase(plan, "rollout", "rollout")
     assert rollout["engine weights"] == plan.model.parameters * 2 // 2
     assert rollout["KV cache (524288 tokens)"] == 524288 * 48 * 2 * 4 * 128 * 2 // 2
+
+
+def test_a_gpu_holds_one_chunk_of_logits_and_no_float32_copy_of_the_output_weight() -> None:
+    """1024 rows of 151,936 words in float32 and once more in bfloat16, and the weight's float32 gradient, over tp 4."""
+    backward = phase(make_plan(load_planned("qwen3_30b_a3b_async_16gpu")), "actor", "backward")
+    assert backward["logits chunk"] == (1024 * 151936 * (4 + 2) + 151936 * 2048 * 4) // 4
 
 
 def test_what_fits_beside_the_weights_does_fit() -> None:

@@ -95,6 +95,37 @@ def test_a_reward_that_works_for_some_row_may_start(plugin: str, rows: list[str]
     assert problems(plugin, rows, f"reward.how={how}") == []
 
 
+OF_GROUPS = """
+from relax_core.contracts.reward import RewardKnobs, RewardSpec
+
+async def score_group(given, knobs):
+    return {}
+
+SPEC = RewardSpec(name="odd", summary="s", knobs=RewardKnobs, score_group=score_group)
+"""
+
+
+@pytest.mark.parametrize(
+    ("came", "told"),
+    [
+        ("[1.0 for one in given]", ""),
+        (
+            "[1.0]",
+            "score_group returned [1.0] of type list. Wanted: a list of 2 rewards, one an answer, in order; 1 came",
+        ),
+        ("1.0", "score_group returned 1.0 of type float. Wanted: a list of 2 rewards"),
+        ("['yes', 1.0]", "score_group returned entry 0='yes' of type str. Wanted: a finite number"),
+    ],
+)
+def test_an_async_reward_of_whole_groups_is_tried_with_two_answers(
+    tmp_path: Path, rows: list[str], came: str, told: str
+) -> None:
+    path = tmp_path / "odd.py"
+    path.write_text(OF_GROUPS.format(came))
+    found = problems(str(path), rows)
+    assert len(found) == bool(told) and all(told in one for one in found)
+
+
 def test_an_env_that_returns_text_is_told_before_the_prompts_are_made(tmp_path: Path, rows: list[str]) -> None:
     env = tmp_path / "odd_env.py"
     env.write_text(ENV)

@@ -21,13 +21,14 @@ from relax_core.roles.rank_peer import STATUS_GROUPS, RankPeer
 from relax_core.roles.ranks import tell_loss
 from relax_core.roles.worker import WorkerStatus
 from relax_core.train.layout_arithmetic import replica_ranks, world_size
+from tests.trees import answers_tree
 
 OVERRIDES = ("parallel.dp=2", "parallel.tp=2")
 BROKE = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer"
 
 
 class Backend:
-    """A rank that answers with its own number, and can be told to fail."""
+    """A rank that can be told to fail, and whose log-prob of each row is its token plus 1,000 times its own number."""
 
     def __init__(self, rank: int, *, fails: str = "") -> None:
         self.rank, self.fails = rank, fails
@@ -45,7 +46,7 @@ class Backend:
             raise RuntimeError(self.fails)
 
     def logprobs(self, groups: Sequence[TokenTree]) -> list[np.ndarray]:
-        return [np.array([self.rank, int(group.group_uid)]) for group in groups]
+        return [1000.0 * self.rank + group.token_ids for group in groups]
 
 
 class Patient(Backend):
@@ -98,10 +99,11 @@ def peers(ray_session: str) -> Iterator[list[Any]]:
         ray.kill(peer)
 
 
-def group(number: int, *, tokens: int) -> TokenTree:
-    arrays: dict[str, Any] = dict.fromkeys(("prompt_ids", "response_ids", "loss_mask", "rollout_logprobs"), None)
-    arrays |= {"prompt_ids": np.zeros(3, np.int32), "lengths": np.array([tokens])}
-    return TokenTree(group_uid=str(number), **arrays)
+def group(number: int, *, tokens: int, answers: int = 1) -> TokenTree:
+    """Its tokens count its rows from 100 times its number."""
+    first = 100 * number
+    ids = np.arange(first, first + 3 + tokens * answers)
+    return answers_tree(str(number), ids[:3], [tokens] * answers, ids[3:])
 
 
 def start(peers: list[Any], count: int, *, of: type[RankPeer] = Peer, **fails: str) -> list[tuple[str, Any]]:
@@ -161,15 +163,18 @@ def test_the_ranks_of_a_replica_get_the_same_groups_and_its_first_one_answers(pe
         peers=start(peers, world_size(parallel) - 1),
         replicas=replicas,
     )
+    # 33 rows in groups of one answer, then a prompt of 3 rows with 14 more an answer: cut behind the first of these.
     groups = [group(number, tokens=tokens) for number, tokens in enumerate((9, 2, 4, 7, 1))]
+    groups.append(group(5, tokens=15, answers=4))
     TrainerGang(ranks, timeout_s=120.0, waiting=waiting).accumulate(groups)
     seen = [lead.groups, *ray.get([peer.seen.remote() for peer in peers])]
     for replica in replicas:
         assert all(seen[rank] == seen[replica[0]] for rank in replica)
-    assert sorted(seen[0] + seen[2]) == [one.group_uid for one in groups] and seen[0] and seen[2]
+    assert seen[0] == [one.group_uid for one in groups] and seen[2] == ["5"]
     answers = Gang(ranks, timeout_s=120.0, waiting=waiting).logprobs(groups)
-    assert [int(answer[1]) for answer in answers] == list(range(5))
-    assert {(int(answer[0]), str(int(answer[1])) in seen[0]) for answer in answers} == {(0, True), (2, False)}
+    for one, answer in zip(groups, answers, strict=True):
+        of_second = 2000.0 * (one.group_uid == "5") * np.isin(np.arange(one.rows), range(3, 18), invert=True)
+        assert answer.tolist() == (one.token_ids + of_second).tolist()  # the second one's of the shared prompt
 
 
 def test_a_rank_that_dies_is_named_also_where_the_lead_breaks_of_it(peers: list[Any]) -> None:

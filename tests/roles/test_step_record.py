@@ -6,67 +6,76 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from statistics import pstdev
-from typing import Literal
 
+import msgspec
 import numpy as np
 import pytest
 
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import LeasedRow
-from relax_core.contracts.sample import Group, Sample, VersionSpan
 from relax_core.contracts.train import StepMetrics
 from relax_core.roles.step_clock import StepClock
 from relax_core.roles.step_record import StepRows, step_values
-from relax_core.train.rows import decode_train_group
+from relax_core.train.rows import decode_train_tree
 from relax_core.train.updates import StepResult, UpdateMetrics
 from tests.observe.metrics_page import not_described
+from tests.trees import answers_tree
 
 
-def sample(
-    reward: float,
-    tokens: int,
-    version: int,
-    *,
-    finish: Literal["stop", "length"] = "stop",
-    parts: dict[str, float],
-    logprob: float = -1.0,
-    untrained: int = 0,
-) -> Sample:
+@dataclasses.dataclass(frozen=True)
+class Answer:
     """``untrained``: so many of its first tokens are masked."""
-    return Sample(
-        uid="",
-        response_ids=[1] * tokens,
-        rollout_logprobs=[logprob] * tokens,
-        loss_mask=[0] * untrained + [1] * (tokens - untrained),
-        weight_versions=[VersionSpan(0, tokens, version)],
-        finish_reason=finish,
-        reward=reward,
-        reward_parts=parts,
+
+    reward: float
+    tokens: int
+    version: int
+    finish: str = "stop"
+    parts: dict[str, float] = dataclasses.field(default_factory=dict)
+    logprob: float = -1.0
+    untrained: int = 0
+
+
+def row(*samples: Answer) -> LeasedRow:
+    lengths = [one.tokens for one in samples]
+
+    def by_token(values: Sequence[float]) -> np.ndarray:
+        return np.repeat(np.array(values), lengths)
+
+    tree = answers_tree(
+        "g",
+        [1],
+        lengths,
+        np.ones(sum(lengths)),
+        logprobs=by_token([one.logprob for one in samples]),
+        loss_mask=[token >= one.untrained for one in samples for token in range(one.tokens)],
+        versions=by_token([one.version for one in samples]),
+        rewards=[one.reward for one in samples],
+        advantages=np.zeros(sum(lengths), dtype=np.float32),
     )
-
-
-def row(*samples: Sample) -> LeasedRow:
-    columns = c.encode_group(Group(group_uid="g", index=0, prompt_ids=[1], samples=list(samples)))
-    columns[c.ADVANTAGES] = c.encode_ragged([[0.0] * len(one.response_ids) for one in samples], dtype="float32")
-    versions = [one.version for one in samples]
-    return LeasedRow(group_uid="g", index=0, uids=[""] * len(samples), versions=versions, columns=columns)
+    episodes = [
+        msgspec.structs.replace(episode, parts=one.parts, ended=one.finish)
+        for episode, one in zip(tree.episodes, samples, strict=True)
+    ]
+    columns = c.encode_tree(dataclasses.replace(tree, episodes=episodes))
+    uids, versions = [one.uid for one in tree.episodes], [one.version for one in samples]
+    return LeasedRow(group_uid="g", index=0, uids=uids, versions=versions, columns=columns)
 
 
 def step_rows(rows: Sequence[LeasedRow]) -> StepRows:
-    groups = [decode_train_group(row, step=10, oldest_version=0)[0] for row in rows]
+    groups = [decode_train_tree(row, step=10, oldest_version=0)[0] for row in rows]
     return StepRows(rows=list(rows), groups=groups, lease_ids=[1])
 
 
 ROWS = step_rows(
     [
         row(
-            sample(1.0, 4, 9, parts={"exact": 1.0, "format": 0.5}, logprob=-0.5),
-            sample(0.0, 8, 9, finish="length", parts={"exact": 0.0, "format": 0.25}, logprob=-2.0, untrained=6),
+            Answer(1.0, 4, 9, parts={"exact": 1.0, "format": 0.5}, logprob=-0.5),
+            Answer(0.0, 8, 9, finish="length", parts={"exact": 0.0, "format": 0.25}, logprob=-2.0, untrained=6),
         ),
         row(  # without signal: all rewards equal
-            sample(0.5, 3, 8, parts={"exact": 0.0}),
-            sample(0.5, 1, 7, parts={"exact": 0.0}),
-            sample(0.5, 2, 10, parts={"exact": 0.0}),
+            Answer(0.5, 3, 8, parts={"exact": 0.0}),
+            Answer(0.5, 1, 7, parts={"exact": 0.0}),
+            Answer(0.5, 2, 10, parts={"exact": 0.0}),
         ),
     ]
 )
@@ -113,7 +122,7 @@ def test_lengths_are_told_as_a_histogram() -> None:
     assert (histogram.least, histogram.largest, histogram.total, histogram.total_of_squares) == (1, 8, 18, 94)
     random = np.random.default_rng(0)
     for lengths in ([7], [3, 3, 3], random.integers(1, 5000, 300), random.integers(5, 25, 40), [1, 100_000]):
-        one = step_rows([row(*(sample(0.0, int(length), 9, parts={}) for length in lengths))]).length_histogram(step=0)
+        one = step_rows([row(*(Answer(0.0, int(length), 9, parts={}) for length in lengths))]).length_histogram(step=0)
         edges = [-math.inf, *one.limits]
         expected = [sum(low < n <= high for n in lengths) for low, high in zip(edges, one.limits, strict=False)]
         assert one.counts == expected and sum(one.counts) == len(lengths)
@@ -123,7 +132,7 @@ def test_lengths_are_told_as_a_histogram() -> None:
 
 def test_quantiles_are_lengths_that_some_answer_has() -> None:
     lengths = [int(n) for n in np.random.default_rng(1).integers(1, 1000, 97)]
-    values = step_rows([row(*(sample(float(n % 7), n, 9, parts={}) for n in lengths))]).values(step=10)
+    values = step_rows([row(*(Answer(float(n % 7), n, 9, parts={}) for n in lengths))]).values(step=10)
     for share in (10, 50, 90):
         found = values[f"response_tokens/p{share}"]
         assert found in lengths
@@ -146,7 +155,7 @@ METRICS = StepMetrics(
 
 
 def test_groups_of_one_sample_say_nothing_of_their_signal() -> None:
-    alone = step_rows([row(sample(1.0, 4, 9, parts={})), row(sample(0.5, 4, 9, parts={}))])
+    alone = step_rows([row(Answer(1.0, 4, 9, parts={})), row(Answer(0.5, 4, 9, parts={}))])
     assert "groups_without_signal" not in alone.values(step=9)
 
 

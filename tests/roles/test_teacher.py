@@ -25,8 +25,10 @@ from relax_core.roles import teacher_scorers
 from relax_core.roles.context import RunContext
 from relax_core.roles.teacher import TeacherWorker
 from relax_core.roles.teacher_scorers import EngineTeacher, ForwardTeacher, TeacherScores
-from relax_core.train.rows import decode_train_group
+from relax_core.train.rows import decode_train_tree
+from tests.train.tiny_models import VOCABULARY
 from tests.train.tiny_trainer import make_groups
+from tests.trees import answer_ids, answers_of, of_tokens, prompt_of, random_tree
 
 TOLERANCE = 2e-5
 TOP_K = 6
@@ -102,10 +104,11 @@ def expected(folder: Path, group: TokenTree) -> list[torch.Tensor]:
 
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     found = []
-    for response in np.split(group.response_ids, np.cumsum(group.lengths)[:-1]):
-        ids = torch.tensor(np.concatenate([group.prompt_ids, response]))[None]
+    prompt = prompt_of(group)
+    for response in answers_of(group):
+        ids = torch.tensor(np.concatenate([prompt, response]))[None]
         with torch.no_grad():
-            logits = model(ids).logits[0, len(group.prompt_ids) - 1 : -1]
+            logits = model(ids).logits[0, len(prompt) - 1 : -1]
         found.append((logits / TEMPERATURE).log_softmax(-1))
     return found
 
@@ -113,17 +116,17 @@ def expected(folder: Path, group: TokenTree) -> list[torch.Tensor]:
 def assert_right(scores: list[TeacherScores], folder: Path, *, top_k: int) -> None:
     for group, one in zip(GROUPS, scores, strict=True):
         wanted = torch.cat(expected(folder, group))
-        chosen = wanted.gather(-1, torch.tensor(group.response_ids, dtype=torch.int64)[:, None])[:, 0]
-        assert one.logprobs.dtype == np.float32
-        assert float(np.abs(one.logprobs - chosen.numpy()).max()) <= TOLERANCE
+        chosen = wanted.gather(-1, torch.tensor(answer_ids(group), dtype=torch.int64)[:, None])[:, 0]
+        assert one.logprobs.dtype == np.float32 and not one.logprobs[group.versions < 0].any()
+        assert float(np.abs(of_tokens(group, one.logprobs) - chosen.numpy()).max()) <= TOLERANCE
         if not top_k:
             assert one.top_ids is None and one.top_logprobs is None
             continue
         assert one.top_ids is not None and one.top_logprobs is not None
         assert (one.top_ids.dtype, one.top_logprobs.dtype) == (np.int32, np.float32)
         top = wanted.topk(top_k, -1)
-        assert float(np.abs(one.top_logprobs - top.values.numpy()).max()) <= TOLERANCE
-        by_id = wanted.gather(-1, torch.tensor(one.top_ids, dtype=torch.int64))
+        assert float(np.abs(of_tokens(group, one.top_logprobs) - top.values.numpy()).max()) <= TOLERANCE
+        by_id = wanted.gather(-1, torch.tensor(of_tokens(group, one.top_ids), dtype=torch.int64))
         assert float((by_id - top.values).abs().max()) <= TOLERANCE
 
 
@@ -135,6 +138,23 @@ def test_forward_and_engine_agree_with_transformers(
     by_engine = EngineTeacher(context, OneEngine(client, []), 0, top_k=top_k)  # type: ignore[arg-type]
     assert_right(by_engine.score(GROUPS), folder, top_k=top_k)
     assert_right(ForwardTeacher(context, folder, top_k=top_k).score(GROUPS), folder, top_k=top_k)
+
+
+@pytest.mark.parametrize("top_k", [0, TOP_K])
+def test_both_score_the_turns_of_trees_of_any_depth(
+    context: RunContext, client: EngineClient, folder: Path, top_k: int
+) -> None:
+    """An engine scores path by path, the forward pass each row once."""
+    random = np.random.default_rng(5)
+    trees = [random_tree(random, uid=f"g{place}", roots=2, vocabulary=VOCABULARY) for place in range(2)]
+    by_engine = EngineTeacher(context, OneEngine(client, []), 0, top_k=top_k).score(trees)  # type: ignore[arg-type]
+    by_forward = ForwardTeacher(context, folder, top_k=top_k).score(trees)
+    for tree, one, other in zip(trees, by_engine, by_forward, strict=True):
+        assert one.logprobs[tree.sampled].all() and not one.logprobs[tree.versions < 0].any()
+        assert float(np.abs(one.logprobs - other.logprobs).max()) <= TOLERANCE
+        if top_k:
+            assert one.top_logprobs is not None and other.top_logprobs is not None
+            assert float(np.abs(one.top_logprobs - other.top_logprobs).max()) <= TOLERANCE
 
 
 def test_an_engine_that_died_is_waited_for_but_not_for_ever(context: RunContext, client: EngineClient) -> None:
@@ -155,30 +175,20 @@ class Fixed:
         self._value = value
 
     def score(self, groups: list[TokenTree]) -> list[TeacherScores]:
-        tokens = [len(group.response_ids) for group in groups]
         return [
             TeacherScores(
-                np.full(count, self._value, np.float32),
-                np.arange(2 * count, dtype=np.int32).reshape(count, 2),
-                np.full((count, 2), self._value - 1, np.float32),
+                np.full(group.rows, self._value, np.float32),
+                np.arange(2 * group.rows, dtype=np.int32).reshape(group.rows, 2),
+                np.full((group.rows, 2), self._value - 1, np.float32),
             )
-            for count in tokens
+            for group in groups
         ]
 
 
 def leased(group: TokenTree, teacher: str) -> LeasedRow:
-    rows = np.split(group.response_ids, np.cumsum(group.lengths)[:-1])
-    return LeasedRow(
-        group_uid=group.group_uid,
-        index=0,
-        uids=[f"{group.group_uid}.{place}" for place in range(len(rows))],
-        versions=[0] * len(rows),
-        columns={
-            c.PROMPT_IDS: c.encode_array(group.prompt_ids, dtype="int32"),
-            c.RESPONSE_IDS: c.encode_ragged(rows, dtype="int32"),
-            c.TEACHER: msgspec.msgpack.encode(teacher),
-        },
-    )
+    uids = [one.uid for one in group.episodes]
+    columns = {**c.encode_tree(replace(group, extras={})), c.TEACHER: msgspec.msgpack.encode(teacher)}
+    return LeasedRow(group_uid=group.group_uid, index=0, uids=uids, versions=[0] * len(uids), columns=columns)
 
 
 def test_each_row_gets_the_teacher_that_it_names_and_the_trainer_reads_the_columns() -> None:
@@ -188,15 +198,9 @@ def test_each_row_gets_the_teacher_that_it_names_and_the_trainer_reads_the_colum
     columns = worker.columns_of(rows)
     for row, group, value in zip(rows, GROUPS, (-2.0, -1.0, -2.0), strict=True):
         found = columns[group.group_uid]
-        assert c.decode_ragged(found[c.TEACHER_LOGPROBS]).lengths == group.lengths.tolist()
-        other = {
-            c.LOSS_MASK: c.encode_flat(np.ones(len(group.response_ids), np.uint8), group.lengths.tolist()),
-            c.ROLLOUT_LOGPROBS: found[c.TEACHER_LOGPROBS],
-            c.ADVANTAGES: found[c.TEACHER_LOGPROBS],
-        }
-        whole = msgspec.structs.replace(row, columns={**row.columns, **found, **other})
-        trained, _ = decode_train_group(whole, step=0, oldest_version=0)
-        assert trained.teacher_logprobs is not None and set(trained.teacher_logprobs.tolist()) == {value}
-        assert trained.teacher_top_ids is not None and trained.teacher_top_logprobs is not None
-        assert trained.teacher_top_ids.tolist() == [[2 * t, 2 * t + 1] for t in range(len(group.response_ids))]
-        assert trained.teacher_top_logprobs.shape == (len(group.response_ids), 2)
+        advantages = {c.ADVANTAGES: c.encode_column(c.ADVANTAGES, group.extras["advantages"])}
+        whole = msgspec.structs.replace(row, columns={**row.columns, **found, **advantages})
+        trained, _ = decode_train_tree(whole, step=0, oldest_version=0)
+        assert trained.extras["teacher_logprobs"].tolist() == [value] * group.rows
+        assert trained.extras["teacher_top_ids"].tolist() == [[2 * t, 2 * t + 1] for t in range(group.rows)]
+        assert trained.extras["teacher_top_logprobs"].shape == (group.rows, 2)

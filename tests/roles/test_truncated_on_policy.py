@@ -26,15 +26,16 @@ from relax_core.engines.client import EngineClient
 from relax_core.engines.process import EngineLaunch, EngineProcess
 from relax_core.engines.sglang.client import SglangClient
 from relax_core.registry import find_algorithm, names
-from relax_core.roles.advantages import advantage_columns, input_columns
 from relax_core.roles.context import RunContext
 from relax_core.roles.forward import ActorFwdWorker, ReferenceWorker
 from relax_core.roles.teacher import TeacherWorker, teacher_columns
 from relax_core.roles.teacher_scorers import EngineTeacher, ForwardTeacher
+from relax_core.rollout.advantages import advantage_extras
 from relax_core.rollout.groups import complete_group
-from relax_core.train.rows import decode_prompt_and_responses, decode_train_group
+from relax_core.train.rows import decode_train_tree
 from tests.contracts.engine.harness import SGLANG_PYTHON, VOCAB, make_model, prompts_of, random_prompt
 from tests.train.tiny_trainer import make_backend
+from tests.trees import answers_of, of_tokens, prompt_of
 
 TOLERANCE = 2e-5
 TOKEN = "token-of-the-run"
@@ -142,28 +143,25 @@ def scored_by(folder: Path, rows: Rows) -> Rows:
 
 
 def annotated(row: LeasedRow, backend: Any) -> LeasedRow:
-    group = decode_prompt_and_responses(row)
-    (logprobs,) = backend.logprobs([group])
-    of_tokens = c.encode_flat(logprobs.astype(np.float32), group.lengths.tolist())
-    more = dict.fromkeys((c.OLD_LOGPROBS, c.REFERENCE_LOGPROBS, c.TEACHER_LOGPROBS), of_tokens)
-    more[c.VALUES] = c.encode_flat(np.zeros(len(logprobs), np.float32), group.lengths.tolist())
+    (logprobs,) = backend.logprobs([c.decode_tree(row)])
+    names = (c.OLD_LOGPROBS, c.REFERENCE_LOGPROBS, c.TEACHER_LOGPROBS)
+    more = {name: c.encode_column(name, logprobs) for name in names}
+    more[c.VALUES] = c.encode_column(c.VALUES, np.zeros_like(logprobs))
     return msgspec.structs.replace(row, columns={**row.columns, **more})
 
 
-def only(row: LeasedRow, columns: Sequence[str]) -> LeasedRow:
-    return msgspec.structs.replace(row, columns={name: row.columns[name] for name in columns})
-
-
 def train_groups(rows: Sequence[LeasedRow], spec: AlgorithmSpec, knobs: Any) -> list[TokenTree]:
-    """As the advantages role and the trainer see them."""
+    """As the maker of their advantages and the trainer see them."""
     needs = spec.needs(knobs)
-    advantages = advantage_columns([only(row, input_columns(needs)) for row in rows], spec, knobs)
+    advantages = advantage_extras([c.decode_tree(row) for row in rows], spec, knobs)
     skipped = {c.OLD_LOGPROBS: needs.old_logprobs == "rollout", c.REFERENCE_LOGPROBS: not needs.reference}
     groups = []
-    for row in rows:
+    for row, made in zip(rows, advantages, strict=True):
         columns = {name: payload for name, payload in row.columns.items() if not skipped.get(name)}
-        whole = msgspec.structs.replace(row, columns=columns | advantages[row.group_uid])
-        groups.append(decode_train_group(whole, step=0, oldest_version=0)[0])
+        whole = msgspec.structs.replace(
+            row, columns=columns | {name: c.encode_column(name, one) for name, one in made.items()}
+        )
+        groups.append(decode_train_tree(whole, step=0, oldest_version=0)[0])
     return groups
 
 
@@ -251,8 +249,8 @@ def test_a_kl_in_the_reward_charges_nothing_where_policy_and_reference_are_equal
     )
     for of_name in scored.values():
         for one, other in zip(train_groups(of_name, spec, with_kl), train_groups(of_name, spec, without), strict=True):
-            assert one.advantages is not None and other.advantages is not None
-            assert np.abs(one.advantages - other.advantages).max() <= 24 * TOLERANCE  # a sample has 24 tokens at most
+            gap = np.abs(one.extras["advantages"] - other.extras["advantages"]).max()
+            assert gap <= 24 * TOLERANCE  # a sample has 24 tokens at most
 
 
 def test_without_the_list_a_banned_token_takes_a_third_of_the_mass(folder: Path, rows: Rows) -> None:
@@ -260,9 +258,13 @@ def test_without_the_list_a_banned_token_takes_a_third_of_the_mass(folder: Path,
     gaps = {}
     for banned in ([BANNED], []):
         backend = make_backend(folder, trainable=False, temperature=TEMPERATURE, banned_token_ids=banned)
-        groups = [decode_prompt_and_responses(row) for row in rows["banned"]]
-        engine = np.concatenate([c.decode_ragged(row.columns[c.ROLLOUT_LOGPROBS]).flat() for row in rows["banned"]])
-        gaps[len(banned)] = engine - np.concatenate(backend.logprobs(groups))
+        groups = [c.decode_tree(row) for row in rows["banned"]]
+        gaps[len(banned)] = np.concatenate(
+            [
+                of_tokens(group, group.logprobs - own)
+                for group, own in zip(groups, backend.logprobs(groups), strict=True)
+            ]
+        )
     assert np.abs(gaps[1]).max() <= TOLERANCE
     assert -np.expm1(-gaps[0]).mean() >= BANNED_MASS  # log(1 / (1 - mass)) is missing from each
 
@@ -283,13 +285,14 @@ def test_the_entropy_is_that_of_what_was_left(folder: Path, scored: Rows) -> Non
         backend.accumulate(groups)
         expected = []
         for group in groups:
-            mask = np.ones((len(group.response_ids), VOCAB), bool) if group.kept is None else group.kept.mask()
+            mask = np.ones((group.rows, VOCAB), bool) if group.kept is None else group.kept.mask()
             mask[:, BANNED] = False
-            for start, end in zip(np.cumsum(group.lengths) - group.lengths, np.cumsum(group.lengths), strict=True):
-                ids = np.concatenate([group.prompt_ids, group.response_ids[start:end]])
+            masks, prompt = np.split(of_tokens(group, mask), np.cumsum(group.lengths)[:-1]), prompt_of(group)
+            for response, left in zip(answers_of(group), masks, strict=True):
+                ids = np.concatenate([prompt, response])
                 with torch.no_grad():
-                    logits = model(torch.tensor(ids)[None]).logits[0, len(group.prompt_ids) - 1 : -1].double()
-                logits = (logits / TEMPERATURE).masked_fill(torch.from_numpy(~mask[start:end]), -torch.inf)
+                    logits = model(torch.tensor(ids)[None]).logits[0, len(prompt) - 1 : -1].double()
+                logits = (logits / TEMPERATURE).masked_fill(torch.from_numpy(~left), -torch.inf)
                 expected.append(torch.distributions.Categorical(logits=logits).entropy())
         entropy = recorded.seen[0][0].entropy
         assert entropy is not None
@@ -352,12 +355,10 @@ def test_a_teacher_that_is_the_student_has_nothing_to_teach(
         )
         pads = 0
         for name, of_name in scored.items():
-            found = teacher.score([decode_prompt_and_responses(row) for row in of_name])
+            found = teacher.score([c.decode_tree(row) for row in of_name])
             taught = []
             for row, scores in zip(of_name, found, strict=True):
-                lengths = c.decode_ragged(row.columns[c.RESPONSE_IDS]).lengths
-                more = teacher_columns(scores, lengths)
-                taught.append(msgspec.structs.replace(row, columns={**row.columns, **more}))
+                taught.append(msgspec.structs.replace(row, columns={**row.columns, **teacher_columns(scores)}))
                 pads += int((scores.top_ids == -1).sum())
             recorded.seen.clear()
             backend.begin_step(0)

@@ -20,7 +20,7 @@ from relax_core.registry import find_env, find_reward
 from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.groups import MakeExtras
 from relax_core.rollout.prompts import PromptMaker
-from relax_core.rollout.reward_worker import RewardPool
+from relax_core.rollout.reward_pool import RewardPool
 from relax_core.rollout.sampler import Sampler, SamplerSettings
 from relax_core.rollout.turnover import Turnover
 from tests.bus.make_rows import for_actor, make_core
@@ -29,6 +29,7 @@ from tests.contracts.engine.harness import Engine
 STEP_GROUPS = 3
 GROUP_SIZE = 2
 CONTEXT = 64
+LONG_S = 120.0  # a deadline that nothing here comes near
 
 
 class CoreBus:
@@ -143,6 +144,7 @@ async def sample(
     temperature: float = 1.0,
     max_aborts: int | None = None,
     mask_truncated: bool = False,
+    in_order: bool = False,
     client: EngineClient | None = None,
     advantages: MakeExtras | None = None,
 ) -> list[tuple[str, int, Mapping[str, float]]]:
@@ -156,7 +158,7 @@ async def sample(
     async def client_for(place: int, fresh: bool) -> Any:
         return client
 
-    with RewardPool(spec, spec.knobs(name=spec.name, timeout_s=5.0), workers=1) as rewards:
+    with RewardPool(spec, spec.knobs(name=spec.name, timeout_s=LONG_S), workers=1, concurrency=8) as rewards:
         pool = EnginePool(1, client_for, patience_s=60.0)
         sampler = Sampler(
             bus=bus,
@@ -182,6 +184,7 @@ async def sample(
                 admit_timeout_s=60.0,
                 call_timeout_s=60.0,
                 mask_truncated=mask_truncated,
+                in_order=in_order,
             ),
             record=lambda source, version, values: records.append((source, version, values)),
             gate=gate,
@@ -211,5 +214,5 @@ def renamed(engine: Engine) -> Callable[[int], None]:
 
 async def within(call: Awaitable[None]) -> None:
     """A loop that does not hear of a failure would wait for ever."""
-    async with asyncio.timeout(120.0):
+    async with asyncio.timeout(LONG_S):
         await call

@@ -19,7 +19,7 @@ from relax_core.rollout import evaluation
 from relax_core.rollout.eval_figures import Answer
 from relax_core.rollout.evaluation import PreparedSet, SetAnswers, ask, eval_versions, evaluation_values, prepare
 from relax_core.rollout.prompts import PromptMaker
-from relax_core.rollout.reward_worker import RewardPool
+from relax_core.rollout.reward_pool import RewardPool
 from relax_core.tools.make_tiny import tiny_model_folder
 from tests.contracts.engine.harness import Engine
 

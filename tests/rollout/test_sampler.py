@@ -6,7 +6,9 @@ import asyncio
 import dataclasses
 import itertools
 import re
+import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,8 @@ from relax_core.tools.make_tiny import tiny_model_folder
 from tests.contracts.engine.harness import TOKEN, Engine
 from tests.rollout.sampler_harness import CONTEXT, GROUP_SIZE, STEP_GROUPS, CoreBus, renamed, sample, within
 from tests.trees import prompt_of, rewards_of, tree_of
+
+SOON_S = 60.0  # a deadline for what needs milliseconds; less than the harness's
 
 
 @pytest.fixture(scope="module")
@@ -230,8 +234,62 @@ def test_a_reward_that_raises_for_every_row_ends_the_loop(engine: Engine, tiny_f
     def score(given: RewardInput, knobs: Any) -> RewardOutput:
         raise KeyError("price")
 
-    with pytest.raises(RewardsFailed, match=r"100% of the answers to the newest 8 data rows.*KeyError: 'price'"):
+    with pytest.raises(
+        RewardsFailed,
+        match=r"100% of the answers to the newest 8 data rows.*KeyError: 'price'.*sample g\d+\.\d, rows.jsonl, line \d",
+    ):
         asyncio.run(within(sample_with(engine, tiny_folder, reward=scored(score))))
+
+
+class ArrivalClient(EngineClient):
+    """``arrived``: the groups whose responses have all come, in order."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__(engine.process.url, TOKEN, request_timeout_s=60.0, control_timeout_s=30.0)
+        self.arrived: list[str] = []
+        self._samples: Counter[str] = Counter()
+
+    async def generate(
+        self, prompts: Sequence[PromptRequest], params: SamplingParams, **options: Any
+    ) -> AsyncIterator[Generated]:
+        async for one in super().generate(prompts, params, **options):
+            self._samples[one.rid] += 1
+            if self._samples[one.rid] == GROUP_SIZE:
+                self.arrived.append(one.rid.rpartition("-")[0])
+            yield one
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_group_whose_rewards_take_long_holds_up_no_other(engine: Engine, tiny_folder: Path, in_order: bool) -> None:
+    """The rewards of the group that comes first wait for the others: until those are on the bus or, where groups are
+    handed on in order, until their rewards are there."""
+    client = ArrivalClient(engine)
+    others_are_there = threading.Event()
+    scores: Counter[str] = Counter()
+    put: list[str] = []
+
+    def noted_put(rows: Sequence[GroupRow]) -> None:
+        put.extend(row.group_uid for row in rows)
+        if not in_order and len(put) == STEP_GROUPS - 1:
+            others_are_there.set()
+
+    def score(given: RewardInput, knobs: Any) -> RewardOutput:
+        group = given.uid.rpartition(".")[0]
+        if group == client.arrived[0]:
+            assert others_are_there.wait(SOON_S)
+        scores[group] += 1
+        if in_order and sum(scores.values()) == (STEP_GROUPS - 1) * GROUP_SIZE:
+            others_are_there.set()
+        return RewardOutput(reward=0.5)
+
+    async def scene() -> None:
+        bus = CoreBus(steps=1, put=noted_put)
+        await sample(engine, tiny_folder, bus, reward=scored(score), in_order=in_order, client=client)
+        assert bus.core.progress().ledger.trained == STEP_GROUPS * GROUP_SIZE
+
+    asyncio.run(within(scene()))
+    assert len(client.arrived) == STEP_GROUPS
+    assert put == client.arrived if in_order else put[-1] == client.arrived[0]
 
 
 def test_a_put_that_fails_ends_the_loop(engine: Engine, tiny_folder: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from gang_layouts import parallel_config
-from tiny_models import make_model
+from tiny_models import VOCABULARY, make_model
 from tiny_trainer import KNOBS, PPO_CLIP, clip_loss, dp_groups, make_backend, train_step
 
 from relax_core.contracts.algorithm import LossInputs, LossOutputs
@@ -24,6 +24,7 @@ from relax_core.train import process_group
 from relax_core.train.backend import MegatronBackend
 from relax_core.train.micro_batches import split_over_ranks
 from tests.ports import free_port
+from tests.trees import answer_ids, random_tree, with_tokens
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
@@ -44,14 +45,22 @@ def loss_with_teacher(inputs: LossInputs, knobs: Any) -> LossOutputs:
 
 def with_teacher(group: TokenTree) -> TokenTree:
     """With kept sets too, of which some have fewer tokens than the teacher tells; -1 stands for what is not there."""
-    tokens = len(group.response_ids)
+    own_ids = answer_ids(group)
+    tokens = len(own_ids)
     random = np.random.default_rng(tokens)
     mask = random.random((tokens, 50)) < random.choice([0.0, 0.04, 0.5], (tokens, 1))
-    mask[np.arange(tokens), group.response_ids] = True
+    mask[np.arange(tokens), own_ids] = True
     ids = random.integers(-1, 50, (tokens, TOP_K), dtype=np.int32)
     top = np.zeros((tokens, TOP_K), dtype=np.float32)
     teacher = {"teacher_logprobs": top[:, 0].copy(), "teacher_top_ids": ids, "teacher_top_logprobs": top}
-    return dataclasses.replace(group, **teacher, kept=KeptTokens.of_mask(mask))
+    return with_tokens(group, **teacher, kept=KeptTokens.of_mask(mask))
+
+
+def tree_batches() -> list[list[TokenTree]]:
+    """Forests of several turns, whose episodes share sampled rows and have several segments."""
+    random = np.random.default_rng(11)
+    trees = [random_tree(random, uid=f"g{place}", roots=2, turns=2, vocabulary=VOCABULARY) for place in range(3)]
+    return [trees[:2], trees[2:]]
 
 
 def refused(work: Callable[[], Any]) -> str:
@@ -63,7 +72,7 @@ def refused(work: Callable[[], Any]) -> str:
 
 
 def what_it_sees(backend: MegatronBackend, *, replica: int = 0, replicas: int = 1) -> dict[str, Any]:
-    """Two updates that are refused, and so leave no trace; log-probs; two updates that are made."""
+    """Two updates that are refused, and so leave no trace; log-probs; three updates that are made."""
 
     def mine(batches: list[list[TokenTree]]) -> list[list[TokenTree]]:
         return [split_over_ranks(groups, replicas)[replica] for groups in batches]
@@ -90,7 +99,9 @@ def what_it_sees(backend: MegatronBackend, *, replica: int = 0, replicas: int = 
     kept = backend.top_logprobs([*map(with_teacher, everything)], top_k=TOP_K)
     seen["kept_ids"] = [one.top_ids.tolist() for one in kept]
     seen["kept_logprobs"] = [one.top_logprobs.tolist() for one in kept]
-    for name, groups in (("plain", batches), ("teacher", [[*map(with_teacher, groups)] for groups in batches])):
+    seen["tree_logprobs"] = [one.tolist() for groups in tree_batches() for one in backend.logprobs(groups)]
+    with_teachers = [[*map(with_teacher, groups)] for groups in batches]
+    for name, groups in (("plain", batches), ("teacher", with_teachers), ("trees", tree_batches())):
         metrics = dataclasses.asdict(train_step(backend, mine(groups), step=3))
         del metrics["timings_ms"]
         seen[name] = metrics

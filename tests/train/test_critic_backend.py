@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from tiny_trainer import dp_groups, make_critic, make_groups, train_step
 from benchmarks.family_models import VARIANTS, make_family_model
 from relax_core.contracts.tree import TokenTree
 from relax_core.train.value_moments import explained_variance, moment_sums
+from tests.trees import answers_of, of_tokens, prompt_of
 
 GROUPS = make_groups([[5, 1, 8, 3], [7, 7, 2, 4], [1, 1, 1, 1]], prompt_lengths=[9, 4, 1], masked=0.2)
 CLIP = 0.2  # PPO's value clip
@@ -49,15 +49,21 @@ def reference_values(model: Any, weight: torch.Tensor, bias: torch.Tensor, group
     """Each sample in its own forward: the head on the state in front of each response token."""
     parts = []
     for group in groups:
-        for response in np.split(group.response_ids, np.cumsum(group.lengths)[:-1]):
-            sequence = torch.from_numpy(np.concatenate([group.prompt_ids, response])).long()[None]
-            hidden = model.model(sequence).last_hidden_state[0, len(group.prompt_ids) - 1 : -1]
+        prompt = prompt_of(group)
+        for response in answers_of(group):
+            sequence = torch.from_numpy(np.concatenate([prompt, response])).long()[None]
+            hidden = model.model(sequence).last_hidden_state[0, len(prompt) - 1 : -1]
             parts.append((hidden @ weight.T + bias)[:, 0])
     return torch.cat(parts)
 
 
-def column(groups: list[TokenTree], name: str) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate([getattr(group, name) for group in groups]))
+def column(arrays: list[Any]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(arrays))
+
+
+def values_of(critic: Any, groups: list[TokenTree]) -> np.ndarray:
+    """``[tokens]`` of all groups."""
+    return np.concatenate([of_tokens(group, own) for group, own in zip(groups, critic.values(groups), strict=True)])
 
 
 @pytest.mark.parametrize("variant", ["qwen3", "qwen2", "llama, llama3 rope"])  # tied, and two that are not
@@ -69,9 +75,10 @@ def test_values_and_gradient_match_transformers(tmp_path: Path, variant: str) ->
     weight.requires_grad_()
     bias.requires_grad_()
     values = reference_values(model, weight, bias, GROUPS)
-    np.testing.assert_allclose(np.concatenate(critic.values(GROUPS)), values.detach(), atol=2e-5, rtol=0)
+    np.testing.assert_allclose(values_of(critic, GROUPS), values.detach(), atol=2e-5, rtol=0)
 
-    mask, old, returns = column(GROUPS, "loss_mask"), column(GROUPS, "values"), column(GROUPS, "returns")
+    mask = column([of_tokens(group, group.loss_mask) for group in GROUPS])
+    old, returns = (column([group.of_tokens(name) for group in GROUPS]) for name in ("values", "returns"))
     clipped = old + (values - old).clamp(-CLIP, CLIP)
     loss = (0.5 * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2))[mask].mean()
     loss.backward()
@@ -90,7 +97,7 @@ def test_it_learns_the_returns(folder: Path) -> None:
     alone = make_groups([[5], [8], [7], [4]], prompt_lengths=[9, 4, 3, 6])
     for step in range(60):
         values = critic.values(alone)
-        groups = [dataclasses.replace(group, values=old) for group, old in zip(alone, values, strict=True)]
+        groups = [group.with_extras(values=old) for group, old in zip(alone, values, strict=True)]
         metrics = train_step(critic, [groups], step=step)
         if not step:
             assert explained_variance(metrics.algorithm) == pytest.approx(0.0)  # all values are 0
@@ -100,26 +107,8 @@ def test_it_learns_the_returns(folder: Path) -> None:
 def test_micro_batches_order_and_packing_change_nothing(folder: Path) -> None:
     micro_batches = dp_groups()
     groups = [group for batch in micro_batches for group in batch]
-    alone = [  # each sample with its prompt to itself, in one sequence
-        dataclasses.replace(
-            group,
-            lengths=group.lengths[place : place + 1],
-            **{
-                name: np.split(getattr(group, name), np.cumsum(group.lengths)[:-1])[place]
-                for name in (
-                    "response_ids",
-                    "loss_mask",
-                    "rollout_logprobs",
-                    "fresh",
-                    "advantages",
-                    "values",
-                    "returns",
-                )
-            },
-        )
-        for group in groups
-        for place in range(len(group.lengths))
-    ]
+    # Each sample with its prompt to itself, in one sequence.
+    alone = [group.take([place]) for group in groups for place in range(len(group.episodes))]
     ways = {"whole": [groups], "split": [*micro_batches, []], "reversed": [groups[::-1]], "packed alone": [alone]}
     results = {}
     for name, way in ways.items():

@@ -14,6 +14,7 @@ from tiny_trainer import make_backend, make_groups, train_step
 
 from relax_core.config.schema import Recompute
 from relax_core.contracts.tree import TokenTree
+from tests.trees import answers_of, of_tokens, prompt_of
 
 EXPERTS, TOP_K, LAYERS = 8, 2, 3
 
@@ -38,13 +39,12 @@ def groups_of(seed: int = 0) -> list[TokenTree]:
 
 def in_hf(model: Any, group: TokenTree, ask: Any) -> list[Any]:
     """``ask(output, prompt, response)`` of each of the group's samples alone."""
-    ends = np.cumsum(group.lengths)
-    found = []
-    for start, end in zip(ends - group.lengths, ends, strict=True):
-        ids = np.concatenate([group.prompt_ids, group.response_ids[start:end]]).astype(np.int64)
+    found, prompt = [], prompt_of(group)
+    for response in answers_of(group):
+        ids = np.concatenate([prompt, response]).astype(np.int64)
         with torch.no_grad():
             output = model(torch.from_numpy(ids)[None], output_router_logits=True)
-        found.append(ask(output, len(group.prompt_ids), torch.from_numpy(ids)))
+        found.append(ask(output, len(prompt), torch.from_numpy(ids)))
     return found
 
 
@@ -59,19 +59,20 @@ def hf_experts(output: Any, prompt: int, ids: torch.Tensor) -> np.ndarray:
 
 
 def with_hf_experts(model: Any, groups: list[TokenTree]) -> list[TokenTree]:
-    """Rows as packed: the prompt's of the first sample, then each response's."""
+    """The prompt's rows of the first sample, then each response's; no expert computes a response's last token."""
     done = []
     for group in groups:
         samples = in_hf(model, group, hf_experts)
-        prompt = len(group.prompt_ids)
-        rows = np.concatenate([samples[0][:prompt], *(one[prompt:] for one in samples)]).astype(np.uint8)
-        done.append(replace(group, routed_experts=rows))
+        prompt = len(prompt_of(group))
+        unfed = np.zeros_like(samples[0][:1])
+        parts = [samples[0][:prompt], *(part for one in samples for part in (one[prompt:], unfed))]
+        done.append(group.with_extras(routed_experts=np.concatenate(parts).astype(np.uint8)))
     return done
 
 
 def shifted(groups: list[TokenTree]) -> list[TokenTree]:
     """Every token to the neighbours of its experts."""
-    return [replace(one, routed_experts=(one.routed_experts + 1) % EXPERTS) for one in groups]
+    return [one.with_extras(routed_experts=(one.extras["routed_experts"] + 1) % EXPERTS) for one in groups]
 
 
 @pytest.mark.parametrize("normalized", [True, False])
@@ -81,7 +82,7 @@ def test_logprobs_are_those_of_transformers(tmp_path: Path, normalized: bool) ->
     groups = groups_of()
     for group, found in zip(groups, backend.logprobs(groups), strict=True):
         expected = np.concatenate(in_hf(model, group, hf_logprobs))
-        assert np.abs(found - expected).max() < 2e-5
+        assert np.abs(of_tokens(group, found) - expected).max() < 2e-5
 
 
 def test_the_same_experts_change_nothing_and_others_do(folder: Path) -> None:
@@ -89,10 +90,10 @@ def test_the_same_experts_change_nothing_and_others_do(folder: Path) -> None:
 
     backend = make_backend(folder, family="qwen3_moe", trainable=False)
     groups = with_hf_experts(Qwen3MoeForCausalLM.from_pretrained(folder).eval(), groups_of())
-    own = np.concatenate(backend.logprobs([replace(one, routed_experts=None) for one in groups]))
+    own = np.concatenate(backend.logprobs(groups_of()))
     assert np.abs(np.concatenate(backend.logprobs(groups)) - own).max() < 1e-6  # the order of a sum's two terms
     assert np.abs(np.concatenate(backend.logprobs(shifted(groups))) - own).max() > 0.1
-    assert np.array_equal(np.concatenate(backend.logprobs([replace(one, routed_experts=None) for one in groups])), own)
+    assert np.array_equal(np.concatenate(backend.logprobs(groups_of())), own)
 
 
 def test_what_is_replayed_is_what_the_experts_compute(folder: Path) -> None:
@@ -103,12 +104,13 @@ def test_what_is_replayed_is_what_the_experts_compute(folder: Path) -> None:
     rng = np.random.default_rng(5)
     groups = []
     for group in groups_of():
-        drawn = rng.random((group.packed_tokens, LAYERS, EXPERTS)).argsort(-1)[..., :TOP_K]
-        groups.append(replace(group, routed_experts=drawn.astype(np.uint16)))
+        drawn = rng.random((group.rows, LAYERS, EXPERTS)).argsort(-1)[..., :TOP_K]
+        groups.append(group.with_extras(routed_experts=drawn.astype(np.uint16)))
     backend.begin_step(0)
     backend.accumulate(groups[:2])
     backend.accumulate(groups[2:])
-    wanted = np.concatenate([group.routed_experts for group in groups])
+    fed = [np.setdiff1d(np.arange(group.rows), [one.leaves[0] for one in group.episodes]) for group in groups]
+    wanted = np.concatenate([group.extras["routed_experts"][rows] for group, rows in zip(groups, fed, strict=True)])
     for layer, router in enumerate(routers(backend.model_chunks)):
         assert router.chosen.tolist() == np.bincount(wanted[:, layer].reshape(-1), minlength=EXPERTS).tolist()
 
@@ -125,10 +127,9 @@ def test_recomputed_layers_replay_the_experts_of_their_own_micro_batch(folder: P
     parallel = replace(plain._parallel, recompute=Recompute.full)
     recomputed = make_backend(folder, family="qwen3_moe", parallel=parallel)
     groups = [
-        replace(group, routed_experts=np.zeros((group.packed_tokens, LAYERS, TOP_K), np.uint8)) for group in groups_of()
+        group.with_extras(routed_experts=np.full((group.rows, LAYERS, TOP_K), (place, place + 3), np.uint8))
+        for place, group in enumerate(groups_of())
     ]
-    for place, group in enumerate(groups):
-        group.routed_experts[..., :] = (place, place + 3)
     expected = gradients(plain, [[one] for one in groups])
     found = gradients(recomputed, [[one] for one in groups])
     # Two micro-batches under way at one time, as in a pipeline: both forward passes before the first backward pass.
@@ -148,34 +149,26 @@ def test_recomputed_layers_replay_the_experts_of_their_own_micro_batch(folder: P
 def test_experts_of_another_model_are_refused(folder: Path) -> None:
     backend = make_backend(folder, family="qwen3_moe", trainable=False)
     (group, *_) = groups_of()
-    wrong_layers = np.zeros((group.packed_tokens, LAYERS + 1, TOP_K), dtype=np.uint8)
+    wrong_layers = np.zeros((group.rows, LAYERS + 1, TOP_K), dtype=np.uint8)
     with pytest.raises(ValueError, match=r"group g0: routed experts of shape .* Is the engine's model another one"):
-        backend.logprobs([replace(group, routed_experts=wrong_layers)])
-    unknown = np.full((group.packed_tokens, LAYERS, TOP_K), EXPERTS, dtype=np.uint8)
+        backend.logprobs([group.with_extras(routed_experts=wrong_layers)])
+    unknown = np.full((group.rows, LAYERS, TOP_K), EXPERTS, dtype=np.uint8)
     with pytest.raises(ValueError, match="routed to expert 8, but the model has 8 experts"):
-        backend.logprobs([replace(group, routed_experts=unknown)])
-    flat = np.tile(np.arange(TOP_K, dtype=np.uint8), (group.packed_tokens, LAYERS)).reshape(group.packed_tokens, 1, -1)
-    assert len(backend.logprobs([replace(group, routed_experts=flat)])) == 1  # SGLang tells no shape
+        backend.logprobs([group.with_extras(routed_experts=unknown)])
+    flat = np.tile(np.arange(TOP_K, dtype=np.uint8), (group.rows, LAYERS)).reshape(group.rows, 1, -1)
+    assert len(backend.logprobs([group.with_extras(routed_experts=flat)])) == 1  # SGLang tells no shape
 
 
 def test_the_balancing_losss_gradient_is_that_of_its_definition(folder: Path) -> None:
     """E * sum_e f_e * P_e (Switch Transformer, arXiv 2101.03961, equation 4), mean over layers' own losses summed."""
     from transformers import Qwen3MoeForCausalLM
 
-    coefficient, group = 0.5, groups_of()[0]
-    group = replace(
-        group,
-        lengths=group.lengths[:1],
-        **{
-            name: getattr(group, name)[: group.lengths[0]]
-            for name in ("response_ids", "loss_mask", "rollout_logprobs", "fresh", "values", "returns")
-        },
-        advantages=np.zeros(group.lengths[0], dtype=np.float32),
-    )
+    coefficient, group = 0.5, groups_of()[0].take([0])
+    group = group.with_extras(advantages=np.zeros(group.lengths[0], dtype=np.float32))
     backend = make_backend(folder, family="qwen3_moe", moe_aux_loss_coef=coefficient, optimizer={"clip_grad": 0.0})
     metrics = train_step(backend, [[group]])
     model = Qwen3MoeForCausalLM.from_pretrained(folder)
-    ids = np.concatenate([group.prompt_ids, group.response_ids[:-1]]).astype(np.int64)
+    ids = group.token_ids[:-1].astype(np.int64)
     losses = []
     for logits in model(torch.from_numpy(ids)[None], output_router_logits=True).router_logits:
         shares = torch.bincount(logits.topk(TOP_K, -1).indices.view(-1), minlength=EXPERTS) / (TOP_K * len(ids))

@@ -35,7 +35,7 @@ def of_both_ranks(folder: Path, layout: str) -> list[dict[str, Any]]:
     return [json.loads((folder / f"rank{rank}.json").read_text())[layout] for rank in range(2)]
 
 
-@pytest.mark.parametrize("update", ["plain", "teacher"])
+@pytest.mark.parametrize("update", ["plain", "teacher", "trees"])
 def test_metrics_are_the_single_process_and_equal_on_all_ranks(folder: Path, layout: str, update: str) -> None:
     expected = json.loads((folder / "single.json").read_text())[update]
     first, second = (seen[update] for seen in of_both_ranks(folder, layout))
@@ -55,7 +55,7 @@ def test_top_tokens_are_on_all_ranks(folder: Path, layout: str) -> None:
         for name in ("top_ids", "kept_ids"):
             assert seen[name] == expected[name]
         assert any(-1 in ids for group in seen["kept_ids"] for ids in group)
-        for name in ("logprobs", "top_logprobs", "kept_logprobs"):
+        for name in ("logprobs", "top_logprobs", "kept_logprobs", "tree_logprobs"):
             for ours, theirs in zip(seen[name], expected[name], strict=True):
                 np.testing.assert_allclose(ours, theirs, atol=1e-5, rtol=0)
 

@@ -13,6 +13,7 @@ from tiny_trainer import KNOBS, clip_loss, make_backend, make_groups, train_step
 from benchmarks.family_models import VARIANTS, make_family_model
 from relax_core.contracts.algorithm import LossInputs
 from relax_core.contracts.tree import TokenTree
+from tests.trees import answers_of, of_tokens, prompt_of
 
 GROUPS = make_groups([[5, 1, 8, 3], [7, 7, 2, 4], [1, 1, 1, 1]], prompt_lengths=[9, 4, 1], masked=0.2)
 
@@ -21,23 +22,25 @@ def reference_logprobs(model: Any, groups: list[TokenTree], *, temperature: floa
     """Log-probs of all response tokens, each sample in its own forward."""
     parts = []
     for group in groups:
-        for response in np.split(group.response_ids, np.cumsum(group.lengths)[:-1]):
-            sequence = torch.from_numpy(np.concatenate([group.prompt_ids, response])).long()[None]
-            logits = model(sequence).logits[0, len(group.prompt_ids) - 1 : -1] / temperature
-            parts.append(logits.log_softmax(-1).gather(-1, sequence[0, len(group.prompt_ids) :, None])[:, 0])
+        prompt = prompt_of(group)
+        for response in answers_of(group):
+            sequence = torch.from_numpy(np.concatenate([prompt, response])).long()[None]
+            logits = model(sequence).logits[0, len(prompt) - 1 : -1] / temperature
+            parts.append(logits.log_softmax(-1).gather(-1, sequence[0, len(prompt) :, None])[:, 0])
     return torch.cat(parts)
 
 
 def reference_loss(model: Any, groups: list[TokenTree]) -> torch.Tensor:
-    def column(name: str) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate([getattr(group, name) for group in groups]))
+    def column(arrays: list[np.ndarray]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(arrays))
 
-    mask = column("loss_mask")
+    mask = column([of_tokens(group, group.loss_mask) for group in groups])
+    rollout = column([of_tokens(group, group.logprobs) for group in groups])
     inputs = LossInputs(
         logprobs=reference_logprobs(model, groups),
-        old_logprobs=column("rollout_logprobs"),
-        rollout_logprobs=column("rollout_logprobs"),
-        advantages=column("advantages"),
+        old_logprobs=rollout,
+        rollout_logprobs=rollout,
+        advantages=column([group.extras["advantages"] for group in groups]),
         loss_mask=mask,
         sample_ids=torch.zeros(len(mask), dtype=torch.int64),
         num_samples=1,
@@ -52,7 +55,8 @@ def test_logprobs_match(tmp_path: Path, variant: str, temperature: float) -> Non
     backend = make_backend(tmp_path, family=VARIANTS[variant][0], temperature=temperature)
     with torch.no_grad():
         expected = reference_logprobs(model, GROUPS, temperature=temperature).numpy()
-    np.testing.assert_allclose(np.concatenate(backend.logprobs(GROUPS)), expected, atol=1e-5, rtol=0)
+    found = [of_tokens(group, one) for group, one in zip(GROUPS, backend.logprobs(GROUPS), strict=True)]
+    np.testing.assert_allclose(np.concatenate(found), expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("variant", ["qwen3", "llama, llama3 rope"])
@@ -67,7 +71,7 @@ def test_logits_match(tmp_path: Path, variant: str) -> None:
     tree = TreeBatch.of(pack_tree([group]), device=torch.device("cpu"), dtype=torch.float32)
     with torch.no_grad():
         logits = backend.model(tree) @ backend.model.output_weight().t()
-        expected = model(torch.from_numpy(group.prompt_ids).long()[None]).logits[0]
+        expected = model(torch.from_numpy(prompt_of(group)).long()[None]).logits[0]
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
 
 

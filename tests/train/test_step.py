@@ -19,6 +19,7 @@ from tiny_trainer import PPO_CLIP, dp_groups, make_backend, make_groups, train_s
 
 from relax_core.config.schema import OptimizerConfig, Schedule
 from relax_core.contracts.algorithm import LossInputs, LossOutputs, Needs
+from tests.trees import answer_ids, of_tokens, with_tokens
 
 
 @pytest.fixture(scope="module")
@@ -88,12 +89,12 @@ def test_a_rank_that_never_comes_is_waited_for_only_so_long(folder: Path, tmp_pa
 def test_the_gap_counts_fresh_trained_tokens_only(folder: Path) -> None:
     backend = make_backend(folder)
     (group,) = make_groups([[6, 4]], prompt_lengths=[5])
-    rollout = backend.logprobs([group])[0].copy()
+    rollout = of_tokens(group, backend.logprobs([group])[0])
     rollout[[1, 4, 8]] += [0.25, 0.5, 1.0]
     mask, fresh = np.ones(10, dtype=bool), np.ones(10, dtype=bool)
     fresh[4] = False
     mask[8] = False
-    metrics = train_step(backend, [[dataclasses.replace(group, rollout_logprobs=rollout, loss_mask=mask, fresh=fresh)]])
+    metrics = train_step(backend, [[with_tokens(group, logprobs=rollout, loss_mask=mask, fresh=fresh)]])
     assert metrics.logprob_gap_tokens == 8
     assert metrics.logprob_gap_max == pytest.approx(0.25, abs=1e-5)
     assert metrics.logprob_gap_mean == pytest.approx(0.25 / 8, abs=1e-5)
@@ -104,8 +105,8 @@ def test_samples_and_groups_without_trained_tokens_are_not_counted(folder: Path)
     totals = []
     spec = dataclasses.replace(PPO_CLIP, denominator=lambda total, knobs: totals.append(total) or 1.0)
     first, second = make_groups([[2, 3], [4, 4]], prompt_lengths=[5, 5])
-    masked = dataclasses.replace(first, loss_mask=np.array([False, False, True, False, True]))
-    gone = dataclasses.replace(second, loss_mask=np.zeros(8, dtype=bool))
+    masked = with_tokens(first, loss_mask=[False, False, True, False, True])
+    gone = with_tokens(second, loss_mask=[False] * 8)
     train_step(make_backend(folder, algorithm=spec), [[masked, gone]])
     assert (totals[0].tokens, totals[0].samples, totals[0].groups) == (2, 1, 1)
 
@@ -198,10 +199,11 @@ def test_old_and_reference_logprobs_reach_the_loss(folder: Path) -> None:
         return PPO_CLIP.loss(inputs, knobs)
 
     groups = make_groups([[2, 3], [1]], prompt_lengths=[5, 2])
-    old, reference = ([np.full(len(g.response_ids), value, dtype=np.float32) for g in groups] for value in (-1.0, -2.0))
+    old, reference = (
+        [np.full(int(g.lengths.sum()), value, dtype=np.float32) for g in groups] for value in (-1.0, -2.0)
+    )
     full = [
-        dataclasses.replace(g, old_logprobs=o, reference_logprobs=r)
-        for g, o, r in zip(groups, old, reference, strict=True)
+        with_tokens(g, old_logprobs=o, reference_logprobs=r) for g, o, r in zip(groups, old, reference, strict=True)
     ]
     backend = make_backend(folder, algorithm=dataclasses.replace(PPO_CLIP, loss=spy))
     train_step(backend, [groups])
@@ -226,7 +228,7 @@ def test_entropy_and_the_teachers_tokens_reach_the_loss_with_their_gradient(fold
 
     (group,) = make_groups([[2, 3]], prompt_lengths=[5])
     top_ids = np.arange(15, dtype=np.int32).reshape(5, 3)
-    group = dataclasses.replace(
+    group = with_tokens(
         group,
         teacher_logprobs=np.full(5, -1.5, dtype=np.float32),
         teacher_top_ids=top_ids,
@@ -235,13 +237,13 @@ def test_entropy_and_the_teachers_tokens_reach_the_loss_with_their_gradient(fold
     needs = Needs(old_logprobs="rollout", entropy=True)
     backend = make_backend(folder, algorithm=dataclasses.replace(PPO_CLIP, loss=loss, needs=lambda knobs: needs))
     whole = backend.top_logprobs([group], top_k=VOCABULARY)[0]
-    ordered = np.take_along_axis(whole.top_logprobs, whole.top_ids.argsort(axis=1), axis=1)
+    ordered = np.take_along_axis(whole.top_logprobs, whole.top_ids.argsort(axis=1), axis=1)[group.sampled]
     train_step(backend, [[group]])
     (inputs,) = seen
     assert inputs.entropy is not None and inputs.top_logprobs is not None
     np.testing.assert_allclose(inputs.entropy.detach(), -(np.exp(ordered) * ordered).sum(axis=1), atol=1e-5)
     np.testing.assert_allclose(inputs.top_logprobs.detach(), np.take_along_axis(ordered, top_ids, axis=1), atol=1e-5)
-    np.testing.assert_allclose(inputs.logprobs.detach(), ordered[np.arange(5), group.response_ids], atol=1e-5)
+    np.testing.assert_allclose(inputs.logprobs.detach(), ordered[np.arange(5), answer_ids(group)], atol=1e-5)
     assert inputs.entropy.requires_grad and inputs.top_logprobs.requires_grad
     assert inputs.teacher_logprobs is not None and inputs.teacher_logprobs.tolist() == [-1.5] * 5
     assert inputs.teacher_top_logprobs is not None and inputs.teacher_top_logprobs.shape == (5, 3)
@@ -250,7 +252,7 @@ def test_entropy_and_the_teachers_tokens_reach_the_loss_with_their_gradient(fold
 def test_the_likeliest_tokens_are_cut_by_group(folder: Path) -> None:
     backend, groups = make_backend(folder), make_groups([[2, 3], [4]], prompt_lengths=[5, 7])
     found = backend.top_logprobs(groups, top_k=4)
-    assert [one.top_ids.shape for one in found] == [(5, 4), (4, 4)]
+    assert [one.top_ids.shape for one in found] == [(5 + 5, 4), (7 + 4, 4)]
     for one, plain in zip(found, backend.logprobs(groups), strict=True):
         np.testing.assert_allclose(one.logprobs, plain, atol=1e-6)
         assert (np.diff(one.top_logprobs, axis=1) <= 0).all()

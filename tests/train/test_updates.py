@@ -145,7 +145,7 @@ def test_the_ratio_is_against_the_batchs_own_log_probs(folder: Path) -> None:
     """On policy the first update has ratio 1. The second sees what the first has moved."""
     backend = make_backend(folder, optimizer={"lr": 1e-2})
     logprobs = backend.logprobs(GROUPS)
-    groups = [dataclasses.replace(g, rollout_logprobs=own) for g, own in zip(GROUPS, logprobs, strict=True)]
+    groups = [dataclasses.replace(g, logprobs=own) for g, own in zip(GROUPS, logprobs, strict=True)]
     seen: list[float] = []
 
     class Watched(Together):
@@ -162,7 +162,7 @@ def test_the_ratio_is_against_the_batchs_own_log_probs(folder: Path) -> None:
 
 
 def masked(group: TokenTree) -> TokenTree:
-    return dataclasses.replace(group, loss_mask=np.zeros(len(group.loss_mask), dtype=bool))
+    return dataclasses.replace(group, loss_mask=np.zeros(group.rows, dtype=bool))
 
 
 def test_a_mini_batch_without_a_trained_token_moves_nothing(folder: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_mini_batch_without_a_trained_token_moves_nothing(folder: Path) -> Non
     for step in (0, 1):
         result = run(trainer, groups, mini_batches=3, step=step)
         for part in (groups[:2], groups[4:]):
-            batches = [part] if sum(group.packed_tokens for group in part) <= BUDGET else [[one] for one in part]
+            batches = [part] if sum(group.computed_rows for group in part) <= BUDGET else [[one] for one in part]
             train_step(plain, batches, step=step)
     assert result.updates == 2
     assert result.metrics.policy.tokens == sum(int(group.loss_mask.sum()) for group in groups)

@@ -45,6 +45,36 @@ def test_a_deadline_is_kept_and_names_the_culprit(make_bus: MakeBus) -> None:
     )
 
 
+def test_what_a_lease_does_not_hold_is_not_read(make_bus: MakeBus) -> None:
+    bus = make_bus(groups_per_step=1)
+    first, second = bus.admit(2, timeout_s=T)
+    bus.put([make_row(first), make_row(second)], timeout_s=T)
+    lease = bus.lease(for_worker(), timeout_s=T)
+    (uid,) = [row.group_uid for row in lease.rows]
+    with pytest.raises(ValueError, match=f"lease {lease.lease_id} does not hold {second.group_uid}"):
+        bus.read(lease.lease_id, [uid, second.group_uid], columns=("a",), timeout_s=T)
+    with pytest.raises(ValueError, match=f"row {uid} has no column 'tokens': ask for one of a"):
+        bus.read(lease.lease_id, [uid], columns=("a", "tokens"), timeout_s=T)
+    bus.revoke("advantages", timeout_s=T)
+    with pytest.raises(LeaseLost, match=f"lease {lease.lease_id} is not held"):
+        bus.read(lease.lease_id, [uid], columns=("a",), timeout_s=T)
+    bus.close(reason="the run has ended", timeout_s=T)
+    with pytest.raises(BusClosed, match="the run has ended"):
+        bus.read(lease.lease_id, [uid], columns=("a",), timeout_s=T)
+
+
+def test_a_row_that_ended_in_a_workers_hands_is_not_read(make_bus: MakeBus) -> None:
+    """A worker may hold a row that the trainer takes and trains meanwhile."""
+    bus = make_bus(groups_per_step=1, max_staleness=0)
+    (old,) = bus.admit(1, timeout_s=T)
+    bus.put([make_row(old)], timeout_s=T)
+    worker = bus.lease(for_worker(), timeout_s=T)
+    trainer = bus.lease(for_actor(0, groups=1), timeout_s=T)
+    bus.ack([trainer.lease_id], step=0, dropped={}, timeout_s=T)
+    with pytest.raises(LeaseLost, match=f"row {old.group_uid} of lease {worker.lease_id} has ended"):
+        bus.read(worker.lease_id, [old.group_uid], columns=("a",), timeout_s=T)
+
+
 def test_a_wrong_step_is_refused(make_bus: MakeBus) -> None:
     bus = make_bus()
     bus.put([make_row(admission) for admission in bus.admit(2, timeout_s=T)], timeout_s=T)
@@ -82,6 +112,7 @@ def test_rows_that_do_not_fit_their_admission(make_bus: MakeBus) -> None:
         (msgspec.structs.replace(row, uids=uids_of(admission)[:1]), r"wrong: g00000000\.1"),
         (msgspec.structs.replace(row, uids=uids_of(admission)[:1] * 2), "each of its 2 samples once"),
         (msgspec.structs.replace(row, versions=[0]), "2 samples and 1 versions"),
+        (msgspec.structs.replace(row, versions=[0, 2]), "names weights 2, but version 0 is in force"),
         (make_row(foreign), "'g00000007' .index 7. was never admitted"),
         (msgspec.structs.replace(row, index=1), "never admitted"),
     ]

@@ -93,6 +93,28 @@ def test_an_ack_is_booked_even_when_its_next_lease_times_out(make_bus: MakeBus) 
     assert bus.progress(timeout_s=T).version == 1
 
 
+def test_a_rank_reads_its_own_rows_of_another_ranks_lease(make_bus: MakeBus) -> None:
+    """Rank 0 leases a small column; each rank reads the large ones of its rows, in its order, and the lease goes on."""
+    bus = make_bus()
+    admissions = bus.admit(2, timeout_s=T)
+    large = [bytes([number]) * 5000 for number in range(2)]
+    bus.put(
+        [make_row(a, columns={"a": b"small", "b": b, "c": b"-"}) for a, b in zip(admissions, large, strict=True)],
+        timeout_s=T,
+    )
+    lease = bus.lease(for_actor(0), timeout_s=T)
+    first, second = (row.group_uid for row in lease.rows)
+    for rows, expected in (((second,), large[1:]), ((second, first), large[::-1]), ((), [])):
+        read = bus.read(lease.lease_id, rows, columns=("b", "a"), timeout_s=T)
+        assert [row.group_uid for row in read] == list(rows)
+        assert [bytes(row.columns["b"]) for row in read] == expected
+        assert all(set(row.columns) == {"a", "b"} and row.versions == [0, 0] for row in read)
+    assert bus.progress(timeout_s=T).leased == 2
+    bus.ack([lease.lease_id], step=0, dropped={}, timeout_s=T)
+    with pytest.raises(LeaseLost, match=f"lease {lease.lease_id} is not held"):
+        bus.read(lease.lease_id, [first], columns=("b",), timeout_s=T)
+
+
 def test_a_released_row_comes_again(make_bus: MakeBus) -> None:
     bus = make_bus(groups_per_step=1)
     (admission,) = bus.admit(1, timeout_s=T)

@@ -15,14 +15,16 @@ from relax_core.contracts.engine import EngineError, Generated, PromptRequest, S
 from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.engines.sglang.client import SglangClient, finish_reason, prefilled_by_older
 from relax_core.engines.version_spans import VersionSpan
-from tests.responses import response
+from tests.responses import check_arrays, response
 
 TIMES = {"request_timeout_s": 5.0, "control_timeout_s": 5.0}
 
 
 @contextmanager
-def serving(info: bytes, events: bytes) -> Iterator[str]:
-    """An HTTP server of these two answers; its address."""
+def serving(info: bytes, *events: bytes) -> Iterator[str]:
+    """An HTTP server that answers every GET with ``info`` and one POST after the other with ``events``, whose last
+    answers all further ones; its address."""
+    left = list(events)
 
     class Answers(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -30,7 +32,7 @@ def serving(info: bytes, events: bytes) -> Iterator[str]:
 
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
-            self._answer(events)
+            self._answer(left.pop(0) if len(left) > 1 else left[0])
 
         def _answer(self, body: bytes) -> None:
             self.send_response(200)
@@ -85,7 +87,11 @@ def finished(**meta: object) -> bytes:
 
 
 def kept_by(event: bytes) -> Generated:
-    params = SamplingParams(top_p=0.9, top_k=4, return_kept_tokens=True)
+    return response_by(event, params=SamplingParams(top_p=0.9, top_k=4, return_kept_tokens=True))
+
+
+def response_by(*events: bytes, params: SamplingParams) -> Generated:
+    """The one response of a server that answers one request after the other with these events, under weights 3."""
 
     async def collect(url: str) -> list[Generated]:
         client = SglangClient(url, "token", **TIMES, ranks=1, vocab_size=50, seeds=True)
@@ -96,7 +102,7 @@ def kept_by(event: bytes) -> Generated:
         finally:
             await client.aclose()
 
-    with serving(b'{"weight_version": "3"}', event) as url:
+    with serving(b'{"weight_version": "3"}', *events) as url:
         (one,) = asyncio.run(asyncio.wait_for(collect(url), 20.0))
     return one
 
@@ -148,3 +154,13 @@ def test_an_abort_on_the_last_token_is_its_end(ids: list[int], generated: int, f
 )
 def test_whose_prompt_older_weights_have_prefilled(first: VersionSpan, cached: int, found: bool) -> None:
     assert prefilled_by_older(first, 7, cached=cached) == found
+
+
+def test_a_sample_whose_prompt_older_weights_have_prefilled_is_asked_for_again() -> None:
+    def made(*spans: tuple[str, int, int], cached: int) -> bytes:
+        told = [{"version": version, "start": start, "end": end} for version, start, end in spans]
+        return finished(weight_versions=told, cached_tokens=cached)
+
+    mixed = made(("3", 0, 0), ("4", 0, 2), cached=0), made(("5", 0, 2), cached=3)
+    one = response_by(*mixed, made(("5", 0, 1), ("6", 1, 2), cached=0), params=SamplingParams())
+    check_arrays(one, ids=[5, 6], versions=[5, 6])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import os
 import signal
@@ -16,12 +17,12 @@ from typing import Any
 
 import pytest
 
-from relax_core.contracts.reward import RewardInput, RewardKnobs
+from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput
 from relax_core.contracts.stop_signals import STOP_SIGNALS
 from relax_core.registry import find_reward
 from relax_core.rollout import reward_worker
 from relax_core.rollout.reward_failures import RewardsFailed
-from relax_core.rollout.reward_worker import RewardPool
+from relax_core.rollout.reward_pool import RewardPool
 
 LONG_S = 120.0  # a time limit, or a deadline, that nothing here comes near
 
@@ -94,6 +95,10 @@ def _given(*responses: str) -> list[RewardInput]:
     return [RewardInput(response=text, stopped=True, answer="a", row=row) for text in responses]
 
 
+def score(pool: RewardPool, inputs: list[RewardInput]) -> list[RewardOutput]:
+    return asyncio.run(pool.score(inputs))
+
+
 def _pids(pool: RewardPool) -> set[int]:
     return {worker._process.pid for worker in pool._workers}
 
@@ -115,7 +120,7 @@ def _wait_until(true: Callable[[], bool]) -> None:
 
 def test_rewards_come_in_order_from_several_workers(make_pool: Any) -> None:
     pool = make_pool(workers=2, scale=2.0, timeout_s=LONG_S)
-    outputs = pool.score(_given(*("x" * (n % 7) for n in range(60))))
+    outputs = score(pool, _given(*("x" * (n % 7) for n in range(60))))
     assert [output.reward for output in outputs] == [2.0 * (n % 7) for n in range(60)]
     assert {int(output.parts["pid"]) for output in outputs} <= _pids(pool)
     assert os.getpid() not in _pids(pool)
@@ -123,8 +128,7 @@ def test_rewards_come_in_order_from_several_workers(make_pool: Any) -> None:
 
 def test_a_reward_that_is_not_isolated_runs_here(make_pool: Any) -> None:
     pool = make_pool(isolated=False)
-    assert pool.score(_given("abc"))[0].parts == {"pid": float(os.getpid())}
-    assert pool.isolated is False
+    assert score(pool, _given("abc"))[0].parts == {"pid": float(os.getpid())}
 
 
 @pytest.mark.parametrize(
@@ -137,7 +141,7 @@ def test_a_reward_that_is_not_isolated_runs_here(make_pool: Any) -> None:
 )
 def test_a_failed_score_is_no_reward_and_the_next_one_works(make_pool: Any, response: str, reason: str) -> None:
     pool = make_pool()
-    first, second = pool.score(_given(response, "abc"))
+    first, second = score(pool, _given(response, "abc"))
     assert first.reward is None
     assert reason in first.reason
     assert second.reward == 3.0
@@ -146,24 +150,30 @@ def test_a_failed_score_is_no_reward_and_the_next_one_works(make_pool: Any, resp
 @pytest.mark.parametrize("response", ["sleep 600", "spin"])
 def test_a_score_that_hangs_is_no_reward_and_later_ones_work(make_pool: Any, response: str) -> None:
     pool = make_pool(timeout_s=1.0)
-    (hangs,) = pool.score(_given(response))
+    (hangs,) = score(pool, _given(response))
     assert hangs.reward is None
     assert "no answer within 1 s" in hangs.reason
-    _wait_until(lambda: pool.score(_given("abc"))[0].reward == 3.0)  # on a slow machine that may take a second, too
+    _wait_until(lambda: score(pool, _given("abc"))[0].reward == 3.0)  # on a slow machine that may take a second, too
 
 
 def test_a_worker_that_closed_its_pipe_is_not_waited_for(make_pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reward_worker, "_CLOSED_S", 0.2)
     pool = make_pool()
-    (output,) = pool.score(_given("close"))
+    (output,) = score(pool, _given("close"))
     assert output.reward is None and "closed its pipe and goes on" in (output.reason or "")
-    assert pool.score(_given("abc"))[0].reward == 3.0
+    assert score(pool, _given("abc"))[0].reward == 3.0
 
 
 def test_a_killed_worker_takes_its_children_along(make_pool: Any) -> None:
     pool = make_pool()
     (before,) = _pids(pool)
-    scored = threading.Thread(target=pool.score, args=(_given("child"),))
+    scored = threading.Thread(
+        target=score,
+        args=(
+            pool,
+            _given("child"),
+        ),
+    )
     scored.start()
     children = Path(f"/proc/{before}/task/{before}/children")
     _wait_until(lambda: bool(children.read_text().split()))
@@ -181,24 +191,24 @@ def test_a_stop_of_the_run_ends_no_worker_and_a_reward_may_end_its_programs(make
         pool = make_pool()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-    (first,) = pool.score(_given("abc"))
+    (first,) = score(pool, _given("abc"))
     os.kill(int(first.parts["pid"]), signal.SIGTERM)
-    (second,) = pool.score(_given("terminate"))
+    (second,) = score(pool, _given("terminate"))
     assert (second.reward, second.parts) == (-signal.SIGTERM, first.parts)
 
 
 def test_what_a_reward_prints_does_not_disturb(make_pool: Any) -> None:
-    assert [output.reward for output in make_pool().score(_given("print", "ab"))] == [5.0, 2.0]
+    assert [output.reward for output in score(make_pool(), _given("print", "ab"))] == [5.0, 2.0]
 
 
 def test_a_large_input_and_row_pass(make_pool: Any) -> None:
     given = RewardInput(response="x" * 3_000_000, stopped=False, answer="", row={"list": list(range(1000))})
-    assert make_pool().score([given])[0].reward == 3_000_000
+    assert score(make_pool(), [given])[0].reward == 3_000_000
 
 
 @pytest.mark.parametrize("isolated", [True, False])
 def test_what_is_no_number_or_raises_is_no_reward_and_says_why(make_pool: Any, isolated: bool) -> None:
-    outputs = make_pool(isolated=isolated).score(_given("nan", "raise broken", "abc"))
+    outputs = score(make_pool(isolated=isolated), _given("nan", "raise broken", "abc"))
     assert [output.reward for output in outputs] == [None, None, 3.0]
     assert "reward odd: reward is nan" in outputs[0].reason
     assert "RuntimeError: broken (" in outputs[1].reason and "odd0.py, line 29)" in outputs[1].reason
@@ -208,18 +218,18 @@ def test_what_is_no_number_or_raises_is_no_reward_and_says_why(make_pool: Any, i
 def test_too_many_answers_without_a_reward_end_it_with_the_first_cause(make_pool: Any, isolated: bool) -> None:
     pool = make_pool(isolated=isolated, max_failed=0.25)
     for _ in range(6):  # each data row has two answers; the window holds them all
-        pool.score(_given("ab", "ab"))
-    pool.score(_given("raise the first", "raise the second"))  # 2 of 14
+        score(pool, _given("ab", "ab"))
+    score(pool, _given("raise the first", "raise the second"))  # 2 of 14
     assert pool.failures.share == pytest.approx(2 / 14)
-    pool.score(_given("raise three", "ab"))  # 3 of 16
+    score(pool, _given("raise three", "ab"))  # 3 of 16
     with pytest.raises(RewardsFailed, match=r"28% .*newest 9 data rows.*reward.max_failed=0.25.*the first"):
-        pool.score(_given("raise four", "raise five"))  # 5 of 18
+        score(pool, _given("raise four", "raise five"))  # 5 of 18
 
 
 def test_one_bad_row_ends_nothing(make_pool: Any) -> None:
     """All of its answers fail, before any other row was seen."""
     pool = make_pool(isolated=False, max_failed=0.0)
-    outputs = pool.score(_given(*["raise it"] * 50))
+    outputs = score(pool, _given(*["raise it"] * 50))
     assert [output.reward for output in outputs] == [None] * 50
 
 
@@ -229,8 +239,14 @@ def test_a_reward_that_hangs_where_nobody_can_end_it_is_told(tmp_path: Path) -> 
     spec = find_reward(str(path))
     told: list[Exception] = []
     with RewardPool(spec, spec.knobs(name=str(path), timeout_s=0.2), workers=1, on_hang=told.append) as pool:
-        pool.score(_given(*["ab"] * 50))
-        scoring = threading.Thread(target=pool.score, args=(_given(f"until {go}"),))
+        score(pool, _given(*["ab"] * 50))
+        scoring = threading.Thread(
+            target=score,
+            args=(
+                pool,
+                _given(f"until {go}"),
+            ),
+        )
         scoring.start()
         _wait_until(lambda: bool(told))
         go.touch()
@@ -245,38 +261,33 @@ def test_what_a_worker_prints_is_in_its_log(make_pool: Any, tmp_path: Path) -> N
     spec = find_reward(str(path))
     log = tmp_path / "reward.log"
     with RewardPool(spec, spec.knobs(name=str(path)), workers=1, log_file=log) as pool:
-        pool.score(_given("print"))
+        score(pool, _given("print"))
         assert log.read_text() == "noise\n"
 
 
-def test_many_threads_may_score_at_once(make_pool: Any) -> None:
+def test_groups_that_are_scored_at_once_get_their_own_outputs(make_pool: Any) -> None:
     pool = make_pool(workers=2, timeout_s=LONG_S)
-    results: dict[int, list[float | None]] = {}
 
-    def score(length: int) -> None:
-        results[length] = [output.reward for output in pool.score(_given(*["x" * length] * 20))]
+    async def score_all() -> list[list[RewardOutput]]:
+        return await asyncio.gather(*(pool.score(_given(*["x" * length] * 20)) for length in range(6)))
 
-    threads = [threading.Thread(target=score, args=(length,)) for length in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {length: [float(length)] * 20 for length in range(6)}
+    results = asyncio.run(score_all())
+    assert [[output.reward for output in of_group] for of_group in results] == [[float(n)] * 20 for n in range(6)]
 
 
 def test_closing_ends_all_workers_also_in_the_middle_of_a_score(make_pool: Any) -> None:
     pool = make_pool(workers=2, timeout_s=600.0)
-    pool.score(_given("a", "b"))
+    score(pool, _given("a", "b"))
     pids = _pids(pool)
     raised: list[BaseException] = []
 
-    def score() -> None:
+    def score_until_closed() -> None:
         try:
-            pool.score(_given("sleep 600", "sleep 600", "sleep 600"))
+            score(pool, _given("sleep 600", "sleep 600", "sleep 600"))
         except RuntimeError as error:
             raised.append(error)
 
-    scoring = threading.Thread(target=score)
+    scoring = threading.Thread(target=score_until_closed)
     scoring.start()
     _wait_until(lambda: pool._idle.empty())
     pool.close()
@@ -293,7 +304,7 @@ def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
         dataclasses.replace(spec, isolated=True), RewardKnobs(name="no_such_reward", timeout_s=1.0), workers=1
     )
     with gone, pytest.raises(RuntimeError, match=r"could not start: PluginError: .*no_such_reward"):
-        gone.score(_given("a"))
+        score(gone, _given("a"))
 
 
 @pytest.mark.parametrize("busy", ["idle", "sleep 600", "spin"])
@@ -306,13 +317,15 @@ def test_no_worker_outlives_an_owner_that_is_killed(tmp_path: Path, busy: str) -
             sys.executable,
             "-c",
             textwrap.dedent(f"""
+            import asyncio
             from relax_core.contracts.reward import RewardInput
             from relax_core.registry import find_reward
-            from relax_core.rollout.reward_worker import RewardPool
+            from relax_core.rollout.reward_pool import RewardPool
             spec = find_reward({str(path)!r})
             pool = RewardPool(spec, spec.knobs(name={str(path)!r}, timeout_s={limit_s}), workers=1)
             def score(text):
-                pool.score([RewardInput(response=text, stopped=True, answer="a", row={{}})])
+                given = RewardInput(response=text, stopped=True, answer="a", row={{}})
+                asyncio.run(pool.score([given]))
             score("idle")
             print(pool._workers[0]._process.pid, flush=True)
             score({busy!r}) if {busy!r} != "idle" else input()
@@ -348,4 +361,4 @@ def test_the_math_reward_runs_in_a_worker() -> None:
     spec = find_reward("math")
     with RewardPool(spec, spec.knobs(name="math", timeout_s=LONG_S), workers=1) as pool:
         given = [RewardInput(response=text, stopped=True, answer="42", row={}) for text in ("it is 42", "41")]
-        assert [output.reward for output in pool.score(given)] == [1.0, 0.0]
+        assert [output.reward for output in score(pool, given)] == [1.0, 0.0]

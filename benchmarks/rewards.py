@@ -1,0 +1,255 @@
+"""What a slow reward costs the rollout: ``python -m benchmarks.rewards``.
+
+The real rollout and an embedded engine, with a bus that lets in the next step's prompts as soon as it has the groups of
+the last one; there is no trainer. Three tables:
+
+1. Samples a second of steps of 8 groups of 16 answers, where the reward of each answer waits for 50 ms. The ways take
+   turns within each round, and the ratio is to the first of them: in the event loop, one answer after the other.
+2. When eight groups of one answer, whose responses come together, are on the bus: an isolated reward of 0.3 s in eight
+   worker processes, in seconds after the first of them was given to the reward.
+3. Microseconds a group of 16 answers takes with the demo's own reward, in the event loop and with a thread a group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.tiny_model import engine_config
+from relax_core.config.compose import load_config
+from relax_core.contracts.bus import Admission, BusClosed, GroupRow
+from relax_core.contracts.checked import checked_reward
+from relax_core.contracts.engine import SamplingParams
+from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput, RewardSpec
+from relax_core.contracts.tree import group_uid
+from relax_core.data.sources import make_source
+from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.engines.client import EngineClient
+from relax_core.engines.pool import EnginePool
+from relax_core.engines.process import EngineLaunch, EngineProcess
+from relax_core.preflight import settle
+from relax_core.registry import find_env, find_reward
+from relax_core.rollout import reward_pool
+from relax_core.rollout.bad_rows import BadRows
+from relax_core.rollout.prompts import PromptMaker
+from relax_core.rollout.reward_pool import RewardPool
+from relax_core.rollout.sampler import Sampler, SamplerSettings
+from relax_core.tools.make_tiny import tiny_model_folder
+
+GROUPS, GROUP_SIZE = 8, 16
+REWARD_S, ISOLATED_REWARD_S = 0.05, 0.3
+TOKEN = "token-of-the-benchmark"
+TIMEOUT_S = 600.0
+ISOLATED = f"""
+import time
+from relax_core.contracts.reward import RewardKnobs, RewardSpec
+
+def score(given, knobs):
+    time.sleep({ISOLATED_REWARD_S} if given.uid else 0)  # not for the answer with which the workers start
+    return len(given.response) / 10
+
+SPEC = RewardSpec(name="slow", summary="waits", knobs=RewardKnobs, score=score, isolated=True)
+"""
+
+
+class StepAfterStep:
+    """A bus that admits a step's groups when it has those of the step before. ``put_s``: when each group came."""
+
+    def __init__(self, steps: int) -> None:
+        self._left = steps
+        self._next = 0
+        self._changed = asyncio.Event()
+        self.put_s: list[float] = []
+
+    async def admit_async(self, max_groups: int, *, timeout_s: float) -> list[Admission]:
+        while len(self.put_s) < self._next:
+            self._changed.clear()
+            await asyncio.wait_for(self._changed.wait(), timeout_s)
+        if not self._left:
+            raise BusClosed("all steps are done")
+        self._left -= 1
+        first, self._next = self._next, self._next + GROUPS
+        return [Admission(index=n, group_uid=group_uid(n), min_version=0) for n in range(first, self._next)]
+
+    async def put_async(self, rows: Sequence[GroupRow], *, timeout_s: float) -> None:
+        self.put_s += [time.perf_counter()] * len(rows)
+        self._changed.set()
+
+    async def drop_async(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
+        raise AssertionError(f"{group_uid} was dropped: {reason}")
+
+
+class InTheLoop(RewardPool):
+    """Every answer in the event loop, one after the other."""
+
+    async def score(self, inputs: Sequence[RewardInput]) -> list[RewardOutput]:
+        assert self._spec.score is not None
+        return [self._spec.score(given, self._knobs) for given in inputs]  # type: ignore[misc]
+
+
+class Noted(RewardPool):
+    """``first_s``: when the first group was given to it."""
+
+    first_s = 0.0
+
+    async def score(self, inputs: Sequence[RewardInput]) -> list[RewardOutput]:
+        self.first_s = self.first_s or time.perf_counter()
+        return await super().score(inputs)
+
+
+def waits(given: RewardInput, knobs: Any) -> float:
+    time.sleep(REWARD_S)
+    return len(given.response) / 10
+
+
+async def waits_async(given: RewardInput, knobs: Any) -> float:
+    await asyncio.sleep(REWARD_S)
+    return len(given.response) / 10
+
+
+def pool_of(score: Callable[..., Any], *, of: type[RewardPool] = RewardPool, concurrency: int) -> RewardPool:
+    spec = checked_reward(RewardSpec(name="slow", summary="waits", knobs=RewardKnobs, score=score))
+    return of(spec, RewardKnobs(name="slow"), workers=1, concurrency=concurrency)
+
+
+WAYS: Mapping[str, Callable[[], RewardPool]] = {
+    "in the event loop": lambda: pool_of(waits, of=InTheLoop, concurrency=1),
+    "32 threads": lambda: pool_of(waits, concurrency=32),
+    "64 threads (default)": lambda: pool_of(waits, concurrency=64),
+    "async, 64 calls (default)": lambda: pool_of(waits_async, concurrency=64),
+    "async, 128 calls": lambda: pool_of(waits_async, concurrency=128),
+}
+
+
+async def roll_out(url: str, folder: Path, rewards: RewardPool, *, steps: int, group_size: int) -> StepAfterStep:
+    """So many steps of the rollout."""
+    config = load_config(settle=settle)
+    client = EngineClient(url, TOKEN, request_timeout_s=TIMEOUT_S, control_timeout_s=TIMEOUT_S)
+    bus = StepAfterStep(steps)
+    tokenizer = PromptTokenizer(folder)
+    source = make_source(config.data, seed=0, eval_rows=0)
+
+    async def client_for(engine: int, fresh: bool) -> EngineClient:
+        return client
+
+    async def no_gate(version: int) -> None: ...
+
+    sampler = Sampler(
+        bus=bus,
+        pool=EnginePool(1, client_for, patience_s=TIMEOUT_S),
+        source=source,
+        prompts=PromptMaker(
+            env=find_env(config.env.name),
+            env_knobs=config.env,
+            tokenizer=tokenizer,
+            max_prompt_tokens=config.engine.context_tokens,
+        ),
+        rewards=rewards,
+        settings=SamplerSettings(
+            seed=0,
+            burst_prompts=GROUPS,
+            sampling=SamplingParams(n=group_size, max_new_tokens=8, stop_token_ids=tokenizer.stop_token_ids),
+            admit_timeout_s=TIMEOUT_S,
+            call_timeout_s=TIMEOUT_S,
+        ),
+        record=lambda source, step, values: None,
+        gate=no_gate,
+        bad_rows=BadRows(rows=len(source), most=0.0, tell=lambda rows: None),
+    )
+    try:
+        await sampler.run([])
+    except BusClosed:
+        await client.aclose()
+    return bus
+
+
+def slow_rewards(url: str, folder: Path, *, rounds: int, steps: int) -> None:
+    """The first table."""
+    rates: dict[str, list[float]] = {name: [] for name in WAYS}
+    for round_ in range(rounds + 1):
+        for name, make in WAYS.items():
+            with make() as rewards:
+                began = time.perf_counter()
+                asyncio.run(roll_out(url, folder, rewards, steps=steps if round_ else 1, group_size=GROUP_SIZE))
+                if round_:  # the first round warms up
+                    rates[name].append(steps * GROUPS * GROUP_SIZE / (time.perf_counter() - began))
+    base = statistics.median(rates["in the event loop"])
+    print(f"\n{'reward of 50 ms an answer':28}{'samples/s':>10}{'ratio':>8}   rounds")
+    for name, of_rounds in rates.items():
+        rate = statistics.median(of_rounds)
+        print(f"{name:28}{rate:10.1f}{rate / base:7.1f}×   {', '.join(f'{one:.1f}' for one in of_rounds)}", flush=True)
+
+
+def eight_groups(url: str, folder: Path, scratch: Path, *, rounds: int) -> None:
+    """The second table."""
+    path = scratch / "slow.py"
+    path.write_text(ISOLATED)
+    spec = find_reward(str(path))
+    warm = [RewardInput(response="a", stopped=True, answer="a", row={})] * GROUPS
+    print("\neight groups at once, isolated reward of 0.3 s in 8 workers: seconds until each is on the bus")
+    for _ in range(rounds):
+        with Noted(spec, RewardKnobs(name=str(path), timeout_s=60.0), workers=GROUPS) as rewards:
+            asyncio.run(RewardPool.score(rewards, warm))  # all eight processes have started
+            bus = asyncio.run(roll_out(url, folder, rewards, steps=1, group_size=1))
+        print("  " + ", ".join(f"{at - rewards.first_s:.2f}" for at in bus.put_s), flush=True)
+
+
+def quick_reward(*, groups: int) -> None:
+    """The third table."""
+    name = load_config(settle=settle).reward.name
+    spec = find_reward(name)
+    group = [RewardInput(response=f"1{n}3", stopped=True, answer="321", row={}) for n in range(GROUP_SIZE)]
+
+    async def score_groups(rewards: RewardPool) -> float:
+        for _ in range(groups):  # until it is known how quick the reward is
+            await rewards.score(group)
+        began = time.perf_counter()
+        for _ in range(groups):
+            await rewards.score(group)
+        return 1e6 * (time.perf_counter() - began) / groups
+
+    print(f"\nreward={name}: µs a group of {GROUP_SIZE}")
+    usual = reward_pool.IN_LOOP_S
+    for way, in_loop_s in {"in the event loop (default)": usual, "a thread a group": 0.0}.items():
+        reward_pool.IN_LOOP_S = in_loop_s
+        with RewardPool(spec, spec.knobs(name=name), workers=1, concurrency=32) as rewards:
+            print(f"{way:28}{asyncio.run(score_groups(rewards)):10.0f}", flush=True)
+    reward_pool.IN_LOOP_S = usual
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=3, help="steps of each way in a round")
+    arguments = parser.parse_args()
+    folder = tiny_model_folder("tiny_qwen3", task="reverse_digits")
+    with tempfile.TemporaryDirectory(prefix="relax-rewards-") as temporary:
+        scratch = Path(temporary)
+        (scratch / "token").write_text(TOKEN)
+        process = EngineProcess.start(
+            EngineLaunch(
+                model_folder=folder,
+                engine=replace(engine_config(), context_length=1024),
+                dtype="float32",
+                token_file=scratch / "token",
+                log_file=scratch / "engine.log",
+                load_weights=True,
+            )
+        )
+        try:
+            slow_rewards(process.url, folder, rounds=arguments.rounds, steps=arguments.steps)
+            eight_groups(process.url, folder, scratch, rounds=arguments.rounds)
+        finally:
+            process.stop(timeout_s=5.0)
+    quick_reward(groups=2000)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""When a run may start on GPUs: decided from what was found, which needs no GPU here."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from pathlib import Path
+
+import pytest
+
+from relax_core.config.compose import compose, typed_config
+from relax_core.config.errors import NotYet
+from relax_core.config.schema import RelaxConfig
+from relax_core.config.validate import problems_of
+from relax_core.plan.build import make_plan
+from relax_core.plan.gpus import UNSEEN, FoundGpus, find_gpus, gpu_problems, machine_faults
+from relax_core.plan.text import as_text
+
+GIB = 1 << 30
+ONE = ["placement=gpu", "placement.gpus_per_node=1", "+placement.roles.actor=1"]
+
+
+def planned(*overrides: str) -> RelaxConfig:
+    return typed_config(compose(overrides))
+
+
+def found(*sizes_gib: float) -> FoundGpus:
+    return FoundGpus(device_files=["/dev/nvidia0"], sizes=[round(size * GIB) for size in sizes_gib], torch="2.13.0")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "words"),
+    [
+        (found(79.2), None),
+        (found(79.2, 79.2), None),
+        (FoundGpus(), "this machine has no GPU: none of /dev/nvidia[0-9]*, /dev/kfd, /dev/dxg exists."),
+        (found(), "torch.cuda.is_available() is false."),
+        (found(23.6), "has 23.6. Set placement.gpu_memory_gib=23.6."),
+        (found(79.2, 23.6), "has 23.6. Set placement.gpu_memory_gib=23.6."),
+    ],
+)
+def test_a_start_needs_the_gpus_that_it_names(gpus: FoundGpus, words: str | None) -> None:
+    faults = list(machine_faults(planned(*ONE).placement, gpus))
+    assert len(faults) == (0 if words is None else 1)
+    assert all(isinstance(fault, NotYet) and words is not None and words in fault for fault in faults), faults
+
+
+def test_fewer_gpus_and_machines_than_asked_for_are_told() -> None:
+    placement = planned("experiment=qwen3_30b_a3b_async_16gpu").placement
+    nodes, gpus = machine_faults(placement, found(*[139.8] * 4))
+    assert nodes.startswith("placement.nodes=2 with a Ray of the run's own, which is this machine alone.")
+    assert gpus == "placement.gpus_per_node=8, and torch finds 4 on this machine. Set placement.gpus_per_node=4."
+
+
+def test_without_a_drivers_file_nobody_is_asked_and_with_one_torch_is(tmp_path: Path) -> None:
+    assert find_gpus(tmp_path) == FoundGpus()
+    (tmp_path / "nvidiactl").touch()  # of the driver, and no GPU
+    assert find_gpus(tmp_path) == FoundGpus()
+    (tmp_path / "nvidia0").touch()
+    asked = find_gpus(tmp_path)
+    assert asked.device_files == [f"{tmp_path}/nvidia0"]
+    assert asked.torch == importlib.metadata.version("torch")
+
+
+def test_gpus_of_a_job_are_asked_of_its_launcher() -> None:
+    slurm = ["launcher=slurm", "launcher.partition=gpu"]
+    (fault,) = gpu_problems(planned(*ONE, *slurm))
+    assert fault.endswith("Set launcher.gpus_per_node=1.") and not isinstance(fault, NotYet)
+    assert list(gpu_problems(planned(*ONE, *slurm, "launcher.gpus_per_node=1"))) == []
+    assert list(gpu_problems(planned(*ONE, "launcher.ray_address=auto"))) == []  # counted once it is joined
+    assert list(gpu_problems(planned())) == []
+
+
+def test_a_placement_on_gpus_is_no_mistake_and_turns_on_them_are_not_built() -> None:
+    assert problems_of(planned(*ONE)) == []
+    plan = make_plan(planned(*ONE))
+    assert plan.warnings == [UNSEEN] and "Warning   placement=gpu: nobody has run Relax on a GPU yet." in as_text(plan)
+    assert make_plan(planned()).warnings == []
+    (problem,) = problems_of(planned("placement=gpu", "mode=colocate"))
+    assert isinstance(problem, NotYet) and problem.startswith("mode=colocate with placement.gpus_per_node=8 is not")
+
+
+def test_the_embedded_engine_takes_no_gpu() -> None:
+    plan = make_plan(planned(*ONE))
+    assert plan.refused == [] and plan.cache_tokens_fit is None
+    assert [(place.name, place.gpus) for place in plan.places] == [("actor-0", (0,))]
+    (fault,) = make_plan(planned(*ONE, "+placement.roles.rollout=1", "placement.gpus_per_node=2")).refused
+    assert fault.startswith("placement.roles.rollout=1: algo=grpo as it is set starts no such role on a GPU. Drop it.")
