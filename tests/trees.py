@@ -137,6 +137,35 @@ def path_of(tree: TokenTree, row: int) -> np.ndarray:
     return np.flatnonzero(tree.end[: row + 1] > row)
 
 
+class _Grown:
+    """A forest that grows at random, depth first."""
+
+    def __init__(self, random: np.random.Generator, *, vocabulary: int, longest: int) -> None:
+        self._random, self._vocabulary, self._longest = random, vocabulary, longest
+        self.token_ids: list[int] = []
+        self.end: list[int] = []
+        self.versions: list[int] = []
+        self.leaves: list[int] = []
+        self.turns: list[tuple[int, int]] = []
+
+    def grow(self, depth: int, sampled: bool, *, deepest: int, fan_out: int, share: bool) -> None:
+        random, first = self._random, len(self.token_ids)
+        count = int(random.integers(1, self._longest + 1))
+        self.token_ids += random.integers(0, self._vocabulary, count).tolist()
+        self.versions += [int(random.integers(0, 3)) if sampled else NOT_SAMPLED] * count
+        self.end += [0] * count
+        behind = first + count
+        if sampled:
+            self.turns.append((first, behind))
+        if depth < deepest and (not sampled or random.random() < 0.7):
+            forks = int(random.integers(1, fan_out + 1)) if not sampled or share else 1
+            for _ in range(forks):
+                self.grow(depth + 1, not sampled, deepest=deepest, fan_out=fan_out, share=share)
+        else:
+            self.leaves.append(behind - 1)
+        self.end[first:behind] = [len(self.token_ids)] * count
+
+
 def random_tree(
     random: np.random.Generator,
     *,
@@ -152,36 +181,13 @@ def random_tree(
     """A random forest: observed and sampled rows take turns, and branches fork behind either. Each leaf is a segment;
     neighbouring leaves are sometimes one episode. ``episodes_share``: sampled rows may lie in front of a fork, so that
     several episodes have them."""
-    token_ids: list[int] = []
-    end: list[int] = []
-    versions: list[int] = []
-    leaves: list[int] = []
-    turn_rows: list[tuple[int, int]] = []
-
-    def grow(depth: int, sampled: bool) -> None:
-        first = len(token_ids)
-        count = int(random.integers(1, longest + 1))
-        token_ids.extend(random.integers(0, vocabulary, count).tolist())
-        versions.extend([int(random.integers(0, 3)) if sampled else NOT_SAMPLED] * count)
-        end.extend([0] * count)
-        if sampled:
-            turn_rows.append((first, first + count))
-        behind = len(token_ids)
-        if depth < 2 * turns - 1 and (not sampled or random.random() < 0.7):
-            forks = int(random.integers(1, fan_out + 1)) if not sampled or episodes_share else 1
-            for _ in range(forks):
-                grow(depth + 1, not sampled)
-        else:
-            leaves.append(behind - 1)
-        end[first:behind] = [len(token_ids)] * count
-
+    grown = _Grown(random, vocabulary=vocabulary, longest=longest)
     for _ in range(roots):
-        grow(0, False)
-    rows = len(token_ids)
-    own = np.array(versions, dtype=np.int32)
-    tree_end = np.array(end, dtype=np.int32)
+        grown.grow(0, False, deepest=2 * turns - 1, fan_out=fan_out, share=episodes_share)
+    rows = len(grown.token_ids)
+    own, tree_end = np.array(grown.versions, dtype=np.int32), np.array(grown.end, dtype=np.int32)
     groups: list[list[int]] = []
-    for leaf in leaves:
+    for leaf in grown.leaves:
         if groups and random.random() < 0.25:
             groups[-1].append(leaf)
         else:
@@ -190,14 +196,14 @@ def random_tree(
     for place, its in enumerate(groups):
         turns_of = [
             Turn(first, behind, "engine-0", [(int(own[first]), behind - first)], "stop")
-            for first, behind in turn_rows
+            for first, behind in grown.turns
             if any(first <= leaf < tree_end[first] for leaf in its)
         ]
         episodes.append(Episode(f"{uid}.{place}", its, float(random.random()), {}, turns_of, "stop"))
     mask = (own >= 0) & (random.random(rows) >= masked)
     tree = TokenTree(
         group_uid=uid,
-        token_ids=np.array(token_ids, dtype=np.int32),
+        token_ids=np.array(grown.token_ids, dtype=np.int32),
         end=tree_end,
         loss_mask=mask,
         logprobs=np.where(own >= 0, -4 * random.random(rows), 0.0).astype(np.float32),

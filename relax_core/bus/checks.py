@@ -38,8 +38,9 @@ def check_read(lease_id: int, group_uids: Sequence[str], *, held: Sequence[str])
         )
 
 
-def check_samples(row: GroupRow, issued: Sequence[str]) -> None:
-    """``issued``: the uids that the group's admission opened."""
+def check_samples(row: GroupRow, issued: Sequence[str], *, version: int) -> None:
+    """``issued``: the uids that the group's admission opened. ``version``: the weights in force; engines may have the
+    next ones before the trainer acknowledges its step."""
     told = [*row.uids, *row.dropped]
     if len(told) != len(issued) or set(told) != set(issued):
         wrong = sorted(set(told) ^ set(issued)) or sorted({uid for uid in told if told.count(uid) > 1})
@@ -51,14 +52,10 @@ def check_samples(row: GroupRow, issued: Sequence[str]) -> None:
         raise ValueError(
             f"bus: row {row.group_uid} has {len(row.uids)} samples and {len(row.versions)} versions: give one each"
         )
-
-
-def check_versions(group_uid: str, newest: int, *, version: int) -> None:
-    """``newest``: of the weights that a row names. The next version's engines may be ahead of the acknowledgement."""
-    if newest > version + 1:
+    if max(row.versions, default=0) > version + 1:
         raise ValueError(
-            f"bus: row {group_uid} names weights {newest}, but version {version} is in force: no engine can have them. "
-            "Does an engine serve another run's weights?"
+            f"bus: row {row.group_uid} names weights {max(row.versions)}, but version {version} is in force: no engine "
+            "can have them. Does an engine serve another run's weights?"
         )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import msgspec
 
 from relax_core.bus.admission import plan_admissions
-from relax_core.bus.checks import ACTOR, check_lease_request, check_read, check_samples, check_size, check_versions
+from relax_core.bus.checks import ACTOR, check_lease_request, check_read, check_samples, check_size
 from relax_core.bus.groups import OpenGroup
 from relax_core.bus.leases import HeldLease, LeaseBook
 from relax_core.bus.ledger import Ledger
@@ -116,8 +116,7 @@ class BusCore:
             check_size(row.group_uid, payload_bytes(row.columns), max_row_bytes=self.settings.max_row_bytes)
             group = self.groups.get(row.group_uid)
             if group is not None:
-                check_samples(row, group.uids)
-                check_versions(row.group_uid, max(row.versions, default=0), version=self.version)
+                check_samples(row, group.uids, version=self.version)
 
     def put(self, rows: Sequence[GroupRow]) -> None:
         """Enters complete groups, all or none. A row without kept samples ends its group."""

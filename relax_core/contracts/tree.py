@@ -194,6 +194,11 @@ class TokenTree:
         np.maximum.at(newest, episodes, versions)
         return np.where(self.trained_episodes(), oldest, newest)
 
+    def rows_of(self, places: Sequence[int]) -> np.ndarray:
+        """The rows on the paths of the episodes at ``places``, one or more, int64, ascending."""
+        leaves = [leaf for place in places for leaf in self.episodes[place].leaves]
+        return rows_of_episodes(self.runs, [leaves], np.ones(self.rows, dtype=bool))[1]
+
     def with_extras(self, **extras: np.ndarray) -> TokenTree:
         """The same rows with these extras beside what there is."""
         return self._same_rows(replace(self, extras={**self.extras, **extras}))
@@ -208,10 +213,9 @@ class TokenTree:
 
     def take(self, places: Sequence[int]) -> TokenTree:
         """The tree of the episodes at ``places`` alone, ascending: the rows of their paths. It counts as no group."""
+        rows = self.rows_of(places)
         kept = np.zeros(self.rows, dtype=bool)
-        leaves = [leaf for place in places for leaf in self.episodes[place].leaves]
-        kept[rows_of_episodes(self.runs, [leaves], np.ones(self.rows, dtype=bool))[1]] = True
-        rows = np.flatnonzero(kept)
+        kept[rows] = True
         before = np.concatenate(([0], np.cumsum(kept)))  # kept rows in front of each row
         of_tokens = np.isin(self.tokens[0], places)
         return replace(

@@ -14,6 +14,7 @@ import numpy as np
 
 from relax_core.contracts.tree import TokenTree
 
+REPEATED = "repeated"
 Piece = tuple[int, int, int]  # place of a tree, and its episodes from, to (exclusive)
 
 
@@ -111,12 +112,21 @@ def _made(trees: Sequence[TokenTree], bins: Sequence[Sequence[Piece]]) -> list[l
     for pieces in bins:
         made.append([])
         for place, first, behind in pieces:
-            tree = trees[place]
-            if behind - first < len(tree.episodes):
-                counts = tree.counts_group and place not in counted
-                tree = tree.take(range(first, behind))
-                if counts and tree.loss_mask.any():
-                    counted.add(place)
-                    tree = replace(tree, counts_group=True)
-            made[-1].append(tree)
+            piece = piece_of(trees[place], first, behind)
+            counts = trees[place].counts_group and place not in counted and bool(piece.loss_mask.any())
+            if counts and piece is not trees[place]:
+                counted.add(place)
+                piece = replace(piece, counts_group=True)
+            made[-1].append(piece)
     return made
+
+
+def piece_of(tree: TokenTree, first: int, behind: int) -> TokenTree:
+    """Episodes ``first`` to ``behind`` (exclusive) of a tree; all of them are the tree. The extra ``repeated`` is True
+    at rows that the pieces in front of it have too, so that whoever counts rows counts each once."""
+    if behind - first == len(tree.episodes):
+        return tree
+    repeated = tree.extras.get(REPEATED, np.zeros(tree.rows, dtype=bool)).copy()
+    if first:
+        repeated[tree.rows_of(range(first))] = True
+    return tree.with_extras(**{REPEATED: repeated}).take(range(first, behind))

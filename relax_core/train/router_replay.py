@@ -20,15 +20,19 @@ from torch import Tensor
 
 from relax_core.contracts.tree import TokenTree
 from relax_core.families.architecture import Architecture
+from relax_core.train.micro_batches import REPEATED
 from relax_core.train.row_cut import RowCut
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterRows:
-    """Of this rank's rows inside the layers. ``experts``: int64 ``[layers with experts, rows, top_k]``, all layers of
-    the model; None where the routers choose themselves. ``pads``: bool ``[rows]``, None where no rank has any.
-    ``balance_weight``: what the mean balancing loss of the rows is multiplied by. ``counted``: False for a row that is
-    computed only to keep other ranks company."""
+    """Of this rank's rows inside the layers.
+
+    ``experts``: int64 ``[layers with experts, rows, top_k]``, all layers of the model; None where the routers choose
+    themselves. ``pads``: bool ``[rows]``, rows that neither the balancing loss nor the counts see, which are pads and
+    rows that another piece of their group has too; None where no rank has any. ``balance_weight``: what the mean
+    balancing loss of the rows is multiplied by. ``counted``: False for a row that is computed only to keep other ranks
+    company."""
 
     experts: Tensor | None
     pads: Tensor | None
@@ -85,6 +89,21 @@ def cut_experts(experts: np.ndarray, rows: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(cut.transpose(1, 0, 2))
 
 
+def _uncounted(trees: Sequence[TokenTree], *, stream: int, padded_rows: int) -> np.ndarray | None:
+    """Pads and repeated rows, bool ``[padded rows]``; None without any."""
+    if padded_rows == stream and not any(REPEATED in tree.extras for tree in trees):
+        return None
+    whole = np.arange(padded_rows) >= stream
+    before = 0
+    for tree in trees:
+        inner = tree.end > np.arange(1, tree.rows + 1)
+        behind = before + int(np.count_nonzero(inner))
+        if REPEATED in tree.extras:
+            whole[before:behind] = tree.extras[REPEATED][inner]
+        before = behind
+    return whole
+
+
 @dataclass(frozen=True, kw_only=True)
 class RouterPlan:
     """How this rank makes the `RouterRows` of a micro-batch. ``parts``, ``part``: of sequence parallelism. ``replays``:
@@ -102,10 +121,11 @@ class RouterPlan:
     ) -> RouterRows:
         """Of a micro-batch whose stream has ``stream`` rows, and with its pads ``padded_rows``."""
         rows = rows_inside_layers(self.cut, padded_rows, parts=self.parts, part=self.part)
+        uncounted = _uncounted(trees, stream=stream, padded_rows=padded_rows)
         experts = packed_experts(trees, self.model) if self.replays else None
         return RouterRows(
             experts=None if experts is None else torch.from_numpy(cut_experts(experts, rows)).to(self.device),
-            pads=torch.from_numpy(rows >= stream).to(self.device) if padded_rows > stream else None,
+            pads=None if uncounted is None else torch.from_numpy(uncounted[rows]).to(self.device),
             balance_weight=balance_weight,
             counted=bool(trees),
         )

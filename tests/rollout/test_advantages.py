@@ -25,7 +25,7 @@ from relax_core.contracts.tree import TokenTree
 from relax_core.control.role_counts import roles_of
 from relax_core.registry import find_algorithm
 from relax_core.rollout.advantages import advantage_extras, advantage_inputs, input_columns, made_as_groups_complete
-from tests.trees import answers_tree
+from tests.trees import answers_tree, random_tree
 
 
 def row(rewards: Sequence[float], lengths: Sequence[int], **extras: Any) -> TokenTree:
@@ -43,6 +43,17 @@ def test_each_group_is_on_its_own_without_normalize() -> None:
     a, b = advantage_extras(rows, GRPO, GrpoKnobs(normalize_std="none"))
     assert flat(a) == [0.5, -0.5, -0.5]
     assert flat(b) == [0.0, 0.0]
+
+
+def test_a_row_of_two_episodes_has_an_advantage_in_each() -> None:
+    """GRPO's is the reward minus the group's mean on each token of the episode, wherever its rows lie."""
+    tree = random_tree(np.random.default_rng(3))
+    assert len(tree.tokens[1]) > len(tree.sampled), "some rows are in two episodes"
+    assert max(len(one.leaves) for one in tree.episodes) > 1
+    rewards = np.array([one.reward for one in tree.episodes], dtype=np.float32)
+    (made,) = advantage_extras([tree], GRPO, GrpoKnobs(normalize_std="none"))
+    expected = np.repeat(rewards - rewards.mean(), tree.lengths)
+    assert flat(made) == pytest.approx(expected.tolist(), abs=1e-6)
 
 
 def test_normalize_sees_all_groups() -> None:

@@ -35,4 +35,5 @@ def test_activations_are_what_autograd_saves(tmp_path: Path, variant: str) -> No
     model = read_dimensions(json.loads((tmp_path / "config.json").read_text()), name="tiny")
     layers = len(layout.token_ids) * model.layers * activation_values(model) * FLOAT
     final_norm = len(layout.token_ids) * 2 * model.hidden * FLOAT
-    assert sum(size for size, _ in saved.values()) == pytest.approx(layers + final_norm + tree.mask.nbytes, rel=0.03)
+    mask = tree.attention.mask.nbytes  # of a grid, as the stream is small
+    assert sum(size for size, _ in saved.values()) == pytest.approx(layers + final_norm + mask, rel=0.03)

@@ -20,6 +20,7 @@ from relax_core.train.hf_export import export_hf_folder
 from relax_core.train.layout import check_layout
 from relax_core.train.models.check_folder import weight_problems
 from relax_core.train.models.weight_rules import tensor_shape, weight_rules
+from tests.trees import prompt_of
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_experts_compute_what_transformers_does(tmp_path: Path, normalised: bool
     reference: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "moe")
     (group,) = make_groups([[1]], prompt_lengths=[40])
     with torch.no_grad():
-        expected = reference(torch.from_numpy(group.prompt_ids).long()[None]).logits[0].log_softmax(-1)
+        expected = reference(torch.from_numpy(prompt_of(group)).long()[None]).logits[0].log_softmax(-1)
         tree = TreeBatch.of(pack_tree([group]), device=torch.device("cpu"), dtype=torch.float32)
         logits = backend.model(tree) @ backend.model.output_weight().t()
     torch.testing.assert_close(logits.log_softmax(-1), expected, atol=1e-5, rtol=0)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_core.contracts.tree import TokenTree
-from relax_core.train.micro_batches import MicroBatcher, split_over_ranks
+from relax_core.train.micro_batches import MicroBatcher, piece_of, split_over_ranks
 from relax_core.train.step_sums import micro_batch_totals
 from tests.trees import answers_tree, path_of, random_tree
 
@@ -192,3 +192,14 @@ def test_a_split_by_hand() -> None:
     assert names(split_over_ranks(found, 2)) == [["g0", "g1", "g2"], ["g3", "g4"]]  # 12 | 9; the next best is 13
     assert names(split_over_ranks(found, 3)) == [["g0", "g1"], ["g2", "g3"], ["g4"]]  # 9 | 8 | 4
     assert names(split_over_ranks(found[:1], 3)) == [["g0"], [], []]
+
+
+def test_pieces_tell_which_rows_others_have_too() -> None:
+    """Of a prompt of 3 with four answers of 2 in pieces: each row is new in one piece alone."""
+    (tree,) = [answers_tree("g", np.zeros(3), [2] * 4, np.zeros(8))]
+    first, second, third = (piece_of(tree, *ends) for ends in ((0, 1), (1, 3), (3, 4)))
+    assert first.extras["repeated"].tolist() == [False] * 5
+    assert second.extras["repeated"].tolist() == [True] * 3 + [False] * 4
+    assert third.extras["repeated"].tolist() == [True] * 3 + [False] * 2
+    assert piece_of(second, 1, 2).extras["repeated"].tolist() == [True] * 3 + [False] * 2
+    assert piece_of(tree, 0, 4) is tree
