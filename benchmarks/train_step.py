@@ -43,6 +43,7 @@ from typing import TYPE_CHECKING
 from benchmarks.logprobs import in_own_process
 from benchmarks.train_step_trees import Counts, deep_tree, step_memory
 from benchmarks.train_step_ways import (
+    MICRO_BATCH_TOKENS,
     SIZES,
     HuggingFace,
     Ours,
@@ -151,13 +152,16 @@ def tree(folder: Path, *, repeats: int) -> Iterator[Result]:
         groups = make_groups(lengths, prompt=prompt, vocabulary=size.vocabulary)
         rows = as_rows(groups)
 
-        def masked(groups: Sequence[TokenTree] = groups) -> float:
+        # A group that is larger than a micro-batch is cut, and its prompt is then computed once for each piece.
+        budget = max(MICRO_BATCH_TOKENS, *(group.computed_rows for group in groups))
+
+        def masked(groups: Sequence[TokenTree] = groups, budget: int = budget) -> float:
             with _masked_attention():
-                return masked_model.step(groups)
+                return masked_model.step(groups, budget_rows=budget)
 
         ways: dict[str, Callable[[], float]] = {
             "rows": lambda rows=rows: rows_model.step(rows),  # type: ignore[misc]
-            "tree": lambda groups=groups: tree_model.step(groups),  # type: ignore[misc]
+            "tree": lambda groups=groups, budget=budget: tree_model.step(groups, budget_rows=budget),  # type: ignore[misc]
             "tree, masked": masked,
         }
         yield measure(f"prompt {prompt:,} × {samples}", ways, tokens=_tokens(groups), repeats=repeats)
