@@ -18,7 +18,6 @@ from relax_core.train.logprobs import HeadOutputs, chunked_logprobs, head_output
 from relax_core.train.rank import MegatronRank, RankSetup
 from relax_core.train.schedule import MicroBatch
 from relax_core.train.step_sums import micro_batch_sums
-from relax_core.train.tree import of_tokens
 from relax_core.train.truncation import Truncation
 
 
@@ -172,10 +171,10 @@ class MegatronBackend(MegatronRank):
         gathered = None
         if head.gathered is not None:
             assert top is not None, "the teacher writes both"
-            gathered = of_tokens(layout, head.gathered, otherwise=top)
-        entropy = None if head.entropy is None else of_tokens(layout, head.entropy, otherwise=torch.zeros_like(old))
+            gathered = batch.of_tokens(head.gathered, otherwise=top)
+        entropy = None if head.entropy is None else batch.of_tokens(head.entropy, otherwise=torch.zeros_like(old))
         return LossInputs(
-            logprobs=of_tokens(layout, head.logprobs, otherwise=old),
+            logprobs=batch.of_tokens(head.logprobs, otherwise=old),
             old_logprobs=old,
             rollout_logprobs=rollout,
             advantages=advantages,

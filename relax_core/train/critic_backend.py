@@ -13,7 +13,6 @@ from relax_core.contracts.tree import TokenTree
 from relax_core.train.rank import MegatronRank, RankSetup
 from relax_core.train.schedule import MicroBatch
 from relax_core.train.step_sums import micro_batch_sums
-from relax_core.train.tree import of_tokens
 from relax_core.train.value_moments import moment_sums
 
 
@@ -30,7 +29,7 @@ class CriticBackend(MegatronRank):
             if not batch.groups:
                 return of_chosen.sum() * 0.0
             old_values = self._column([group.of_tokens("values") for group in batch.groups])
-            values = of_tokens(batch.layout, of_chosen, otherwise=old_values)
+            values = batch.of_tokens(of_chosen, otherwise=old_values)
             inputs = ValueInputs(
                 values=values,
                 old_values=old_values,

@@ -39,6 +39,16 @@ class MicroBatch:
     layout: TreeLayout
     tree: TreeBatch
 
+    def of_tokens(self, of_chosen: Tensor, *, otherwise: Tensor) -> Tensor:
+        """``[chosen rows, …]`` → ``[tokens, …]``; a token that was not chosen has what ``otherwise`` ``[tokens, …]``
+        says, and no gradient."""
+        if self.layout.token_places is None:
+            return of_chosen
+        places = torch.from_numpy(self.layout.token_places).to(of_chosen.device)
+        values = of_chosen[places.clamp(min=0)]
+        there = (places >= 0).view(-1, *[1] * (values.ndim - 1))
+        return torch.where(there, values, otherwise.to(values.dtype))
+
 
 class Passes(Protocol):
     """What a rank does with one micro-batch."""

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from relax_core.contracts.tree import TokenTree
 
@@ -79,14 +77,3 @@ def tree_starts(end: np.ndarray) -> np.ndarray:
     """The row that each tree of a stream begins with, ascending, int64 ``[trees]``; ``end`` int64 ``[rows]``."""
     reach = np.maximum.accumulate(end)
     return np.append(0, np.flatnonzero(reach[:-1] == np.arange(1, len(end))) + 1)
-
-
-def of_tokens(layout: TreeLayout, of_chosen: Tensor, *, otherwise: Tensor) -> Tensor:
-    """``[chosen, …]`` → ``[tokens, …]``; a token that was not chosen has what ``otherwise`` ``[tokens, …]`` says, and
-    no gradient."""
-    if layout.token_places is None:
-        return of_chosen
-    places = torch.from_numpy(layout.token_places).to(of_chosen.device)
-    values = of_chosen[places.clamp(min=0)]
-    there = (places >= 0).view(-1, *[1] * (values.ndim - 1))
-    return torch.where(there, values, otherwise.to(values.dtype))
