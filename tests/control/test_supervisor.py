@@ -51,7 +51,7 @@ def test_a_controller_that_is_repeated_goes_on_from_the_newest_whole_checkpoint(
         (folder / BUS_SNAPSHOT).write_bytes(b"cut")
 
     store = CheckpointStore(tmp_path / "checkpoints", keep_last=2)
-    _, newest = (store.write(step, writers=write, meta={}) for step in (10, 20))
+    _, newest = (store.write(step, writers=write, meta={DATUM: TOKEN_TREE}) for step in (10, 20))
     (newest / BUS_SNAPSHOT).write_bytes(b"cat")
     process = start(tmp_path, supervised.killed_once)
     _, err = process.communicate(timeout=DEADLINE_S)

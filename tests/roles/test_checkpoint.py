@@ -189,7 +189,7 @@ def test_the_best_evaluations_checkpoint_stays_also_over_a_resume(lead: Lead, tm
     one.save(6)
     assert sorted(saved(tmp_path)) == ["step_00000002", "step_00000006"]
     run = CheckpointStore.read_meta(tmp_path / "checkpoints" / "step_00000006").run
-    assert run == {"version": 6, "data": "d1", "evaluations": {"0": 0.1, "2": 0.9, "4": 0.5}}
+    assert run == {"version": 6, "datum": "token tree", "data": "d1", "evaluations": {"0": 0.1, "2": 0.9, "4": 0.5}}
 
     start = {"start_step": 6, "resume_from": tmp_path / "checkpoints" / "step_00000006"}
     resumed = checkpoints(lead, tmp_path, *BEST, "run.steps=10", **start)
