@@ -13,7 +13,7 @@ from relax_core.config.saved import to_yaml
 from relax_core.control.leftovers import find_leftovers, remove_leftovers
 from relax_core.control.owned_folder import owned
 from relax_core.control.processes import process_state
-from relax_core.train.checkpoint_store import BUS_SNAPSHOT, CONFIG, CheckpointStore
+from relax_core.train.checkpoint_store import BUS_SNAPSHOT, CONFIG, DATUM, TOKEN_TREE, CheckpointStore
 from tests.control import supervised
 from tests.control.supervised import DEADLINE_S, controller_of, start
 
