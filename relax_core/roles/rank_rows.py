@@ -14,14 +14,15 @@ from relax_core.contracts.bus import Bus
 from relax_core.contracts.tree import TokenTree
 from relax_core.registry import find_algorithm
 from relax_core.roles.context import RunContext
+from relax_core.train.micro_batches import piece_of
 from relax_core.train.rows import decode_train_tree
 
 CRITIC_COLUMNS = (*c.FORWARD_COLUMNS, c.LOSS_MASK, c.VALUES, c.RETURNS)  # what the critic trains on
 
 
 class TreePart(msgspec.Struct, frozen=True, array_like=True):
-    """Episodes of one group. ``lease_id``: by which the group's row is read. ``counts_group``: of a group that was cut
-    into several parts one alone counts as the group."""
+    """Neighbouring episodes of one group. ``lease_id``: by which the group's row is read. ``counts_group``: of a group
+    that was cut into several parts one alone counts as the group."""
 
     lease_id: int
     group_uid: str
@@ -70,11 +71,10 @@ class RankRows:
 
 
 def _part_of(tree: TokenTree, part: TreePart) -> TokenTree:
-    if len(part.uids) == len(tree.episodes):
-        return tree
-    wanted = set(part.uids)
-    places = [place for place, one in enumerate(tree.episodes) if one.uid in wanted]
-    return replace(tree.take(places), counts_group=part.counts_group)
+    first = [one.uid for one in tree.episodes].index(part.uids[0])
+    piece = piece_of(tree, first, first + len(part.uids))
+    assert [one.uid for one in piece.episodes] == part.uids, "a group is cut into runs of its episodes"
+    return piece if piece.counts_group == part.counts_group else replace(piece, counts_group=part.counts_group)
 
 
 def policy_rows(context: RunContext, bus: Bus) -> RankRows:
