@@ -28,7 +28,7 @@ from relax_core.roles.context import BUS, RunContext
 from relax_core.roles.gang import Gang, RankLost, Ranks, TrainerGang, take_answers
 from relax_core.roles.meet import meet_bus
 from relax_core.roles.rank_peer import STATUS_GROUPS, ActorPeer
-from relax_core.roles.rank_rows import policy_columns, policy_rows
+from relax_core.roles.rank_rows import parts_of, policy_columns, policy_rows
 from relax_core.roles.ranks import tell_loss
 from relax_core.roles.worker import WorkerStatus
 from relax_core.train.layout_arithmetic import replica_ranks, world_size
@@ -266,6 +266,27 @@ def test_the_ranks_of_a_replica_read_the_same_groups_and_its_first_one_answers(
     for one, answer in zip(groups, answers, strict=True):
         of_second = 2000.0 * (one is groups[-1]) * np.isin(np.arange(one.rows), range(3, 18), invert=True)
         assert answer.tolist() == (one.token_ids + of_second).tolist()  # the second one's of the shared prompt
+
+
+def test_a_rank_that_reads_tells_that_it_waits_for_the_bus(
+    peers: list[Any], context: RunContext, bus: RayBus, lease: Lease, groups: list[TokenTree], wait_until: Any
+) -> None:
+    import ray
+
+    start(peers, 1, context)
+    parts = parts_of(groups, {row.group_uid: lease.lease_id for row in lease.rows})
+    bus_pid = bus.process_id(timeout_s=60.0)
+    os.kill(bus_pid, signal.SIGSTOP)
+    try:
+        reference = peers[0].accumulate.remote(STEP, parts)
+        wait_until(lambda: [wait.on for wait in status_of(peers[0]).waits] == [BUS], what="its wait")
+        assert [wait.what for wait in status_of(peers[0]).waits] == ["read"]
+    finally:
+        os.kill(bus_pid, signal.SIGCONT)
+    ray.get(reference, timeout=120)
+    assert ray.get(peers[0].seen.remote(), timeout=120) == [seen(group) for group in groups]
+    (idle,) = status_of(peers[0]).waits
+    assert (idle.what, idle.on) == ("its next call", "reference-0")
 
 
 class Recorder:
