@@ -181,6 +181,7 @@ class BusCore:
 
     def _hand_out(self, request: LeaseRequest, chosen: list[OpenGroup]) -> Lease:
         lease = self.leases.open(request, [group.admission.group_uid for group in chosen])
+        payloads = request.columns if request.payloads is None else request.payloads
         rows = []
         for group in chosen:
             row = group.row
@@ -190,7 +191,7 @@ class BusCore:
                 group.actor_step = self.version
                 group.deliveries += 1
                 self.ledger.lease(row.group_uid, row.uids, step=self.version, delivery=group.deliveries)
-            rows.append(group.leased_row(request.columns))
+            rows.append(group.leased_row(payloads))
         return Lease(lease_id=lease.lease_id, task=lease.task, rows=rows)
 
     def read(self, lease_id: int, group_uids: Sequence[str], columns: Sequence[str]) -> Lease:

@@ -60,7 +60,7 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeasedRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A row as a task sees it: only the columns that it asked for."""
+    """A row as a task sees it: only the payloads that it asked for."""
 
     group_uid: str
     index: int
@@ -73,6 +73,8 @@ class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What a task wants next.
 
     ``task``: "actor" consumes rows; any other name works on rows once and writes columns.
+    ``columns``: what a row must have. ``payloads``: those of them that come with the lease, None for all; whoever needs
+    the others calls `Bus.read`.
     ``min_groups``, ``max_groups``: how many rows come back; the call waits for the minimum.
     ``step``: train step that will consume the rows (task "actor" only): rows older than ``step - max_staleness`` are
     dropped as stale (or handed out for masking, as the bus was configured).
@@ -82,6 +84,7 @@ class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
     task: str
     columns: tuple[str, ...]
     max_groups: int
+    payloads: tuple[str, ...] | None = None
     min_groups: int = 1
     step: int | None = None
     lease_s: float = 600.0

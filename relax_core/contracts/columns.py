@@ -26,6 +26,8 @@ VERSIONS = "versions"
 EPISODES = "episodes"  # list[Episode]
 MEDIA = "media"  # list[Media]
 FORWARD_COLUMNS = (TOKEN_IDS, END, VERSIONS, EPISODES)  # what a forward pass of another model needs
+# A tree without its tokens: what micro-batches are cut by, and what a step's metrics are computed from.
+STRUCTURE_COLUMNS = (END, LOSS_MASK, LOGPROBS, VERSIONS, EPISODES)
 ROLLOUT_COLUMNS = (TOKEN_IDS, END, LOSS_MASK, LOGPROBS, VERSIONS, EPISODES, MEDIA)
 
 OLD_LOGPROBS = "old_logprobs"  # written by actor_fwd
@@ -114,9 +116,9 @@ def decode_episodes(payload: bytes) -> list[Episode]:
 
 
 def decode_tree(row: LeasedRow) -> TokenTree:
-    """The tree of a leased row, with the columns that were leased: `TOKEN_IDS`, `END`, `VERSIONS` and `EPISODES` at
-    least. Without `LOSS_MASK` all sampled rows count as trained; without `LOGPROBS` they are 0. Raises ValueError, with
-    the group's uid, where the columns do not belong together."""
+    """The tree of a leased row, with the columns that were leased: `END`, `VERSIONS` and `EPISODES` at least. Without
+    `LOSS_MASK` all sampled rows count as trained; without `LOGPROBS` they are 0; without `TOKEN_IDS` they are -1, which
+    no model embeds. Raises ValueError, with the group's uid, where the columns do not belong together."""
     columns = row.columns
     try:
         return _decode_tree(row.group_uid, columns)
@@ -125,15 +127,16 @@ def decode_tree(row: LeasedRow) -> TokenTree:
 
 
 def _decode_tree(uid: str, columns: Mapping[str, bytes]) -> TokenTree:
-    token_ids = np.frombuffer(columns[TOKEN_IDS], dtype=_DTYPES[TOKEN_IDS])
-    rows = len(token_ids)
+    end = np.frombuffer(columns[END], dtype=_DTYPES[END])
+    rows = len(end)
+    token_ids = columns.get(TOKEN_IDS)
     versions = decode_column(VERSIONS, columns[VERSIONS], rows=rows)
     masks, logprobs = columns.get(LOSS_MASK), columns.get(LOGPROBS)
     extras: dict[str, np.ndarray] = {}
     tree = TokenTree(
         group_uid=uid,
-        token_ids=token_ids,
-        end=decode_column(END, columns[END], rows=rows),
+        token_ids=np.full(rows, -1, np.int32) if token_ids is None else decode_column(TOKEN_IDS, token_ids, rows=rows),
+        end=end,
         loss_mask=versions >= 0 if masks is None else decode_column(LOSS_MASK, masks, rows=rows),
         logprobs=np.zeros(rows, np.float32) if logprobs is None else decode_column(LOGPROBS, logprobs, rows=rows),
         versions=versions,

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from relax_core.config.schema import ModeName
 from relax_core.contracts import columns as c
-from relax_core.contracts.algorithm import Needs
 from relax_core.contracts.bus import BusTimeout, Lease, LeaseRequest
 from relax_core.contracts.tree import TokenTree
 from relax_core.observe.metrics_actor import MetricsUnavailable
@@ -23,9 +22,10 @@ from relax_core.roles.checkpoint import RunCheckpoints
 from relax_core.roles.context import RunContext, worker_name
 from relax_core.roles.engine_sync import EngineSync
 from relax_core.roles.engines import EngineDirectory
-from relax_core.roles.gang import TrainerGang
+from relax_core.roles.gang import Ranks, TrainerGang
 from relax_core.roles.meet import meet_bus, meet_metrics, meet_worker
 from relax_core.roles.placement import node_address
+from relax_core.roles.rank_rows import policy_columns, policy_rows
 from relax_core.roles.ranks import assemble_ranks
 from relax_core.roles.step_clock import StepClock
 from relax_core.roles.step_record import StepRows, step_values
@@ -47,7 +47,7 @@ class Stopped(Exception):
 
 
 class ActorWorker(Worker):
-    """Rank 0 of the actor role. It drives its peers and is the only one that talks to the bus."""
+    """Rank 0 of the actor role. It drives its peers, and alone leases and acknowledges rows."""
 
     def __init__(self, name: str, context: RunContext, rank: int) -> None:
         assert rank == 0, "peers are driven by rank 0"
@@ -74,9 +74,9 @@ class ActorWorker(Worker):
         self._stall_s = config.run.stall_timeout_s
         self._time_sharing = config.mode.name is ModeName.colocate
         self._needs = find_algorithm(config.algo.name).needs(config.algo)
-        self._columns = train_columns(
-            self._needs, routing_replay=config.algo.routing_replay, truncates=config.rollout.truncates
-        )
+        self._columns = policy_columns(config)
+        # The lead of several data-parallel ranks trains only a part of the rows, and reads that like the others.
+        self._payloads = c.STRUCTURE_COLUMNS if config.parallel.dp > 1 else None
         self._plan = UpdatePlan(
             groups=config.rollout.prompts_per_step,
             mini_batches=config.algo.mini_batches,
@@ -87,8 +87,9 @@ class ActorWorker(Worker):
         )
         self._group_tokens = 0
         self._clock = StepClock()
-        self._gang = self._build_gang()
+        ranks = assemble_ranks(context, "actor", waiting=self.waiting)
         self._bus = meet_bus(context, self.waiting)
+        self._gang = self._build_gang(ranks)
         self._metrics = meet_metrics(context)
         self._sync = self._build_sync()
         self._checkpoints = RunCheckpoints(context, bus=self._bus, gang=self._gang, moved_on=self.moved_on)
@@ -109,10 +110,10 @@ class ActorWorker(Worker):
         )
         return EngineSync(self.context, EngineDirectory(self.context), transport, waiting=self.waiting)
 
-    def _build_gang(self) -> TrainerGang:
-        ranks = assemble_ranks(self.context, "actor", waiting=self.waiting)
+    def _build_gang(self, ranks: Ranks) -> TrainerGang:
         critic = meet_worker(self.context, worker_name("critic", 0)) if self._needs.critic else None
-        return TrainerGang(ranks, timeout_s=self._stall_s, waiting=self.waiting, critic=critic)
+        rows = None if self._payloads is None else policy_rows(self.context, self._bus)
+        return TrainerGang(ranks, timeout_s=self._stall_s, waiting=self.waiting, critic=critic, rows=rows)
 
     # -- the loop ---------------------------------------------------------------------------------------------------
     def _train(self) -> None:
@@ -172,6 +173,7 @@ class ActorWorker(Worker):
                 clock.timed("sync_ms", self._sync.release_memory)
             remaining -= len(lease.rows)
             groups = clock.timed("decode_ms", partial(self._decode, lease, step, consumed))
+            self._gang.note_lease(lease)
             lease = None
             clock.timed("train_ms", partial(updates.add, groups))
         return consumed
@@ -195,6 +197,7 @@ class ActorWorker(Worker):
         return LeaseRequest(
             task="actor",
             columns=self._columns,
+            payloads=self._payloads,
             min_groups=remaining if self._time_sharing else max(1, min(remaining, fitting)),
             max_groups=remaining,
             step=step,
@@ -270,24 +273,3 @@ class ActorWorker(Worker):
         report = self._sync.end_push()
         if report is not None:
             self._clock.push_ms, self._clock.stall_ms = report.push_ms, report.stall_ms
-
-
-def train_columns(needs: Needs, *, routing_replay: bool, truncates: bool) -> tuple[str, ...]:
-    """What the trainer leases: the rollout's columns, the advantages, and what the algorithm asks for. ``truncates``:
-    top_k, top_p or min_p leave tokens out."""
-    extra = [c.ADVANTAGES]
-    if routing_replay:
-        extra.append(c.ROUTED_EXPERTS)
-    if truncates:
-        extra.append(c.KEPT_TOKENS)
-    if needs.old_logprobs == "actor_fwd":
-        extra.append(c.OLD_LOGPROBS)
-    if needs.reference:
-        extra.append(c.REFERENCE_LOGPROBS)
-    if needs.teacher is not None:
-        extra.append(c.TEACHER_LOGPROBS)
-        if needs.teacher.top_k:
-            extra += [c.TEACHER_TOP_IDS, c.TEACHER_TOP_LOGPROBS]
-    if needs.critic:
-        extra += [c.VALUES, c.RETURNS]
-    return (*c.ROLLOUT_COLUMNS, *extra)

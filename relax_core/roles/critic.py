@@ -1,8 +1,8 @@
 """The critic: values for every row as it comes, and training in lockstep with the actor.
 
-Its model is state of the trainer. So the actor's lead drives its updates with the very groups that the policy trains on
-and ends them before it publishes the step's weights; both are saved and loaded in one cut, and the loss of this process
-is the loss of a rank.
+Its model is state of the trainer. So the actor's lead drives its updates with the very groups that the policy trains
+on, whose rows the critic reads from the bus, and ends them before it publishes the step's weights; both are saved and
+loaded in one cut, and the loss of this process is the loss of a rank.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import LeasedRow
 from relax_core.contracts.train import StepMetrics
-from relax_core.contracts.tree import TokenTree
 from relax_core.roles.backend import build_critic
 from relax_core.roles.column_worker import ColumnWorker, RowColumns
 from relax_core.roles.context import RunContext
+from relax_core.roles.meet import meet_bus
+from relax_core.roles.rank_rows import TreePart, critic_rows
 from relax_core.train.micro_batches import MicroBatcher
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ class CriticWorker(ColumnWorker):
         super().__init__(name, context)
 
     def prepare(self) -> None:
+        self._rows = critic_rows(self.context, meet_bus(self.context, self.waiting))
         self._backend.result(timeout=self.context.config.run.start_timeout_s)
         self.version = self.context.start_step
 
@@ -58,10 +60,11 @@ class CriticWorker(ColumnWorker):
         self.version = step
         self._run("begin_step", step)
 
-    def accumulate(self, groups: Sequence[TokenTree]) -> None:
-        """``groups``: a micro-batch of all the actor's ranks; here it is cut for the one rank that there is."""
+    def accumulate(self, step: int, parts: Sequence[TreePart]) -> None:
+        """``parts``: a micro-batch of all the actor's ranks; here it is cut for the one rank that there is. The lead
+        calls it when rows have this critic's values, so `prepare` is behind it."""
         batcher = MicroBatcher(self.context.config.parallel.micro_batch_tokens)
-        for batch in (*batcher.add(groups), batcher.flush()):
+        for batch in (*batcher.add(self._rows.trees(step, parts)), batcher.flush()):
             self._run("accumulate", batch)
 
     def finish_step(self) -> StepMetrics:

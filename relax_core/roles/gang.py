@@ -14,11 +14,13 @@ import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from relax_core.contracts.bus import Lease
 from relax_core.contracts.engine import WeightManifest
 from relax_core.contracts.tree import TokenTree
 from relax_core.roles.backend import load_published
 from relax_core.roles.context import worker_name
 from relax_core.roles.failure import broke_of_others, first_cause
+from relax_core.roles.rank_rows import RankRows, TreePart, parts_of
 from relax_core.train.checkpoint_store import SLOWEST_WRITE_S
 from relax_core.train.micro_batches import split_over_ranks
 from relax_core.train.updates import UpdateMetrics
@@ -182,24 +184,58 @@ class Gang:
 
 
 class TrainerGang(Gang):
-    """The policy's ranks, and the critic where there is one, which works beside the lead."""
+    """The policy's ranks, and the critic where there is one, which works beside the lead.
 
-    def __init__(self, ranks: Ranks, *, timeout_s: float, waiting: WaitingOn, critic: Any | None = None) -> None:
+    Peers and critic are told which episodes of which groups they train, and read those groups' rows from the bus.
+    ``rows``: the lead reads its own in the same way; None where it trains the very trees that it is given.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        *,
+        timeout_s: float,
+        waiting: WaitingOn,
+        critic: Any | None = None,
+        rows: RankRows | None = None,
+    ) -> None:
         super().__init__(ranks, timeout_s=timeout_s, waiting=waiting)
         self._critic: list[Member] = [] if critic is None else [(worker_name("critic", 0), critic)]
+        self._rows = rows
+        self._step = -1
+        self._lease_ids: dict[str, int] = {}  # of the step's groups
 
     def begin_step(self, step: int) -> None:
+        if step != self._step:
+            self._step, self._lease_ids = step, {}
         self._all("begin_step", step, of_critic=(step,))
 
+    def note_lease(self, lease: Lease) -> None:
+        """Tells by which lease the step's next groups are read; call it before `accumulate` gets them."""
+        self._lease_ids.update((row.group_uid, lease.lease_id) for row in lease.rows)
+
     def accumulate(self, groups: Sequence[TokenTree]) -> None:
+        """Trains on a micro-batch of all data-parallel ranks."""
         if not groups:
             return
         shares = split_over_ranks(groups, len(self._replicas))
-        sent = self._send_shares("accumulate", shares, answering=set())
-        sent += self._send(self._critic, "accumulate", groups)
+        parts: list[list[TreePart]] = [[] for _ in range(1 + len(self._peers))]  # of each rank
+        for ranks, share in zip(self._replicas, shares, strict=True):
+            own = self._parts(share)
+            for rank in ranks:
+                parts[rank] = own
+        sent = [
+            (who, peer.accumulate.remote(self._step, own))
+            for (who, peer), own in zip(self._peers, parts[1:], strict=True)
+        ]
+        sent += self._send(self._critic, "accumulate", self._step, self._parts(groups))
+        mine = shares[0] if self._rows is None else self._rows.trees(self._step, parts[0])
         with self._together("accumulate", sent):
-            self.lead.accumulate(shares[0])
+            self.lead.accumulate(mine)
         self._wait("accumulate", sent)
+
+    def _parts(self, trees: Sequence[TokenTree]) -> list[TreePart]:
+        return parts_of(trees, self._lease_ids) if self._peers or self._critic else []
 
     def finish_step(self) -> UpdateMetrics:
         policy, critic = self._all("finish_step")

@@ -6,7 +6,7 @@ import logging
 import os
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,9 @@ from relax_core.roles.backend import build_role_backend, load_published
 from relax_core.roles.context import RunContext, worker_name
 from relax_core.roles.failure import broke_of_others, failure_line, what_was_lost
 from relax_core.roles.gang import RankLost
+from relax_core.roles.meet import meet_bus
 from relax_core.roles.output_log import keep_output
+from relax_core.roles.rank_rows import RankRows, TreePart, policy_rows
 from relax_core.roles.worker import RUN_PLUGINS, Wait, WorkerStatus, process_host, python_stacks
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ class RankPeer:
         self._failure: BaseException | None = None  # the first of its own
         self._failed_at = 0.0
         self._doing, self._since = "", time.time()
+        self._wait: Wait | None = None
 
     def warm_up(self) -> None:
         """Takes seconds, in which the lead does the same."""
@@ -118,8 +121,12 @@ class RankPeer:
             detail=f"{self._doing or 'waits'} as {lead} says",
             error=None,
             host=process_host(),
-            waits=() if self._doing else (idle,),
+            waits=self._waits_of(idle),
         )
+
+    def _waits_of(self, idle: Wait) -> tuple[Wait, ...]:
+        wait = self._wait if self._doing else idle
+        return () if wait is None else (wait,)
 
     @ray.method(concurrency_group="status")
     def stacks(self) -> dict[str, str]:
@@ -139,6 +146,15 @@ class RankPeer:
         if self._built is None:
             raise RankLost(f"{self._name} was started anew")
         return self._built
+
+    @contextmanager
+    def waiting(self, what: str, *, on: str) -> Iterator[None]:
+        """Tells others what this rank waits for and on whom, for as long as the block runs."""
+        self._wait = Wait(what=what, on=on, since=time.time())
+        try:
+            yield
+        finally:
+            self._wait = None
 
     @contextmanager
     def _busy(self, method: str) -> Iterator[None]:
@@ -175,6 +191,18 @@ class ActorPeer(RankPeer):
     """Of the trainer; a class for each role, since Ray titles a process by its class."""
 
     role = "actor"
+    _rows: RankRows
+
+    def build(self, store_address: str) -> None:
+        super().build(store_address)
+        with self._busy("build"):
+            self._rows = policy_rows(self._context, meet_bus(self._context, self.waiting))
+
+    def accumulate(self, step: int, parts: Sequence[TreePart]) -> None:
+        """Trains on these parts of groups, whose rows this rank reads from the bus."""
+        with self._busy("accumulate"):
+            backend = self._backend
+            backend.accumulate(self._rows.trees(step, parts))
 
 
 class ActorFwdPeer(RankPeer):

@@ -90,10 +90,10 @@ def test_a_lost_critic_is_a_lost_rank(strict: FinishedRun, tmp_path: Path) -> No
 
 
 def test_it_learns_with_groups_of_one(tmp_path: Path) -> None:
-    """The critic is the only baseline: 64 prompts a step, one sample each, at staleness 1."""
+    """The critic is the only baseline: 64 prompts a step, one sample each, at staleness 1; the policy has two ranks."""
     run = run_to_end(
         tmp_path / "run", *PPO, "run.steps=100", "run.export_hf=false",
-        "algo.group_size=1", "rollout.prompts_per_step=64",
+        "algo.group_size=1", "rollout.prompts_per_step=64", "parallel=dp2",
     )  # fmt: skip
     assert run.code == 0, run.output
     run.assert_books_closed()

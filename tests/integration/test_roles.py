@@ -27,17 +27,18 @@ def test_actor_fwd_and_reference_feed_the_trainer(tmp_path: Path) -> None:
     assert all(0.9 < values["algorithm/tis_weight"] < 1.1 for values in run.steps())
 
 
-def test_two_trainer_ranks_train_what_one_does(tmp_path: Path) -> None:
+def test_four_trainer_ranks_train_what_one_does(tmp_path: Path) -> None:
+    """Two replicas of two ranks each read their own rows, here from TransferQueue."""
     # Adam divides by the gradient's size: with its usual epsilon, rounding of a near-zero gradient becomes a full step.
     strict = (*SHORT, "mode.max_staleness=0", "optimizer.eps=1e-2", "optimizer.lr=1e-2")
     one = run_to_end(tmp_path / "one", *strict)
-    two = run_to_end(tmp_path / "two", *strict, "parallel=tp2_sp")
-    for run in (one, two):
+    four = run_to_end(tmp_path / "four", *strict, "parallel=tp2_sp", "parallel.dp=2", "bus=transfer_queue")
+    for run in (one, four):
         assert run.code == 0, run.output
         run.assert_books_closed()
-    for values, expected in zip(two.steps(), one.steps(), strict=True):
+    for values, expected in zip(four.steps(), one.steps(), strict=True):
         assert values["reward"] == expected["reward"] and values["tokens"] == expected["tokens"]
         assert values["loss"] == pytest.approx(expected["loss"], abs=1e-5)
         assert values["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
     expected_weights = one.weights()
-    assert max(float((tensor - expected_weights[name]).abs().max()) for name, tensor in two.weights().items()) <= 1e-5
+    assert max(float((tensor - expected_weights[name]).abs().max()) for name, tensor in four.weights().items()) <= 1e-5

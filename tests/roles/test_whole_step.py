@@ -11,7 +11,7 @@ from relax_core.bus.core import BusCore
 from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import Needs, TeacherNeeds
 from relax_core.contracts.bus import BusProgress, BusTimeout, Lease, LeaseRequest
-from relax_core.roles.actor import train_columns
+from relax_core.roles.rank_rows import train_columns
 from relax_core.roles.whole_step import lease_whole_step
 from tests.bus.make_rows import for_actor, for_worker, make_core, make_row
 

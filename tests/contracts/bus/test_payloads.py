@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from relax_core.contracts.bus import Bus
+from relax_core.contracts.bus import Bus, BusTimeout
 from relax_core.contracts.columns import BOOKED_COLUMNS, LOGPROBS, TOKEN_IDS, decode_column, encode_column
 from tests.bus.make_rows import for_actor, for_worker, make_row
 
@@ -80,3 +80,22 @@ def test_columns_that_the_books_keep_travel_too(make_bus: MakeBus) -> None:
     bus.put([make_row(admission, columns=sent)], timeout_s=T)
     got = bus.lease(for_worker(tuple(sent)), timeout_s=T).rows[0].columns
     assert {column: bytes(payload) for column, payload in got.items()} == sent
+
+
+def test_a_lease_may_leave_payloads_to_whoever_reads_them(make_bus: MakeBus) -> None:
+    bus = make_bus()
+    bus.put([make_row(a, columns=columns_of("image")) for a in bus.admit(1, timeout_s=T)], timeout_s=T)
+    request = msgspec.structs.replace(
+        for_actor(0, groups=1), columns=("a", "object", "raw", "new"), payloads=("a", "object")
+    )
+    with pytest.raises(BusTimeout, match="1 lack column new"):  # also a column without a payload has to be there
+        bus.lease(request, timeout_s=0.05)
+    lease = bus.lease(msgspec.structs.replace(request, columns=("a", "object", "raw")), timeout_s=T)
+    (row,) = lease.rows
+    assert {name: bytes(payload) for name, payload in row.columns.items()} == {
+        "a": b"",
+        "object": msgspec.msgpack.encode(OBJECT),
+    }
+    (rest,) = bus.read(lease.lease_id, [row.group_uid], columns=("raw", TOKEN_IDS), timeout_s=T)
+    assert bytes(rest.columns["raw"]) == bytes(range(256)) * 20
+    assert decode_column(TOKEN_IDS, rest.columns[TOKEN_IDS], rows=5003).tolist() == TOKENS.tolist()
