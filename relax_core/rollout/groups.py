@@ -14,6 +14,7 @@ from relax_core.contracts.engine import Generated
 from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.tree import NOT_SAMPLED, TRUNCATED, Episode, TokenTree, Turn, group_uid, sample_uid
+from relax_core.rollout.tree_builder import version_runs
 
 MakeExtras = Callable[[TokenTree], Mapping[str, np.ndarray]]  # what is put with a complete group, e.g. its advantages
 REWARD_FAILED = "reward_failed"
@@ -97,13 +98,6 @@ def one_turn_tree(uid: str, prompt_ids: Sequence[int], answers: Sequence[Answer]
         kept=_kept(trunk, answers),
         extras={} if experts is None else {ROUTED_EXPERTS: experts},
     )
-
-
-def version_runs(versions: np.ndarray) -> list[tuple[int, int]]:
-    """(version, tokens) of neighbours with one version."""
-    starts = np.flatnonzero(np.diff(versions, prepend=NOT_SAMPLED - 1))
-    sizes = np.diff(starts, append=len(versions))
-    return list(zip(versions[starts].tolist(), sizes.tolist(), strict=True))
 
 
 def _kept(trunk: int, answers: Sequence[Answer]) -> KeptTokens | None:
