@@ -5,9 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 Message = dict[str, str]
+
+# Why an episode of several turns ended: the env said so; the most turns were played; the context has no room for a
+# further turn; a response was cut at rollout.max_new_tokens. The last two carry no reward: the env took too long, or
+# raised.
+Ended = Literal["env_done", "max_turns", "context_full", "turn_cut", "step_timeout", "env_failed"]
 
 
 @dataclass(frozen=True)
