@@ -145,8 +145,8 @@ class Sampler:
         by_version: dict[int, list[PromptInHand]] = defaultdict(list)
         for prompt in await self._usable(admissions):
             by_version[prompt.request.min_version].append(prompt)
-        burst = self._burst if self._player is None else self._played_burst
         for version in sorted(by_version):
+            burst = self._burst if self._player is None else self._played_burst
             tasks.create_task(burst(version, by_version[version], tasks))
 
     async def _usable(self, admissions: Sequence[Admission]) -> list[PromptInHand]:
@@ -250,7 +250,9 @@ class Sampler:
                 continue
             self._newest_played[version] = group
             groups.append(group)
-        await asyncio.wait(groups) if groups else None
+        if not groups:
+            return
+        await asyncio.wait(groups)
         played = [one for group in groups if not group.cancelled() and (one := group.result()) is not None]
         if not played:
             return

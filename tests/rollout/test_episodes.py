@@ -104,7 +104,7 @@ class CountingClient(EngineClient):
 
 
 def test_groups_of_a_game_reach_the_bus_as_trees(engine: Engine, folder: Path) -> None:
-    client = CountingClient(engine.process.address, token=TOKEN)
+    client = CountingClient(engine.process.url, TOKEN, request_timeout_s=60.0, control_timeout_s=30.0)
     client.sizes = []
     bus = CoreBus(steps=2, on_step=renamed(engine))
     records = play(engine, folder, bus, find_env("number_guess"), client=client)
@@ -158,6 +158,7 @@ def test_the_same_seed_plays_the_same_episodes_and_the_tree_is_the_conversation(
         play(engine, folder, bus, env_of(make), reward=reward)
         played.append({uid: tree_of(row) for uid, row in bus.rows.items()})
     assert played[0].keys() == played[1].keys() and len(played[0]) == STEP_GROUPS
+    compared = 0
     for uid, tree in played[0].items():
         assert tree.token_ids.tobytes() == played[1][uid].token_ids.tobytes()
         for place, one in enumerate(tree.episodes):
@@ -165,12 +166,14 @@ def test_the_same_seed_plays_the_same_episodes_and_the_tree_is_the_conversation(
             assert len(given.turns) == len(given.turn_rewards) == len(one.turns) and given.response == given.turns[-1]
             assert given.ended == one.ended and given.messages[0]["content"] == given.row["prompt"]
             assert [m["content"] for m in given.messages if m["role"] == "assistant"] == list(given.turns)
-            if one.ended == "env_done":  # what the chat template writes of the whole, up to the last answer's end
-                whole = tokenizer.encode(given.messages)
+            sampled = [tree.token_ids[turn.start : turn.end - 1].tolist() for turn in one.turns]
+            if one.ended == "env_done" and sampled == [tokenizer.encode_plain(text) for text in given.turns]:
+                whole = tokenizer.encode(given.messages)  # as the chat template writes the whole conversation
                 ids = path_ids(tree, place)
                 assert whole[: len(ids)] == ids
+                compared += 1
     ended = {one.ended for tree in played[0].values() for one in tree.episodes}
-    assert "env_done" in ended, ended
+    assert "env_done" in ended and compared, ended
     assert all(env.closed for env in opened) and len(opened) == 2 * STEP_GROUPS * GROUP_SIZE
     seeds = {(env.start.group_seed, env.start.episode_seed) for env in opened}
     assert len(seeds) == STEP_GROUPS * GROUP_SIZE and len({group for group, _ in seeds}) == STEP_GROUPS
@@ -229,7 +232,7 @@ def test_an_env_that_raises_ends_its_episode_without_a_reward(engine: Engine, fo
     bus = CoreBus(steps=1)
     play(engine, folder, bus, env_of(Broken))
     assert sorted(bus.rows) == ["g00000000", "g00000002", "g00000003"]
-    assert bus.core.reader.dropped_reasons() == {"reward_failed": GROUP_SIZE}
+    assert bus.core.progress().ledger.dropped == {"reward_failed": GROUP_SIZE}
 
 
 def test_an_env_that_fails_for_all_ends_the_run_with_the_first_cause(engine: Engine, folder: Path) -> None:
