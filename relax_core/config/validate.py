@@ -105,12 +105,6 @@ def _check_turns(config: RelaxConfig) -> Iterator[str]:
             f"eval.every={config.eval.every} with env.name={env.name}: an env with turns is not evaluated yet. "
             "Use eval.every=0."
         )
-    if config.engine.context_length is None:
-        yield NotYet(
-            f"engine.context_length=null with env.name={env.name}: how long its turns make a prompt is not known. Give "
-            "the tokens of the longest episode, rollout.max_new_tokens of its last turn included, e.g. "
-            "engine.context_length=1024."
-        )
 
 
 def _check_critic(config: RelaxConfig) -> Iterator[str]:

