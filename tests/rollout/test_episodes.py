@@ -312,3 +312,29 @@ def test_number_guess_answers() -> None:
         assert (await games[found - 1].step(Action(text="0", stopped=True))).done
 
     asyncio.run(scene())
+
+
+def test_a_group_that_the_bus_has_ended_gives_its_envs_up(engine: Engine, folder: Path) -> None:
+    """Over-sampling: the first step goes on without a group whose env never answers."""
+    ends: list[str] = []
+
+    class Waits(Echo):
+        async def step(self, action: Action) -> StepResult:  # type: ignore[override]
+            if self.start.row["prompt"] == "rev 101":
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    ends.append("step")
+            return super().step(action)
+
+        async def close(self) -> None:  # type: ignore[override]
+            if self.start.row["prompt"] == "rev 101":
+                ends.append("close")
+
+    bus = CoreBus(steps=2, spare_groups=1, surplus="drop", on_step=renamed(engine))
+    play(engine, folder, bus, env_of(Waits), max_aborts=0, env_knobs=InteractionKnobs(name="mine", step_timeout_s=600))
+    assert "g00000001" not in bus.rows and ends[-GROUP_SIZE:] == ["close"] * GROUP_SIZE
+    assert set(ends[:-GROUP_SIZE]) <= {"step"}
+    counts = bus.core.progress().ledger
+    assert (counts.trained, counts.open, counts.lost) == (2 * STEP_GROUPS * GROUP_SIZE, 0, 0)
+    assert set(counts.dropped) == {"over_sampled"}
