@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from relax_core.config.compose import load_config
+from relax_core.contracts.env import Action, EpisodeStart, StepResult
 from relax_core.contracts.reward import RewardInput
 from relax_core.registry import find_algorithm, find_env, find_reward
 
@@ -35,6 +36,17 @@ def test_env(example: str) -> None:
     knobs = load_config([f"env.name={example}", 'env.system="Be brief."']).env
     opened = find_env(example).messages({"prompt": "1 + 1?"}, knobs)
     assert [message["content"] for message in opened] == ["Be brief.", "1 + 1?"]
+
+
+@pytest.mark.parametrize("example", ["envs/until_right.py"], indirect=True)
+def test_env_with_turns(example: str) -> None:
+    keys = [f"env.name={example}", 'env.hint="no"', "reward=env", "eval.every=0", "engine.context_length=192"]
+    config = load_config(keys)
+    start = EpisodeStart(row={"prompt": "1 + 1?", "answer": "2"}, group_seed=0, episode_seed=0)
+    opened = find_env(example).open(start, config.env)
+    assert opened.format_observation(opened.reset()) == [{"role": "user", "content": "1 + 1?"}]
+    assert opened.step(Action(text="3", stopped=True)) == StepResult(observation="no", reward=0.0)
+    assert opened.step(Action(text="2", stopped=True)).done
 
 
 @pytest.mark.parametrize("example", ["algorithms/reinforce.py"], indirect=True)
@@ -72,4 +84,9 @@ def test_algorithm(example: str) -> None:
 
 
 def test_all_examples_are_used() -> None:
-    assert set(EXAMPLES) == {"rewards/length.py", "envs/polite.py", "algorithms/reinforce.py"}
+    assert set(EXAMPLES) == {
+        "rewards/length.py",
+        "envs/polite.py",
+        "envs/until_right.py",
+        "algorithms/reinforce.py",
+    }

@@ -84,12 +84,15 @@ def evaluate(config: RelaxConfig, target: Target) -> int:
 
 
 def prepared(config: RelaxConfig, model: Path) -> tuple[PromptMaker, list[PreparedSet]]:
-    """The prompts of every set. Raises ValueError for data that cannot serve."""
+    """The prompts of every set. Raises ValueError for data that cannot serve, and for an env with turns."""
+    env = find_env(config.env.name)
+    if env.has_turns:
+        raise ValueError(f"env.name={env.name}: an env with turns is not evaluated yet. Use an env with one turn.")
     source = None
     if asks_held_out(config):
         source = make_source(config.data, seed=config.seed, eval_rows=config.eval.rows)
     prompts = PromptMaker(
-        env=find_env(config.env.name),
+        env=env,
         env_knobs=config.env,
         tokenizer=PromptTokenizer(model, template_arguments=config.data.chat_template_kwargs),
         max_prompt_tokens=config.engine.context_tokens - config.rollout.max_new_tokens,

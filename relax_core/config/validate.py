@@ -18,7 +18,7 @@ from relax_core.config.ranges import range_problems
 from relax_core.config.schema import LauncherKind, ModeName, OnStale, RelaxConfig, Surplus
 from relax_core.config.sglang import sglang_file_problems, sglang_problems
 from relax_core.config.weight_transport import transport_problems
-from relax_core.registry import find_algorithm, find_reward
+from relax_core.registry import find_algorithm, find_env, find_reward
 
 Check = Callable[[RelaxConfig], Iterable[str]]
 
@@ -89,6 +89,22 @@ def _check_plugins(config: RelaxConfig) -> Iterator[str]:
         yield f"reward.timeout_s={config.reward.timeout_s}: must be more than 0 seconds."
     if not 0 <= config.reward.max_failed <= 1:
         yield f"reward.max_failed={config.reward.max_failed}: a share, from 0 (none may fail) to 1 (all may)."
+
+
+def _check_turns(config: RelaxConfig) -> Iterator[str]:
+    """Of an env with turns."""
+    env, knobs = find_env(config.env.name), config.env
+    if not env.has_turns:
+        return
+    if knobs.max_turns < 1:
+        yield f"env.max_turns={knobs.max_turns}: an episode has at least one turn."
+    if not knobs.step_timeout_s > 0:
+        yield f"env.step_timeout_s={knobs.step_timeout_s}: must be more than 0 seconds."
+    if config.eval.every:
+        yield NotYet(
+            f"eval.every={config.eval.every} with env.name={env.name}: an env with turns is not evaluated yet. "
+            "Use eval.every=0."
+        )
 
 
 def _check_critic(config: RelaxConfig) -> Iterator[str]:
@@ -261,5 +277,6 @@ _CHECKS: tuple[Check, ...] = (
     _check_schedule,
     _check_stop_strings,
     _check_evaluation,
+    _check_turns,
 )
 _FILE_CHECKS: tuple[Check, ...] = (model_problems, sglang_file_problems, _check_run_folder)

@@ -21,7 +21,7 @@ from relax_core.contracts.algorithm import (
     StepTotals,
     ValueInputs,
 )
-from relax_core.contracts.env import EnvSpec, Message
+from relax_core.contracts.env import Action, BaseInteractionEnv, EnvSpec, EpisodeStart, Message, StepResult
 from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 SHOWN = 80  # characters of what came
 A_REWARD = "a finite number, or RewardOutput(reward=…), whose reward is None where it could not be computed"
+A_STEP = "StepResult(observation=…), with reward and done where there are any"
 MESSAGES = 'a list that is not empty, of {"role": text, "content": text}'
 
 
@@ -162,21 +163,89 @@ def _as_number(value: object) -> float | None:
 
 
 def checked_env(spec: EnvSpec) -> EnvSpec:
-    """The same env, whose ``messages`` raises `WrongResult` where it returns no conversation."""
-    source = _Source("env", spec.name, spec.messages)
+    """The same env, which raises `WrongResult` where it returns no conversation, and no `StepResult` of a step."""
+    if spec.messages is not None:
+        given_messages = spec.messages
+        source = _Source("env", spec.name, given_messages)
+        return replace(spec, messages=lambda row, knobs: _conversation(given_messages(row, knobs), source))
+    given_open = spec.open
+    assert given_open is not None
+    source = _Source("env", spec.name, given_open)
 
-    def messages(row: Mapping[str, Any], knobs: Any) -> list[Message]:
-        came: Any = spec.messages(row, knobs)
-        if isinstance(came, str | Mapping) or not isinstance(came, Sequence) or not came:
-            raise source.wrong(came, MESSAGES)
-        for message in came:
-            if not isinstance(message, Mapping) or not all(
-                isinstance(message.get(k), str) for k in ("role", "content")
-            ):
-                raise source.wrong(message, MESSAGES, what="a message")
-        return list(came)
+    def checked_open(start: EpisodeStart, knobs: Any) -> BaseInteractionEnv:
+        came: Any = given_open(start, knobs)
+        if not isinstance(came, BaseInteractionEnv):
+            raise source.wrong(_not_awaited(came), "an object of a class under BaseInteractionEnv")
+        return _CheckedInteraction(came, spec.name)
 
-    return replace(spec, messages=messages)
+    return replace(spec, open=checked_open)
+
+
+class _CheckedInteraction(BaseInteractionEnv):
+    """An episode's env whose results are checked. Its methods are async where the env's own are."""
+
+    def __init__(self, env: BaseInteractionEnv, name: str) -> None:
+        def source(method: Callable[..., Any]) -> _Source:
+            return _Source("env", name, method)
+
+        of_reset, of_step, of_messages = source(env.reset), source(env.step), source(env.format_observation)
+        self.reset = _then(env.reset, lambda came: _value(came, of_reset))  # type: ignore[method-assign]
+        self.step = _then(env.step, lambda came: _checked_step(came, of_step))  # type: ignore[method-assign]
+        self.format_observation = _then(  # type: ignore[method-assign]
+            env.format_observation, lambda came: _conversation(came, of_messages)
+        )
+        self.close = env.close  # type: ignore[method-assign]
+
+    def reset(self) -> Any: ...
+
+    def step(self, action: Action) -> StepResult: ...  # type: ignore[empty-body]
+
+
+def _then(function: Callable[..., Any], check: Callable[[Any], Any]) -> Callable[..., Any]:
+    """``function`` with what it returns checked; async where it is."""
+    if not inspect.iscoroutinefunction(function):
+        return lambda *given: check(function(*given))
+
+    async def awaited(*given: Any) -> Any:
+        return check(await function(*given))
+
+    return awaited
+
+
+def _value(came: Any, source: _Source) -> Any:
+    if inspect.isawaitable(came):
+        raise source.wrong(_not_awaited(came), "an observation; make the method async def where it has to wait")
+    return came
+
+
+def _checked_step(came: Any, source: _Source) -> StepResult:
+    if not isinstance(came, StepResult):
+        raise source.wrong(_not_awaited(came), A_STEP)
+    reward = None if came.reward is None else _as_number(came.reward)
+    if came.reward is not None and (reward is None or not math.isfinite(reward)):
+        raise source.wrong(
+            came.reward, "a finite number, or None where the turn has no reward of its own", what="reward"
+        )
+    done = _as_number(came.done)
+    if done is None:
+        raise source.wrong(came.done, "True or False", what="done")
+    if not isinstance(came.info, Mapping):
+        raise source.wrong(came.info, "names with values", what="info")
+    return replace(came, reward=reward, done=bool(done))
+
+
+def _conversation(came: Any, source: _Source) -> list[Message]:
+    if isinstance(came, str | Mapping) or not isinstance(came, Sequence) or not came:
+        raise source.wrong(_not_awaited(came), MESSAGES)
+    for message in came:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise source.wrong(message, MESSAGES, what="a message")
+        content = message.get("content")
+        if isinstance(content, Sequence) and not isinstance(content, str):
+            raise source.wrong(content, "text; content in parts, such as pictures, is not taken yet", what="content")
+        if not isinstance(content, str):
+            raise source.wrong(message, MESSAGES, what="a message")
+    return list(came)
 
 
 def checked_algorithm(spec: AlgorithmSpec) -> AlgorithmSpec:

@@ -11,8 +11,13 @@ from typing import Any
 @dataclass(frozen=True, kw_only=True)
 class RewardInput:
     """``response``: text without the stop token or stop string. ``stopped``: False when the response ran into the token
-    limit. ``answer``: the data row's reference. ``row``: the whole data row. ``uid``: the sample's, and ``where``: the
-    row's file and line; both are empty outside of training."""
+    limit. ``answer``: the data row's reference. ``row``: the whole data row. ``uid``: the episode's, and ``where``: the
+    row's file and line; both are empty outside of training.
+
+    Of an env with turns ``response`` and ``stopped`` are the last turn's. ``turns``: the texts of all responses, in
+    order. ``turn_rewards``: what the env gave for each, None where it gave none. ``messages``: the whole conversation,
+    responses included. ``ended``: why the episode ended (`relax_core.contracts.env.Ended`). All four are empty where
+    one response answers a row."""
 
     response: str
     stopped: bool
@@ -20,6 +25,10 @@ class RewardInput:
     row: Mapping[str, Any]
     uid: str = ""
     where: str = ""
+    turns: Sequence[str] = ()
+    turn_rewards: Sequence[float | None] = ()
+    messages: Sequence[Mapping[str, str]] = ()
+    ended: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

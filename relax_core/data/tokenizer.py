@@ -69,6 +69,14 @@ class PromptTokenizer:
         """Token ids of a text that `render` made."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a text in which the name of a special token is text: markup of an environment ends nothing."""
+        self._tokenizer.encode_special_tokens = True
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        finally:
+            self._tokenizer.encode_special_tokens = False
+
     @property
     def vocabulary_size(self) -> int:
         """Rows that an embedding must have for every token: the largest id and 1."""

@@ -12,6 +12,7 @@ from relax_core.data.eval_sets import asks_held_out, eval_sets
 from relax_core.data.sources import make_source
 from relax_core.plan.look import keep_look, look_at_data
 from relax_core.plan.prompts import positions, prompt_maker
+from relax_core.registry import find_env
 from relax_core.rollout.evaluation import prepare
 from relax_core.rollout.prompts import PromptMaker
 
@@ -47,6 +48,13 @@ def _settle(config: RelaxConfig, longest: Longest) -> tuple[RelaxConfig, list[st
         prompts = prompt_maker(config)
     except ValueError as error:
         return _with_context(config, UNKNOWN_PROMPT), [str(error)]
+    if find_env(config.env.name).has_turns and config.engine.context_length is None:
+        told = (
+            f"engine.context_length=null with env.name={config.env.name}: how long its turns make a prompt is not "
+            "known. Give the tokens of the longest episode, rollout.max_new_tokens of its last turn included, e.g. "
+            "engine.context_length=512."
+        )
+        return _with_context(config, UNKNOWN_PROMPT), [told]
     if prompts is None:
         return _with_context(config, UNKNOWN_PROMPT), []
     problems = list(_vocabulary_problems(config, prompts))

@@ -15,13 +15,15 @@ from relax_core.tools.make_tiny import MAX_POSITIONS, MODEL_NAMES, tiny_prompt_t
 
 
 def prompt_maker(config: RelaxConfig) -> PromptMaker | None:
-    """None where there is no model yet, or none that other checks let pass. Raises ValueError (with what the key is
+    """None where there is no model yet, or none that other checks let pass, and for an env with turns, whose episodes
+    open themselves. Raises ValueError (with what the key is
     called) for a tokenizer or a chat template that cannot be used."""
     tokenizer = _tokenizer(config)
-    if tokenizer is None:
+    env = find_env(config.env.name)
+    if tokenizer is None or env.has_turns:
         return None
     return PromptMaker(
-        env=find_env(config.env.name),
+        env=env,
         env_knobs=config.env,
         tokenizer=tokenizer,
         max_prompt_tokens=prompt_room(config),

@@ -33,6 +33,7 @@ from relax_core.roles.noted_rollout import NotedPool, NotedRewards
 from relax_core.roles.worker import Worker
 from relax_core.rollout.advantages import advantage_extras, made_as_groups_complete
 from relax_core.rollout.bad_rows import BadRows
+from relax_core.rollout.episodes import EpisodePlayer
 from relax_core.rollout.evaluation import Evaluator, eval_versions, prepare
 from relax_core.rollout.groups import GroupFilter, MakeExtras
 from relax_core.rollout.prompts import PromptMaker
@@ -87,8 +88,9 @@ class RolloutWorker(Worker):
             name=self.name,
         )
         source = make_source(config.data, seed=config.seed, eval_rows=held_out_count(config))
+        env = find_env(config.env.name)
         prompts = PromptMaker(
-            env=find_env(config.env.name),
+            env=env,
             env_knobs=config.env,
             tokenizer=PromptTokenizer(context.model_folder, template_arguments=config.data.chat_template_kwargs),
             max_prompt_tokens=config.engine.context_tokens - config.rollout.max_new_tokens,
@@ -98,13 +100,19 @@ class RolloutWorker(Worker):
         teachers = spec.needs(config.algo).teacher
         advantages = group_advantages(spec, config) if made_as_groups_complete(config) else None
         evaluator = self._evaluator(source, bus=bus, metrics=metrics, pool=pool, prompts=prompts, rewards=rewards)
+        settings = self._settings(prompts.tokenizer)
+        player = None
+        if env.has_turns:
+            player = EpisodePlayer(
+                env=env, env_knobs=config.env, prompts=prompts, pool=pool, sampling=settings.sampling, seed=config.seed
+            )
         sampler = Sampler(
             bus=bus,
             pool=pool,
             source=source,
             prompts=prompts,
             rewards=rewards,
-            settings=self._settings(prompts.tokenizer),
+            settings=settings,
             record=metrics.record,
             gate=evaluator.gate,
             bad_rows=BadRows(
@@ -116,6 +124,7 @@ class RolloutWorker(Worker):
             teacher_of=None if teachers is None else teacher_chooser(teachers),
             turnover=self._turnover(bus, pool),
             advantages=advantages,
+            player=player,
         )
         self.set_state("running")
         try:

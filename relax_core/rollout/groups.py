@@ -14,9 +14,11 @@ from relax_core.contracts.engine import Generated
 from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.tree import NOT_SAMPLED, TRUNCATED, Episode, TokenTree, Turn, group_uid, sample_uid
+from relax_core.rollout.tree_builder import PlayedEpisode, build_tree, version_runs
 
 MakeExtras = Callable[[TokenTree], Mapping[str, np.ndarray]]  # what is put with a complete group, e.g. its advantages
 REWARD_FAILED = "reward_failed"
+CUT = ("turn_cut", "context_full")  # how an episode of several turns ends that was cut
 MIN_SAMPLES = 2  # a group-relative advantage of one sample says nothing
 
 
@@ -99,13 +101,6 @@ def one_turn_tree(uid: str, prompt_ids: Sequence[int], answers: Sequence[Answer]
     )
 
 
-def version_runs(versions: np.ndarray) -> list[tuple[int, int]]:
-    """(version, tokens) of neighbours with one version."""
-    starts = np.flatnonzero(np.diff(versions, prepend=NOT_SAMPLED - 1))
-    sizes = np.diff(starts, append=len(versions))
-    return list(zip(versions[starts].tolist(), sizes.tolist(), strict=True))
-
-
 def _kept(trunk: int, answers: Sequence[Answer]) -> KeptTokens | None:
     """One kept set a row; those of the prompt leave nothing out."""
     kept = []
@@ -171,10 +166,56 @@ def complete_group(
     if len(kept) < min(MIN_SAMPLES, len(generated)):
         return DroppedGroup(group_uid=uid, reason=REWARD_FAILED)
     tree = one_turn_tree(uid, prompt_ids, kept)
+    return _complete(tree, index=index, dropped=dropped, refuse=refuse, teacher=teacher, extras=extras)
+
+
+def complete_episodes(
+    *,
+    index: int,
+    episodes: Sequence[PlayedEpisode],
+    refuse: GroupFilter | None = None,
+    teacher: str | None = None,
+    mask_off_policy: bool = False,
+    mask_truncated: bool = False,
+    extras: MakeExtras | None = None,
+) -> GroupRow | DroppedGroup:
+    """`complete_group` for the ended episodes of an env with turns, in order. ``mask_off_policy``: of an episode that
+    several weight versions made, only the newest one's tokens are trained. ``mask_truncated``: of an episode that was
+    cut, at a response's limit or at the context's, none is."""
+    uid = group_uid(index)
+    kept = [one for one in episodes if one.reward is not None]
+    dropped = {one.uid: REWARD_FAILED for one in episodes if one.reward is None}
+    if len(kept) < min(MIN_SAMPLES, len(episodes)):
+        return DroppedGroup(group_uid=uid, reason=REWARD_FAILED)
+    tree = build_tree(uid, kept)
+    if mask_off_policy or mask_truncated:
+        loss_mask = tree.loss_mask.copy()
+        for one in tree.episodes:
+            newest = max(version for turn in one.turns for version, _ in turn.versions)
+            for turn in one.turns:
+                own = slice(turn.start, turn.end)  # an episode's own: a draw has one episode
+                if mask_off_policy:
+                    loss_mask[own] = tree.versions[own] == newest
+                if mask_truncated and one.ended in CUT:
+                    loss_mask[own] = False
+        tree = tree.with_loss_mask(loss_mask)
+    return _complete(tree, index=index, dropped=dropped, refuse=refuse, teacher=teacher, extras=extras)
+
+
+def _complete(
+    tree: TokenTree,
+    *,
+    index: int,
+    dropped: dict[str, str],
+    refuse: GroupFilter | None,
+    teacher: str | None,
+    extras: MakeExtras | None,
+) -> GroupRow | DroppedGroup:
+    uid = tree.group_uid
     trained = tree.trained_episodes()
     if not trained.any():
         return DroppedGroup(group_uid=uid, reason=TRUNCATED)
-    refused = None if refuse is None else refuse([one.output.reward for one in kept if one.output.reward is not None])
+    refused = None if refuse is None else refuse([one.reward for one in tree.episodes if one.reward is not None])
     if refused is not None:
         return DroppedGroup(group_uid=uid, reason=refused)
     oldest = tree.oldest_versions(trained=True)

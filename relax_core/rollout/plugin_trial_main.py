@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 import msgspec
 
 from relax_core.contracts.checked import WrongResult
+from relax_core.contracts.env import EnvSpec, EpisodeStart
 from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec
 from relax_core.registry import find_algorithm, find_env, find_reward, plugin_words
 from relax_core.rollout.algorithm_trial import try_algorithm
@@ -39,20 +41,41 @@ def _say(replies: BinaryIO, message: Stage | Done) -> None:
 
 def _try_env(request: Request, replies: BinaryIO) -> Iterator[str]:
     """A wrong type, a hang and a crash. Rows for which it raises are told by the look at the data, which counts them
-    against ``data.max_bad_rows``."""
+    against ``data.max_bad_rows``; of an env with turns, where it raises for every row."""
     name, packed = request.env
     _say(replies, Stage(what=f"env.name={name}: its import", limit_s=START_S))
     spec = find_env(name)
     knobs = msgspec.msgpack.decode(packed, type=spec.knobs)
+    failed: list[str] = []
     for where, row in request.rows:
         _say(replies, Stage(what=f"env.name={name}: messages for {where}", limit_s=request.call_s))
         try:
-            spec.messages(row, knobs)
+            if spec.messages is not None:
+                spec.messages(row, knobs)
+            else:
+                asyncio.run(_open_once(spec, row, knobs))
         except WrongResult as error:
             yield f"env.name={name}: {where}: {error}"
             return
-        except Exception:  # foreign code: the look at the data meets it again, row by row
-            continue
+        except Exception as error:  # foreign code: the look at the data meets it again, row by row
+            failed.append(f"env.name={name}: {where}: {plugin_words(error)}")
+    if spec.has_turns and failed and len(failed) == len(request.rows):
+        yield failed[0]
+
+
+async def _open_once(spec: EnvSpec, row: Mapping[str, Any], knobs: Any) -> None:
+    """Opens an episode and closes it; a step needs a model's response."""
+    assert spec.open is not None
+    env = spec.open(EpisodeStart(row=row, group_seed=0, episode_seed=0), knobs)
+    try:
+        observation = await _result(env.reset())
+        await _result(env.format_observation(observation))
+    finally:
+        await _result(env.close())
+
+
+async def _result(came: Any) -> Any:
+    return await came if inspect.isawaitable(came) else came
 
 
 def _try_reward(request: Request, replies: BinaryIO) -> Iterator[str]:

@@ -26,7 +26,7 @@ class PromptMaker:
         self.tokenizer = tokenizer
         self._env = env
         self._knobs = env_knobs
-        self._max_prompt_tokens = max_prompt_tokens
+        self.max_prompt_tokens = max_prompt_tokens
         self._overlong = overlong
 
     def tokens(self, row: DataRow, *, where: str) -> list[int]:
@@ -35,13 +35,16 @@ class PromptMaker:
         Raises `BadRow` as `text` does, and for a prompt that leaves no room for the response and is to be dropped;
         ValueError for such a one where ``overlong`` is error.
         """
-        messages = self._messages(row, where=where)
+        return self.opening(self._messages(row, where=where), where=where)
+
+    def opening(self, messages: Sequence[Message], *, where: str) -> list[int]:
+        """The token ids of a conversation that opens an episode. Raises as `tokens` does."""
         ids = self._encode(messages, where=where)
-        if len(ids) <= self._max_prompt_tokens:
+        if len(ids) <= self.max_prompt_tokens:
             return ids
         text = (
             f"{where}: its prompt has {len(ids)} tokens, but engine.context_length leaves room for "
-            f"{self._max_prompt_tokens} beside rollout.max_new_tokens."
+            f"{self.max_prompt_tokens} beside rollout.max_new_tokens."
         )
         if self._overlong is Overlong.error:
             raise ValueError(
@@ -49,7 +52,7 @@ class PromptMaker:
             )
         if self._overlong is Overlong.drop:
             raise BadRow(TOO_LONG, text)
-        cut = self._cut(messages, excess=len(ids) - self._max_prompt_tokens, where=where)
+        cut = self._cut(messages, excess=len(ids) - self.max_prompt_tokens, where=where)
         if cut is None:
             raise BadRow(TOO_LONG, f"{text} Without its longest message it is too long, too.")
         return cut
@@ -60,6 +63,7 @@ class PromptMaker:
         return self._render(self._messages(row, where=where), where=where)
 
     def _messages(self, row: DataRow, *, where: str) -> Sequence[Message]:
+        assert self._env.messages is not None, "the episodes of an env with turns open themselves"
         try:
             return self._env.messages(row, self._knobs)
         except Exception as error:  # an env is a plug-in and raises what it likes
@@ -85,9 +89,9 @@ class PromptMaker:
         while kept > 0:
             shorter = dict(messages[place]) | {"content": shortened(text, spans, kept=kept, how=self._overlong)}
             ids = self._encode([*messages[:place], shorter, *messages[place + 1 :]], where=where)
-            if len(ids) <= self._max_prompt_tokens:
+            if len(ids) <= self.max_prompt_tokens:
                 return ids
-            kept -= len(ids) - self._max_prompt_tokens
+            kept -= len(ids) - self.max_prompt_tokens
         return None
 
 

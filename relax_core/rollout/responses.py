@@ -21,12 +21,17 @@ def reward_input(
 ) -> RewardInput:
     """The response's text without the token or the string of ``stop`` that ended it; its tokens stay what they are.
     ``uid`` and ``where``: see `RewardInput`."""
+    text = response_text(response, tokenizer=tokenizer, stop=stop)
     stopped = response.finish_reason == "stop"
-    ids = response.output_ids.tolist()
-    if stopped and ids and ids[-1] in tokenizer.stop_token_ids:
-        text = tokenizer.decode(ids[:-1])
-    else:
-        text = tokenizer.decode(ids)
-        if stopped:
-            text = text[: min((at for string in stop if (at := text.find(string)) >= 0), default=len(text))]
     return RewardInput(response=text, stopped=stopped, answer=str(row["answer"]), row=row, uid=uid, where=where)
+
+
+def response_text(response: Generated, *, tokenizer: PromptTokenizer, stop: Sequence[str]) -> str:
+    """A response's text without the token or the string of ``stop`` that ended it."""
+    ids = response.output_ids.tolist()
+    if response.finish_reason != "stop":
+        return tokenizer.decode(ids)
+    if ids and ids[-1] in tokenizer.stop_token_ids:
+        return tokenizer.decode(ids[:-1])
+    text = tokenizer.decode(ids)
+    return text[: min((at for string in stop if (at := text.find(string)) >= 0), default=len(text))]

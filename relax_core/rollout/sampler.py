@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from relax_core.contracts.bus import Admission, BusTimeout, GroupRow
@@ -21,7 +22,8 @@ from relax_core.contracts.tree import TRUNCATED, group_uid, sample_uid
 from relax_core.engines.pool import EnginePool
 from relax_core.engines.wire import StreamEnd
 from relax_core.rollout.bad_rows import BadRows
-from relax_core.rollout.groups import DroppedGroup, GroupFilter, MakeExtras, complete_group
+from relax_core.rollout.episodes import EpisodePlayer, GroupStart, PlayedFigures, score_episodes
+from relax_core.rollout.groups import DroppedGroup, GroupFilter, MakeExtras, complete_episodes, complete_group
 from relax_core.rollout.prompts import PromptMaker
 from relax_core.rollout.responses import reward_input
 from relax_core.rollout.reward_pool import RewardPool
@@ -59,9 +61,11 @@ class SamplerSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptInHand:
-    """An admitted prompt, ready for the engine. ``where``: its row's file and line."""
+    """An admitted prompt, ready for the engine. ``where``: its row's file and line. Of an env with turns the request
+    has no tokens yet: its episodes open themselves."""
 
     index: int
+    attempt: int
     row: DataRow
     where: str
     request: PromptRequest
@@ -72,7 +76,8 @@ class Sampler:
     """One rollout worker's loop. ``gate(version)`` returns when nothing stands before prompts of that version (an
     evaluation, in the modes that promise the same bits). ``bad_rows`` books the rows that cannot be used.
     ``teacher_of``: of an algorithm with teachers. ``turnover``: where groups may end or begin anew with a weight
-    version. ``advantages``: makes the advantages of a complete group, where no role does that."""
+    version. ``advantages``: makes the advantages of a complete group, where no role does that. ``player``: plays the
+    episodes of an env with turns."""
 
     def __init__(
         self,
@@ -90,6 +95,7 @@ class Sampler:
         teacher_of: TeacherOf | None = None,
         turnover: Turnover | None = None,
         advantages: MakeExtras | None = None,
+        player: EpisodePlayer | None = None,
     ) -> None:
         self._bus = bus
         self._pool = pool
@@ -104,6 +110,8 @@ class Sampler:
         self._teacher_of = teacher_of
         self._turnover = turnover
         self._advantages = advantages
+        self._player = player
+        self._newest_played: dict[int, asyncio.Task[PlayedFigures | None]] = {}  # by the weights that it waited for
         self._truncated_in_a_row = 0
         self._staged: list[GroupRow] = []
         self._flushing = False
@@ -138,7 +146,8 @@ class Sampler:
         for prompt in await self._usable(admissions):
             by_version[prompt.request.min_version].append(prompt)
         for version in sorted(by_version):
-            tasks.create_task(self._burst(version, by_version[version], tasks))
+            burst = self._burst if self._player is None else self._played_burst
+            tasks.create_task(burst(version, by_version[version], tasks))
 
     async def _usable(self, admissions: Sequence[Admission]) -> list[PromptInHand]:
         """The prompts of these admissions. A row that cannot be used ends its group with the reason, and the next row
@@ -155,14 +164,14 @@ class Sampler:
                     prompts.append(self._in_hand(admission))
                 except BadRow as error:
                     left_out += 1
-                    await self._leave_out(admission, number, error)
+                    await self._leave_out(admission.index, number, error)
             admissions = await self._admitted_at_once(left_out) if left_out else ()
         return prompts
 
-    async def _leave_out(self, admission: Admission, number: int, error: BadRow) -> None:
+    async def _leave_out(self, index: int, number: int, error: BadRow) -> None:
         if self._turnover is not None:
-            self._turnover.ended(admission.index)
-        await self._bus.drop_async(admission.group_uid, reason=error.reason, timeout_s=self._settings.call_timeout_s)
+            self._turnover.ended(index)
+        await self._bus.drop_async(group_uid(index), reason=error.reason, timeout_s=self._settings.call_timeout_s)
         self._bad_rows.leave_out(number, error)
 
     async def _admitted_at_once(self, count: int) -> Sequence[Admission]:
@@ -177,11 +186,12 @@ class Sampler:
         where = self._source.where(self._source.number(admission.index))
         return PromptInHand(
             index=admission.index,
+            attempt=admission.attempt,
             row=row,
             where=where,
             request=PromptRequest(
                 rid=f"{admission.group_uid}-{admission.attempt}",
-                input_ids=self._prompts.tokens(row, where=where),
+                input_ids=[] if self._player is not None else self._prompts.tokens(row, where=where),
                 sampling_seed=sampling_seed(self._settings.seed, index=admission.index),
                 min_version=admission.min_version,
             ),
@@ -226,6 +236,77 @@ class Sampler:
         if self._turnover is not None:
             values["aborts"] = self._turnover.aborts  # of groups, since the loop began
         self._record("rollout", newest, values)
+
+    async def _played_burst(self, version: int, prompts: Sequence[PromptInHand], tasks: asyncio.TaskGroup) -> None:
+        """`_burst` for an env with turns: each group plays at its own pace and leaves when its episodes have ended."""
+        await self._gate(version)
+        start = time.perf_counter()
+        groups = []
+        for prompt in prompts:
+            before = self._newest_played.get(version)
+            group = tasks.create_task(self._play_and_stage(prompt, tasks, before))
+            if self._turnover is not None and not self._turnover.began_episodes(prompt.index, group.cancel):
+                group.cancel()  # it was over before it began
+                continue
+            self._newest_played[version] = group
+            groups.append(group)
+        if not groups:
+            return
+        await asyncio.wait(groups)
+        played = [one for group in groups if not group.cancelled() and (one := group.result()) is not None]
+        if not played:
+            return
+        values = {
+            "generate_ms": 1e3 * (time.perf_counter() - start),
+            "reward_ms": 1e3 * sum(one.reward_s for one in played),
+            "reward_failed": self._rewards.failures.share,
+            "samples": sum(one.episodes for one in played),
+            "turns": sum(one.turns for one in played) / sum(one.episodes for one in played),
+            "tokens": sum(one.tokens for one in played),
+        }
+        if self._turnover is not None:
+            values["aborts"] = self._turnover.aborts
+        self._record("rollout", max(one.newest_version for one in played), values)
+
+    async def _play_and_stage(
+        self, prompt: PromptInHand, tasks: asyncio.TaskGroup, before: asyncio.Task[PlayedFigures | None] | None
+    ) -> PlayedFigures | None:
+        """A group's way from its opening to the bus. None where its opening cannot be used."""
+        assert self._player is not None
+        turnover = self._turnover
+        start = GroupStart(
+            index=prompt.index,
+            attempt=prompt.attempt,
+            row=prompt.row,
+            where=prompt.where,
+            rid=prompt.request.rid,
+            min_version=prompt.request.min_version,
+            asks=(lambda rid: None) if turnover is None else partial(turnover.asks, prompt.index),
+            asked=(lambda rid: None) if turnover is None else partial(turnover.asked, prompt.index),
+        )
+        try:
+            records = await self._player.play(start, tasks)
+        except BadRow as error:
+            await self._leave_out(prompt.index, self._source.number(prompt.index), error)
+            return None
+        if turnover is not None:
+            turnover.ended(prompt.index)
+        began = time.perf_counter()
+        episodes = await score_episodes(records, self._rewards, row=prompt.row, where=prompt.where)
+        reward_s = time.perf_counter() - began
+        if self._settings.in_order and before is not None:
+            await asyncio.wait([before])
+        done = complete_episodes(
+            index=prompt.index,
+            episodes=episodes,
+            refuse=self._refuse,
+            teacher=prompt.teacher,
+            mask_off_policy=self._settings.mask_off_policy,
+            mask_truncated=self._settings.mask_truncated,
+            extras=self._advantages,
+        )
+        await self._hand_on(done, tasks)
+        return PlayedFigures.of(records, reward_s=reward_s)
 
     async def _score_and_stage(
         self,
@@ -274,6 +355,9 @@ class Sampler:
             mask_truncated=self._settings.mask_truncated,
             extras=self._advantages,
         )
+        await self._hand_on(done, tasks)
+
+    async def _hand_on(self, done: GroupRow | DroppedGroup, tasks: asyncio.TaskGroup) -> None:
         self._count_truncated(done)
         if isinstance(done, DroppedGroup):
             await self._bus.drop_async(done.group_uid, reason=done.reason, timeout_s=self._settings.call_timeout_s)

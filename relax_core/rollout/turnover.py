@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from relax_core.contracts.bus import Admission, VersionChange
@@ -28,7 +28,8 @@ class AbortingPool(Protocol):
 @dataclass(slots=True)
 class _UnderWay:
     begun_at: int  # the oldest weights that its newest request may be started with
-    rid: str | None = None  # of its request; None before that is made
+    rids: set[str] = field(default_factory=set)  # of its requests that are under way
+    cancel: Callable[[], object] | None = None  # ends what goes on beside the requests
     aborts: int = 0
 
 
@@ -58,8 +59,26 @@ class Turnover:
         group = self._under_way.get(group_uid(index))
         if group is None:
             return False
-        group.rid = request.rid
+        group.rids.add(request.rid)
         return True
+
+    def began_episodes(self, index: int, cancel: Callable[[], object]) -> bool:
+        """Its episodes are about to begin; ``cancel`` ends them. Returns whether the group is still wanted."""
+        group = self._under_way.get(group_uid(index))
+        if group is None:
+            return False
+        group.cancel = cancel
+        return True
+
+    def asks(self, index: int, rid: str) -> None:
+        """A turn's request is about to go out."""
+        if (group := self._under_way.get(group_uid(index))) is not None:  # else it is being given up
+            group.rids.add(rid)
+
+    def asked(self, index: int, rid: str) -> None:
+        """A turn's response is in."""
+        if (group := self._under_way.get(group_uid(index))) is not None:
+            group.rids.discard(rid)
 
     def ended(self, index: int) -> None:
         self._under_way.pop(group_uid(index), None)
@@ -76,18 +95,21 @@ class Turnover:
                 await self._go_on_anew(change)
 
     async def _give_up(self, retired: Sequence[str]) -> None:
-        ended = [self._under_way.pop(uid).rid for uid in retired if uid in self._under_way]
-        rids = [rid for rid in ended if rid is not None]
+        ended = [self._under_way.pop(uid) for uid in retired if uid in self._under_way]
+        for group in ended:
+            if group.cancel is not None:
+                group.cancel()
+        rids = [rid for group in ended for rid in sorted(group.rids)]
         if rids:
             await self._pool.cancel(rids)
 
     async def _go_on_anew(self, change: VersionChange) -> None:
         aborted = []
         for group in self._under_way.values():
-            if group.rid is not None and group.begun_at < change.version and group.aborts < self._max_aborts:
+            if group.rids and group.begun_at < change.version and group.aborts < self._max_aborts:
                 group.begun_at = change.version
                 group.aborts += 1
-                aborted.append(group.rid)
+                self.aborts += 1
+                aborted += sorted(group.rids)
         if aborted:
-            self.aborts += len(aborted)
             await self._pool.abort(aborted, min_version=change.version)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,7 +16,15 @@ from algorithms import grpo, reinforce_pp
 from envs import single_turn
 from relax_core.contracts.algorithm import AdvantageInputs, LossInputs, LossOutputs, StepTotals
 from relax_core.contracts.checked import WrongResult, checked_algorithm, checked_env, checked_reward
-from relax_core.contracts.env import EnvSpec
+from relax_core.contracts.env import (
+    Action,
+    BaseInteractionEnv,
+    EnvKnobs,
+    EnvSpec,
+    EpisodeStart,
+    InteractionKnobs,
+    StepResult,
+)
 from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput, RewardSpec
 
 GIVEN = RewardInput(response="r", stopped=True, answer="a", row={})
@@ -161,3 +171,89 @@ def test_a_denominator_is_above_0(came: Any) -> None:
     wrong = checked_algorithm(replace(grpo.SPEC, denominator=lambda totals, knobs: came))
     with pytest.raises(WrongResult, match="a finite number above 0"):
         wrong.denominator(StepTotals(tokens=3, samples=2, groups=1), None)
+
+
+class TurnsEnv(BaseInteractionEnv):
+    """Returns what it is told to."""
+
+    def __init__(self, came: Any) -> None:
+        self.came = came
+
+    def reset(self) -> Any:
+        return self.came
+
+    def step(self, action: Action) -> StepResult:
+        came: StepResult = self.came
+        return came
+
+
+class WaitingEnv(TurnsEnv):
+    async def step(self, action: Action) -> StepResult:  # type: ignore[override]
+        return super().step(action)
+
+
+START = EpisodeStart(row={}, group_seed=0, episode_seed=1)
+ACTION = Action(text="r", stopped=True)
+
+
+def opened(came: Any, kind: Callable[[Any], Any] = TurnsEnv) -> BaseInteractionEnv:
+    spec = EnvSpec(name="mine", summary="s", knobs=InteractionKnobs, open=lambda start, knobs: kind(came))
+    checked = checked_env(spec).open
+    assert checked is not None
+    return checked(START, None)
+
+
+@pytest.mark.parametrize(
+    ("came", "told"),
+    [
+        ("ok", "step returned 'ok' of type str. Wanted: StepResult"),
+        (StepResult(reward=float("nan")), "step returned reward=nan of type float. Wanted: a finite number"),
+        (StepResult(reward="1"), "step returned reward='1' of type str"),  # type: ignore[arg-type]
+        (StepResult(done="yes"), "step returned done='yes' of type str. Wanted: True or False"),  # type: ignore[arg-type]
+        (StepResult(info=[1]), r"step returned info=\[1\] of type list"),  # type: ignore[arg-type]
+    ],
+)
+@pytest.mark.parametrize("kind", [TurnsEnv, WaitingEnv])
+def test_a_step_is_checked_in_a_plain_and_in_an_async_method(kind: type[TurnsEnv], came: Any, told: str) -> None:
+    async def step() -> None:
+        result = opened(came, kind).step(ACTION)
+        if inspect.isawaitable(result):
+            await result
+
+    with pytest.raises(WrongResult, match=rf"env mine \(.*test_checked.py\): {told}"):
+        asyncio.run(step())
+
+
+def test_numbers_of_a_step_are_python_s_own() -> None:
+    step = opened(StepResult(observation="o", reward=np.float32(0.5), done=np.bool_(True))).step(ACTION)  # type: ignore[arg-type]
+    assert step == StepResult(observation="o", reward=0.5, done=True)
+
+
+def test_observations_are_text_or_messages_and_content_parts_are_refused() -> None:
+    env = opened(None)
+    assert env.format_observation("hello") == [{"role": "user", "content": "hello"}]
+    messages = [{"role": "tool", "content": "42"}]
+    assert env.format_observation(messages) == messages
+    for wrong in (None, 3, [], {"role": "user", "content": "x"}, [{"role": "user"}]):
+        with pytest.raises(WrongResult, match=r"env mine \(.*\): format_observation returned"):
+            env.format_observation(wrong)
+    with pytest.raises(WrongResult, match="Wanted: text; content in parts, such as pictures, is not taken yet"):
+        env.format_observation([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}])
+
+
+def test_open_returns_an_env() -> None:
+    with pytest.raises(WrongResult, match=r"<lambda> returned 'x' of type str\. Wanted: an object of a class"):
+        opened("x", lambda came: came)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, "neither messages nor open"),
+        ({"messages": lambda row, knobs: [], "open": lambda start, knobs: None}, "both messages and open"),
+        ({"open": lambda start, knobs: None}, "under InteractionKnobs"),
+    ],
+)
+def test_an_env_is_one_of_two_functions(given: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError, match=f"env mine: .*{told}"):
+        EnvSpec(name="mine", summary="s", knobs=EnvKnobs, **given)

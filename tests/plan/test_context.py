@@ -244,3 +244,13 @@ def test_an_evaluation_alone_has_the_context_of_its_sets(model: Path, tmp_path: 
     keys = ("data.prompt_key=question", "reward=math", "rollout.max_new_tokens=512", f"eval.sets.mine={asked}")
     config = load_config(["model=qwen3", f"model.path={model}", *keys], settle=settle_evaluation)
     assert config.engine.context_length == 832  # 300 + 8 tokens, 512 for the response: 820, rounded up
+
+
+def test_an_env_with_turns_needs_a_context_that_is_given() -> None:
+    words = ("env=number_guess", "reward=env", "eval.every=0")
+    with pytest.raises(
+        ConfigError, match=r"engine\.context_length=null with env\.name=number_guess: how long its turns"
+    ):
+        load_config(words, checks=CHECKS, settle=settle)
+    config = load_config((*words, "engine.context_length=192"), checks=CHECKS, settle=settle)
+    assert config.engine.context_length == 192

@@ -186,3 +186,38 @@ def test_knobs_that_make_no_sense_are_told_without_a_trial(plugin: str, rows: li
         problems(plugin, rows, "reward.check='no such thing'", "reward.how=raise")
     with pytest.raises(ConfigError, match=r"reward.max_failed=1.5: a share"):
         problems(plugin, rows, "reward.max_failed=1.5")
+
+
+TURNS = """
+from relax_core.contracts.env import BaseInteractionEnv, EnvSpec, InteractionKnobs, StepResult
+
+class Odd(BaseInteractionEnv):
+    def __init__(self, start, knobs):
+        self.prompt = start.row["prompt"]
+
+    async def reset(self):
+        return HERE
+
+    def step(self, action):
+        return StepResult(done=True)
+
+SPEC = EnvSpec(name="odd", summary="s", knobs=InteractionKnobs, open=Odd)
+"""
+
+
+@pytest.mark.parametrize(
+    ("reset", "words"),
+    [
+        ("self.prompt", ()),
+        ("[{'role': 'user', 'content': [{'type': 'image'}]}]", ("env odd (", "Wanted: text; content in parts")),
+        ("self.missing", ("rows.jsonl, line 1", "no attribute 'missing'")),
+    ],
+)
+def test_an_env_with_turns_opens_an_episode(
+    tmp_path: Path, rows: list[str], reset: str, words: tuple[str, ...]
+) -> None:
+    file = tmp_path / "turns.py"
+    file.write_text(TURNS.replace("HERE", reset))
+    keys = (f"env.name={file}", "eval.every=0", "engine.context_length=192", "reward=reverse_digits")
+    found = plugin_problems(load_config([*rows, *keys]))
+    assert len(found) == bool(words) and all(word in found[0] for word in words), found

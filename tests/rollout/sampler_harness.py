@@ -12,12 +12,14 @@ from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Admission, BusClosed, BusTimeout, GroupRow, VersionChange
 from relax_core.contracts.data import BadRow, DataRow, EvalSet
 from relax_core.contracts.engine import SamplingParams
+from relax_core.contracts.env import EnvKnobs, EnvSpec
 from relax_core.contracts.reward import RewardSpec
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.client import EngineClient
 from relax_core.engines.pool import EnginePool
 from relax_core.registry import find_env, find_reward
 from relax_core.rollout.bad_rows import BadRows
+from relax_core.rollout.episodes import EpisodePlayer
 from relax_core.rollout.groups import MakeExtras
 from relax_core.rollout.prompts import PromptMaker
 from relax_core.rollout.reward_pool import RewardPool
@@ -147,12 +149,16 @@ async def sample(
     in_order: bool = False,
     client: EngineClient | None = None,
     advantages: MakeExtras | None = None,
+    env: EnvSpec | None = None,
+    env_knobs: EnvKnobs | None = None,
+    context: int = CONTEXT,
 ) -> list[tuple[str, int, Mapping[str, float]]]:
     """Runs the sampler until the bus has had enough; returns what it recorded."""
     client = client or engine.new_client()
     tokenizer = PromptTokenizer(folder)
     spec = reward or find_reward("reverse_digits")
-    env = find_env("single_turn")
+    env = env or find_env("single_turn")
+    env_knobs = env_knobs or env.knobs(name=env.name)
     records: list[tuple[str, int, Mapping[str, float]]] = []
 
     async def client_for(place: int, fresh: bool) -> Any:
@@ -160,27 +166,35 @@ async def sample(
 
     with RewardPool(spec, spec.knobs(name=spec.name, timeout_s=LONG_S), workers=1, concurrency=8) as rewards:
         pool = EnginePool(1, client_for, patience_s=60.0)
+        prompt_maker = PromptMaker(
+            env=env,
+            env_knobs=env_knobs,
+            tokenizer=tokenizer,
+            max_prompt_tokens=context - 8,
+            overlong=overlong,
+        )
+        sampling = SamplingParams(
+            n=GROUP_SIZE,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            stop_token_ids=tokenizer.stop_token_ids,
+        )
+        player = None
+        if env.has_turns:
+            player = EpisodePlayer(
+                env=env, env_knobs=env_knobs, prompts=prompt_maker, pool=pool, sampling=sampling, seed=0
+            )
         sampler = Sampler(
             bus=bus,
             pool=pool,
             source=Rows(prompts or {}),
-            prompts=PromptMaker(
-                env=env,
-                env_knobs=env.knobs(name="single_turn"),
-                tokenizer=tokenizer,
-                max_prompt_tokens=CONTEXT - 8,
-                overlong=overlong,
-            ),
+            prompts=prompt_maker,
             rewards=rewards,
+            player=player,
             settings=SamplerSettings(
                 seed=0,
                 burst_prompts=STEP_GROUPS + bus.core.settings.spare_groups,
-                sampling=SamplingParams(
-                    n=GROUP_SIZE,
-                    max_new_tokens=max_new_tokens,
-                    temperature=temperature,
-                    stop_token_ids=tokenizer.stop_token_ids,
-                ),
+                sampling=sampling,
                 admit_timeout_s=60.0,
                 call_timeout_s=60.0,
                 mask_truncated=mask_truncated,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -18,7 +18,8 @@ from relax_core.contracts.engine import Generated
 from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.reward import RewardOutput
 from relax_core.rollout.advantages import advantage_extras
-from relax_core.rollout.groups import DroppedGroup, GroupFilter, complete_group
+from relax_core.rollout.groups import DroppedGroup, GroupFilter, complete_episodes, complete_group
+from relax_core.rollout.tree_builder import PlayedEpisode, PlayedTurn
 from relax_core.train.rows import decode_train_tree
 from relax_core.train.step_sums import micro_batch_totals
 from tests.bus.make_rows import make_core
@@ -224,3 +225,40 @@ def test_the_way_of_a_truncated_sample_from_the_engine_to_the_ledger(aggregation
     counts = core.progress().ledger
     assert (counts.issued, counts.trained, counts.dropped, counts.lost) == (3, 2, {"truncated": 1}, 0)
     assert core.progress().staleness_histogram == {0: 2}
+
+
+def episodes_row(*episodes: tuple[float | None, str, list[list[int]]], **given: Any) -> GroupRow | DroppedGroup:
+    """``episodes``: reward, how it ended, and of each turn the versions of its tokens."""
+    played = []
+    for place, (reward, ended, turns) in enumerate(episodes):
+        prompt, made = [1, 2], list[PlayedTurn]()
+        for versions in turns:
+            answer = make_response([7] * len(versions), versions=versions)
+            made.append(PlayedTurn(prompt_ids=prompt, response=answer))
+            prompt = [*prompt, *answer.output_ids.tolist(), 5]
+        uid = f"g00000012.{place}"
+        played.append(PlayedEpisode(uid=uid, turns=made, reward=reward, parts={}, ended=ended))
+    return complete_episodes(index=12, episodes=played, **given)
+
+
+def test_an_episode_without_a_reward_is_dropped_alone() -> None:
+    row = episodes_row((1.0, "env_done", [[3]]), (None, "env_failed", []), (0.0, "max_turns", [[3], [3, 4]]))
+    assert isinstance(row, GroupRow)
+    assert (row.uids, row.versions) == (["g00000012.0", "g00000012.2"], [3, 3])
+    assert row.dropped == {"g00000012.1": "reward_failed"}
+    dropped = episodes_row((1.0, "env_done", [[3]]), (None, "step_timeout", [[3]]))
+    assert isinstance(dropped, DroppedGroup) and dropped.reason == "reward_failed"
+
+
+def test_masks_go_by_episode() -> None:
+    """The newest version's tokens of all turns, and nothing of an episode that was cut."""
+    given = ((1.0, "env_done", [[3, 4], [4]]), (0.0, "turn_cut", [[5], [5]]), (0.0, "max_turns", [[3]]))
+    row = episodes_row(*given, mask_off_policy=True, mask_truncated=True)
+    assert isinstance(row, GroupRow)
+    tree = tree_of(row)
+    episodes, rows = tree.tokens
+    trained = [tree.loss_mask[rows[episodes == place]].tolist() for place in range(3)]
+    assert trained == [[False, True, True], [False, False], [True]]
+    assert row.versions == [4, 5, 3]
+    cut = episodes_row((1.0, "turn_cut", [[3]]), (0.0, "context_full", [[3]]), mask_truncated=True)
+    assert isinstance(cut, DroppedGroup) and cut.reason == "truncated"

@@ -115,3 +115,24 @@ def test_what_is_over_before_it_began_does_not_begin() -> None:
     assert (asked.cancelled, asked.aborted, turnover.aborts) == ([], [], 0), "the engines know nothing of them yet"
     assert not turnover.began(1, request(1, 0))
     assert turnover.began(2, request(2, 0))
+
+
+def test_of_a_group_of_episodes_the_turns_under_way_are_aborted_and_its_end_ends_its_envs() -> None:
+    asked, ended = Asked(), list[int]()
+    turnover = Turnover(
+        Versions(change(0), change(1), change(2, "g00000001"), change(3)), asked, max_aborts=9, call_timeout_s=1.0
+    )
+    for index in (1, 2, 3):
+        turnover.admitted([admission(index, 0)])
+        assert turnover.began_episodes(index, lambda index=index: ended.append(index))  # type: ignore[misc]
+        turnover.asks(index, f"r{index}.0.0")
+        turnover.asks(index, f"r{index}.1.0")
+    turnover.asked(2, "r2.0.0")  # its env plays now
+    turnover.asked(3, "r3.0.0")
+    turnover.asked(3, "r3.1.0")
+    with pytest.raises(BusClosed):
+        asyncio.run(turnover.run())
+    assert asked.aborted == [(["r1.0.0", "r1.1.0", "r2.1.0"], 1), (["r2.1.0"], 2), (["r2.1.0"], 3)]
+    assert (asked.cancelled, ended) == ([["r1.0.0", "r1.1.0"]], [1])
+    turnover.asked(1, "r1.0.0")  # a response that was in already
+    assert not turnover.began_episodes(1, lambda: None)

@@ -1,0 +1,24 @@
+"""What an env with turns gave: the sum of its turns' rewards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput, RewardSpec
+
+
+@dataclass(frozen=True)
+class EnvRewardKnobs(RewardKnobs):
+    name: str = "env"
+
+
+def score(given: RewardInput, knobs: EnvRewardKnobs) -> RewardOutput:
+    """The sum, 0 for an episode that was cut before the env gave anything; exact where it is 1. None where the env
+    ended the episode and gave no reward at all."""
+    rewards = [reward for reward in given.turn_rewards if reward is not None]
+    if not rewards and given.ended in ("", "env_done"):
+        return RewardOutput(reward=None, reason="the env gave no reward: use a reward that scores the conversation")
+    return RewardOutput(reward=sum(rewards), exact=sum(rewards) == 1.0)
+
+
+SPEC = RewardSpec(name="env", summary="the sum of what the env gave for its turns", knobs=EnvRewardKnobs, score=score)

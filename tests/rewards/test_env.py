@@ -1,0 +1,32 @@
+"""The reward that an env with turns gave itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from relax_core.contracts.reward import RewardInput
+from relax_core.registry import find_reward
+from rewards.env import EnvRewardKnobs
+
+
+@pytest.mark.parametrize(
+    ("turn_rewards", "ended", "reward", "exact"),
+    [
+        ([0.0, 1.0], "env_done", 1.0, True),
+        ([0.25, None, 0.5], "max_turns", 0.75, False),
+        ([None], "turn_cut", 0.0, False),
+        ([None, None], "env_done", None, False),
+        ([], "", None, False),
+    ],
+)
+def test_the_sum_of_the_turns(
+    turn_rewards: Sequence[float | None], ended: str, reward: float | None, exact: bool
+) -> None:
+    score = find_reward("env").score
+    assert score is not None
+    given = RewardInput(response="r", stopped=True, answer="", row={}, turn_rewards=turn_rewards, ended=ended)
+    output = score(given, EnvRewardKnobs())
+    assert (output.reward, output.exact) == (reward, exact)  # type: ignore[union-attr]
+    assert bool(output.reason) == (reward is None)  # type: ignore[union-attr]
