@@ -73,7 +73,7 @@ class StepFigures:
     def line(self) -> str:
         rewards = f"reward {self.reward:.3f}  exact {self.exact:.3f}"
         trust = f"log-prob gap {self.logprob_gap:.1e}  ratio {self.ratio:.6f}  sampled by weights {self.versions}"
-        return f"step {self.step:2d}  {rewards}  {trust}"
+        return f"step {self.step:<2d}  {rewards}  {trust}"
 
 
 class Loop:
@@ -143,10 +143,10 @@ class Loop:
 
     def request(self, admission: Admission) -> PromptRequest:
         """What the engine is asked for one group. It holds the prompt until its weights are ``min_version``."""
-        row, number = self.source.row(admission.index), self.source.number(admission.index)
+        row, where = self.source.row(admission.index), self.source.where(self.source.number(admission.index))
         return PromptRequest(
             rid=admission.group_uid,
-            input_ids=self.prompts.tokens(row, where=self.source.where(number)),
+            input_ids=self.prompts.tokens(row, where=where),
             sampling_seed=sampling_seed(self.config.seed, index=admission.index),
             min_version=admission.min_version,
         )
@@ -180,8 +180,8 @@ class Loop:
 
     def train(self, step: int, trees: Sequence[TokenTree]) -> StepMetrics:
         """Micro-batches by a budget of rows, forward and backward over each, one optimizer step."""
-        batcher = MicroBatcher(self.config.parallel.micro_batch_tokens)
         self.trainer.begin_step(step)
+        batcher = MicroBatcher(self.config.parallel.micro_batch_tokens)
         for batch in (*batcher.add(trees), batcher.flush()):
             self.trainer.accumulate(batch)
         return self.trainer.finish_step()
@@ -190,8 +190,7 @@ class Loop:
     def publish(self, *, version: int) -> None:
         """Writes the weights as one file with digests; the engine serves the version once the digests agree."""
         file = self.scratch / f"weights-{version % 2}.safetensors"  # the version in force is left alone
-        manifest = write_weights(file, version=version, tensors=self.trainer.export())
-        self.engine.update_weights(manifest)
+        self.engine.update_weights(write_weights(file, version=version, tensors=self.trainer.export()))
 
     async def the_engine(self, engine: int, fresh: bool) -> EngineClient:
         return self.engine
