@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,12 @@ if TYPE_CHECKING:
 TOKENS = ("12", "+", "30", "=", "42", "stop", "32", "stop", "no", ",", "again", "42", "stop")
 INK, LINE, PROMPT, OBSERVED = "#1f2933", "#7b8794", "#e4e7eb", "#fdf3d7"
 BY_VERSION = {7: "#cfe3fa", 8: "#cdeed8"}
-SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "relax", "font.family": "sans-serif", "font.size": 9}
+SETTINGS: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "relax",
+    "font.family": "sans-serif",
+    "font.size": 9,
+}
 METADATA = {"Date": None, "Creator": None}  # the same bytes every time
 WIDTH, HEIGHT = 11.0, 7.3  # inches; the axes have the same units
 
@@ -93,8 +98,8 @@ def _arrow(axes: Axes, start: tuple[float, float], stop: tuple[float, float], *,
     axes.annotate("", xy=stop, xytext=start, arrowprops=arrow)
 
 
-def _text(axes: Axes, x: float, y: float, text: str, *, align: str = "center", **style: object) -> None:
-    axes.text(x, y, text, **{"ha": align, "va": "center", "color": INK, **style})  # type: ignore[arg-type]
+def _text(axes: Axes, x: float, y: float, text: str, *, align: str = "center", **style: Any) -> None:
+    axes.text(x, y, text, **{"ha": align, "va": "center", "color": INK, **style})
 
 
 def _colour(tree: TokenTree, row: int) -> str:
@@ -158,18 +163,19 @@ def _draw_arrays(axes: Axes, tree: TokenTree) -> None:
         _text(axes, left - 0.4, y, name, align="right", size=8, weight="bold" if number else "normal")
         for row, cell in enumerate(cells):
             if number:
-                x, corner = left + row * step, y - height / 2
-                axes.add_patch(_cell(x - step / 2, corner, step, height, _colour(tree, row)))
+                _cell(axes, left + row * step, y, step, height, _colour(tree, row))
             _text(axes, left + row * step, y, cell, size=8, color=INK if number else LINE)
     seen = "Row k is visible to row q if k ≤ q < end[k]. Tokens are shown as text."
     colours = "Grey: prompt. Yellow: observed. Blue and green: sampled by weights 7 and 8."
     _text(axes, 0.3, top - len(lines) * height - 0.04, f"{seen} {colours}", align="left", size=8)
 
 
-def _cell(x: float, y: float, width: float, height: float, colour: str):  # type: ignore[no-untyped-def]  # a matplotlib patch
+def _cell(axes: Axes, x: float, y: float, width: float, height: float, colour: str) -> None:
+    """A cell of the table around its centre."""
     from matplotlib.patches import Rectangle
 
-    return Rectangle((x, y), width, height, facecolor=colour, edgecolor="white", linewidth=1.0)
+    corner = (x - width / 2, y - height / 2)
+    axes.add_patch(Rectangle(corner, width, height, facecolor=colour, edgecolor="white", linewidth=1.0))
 
 
 def _draw_way(axes: Axes) -> None:
