@@ -33,7 +33,7 @@ from relax_core.contracts.tree import TokenTree
 from relax_core.train import process_group
 from relax_core.train.backend import MegatronBackend
 from relax_core.train.micro_batches import split_over_ranks
-from relax_core.train.rank import RankSetup
+from relax_core.train.setup import RankSetup
 from tests.trees import of_tokens
 
 DEADLINE_S = 300.0

@@ -14,12 +14,12 @@ from relax_core.engines.routes import read_only, with_joined_experts
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class OpenPrompt:
-    """One prompt with its ``n`` samples. ``place``: its place in the burst; ``tie``: see `Routed.place`; ``cost``:
-    tokens that one of its samples may take. ``done``: the finished samples; ``partial``: what aborted ones had so far;
-    ``asked``: those that ``engine`` owes now. ``ticket``: number of the newest `ask`; whoever holds an older one owes
-    nothing any more. ``excused``: we want the engine to abort what is asked now. ``fruitless``: sample → how often in a
-    row it came back aborted without a new token, though nobody here wanted that. ``closed``: it was handed on, or given
-    up."""
+    """One prompt with its ``n`` samples. ``place``: its place in the burst. ``tie`` chooses among engines that are
+    equally loaded: engine ``tie % count`` comes first. ``cost``: tokens that one of its samples may take, with its
+    share of the prompt. ``done``: the finished samples; ``partial``: what aborted ones had so far; ``asked``: those
+    that ``engine`` owes now. ``ticket``: number of the newest `ask`; whoever holds an older one owes nothing any more.
+    ``excused``: we want the engine to abort what is asked now. ``fruitless``: sample → how often in a row it came back
+    aborted without a new token, though nobody here wanted that. ``closed``: it was handed on, or given up."""
 
     place: int
     tie: int
@@ -39,6 +39,11 @@ class OpenPrompt:
     def missing(self) -> int:
         """Samples that are not finished."""
         return self.n - len(self.done)
+
+    @property
+    def missing_cost(self) -> float:
+        """Tokens that the missing samples may take."""
+        return self.cost * self.missing
 
     def ask(self, engine: int) -> list[PromptRequest]:
         """The requests for all samples that are missing: those without a token together, so that they share a prefill,

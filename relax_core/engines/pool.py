@@ -17,7 +17,7 @@ from relax_core.contracts.engine import EngineError, EngineUnreachable, Generate
 from relax_core.engines.client import EngineClient
 from relax_core.engines.fan_out import FanOut, fan_out
 from relax_core.engines.open_prompts import OpenPrompt
-from relax_core.engines.routing import Routed, Router
+from relax_core.engines.routing import Router
 from relax_core.engines.watch import LOOK_S, ClientFor, EngineWatch
 from relax_core.engines.wire import StreamEnd
 
@@ -156,13 +156,7 @@ class EnginePool:
             burst.start(self._send_when_usable(burst, prompts))
             return
         still_open = [prompt for prompt in prompts if not prompt.closed]
-        chosen = self._router.choose(
-            [
-                Routed(place=prompt.tie, input_ids=prompt.request.input_ids, cost=prompt.cost * prompt.missing)
-                for prompt in still_open
-            ],
-            usable=usable,
-        )
+        chosen = self._router.choose(still_open, usable=usable)
         shares: dict[int, list[OpenPrompt]] = {}
         for engine, prompt in zip(chosen, still_open, strict=True):
             shares.setdefault(engine, []).append(prompt)

@@ -9,21 +9,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from relax_core.engines.open_prompts import OpenPrompt
 
 PREFIX_BLOCK = 64  # tokens; prefixes are compared in blocks of these
 LONG_PREFIX = 256  # tokens that a common prefix must have at least: less is prefilled in no time
 KNOWN_BLOCKS = 1 << 16  # that are remembered of an engine, the newest
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Routed:
-    """A prompt to be routed. ``place`` breaks ties: engine ``place % count`` comes first. ``cost``: tokens that it may
-    take, prompt and responses."""
-
-    place: int
-    input_ids: Sequence[int]
-    cost: float
 
 
 class Router:
@@ -37,7 +28,7 @@ class Router:
         self._others = [0.0] * count  # tokens that other clients have asked for, by the engine's own word
         self._blocks: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(count)]
 
-    def choose(self, prompts: Sequence[Routed], *, usable: Sequence[int]) -> list[int]:
+    def choose(self, prompts: Sequence[OpenPrompt], *, usable: Sequence[int]) -> list[int]:
         """One engine a prompt, of those that are ``usable``. `asked` books what then really goes out."""
         if len(usable) == 1:
             return list(usable) * len(prompts)
@@ -45,24 +36,24 @@ class Router:
         chosen = []
         for prompt in prompts:
             engine = self._choose_one(prompt, loads)
-            loads[engine] += prompt.cost
+            loads[engine] += prompt.missing_cost
             chosen.append(engine)
         return chosen
 
     def _load(self, engine: int) -> float:
         return self._outstanding[engine] + self._others[engine] if self._by_load else 0.0
 
-    def _choose_one(self, prompt: Routed, loads: dict[int, float]) -> int:
-        lightest = min(loads.values())
+    def _choose_one(self, prompt: OpenPrompt, loads: dict[int, float]) -> int:
+        lightest, input_ids = min(loads.values()), prompt.request.input_ids
         candidates = list(loads)
-        blocks = _blocks(prompt.input_ids) if len(prompt.input_ids) >= LONG_PREFIX else []
+        blocks = _blocks(input_ids) if len(input_ids) >= LONG_PREFIX else []
         if blocks:
-            near = [engine for engine in loads if loads[engine] <= lightest + prompt.cost]
+            near = [engine for engine in loads if loads[engine] <= lightest + prompt.missing_cost]
             known = {engine: self._known(engine, blocks) for engine in near}
             most = max(known.values())
-            if most * PREFIX_BLOCK >= max(LONG_PREFIX, len(prompt.input_ids) / 2):
+            if most * PREFIX_BLOCK >= max(LONG_PREFIX, len(input_ids) / 2):
                 candidates = [engine for engine in near if known[engine] == most]
-        engine = min(candidates, key=lambda one: (loads[one], (one - prompt.place) % self.count))
+        engine = min(candidates, key=lambda one: (loads[one], (one - prompt.tie) % self.count))
         self._remember(engine, blocks)
         return engine
 

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING
 from relax_core.config.schema import OptimizerConfig, ParallelConfig, RelaxConfig
 from relax_core.contracts.engine import WeightManifest
 from relax_core.families.folder import folder_architecture
-from relax_core.registry import find_algorithm
 from relax_core.roles.context import RunContext
 from relax_core.roles.placement import LOOPBACK
-from relax_core.train.layout_arithmetic import critic_parallel, forward_parallel, one_rank, world_size
+from relax_core.train.layout_arithmetic import critic_parallel, forward_parallel, one_rank
 
 if TYPE_CHECKING:
     from relax_core.train.backend import MegatronBackend
     from relax_core.train.critic_backend import CriticBackend
-    from relax_core.train.rank import RankSetup
+    from relax_core.train.setup import RankSetup
 
 
 def role_parallel(config: RelaxConfig, role: str) -> ParallelConfig:
@@ -75,25 +74,15 @@ def load_published(backend: MegatronBackend, manifest: WeightManifest) -> bool:
 def _setup(
     context: RunContext, parallel: ParallelConfig, optimizer: OptimizerConfig, *, rank: int, store_address: str
 ) -> RankSetup:
-    from relax_core.train.rank import RankSetup
+    from relax_core.train.setup import rank_setup
 
-    config = context.config
-    return RankSetup(
+    return rank_setup(
+        context.config,
         model_folder=context.model_folder,
-        family=config.model.family,
         parallel=parallel,
         optimizer=optimizer,
-        total_steps=config.run.steps,
-        dtype=config.model.dtype,
-        algorithm=find_algorithm(config.algo.name),
-        knobs=config.algo,
         rank=rank,
-        world_size=world_size(parallel),
         store_address=store_address,
-        timeout_s=config.run.stall_timeout_s,
-        seed=config.seed,
-        moe_aux_loss_coef=config.model.moe_aux_loss_coef,
-        banned_token_ids=config.rollout.banned(),
     )
 
 

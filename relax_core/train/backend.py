@@ -15,8 +15,9 @@ from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.tree import TokenTree
 from relax_core.train.device import has_cuda
 from relax_core.train.logprobs import HeadOutputs, chunked_logprobs, head_outputs, likeliest_tokens
-from relax_core.train.rank import MegatronRank, RankSetup
+from relax_core.train.rank import MegatronRank
 from relax_core.train.schedule import MicroBatch
+from relax_core.train.setup import RankSetup
 from relax_core.train.step_sums import micro_batch_sums
 from relax_core.train.truncation import Truncation
 

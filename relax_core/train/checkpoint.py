@@ -45,7 +45,7 @@ from relax_core.train.stored_pieces import WEIGHTS, Block, Pieces, read_pieces, 
 from relax_core.train.weight_places import WeightPlace
 
 if TYPE_CHECKING:
-    from relax_core.train.rank import RankSetup
+    from relax_core.train.setup import RankSetup
 
 logger = logging.getLogger(__name__)
 

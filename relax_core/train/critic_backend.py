@@ -10,8 +10,9 @@ from torch import Tensor
 
 from relax_core.contracts.algorithm import ValueInputs
 from relax_core.contracts.tree import TokenTree
-from relax_core.train.rank import MegatronRank, RankSetup
+from relax_core.train.rank import MegatronRank
 from relax_core.train.schedule import MicroBatch
+from relax_core.train.setup import RankSetup
 from relax_core.train.step_sums import micro_batch_sums
 from relax_core.train.value_moments import moment_sums
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
-from relax_core.config.schema import OptimizerConfig, ParallelConfig
-from relax_core.contracts.algorithm import AlgorithmSpec, StepTotals
+from relax_core.contracts.algorithm import StepTotals
 from relax_core.contracts.train import StepMetrics
 from relax_core.contracts.tree import NOT_SAMPLED, Episode, TokenTree
 from relax_core.families.folder import folder_architecture
@@ -36,6 +35,7 @@ from relax_core.train.optimizer import build_optimizer, learning_rate, wrap_for_
 from relax_core.train.router_replay import RouterPlan
 from relax_core.train.row_cut import RowCut
 from relax_core.train.schedule import MicroBatch, Schedule
+from relax_core.train.setup import RankSetup
 from relax_core.train.step_sums import StepSums, add_over_ranks, micro_batch_totals
 from relax_core.train.stored_tensors import open_safetensors
 from relax_core.train.tree import pack_tree
@@ -54,29 +54,6 @@ _ONE_TOKEN = TokenTree(
     versions=np.array([NOT_SAMPLED, 0], dtype=np.int32),
     episodes=[Episode("none.0", [1], 0.0, {}, [], "none")],
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankSetup:
-    """What a rank is made from. ``store_address``: "host:port" of the TCPStore that rank 0 hosts. ``timeout_s``: of
-    every wait for other ranks. ``moe_aux_loss_coef``: what a mixture of experts' balancing loss is weighed with.
-    ``banned_token_ids``: tokens that are never sampled, and so have no share in any log-prob."""
-
-    model_folder: Path
-    family: str
-    parallel: ParallelConfig
-    optimizer: OptimizerConfig
-    total_steps: int
-    dtype: str
-    algorithm: AlgorithmSpec
-    knobs: Any
-    rank: int
-    world_size: int
-    store_address: str
-    timeout_s: float
-    seed: int
-    moe_aux_loss_coef: float = 0.0
-    banned_token_ids: Sequence[int] = ()
 
 
 class MegatronRank:

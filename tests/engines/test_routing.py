@@ -7,13 +7,16 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_core.engines.routing import LONG_PREFIX, Routed, Router
+from relax_core.contracts.engine import PromptRequest
+from relax_core.engines.open_prompts import OpenPrompt
+from relax_core.engines.routing import LONG_PREFIX, Router
 
 
-def prompt(place: int, *, tokens: int = 8, first: int = 0, cost: float = 100.0) -> Routed:
+def prompt(place: int, *, tokens: int = 8, first: int = 0, cost: float = 100.0) -> OpenPrompt:
     """A prompt whose tokens are its own from token ``first`` on."""
     ids = [1] * first + [10 + place] * (tokens - first)
-    return Routed(place=place, input_ids=ids, cost=cost)
+    request = PromptRequest(rid="g", input_ids=ids, sampling_seed=0)
+    return OpenPrompt(place=place, tie=place, request=request, n=1, cost=cost)
 
 
 @given(st.integers(1, 5), st.integers(0, 40), st.integers(0, 100), st.booleans())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +12,7 @@ import pytest
 from relax_core.observe.summary import STEP_PARTS
 from tests.integration.conftest import STRICT
 from tests.integration.held_training import HeldTraining
-from tests.integration.live_run import FinishedRun, LiveRun, run_to_end
+from tests.integration.live_run import DEADLINE_S, ROOT, FinishedRun, LiveRun, run_to_end
 
 pytestmark = pytest.mark.integration
 
@@ -77,3 +80,22 @@ def test_ctrl_c_then_resume_is_the_same_run_to_the_bit(strict: FinishedRun, tmp_
     resumed.assert_books_closed()
     assert resumed.summary["ledger"]["trained"] == 60 * 8 * 16
     assert_same_run(resumed, strict)
+
+
+def test_the_loop_in_one_process_is_the_same_run_to_the_bit(strict: FinishedRun) -> None:
+    """The first steps have the same learning rates, as both warm up over ten steps."""
+    loop = f"runpy.run_path({str(ROOT / 'examples/one_loop.py')!r}, run_name='read')['train']('run.steps=10')"
+    told = "[(one.reward, one.exact, one.logprob_gap, one.ratio) for one in figures]"
+    ran = subprocess.run(
+        [sys.executable, "-c", f"import json, runpy; figures = {loop}; print(json.dumps({told}))"],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert ran.returncode == 0, ran.stderr
+    figures = json.loads(ran.stdout.splitlines()[-1])
+    assert len(figures) == 10
+    for step, (reward, exact, gap, ratio) in enumerate(figures):
+        values = strict.steps()[step]
+        assert (values["reward"], values["exact"]) == pytest.approx((reward, exact), rel=1e-12), f"step {step}"
+        assert (values["logprob_gap_max"], values["algorithm/ratio"]) == (gap, ratio), f"step {step}"

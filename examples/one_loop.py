@@ -1,0 +1,250 @@
+"""The whole RL loop in one process: read it from top to bottom, run it with `python examples/one_loop.py`.
+
+A tiny Qwen3 learns to reverse five digits. Every part is the one that a run uses; what a run adds is that each part has
+a process of its own (Ray), that the bus's books are on disk, and that whatever dies is started again. Here there is
+one engine process beside this one, and the loop is strict on-policy: step t trains what weights t sampled, and nothing
+else. `docs/one_step.md` tells the same ten steps in plain sentences.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+
+from relax_core.bus.core import BusCore
+from relax_core.bus.ledger import Ledger
+from relax_core.bus.settings import BusSettings
+from relax_core.config.compose import load_config
+from relax_core.config.schema import RelaxConfig
+from relax_core.contracts.bus import Admission, GroupRow, Lease, LeaseRequest
+from relax_core.contracts.columns import ADVANTAGES, ROLLOUT_COLUMNS
+from relax_core.contracts.engine import Generated, PromptRequest
+from relax_core.contracts.train import StepMetrics
+from relax_core.contracts.tree import TokenTree, sample_uid
+from relax_core.data.sources import make_source
+from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.engines.build import build_client
+from relax_core.engines.client import EngineClient
+from relax_core.engines.pool import EnginePool
+from relax_core.engines.process import EngineLaunch, EngineProcess
+from relax_core.preflight import CHECKS, settle
+from relax_core.registry import find_algorithm, find_env, find_reward
+from relax_core.rollout.advantages import advantage_extras
+from relax_core.rollout.groups import DroppedGroup, complete_group
+from relax_core.rollout.prompts import PromptMaker
+from relax_core.rollout.responses import reward_input
+from relax_core.rollout.reward_pool import RewardPool
+from relax_core.rollout.sampling import training_sampling
+from relax_core.rollout.seeds import sampling_seed
+from relax_core.tools.make_tiny import tiny_model_folder
+from relax_core.train.backend import MegatronBackend
+from relax_core.train.micro_batches import MicroBatcher
+from relax_core.train.rows import decode_train_tree
+from relax_core.train.setup import rank_setup
+from relax_core.weights.files import write_weights
+
+COLUMNS = (*ROLLOUT_COLUMNS, ADVANTAGES)  # what the trainer reads of a group
+STRICT = ("run.steps=30", "eval.every=0", "mode=async", "mode.max_staleness=0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFigures:
+    """What one step shows. ``versions``: of the weights that sampled its trained tokens. ``logprob_gap``: the largest
+    distance between the log-prob of a token in the engine and the same in the trainer. ``ratio``: the mean of
+    exp(log-prob in the trainer - log-prob in the engine), which is 1 on policy."""
+
+    step: int
+    reward: float
+    exact: float
+    versions: set[int]
+    logprob_gap: float
+    ratio: float
+
+    def line(self) -> str:
+        rewards = f"reward {self.reward:.3f}  exact {self.exact:.3f}"
+        trust = f"log-prob gap {self.logprob_gap:.1e}  ratio {self.ratio:.6f}  sampled by weights {self.versions}"
+        return f"step {self.step:<2d}  {rewards}  {trust}"
+
+
+class Loop:
+    """The parts of a run that live in this process, and the steps that they make together."""
+
+    def __init__(self, config: RelaxConfig, *, engine: EngineClient, model_folder: Path, scratch: Path) -> None:
+        self.config, self.engine, self.scratch = config, engine, scratch
+        self.algorithm = find_algorithm(config.algo.name)
+        # Rows of data in an endless order that the seed fixes, and what env and chat template make of each.
+        self.source = make_source(config.data, seed=config.seed, eval_rows=0)
+        self.prompts = PromptMaker(
+            env=find_env(config.env.name),
+            env_knobs=config.env,
+            tokenizer=PromptTokenizer(model_folder),
+            max_prompt_tokens=config.engine.context_tokens - config.rollout.max_new_tokens,
+        )
+        self.sampling = training_sampling(config, self.prompts.tokenizer)
+        # The bus lets groups in, keeps complete ones, and books what became of every episode.
+        self.bus = BusCore(
+            BusSettings(
+                groups_per_step=config.rollout.prompts_per_step,
+                group_size=config.algo.group_size,
+                max_staleness=config.mode.max_staleness,
+                on_stale="drop",
+                total_steps=config.run.steps,
+                inline_bytes=config.bus.inline_bytes,
+                max_row_bytes=config.bus.max_row_bytes,
+            ),
+            ledger=Ledger(group_size=config.algo.group_size, journal=None),
+            clock=time.monotonic,
+        )
+        # The trainer: Megatron, one rank on this machine.
+        setup = rank_setup(config, model_folder=model_folder, rank=0, store_address="127.0.0.1:0")
+        self.trainer = MegatronBackend(setup, temperature=config.rollout.temperature)
+
+    async def run(self) -> list[StepFigures]:
+        """All steps. Version 0 goes to the engine first: it samples nothing before it has weights."""
+        figures = []
+        self.publish(version=0)
+        with RewardPool(find_reward(self.config.reward.name), self.config.reward, workers=1) as rewards:
+            pool = EnginePool(1, self.the_engine, patience_s=self.config.engine.start_timeout_s)
+            for step in range(self.config.run.steps):
+                await self.sample(pool, rewards)
+                lease, trees = self.take_rows(step)
+                metrics = self.train(step, trees)
+                self.publish(version=step + 1)
+                self.bus.ack([lease.lease_id], step=step, dropped={})
+                figures.append(figures_of(step, trees, metrics))
+                print(figures[-1].line(), flush=True)
+        await self.engine.aclose()
+        return figures
+
+    # -- 1 to 5: from data rows to complete groups ------------------------------------------------------------------
+    async def sample(self, pool: EnginePool, rewards: RewardPool) -> None:
+        """Fills the bus for one step: prompts, responses, rewards, groups. A group that yields nothing to train is
+        dropped with its reason, and the bus lets another one in for it."""
+        while missing := self.config.rollout.prompts_per_step - self.bus.progress().waiting:
+            admitted = self.bus.admit(missing)
+            requests = [self.request(one) for one in admitted]
+            places = [one.index for one in admitted]
+            async for place, responses in pool.generate(requests, self.sampling, places=places):
+                done = await self.complete(admitted[place], requests[place], responses, rewards)
+                if isinstance(done, DroppedGroup):
+                    self.bus.drop(done.group_uid, reason=done.reason)
+                else:
+                    self.bus.put([done])
+
+    def request(self, admission: Admission) -> PromptRequest:
+        """What the engine is asked for one group. It holds the prompt until its weights are ``min_version``."""
+        row, where = self.source.row(admission.index), self.source.where(self.source.number(admission.index))
+        return PromptRequest(
+            rid=admission.group_uid,
+            input_ids=self.prompts.tokens(row, where=where),
+            sampling_seed=sampling_seed(self.config.seed, index=admission.index),
+            min_version=admission.min_version,
+        )
+
+    async def complete(
+        self, admission: Admission, request: PromptRequest, responses: Sequence[Generated], rewards: RewardPool
+    ) -> GroupRow | DroppedGroup:
+        """Scores the responses and makes the group's token tree, with its advantages, as columns of bytes."""
+        row, uid = self.source.row(admission.index), admission.group_uid
+        tokenizer = self.prompts.tokenizer
+        given = [reward_input(row, one, tokenizer=tokenizer, uid=sample_uid(uid, one.sample)) for one in responses]
+        return complete_group(
+            index=admission.index,
+            prompt_ids=request.input_ids,
+            generated=responses,
+            rewards=await rewards.score(given),
+            extras=lambda tree: advantage_extras([tree], self.algorithm, self.config.algo)[0],
+        )
+
+    # -- 6 to 8: from complete groups to an update ------------------------------------------------------------------
+    def take_rows(self, step: int) -> tuple[Lease, list[TokenTree]]:
+        """The step's groups, on loan until they are acknowledged: the same arrays that the rollout made, read without
+        a copy."""
+        groups = self.config.rollout.prompts_per_step
+        lease = self.bus.lease(
+            LeaseRequest(task="actor", columns=COLUMNS, min_groups=groups, max_groups=groups, step=step)
+        )
+        assert lease is not None, "sample put as many groups as a step takes"
+        oldest = step - self.config.mode.max_staleness
+        return lease, [decode_train_tree(row, step=step, oldest_version=oldest)[0] for row in lease.rows]
+
+    def train(self, step: int, trees: Sequence[TokenTree]) -> StepMetrics:
+        """Micro-batches by a budget of rows, forward and backward over each, one optimizer step."""
+        self.trainer.begin_step(step)
+        batcher = MicroBatcher(self.config.parallel.micro_batch_tokens)
+        for batch in (*batcher.add(trees), batcher.flush()):
+            self.trainer.accumulate(batch)
+        return self.trainer.finish_step()
+
+    # -- 9 and 10: back to the engine -------------------------------------------------------------------------------
+    def publish(self, *, version: int) -> None:
+        """Writes the weights as one file with digests; the engine serves the version once the digests agree."""
+        file = self.scratch / f"weights-{version % 2}.safetensors"  # the version in force is left alone
+        self.engine.update_weights(write_weights(file, version=version, tensors=self.trainer.export()))
+
+    async def the_engine(self, engine: int, fresh: bool) -> EngineClient:
+        return self.engine
+
+
+def figures_of(step: int, trees: Sequence[TokenTree], metrics: StepMetrics) -> StepFigures:
+    episodes = [one for tree in trees for one in tree.episodes]
+    return StepFigures(
+        step=step,
+        reward=float(np.mean([one.reward for one in episodes])),
+        exact=float(np.mean([one.parts["exact"] for one in episodes])),
+        versions={int(version) for tree in trees for version in np.unique(tree.versions[tree.loss_mask])},
+        logprob_gap=metrics.logprob_gap_max,
+        ratio=metrics.algorithm["ratio"],
+    )
+
+
+@contextmanager
+def engine_beside(config: RelaxConfig, *, model_folder: Path, scratch: Path) -> Iterator[EngineClient]:
+    """An engine process, which ends with this block, or with this process however that ends."""
+    token_file = scratch / "token"
+    token_file.touch(mode=0o600)
+    token_file.write_text(secrets.token_hex(32))
+    launch = EngineLaunch(
+        model_folder=model_folder,
+        engine=config.engine,
+        dtype=config.model.dtype,
+        token_file=token_file,
+        log_file=scratch / "engine.log",
+    )
+    process = EngineProcess.start(launch)
+    client = build_client(config.engine, process.url, model_folder=model_folder, token_file=token_file)
+    try:
+        yield client
+    finally:
+        client.close()
+        process.stop(timeout_s=5.0)
+
+
+def train(*overrides: str) -> list[StepFigures]:
+    """Runs the loop in a folder that is removed at the end; overrides as on the command line."""
+    config = load_config([*STRICT, *overrides], checks=CHECKS, settle=settle)
+    assert config.model.builtin is not None and config.model.task is not None, "the default model is built in"
+    model_folder = tiny_model_folder(config.model.builtin, task=config.model.task)
+    with tempfile.TemporaryDirectory(prefix="relax-one-loop-") as folder:
+        scratch = Path(folder)
+        with engine_beside(config, model_folder=model_folder, scratch=scratch) as engine:
+            loop = Loop(config, engine=engine, model_folder=model_folder, scratch=scratch)
+            try:
+                return asyncio.run(loop.run())
+            finally:
+                print("episodes:", loop.bus.progress().ledger)
+                dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    train(*sys.argv[1:])

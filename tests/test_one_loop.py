@@ -1,0 +1,55 @@
+"""The file that a newcomer reads first runs as it is written, strictly on policy, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+FILE = Path(__file__).resolve().parents[1] / "examples/one_loop.py"
+STEPS = 3
+EPISODES = 8 * 16  # of a step, by conf/config.yaml and conf/algo/grpo.yaml
+LONG_S = 300.0
+
+
+def figures(line: str) -> dict[str, str]:
+    """Of a line "step 0  reward 0.363  …  sampled by weights {0}" each name's value."""
+    pairs = [part.rsplit(" ", 1) for part in line.split("  ")]
+    return {name.strip(): value for name, value in pairs}
+
+
+def test_the_loop_is_strictly_on_policy_and_leaves_nothing(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, str(FILE), f"run.steps={STEPS}"],
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=LONG_S,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    *steps, books = ran.stdout.splitlines()
+    told = [figures(line) for line in steps]
+    assert [one["step"] for one in told] == [str(step) for step in range(STEPS)]
+    for step, one in enumerate(told):
+        assert one["sampled by weights"] == f"{{{step}}}", "step t trains what weights t sampled"
+        assert 0.0 < float(one["log-prob gap"]) <= 2e-5
+        assert float(one["ratio"]) == pytest.approx(1.0, abs=2e-5)
+        assert 0.2 < float(one["reward"]) < 0.6, "the tiny model begins between guessing and knowing"
+    assert f"issued={STEPS * EPISODES}, trained={STEPS * EPISODES}, dropped={{}}, open=0" in books
+    assert list(tmp_path.glob("relax*")) == []
+    left = [one.info["cmdline"] for one in psutil.process_iter(["cmdline"]) if str(tmp_path) in str(one.info)]
+    assert left == []
+
+
+def test_the_file_is_short() -> None:
+    assert len(FILE.read_text().splitlines()) <= 250
+
+
+def test_the_loop_needs_no_ray() -> None:
+    code = f"import runpy, sys; runpy.run_path({str(FILE)!r}, run_name='read'); print('ray' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LONG_S)
+    assert ran.stdout == "False\n", ran.stderr
