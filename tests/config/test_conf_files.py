@@ -42,6 +42,7 @@ def test_every_option_runs(
         "data=file": [f"data.path={data_file}", "model.task=arithmetic"],
         "data=arithmetic": ["reward=math"],
         "algo=plugin": ["algo.name=grpo"],
+        "env=number_guess": ["reward=env", "eval.every=0"],
         "reward=plugin": ["reward.name=math"],
         "env=plugin": ["env.name=single_turn"],
         "engine=sglang": ["engine.urls=[http://127.0.0.1:30000]"],  # nothing of SGLang need be installed here
