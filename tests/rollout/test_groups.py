@@ -32,12 +32,13 @@ def response(
     finish_reason: Literal["stop", "length"] = "stop",
     *,
     version: int = 4,
+    newest: int = 5,
     kept: KeptTokens | None = None,
 ) -> Generated:
     tokens = sample + 2
     return make_response(
         list(range(tokens)),
-        versions=[version] + [5] * (tokens - 1),
+        versions=[version] + [newest] * (tokens - 1),
         sample=sample,
         finish_reason=finish_reason,
         engine="engine-1",
@@ -203,7 +204,9 @@ def test_the_way_of_a_truncated_sample_from_the_engine_to_the_ledger(aggregation
     core: BusCore = make_core(groups_per_step=1, group_size=3, max_staleness=1)
     core.admit(1)
     row = truncated(
-        (response(0, "length", version=0), -2.0), (response(1, version=0), 1.0), (response(2, version=0), 1.0)
+        (response(0, "length", version=0, newest=0), -2.0),
+        (response(1, version=0, newest=0), 1.0),
+        (response(2, version=0, newest=0), 1.0),
     )
     assert not isinstance(row, DroppedGroup)
     core.put([row])
