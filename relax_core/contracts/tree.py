@@ -95,6 +95,19 @@ class Runs(NamedTuple):
         return rows
 
 
+def together(forests: Sequence[Runs]) -> Runs:
+    """The chains of forests whose rows stand one after the other."""
+    if len(forests) == 1:
+        return forests[0]
+    rows = np.cumsum([0, *(runs.stop[-1] for runs in forests[:-1])])
+    before = np.cumsum([0, *(len(runs.start) for runs in forests[:-1])])
+    each = [len(runs.start) for runs in forests]
+    start, stop, end, parent, depth = (np.concatenate(column) for column in zip(*forests, strict=True))
+    shift = np.repeat(rows, each)
+    parent = np.where(parent < 0, -1, parent + np.repeat(before, each))
+    return Runs(start + shift, stop + shift, end + shift, parent, depth)
+
+
 def runs_of(end: np.ndarray) -> Runs:
     """The chains of a forest ``end`` ``[rows]``, one row or more. Raises ValueError where the subtrees do not nest."""
     rows = len(end)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from relax_core.contracts.tree import TokenTree
+from relax_core.contracts.tree import TokenTree, together
 
 MASKLESS_SAVES_PAIRS = 2**17  # of token rows: what attention without a mask must save, on a CPU, to be taken
 
@@ -44,11 +44,11 @@ def pack_tree(trees: Sequence[TokenTree], *, trained_only: bool = False) -> Tree
     inner = end > np.arange(1, len(end) + 1)
     place = np.concatenate(([0], np.cumsum(inner)))  # in the stream: stream rows in front of each row
     token_ids = np.concatenate([tree.token_ids for tree in trees]).astype(np.int64)
+    runs = together([tree.runs for tree in trees])
     chosen_of = [tree.sampled for tree in trees]
     if trained_only and any(tree.loss_mask.any() for tree in trees):
         chosen_of = [np.flatnonzero(tree.loss_mask) for tree in trees]
     chosen = np.concatenate([rows + first for rows, first in zip(chosen_of, before, strict=True)])
-    parents = np.concatenate([tree.runs.parents() + first for tree, first in zip(trees, before, strict=True)])
     token_rows = np.concatenate([tree.tokens[1] + first for tree, first in zip(trees, before, strict=True)])
     episodes = np.array([len(tree.episodes) for tree in trees])
     episodes_before = (np.cumsum(episodes) - episodes).tolist()
@@ -56,8 +56,8 @@ def pack_tree(trees: Sequence[TokenTree], *, trained_only: bool = False) -> Tree
         token_ids=token_ids[inner],
         end=place[end[inner]],
         chosen=chosen_of,
-        positions=np.concatenate([tree.runs.positions() for tree in trees])[inner],
-        predicting_rows=place[parents[chosen]],
+        positions=runs.positions()[inner],
+        predicting_rows=place[runs.parents()[chosen]],
         targets=token_ids[chosen],
         token_places=_places(chosen, token_rows),
         sample_ids=np.concatenate([t.tokens[0] + first for t, first in zip(trees, episodes_before, strict=True)]),
