@@ -196,7 +196,8 @@ before and after the steps, and of the weights after them, and the largest relat
   ones; Qwen2 has biases of query, key and value, untied embeddings and Llama 3's rotary scaling. Neither the stream's
   length nor a prompt's divides anything.
 - `tree`: groups of four samples that share a prompt. `plain`: the same samples, each a group of its own. Data-parallel
-  replicas share the samples of a micro-batch, also those of one group, each with its prompt. With a pipeline, `plain` makes more micro-batches
+  replicas share the samples of a micro-batch, also those of one group, each with its prompt. With a pipeline, `plain`
+  makes more micro-batches
   than it collects for one run of its schedule.
 - The loss is GSPO's, whose ratio is a sequence's: under context parallelism the tokens of one sample lie on different
   ranks. An entropy bonus is added, and the temperature is 0.9.
