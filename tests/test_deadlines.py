@@ -56,6 +56,19 @@ REASONS = {
         "relax_core/rollout/sampler.py",
         "Sampler._burst",
     ): "its groups wait for rewards and the bus, which have deadlines",
+    (
+        "relax_core/rollout/sampler.py",
+        "Sampler._played_burst",
+    ): "its groups wait for engines, envs, rewards and the bus, which have deadlines",
+    (
+        "relax_core/rollout/sampler.py",
+        "Sampler._play_and_stage",
+    ): "the group before it ends as this one does, and the burst's task group ends both",
+    ("relax_core/rollout/episodes.py", "EpisodePlayer.play"): "each close has env.step_timeout_s",
+    (
+        "relax_core/rollout/env_calls.py",
+        "EnvCalls.close.close_later",
+    ): "a daemon thread for which nobody waits: it closes an env when the call that was left behind has ended",
     ("relax_core/rollout/evaluation.py", "ask"): "after the task group: its tasks have ended",
     ("relax_core/rollout/reward_pool.py", "RewardPool.close"): "its threads wait for workers that were just killed",
     ("relax_core/observe/metrics.py", "MetricsService.close"): "a sink's thread is joined until its deadline",
