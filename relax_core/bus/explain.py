@@ -57,14 +57,15 @@ def explain_lease(core: BusCore, request: LeaseRequest, *, waited_s: float) -> s
 
 
 def lease_owed_by(core: BusCore, request: LeaseRequest) -> list[str]:
-    """The tasks that have to act before this lease can be given."""
+    """The tasks that have to act before this lease can be given; of rollout, the workers that have groups in flight."""
     if request.task == ACTOR and request.step != core.version:
         return [ACTOR]
     waiting = [g for g in core.groups.values() if g.actor_step is None and not g.in_flight]
     lacking = {column for group in waiting for column in request.columns if not group.has_columns((column,))}
     writers = sorted({WRITERS.get(column, ROLLOUT) for column in lacking} - {request.task})
     sampled = [g for g in core.groups.values() if g.in_flight and g.admission.min_version <= core.version]
-    return [*([ROLLOUT] if sampled or not writers else []), *writers]
+    workers = [f"{ROLLOUT}-{worker}" for worker in sorted({group.worker for group in sampled})]
+    return [*(workers or ([] if writers else [ROLLOUT])), *writers]
 
 
 def _in_flight(core: BusCore, groups: list[OpenGroup]) -> list[str]:
@@ -74,9 +75,9 @@ def _in_flight(core: BusCore, groups: list[OpenGroup]) -> list[str]:
     held = sum(group.admission.min_version > core.version for group in groups)
     early = f", {held} of them held for a later version" if held else ""
     age = core.clock() - oldest.admitted_at
-    return [
-        f"{len(groups)} in flight in rollout (oldest {oldest.admission.group_uid}, admitted {age:.0f} s ago{early})"
-    ]
+    where = f"{ROLLOUT}-{oldest.worker}, " if any(group.worker for group in groups) else ""
+    told = f"oldest {oldest.admission.group_uid}, {where}admitted {age:.0f} s ago{early}"
+    return [f"{len(groups)} in flight in rollout ({told})"]
 
 
 def _lacking(groups: list[OpenGroup], columns: tuple[str, ...]) -> list[str]:
