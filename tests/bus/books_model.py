@@ -55,6 +55,7 @@ class BooksModel:
         self.clock = Clock()
         self.start(self.new_file())
         self.in_flight: dict[str, Admission] = {}
+        self.owners: dict[str, int] = {}  # group → the rollout worker to which it was admitted
         self.rows: dict[str, GroupRow] = {}  # every row that was put
         self.actor_leases: list[Lease] = []
         self.worker_leases: list[Lease] = []

@@ -55,11 +55,11 @@ class CoreBus:
         self._on_put = put
         self._changed = asyncio.Event()
 
-    async def admit_async(self, max_groups: int, *, timeout_s: float) -> list[Admission]:
+    async def admit_async(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
         while True:
             if self.core.finished():
                 raise BusClosed("all train steps are done")
-            if admitted := self.core.admit(max_groups):
+            if admitted := self.core.admit(max_groups, worker=worker):
                 return admitted
             self._changed.clear()
             try:
@@ -87,9 +87,9 @@ class CoreBus:
             self.core.ack([lease.lease_id], step=self.core.version, dropped={})
         self._changed.set()
 
-    async def wait_version_async(self, since_version: int, *, timeout_s: float) -> VersionChange:
+    async def wait_version_async(self, since_version: int, *, worker: int = 0, timeout_s: float) -> VersionChange:
         while True:
-            if change := self.core.version_change(since_version):
+            if change := self.core.version_change(since_version, worker=worker):
                 return change
             self._changed.clear()
             await asyncio.wait_for(self._changed.wait(), timeout_s)

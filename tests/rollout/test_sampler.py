@@ -113,11 +113,11 @@ def test_a_trainer_that_is_busy_for_long_is_waited_for(engine: Engine, tiny_fold
     class BusyBus(CoreBus):
         timeouts = 0
 
-        async def admit_async(self, max_groups: int, *, timeout_s: float) -> list[Admission]:
+        async def admit_async(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
             if self.timeouts < 3:
                 self.timeouts += 1
                 raise BusTimeout("actor owes the ack of step 0")
-            return await super().admit_async(max_groups, timeout_s=timeout_s)
+            return await super().admit_async(max_groups, worker=worker, timeout_s=timeout_s)
 
     async def scene() -> None:
         bus = BusyBus(steps=1)
@@ -314,13 +314,13 @@ def test_a_failure_is_heard_while_the_next_prompts_wait_at_the_gate(engine: Engi
 
         early = False
 
-        async def admit_async(self, max_groups: int, *, timeout_s: float) -> list[Admission]:
+        async def admit_async(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
             if not self.core.progress().admitted:
                 return self.core.admit(max_groups)
             if not self.early:
                 self.early = True
                 return [Admission(index=9, group_uid="g00000009", min_version=1)]
-            return await super().admit_async(max_groups, timeout_s=timeout_s)
+            return await super().admit_async(max_groups, worker=worker, timeout_s=timeout_s)
 
     def refuse(rows: Sequence[GroupRow]) -> None:
         raise ValueError("too many bytes")
@@ -355,8 +355,8 @@ def test_what_is_over_before_it_could_begin_is_not_generated(engine: Engine, tin
     """The spare groups wait at the gate until the step has been taken without them."""
 
     class InTwoParts(CoreBus):
-        async def admit_async(self, max_groups: int, *, timeout_s: float) -> list[Admission]:
-            return await super().admit_async(STEP_GROUPS, timeout_s=timeout_s)
+        async def admit_async(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
+            return await super().admit_async(STEP_GROUPS, worker=worker, timeout_s=timeout_s)
 
     async def scene() -> None:
         bus = InTwoParts(steps=2, spare_groups=2, surplus="drop", on_step=renamed(engine))

@@ -129,5 +129,40 @@ def test_reclaim_ends_the_wait_that_a_lost_rollout_left(make_bus: MakeBus) -> No
         waiting = pool.submit(bus.admit, 1, timeout_s=T)
         _await_waits(bus, 1)
         assert bus.reclaim(timeout_s=T)
-        with pytest.raises(LeaseLost, match="were reclaimed"):
+        with pytest.raises(LeaseLost, match="of rollout-0 were reclaimed"):
             waiting.result(timeout=T)
+
+
+def test_a_worker_that_is_back_gets_its_own_admissions_and_leaves_the_others_theirs(make_bus: MakeBus) -> None:
+    bus = make_bus(groups_per_step=2)
+    kept, put = bus.admit(2, worker=0, timeout_s=T)
+    lost = bus.admit(100, worker=1, timeout_s=T)
+    bus.put([make_row(put)], timeout_s=T)
+    with ThreadPoolExecutor(2) as pool:
+        others = pool.submit(bus.admit, 1, worker=0, timeout_s=T)
+        _await_waits(bus, 1)
+        predecessors = pool.submit(bus.admit, 1, worker=1, timeout_s=T)
+        _await_waits(bus, 2)
+        assert [wait.worker for wait in bus.waits(timeout_s=T)] == [0, 1]
+        again = bus.reclaim(worker=1, timeout_s=T)
+        assert [(one.index, one.attempt) for one in again] == [(one.index, 1) for one in lost]
+        with pytest.raises(LeaseLost, match="of rollout-1 were reclaimed"):
+            predecessors.result(timeout=T)
+        assert [wait.worker for wait in bus.waits(timeout_s=T)] == [0], "the other worker waits on"
+        bus.drop(again[0].group_uid, reason="bad_row", timeout_s=T)
+        assert [one.attempt for one in others.result(timeout=T)] == [0], "whoever waits gets the credit"
+    assert [one.index for one in bus.reclaim(worker=0, timeout_s=T)] == [kept.index, len(lost) + 2]
+
+
+def test_workers_that_wait_get_credit_in_the_order_in_which_they_asked(make_bus: MakeBus) -> None:
+    bus = make_bus(groups_per_step=2, max_staleness=0)
+    bus.put([make_row(one) for one in bus.admit(100, timeout_s=T) if one.min_version == 0], timeout_s=T)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(bus.admit, 1, worker=1, timeout_s=T)
+        _await_waits(bus, 1)
+        second = pool.submit(bus.admit, 1, worker=0, timeout_s=T)
+        _await_waits(bus, 2)
+        lease = bus.lease(for_actor(0), timeout_s=T)
+        bus.ack([lease.lease_id], step=0, dropped={}, timeout_s=T)
+        (earlier,), (later,) = first.result(timeout=T), second.result(timeout=T)
+    assert earlier.index < later.index
