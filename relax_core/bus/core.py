@@ -5,6 +5,7 @@ A method that cannot proceed yet returns an empty list or None; the backend call
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -54,7 +55,8 @@ class BusCore:
 
     # -- rollout's side -----------------------------------------------------------------------------------------
     def admit(self, max_groups: int, *, worker: int = 0) -> list[Admission]:
-        """Lets up to ``max_groups`` groups of a rollout worker in, as many as the window allows now; may be none."""
+        """Lets up to ``max_groups`` groups of a rollout worker in, as many as the window allows now and as leave the
+        other workers their part; may be none."""
         self._require_running()
         if max_groups < 1:
             raise ValueError(f"bus: admit was asked for max_groups={max_groups}: ask for 1 or more")
@@ -70,7 +72,7 @@ class BusCore:
             groups_per_step=settings.groups_per_step,
             max_staleness=settings.max_staleness,
             total_steps=settings.total_steps,
-            max_groups=max_groups,
+            max_groups=min(max_groups, self.room_of(worker)),
             spare_groups=settings.spare_groups,
             surplus=settings.surplus,
         )
@@ -283,6 +285,13 @@ class BusCore:
         """DESIGN §5: room for groups that the weights in force may start."""
         outstanding = sum(group.admission.min_version <= self.version for group in self.groups.values())
         return max(0, self.settings.window_groups - outstanding)
+
+    def room_of(self, worker: int) -> int:
+        """How many groups more a rollout worker may have in flight, whatever the window allows."""
+        most = self.settings.most_in_flight
+        if most is None:
+            return sys.maxsize
+        return most - sum(group.in_flight and group.worker == worker for group in self.groups.values())
 
     def finished(self) -> bool:
         return self.version >= self.settings.total_steps

@@ -22,8 +22,10 @@ WRITERS = {  # of the columns that do not come with the rollout's row
 ROLLOUT = "rollout"  # the task of admissions; a `reclaim` ends its waits
 
 
-def explain_admit(core: BusCore, *, waited_s: float) -> str:
+def explain_admit(core: BusCore, worker: int, *, waited_s: float) -> str:
     """E.g. "rollout waits for credit for 30.0 s at version 3: 16 groups are outstanding: …"."""
+    if core.room_of(worker) <= 0:
+        return f"{ROLLOUT}-{worker} has its part of the groups in flight for {waited_s:.1f} s at version {core.version}"
     head = f"rollout waits for credit for {waited_s:.1f} s at version {core.version}"
     if not core.groups:
         return f"{head}: no group is outstanding"
@@ -54,6 +56,12 @@ def explain_lease(core: BusCore, request: LeaseRequest, *, waited_s: float) -> s
         *_count(ready, "ready"),
     ]
     return f"{head}: {', '.join(parts) if parts else 'rollout has no group in flight and owes new ones'}"
+
+
+def admit_owed_by(core: BusCore, worker: int) -> list[str]:
+    """Who else has to act before this worker is let on: the trainer frees credits by its ack, but nobody finishes the
+    groups that the worker has in flight for it."""
+    return [ACTOR] if core.room_of(worker) > 0 else []
 
 
 def lease_owed_by(core: BusCore, request: LeaseRequest) -> list[str]:

@@ -14,9 +14,8 @@ from typing import Any, cast
 import msgspec
 import ray
 
-from relax_core.bus.checks import ACTOR
 from relax_core.bus.core import BusCore
-from relax_core.bus.explain import ROLLOUT, explain_admit, explain_lease, lease_owed_by
+from relax_core.bus.explain import ROLLOUT, admit_owed_by, explain_admit, explain_lease, lease_owed_by
 from relax_core.bus.journal import Journal
 from relax_core.bus.ledger import Ledger
 from relax_core.bus.settings import BusSettings
@@ -90,9 +89,9 @@ class BusActor:
     async def admit(self, max_groups: int, worker: int, timeout_s: float) -> Any:
         return await self._room.wait(
             lambda: self._core.admit(max_groups, worker=worker) or None,
-            explain=lambda waited_s: explain_admit(self._core, waited_s=waited_s),
+            explain=lambda waited_s: explain_admit(self._core, worker, waited_s=waited_s),
             timeout_s=timeout_s,
-            owed_by=lambda: [ACTOR],  # it frees credits, by its ack
+            owed_by=lambda: admit_owed_by(self._core, worker),
             task=ROLLOUT,
             worker=worker,
         )

@@ -150,7 +150,8 @@ class Bus(Protocol):
     # -- rollout's side -----------------------------------------------------------------------------------------
     def admit(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
         """Waits for credit, then lets 1..max_groups prompt groups in. Opens their samples in the ledger. Workers that
-        wait get credit in the order in which they asked. Groups of a restored snapshot go to whoever asks first."""
+        wait get credit in the order in which they asked, and each has its part of the groups in flight at most. Groups
+        of a restored snapshot go to whoever asks first."""
 
     def reclaim(self, *, worker: int = 0, timeout_s: float) -> list[Admission]:
         """The worker's admissions whose rows never came: what it has to do again after a restart, in order of issue.

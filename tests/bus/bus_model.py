@@ -43,6 +43,10 @@ class BusModel(BooksModel):
             if admission.min_version <= version:
                 outstanding = [g for g in self.core.groups.values() if g.admission.min_version <= version]
                 assert len(outstanding) <= window, "more groups than credits"
+        if self.rollout_workers > 1:
+            own = sum(self.owners[uid] == worker for uid in self.in_flight)
+            let_in = (self.max_staleness + 2) * (self.gps + self.spare_groups)
+            assert own <= -(-let_in // self.rollout_workers), "it takes another worker's part"
 
     def roll_out(self, draw: Draw) -> None:
         """Some of what may be generated arrives, in any order."""
@@ -201,7 +205,8 @@ class BusModel(BooksModel):
 
     def train_fully(self) -> None:
         """A step of a run in which nothing goes wrong: it must get all of its groups."""
-        self.admit_groups(100)
+        for worker in range(MOST_WORKERS):
+            self.admit_groups(100, worker=worker)
         for admission in self.startable():
             self.put_row(admission, None)
         self.work_on(100)

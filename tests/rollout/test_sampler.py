@@ -380,6 +380,67 @@ def test_what_is_over_before_it_could_begin_is_not_generated(engine: Engine, tin
     asyncio.run(within(scene()))
 
 
+def test_two_workers_share_the_steps_and_one_that_is_lost_goes_on_with_its_own(
+    engine: Engine, tiny_folder: Path
+) -> None:
+    """The second worker is lost with two groups in hand, whose step waits for them; it is back with its admissions. A
+    row that cannot be used holds up no prompt of a worker that is not alone."""
+
+    class NotedBus(CoreBus):
+        def __init__(self) -> None:
+            super().__init__(steps=6, rollout_workers=2, on_step=renamed(engine))
+            self.admitted: list[tuple[int, str]] = []
+            self.deadlines_s: set[float] = set()
+
+        async def admit_async(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
+            self.deadlines_s.add(timeout_s)
+            admitted = await super().admit_async(max_groups, worker=worker, timeout_s=timeout_s)
+            self.admitted += [(worker, one.group_uid) for one in admitted]
+            return admitted
+
+    async def scene() -> None:
+        bus, in_hand = NotedBus(), asyncio.Event()
+
+        async def stands_still(version: int) -> None:
+            in_hand.set()
+            await asyncio.Event().wait()
+
+        second = asyncio.create_task(
+            sample(engine, tiny_folder, bus, worker=1, workers=2, gate=stands_still, client=engine.new_client())
+        )
+        await in_hand.wait()
+        first = asyncio.create_task(
+            sample(engine, tiny_folder, bus, workers=2, prompts={8: None}, client=engine.new_client())
+        )
+        while len({uid for worker, uid in bus.admitted if worker == 0}) == 0:
+            await asyncio.sleep(0.005)
+        second.cancel()
+        await asyncio.wait([second])
+        assert bus.core.version == 0 and not first.done(), "the step lacks the lost worker's groups"
+        reclaimed = bus.core.reclaim(worker=1)
+        assert [one.group_uid for one in reclaimed] == [uid for worker, uid in bus.admitted if worker == 1]
+        again = sample(
+            engine,
+            tiny_folder,
+            bus,
+            worker=1,
+            workers=2,
+            prompts={8: None},
+            reclaimed=reclaimed,
+            client=engine.new_client(),
+        )
+        records = await asyncio.gather(first, again)
+        assert all(records), "both of them worked"
+        assert len({uid for _, uid in bus.admitted}) == len(bus.admitted), "a group was admitted to both"
+        assert 1.0 not in bus.deadlines_s, "a worker waited for the credit of a bad row"
+        counts = bus.core.progress().ledger
+        assert (counts.trained, counts.open) == (6 * STEP_GROUPS * GROUP_SIZE, 0)
+        assert (counts.lost, counts.trained_twice) == (0, 0)
+        assert counts.dropped == {"bad_row:answer": GROUP_SIZE}
+
+    asyncio.run(within(scene()))
+
+
 class NotedClient(EngineClient):
     """``again``: prompts that it was asked to go on with, since they had been aborted."""
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from relax_core.contracts.bus import Bus, BusClosed, LeaseLost, LeaseRequest
+from relax_core.contracts.bus import Bus, BusClosed, BusTimeout, LeaseLost, LeaseRequest
 from tests.bus.make_rows import for_actor, for_worker, make_row
 
 MakeBus = Callable[..., Bus]
@@ -152,6 +152,23 @@ def test_a_worker_that_is_back_gets_its_own_admissions_and_leaves_the_others_the
         bus.drop(again[0].group_uid, reason="bad_row", timeout_s=T)
         assert [one.attempt for one in others.result(timeout=T)] == [0], "whoever waits gets the credit"
     assert [one.index for one in bus.reclaim(worker=0, timeout_s=T)] == [kept.index, len(lost) + 2]
+
+
+def test_a_worker_that_comes_first_leaves_the_others_their_part(make_bus: MakeBus) -> None:
+    """Of 3 steps of 2 groups each of two workers may have 3 in flight; what it has finished does not count."""
+    bus = make_bus(groups_per_step=2, max_staleness=1, rollout_workers=2)
+    first = bus.admit(100, worker=0, timeout_s=T)
+    assert len(first) == 3
+    with pytest.raises(BusTimeout, match="rollout-0 has its part of the groups in flight"):
+        bus.admit(1, worker=0, timeout_s=0.05)
+    assert len(bus.admit(1, worker=1, timeout_s=T)) == 1
+    with ThreadPoolExecutor(1) as pool:
+        more = pool.submit(bus.admit, 100, worker=0, timeout_s=T)
+        _await_waits(bus, 1)
+        assert [wait.owed_by for wait in bus.waits(timeout_s=T)] == [[]]
+        bus.put([make_row(first[0])], timeout_s=T)
+        assert len(more.result(timeout=T)) == 1
+    assert len(bus.admit(100, worker=1, timeout_s=T)) == 1, "all that admission lets in"
 
 
 def test_workers_that_wait_get_credit_in_the_order_in_which_they_asked(make_bus: MakeBus) -> None:
