@@ -71,13 +71,13 @@ class StepAtOnce:
         self._lengths: dict[str, int] = {}
         self.tokens = 0
 
-    async def admit_async(self, max_groups: int, *, timeout_s: float) -> list[Admission]:
-        while not (admitted := self.core.admit(max_groups)):
+    async def admit_async(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
+        while not (admitted := self.core.admit(max_groups, worker=worker)):
             await self._change(timeout_s)
         return admitted
 
-    async def wait_version_async(self, since_version: int, *, timeout_s: float) -> VersionChange:
-        while (change := self.core.version_change(since_version)) is None:
+    async def wait_version_async(self, since_version: int, *, worker: int = 0, timeout_s: float) -> VersionChange:
+        while (change := self.core.version_change(since_version, worker=worker)) is None:
             await self._change(timeout_s)
         return change
 

@@ -68,7 +68,7 @@ class StepAfterStep:
         self._changed = asyncio.Event()
         self.put_s: list[float] = []
 
-    async def admit_async(self, max_groups: int, *, timeout_s: float) -> list[Admission]:
+    async def admit_async(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
         while len(self.put_s) < self._next:
             self._changed.clear()
             await asyncio.wait_for(self._changed.wait(), timeout_s)

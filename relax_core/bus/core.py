@@ -5,6 +5,7 @@ A method that cannot proceed yet returns an empty list or None; the backend call
 
 from __future__ import annotations
 
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -50,11 +51,12 @@ class BusCore:
         self._reissue: deque[tuple[int, int]] = deque()  # (index, attempt) of a restored snapshot
         self._next_index = 0
         self._staleness: Counter[int] = Counter()
-        self._retired: list[tuple[int, str]] = []  # (version, group): ended in flight when that version came
+        self._retired: list[tuple[int, OpenGroup]] = []  # (version, group): ended in flight when that version came
 
     # -- rollout's side -----------------------------------------------------------------------------------------
-    def admit(self, max_groups: int) -> list[Admission]:
-        """Lets up to ``max_groups`` groups in, as many as the window allows now; may be none."""
+    def admit(self, max_groups: int, *, worker: int = 0) -> list[Admission]:
+        """Lets up to ``max_groups`` groups of a rollout worker in, as many as the window allows now and as leave the
+        other workers their part; may be none."""
         self._require_running()
         if max_groups < 1:
             raise ValueError(f"bus: admit was asked for max_groups={max_groups}: ask for 1 or more")
@@ -70,13 +72,13 @@ class BusCore:
             groups_per_step=settings.groups_per_step,
             max_staleness=settings.max_staleness,
             total_steps=settings.total_steps,
-            max_groups=max_groups,
+            max_groups=min(max_groups, self.room_of(worker)),
             spare_groups=settings.spare_groups,
             surplus=settings.surplus,
         )
-        return [self._issue(min_version) for min_version in min_versions]
+        return [self._issue(min_version, worker) for min_version in min_versions]
 
-    def _issue(self, min_version: int) -> Admission:
+    def _issue(self, min_version: int, worker: int) -> Admission:
         if self._reissue:
             index, last_attempt = self._reissue.popleft()
             attempt = last_attempt + 1
@@ -85,16 +87,17 @@ class BusCore:
             self._next_index += 1
         admission = Admission(index=index, group_uid=group_uid(index), min_version=min_version, attempt=attempt)
         uids = tuple(sample_uid(admission.group_uid, place) for place in range(self.settings.group_size))
-        self.groups[admission.group_uid] = OpenGroup(admission=admission, uids=uids, admitted_at=self.clock())
+        group = OpenGroup(admission=admission, uids=uids, admitted_at=self.clock(), worker=worker)
+        self.groups[admission.group_uid] = group
         self.ledger.issue(index, admission.group_uid, uids, attempt=attempt, min_version=min_version)
         return admission
 
-    def reclaim(self) -> list[Admission]:
-        """All admissions whose rows are not here, each with one attempt more, in order of issue."""
+    def reclaim(self, *, worker: int = 0) -> list[Admission]:
+        """The worker's admissions whose rows are not here, each with one attempt more, in order of issue."""
         self._require_running()
         reclaimed = []
         for group in self.groups.values():
-            if group.in_flight:
+            if group.in_flight and group.worker == worker:
                 old = group.admission
                 group.admission = msgspec.structs.replace(old, attempt=old.attempt + 1)
                 group.admitted_at = self.clock()
@@ -144,14 +147,15 @@ class BusCore:
         elif group.in_flight:
             self._end_as_dropped(group, dict.fromkeys(group.uids, reason))
 
-    def version_change(self, since_version: int) -> VersionChange | None:
-        """What ended in flight with the versions after ``since_version``; None while there is none. Forgets older
-        news."""
+    def version_change(self, since_version: int, *, worker: int = 0) -> VersionChange | None:
+        """What the worker had in flight and ended with the versions after ``since_version``; None while there is none.
+        Forgets the worker's older news; one that is gone gets no groups either, so its news stay few."""
         self._require_running()
         if self.version == since_version:
             return None
-        self._retired = [(version, uid) for version, uid in self._retired if version > since_version]
-        return VersionChange(version=self.version, retired=[uid for _, uid in self._retired])
+        self._retired = [one for one in self._retired if one[0] > since_version or one[1].worker != worker]
+        own = [group.admission.group_uid for _, group in self._retired if group.worker == worker]
+        return VersionChange(version=self.version, retired=own)
 
     # -- workers' side ------------------------------------------------------------------------------------------
     def lease(self, request: LeaseRequest) -> Lease | None:
@@ -282,6 +286,13 @@ class BusCore:
         outstanding = sum(group.admission.min_version <= self.version for group in self.groups.values())
         return max(0, self.settings.window_groups - outstanding)
 
+    def room_of(self, worker: int) -> int:
+        """How many groups more a rollout worker may have in flight, whatever the window allows."""
+        most = self.settings.most_in_flight
+        if most is None:
+            return sys.maxsize
+        return most - sum(group.in_flight and group.worker == worker for group in self.groups.values())
+
     def finished(self) -> bool:
         return self.version >= self.settings.total_steps
 
@@ -352,7 +363,7 @@ class BusCore:
         if group.actor_step is not None or not is_surplus(group, self.settings, version=self.version):
             return False
         if group.row is None:
-            self._retired.append((self.version, group.admission.group_uid))
+            self._retired.append((self.version, group))
             self._end_as_dropped(group, dict.fromkeys(group.uids, OVER_SAMPLED))
         else:
             self._end_as_dropped(group, dict.fromkeys(group.row.uids, OVER_SAMPLED) | group.row.dropped)

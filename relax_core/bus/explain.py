@@ -22,8 +22,10 @@ WRITERS = {  # of the columns that do not come with the rollout's row
 ROLLOUT = "rollout"  # the task of admissions; a `reclaim` ends its waits
 
 
-def explain_admit(core: BusCore, *, waited_s: float) -> str:
+def explain_admit(core: BusCore, worker: int, *, waited_s: float) -> str:
     """E.g. "rollout waits for credit for 30.0 s at version 3: 16 groups are outstanding: …"."""
+    if core.room_of(worker) <= 0:
+        return f"{ROLLOUT}-{worker} has its part of the groups in flight for {waited_s:.1f} s at version {core.version}"
     head = f"rollout waits for credit for {waited_s:.1f} s at version {core.version}"
     if not core.groups:
         return f"{head}: no group is outstanding"
@@ -56,15 +58,22 @@ def explain_lease(core: BusCore, request: LeaseRequest, *, waited_s: float) -> s
     return f"{head}: {', '.join(parts) if parts else 'rollout has no group in flight and owes new ones'}"
 
 
+def admit_owed_by(core: BusCore, worker: int) -> list[str]:
+    """Who else has to act before this worker is let on: the trainer frees credits by its ack, but nobody finishes the
+    groups that the worker has in flight for it."""
+    return [ACTOR] if core.room_of(worker) > 0 else []
+
+
 def lease_owed_by(core: BusCore, request: LeaseRequest) -> list[str]:
-    """The tasks that have to act before this lease can be given."""
+    """The tasks that have to act before this lease can be given; of rollout, the workers that have groups in flight."""
     if request.task == ACTOR and request.step != core.version:
         return [ACTOR]
     waiting = [g for g in core.groups.values() if g.actor_step is None and not g.in_flight]
     lacking = {column for group in waiting for column in request.columns if not group.has_columns((column,))}
     writers = sorted({WRITERS.get(column, ROLLOUT) for column in lacking} - {request.task})
     sampled = [g for g in core.groups.values() if g.in_flight and g.admission.min_version <= core.version]
-    return [*([ROLLOUT] if sampled or not writers else []), *writers]
+    workers = [f"{ROLLOUT}-{worker}" for worker in sorted({group.worker for group in sampled})]
+    return [*(workers or ([] if writers else [ROLLOUT])), *writers]
 
 
 def _in_flight(core: BusCore, groups: list[OpenGroup]) -> list[str]:
@@ -74,9 +83,9 @@ def _in_flight(core: BusCore, groups: list[OpenGroup]) -> list[str]:
     held = sum(group.admission.min_version > core.version for group in groups)
     early = f", {held} of them held for a later version" if held else ""
     age = core.clock() - oldest.admitted_at
-    return [
-        f"{len(groups)} in flight in rollout (oldest {oldest.admission.group_uid}, admitted {age:.0f} s ago{early})"
-    ]
+    where = f"{ROLLOUT}-{oldest.worker}, " if any(group.worker for group in groups) else ""
+    told = f"oldest {oldest.admission.group_uid}, {where}admitted {age:.0f} s ago{early}"
+    return [f"{len(groups)} in flight in rollout ({told})"]
 
 
 def _lacking(groups: list[OpenGroup], columns: tuple[str, ...]) -> list[str]:

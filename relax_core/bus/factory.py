@@ -32,6 +32,7 @@ def create_bus(
     total_steps: int,
     spare_groups: int = 0,
     surplus: Literal["drop", "keep"] = "drop",
+    rollout_workers: int = 1,
     ledger_path: Path,
     name: str,
     namespace: str,
@@ -58,6 +59,7 @@ def create_bus(
         max_row_bytes=config.max_row_bytes,
         spare_groups=spare_groups,
         surplus=surplus,
+        rollout_workers=rollout_workers,
     )
     options = {
         "name": name,

@@ -12,13 +12,15 @@ from relax_core.contracts.bus import Admission, GroupRow, LeasedRow
 class OpenGroup:
     """An admitted group that has no end yet. ``row`` is None until rollout puts it.
 
-    ``done``: tasks that worked on it. ``leases``: task → lease id. ``actor_step``: the train step whose lease holds it.
-    ``deliveries``: how often the actor got it. ``newest_version``: of the row's newest token, where its columns tell.
+    ``worker``: the rollout worker to which it was admitted. ``done``: tasks that worked on it. ``leases``: task → lease
+    id. ``actor_step``: the train step whose lease holds it. ``deliveries``: how often the actor got it.
+    ``newest_version``: of the row's newest token, where its columns tell.
     """
 
     admission: Admission
     uids: tuple[str, ...]
     admitted_at: float
+    worker: int
     row: GroupRow | None = None
     done: set[str] = field(default_factory=set)
     leases: dict[str, int] = field(default_factory=dict)

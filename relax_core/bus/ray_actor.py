@@ -14,9 +14,8 @@ from typing import Any, cast
 import msgspec
 import ray
 
-from relax_core.bus.checks import ACTOR
 from relax_core.bus.core import BusCore
-from relax_core.bus.explain import ROLLOUT, explain_admit, explain_lease, lease_owed_by
+from relax_core.bus.explain import ROLLOUT, admit_owed_by, explain_admit, explain_lease, lease_owed_by
 from relax_core.bus.journal import Journal
 from relax_core.bus.ledger import Ledger
 from relax_core.bus.settings import BusSettings
@@ -87,20 +86,22 @@ class BusActor:
 
     # -- rollout's side -----------------------------------------------------------------------------------------
     @answers
-    async def admit(self, max_groups: int, timeout_s: float) -> Any:
+    async def admit(self, max_groups: int, worker: int, timeout_s: float) -> Any:
         return await self._room.wait(
-            lambda: self._core.admit(max_groups) or None,
-            explain=lambda waited_s: explain_admit(self._core, waited_s=waited_s),
+            lambda: self._core.admit(max_groups, worker=worker) or None,
+            explain=lambda waited_s: explain_admit(self._core, worker, waited_s=waited_s),
             timeout_s=timeout_s,
-            owed_by=lambda: [ACTOR],  # it frees credits, by its ack
+            owed_by=lambda: admit_owed_by(self._core, worker),
             task=ROLLOUT,
+            worker=worker,
         )
 
     @answers
-    async def reclaim(self) -> Any:
-        reclaimed = self._core.reclaim()
+    async def reclaim(self, worker: int) -> Any:
+        reclaimed = self._core.reclaim(worker=worker)
         # Ray lets a call of a process that was killed wait on: it would take credits that nobody then uses.
-        self._room.fail_task(ROLLOUT, LeaseLost("the admissions of an earlier rollout worker were reclaimed"))
+        lost = LeaseLost(f"the admissions of an earlier process of {ROLLOUT}-{worker} were reclaimed")
+        self._room.fail_task(ROLLOUT, lost, worker=worker)
         return reclaimed
 
     @answers
@@ -119,10 +120,12 @@ class BusActor:
         self._changed()
 
     @answers
-    async def wait_version(self, since_version: int, timeout_s: float) -> Any:
+    async def wait_version(self, since_version: int, worker: int, timeout_s: float) -> Any:
         try:
             return await self._room.wait(
-                lambda: self._core.version_change(since_version), explain=lambda _: "", timeout_s=timeout_s
+                lambda: self._core.version_change(since_version, worker=worker),
+                explain=lambda _: "",
+                timeout_s=timeout_s,
             )
         except BusTimeout:
             return VersionChange(version=since_version, retired=[])

@@ -46,14 +46,15 @@ class RayBus:
         self.settings = settings
 
     # -- rollout's side -----------------------------------------------------------------------------------------
-    def admit(self, max_groups: int, *, timeout_s: float) -> list[Admission]:
-        return _decode(self._call("admit", max_groups, timeout_s, timeout_s=timeout_s), list[Admission])
+    def admit(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
+        return _decode(self._call("admit", max_groups, worker, timeout_s, timeout_s=timeout_s), list[Admission])
 
-    async def admit_async(self, max_groups: int, *, timeout_s: float) -> list[Admission]:
-        return _decode(await self._call_async("admit", max_groups, timeout_s, timeout_s=timeout_s), list[Admission])
+    async def admit_async(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
+        call = self._call_async("admit", max_groups, worker, timeout_s, timeout_s=timeout_s)
+        return _decode(await call, list[Admission])
 
-    def reclaim(self, *, timeout_s: float) -> list[Admission]:
-        return _decode(self._call("reclaim", timeout_s=timeout_s), list[Admission])
+    def reclaim(self, *, worker: int = 0, timeout_s: float) -> list[Admission]:
+        return _decode(self._call("reclaim", worker, timeout_s=timeout_s), list[Admission])
 
     def put(self, rows: Sequence[GroupRow], *, timeout_s: float) -> None:
         self._call("put", *self._pack_rows(rows), timeout_s=timeout_s)
@@ -67,11 +68,11 @@ class RayBus:
     async def drop_async(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
         await self._call_async("drop", group_uid, reason, timeout_s=timeout_s)
 
-    def wait_version(self, since_version: int, *, timeout_s: float) -> VersionChange:
-        return _decode(self._call("wait_version", since_version, timeout_s, timeout_s=timeout_s), VersionChange)
+    def wait_version(self, since_version: int, *, worker: int = 0, timeout_s: float) -> VersionChange:
+        return _decode(self._call("wait_version", since_version, worker, timeout_s, timeout_s=timeout_s), VersionChange)
 
-    async def wait_version_async(self, since_version: int, *, timeout_s: float) -> VersionChange:
-        call = self._call_async("wait_version", since_version, timeout_s, timeout_s=timeout_s)
+    async def wait_version_async(self, since_version: int, *, worker: int = 0, timeout_s: float) -> VersionChange:
+        call = self._call_async("wait_version", since_version, worker, timeout_s, timeout_s=timeout_s)
         return _decode(await call, VersionChange)
 
     def _pack_rows(self, rows: Sequence[GroupRow]) -> tuple[bytes, list[Block]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import msgspec
@@ -11,7 +12,8 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     """``groups_per_step``: rows one train step consumes. ``group_size``: samples a row. ``total_steps``: train steps of
     the whole run. ``inline_bytes``: payloads up to this size travel inside the message, larger ones as object refs.
     ``max_row_bytes``: a row whose payloads sum up to more is refused. ``spare_groups``: over-sampling, how many more
-    groups than a step needs are let in; ``surplus``: what becomes of those that a step did not need."""
+    groups than a step needs are let in; ``surplus``: what becomes of those that a step did not need.
+    ``rollout_workers``: how many workers of the rollout share the groups."""
 
     groups_per_step: int
     group_size: int
@@ -22,6 +24,15 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_row_bytes: int
     spare_groups: int = 0
     surplus: Literal["drop", "keep"] = "drop"
+    rollout_workers: int = 1
+
+    @property
+    def most_in_flight(self) -> int | None:
+        """Groups that one of several rollout workers may have in flight: its part of all that admission lets in, one
+        step past the window. None where a worker is alone."""
+        if self.rollout_workers == 1:
+            return None
+        return math.ceil((self.max_staleness + 2) * (self.groups_per_step + self.spare_groups) / self.rollout_workers)
 
     @property
     def window_groups(self) -> int:
@@ -38,6 +49,7 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
             "inline_bytes": 0,
             "max_row_bytes": 1,
             "spare_groups": 0,
+            "rollout_workers": 1,
         }
         for key, low in lowest.items():
             if getattr(self, key) < low:

@@ -20,6 +20,7 @@ class _Waiter:
     timeout_s: float
     since: float  # on the event loop's clock
     task: str | None
+    worker: int
     future: asyncio.Future[Any]
 
 
@@ -37,11 +38,12 @@ class WaitingRoom:
         timeout_s: float,
         owed_by: Callable[[], list[str]] = list,
         task: str | None = None,
+        worker: int = 0,
     ) -> T:
         """Returns what ``attempt`` gives as soon as it is not None; it is tried now and after each `wake`.
 
-        After ``timeout_s`` raises `BusTimeout` with ``explain(timeout_s)``. ``task``: whom `fail_task` reaches, and
-        under which name `waits` has it, with ``owed_by``.
+        After ``timeout_s`` raises `BusTimeout` with ``explain(timeout_s)``. ``task``, ``worker``: whom `fail_task`
+        reaches, and under which name `waits` has it, with ``owed_by``.
         """
         result = attempt()
         if result is not None:
@@ -54,6 +56,7 @@ class WaitingRoom:
             timeout_s=timeout_s,
             since=loop.time(),
             task=task,
+            worker=worker,
             future=loop.create_future(),
         )
         self._waiters[waiter] = None
@@ -75,9 +78,9 @@ class WaitingRoom:
             if result is not None:
                 self._finish(waiter, result=result)
 
-    def fail_task(self, task: str, error: Exception) -> None:
-        """Ends the waits of a task whose worker was lost."""
-        for waiter in [waiter for waiter in self._waiters if waiter.task == task]:
+    def fail_task(self, task: str, error: Exception, *, worker: int = 0) -> None:
+        """Ends the waits of a task's worker that was lost."""
+        for waiter in [waiter for waiter in self._waiters if (waiter.task, waiter.worker) == (task, worker)]:
             self._finish(waiter, error=error)
 
     def fail_all(self, error: Exception) -> None:
@@ -94,6 +97,7 @@ class WaitingRoom:
                 since_s=now - waiter.since,
                 text=waiter.explain(now - waiter.since),
                 owed_by=waiter.owed_by(),
+                worker=waiter.worker,
             )
             for waiter in self._waiters
             if waiter.task is not None

@@ -84,6 +84,7 @@ RANGES: dict[str, Range] = {
     "optimizer.eps": _POSITIVE,
     "optimizer.weight_decay": _FROM_ZERO,
     "optimizer.clip_grad": Range(0, why="0 switches clipping off"),
+    "rollout.workers": Range(1, 64),
     "rollout.prompts_per_step": _COUNT,
     "rollout.max_new_tokens": _COUNT,
     "rollout.temperature": Range(

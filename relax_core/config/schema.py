@@ -284,6 +284,7 @@ class OptimizerConfig:
 
 @dataclass
 class RolloutConfig:
+    workers: int = MISSING
     prompts_per_step: int = MISSING
     max_new_tokens: int = MISSING
     temperature: float = MISSING
@@ -390,7 +391,12 @@ class RelaxConfig:
     eval: EvalConfig = field(default_factory=EvalConfig)
 
     @property
+    def in_order(self) -> bool:
+        """Whether prompts, evaluations and complete groups follow each other in the same order in every run."""
+        return self.mode.max_staleness == 0 and self.rollout.workers == 1
+
+    @property
     def repeatable(self) -> bool:
         """Whether the same seed gives the same run again, on a CPU to the bit: where no batch depends on timing."""
-        timed = self.mode.max_staleness > 0 or self.rollout.over_sampling > 1.0 or self.engine.deterministic is False
-        return not timed
+        timed = self.rollout.over_sampling > 1.0 or self.engine.deterministic is False
+        return self.in_order and not timed

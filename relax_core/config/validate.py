@@ -62,6 +62,12 @@ def _check_mode(config: RelaxConfig) -> Iterator[str]:
             f"mode.max_staleness={mode.max_staleness} with mode=colocate: taking turns is strict on-policy. "
             "Drop mode.max_staleness, or choose mode=async."
         )
+    if mode.name is ModeName.colocate and config.rollout.workers > 1:
+        yield (
+            f"rollout.workers={config.rollout.workers} with mode=colocate: the engine gives its memory up when a "
+            "step's groups are complete, and only a worker that is alone has evaluated by then. Use rollout.workers=1, "
+            "or mode=async."
+        )
     if mode.name is ModeName.colocate and config.placement.gpus_per_node:
         yield NotYet(
             f"mode=colocate with placement.gpus_per_node={config.placement.gpus_per_node} is not built yet: while "
@@ -180,6 +186,11 @@ def _check_engine(config: RelaxConfig) -> Iterator[str]:
 
 def _check_rollout(config: RelaxConfig) -> Iterator[str]:
     rollout, mode = config.rollout, config.mode
+    if rollout.workers > rollout.prompts_per_step >= 1:
+        yield (
+            f"rollout.workers={rollout.workers} is more than rollout.prompts_per_step={rollout.prompts_per_step}: a "
+            f"step has no prompt for some of them. Use rollout.workers={rollout.prompts_per_step} or less."
+        )
     kept = rollout.over_sampling > 1.0 and rollout.surplus is Surplus.keep
     if kept and mode.max_staleness == 0 and mode.on_stale is OnStale.drop:
         yield (

@@ -132,25 +132,30 @@ class VersionChange(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BusWait(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that waits in the bus. ``task``: whose. ``text``: for what, and who owes it, with uids. ``owed_by``: the
-    tasks that have to act before it can go on."""
+    """A call that waits in the bus. ``task``, ``worker``: whose, the latter as the place of that worker among the
+    task's. ``text``: for what, and who owes it, with uids. ``owed_by``: the tasks that have to act before it can go on;
+    of rollout the workers, as "rollout-1", whose groups it waits for."""
 
     task: str
     since_s: float
     text: str
     owed_by: list[str]
+    worker: int = 0
 
 
 class Bus(Protocol):
-    """What every backend does. All arguments beyond the first are keyword-only."""
+    """What every backend does. All arguments beyond the first are keyword-only. ``worker``: which of the rollout's
+    workers calls, counted from 0; an admission belongs to the worker that asked for it."""
 
     # -- rollout's side -----------------------------------------------------------------------------------------
-    def admit(self, max_groups: int, *, timeout_s: float) -> list[Admission]:
-        """Waits for credit, then lets 1..max_groups prompt groups in. Opens their samples in the ledger."""
+    def admit(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
+        """Waits for credit, then lets 1..max_groups prompt groups in. Opens their samples in the ledger. Workers that
+        wait get credit in the order in which they asked, and each has its part of the groups in flight at most. Groups
+        of a restored snapshot go to whoever asks first."""
 
-    def reclaim(self, *, timeout_s: float) -> list[Admission]:
-        """The admissions whose rows never came: what a restarted rollout role has to do again, in order of issue.
-        A waiting `admit`, which only its predecessor can have left, gets `LeaseLost`."""
+    def reclaim(self, *, worker: int = 0, timeout_s: float) -> list[Admission]:
+        """The worker's admissions whose rows never came: what it has to do again after a restart, in order of issue.
+        A waiting `admit` of this worker, which only its predecessor can have left, gets `LeaseLost`."""
 
     def put(self, rows: Sequence[GroupRow], *, timeout_s: float) -> None:
         """Enters complete groups. A group that is already in, trained or dropped is ignored (at-least-once)."""
@@ -158,9 +163,10 @@ class Bus(Protocol):
     def drop(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
         """Closes an admitted group that yields nothing; its credit comes back."""
 
-    def wait_version(self, since_version: int, *, timeout_s: float) -> VersionChange:
-        """Returns once another version than ``since_version`` is in force, with what ended since then; one caller may
-        follow it. After ``timeout_s`` it returns as well, with the same version and nothing."""
+    def wait_version(self, since_version: int, *, worker: int = 0, timeout_s: float) -> VersionChange:
+        """Returns once another version than ``since_version`` is in force, with which of the worker's groups ended
+        since then; one caller of each worker may follow it. After ``timeout_s`` it returns as well, with the same
+        version and nothing."""
 
     # -- workers' side ------------------------------------------------------------------------------------------
     def lease(self, request: LeaseRequest, *, timeout_s: float) -> Lease:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from relax_core.contracts.bus import BusWait
 from relax_core.control.heartbeats import Beat
-from relax_core.roles.context import BUS
+from relax_core.roles.context import BUS, worker_name
 
 SILENT_S = 3.0  # a worker that has not answered for so long cannot be asked what it waits for
 
@@ -44,8 +44,7 @@ def _owed_by(beat: Beat, bus: Sequence[BusWait] | str, beats: Mapping[str, Beat]
         if wait.on != BUS:
             owed |= dict.fromkeys(_workers(wait.on, beats))
             continue
-        task = beat.name.rpartition("-")[0]
-        inside = [] if isinstance(bus, str) else [one for one in bus if one.task == task]
+        inside = [] if isinstance(bus, str) else [one for one in bus if worker_name(one.task, one.worker) == beat.name]
         if not inside:
             owed[BUS] = None  # the call is on its way, or the bus does not answer
         for one in inside:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from relax_core.contracts.bus import BusProgress
 from relax_core.observe.curves import CURVES_FILE, plot_curves
 from relax_core.observe.metrics import MetricsHealth
 from relax_core.observe.metrics_actor import MetricsClient, MetricsUnavailable
-from relax_core.observe.records import ACTOR, BAD_ROWS, MetricRecord, TextCell, TextRecord
+from relax_core.observe.records import ACTOR, MetricRecord, TextCell, TextRecord, bad_rows_kind
 from relax_core.observe.report import print_report, report_console
 from relax_core.observe.sinks import read_metrics, read_texts
 from relax_core.observe.summary import build_summary, write_summary
@@ -30,12 +30,13 @@ class RunRecords:
     health: MetricsHealth
 
 
-def collect(metrics: MetricsClient, progress: BusProgress, *, run_dir: Path) -> RunRecords:
+def collect(metrics: MetricsClient, progress: BusProgress, *, run_dir: Path, rollout_workers: int) -> RunRecords:
     """Takes the reports and closes the metrics service, so that every sink is on disk. Where the service is gone, the
     reports are those on disk, and that is told as a problem."""
+    kinds = [bad_rows_kind(worker) for worker in range(rollout_workers)]
     try:
         _, records = metrics.poll(0)
-        texts, bad_rows = metrics.texts("eval"), _newest(metrics.texts(BAD_ROWS))
+        texts, bad_rows = metrics.texts("eval"), _left_out(metrics.texts(kind) for kind in kinds)
         health = metrics.close()
         return RunRecords(records=records, texts=texts, bad_rows=bad_rows, progress=progress, health=health)
     except MetricsUnavailable as error:
@@ -44,14 +45,16 @@ def collect(metrics: MetricsClient, progress: BusProgress, *, run_dir: Path) -> 
         return RunRecords(
             records=read_metrics(run_dir),
             texts=[text for text in kept if text.kind == "eval"],
-            bad_rows=_newest([text for text in kept if text.kind == BAD_ROWS]),
+            bad_rows=_left_out([text for text in kept if text.kind == kind] for kind in kinds),
             progress=progress,
             health=MetricsHealth(problems=[problem], dropped={}),
         )
 
 
-def _newest(texts: list[TextRecord]) -> list[dict[str, TextCell]]:
-    return texts[-1].rows if texts else []
+def _left_out(told: Iterable[list[TextRecord]]) -> list[dict[str, TextCell]]:
+    """The rows that each rollout worker's newest texts name. A row that several workers left out comes once."""
+    rows = {row["row"]: row for texts in told if texts for row in texts[-1].rows}
+    return list(rows.values())
 
 
 def write_end(run_dir: Path, end: RunRecords, *, meta: Mapping[str, Any], started: float) -> dict[str, Any]:

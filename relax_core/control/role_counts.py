@@ -14,7 +14,7 @@ def roles_of(config: RelaxConfig) -> dict[str, int]:
     """Role → how many workers it has, in the order in which they are started: the slowest to start first."""
     needs: Needs = find_algorithm(config.algo.name).needs(config.algo)
     layouts = gang_layouts(config)
-    roles = {"actor": world_size(layouts["actor"]), "engine": config.engine.count, "rollout": 1}
+    roles = {"actor": world_size(layouts["actor"]), "engine": config.engine.count, "rollout": config.rollout.workers}
     if needs.critic:
         roles["critic"] = 1
     roles |= {role: world_size(layouts[role]) for role in FORWARD_ROLES if role in layouts}

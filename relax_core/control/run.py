@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -158,6 +159,7 @@ def _run_services(
     config = context.config
     earlier = read_metrics(context.run_dir)
     metrics = _start_metrics(context)
+    collected = partial(collect, metrics, run_dir=context.run_dir, rollout_workers=config.rollout.workers)
     # Its process starts beside the others. From step 0 too, where a start before a first checkpoint had reported.
     marked = metrics.send_mark(context.start_step) if context.start_step or earlier else lambda: None
     with ExitStack() as undo:
@@ -192,11 +194,11 @@ def _run_services(
                 end = run_services(context, resume, parts)
             except RunFailed as failure:
                 session.keep_logs()
-                records = collect(metrics, view.progress, run_dir=context.run_dir) if view.progress else None
+                records = collected(view.progress) if view.progress else None
                 return _Outcome(word="failed", failure=failure, records=records, recoveries=book.as_records())
         return _Outcome(
             word="stopped" if end.stopped else "finished",
-            records=collect(metrics, end.progress, run_dir=context.run_dir),
+            records=collected(end.progress),
             recoveries=book.as_records(),
         )
 

@@ -91,6 +91,7 @@ class Services:
             total_steps=config.run.steps,
             spare_groups=config.rollout.spare_prompts,
             surplus=config.rollout.surplus.value,
+            rollout_workers=config.rollout.workers,
             ledger_path=self._context.run_dir / "ledger.sqlite",
             name=BUS,
             namespace=self._context.namespace,

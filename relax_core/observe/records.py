@@ -15,6 +15,12 @@ RUN = "run"  # what happened to the run itself
 RESUMED = "resumed"
 BAD_ROWS = "bad_rows"  # texts: data rows that were left out
 
+
+def bad_rows_kind(worker: int) -> str:
+    """The kind of the texts in which a rollout worker names the data rows that it left out."""
+    return f"{BAD_ROWS}-{worker}" if worker else BAD_ROWS
+
+
 TextCell = str | int | float | bool | None
 
 
@@ -29,7 +35,7 @@ class MetricRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 class TextRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Texts of one ``kind`` at ``step``. Rows of kind "eval" have prompt, answer (expected), response and exact, and
-    the evaluation set's name where it has one; those of kind "bad_rows" have row (its number), reason and text."""
+    the evaluation set's name where it has one; those of `bad_rows_kind` have row (its number), reason and text."""
 
     kind: str
     step: int

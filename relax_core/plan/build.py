@@ -100,7 +100,7 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
         data=[] if look is None else look.words(what=config.data.name),
         left_out=[] if look is None else look.left_out(),
         unread=list(unread_knobs(config)),
-        warnings=[UNSEEN] if on_gpus else [],
+        warnings=[*([UNSEEN] if on_gpus else []), *_order_words(config)],
         not_yet=list(not_yet),
         refused=refused,
     )
@@ -125,6 +125,15 @@ def _look(config: RelaxConfig) -> DataLook | None:
     if config.launcher.name is LauncherKind.ray_job or data.task is data.path is data.paths is None:
         return None
     return look_at_data(config)
+
+
+def _order_words(config: RelaxConfig) -> Iterator[str]:
+    """Of a run without staleness, which several rollout workers keep from being the same one each time."""
+    if config.mode.max_staleness == 0 and not config.in_order:
+        yield (
+            f"mode.max_staleness=0 with rollout.workers={config.rollout.workers}: which worker rolls a group out "
+            "depends on timing, so the same seed gives another run. With rollout.workers=1 it gives the same bits."
+        )
 
 
 def _runs_here(config: RelaxConfig) -> bool:

@@ -63,14 +63,15 @@ def cpu_holders(
     holders = [_plain(name, mib) for name, mib in BASES.items() if name not in SIZED]
     engines = roles["engine"] + roles.get("teacher_engine", 0)
     holders.append(_plain("owner of an engine", BASES["owner of an engine"], count=engines))
-    holders.append(_plain("rollout", BASES["rollout"] + (0 if "advantages" in roles else TORCH)))
+    rollout = BASES["rollout"] + (0 if "advantages" in roles else TORCH)
+    holders.append(_plain("rollout", rollout, count=roles["rollout"]))
     if "advantages" in roles:
         holders.append(_plain("advantages", BASES["advantages"]))
     if config.run.serve:
         holders.append(_plain("Serve controller", BASES["Serve controller"]))
         holders.append(_plain("Serve front of a role", FRONT, count=len(roles)))
     if find_reward(config.reward.name).isolated:
-        holders.append(_plain("reward worker", REWARD_WORKER, count=config.rollout.reward_workers))
+        holders.append(_plain("reward worker", REWARD_WORKER, count=roles["rollout"] * config.rollout.reward_workers))
     if config.bus.storage_units is not None:
         holders.append(_plain("TransferQueue process", QUEUE_PROCESS, count=1 + config.bus.storage_units))
     holders.append(_trainer("actor", config, config.parallel, model, work, publishes=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ from relax_core.data.sources import make_source
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.pool import EnginePool
 from relax_core.observe.metrics_actor import MetricsClient, MetricsUnavailable
-from relax_core.observe.records import BAD_ROWS
+from relax_core.observe.records import bad_rows_kind
 from relax_core.registry import find_algorithm, find_env, find_reward
 from relax_core.roles.context import RunContext, worker_name
 from relax_core.roles.engines import EngineDirectory
@@ -38,7 +39,7 @@ from relax_core.rollout.evaluation import Evaluator, eval_versions, prepare
 from relax_core.rollout.groups import GroupFilter, MakeExtras
 from relax_core.rollout.prompts import PromptMaker
 from relax_core.rollout.reward_pool import RewardPool
-from relax_core.rollout.sampler import Sampler, SamplerSettings
+from relax_core.rollout.sampler import Record, Sampler, SamplerSettings
 from relax_core.rollout.sampling import evaluation_sampling, training_sampling
 from relax_core.rollout.teachers import teacher_chooser
 from relax_core.rollout.turnover import Turnover
@@ -50,10 +51,11 @@ OWNER_FIRST_S = 10.0  # an engine that does not start is its owner's to report: 
 
 
 class RolloutWorker(Worker):
-    """Rollout worker ``rank``. All of its state is in the bus: a restarted one takes back what its predecessor owed."""
+    """Rollout worker ``rank``. All of its state is in the bus: a restarted one takes back what its predecessor owed.
+    Several share the prompts of a step; the first one alone evaluates."""
 
     def __init__(self, name: str, context: RunContext, rank: int) -> None:
-        assert rank == 0, "one rollout worker feeds all engines"
+        self._rank = rank  # before the loop starts, which reads it
         self._evaluated = threading.Event()
         ignore_stop_signals()  # envs and rewards are the user's code
         super().__init__(name, context)
@@ -71,7 +73,7 @@ class RolloutWorker(Worker):
             directory.client_async,
             patience_s=config.engine.start_timeout_s + OWNER_FIRST_S,
             silent_s=config.engine.silent_s,
-            by_load=config.mode.max_staleness > 0,  # else the same seed gives the same bits, whatever the timing
+            by_load=not config.in_order,  # else the same seed gives the same bits, whatever the timing
             max_lag=config.mode.max_staleness,
             lag_s=config.engine.sync_timeout_s,
             waiting=self.waiting,
@@ -99,7 +101,9 @@ class RolloutWorker(Worker):
         spec = find_algorithm(config.algo.name)
         teachers = spec.needs(config.algo).teacher
         advantages = group_advantages(spec, config) if made_as_groups_complete(config) else None
-        evaluator = self._evaluator(source, bus=bus, metrics=metrics, pool=pool, prompts=prompts, rewards=rewards)
+        evaluator = None
+        if self._rank == 0:
+            evaluator = self._evaluator(source, bus=bus, metrics=metrics, pool=pool, prompts=prompts, rewards=rewards)
         settings = self._settings(prompts.tokenizer)
         player = None
         if env.has_turns:
@@ -113,12 +117,12 @@ class RolloutWorker(Worker):
             prompts=prompts,
             rewards=rewards,
             settings=settings,
-            record=metrics.record,
-            gate=evaluator.gate,
+            record=self._record(metrics),
+            gate=_no_gate if evaluator is None else evaluator.gate,
             bad_rows=BadRows(
                 rows=len(source),
                 most=config.data.max_bad_rows,
-                tell=lambda rows: metrics.record_texts(BAD_ROWS, context.start_step, rows),
+                tell=lambda rows: metrics.record_texts(bad_rows_kind(self._rank), context.start_step, rows),
             ),
             refuse=group_filter(spec, config.algo),
             teacher_of=None if teachers is None else teacher_chooser(teachers),
@@ -131,7 +135,8 @@ class RolloutWorker(Worker):
             async with asyncio.TaskGroup() as group:
                 if advantages is not None:  # torch is there before the engine has its first weights
                     group.create_task(asyncio.to_thread(importlib.import_module, "torch"))
-                group.create_task(self._evaluate(evaluator, metrics))
+                if evaluator is not None:
+                    group.create_task(self._evaluate(evaluator, metrics))
                 group.create_task(self._sample(sampler, bus))
         except* Exception as failures:
             raise first_cause(failures) from failures
@@ -145,11 +150,23 @@ class RolloutWorker(Worker):
         if not (aborts or rollout.spare_prompts):
             return None
         call_timeout_s = self.context.config.bus.call_timeout_s
-        return Turnover(bus, pool, max_aborts=rollout.max_aborts if aborts else 0, call_timeout_s=call_timeout_s)
+        return Turnover(
+            bus,
+            pool,
+            max_aborts=rollout.max_aborts if aborts else 0,
+            call_timeout_s=call_timeout_s,
+            worker=self._rank,
+        )
+
+    def _record(self, metrics: MetricsClient) -> Record:
+        """Where there are several workers, a record says which of them made it."""
+        own = {"worker": float(self._rank)} if self.context.config.rollout.workers > 1 else {}
+        return lambda source, step, values: metrics.record(source, step, {**values, **own})
 
     async def _sample(self, sampler: Sampler, bus: RayBus) -> None:
         try:
-            reclaimed = await asyncio.to_thread(bus.reclaim, timeout_s=self.context.config.bus.call_timeout_s)
+            timeout_s = self.context.config.bus.call_timeout_s
+            reclaimed = await asyncio.to_thread(bus.reclaim, worker=self._rank, timeout_s=timeout_s)
             await sampler.run(reclaimed)
         except BusClosed as closed:  # nothing is left to sample; the last evaluation may still be ahead
             self.set_state("running", str(closed))
@@ -185,15 +202,18 @@ class RolloutWorker(Worker):
 
     def _settings(self, tokenizer: PromptTokenizer) -> SamplerSettings:
         config = self.context.config
+        rollout = config.rollout
         return SamplerSettings(
             seed=config.seed,
-            burst_prompts=config.rollout.prompts_per_step + config.rollout.spare_prompts,
+            burst_prompts=math.ceil((rollout.prompts_per_step + rollout.spare_prompts) / rollout.workers),
             sampling=training_sampling(config, tokenizer),
             admit_timeout_s=config.run.stall_timeout_s,
             call_timeout_s=config.bus.call_timeout_s,
-            mask_off_policy=config.rollout.mask_off_policy,
-            mask_truncated=config.rollout.mask_truncated,
-            in_order=config.mode.max_staleness == 0,
+            worker=self._rank,
+            alone=rollout.workers == 1,
+            mask_off_policy=rollout.mask_off_policy,
+            mask_truncated=rollout.mask_truncated,
+            in_order=config.in_order,
         )
 
     async def _note_evaluation(self, version: int, values: Mapping[str, float]) -> bool:
@@ -243,11 +263,14 @@ class RolloutWorker(Worker):
             rewards=rewards,
             sampling=evaluation_sampling(config, prompts.tokenizer),
             wait_version=wait_version,
-            in_order=config.mode.max_staleness == 0,
+            in_order=config.in_order,
             record=metrics.record,
             record_texts=lambda version, rows: metrics.record_texts("eval", version, rows),
             note=None if config.run.keep_best is None else self._note_evaluation,
         )
+
+
+async def _no_gate(version: int) -> None: ...
 
 
 async def _awaited(reference: Any) -> Any:

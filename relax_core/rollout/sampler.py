@@ -40,7 +40,7 @@ MAX_TRUNCATED_IN_A_ROW = 64  # groups of which every response was cut, under rol
 class RolloutBus(Protocol):
     """The bus as the rollout's event loop uses it."""
 
-    async def admit_async(self, max_groups: int, *, timeout_s: float) -> list[Admission]: ...
+    async def admit_async(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]: ...
 
     async def put_async(self, rows: Sequence[GroupRow], *, timeout_s: float) -> None: ...
 
@@ -54,6 +54,8 @@ class SamplerSettings:
     sampling: SamplingParams
     admit_timeout_s: float
     call_timeout_s: float
+    worker: int = 0  # whose admissions these are
+    alone: bool = True  # no other worker asks for admissions
     mask_off_policy: bool = False
     mask_truncated: bool = False
     in_order: bool = False  # groups are handed on in the order in which their responses came: the same one in every run
@@ -135,7 +137,9 @@ class Sampler:
         """Waits as long as the run goes on, however long the trainer is busy; the controller knows when it stands."""
         while True:
             try:
-                return await self._bus.admit_async(burst, timeout_s=self._settings.admit_timeout_s)
+                return await self._bus.admit_async(
+                    burst, worker=self._settings.worker, timeout_s=self._settings.admit_timeout_s
+                )
             except BusTimeout as late:
                 log.warning("waits on: %s", late)
 
@@ -151,7 +155,8 @@ class Sampler:
 
     async def _usable(self, admissions: Sequence[Admission]) -> list[PromptInHand]:
         """The prompts of these admissions. A row that cannot be used ends its group with the reason, and the next row
-        takes its place at once: so bursts are the same ones in every run with the same data and seed."""
+        takes its place at once: so bursts of a worker that is alone are the same ones in every run with the same data
+        and seed."""
         prompts: list[PromptInHand] = []
         while admissions:
             if self._turnover is not None:
@@ -165,7 +170,8 @@ class Sampler:
                 except BadRow as error:
                     left_out += 1
                     await self._leave_out(admission.index, number, error)
-            admissions = await self._admitted_at_once(left_out) if left_out else ()
+            # Where others ask too, one of them may have the credit by now, and these prompts do not wait for another.
+            admissions = await self._admitted_at_once(left_out) if left_out and self._settings.alone else ()
         return prompts
 
     async def _leave_out(self, index: int, number: int, error: BadRow) -> None:
@@ -177,7 +183,7 @@ class Sampler:
     async def _admitted_at_once(self, count: int) -> Sequence[Admission]:
         """None where the bus wants no more: a group that over-sampling has ended leaves no credit."""
         try:
-            return await self._bus.admit_async(count, timeout_s=AGAIN_S)
+            return await self._bus.admit_async(count, worker=self._settings.worker, timeout_s=AGAIN_S)
         except BusTimeout:
             return ()
 

@@ -14,7 +14,7 @@ from relax_core.contracts.tree import group_uid
 class VersionBus(Protocol):
     """The bus as this task uses it."""
 
-    async def wait_version_async(self, since_version: int, *, timeout_s: float) -> VersionChange: ...
+    async def wait_version_async(self, since_version: int, *, worker: int = 0, timeout_s: float) -> VersionChange: ...
 
 
 class AbortingPool(Protocol):
@@ -34,18 +34,21 @@ class _UnderWay:
 
 
 class Turnover:
-    """Follows the weight versions for a sampler, which says what is under way.
+    """Follows the weight versions for the sampler of rollout worker ``worker``, which says what is under way.
 
     Groups that the bus has ended (over-sampling) are cancelled. With ``max_aborts`` above 0 (rollout.partial=abort) the
     others are aborted at each new version, so that they go on from their prefixes with its weights; a group that was
     aborted ``max_aborts`` times is left to finish.
     """
 
-    def __init__(self, bus: VersionBus, pool: AbortingPool, *, max_aborts: int, call_timeout_s: float) -> None:
+    def __init__(
+        self, bus: VersionBus, pool: AbortingPool, *, max_aborts: int, call_timeout_s: float, worker: int = 0
+    ) -> None:
         self._bus = bus
         self._pool = pool
         self._max_aborts = max_aborts
         self._call_timeout_s = call_timeout_s
+        self._worker = worker
         self._under_way: dict[str, _UnderWay] = {}  # by group uid
         self.aborts = 0
 
@@ -85,14 +88,17 @@ class Turnover:
 
     async def run(self) -> None:
         """Until the bus closes (BusClosed)."""
-        change = await self._bus.wait_version_async(-1, timeout_s=self._call_timeout_s)
+        change = await self._next_change(-1)
         await self._give_up(change.retired)  # nothing is aborted: whatever is under way began with these weights
         while True:
             version = change.version
-            change = await self._bus.wait_version_async(version, timeout_s=self._call_timeout_s)
+            change = await self._next_change(version)
             if change.version != version:
                 await self._give_up(change.retired)
                 await self._go_on_anew(change)
+
+    async def _next_change(self, since_version: int) -> VersionChange:
+        return await self._bus.wait_version_async(since_version, worker=self._worker, timeout_s=self._call_timeout_s)
 
     async def _give_up(self, retired: Sequence[str]) -> None:
         ended = [self._under_way.pop(uid) for uid in retired if uid in self._under_way]

@@ -46,15 +46,18 @@ class BooksModel:
         on_stale: str,
         spare_groups: int = 0,
         surplus: str = "drop",
+        rollout_workers: int = 1,
     ) -> None:
         self.folder = folder
         self.files = 0
         self.gps, self.group_size = groups_per_step, group_size
         self.max_staleness, self.on_stale = max_staleness, on_stale
         self.spare_groups, self.surplus = spare_groups, surplus
+        self.rollout_workers = rollout_workers
         self.clock = Clock()
         self.start(self.new_file())
         self.in_flight: dict[str, Admission] = {}
+        self.owners: dict[str, int] = {}  # group → the rollout worker to which it was admitted
         self.rows: dict[str, GroupRow] = {}  # every row that was put
         self.actor_leases: list[Lease] = []
         self.worker_leases: list[Lease] = []
@@ -77,6 +80,7 @@ class BooksModel:
             total_steps=TOTAL_STEPS,
             spare_groups=self.spare_groups,
             surplus=self.surplus,
+            rollout_workers=self.rollout_workers,
         )
         self.file = file
         self.journal = Journal(file)

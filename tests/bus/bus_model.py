@@ -16,6 +16,8 @@ from tests.bus.books_model import FLUSH_S, BooksModel, Saved
 from tests.bus.make_rows import uids_of
 
 LEASE_S = 10.0
+MOST_WORKERS = 3  # of the rollout
+WORKERS = st.integers(0, MOST_WORKERS - 1)
 COLUMNS = st.sampled_from([("a",), ("a", "b")])
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
@@ -26,13 +28,14 @@ class BusModel(BooksModel):
 
     # -- what clients do ----------------------------------------------------------------------------------------
     def admit(self, draw: Draw) -> None:
-        self.admit_groups(draw(st.integers(1, 12)))
+        self.admit_groups(draw(st.integers(1, 12)), worker=draw(WORKERS))
 
-    def admit_groups(self, max_groups: int) -> None:
+    def admit_groups(self, max_groups: int, *, worker: int = 0) -> None:
         steps = self.max_staleness + 1
         spares = self.spare_groups * (1 if self.surplus == "keep" else steps)
         version, window = self.core.version, steps * self.gps + spares
-        for admission in self.core.admit(max_groups):
+        for admission in self.core.admit(max_groups, worker=worker):
+            self.owners[admission.group_uid] = worker
             assert admission.group_uid not in self.in_flight
             assert admission.min_version <= version + 1, "at most one step early"
             self.in_flight[admission.group_uid] = admission
@@ -40,6 +43,10 @@ class BusModel(BooksModel):
             if admission.min_version <= version:
                 outstanding = [g for g in self.core.groups.values() if g.admission.min_version <= version]
                 assert len(outstanding) <= window, "more groups than credits"
+        if self.rollout_workers > 1:
+            own = sum(self.owners[uid] == worker for uid in self.in_flight)
+            let_in = (self.max_staleness + 2) * (self.gps + self.spare_groups)
+            assert own <= -(-let_in // self.rollout_workers), "it takes another worker's part"
 
     def roll_out(self, draw: Draw) -> None:
         """Some of what may be generated arrives, in any order."""
@@ -183,9 +190,11 @@ class BusModel(BooksModel):
             may_be_left = 0 if self.spare_groups else self.unfilled
             assert len(self.core.groups) <= may_be_left, "nobody will train what is left"
             return
-        change = self.core.version_change(step)
-        assert change is not None and (change.version, sorted(change.retired)) == (step + 1, sorted(gone))
-        assert self.core.version_change(step + 1) is None
+        for worker in range(MOST_WORKERS):  # each hears of its own groups, whoever asked before it
+            change = self.core.version_change(step, worker=worker)
+            own = sorted(uid for uid in gone if self.owners[uid] == worker)
+            assert change is not None and (change.version, sorted(change.retired)) == (step + 1, own)
+            assert self.core.version_change(step + 1, worker=worker) is None
 
     def train(self, draw: Draw) -> None:
         """A step with whatever is ready."""
@@ -196,7 +205,8 @@ class BusModel(BooksModel):
 
     def train_fully(self) -> None:
         """A step of a run in which nothing goes wrong: it must get all of its groups."""
-        self.admit_groups(100)
+        for worker in range(MOST_WORKERS):
+            self.admit_groups(100, worker=worker)
         for admission in self.startable():
             self.put_row(admission, None)
         self.work_on(100)
@@ -219,8 +229,10 @@ class BusModel(BooksModel):
         self.core.expire()
 
     def reclaim(self, draw: Draw) -> None:
-        reclaimed = self.core.reclaim()
-        assert [a.index for a in reclaimed] == sorted(a.index for a in self.in_flight.values())
+        worker = draw(WORKERS)
+        reclaimed = self.core.reclaim(worker=worker)
+        own = [a.index for a in self.in_flight.values() if self.owners[a.group_uid] == worker]
+        assert [a.index for a in reclaimed] == sorted(own)
         for admission in reclaimed:
             assert admission.attempt == self.in_flight[admission.group_uid].attempt + 1
             self.in_flight[admission.group_uid] = admission
@@ -287,7 +299,8 @@ class BusModel(BooksModel):
         self.in_flight, self.actor_leases, self.worker_leases = {}, [], []
         self.check_file()
         open_at_cut = self.core.progress().ledger.open // self.group_size
-        again = self.core.admit(open_at_cut) if open_at_cut else []
+        again = self.core.admit(open_at_cut, worker=1) if open_at_cut else []
+        self.owners.update({a.group_uid: 1 for a in again})
         assert [a.index for a in again] == sorted(a.index for a in again)
         assert all(a.attempt > 0 for a in again), "fresh groups came before lost ones"
         self.in_flight = {a.group_uid: a for a in again}

@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from tests.bus.bus_model import BusModel
+from tests.bus.bus_model import MOST_WORKERS, BusModel
 
 WORK = ["roll_out", "train", "work", "lease"] * 4 + ["admit", "write", "ack", "put_again", "drop"] * 2
 TROUBLE = ["release", "revoke", "wait", "reclaim", "save", "restore", "crash_and_resume", "start_afresh"]
@@ -33,8 +33,12 @@ class BusMachine(RuleBasedStateMachine):
         # On shared memory: the journal is tested, not the disk.
         self.folder = tempfile.TemporaryDirectory(prefix=f"{Path(tempfile.gettempdir()).name}-", dir="/dev/shm")
 
-    @initialize(groups_per_step=st.integers(1, 4), group_size=st.integers(1, 3))
-    def begin(self, groups_per_step: int, group_size: int) -> None:
+    @initialize(
+        groups_per_step=st.integers(1, 4),
+        group_size=st.integers(1, 3),
+        rollout_workers=st.sampled_from([1, MOST_WORKERS]),
+    )
+    def begin(self, groups_per_step: int, group_size: int, rollout_workers: int) -> None:
         self.model = BusModel(
             Path(self.folder.name),
             groups_per_step=groups_per_step,
@@ -43,6 +47,7 @@ class BusMachine(RuleBasedStateMachine):
             on_stale=self.on_stale,
             spare_groups=self.spare_groups,
             surplus=self.surplus,
+            rollout_workers=rollout_workers,
         )
 
     # One rule for all: Hypothesis leaves some rules out of each history, and without rollout none would get anywhere.

@@ -104,6 +104,7 @@ def test_which_runs_the_same_seed_gives_again() -> None:
     for overrides in (["mode=colocate"], ["mode.max_staleness=0"]):
         assert load_config(overrides).repeatable
         assert not load_config([*overrides, "rollout.over_sampling=1.5"]).repeatable
+    assert not load_config(["mode.max_staleness=0", "rollout.workers=2"]).repeatable
 
 
 def test_every_value_is_explained_beside_it() -> None:

@@ -98,6 +98,12 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
     ("overrides", "text"),
     [
         (["mode=colocate", "mode.max_staleness=1"], "mode.max_staleness=1 with mode=colocate"),
+        (
+            ["mode=colocate", "rollout.workers=2"],
+            "rollout.workers=2 with mode=colocate: the engine gives its memory up",
+        ),
+        (["rollout.workers=9"], "rollout.workers=9 is more than rollout.prompts_per_step=8: a step has no prompt for"),
+        (["rollout.workers=65"], "rollout.workers=65: must be at least 1 and at most 64"),
         (["algo.group_size=1"], "algo.group_size=1"),
         (["algo.mini_batches=0"], "algo.mini_batches=0: at least one update a train step."),
         (["algo.epochs=0"], "algo.epochs=0: at least one time that a prompt is trained on."),

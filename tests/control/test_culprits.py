@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from relax_core.contracts.bus import BusWait
 from relax_core.control.culprits import chain
 from relax_core.control.heartbeats import Beat
@@ -41,6 +43,14 @@ def test_one_who_does_not_answer_is_named_wherever_it_stands() -> None:
 def test_a_role_stands_for_its_workers() -> None:
     beats = [beat("actor-0", "bus"), beat("rollout-0", "engine"), beat("engine-0", state="done"), beat("engine-1")]
     assert culprits(*beats, bus=[in_bus("actor", "rollout")]) == ["engine-0", "engine-1"]
+
+
+def test_a_worker_is_known_in_the_bus_by_its_place() -> None:
+    """The second rollout worker waits for credit; the first one's call is on its way to a bus that does not answer."""
+    waits_for_credit = msgspec.structs.replace(in_bus("rollout", "actor"), worker=1)
+    beats = [beat("actor-0", "bus"), beat("rollout-0", "engine"), beat("rollout-1", "bus"), beat("engine-0")]
+    assert culprits(*beats, bus=[in_bus("actor", "rollout-0"), waits_for_credit]) == ["engine-0"]
+    assert culprits(beat("actor-0", "rollout-0"), beat("rollout-0", "bus"), bus=[waits_for_credit]) == ["bus"]
 
 
 def test_who_works_for_itself_beside_a_wait_is_a_culprit() -> None:

@@ -57,6 +57,17 @@ def test_the_presets_plan_clean_and_cannot_start_yet(name: str, gpus: int) -> No
         load_config([f"experiment={name}"], checks=CHECKS)
 
 
+def test_the_plan_has_every_rollout_worker_and_tells_what_several_cost() -> None:
+    several = ("mode.max_staleness=0", "rollout.workers=3", "rollout.reward_workers=2", "reward=math")
+    plan = make_plan(planned(*several, "data=arithmetic"))
+    counts = {holder.name: holder.count for holder in plan.memory}
+    assert (plan.roles["rollout"], counts["rollout"], counts["reward worker"]) == (3, 3, 6)
+    (told,) = plan.warnings
+    assert told.startswith("mode.max_staleness=0 with rollout.workers=3: ")
+    assert told in " ".join(as_text(plan).split())
+    assert make_plan(planned("rollout.workers=3")).warnings == make_plan(planned(*several[:1])).warnings == []
+
+
 def test_an_asynchronous_layout_gives_each_gpu_to_one_role() -> None:
     plan = make_plan(planned("experiment=qwen3_30b_a3b_async_16gpu"))
     taken = [(place.node, gpu) for place in plan.places for gpu in place.gpus]

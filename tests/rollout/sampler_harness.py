@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,11 +56,11 @@ class CoreBus:
         self._on_put = put
         self._changed = asyncio.Event()
 
-    async def admit_async(self, max_groups: int, *, timeout_s: float) -> list[Admission]:
+    async def admit_async(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
         while True:
             if self.core.finished():
                 raise BusClosed("all train steps are done")
-            if admitted := self.core.admit(max_groups):
+            if admitted := self.core.admit(max_groups, worker=worker):
                 return admitted
             self._changed.clear()
             try:
@@ -87,9 +88,9 @@ class CoreBus:
             self.core.ack([lease.lease_id], step=self.core.version, dropped={})
         self._changed.set()
 
-    async def wait_version_async(self, since_version: int, *, timeout_s: float) -> VersionChange:
+    async def wait_version_async(self, since_version: int, *, worker: int = 0, timeout_s: float) -> VersionChange:
         while True:
-            if change := self.core.version_change(since_version):
+            if change := self.core.version_change(since_version, worker=worker):
                 return change
             self._changed.clear()
             await asyncio.wait_for(self._changed.wait(), timeout_s)
@@ -152,6 +153,8 @@ async def sample(
     env: EnvSpec | None = None,
     env_knobs: EnvKnobs | None = None,
     context: int = CONTEXT,
+    worker: int = 0,
+    workers: int = 1,
 ) -> list[tuple[str, int, Mapping[str, float]]]:
     """Runs the sampler until the bus has had enough; returns what it recorded."""
     client = client or engine.new_client()
@@ -193,17 +196,21 @@ async def sample(
             player=player,
             settings=SamplerSettings(
                 seed=0,
-                burst_prompts=STEP_GROUPS + bus.core.settings.spare_groups,
+                burst_prompts=math.ceil((STEP_GROUPS + bus.core.settings.spare_groups) / workers),
                 sampling=sampling,
                 admit_timeout_s=60.0,
                 call_timeout_s=60.0,
+                worker=worker,
+                alone=workers == 1,
                 mask_truncated=mask_truncated,
                 in_order=in_order,
             ),
             record=lambda source, version, values: records.append((source, version, values)),
             gate=gate,
             bad_rows=bad_rows or BadRows(rows=1000, most=0.05, tell=lambda rows: None),
-            turnover=None if max_aborts is None else Turnover(bus, pool, max_aborts=max_aborts, call_timeout_s=60.0),
+            turnover=None
+            if max_aborts is None
+            else Turnover(bus, pool, max_aborts=max_aborts, call_timeout_s=60.0, worker=worker),
             advantages=advantages,
         )
         try:
@@ -213,7 +220,7 @@ async def sample(
         finally:
             await client.aclose()
             left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-            assert not [task for task in left if "Sampler" in repr(task)], left
+            assert workers > 1 or not [task for task in left if "Sampler" in repr(task)], left
     raise AssertionError("the sampler ended by itself")
 
 

@@ -113,11 +113,11 @@ def test_a_trainer_that_is_busy_for_long_is_waited_for(engine: Engine, tiny_fold
     class BusyBus(CoreBus):
         timeouts = 0
 
-        async def admit_async(self, max_groups: int, *, timeout_s: float) -> list[Admission]:
+        async def admit_async(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
             if self.timeouts < 3:
                 self.timeouts += 1
                 raise BusTimeout("actor owes the ack of step 0")
-            return await super().admit_async(max_groups, timeout_s=timeout_s)
+            return await super().admit_async(max_groups, worker=worker, timeout_s=timeout_s)
 
     async def scene() -> None:
         bus = BusyBus(steps=1)
@@ -314,13 +314,13 @@ def test_a_failure_is_heard_while_the_next_prompts_wait_at_the_gate(engine: Engi
 
         early = False
 
-        async def admit_async(self, max_groups: int, *, timeout_s: float) -> list[Admission]:
+        async def admit_async(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
             if not self.core.progress().admitted:
                 return self.core.admit(max_groups)
             if not self.early:
                 self.early = True
                 return [Admission(index=9, group_uid="g00000009", min_version=1)]
-            return await super().admit_async(max_groups, timeout_s=timeout_s)
+            return await super().admit_async(max_groups, worker=worker, timeout_s=timeout_s)
 
     def refuse(rows: Sequence[GroupRow]) -> None:
         raise ValueError("too many bytes")
@@ -355,8 +355,8 @@ def test_what_is_over_before_it_could_begin_is_not_generated(engine: Engine, tin
     """The spare groups wait at the gate until the step has been taken without them."""
 
     class InTwoParts(CoreBus):
-        async def admit_async(self, max_groups: int, *, timeout_s: float) -> list[Admission]:
-            return await super().admit_async(STEP_GROUPS, timeout_s=timeout_s)
+        async def admit_async(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
+            return await super().admit_async(STEP_GROUPS, worker=worker, timeout_s=timeout_s)
 
     async def scene() -> None:
         bus = InTwoParts(steps=2, spare_groups=2, surplus="drop", on_step=renamed(engine))
@@ -376,6 +376,67 @@ def test_what_is_over_before_it_could_begin_is_not_generated(engine: Engine, tin
         assert bus.core.progress().ledger.dropped["over_sampled"] >= 2 * GROUP_SIZE
         assert not {"g00000003", "g00000004"} & set(bus.rows)
         assert drawn == GROUP_SIZE * len(bus.rows)
+
+    asyncio.run(within(scene()))
+
+
+def test_two_workers_share_the_steps_and_one_that_is_lost_goes_on_with_its_own(
+    engine: Engine, tiny_folder: Path
+) -> None:
+    """The second worker is lost with two groups in hand, whose step waits for them; it is back with its admissions. A
+    row that cannot be used holds up no prompt of a worker that is not alone."""
+
+    class NotedBus(CoreBus):
+        def __init__(self) -> None:
+            super().__init__(steps=6, rollout_workers=2, on_step=renamed(engine))
+            self.admitted: list[tuple[int, str]] = []
+            self.deadlines_s: set[float] = set()
+
+        async def admit_async(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
+            self.deadlines_s.add(timeout_s)
+            admitted = await super().admit_async(max_groups, worker=worker, timeout_s=timeout_s)
+            self.admitted += [(worker, one.group_uid) for one in admitted]
+            return admitted
+
+    async def scene() -> None:
+        bus, in_hand = NotedBus(), asyncio.Event()
+
+        async def stands_still(version: int) -> None:
+            in_hand.set()
+            await asyncio.Event().wait()
+
+        second = asyncio.create_task(
+            sample(engine, tiny_folder, bus, worker=1, workers=2, gate=stands_still, client=engine.new_client())
+        )
+        await in_hand.wait()
+        first = asyncio.create_task(
+            sample(engine, tiny_folder, bus, workers=2, prompts={8: None}, client=engine.new_client())
+        )
+        while len({uid for worker, uid in bus.admitted if worker == 0}) == 0:
+            await asyncio.sleep(0.005)
+        second.cancel()
+        await asyncio.wait([second])
+        assert bus.core.version == 0 and not first.done(), "the step lacks the lost worker's groups"
+        reclaimed = bus.core.reclaim(worker=1)
+        assert [one.group_uid for one in reclaimed] == [uid for worker, uid in bus.admitted if worker == 1]
+        again = sample(
+            engine,
+            tiny_folder,
+            bus,
+            worker=1,
+            workers=2,
+            prompts={8: None},
+            reclaimed=reclaimed,
+            client=engine.new_client(),
+        )
+        records = await asyncio.gather(first, again)
+        assert all(records), "both of them worked"
+        assert len({uid for _, uid in bus.admitted}) == len(bus.admitted), "a group was admitted to both"
+        assert 1.0 not in bus.deadlines_s, "a worker waited for the credit of a bad row"
+        counts = bus.core.progress().ledger
+        assert (counts.trained, counts.open) == (6 * STEP_GROUPS * GROUP_SIZE, 0)
+        assert (counts.lost, counts.trained_twice) == (0, 0)
+        assert counts.dropped == {"bad_row:answer": GROUP_SIZE}
 
     asyncio.run(within(scene()))
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from relax_core.contracts.bus import Bus, BusClosed, LeaseLost, LeaseRequest
+from relax_core.contracts.bus import Bus, BusClosed, BusTimeout, LeaseLost, LeaseRequest
 from tests.bus.make_rows import for_actor, for_worker, make_row
 
 MakeBus = Callable[..., Bus]
@@ -129,5 +129,57 @@ def test_reclaim_ends_the_wait_that_a_lost_rollout_left(make_bus: MakeBus) -> No
         waiting = pool.submit(bus.admit, 1, timeout_s=T)
         _await_waits(bus, 1)
         assert bus.reclaim(timeout_s=T)
-        with pytest.raises(LeaseLost, match="were reclaimed"):
+        with pytest.raises(LeaseLost, match="of rollout-0 were reclaimed"):
             waiting.result(timeout=T)
+
+
+def test_a_worker_that_is_back_gets_its_own_admissions_and_leaves_the_others_theirs(make_bus: MakeBus) -> None:
+    bus = make_bus(groups_per_step=2)
+    kept, put = bus.admit(2, worker=0, timeout_s=T)
+    lost = bus.admit(100, worker=1, timeout_s=T)
+    bus.put([make_row(put)], timeout_s=T)
+    with ThreadPoolExecutor(2) as pool:
+        others = pool.submit(bus.admit, 1, worker=0, timeout_s=T)
+        _await_waits(bus, 1)
+        predecessors = pool.submit(bus.admit, 1, worker=1, timeout_s=T)
+        _await_waits(bus, 2)
+        assert [wait.worker for wait in bus.waits(timeout_s=T)] == [0, 1]
+        again = bus.reclaim(worker=1, timeout_s=T)
+        assert [(one.index, one.attempt) for one in again] == [(one.index, 1) for one in lost]
+        with pytest.raises(LeaseLost, match="of rollout-1 were reclaimed"):
+            predecessors.result(timeout=T)
+        assert [wait.worker for wait in bus.waits(timeout_s=T)] == [0], "the other worker waits on"
+        bus.drop(again[0].group_uid, reason="bad_row", timeout_s=T)
+        assert [one.attempt for one in others.result(timeout=T)] == [0], "whoever waits gets the credit"
+    assert [one.index for one in bus.reclaim(worker=0, timeout_s=T)] == [kept.index, len(lost) + 2]
+
+
+def test_a_worker_that_comes_first_leaves_the_others_their_part(make_bus: MakeBus) -> None:
+    """Of 3 steps of 2 groups each of two workers may have 3 in flight; what it has finished does not count."""
+    bus = make_bus(groups_per_step=2, max_staleness=1, rollout_workers=2)
+    first = bus.admit(100, worker=0, timeout_s=T)
+    assert len(first) == 3
+    with pytest.raises(BusTimeout, match="rollout-0 has its part of the groups in flight"):
+        bus.admit(1, worker=0, timeout_s=0.05)
+    assert len(bus.admit(1, worker=1, timeout_s=T)) == 1
+    with ThreadPoolExecutor(1) as pool:
+        more = pool.submit(bus.admit, 100, worker=0, timeout_s=T)
+        _await_waits(bus, 1)
+        assert [wait.owed_by for wait in bus.waits(timeout_s=T)] == [[]]
+        bus.put([make_row(first[0])], timeout_s=T)
+        assert len(more.result(timeout=T)) == 1
+    assert len(bus.admit(100, worker=1, timeout_s=T)) == 1, "all that admission lets in"
+
+
+def test_workers_that_wait_get_credit_in_the_order_in_which_they_asked(make_bus: MakeBus) -> None:
+    bus = make_bus(groups_per_step=2, max_staleness=0)
+    bus.put([make_row(one) for one in bus.admit(100, timeout_s=T) if one.min_version == 0], timeout_s=T)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(bus.admit, 1, worker=1, timeout_s=T)
+        _await_waits(bus, 1)
+        second = pool.submit(bus.admit, 1, worker=0, timeout_s=T)
+        _await_waits(bus, 2)
+        lease = bus.lease(for_actor(0), timeout_s=T)
+        bus.ack([lease.lease_id], step=0, dropped={}, timeout_s=T)
+        (earlier,), (later,) = first.result(timeout=T), second.result(timeout=T)
+    assert earlier.index < later.index

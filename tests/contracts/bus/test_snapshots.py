@@ -49,6 +49,17 @@ def test_open_groups_come_first_and_each_once(make_bus: MakeBus) -> None:
     assert (books.trained, books.open, books.lost, books.trained_twice, books.dropped) == (12, 4, 0, 0, {})
 
 
+def test_open_groups_go_to_the_worker_that_asks_first(make_bus: MakeBus) -> None:
+    bus = make_bus()
+    bus.admit(2, worker=0, timeout_s=T)
+    resumed = make_bus()
+    resumed.restore(bus.snapshot(timeout_s=T), timeout_s=T)
+    assert resumed.reclaim(worker=0, timeout_s=T) == []
+    assert [(a.index, a.attempt) for a in resumed.admit(2, worker=3, timeout_s=T)] == [(0, 1), (1, 1)]
+    assert resumed.reclaim(worker=0, timeout_s=T) == []
+    assert [(a.index, a.attempt) for a in resumed.reclaim(worker=3, timeout_s=T)] == [(0, 2), (1, 2)]
+
+
 def test_a_second_restore_counts_another_attempt(make_bus: MakeBus) -> None:
     bus = make_bus()
     bus.admit(2, timeout_s=T)

@@ -36,10 +36,10 @@ def test_each_wait_names_what_it_lacks_and_who_owes_it(make_bus: MakeBus) -> Non
             threads.submit(bus.admit, 1, timeout_s=T),
         ]
         waits = waits_of(bus, 3)
-        assert waits["actor"].owed_by == ["rollout", "advantages"]
+        assert waits["actor"].owed_by == ["rollout-0", "advantages"]
         assert f"in flight in rollout (oldest {second.group_uid}" in waits["actor"].text
         assert f"1 lack column advantages (first {first.group_uid})" in waits["actor"].text
-        assert waits["advantages"].owed_by == ["rollout", "actor_fwd"]
+        assert waits["advantages"].owed_by == ["rollout-0", "actor_fwd"]
         assert waits["rollout"].owed_by == ["actor"]
         assert all(0.0 <= wait.since_s < T for wait in waits.values())
         bus.put([make_row(second)], timeout_s=T)
@@ -48,6 +48,20 @@ def test_each_wait_names_what_it_lacks_and_who_owes_it(make_bus: MakeBus) -> Non
         assert all(call.exception(timeout=T) is not None for call in calls)
     assert bus.waits(timeout_s=T) == []
     assert early, "groups that the next version may start were admitted"
+
+
+def test_a_wait_names_the_workers_whose_groups_it_needs(make_bus: MakeBus) -> None:
+    bus = make_bus(groups_per_step=2, max_staleness=0)
+    (first,) = bus.admit(1, worker=2, timeout_s=T)
+    (second,) = bus.admit(1, worker=1, timeout_s=T)
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(bus.lease, for_actor(0), timeout_s=T)
+        assert waits_of(bus, 1)["actor"].owed_by == ["rollout-1", "rollout-2"]
+        assert f"(oldest {first.group_uid}, rollout-2, admitted " in waits_of(bus, 1)["actor"].text
+        bus.put([make_row(first)], timeout_s=T)
+        assert waits_of(bus, 1)["actor"].owed_by == ["rollout-1"]
+        bus.put([make_row(second)], timeout_s=T)
+        call.result(timeout=T)
 
 
 def test_a_lease_tells_how_long_it_waited_for_rows(make_bus: MakeBus) -> None:
@@ -97,5 +111,19 @@ def test_the_rollout_follows_the_versions_and_hears_what_ended_with_them(make_bu
         change = call.result(timeout=T)
     assert (change.version, change.retired) == (1, [slow.group_uid])
     assert bus.progress(timeout_s=T).ledger.dropped == {"over_sampled": 2}
+    assert bus.wait_version(-1, worker=1, timeout_s=T).retired == [], "it was never this worker's"
     bus.put([make_row(slow)], timeout_s=T)  # late: its group has ended
     assert bus.progress(timeout_s=T).ledger.dropped == {"over_sampled": 2}
+
+
+def test_each_worker_hears_of_its_own_groups_however_late_it_asks(make_bus: MakeBus) -> None:
+    bus = make_bus(groups_per_step=1, max_staleness=0, spare_groups=2)
+    (trained,) = bus.admit(1, worker=0, timeout_s=T)
+    slow = [bus.admit(1, worker=worker, timeout_s=T)[0].group_uid for worker in (1, 2)]
+    bus.put([make_row(trained)], timeout_s=T)
+    lease = bus.lease(for_actor(0, groups=1), timeout_s=T)
+    bus.ack([lease.lease_id], step=0, dropped={}, timeout_s=T)
+    for worker, retired in ((1, [slow[0]]), (0, []), (2, [slow[1]])):
+        change = bus.wait_version(0, worker=worker, timeout_s=T)
+        assert (change.version, change.retired) == (1, retired)
+        assert bus.wait_version(1, worker=worker, timeout_s=0.05).retired == []

@@ -1,0 +1,54 @@
+"""Several rollout workers share the prompts of a run, and one of them is killed with groups in hand."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from relax_core.observe.sinks import read_metrics
+from tests.integration.held_training import HeldTraining
+from tests.integration.live_run import ROLLOUT, LiveRun
+
+pytestmark = [pytest.mark.integration, pytest.mark.chaos]
+
+STEPS = 40
+OVERRIDES = (
+    "rollout.workers=2",
+    "rollout.over_sampling=1.5",  # each worker follows the versions, and hears which of its groups are over
+    "mode.max_staleness=1",
+    f"run.steps={STEPS}",
+    "eval.every=20",
+    "run.save_every=0",
+    "run.export_hf=false",
+)
+
+
+def test_one_of_two_rollout_workers_is_killed_and_nothing_is_lost(tmp_path: Path) -> None:
+    held = HeldTraining(tmp_path, updates=15)
+    with LiveRun(tmp_path / "run", *OVERRIDES, *held.overrides) as live:
+        live.wait_step(10)
+        workers = [pid for pid, line in live.processes().items() if ROLLOUT in line]
+        assert len(workers) == 2
+        os.kill(workers[1], signal.SIGKILL)  # groups of the next versions wait at the engine for both workers
+        live.wait_noticed(1)
+        held.let_go()
+        run = live.finish()
+    assert run.code == 0, run.output
+    run.assert_books_closed()
+    assert run.summary["ledger"]["trained"] == STEPS * 8 * 16
+    assert set(run.summary["ledger"]["dropped"]) <= {"over_sampled", "stale"}
+    (recovery,) = run.summary["recoveries"]
+    assert recovery["tier"] == 1 and re.fullmatch(r"rollout-[01] died", recovery["cause"]), recovery
+    assert not run.summary["run"]["repeatable"]
+    records = read_metrics(run.folder)
+    samples: Counter[float] = Counter()
+    for record in records:
+        if record.source == "rollout":
+            samples[record.values["worker"]] += int(record.values["samples"])
+    assert set(samples) == {0.0, 1.0} and min(samples.values()) > sum(samples.values()) / 10, samples
+    assert sorted(record.step for record in records if record.source == "eval") == [0, 20, 40], "one worker evaluates"
