@@ -117,13 +117,17 @@ def test_the_rollout_follows_the_versions_and_hears_what_ended_with_them(make_bu
 
 
 def test_each_worker_hears_of_its_own_groups_however_late_it_asks(make_bus: MakeBus) -> None:
+    """The second worker's groups end with both steps, and it follows. The third one asks once, after both."""
     bus = make_bus(groups_per_step=1, max_staleness=0, spare_groups=2)
-    (trained,) = bus.admit(1, worker=0, timeout_s=T)
-    slow = [bus.admit(1, worker=worker, timeout_s=T)[0].group_uid for worker in (1, 2)]
-    bus.put([make_row(trained)], timeout_s=T)
-    lease = bus.lease(for_actor(0, groups=1), timeout_s=T)
-    bus.ack([lease.lease_id], step=0, dropped={}, timeout_s=T)
-    for worker, retired in ((1, [slow[0]]), (0, []), (2, [slow[1]])):
-        change = bus.wait_version(0, worker=worker, timeout_s=T)
-        assert (change.version, change.retired) == (1, retired)
-        assert bus.wait_version(1, worker=worker, timeout_s=0.05).retired == []
+    retired: dict[int, list[str]] = {1: [], 2: []}
+    for step in (0, 1):
+        (trained,) = bus.admit(1, worker=0, timeout_s=T)
+        for worker in retired:
+            retired[worker] += [one.group_uid for one in bus.admit(1, worker=worker, timeout_s=T)]
+        bus.put([make_row(trained)], timeout_s=T)
+        lease = bus.lease(for_actor(step, groups=1), timeout_s=T)
+        bus.ack([lease.lease_id], step=step, dropped={}, timeout_s=T)
+        change = bus.wait_version(step, worker=1, timeout_s=T)
+        assert (change.version, change.retired) == (step + 1, retired[1][step:])
+        assert bus.wait_version(step, worker=0, timeout_s=T).retired == []
+    assert bus.wait_version(0, worker=2, timeout_s=T).retired == retired[2]
