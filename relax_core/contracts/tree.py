@@ -319,23 +319,31 @@ def check_tree(tree: TokenTree) -> None:
     if sampled[runs.start[runs.parent < 0]].any():
         raise wrong("a sampled row has nothing in front of it: a tree begins with its prompt")
     for one in tree.episodes:
-        if (fault := _fault_of(one, tree)) is not None:
-            raise wrong(f"episode {one.uid} {fault}")
+        if any(turn.start >= turn.end for turn in one.turns):
+            raise wrong(f"episode {one.uid} has a turn without a token: such an answer is dropped, not put")
+        rows = [*one.leaves, *(row for turn in one.turns for row in (turn.start, turn.end - 1))]
+        if not one.leaves or min(rows) < 0 or max(rows) >= tree.rows:
+            raise wrong(f"episode {one.uid} names row {rows}, but its group has {tree.rows} rows")
+    if (fault := _fault_of_turns(tree)) is not None:
+        raise wrong(fault)
 
 
-def _fault_of(one: Episode, tree: TokenTree) -> str | None:
-    """Why this cannot be an episode of the tree, whose arrays hold together; None where it can."""
-    if any(turn.start >= turn.end for turn in one.turns):
-        return "has a turn without a token: such an answer is dropped, not put"
-    rows = [*one.leaves, *(row for turn in one.turns for row in (turn.start, turn.end - 1))]
-    if not one.leaves or not all(0 <= row < tree.rows for row in rows):
-        return f"names row {rows}, but its group has {tree.rows} rows"
-    for turn in one.turns:
-        own = slice(turn.start, turn.end)
-        if (tree.versions[own] < 0).any():
-            return "has a turn with rows that nothing sampled"
-        if not any(turn.end <= leaf + 1 <= tree.end[own].min() for leaf in one.leaves):
-            return f"has a turn of rows {turn.start} to {turn.end}, which are on no path to its leaves"
+def _fault_of_turns(tree: TokenTree) -> str | None:
+    """Why the turns of a tree, which all name rows of it, cannot be those of their episodes; None where they can."""
+    turns = [(one, turn) for one in tree.episodes for turn in one.turns]
+    bounds = np.array([(turn.start, turn.end) for _, turn in turns], dtype=np.int64).ravel()
+    if not len(bounds):
+        return None
+    # One row more, so that a turn may end with the last one; what lies between two turns is not looked at.
+    oldest = np.minimum.reduceat(np.append(tree.versions, 0), bounds)[::2].tolist()
+    reaches = np.minimum.reduceat(np.append(tree.end, 0), bounds)[::2].tolist()
+    for (one, turn), version, reach in zip(turns, oldest, reaches, strict=True):
+        if version < 0:
+            return f"episode {one.uid} has a turn with rows that nothing sampled"
+        if not any(turn.end <= leaf + 1 <= reach for leaf in one.leaves):
+            return (
+                f"episode {one.uid} has a turn of rows {turn.start} to {turn.end}, which are on no path to its leaves"
+            )
     return None
 
 

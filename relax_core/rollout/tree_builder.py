@@ -168,6 +168,11 @@ def build_tree(group_uid: str, episodes: Sequence[PlayedEpisode]) -> TokenTree:
 
 def version_runs(versions: np.ndarray) -> list[tuple[int, int]]:
     """(version, tokens) of neighbours with one version."""
+    if not len(versions):
+        return []
+    first = int(versions[0])
+    if (versions == first).all():  # nearly always: the general way costs ten times as much
+        return [(first, len(versions))]
     starts = np.flatnonzero(np.diff(versions, prepend=NOT_SAMPLED - 1))
     sizes = np.diff(starts, append=len(versions))
     return list(zip(versions[starts].tolist(), sizes.tolist(), strict=True))
