@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from relax_core.contracts.tree import TokenTree, rows_of_episodes
+from relax_core.contracts.tree import TokenTree
 from tests.trees import answers_tree
 
 if TYPE_CHECKING:
@@ -261,7 +261,7 @@ def with_own_experts(model: Any, groups: Sequence[TokenTree]) -> list[TokenTree]
             experts = torch.stack([layer.topk(2, dim=-1).indices for layer in logits], dim=1).to(torch.uint8).numpy()
             if of_rows is None:
                 of_rows = np.zeros((group.rows, *experts.shape[1:]), dtype=np.uint8)
-            path = rows_of_episodes(group.runs, [one.leaves], np.ones(group.rows, dtype=bool))[1]
+            path = group.path(one.leaves[0])
             of_rows[path[:-1]] = experts
         assert of_rows is not None
         found.append(group.with_extras(routed_experts=of_rows))

@@ -19,7 +19,7 @@ from relax_core.bus.ledger import Ledger
 from relax_core.bus.selection import choose_for_actor, choose_for_worker
 from relax_core.bus.settings import BusSettings
 from relax_core.bus.snapshot import Snapshot
-from relax_core.bus.surplus import OVER_SAMPLED, is_surplus, newest_version
+from relax_core.bus.surplus import OVER_SAMPLED, RetiredGroups, is_surplus, newest_version
 from relax_core.contracts.bus import (
     Admission,
     BusClosed,
@@ -51,7 +51,7 @@ class BusCore:
         self._reissue: deque[tuple[int, int]] = deque()  # (index, attempt) of a restored snapshot
         self._next_index = 0
         self._staleness: Counter[int] = Counter()
-        self._retired: list[tuple[int, OpenGroup]] = []  # (version, group): ended in flight when that version came
+        self._retired = RetiredGroups()
 
     # -- rollout's side -----------------------------------------------------------------------------------------
     def admit(self, max_groups: int, *, worker: int = 0) -> list[Admission]:
@@ -148,14 +148,12 @@ class BusCore:
             self._end_as_dropped(group, dict.fromkeys(group.uids, reason))
 
     def version_change(self, since_version: int, *, worker: int = 0) -> VersionChange | None:
-        """What the worker had in flight and ended with the versions after ``since_version``; None while there is none.
-        Forgets the worker's older news; one that is gone gets no groups either, so its news stay few."""
+        """What the worker had in flight and ended with the versions after ``since_version``; None while there is
+        none."""
         self._require_running()
         if self.version == since_version:
             return None
-        self._retired = [one for one in self._retired if one[0] > since_version or one[1].worker != worker]
-        own = [group.admission.group_uid for _, group in self._retired if group.worker == worker]
-        return VersionChange(version=self.version, retired=own)
+        return VersionChange(version=self.version, retired=self._retired.since(since_version, worker=worker))
 
     # -- workers' side ------------------------------------------------------------------------------------------
     def lease(self, request: LeaseRequest) -> Lease | None:
@@ -363,7 +361,7 @@ class BusCore:
         if group.actor_step is not None or not is_surplus(group, self.settings, version=self.version):
             return False
         if group.row is None:
-            self._retired.append((self.version, group))
+            self._retired.add(self.version, group)
             self._end_as_dropped(group, dict.fromkeys(group.uids, OVER_SAMPLED))
         else:
             self._end_as_dropped(group, dict.fromkeys(group.row.uids, OVER_SAMPLED) | group.row.dropped)

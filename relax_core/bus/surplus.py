@@ -11,6 +11,25 @@ from relax_core.contracts.columns import EPISODES, decode_episodes
 OVER_SAMPLED = "over_sampled"
 
 
+class RetiredGroups:
+    """Groups that ended in flight because the steps do not need them, as news for the rollout worker that has each."""
+
+    def __init__(self) -> None:
+        self._news: list[tuple[int, OpenGroup]] = []  # with the version at whose begin it ended
+
+    def add(self, version: int, group: OpenGroup) -> None:
+        self._news.append((version, group))
+
+    def since(self, version: int, *, worker: int) -> list[str]:
+        """The worker's groups that ended after ``version``. Forgets its older ones; a worker that is gone gets no
+        groups either, so its news stay few."""
+        self._news = [one for one in self._news if one[0] > version or one[1].worker != worker]
+        return [group.admission.group_uid for _, group in self._news if group.worker == worker]
+
+    def clear(self) -> None:
+        self._news.clear()
+
+
 def is_surplus(group: OpenGroup, settings: BusSettings, *, version: int) -> bool:
     """Whether a group that no lease holds is over at the begin of step ``version``.
 

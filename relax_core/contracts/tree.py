@@ -24,7 +24,7 @@ NOT_SAMPLED = -1  # the version of a row that no weights sampled
 
 # Extras that belong to an episode's token and not to a row: two episodes that share a sampled row have one each.
 BY_TOKEN = frozenset({"advantages", "returns", "fresh"})
-_FOUND = {"runs", "sampled", "tokens", "lengths"}  # what a tree computes once
+_FOUND = {"runs", "sampled", "computed", "tokens", "lengths"}  # what a tree computes once
 
 
 class Turn(msgspec.Struct, frozen=True):
@@ -192,11 +192,18 @@ class TokenTree:
         """Tokens of each episode, int64 ``[episodes]``."""
         return np.bincount(self.tokens[0], minlength=len(self.episodes))
 
+    @cached_property
+    def computed(self) -> np.ndarray:
+        """Which rows the trainer computes, bool ``[rows]``: all but the last of each branch, which predict nothing."""
+        return self.end > np.arange(1, self.rows + 1)
+
     @property
     def computed_rows(self) -> int:
-        """Rows that the trainer computes: all but the last of each branch, which predict nothing."""
-        runs = self.runs
-        return self.rows - int(np.count_nonzero(runs.end == runs.stop))
+        return int(np.count_nonzero(self.computed))
+
+    def path(self, row: int) -> np.ndarray:
+        """The rows that ``row`` sees, itself the last, int64."""
+        return np.flatnonzero(self.end[: row + 1] > row)
 
     def of_tokens(self, name: str) -> np.ndarray | None:
         """An extra by token, ``[tokens]`` or ``[tokens, …]``; None where no role wrote it."""

@@ -22,7 +22,7 @@ from relax_core.roles.context import worker_name
 from relax_core.roles.failure import broke_of_others, first_cause
 from relax_core.roles.rank_rows import RankRows, TreePart, parts_of
 from relax_core.train.checkpoint_store import SLOWEST_WRITE_S
-from relax_core.train.micro_batches import split_over_ranks
+from relax_core.train.micro_batches import ROW, split_over_ranks, with_row_numbers
 from relax_core.train.updates import UpdateMetrics
 
 if TYPE_CHECKING:
@@ -120,22 +120,18 @@ class Gang:
         """Log-probs of the current weights, one float32 ``[rows]`` a group, in the order of ``groups``."""
         if not self._peers:
             return self.lead.logprobs(groups)
-        rows = np.cumsum([0, *(group.rows for group in groups)])
-        numbered = [
-            group.with_extras(row=np.arange(first, first + group.rows))
-            for group, first in zip(groups, rows.tolist(), strict=False)
-        ]
-        shares = split_over_ranks(numbered, len(self._replicas))
+        shares = split_over_ranks(with_row_numbers(groups), len(self._replicas))
         answering = {ranks[0] for ranks in self._replicas}
         sent = self._send_shares("logprobs", shares, answering=answering)
         with self._together("logprobs", sent):
             mine = self.lead.logprobs(shares[0])
         answers = [mine, *self._wait("logprobs", sent)]
-        found = np.zeros(int(rows[-1]), dtype=np.float32)
+        ends = np.cumsum([group.rows for group in groups])
+        found = np.zeros(int(ends[-1]), dtype=np.float32)
         for ranks, share in zip(self._replicas, shares, strict=True):
             for piece, values in zip(share, answers[ranks[0]], strict=True):
-                found[piece.extras["row"]] = values
-        return np.split(found, rows[1:-1])
+                found[piece.extras[ROW]] = values
+        return np.split(found, ends[:-1])
 
     def load_published(self, manifest: WeightManifest) -> bool:
         """All ranks take up a published version; False where newer ones have replaced it before one had read it."""

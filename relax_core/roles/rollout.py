@@ -67,28 +67,8 @@ class RolloutWorker(Worker):
         context, config = self.context, self.context.config
         bus = meet_bus(self.context, self.waiting)
         metrics = meet_metrics(self.context)
-        directory = EngineDirectory(context)
-        pool = NotedPool(
-            config.engine.count,
-            directory.client_async,
-            patience_s=config.engine.start_timeout_s + OWNER_FIRST_S,
-            silent_s=config.engine.silent_s,
-            by_load=not config.in_order,  # else the same seed gives the same bits, whatever the timing
-            max_lag=config.mode.max_staleness,
-            lag_s=config.engine.sync_timeout_s,
-            waiting=self.waiting,
-        )
-        reward = find_reward(config.reward.name)
-        rewards = NotedRewards(
-            reward,
-            config.reward,
-            workers=config.rollout.reward_workers,
-            concurrency=config.rollout.reward_concurrency,
-            log_file=context.log_dir / REWARD_LOG,
-            on_hang=self.fail,
-            waiting=self.waiting,
-            name=self.name,
-        )
+        pool = self._pool()
+        rewards = self._rewards()
         source = make_source(config.data, seed=config.seed, eval_rows=held_out_count(config))
         env = find_env(config.env.name)
         prompts = PromptMaker(
@@ -142,6 +122,32 @@ class RolloutWorker(Worker):
             raise first_cause(failures) from failures
         finally:
             rewards.close()
+
+    def _pool(self) -> NotedPool:
+        config = self.context.config
+        return NotedPool(
+            config.engine.count,
+            EngineDirectory(self.context).client_async,
+            patience_s=config.engine.start_timeout_s + OWNER_FIRST_S,
+            silent_s=config.engine.silent_s,
+            by_load=not config.in_order,  # else the same seed gives the same bits, whatever the timing
+            max_lag=config.mode.max_staleness,
+            lag_s=config.engine.sync_timeout_s,
+            waiting=self.waiting,
+        )
+
+    def _rewards(self) -> NotedRewards:
+        config = self.context.config
+        return NotedRewards(
+            find_reward(config.reward.name),
+            config.reward,
+            workers=config.rollout.reward_workers,
+            concurrency=config.rollout.reward_concurrency,
+            log_file=self.context.log_dir / REWARD_LOG,
+            on_hang=self.fail,
+            waiting=self.waiting,
+            name=self.name,
+        )
 
     def _turnover(self, bus: RayBus, pool: EnginePool) -> Turnover | None:
         """Where nothing is aborted at a weight change, nobody has to follow the versions."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from relax_core.contracts.engine import EngineUnreachable
-from relax_core.contracts.tree import TokenTree, rows_of_episodes
+from relax_core.contracts.tree import TokenTree
 from relax_core.engines.scores import TokenScores, TokensToScore
 from relax_core.roles.backend import build_teacher
 from relax_core.roles.context import RunContext
@@ -116,7 +116,7 @@ class _Path(NamedTuple):
 
 
 def _path_of(group: TokenTree, leaf: int) -> _Path:
-    rows = rows_of_episodes(group.runs, [[leaf]], np.ones(group.rows, dtype=bool))[1]
+    rows = group.path(leaf)
     return _Path(rows, int(np.argmax(group.versions[rows] >= 0)))
 
 

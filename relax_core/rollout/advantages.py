@@ -80,7 +80,7 @@ def advantage_inputs(tree: TokenTree, needs: Needs) -> AdvantageInputs:
 
     def tensor(column: str) -> Tensor | None:
         values = tree.of_tokens(column) if column in wanted else None
-        return None if values is None else torch.from_numpy(np.array(values))
+        return None if values is None else torch.from_numpy(values)
 
     rollout = torch.from_numpy(tree.logprobs[rows]) if c.LOGPROBS in wanted else None
     return AdvantageInputs(

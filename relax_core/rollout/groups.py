@@ -14,7 +14,7 @@ from relax_core.contracts.engine import Generated
 from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.tree import NOT_SAMPLED, TRUNCATED, Episode, TokenTree, Turn, group_uid, sample_uid
-from relax_core.rollout.tree_builder import PlayedEpisode, build_tree, version_runs
+from relax_core.rollout.tree_builder import PlayedEpisode, build_tree, checked_kept, version_runs
 
 MakeExtras = Callable[[TokenTree], Mapping[str, np.ndarray]]  # what is put with a complete group, e.g. its advantages
 REWARD_FAILED = "reward_failed"
@@ -103,14 +103,8 @@ def one_turn_tree(uid: str, prompt_ids: Sequence[int], answers: Sequence[Answer]
 
 def _kept(trunk: int, answers: Sequence[Answer]) -> KeptTokens | None:
     """One kept set a row; those of the prompt leave nothing out."""
-    kept = []
-    for one in answers:
-        own = one.response.kept
-        if own is None:
-            continue
-        if (fault := own.fault(one.response.output_ids)) is not None:
-            raise ValueError(f"{one.response.engine or 'the engine'}, sample {one.uid}: {fault}")
-        kept.append(own)
+    checked = [checked_kept(one.response, what=f"sample {one.uid}") for one in answers]
+    kept = [own for own in checked if own is not None]
     if not kept:
         return None
     assert len(kept) == len(answers), "asked for with every prompt of a run or with none"

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 from relax_core.contracts.bus import Admission, BusTimeout, GroupRow
 from relax_core.contracts.data import BadRow, DataRow, PromptSource
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
-from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.tree import TRUNCATED, group_uid, sample_uid
 from relax_core.engines.pool import EnginePool
 from relax_core.engines.wire import StreamEnd
@@ -248,6 +247,8 @@ class Sampler:
         await self._gate(version)
         start = time.perf_counter()
         groups = []
+        # Nobody waits for a group that was handed on, and a run has many versions.
+        self._newest_played = {of: group for of, group in self._newest_played.items() if not group.done()}
         for prompt in prompts:
             before = self._newest_played.get(version)
             group = tasks.create_task(self._play_and_stage(prompt, tasks, before))
@@ -340,16 +341,6 @@ class Sampler:
         reward_s = time.perf_counter() - began
         if self._settings.in_order and before is not None:
             await before
-        await self._stage(prompt, responses, rewards, tasks)
-        return reward_s
-
-    async def _stage(
-        self,
-        prompt: PromptInHand,
-        responses: Sequence[Generated],
-        rewards: Sequence[RewardOutput],
-        tasks: asyncio.TaskGroup,
-    ) -> None:
         done = complete_group(
             index=prompt.index,
             prompt_ids=prompt.request.input_ids,
@@ -362,6 +353,7 @@ class Sampler:
             extras=self._advantages,
         )
         await self._hand_on(done, tasks)
+        return reward_s
 
     async def _hand_on(self, done: GroupRow | DroppedGroup, tasks: asyncio.TaskGroup) -> None:
         self._count_truncated(done)

@@ -253,6 +253,15 @@ def _experts(runs: Sequence[Run]) -> np.ndarray | None:
     return np.concatenate(parts)
 
 
+def checked_kept(response: Generated, *, what: str) -> KeptTokens | None:
+    """The kept sets of a response, where it has them. Raises ValueError, which names the engine and ``what`` was asked
+    for, for sets without the tokens that were sampled from them."""
+    kept = response.kept
+    if kept is not None and (fault := kept.fault(response.output_ids)) is not None:
+        raise ValueError(f"{response.engine or 'the engine'}, {what}: {fault}")
+    return kept
+
+
 def _kept(runs: Sequence[Run]) -> KeptTokens | None:
     """One kept set a row; those of rows that nothing sampled leave nothing out."""
     sizes = {run.response.kept.vocab_size for run in runs if run.response is not None and run.response.kept is not None}
@@ -264,9 +273,7 @@ def _kept(runs: Sequence[Run]) -> KeptTokens | None:
         if run.response is None:
             parts.append(KeptTokens.whole(len(run.token_ids), vocab_size=vocab_size))
             continue
-        kept = run.response.kept
+        kept = checked_kept(run.response, what=f"request {run.response.rid}")
         assert kept is not None, "asked for with every prompt of a run or with none"
-        if (fault := kept.fault(run.response.output_ids)) is not None:
-            raise ValueError(f"{run.response.engine or 'the engine'}, request {run.response.rid}: {fault}")
         parts.append(kept.take(np.arange(run.offset, run.offset + len(run.token_ids))))
     return KeptTokens.joined(parts)

@@ -7,7 +7,7 @@ each piece with the rows that its episodes share. An episode is never cut: seque
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +15,9 @@ import numpy as np
 from relax_core.contracts.tree import TokenTree
 
 REPEATED = "repeated"
+ROW = "row"
 Piece = tuple[int, int, int]  # place of a tree, and its episodes from, to (exclusive)
+Paths = list[dict[int, int]]  # of each episode of a tree
 
 
 class MicroBatcher:
@@ -25,32 +27,46 @@ class MicroBatcher:
     def __init__(self, budget_rows: int, *, ranks: int = 1) -> None:
         self._budget, self._ranks = budget_rows, ranks
         self._open: list[TokenTree] = []
+        self._open_paths: list[Paths] = []  # of each open tree, where there are several ranks
 
     def add(self, trees: Sequence[TokenTree]) -> list[list[TokenTree]]:
         """Adds trees; returns the micro-batches that are now full."""
         full = []
         for tree in trees:
-            if self._open and not self._fits([*self._open, tree]):
+            paths = [] if self._ranks == 1 else [_paths(tree)]
+            if self._open and not self._fits([*self._open, tree], [*self._open_paths, *paths]):
                 full.append(self.flush())
-            if self._open or self._fits([tree]):
+            if self._open or self._fits([tree], paths):
                 self._open.append(tree)
+                self._open_paths += paths
                 continue
-            bins = _made([tree], _filled([tree], self._budget))
+            bins = _made([tree], _filled([_paths(tree)], self._budget))
             for first in range(0, len(bins), self._ranks):
                 full.append([piece for one in bins[first : first + self._ranks] for piece in one])
             self._open = full.pop()  # the last may have room for more
+            self._open_paths = [] if self._ranks == 1 else [_paths(piece) for piece in self._open]
         return full
 
     def flush(self) -> list[TokenTree]:
         """The open micro-batch, which may be empty."""
-        batch, self._open = self._open, []
+        batch, self._open, self._open_paths = self._open, [], []
         return batch
 
-    def _fits(self, trees: Sequence[TokenTree]) -> bool:
+    def _fits(self, trees: Sequence[TokenTree], paths: Sequence[Paths]) -> bool:
         if self._ranks == 1:
             single = len(trees) == 1 and len(trees[0].episodes) == 1
             return single or sum(tree.computed_rows for tree in trees) <= self._budget
-        return len(_filled(trees, self._budget)) <= self._ranks
+        return len(_filled(paths, self._budget)) <= self._ranks
+
+
+def with_row_numbers(trees: Sequence[TokenTree]) -> list[TokenTree]:
+    """The trees with the extra ``row``: the place of each row among the rows of all of them. Pieces keep it, so that
+    what is computed of a piece finds its way back."""
+    before = np.cumsum([0, *(tree.rows for tree in trees)]).tolist()
+    return [
+        tree.with_extras(**{ROW: np.arange(first, first + tree.rows)})
+        for tree, first in zip(trees, before, strict=False)
+    ]
 
 
 def split_over_ranks(trees: Sequence[TokenTree], ranks: int) -> list[list[TokenTree]]:
@@ -58,26 +74,27 @@ def split_over_ranks(trees: Sequence[TokenTree], ranks: int) -> list[list[TokenT
     most rows has as few as can be. A rank may get none."""
     if ranks == 1:
         return [list(trees)]
+    paths = [_paths(tree) for tree in trees]
     rows = sum(tree.computed_rows for tree in trees)
     low, high = -(-rows // ranks), rows
     while low < high:
         middle = (low + high) // 2
-        if len(_filled(trees, middle)) <= ranks:
+        if len(_filled(paths, middle)) <= ranks:
             high = middle
         else:
             low = middle + 1
-    shares = _made(trees, _filled(trees, high))
+    shares = _made(trees, _filled(paths, high))
     return [*shares, *([] for _ in range(ranks - len(shares)))]
 
 
-def _filled(trees: Sequence[TokenTree], capacity: int) -> list[list[Piece]]:
+def _filled(trees: Sequence[Paths], capacity: int) -> list[list[Piece]]:
     """Bins of at most ``capacity`` rows, or of a single episode that has more, filled in order."""
     bins: list[list[Piece]] = []
     rows = capacity + 1  # so that the first episode opens a bin
-    for place, tree in enumerate(trees):
+    for place, paths in enumerate(trees):
         seen: set[int] = set()
         first = 0
-        for episode, path in enumerate(_paths(tree)):
+        for episode, path in enumerate(paths):
             more = sum(size for run, size in path.items() if run not in seen)
             if rows + more > capacity and (rows or not bins):
                 if episode > first:
@@ -87,22 +104,24 @@ def _filled(trees: Sequence[TokenTree], capacity: int) -> list[list[Piece]]:
                 more = sum(path.values())
             rows += more
             seen.update(path)
-        bins[-1].append((place, first, len(tree.episodes)))
+        bins[-1].append((place, first, len(paths)))
     return bins
 
 
-def _paths(tree: TokenTree) -> Iterator[dict[int, int]]:
+def _paths(tree: TokenTree) -> Paths:
     """Of each episode the runs on its paths, and the rows that are computed of each."""
     runs = tree.runs
     sizes = (runs.stop - runs.start - (runs.stop == runs.end)).tolist()
     parent = runs.parent.tolist()
+    paths: Paths = []
     for one in tree.episodes:
         path: dict[int, int] = {}
         for run in runs.of_rows(np.array(one.leaves)).tolist():
             while run >= 0 and run not in path:
                 path[run] = sizes[run]
                 run = parent[run]
-        yield path
+        paths.append(path)
+    return paths
 
 
 def _made(trees: Sequence[TokenTree], bins: Sequence[Sequence[Piece]]) -> list[list[TokenTree]]:

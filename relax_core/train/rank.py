@@ -29,7 +29,7 @@ from relax_core.train.device import has_cuda, training_device
 from relax_core.train.experts import balance_metrics, clear_counts
 from relax_core.train.gpt import build_chunks
 from relax_core.train.hf_weights import HfWeights
-from relax_core.train.micro_batches import MicroBatcher
+from relax_core.train.micro_batches import ROW, MicroBatcher, with_row_numbers
 from relax_core.train.not_finite import look_at_gradients, refuse_update, refuse_weights
 from relax_core.train.optimizer import build_optimizer, learning_rate, wrap_for_training
 from relax_core.train.router_replay import RouterPlan
@@ -299,18 +299,15 @@ class MegatronRank:
         nothing was sampled, on all ranks of the replica. In micro-batches, without gradient. ``like``: dtype of each
         tensor, and its shape behind the first axis."""
         self._gather_parameters()
-        rows = np.cumsum([0, *(group.rows for group in groups)])
-        numbered = [
-            group.with_extras(row=np.arange(first, first + group.rows))
-            for group, first in zip(groups, rows.tolist(), strict=False)
-        ]
+        numbered = with_row_numbers(groups)
         batcher = MicroBatcher(self._parallel.micro_batch_tokens)
         batches: list[Sequence[TokenTree]] = [batch for batch in (*batcher.add(numbered), batcher.flush()) if batch]
         alone = [()] * (self._most_over_ranks(len(batches)) - len(batches)) if self._needs_company else []
         found = self._schedule.evaluate([*batches, *alone], columns)[: len(batches)]
         if not batches:
             return []
-        places = np.concatenate([piece.extras["row"][piece.sampled] for batch in batches for piece in batch])
+        places = np.concatenate([piece.extras[ROW][piece.sampled] for batch in batches for piece in batch])
+        ends = np.cumsum([group.rows for group in groups])
         whole = []
         for index, (dtype, shape) in enumerate(like):
             if parallel_state.is_pipeline_last_stage():
@@ -321,9 +318,9 @@ class MegatronRank:
                 last = parallel_state.get_pipeline_model_parallel_last_rank()
                 dist.broadcast(column, last, group=parallel_state.get_pipeline_model_parallel_group())
             values = column.cpu().numpy()
-            of_rows = np.zeros((int(rows[-1]), *shape), dtype=values.dtype)
+            of_rows = np.zeros((int(ends[-1]), *shape), dtype=values.dtype)
             of_rows[places] = values
-            whole.append(np.split(of_rows, rows[1:-1]))
+            whole.append(np.split(of_rows, ends[:-1]))
         return list(zip(*whole, strict=True))
 
     def _sums_over_ranks(self) -> StepSums:

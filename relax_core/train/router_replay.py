@@ -66,8 +66,9 @@ def packed_experts(trees: Sequence[TokenTree], model: Architecture) -> np.ndarra
                 f"group {tree.group_uid}: routed to expert {experts.max()}, but the model has "
                 f"{model.experts.count} experts."
             )
-        inner = tree.end > np.arange(1, tree.rows + 1)  # the rows of the stream
-        found.append(experts.reshape(wanted)[inner])  # SGLang tells no shape: layers and experts come as one axis
+        found.append(
+            experts.reshape(wanted)[tree.computed]
+        )  # SGLang tells no shape: layers and experts come as one axis
     return np.concatenate(found)
 
 
@@ -96,11 +97,9 @@ def _uncounted(trees: Sequence[TokenTree], *, stream: int, padded_rows: int) -> 
     whole = np.arange(padded_rows) >= stream
     before = 0
     for tree in trees:
-        inner = tree.end > np.arange(1, tree.rows + 1)
-        behind = before + int(np.count_nonzero(inner))
         if REPEATED in tree.extras:
-            whole[before:behind] = tree.extras[REPEATED][inner]
-        before = behind
+            whole[before : before + tree.computed_rows] = tree.extras[REPEATED][tree.computed]
+        before += tree.computed_rows
     return whole
 
 

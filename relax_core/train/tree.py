@@ -41,7 +41,7 @@ def pack_tree(trees: Sequence[TokenTree], *, trained_only: bool = False) -> Tree
     sizes = np.array([tree.rows for tree in trees])
     before = (np.cumsum(sizes) - sizes).tolist()
     end = np.concatenate([tree.end + first for tree, first in zip(trees, before, strict=True)])
-    inner = end > np.arange(1, len(end) + 1)
+    inner = np.concatenate([tree.computed for tree in trees])
     place = np.concatenate(([0], np.cumsum(inner)))  # in the stream: stream rows in front of each row
     token_ids = np.concatenate([tree.token_ids for tree in trees]).astype(np.int64)
     runs = together([tree.runs for tree in trees])

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from envs.number_guess import NumberGuess, NumberGuessKnobs
@@ -24,7 +23,7 @@ from relax_core.contracts.env import (
     StepResult,
 )
 from relax_core.contracts.reward import RewardInput, RewardOutput
-from relax_core.contracts.tree import TokenTree, check_tree, rows_of_episodes
+from relax_core.contracts.tree import TokenTree, check_tree
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.client import EngineClient
 from relax_core.engines.process import EngineLaunch
@@ -33,7 +32,7 @@ from relax_core.rollout.reward_failures import FEWEST_ROWS, RewardsFailed
 from relax_core.tools.make_tiny import tiny_model_folder
 from tests.contracts.engine.harness import TOKEN, Engine
 from tests.rollout.sampler_harness import GROUP_SIZE, STEP_GROUPS, CoreBus, renamed, sample, within
-from tests.trees import tree_of
+from tests.trees import path_of, tree_of
 
 CONTEXT = 192
 
@@ -66,7 +65,7 @@ def play(engine: Engine, folder: Path, bus: CoreBus, env: EnvSpec, **given: Any)
 
 def path_ids(tree: TokenTree, place: int) -> list[int]:
     """The token ids of an episode with one segment, from its root to its leaf."""
-    rows = rows_of_episodes(tree.runs, [tree.episodes[place].leaves], np.ones(tree.rows, dtype=bool))[1]
+    rows = path_of(tree, tree.episodes[place].leaves[0])
     ids: list[int] = tree.token_ids[rows].tolist()
     return ids
 
