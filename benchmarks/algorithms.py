@@ -32,8 +32,8 @@ from statistics import fmean
 from typing import Any
 
 from relax_core.config.compose import compose
-from relax_core.observe.records import ACTOR, EVAL, by_step
-from relax_core.observe.sinks import read_metrics
+from relax_core.observe.service.records import ACTOR, EVAL, by_step
+from relax_core.observe.service.sinks import read_metrics
 from relax_core.registry import names
 
 WINDOW = 10  # steps that a figure is averaged over

@@ -29,8 +29,8 @@ from statistics import median
 
 import psutil
 
-from relax_core.bus.ledger_file import LedgerFile
-from relax_core.control.processes import GONE, process_state
+from relax_core.bus.ledger.ledger_reader import LedgerFile
+from relax_core.control.host.process_trees import GONE, process_state
 from tests.integration.live_run import LiveRun, run_to_end
 
 HEARTBEAT_S = 5

@@ -45,7 +45,7 @@ def make_model(folder: Path, *, width: int, layers: int) -> None:
 
 def trained(folder: Path) -> Any:
     """A back end after one step, so that the optimizer has its state."""
-    from relax_core.train.backend import MegatronBackend
+    from relax_core.train.policy_backend import MegatronBackend
 
     backend = MegatronBackend(one_rank_setup(folder), temperature=1.0)
     tokens = np.ones(8, dtype=np.float32)

@@ -26,7 +26,7 @@ import torch
 
 from benchmarks.tiny_model import PROMPT_TOKENS, VOCAB, demo_model
 from relax_core.contracts.engine import PromptRequest, SamplingParams
-from relax_core.engines.client import EngineClient
+from relax_core.engines.protocol.engine_client import EngineClient
 
 TARGETS = {1: 3.5, 16: 2.5, 64: 2.0, 256: 1.6}  # what embedded reaches for, over transformers
 BASE = "transformers"
@@ -135,13 +135,13 @@ def profile(folder: Path, batch: int, new_tokens: int) -> None:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as torch_profile
 
-    from relax_core.engines.embedded.decoder import Decoder
-    from relax_core.engines.embedded.model import LanguageModel
-    from relax_core.engines.embedded.model_config import read_model_config
-    from relax_core.engines.embedded.sampler import SamplingSettings, sample_keys
-    from relax_core.engines.embedded.slots import Prefix
-    from relax_core.engines.embedded.weights import FusedWeights
-    from relax_core.weights.model_folder import read_safetensors
+    from relax_core.engines.embedded.model.decoder_model import LanguageModel
+    from relax_core.engines.embedded.model.fused_weights import FusedWeights
+    from relax_core.engines.embedded.model.model_config import read_model_config
+    from relax_core.engines.embedded.scheduler.decoder import Decoder
+    from relax_core.engines.embedded.scheduler.slots import Prefix
+    from relax_core.engines.embedded.scheduler.token_sampler import SamplingSettings, sample_keys
+    from relax_core.weights.folder_stream import read_safetensors
 
     config = read_model_config(folder)
     weights = FusedWeights(config, torch.float32)

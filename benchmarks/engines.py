@@ -26,8 +26,8 @@ from benchmarks.decode import BASE, Contender, Engine, Transformers, decode_roun
 from benchmarks.tiny_model import engine_config
 from benchmarks.weight_sync import TOKEN, sync_rows
 from relax_core.config.schema import EngineConfig
-from relax_core.engines.build import build_client
-from relax_core.engines.process import EngineLaunch, EngineProcess
+from relax_core.engines.build_client import build_client
+from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 
 SGLANG_PYTHON = Path(__file__).resolve().parents[1] / ".venv-sglang" / "bin" / "python"
 PARTS = ("decode", "sync", "step")

@@ -28,10 +28,10 @@ from benchmarks.one_rank import one_rank_setup
 from relax_core.contracts.algorithm import AlgorithmKnobs, AlgorithmSpec, LossInputs, LossOutputs, Needs
 from relax_core.contracts.engine import PromptRequest, SamplingParams
 from relax_core.contracts.tree import TokenTree
-from relax_core.engines.build import build_client
-from relax_core.engines.client import EngineClient
-from relax_core.engines.process import EngineLaunch, EngineProcess
-from relax_core.engines.scores import TokensToScore
+from relax_core.engines.build_client import build_client
+from relax_core.engines.engine_process import EngineLaunch, EngineProcess
+from relax_core.engines.protocol.engine_client import EngineClient
+from relax_core.engines.protocol.score_calls import TokensToScore
 from tests.trees import answers_of, answers_tree, of_tokens, prompt_of
 
 REACH = 2e-5
@@ -95,8 +95,8 @@ def _groups() -> list[TokenTree]:
 
 def trainer_gaps(folder: Path, model: Any) -> dict[str, float]:
     """The largest difference of a log-prob, and of a gradient relative to its tensor's largest entry."""
-    from relax_core.train.backend import MegatronBackend
-    from relax_core.train.hf_weights import HfWeights
+    from relax_core.train.hf.hf_weights import HfWeights
+    from relax_core.train.policy_backend import MegatronBackend
 
     setup = one_rank_setup(
         folder, family=model.config.model_type, algorithm=POLICY_GRADIENT, knobs=AlgorithmKnobs("policy_gradient", 2)

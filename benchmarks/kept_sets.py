@@ -30,14 +30,14 @@ from benchmarks.one_rank import one_rank_setup
 from benchmarks.tiny_model import demo_model
 from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.tree import TokenTree
-from relax_core.engines.embedded.decoder import Decoder
-from relax_core.engines.embedded.model import LanguageModel
-from relax_core.engines.embedded.model_config import read_model_config
-from relax_core.engines.embedded.sampler import SamplingSettings, sample_keys
-from relax_core.engines.embedded.slots import Prefix
-from relax_core.engines.embedded.weights import FusedWeights
-from relax_core.train.backend import MegatronBackend
-from relax_core.weights.model_folder import read_safetensors
+from relax_core.engines.embedded.model.decoder_model import LanguageModel
+from relax_core.engines.embedded.model.fused_weights import FusedWeights
+from relax_core.engines.embedded.model.model_config import read_model_config
+from relax_core.engines.embedded.scheduler.decoder import Decoder
+from relax_core.engines.embedded.scheduler.slots import Prefix
+from relax_core.engines.embedded.scheduler.token_sampler import SamplingSettings, sample_keys
+from relax_core.train.policy_backend import MegatronBackend
+from relax_core.weights.folder_stream import read_safetensors
 from tests.trees import answers_tree
 
 PROMPT = list(range(4, 20))

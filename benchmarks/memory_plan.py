@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relax_core.config.compose import load_config
-from relax_core.plan.build import make_plan
-from relax_core.plan.memory import MIB
+from relax_core.plan.build_plan import make_plan
+from relax_core.plan.memory.memory_terms import MIB
 
 DEADLINE_S = 600.0
 SAMPLE_S = 0.05

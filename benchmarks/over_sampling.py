@@ -25,25 +25,25 @@ from typing import Any
 import msgspec
 
 from benchmarks.tiny_model import engine_config
-from relax_core.bus.core import BusCore
-from relax_core.bus.ledger import Ledger
-from relax_core.bus.settings import BusSettings
+from relax_core.bus.ledger.ledger import Ledger
+from relax_core.bus.state.bus_state import BusCore
+from relax_core.bus.state.settings import BusSettings
 from relax_core.config.compose import load_config
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Admission, BusClosed, GroupRow, LeaseRequest, VersionChange
 from relax_core.contracts.engine import SamplingParams
 from relax_core.data.sources import make_source
 from relax_core.data.tokenizer import PromptTokenizer
-from relax_core.engines.client import EngineClient
-from relax_core.engines.pool import EnginePool
-from relax_core.engines.process import EngineLaunch, EngineProcess
+from relax_core.engines.engine_process import EngineLaunch, EngineProcess
+from relax_core.engines.pool.engine_pool import EnginePool
+from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.preflight import settle
 from relax_core.registry import find_env, find_reward
 from relax_core.rollout.bad_rows import BadRows
-from relax_core.rollout.prompts import PromptMaker
-from relax_core.rollout.reward_pool import RewardPool
-from relax_core.rollout.sampler import Sampler, SamplerSettings
-from relax_core.rollout.turnover import Turnover
+from relax_core.rollout.prompt_tokens import PromptMaker
+from relax_core.rollout.rewards.reward_pool import RewardPool
+from relax_core.rollout.rollout_loop import Sampler, SamplerSettings
+from relax_core.rollout.weight_update_handler import Turnover
 from relax_core.tools.make_tiny import tiny_model_folder
 
 GROUPS, GROUP_SIZE, TEMPERATURE = 8, 4, 3.0

@@ -30,10 +30,10 @@ from benchmarks.parity_data import (
 from benchmarks.parity_huggingface import huggingface_steps
 from relax_core.contracts.train import StepMetrics
 from relax_core.contracts.tree import TokenTree
-from relax_core.train import process_group
-from relax_core.train.backend import MegatronBackend
-from relax_core.train.micro_batches import split_over_ranks
-from relax_core.train.setup import RankSetup
+from relax_core.train.packing.micro_batches import split_over_ranks
+from relax_core.train.parallel import process_group
+from relax_core.train.policy_backend import MegatronBackend
+from relax_core.train.rank_setup import RankSetup
 from tests.trees import of_tokens
 
 DEADLINE_S = 300.0

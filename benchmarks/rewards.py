@@ -31,16 +31,16 @@ from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput, 
 from relax_core.contracts.tree import group_uid
 from relax_core.data.sources import make_source
 from relax_core.data.tokenizer import PromptTokenizer
-from relax_core.engines.client import EngineClient
-from relax_core.engines.pool import EnginePool
-from relax_core.engines.process import EngineLaunch, EngineProcess
+from relax_core.engines.engine_process import EngineLaunch, EngineProcess
+from relax_core.engines.pool.engine_pool import EnginePool
+from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.preflight import settle
 from relax_core.registry import find_env, find_reward
-from relax_core.rollout import reward_pool
 from relax_core.rollout.bad_rows import BadRows
-from relax_core.rollout.prompts import PromptMaker
-from relax_core.rollout.reward_pool import RewardPool
-from relax_core.rollout.sampler import Sampler, SamplerSettings
+from relax_core.rollout.prompt_tokens import PromptMaker
+from relax_core.rollout.rewards import reward_pool
+from relax_core.rollout.rewards.reward_pool import RewardPool
+from relax_core.rollout.rollout_loop import Sampler, SamplerSettings
 from relax_core.tools.make_tiny import tiny_model_folder
 
 GROUPS, GROUP_SIZE = 8, 16

@@ -31,8 +31,8 @@ from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.contracts.tree import TokenTree
 from relax_core.data.generated import example
 from relax_core.data.tokenizer import PromptTokenizer
-from relax_core.engines.client import EngineClient
-from relax_core.engines.process import EngineLaunch, EngineProcess
+from relax_core.engines.engine_process import EngineLaunch, EngineProcess
+from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.tools.make_tiny import EXPERTS, tiny_model_folder
 from tests.trees import answers_tree, of_tokens
 
@@ -149,7 +149,7 @@ def _group(place: int, prompt: list[int], answers: Sequence[Generated]) -> Token
 
 def trainer(folder: Path) -> Any:
     """The trainer of model=tiny_qwen3_moe over the model in ``folder``; a forward pass takes all groups together."""
-    from relax_core.train.backend import MegatronBackend
+    from relax_core.train.policy_backend import MegatronBackend
 
     parallel = one_rank_parallel(micro_batch_tokens=1 << 30)
     setup = one_rank_setup(folder, overrides=[f"model={EXPERTS}"], parallel=parallel)
@@ -157,7 +157,7 @@ def trainer(folder: Path) -> Any:
 
 
 def measure(name: str, seed: int, folder: Path, groups: Sequence[TokenTree]) -> Row:
-    from relax_core.train.experts import routers
+    from relax_core.train.model.moe import routers
 
     backend = trainer(folder)
     replayed = _of_all_tokens(groups, backend.logprobs(groups))

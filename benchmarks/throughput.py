@@ -30,8 +30,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from relax_core.observe.records import ACTOR, ROLLOUT, by_step
-from relax_core.observe.sinks import read_metrics
+from relax_core.observe.service.records import ACTOR, ROLLOUT, by_step
+from relax_core.observe.service.sinks import read_metrics
 
 SKIPPED_STEPS = 10  # warm-up of caches and allocators; the pipeline fills
 DEADLINE_S = 900

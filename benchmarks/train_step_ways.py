@@ -130,7 +130,7 @@ class Ours:
         from algorithms import grpo
         from benchmarks.one_rank import one_rank_parallel, one_rank_setup
         from relax_core.config.schema import OptimizerConfig, Schedule
-        from relax_core.train.backend import MegatronBackend
+        from relax_core.train.policy_backend import MegatronBackend
 
         optimizer = OptimizerConfig(
             lr=learning_rate,
@@ -156,7 +156,7 @@ class Ours:
 
     def step(self, groups: Sequence[TokenTree], *, budget_rows: int = MICRO_BATCH_TOKENS) -> float:
         """The gradient's norm; ``budget_rows``: of a micro-batch."""
-        from relax_core.train.micro_batches import MicroBatcher
+        from relax_core.train.packing.micro_batches import MicroBatcher
 
         batcher = MicroBatcher(budget_rows)
         self._backend.begin_step(0)

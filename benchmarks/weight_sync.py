@@ -17,10 +17,10 @@ from typing import Any
 
 from benchmarks.tiny_model import demo_model, engine_config
 from relax_core.config.schema import WeightTransportName
-from relax_core.engines.client import EngineClient
-from relax_core.engines.process import EngineLaunch, EngineProcess
+from relax_core.engines.engine_process import EngineLaunch, EngineProcess
+from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.weights.publisher import WeightPublisher
-from relax_core.weights.transports.build import build_transport
+from relax_core.weights.transports.build_transport import build_transport
 
 TRANSPORTS = ("shared_memory", "gloo", "disk")
 SHARED_MEMORY = Path("/dev/shm")

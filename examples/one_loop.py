@@ -21,9 +21,9 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
-from relax_core.bus.core import BusCore
-from relax_core.bus.ledger import Ledger
-from relax_core.bus.settings import BusSettings
+from relax_core.bus.ledger.ledger import Ledger
+from relax_core.bus.state.bus_state import BusCore
+from relax_core.bus.state.settings import BusSettings
 from relax_core.config.compose import load_config
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.bus import Admission, GroupRow, Lease, LeaseRequest
@@ -33,25 +33,25 @@ from relax_core.contracts.train import StepMetrics
 from relax_core.contracts.tree import TokenTree, sample_uid
 from relax_core.data.sources import make_source
 from relax_core.data.tokenizer import PromptTokenizer
-from relax_core.engines.build import build_client
-from relax_core.engines.client import EngineClient
-from relax_core.engines.pool import EnginePool
-from relax_core.engines.process import EngineLaunch, EngineProcess
+from relax_core.engines.build_client import build_client
+from relax_core.engines.engine_process import EngineLaunch, EngineProcess
+from relax_core.engines.pool.engine_pool import EnginePool
+from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.preflight import CHECKS, settle
 from relax_core.registry import find_algorithm, find_env, find_reward
-from relax_core.rollout.advantages import advantage_extras
-from relax_core.rollout.groups import DroppedGroup, complete_group
-from relax_core.rollout.prompts import PromptMaker
-from relax_core.rollout.responses import reward_input
-from relax_core.rollout.reward_pool import RewardPool
-from relax_core.rollout.sampling import training_sampling
-from relax_core.rollout.seeds import sampling_seed
+from relax_core.rollout.episodes.group_assembly import DroppedGroup, complete_group
+from relax_core.rollout.group_advantages import advantage_extras
+from relax_core.rollout.prompt_tokens import PromptMaker
+from relax_core.rollout.rewards.reward_inputs import reward_input
+from relax_core.rollout.rewards.reward_pool import RewardPool
+from relax_core.rollout.sample_seeds import sampling_seed
+from relax_core.rollout.sampling_params import training_sampling
 from relax_core.tools.make_tiny import tiny_model_folder
-from relax_core.train.backend import MegatronBackend
-from relax_core.train.micro_batches import MicroBatcher
-from relax_core.train.rows import decode_train_tree
-from relax_core.train.setup import rank_setup
-from relax_core.weights.files import write_weights
+from relax_core.train.packing.leased_trees import decode_train_tree
+from relax_core.train.packing.micro_batches import MicroBatcher
+from relax_core.train.policy_backend import MegatronBackend
+from relax_core.train.rank_setup import rank_setup
+from relax_core.weights.version_file import write_weights
 
 COLUMNS = (*ROLLOUT_COLUMNS, ADVANTAGES)  # what the trainer reads of a group
 STRICT = ("run.steps=30", "eval.every=0", "mode=async", "mode.max_staleness=0")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from relax_core.config.saved import to_yaml
 from relax_core.config.schema import FolderByTime, RelaxConfig
-from relax_core.train.checkpoint_store import has_checkpoint
+from relax_core.train.checkpoints.checkpoint_store import has_checkpoint
 
 USAGE = 2
 LOST_S = 120.0  # a file server keeps the lock of a node that was lost for a while
@@ -32,11 +32,11 @@ def run_in_folder(
 ) -> int:
     """Runs in the folder that ``make`` returns, which is then ``prepare``d, unless another run is at work there.
     ``again``: the newest checkpoint goes before what ``resume`` says. Returns as `launch` does."""
-    from relax_core.control.only_run import only_run
-    from relax_core.control.resume import find_resume_point
-    from relax_core.control.run import run_local
-    from relax_core.control.supervisor import supervise
-    from relax_core.plan.command import plan_run, save_plan
+    from relax_core.control.host.run_lock import only_run
+    from relax_core.control.run.local_run import run_local
+    from relax_core.control.run.resume import find_resume_point
+    from relax_core.control.supervision.supervisor import supervise
+    from relax_core.plan.plan_command import plan_run, save_plan
 
     with ExitStack() as held:
         try:

@@ -8,8 +8,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from relax_core.control.orphans import PR_SET_PDEATHSIG, prctl
-from relax_core.control.place import SHARED_MEMORY
+from relax_core.control.host.run_paths import SHARED_MEMORY
+from relax_core.control.host.subreaper import PR_SET_PDEATHSIG, prctl
 
 
 class Child:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from launchers.saved_run import CONFIG_VARIABLE
 from launchers.submitted import JOB_FILE, put, submitted_text
-from relax_core.config.launcher import environment
+from relax_core.config.checks.launcher_keys import environment
 from relax_core.config.saved import REDACTED, to_yaml
 from relax_core.config.schema import RayJobLauncherConfig, RelaxConfig
-from relax_core.control.ray_session import ONE_THREAD
+from relax_core.control.host.ray_session import ONE_THREAD
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient

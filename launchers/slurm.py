@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from launchers.slurm_task import SlurmTask
 from launchers.submitted import JOB_FILE, make_folder, put
-from relax_core.config.launcher import sbatch_arguments
+from relax_core.config.checks.launcher_keys import sbatch_arguments
 from relax_core.config.schema import RelaxConfig, SlurmLauncherConfig
 
 if TYPE_CHECKING:

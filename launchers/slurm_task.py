@@ -26,8 +26,8 @@ from launchers.slurm_place import TaskPlace, task_folder
 from launchers.slurm_state import slurm_call
 from launchers.submitted import CONFIG_FILE, RunEnd, put, read_submitted, write_end
 from relax_core.config.schema import SlurmLauncherConfig
-from relax_core.control.orphans import adopt_orphans, end_children
-from relax_core.control.ray_session import LOOPBACK_SWITCH, ONE_THREAD, QUIET, new_token_file
+from relax_core.control.host.ray_session import LOOPBACK_SWITCH, ONE_THREAD, QUIET, new_token_file
+from relax_core.control.host.subreaper import adopt_orphans, end_children
 
 FAILED = 1
 LOOK_S = 0.2

@@ -16,7 +16,7 @@ from launchers.local import make_run_folder, save_config
 from relax_core.config.compose import config_from_yaml
 from relax_core.config.saved import to_whole_yaml
 from relax_core.config.schema import RelaxConfig
-from relax_core.plan.command import plan_run, save_plan
+from relax_core.plan.plan_command import plan_run, save_plan
 
 CONFIG_FILE = "submitted.yaml"
 END_FILE = "end.json"

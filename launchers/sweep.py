@@ -19,8 +19,8 @@ from launchers.local import make_run_folder
 from launchers.submitted import put
 from relax_core.config.errors import ConfigError
 from relax_core.config.schema import FolderByTime, LauncherKind, RelaxConfig, SlurmLauncherConfig
-from relax_core.observe.summary import SUMMARY_FILE
-from relax_core.plan.command import plan_run
+from relax_core.observe.results.summary import SUMMARY_FILE
+from relax_core.plan.plan_command import plan_run
 
 SWEEP_FILE = "sweep.json"
 USAGE = 2

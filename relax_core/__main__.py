@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from relax_core.observe.standard_streams import unread_streams
+from relax_core.observe.terminal.standard_streams import unread_streams
 
 if TYPE_CHECKING:
     from relax_core.config.schema import RelaxConfig
@@ -53,13 +53,13 @@ def _run(words: Sequence[str], rest: Sequence[str], *, again: bool) -> int:
 
     try:
         if "--help" in rest or "-h" in rest:
-            from relax_core.config.help import help_text
-            from relax_core.config.rerun import USAGE as RERUN
+            from relax_core.config.command_line.help import help_text
+            from relax_core.config.command_line.rerun import USAGE as RERUN
 
             print(RERUN if again else help_text(rest))
             return 0
-        from relax_core.config.command_line import CommandLine
-        from relax_core.config.rerun import rerun_line
+        from relax_core.config.command_line.override_words import CommandLine
+        from relax_core.config.command_line.rerun import rerun_line
 
         line = rerun_line(rest) if again else CommandLine.of(rest, typed=words)
     except ConfigError as error:
@@ -67,7 +67,7 @@ def _run(words: Sequence[str], rest: Sequence[str], *, again: bool) -> int:
         return USAGE
     from launchers.sweep import Sweep  # these take a second, in which a Ctrl-C may come
     from relax_core.config.compose import run
-    from relax_core.plan.command import show_plan
+    from relax_core.plan.plan_command import show_plan
     from relax_core.preflight import CHECKS, settle
 
     return run(line, launch, checks=CHECKS, settle=settle, show_plan=show_plan, sweep=Sweep())

@@ -12,35 +12,35 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from relax_core.config.checks.model_folder import media_token_ids, read_model_config
 from relax_core.config.errors import NotYet
-from relax_core.config.model_folder import media_token_ids, read_model_config
 from relax_core.config.schema import FORWARD_SIZES, RelaxConfig
-from relax_core.control.role_counts import gang_layouts, layout_key
-from relax_core.control.teachers import teacher_model_problems
+from relax_core.control.run.role_counts import gang_layouts, layout_key
+from relax_core.control.run.teacher_folders import teacher_model_problems
 from relax_core.data import generated
 from relax_core.data.eval_sets import name_problems
 from relax_core.data.sources import GENERATED_KEYS
 from relax_core.engines.sglang.version import version_problem
 from relax_core.families.folder import find_family, folder_architecture
-from relax_core.observe.records import EVAL
-from relax_core.plan.context import settle_context, settle_evaluation_context
-from relax_core.plan.epochs import settle_steps
+from relax_core.observe.service.records import EVAL
+from relax_core.plan.data.context_length import settle_context, settle_evaluation_context
+from relax_core.plan.data.data_check import look_at_data
+from relax_core.plan.data.epochs import settle_steps
+from relax_core.plan.data.plugin_checks import plugin_problems
 from relax_core.plan.gpus import gpu_problems
-from relax_core.plan.look import look_at_data
-from relax_core.plan.models import find_dimensions, layout_shape, shape_dimensions
-from relax_core.plan.plugins import plugin_problems
+from relax_core.plan.model.model_source import find_dimensions, layout_shape, shape_dimensions
 from relax_core.registry import find_algorithm
-from relax_core.rollout.eval_figures import MOST_SAMPLES
-from relax_core.rollout.evaluation import metric_names
+from relax_core.rollout.evaluation.eval_metrics import MOST_SAMPLES
+from relax_core.rollout.evaluation.evaluator import metric_names
 from relax_core.tools.make_tiny import MAX_POSITIONS, MODEL_NAMES, tiny_config
-from relax_core.train.layout_arithmetic import (
+from relax_core.train.hf.check_weights import weight_problems
+from relax_core.train.parallel.layout_arithmetic import (
     LayoutShape,
     combination_faults,
     model_faults,
     switch_faults,
     trainer_faults,
 )
-from relax_core.train.models.check_folder import weight_problems
 
 ADDRESS_S = 5.0  # for a connection to a Ray head
 PYTHON_S = 60.0  # for an interpreter to say which SGLang it has

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from relax_core.control.ray_session import new_token_file
+from relax_core.control.host.ray_session import new_token_file
 from tests.scratch import Scratch
 
 SCRATCH = pytest.StashKey[Scratch]()

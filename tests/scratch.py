@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from relax_core.control.leftovers import processes_of
-from relax_core.control.owned_folder import OWNER_FILE, claimed, owned, owner_words
-from relax_core.control.place import SHARED_MEMORY
-from relax_core.control.processes import kill_trees
+from relax_core.control.host.lock_file import OWNER_FILE, claimed, owned, owner_words
+from relax_core.control.host.process_trees import kill_trees
+from relax_core.control.host.run_paths import SHARED_MEMORY
+from relax_core.control.host.stale_runs import processes_of
 
 TEMPORARY = Path("/tmp")
 PREFIXES = ("rx", "st", "slurm-test-")  # of this, and of `tests.slurm.cluster`, whose daemons want folders of their own

@@ -16,79 +16,122 @@ FOLDERS = ("relax_core", "launchers", "rewards", "algorithms", "envs")
 REASONS = {
     # A thread or task that waits for work; nobody waits for it without a deadline, and it ends with its process.
     (
-        "relax_core/bus/journal.py",
+        "relax_core/bus/ledger/journal.py",
         "Journal._write_forever",
     ): "a daemon thread at rest; close() joins it with a deadline",
-    ("relax_core/observe/sink_thread.py", "SinkThread._next_batch"): "a daemon thread at rest; begin_close() wakes it",
-    ("relax_core/observe/outbox.py", "Outbox._next_batch"): "a daemon thread at rest; end() wakes it",
-    ("relax_core/engines/embedded/scheduler.py", "Scheduler._receive"): "the engine's thread at rest; it alone reads",
-    # Work that is already done when it is asked for.
-    ("relax_core/roles/rollout.py", "RolloutWorker._evaluate"): "after done(): the task has ended",
-    ("relax_core/engines/pool.py", "EnginePool._abort"): "after done(): the calls have ended",
-    ("relax_core/engines/pool.py", "_tell_failures"): "a done callback: the calls have ended",
-    ("relax_core/roles/engine_sync.py", "_check"): "given calls that have ended",
-    ("relax_core/weights/publisher.py", "WeightPublisher.report"): "after done(): the pushes have ended",
-    ("relax_core/control/fronts.py", "Fronts.error"): "after done(): the deployment has ended",
-    ("relax_core/control/fronts.py", "Fronts.close"): "after exception(timeout): the pool's only task has ended",
-    ("relax_core/roles/critic.py", "CriticWorker.write_copy"): "after copy_state, which had the back end already",
-    ("relax_core/train/stored_pieces.py", "StoredFolder._filled"): "the reader has read: its future is done",
-    ("relax_core/roles/forward.py", "ForwardWorker._end"): "flushes the log's file: no other process",
-    ("relax_core/roles/rank_peer.py", "RankPeer._failures"): "the same",
-    # Whoever owes the answer has deadlines of its own, and ends this wait also when it fails.
-    ("relax_core/engines/pool.py", "EnginePool.generate"): "each share ends with None or its error within patience_s",
     (
-        "relax_core/engines/sglang/client.py",
+        "relax_core/observe/service/sink_thread.py",
+        "SinkThread._next_batch",
+    ): "a daemon thread at rest; begin_close() wakes it",
+    ("relax_core/observe/service/outbox.py", "Outbox._next_batch"): "a daemon thread at rest; end() wakes it",
+    (
+        "relax_core/engines/embedded/scheduler/scheduler.py",
+        "Scheduler._receive",
+    ): "the engine's thread at rest; it alone reads",
+    # Work that is already done when it is asked for.
+    ("relax_core/roles/rollout/rollout_worker.py", "RolloutWorker._evaluate"): "after done(): the task has ended",
+    ("relax_core/engines/pool/engine_pool.py", "EnginePool._abort"): "after done(): the calls have ended",
+    ("relax_core/engines/pool/engine_pool.py", "_tell_failures"): "a done callback: the calls have ended",
+    ("relax_core/roles/trainer/weight_sync.py", "_check"): "given calls that have ended",
+    ("relax_core/weights/publisher.py", "WeightPublisher.report"): "after done(): the pushes have ended",
+    ("relax_core/control/run/serve_deployments.py", "Fronts.error"): "after done(): the deployment has ended",
+    (
+        "relax_core/control/run/serve_deployments.py",
+        "Fronts.close",
+    ): "after exception(timeout): the pool's only task has ended",
+    (
+        "relax_core/roles/trainer/critic_trainer.py",
+        "CriticWorker.write_copy",
+    ): "after copy_state, which had the back end already",
+    (
+        "relax_core/train/checkpoints/checkpoint_shards.py",
+        "StoredFolder._filled",
+    ): "the reader has read: its future is done",
+    (
+        "relax_core/roles/annotators/forward_logprobs.py",
+        "ForwardWorker._end",
+    ): "flushes the log's file: no other process",
+    ("relax_core/roles/trainer/rank_worker.py", "RankPeer._failures"): "the same",
+    # Whoever owes the answer has deadlines of its own, and ends this wait also when it fails.
+    (
+        "relax_core/engines/pool/engine_pool.py",
+        "EnginePool.generate",
+    ): "each share ends with None or its error within patience_s",
+    (
+        "relax_core/engines/sglang/client/sglang_client.py",
         "SglangClient.generate",
     ): "each wave ends with None or its error: holding and streaming have the longest silence",
-    ("relax_core/engines/embedded/generate_route.py", "GenerateRoute._whole"): "ends with the samples, the failure of "
-    "the scheduler or the client's hang-up; the client has a longest silence",
-    ("relax_core/engines/embedded/generate_route.py", "GenerateRoute._frames"): "the same",
-    ("relax_core/engines/embedded/generate_route.py", "GenerateRoute._events"): "the same",
-    ("relax_core/weights/group.py", "WeightGroup._broadcast"): "the group was made with a deadline",
-    ("relax_core/train/weight_gather.py", "_run"): "the trainer's group was made with a deadline",
-    ("relax_core/engines/fan_out.py", "fan_out"): "each call has its engine client's deadlines",
-    ("relax_core/rollout/evaluation.py", "Evaluator.gate"): "run() sets it or fails, and its task group ends this one",
     (
-        "relax_core/rollout/reward_pool.py",
+        "relax_core/engines/embedded/http/generate_route.py",
+        "GenerateRoute._whole",
+    ): "ends with the samples, the failure of the scheduler or the client's hang-up; the client has a longest silence",
+    ("relax_core/engines/embedded/http/generate_route.py", "GenerateRoute._frames"): "the same",
+    ("relax_core/engines/embedded/http/generate_route.py", "GenerateRoute._events"): "the same",
+    ("relax_core/weights/group.py", "WeightGroup._broadcast"): "the group was made with a deadline",
+    ("relax_core/train/hf/weight_gather.py", "_run"): "the trainer's group was made with a deadline",
+    ("relax_core/engines/pool/fan_out.py", "fan_out"): "each call has its engine client's deadlines",
+    (
+        "relax_core/rollout/evaluation/evaluator.py",
+        "Evaluator.gate",
+    ): "run() sets it or fails, and its task group ends this one",
+    (
+        "relax_core/rollout/rewards/reward_pool.py",
         "RewardPool._outcomes",
     ): "each call ends within reward.timeout_s an answer, or the watch ends the run",
     (
-        "relax_core/rollout/sampler.py",
+        "relax_core/rollout/rollout_loop.py",
         "Sampler._burst",
     ): "its groups wait for rewards and the bus, which have deadlines",
     (
-        "relax_core/rollout/sampler.py",
+        "relax_core/rollout/rollout_loop.py",
         "Sampler._played_burst",
     ): "its groups wait for engines, envs, rewards and the bus, which have deadlines",
     (
-        "relax_core/rollout/sampler.py",
+        "relax_core/rollout/rollout_loop.py",
         "Sampler._play_and_stage",
     ): "the group before it ends as this one does, and the burst's task group ends both",
-    ("relax_core/rollout/episodes.py", "EpisodePlayer.play"): "each close has env.step_timeout_s",
+    ("relax_core/rollout/episodes/episodes.py", "EpisodePlayer.play"): "each close has env.step_timeout_s",
     (
-        "relax_core/rollout/env_calls.py",
+        "relax_core/rollout/episodes/env_calls.py",
         "EnvCalls.close.close_later",
     ): "a daemon thread for which nobody waits: it closes an env when the call that was left behind has ended",
-    ("relax_core/rollout/evaluation.py", "ask"): "after the task group: its tasks have ended",
-    ("relax_core/rollout/reward_pool.py", "RewardPool.close"): "its threads wait for workers that were just killed",
-    ("relax_core/observe/metrics.py", "MetricsService.close"): "a sink's thread is joined until its deadline",
+    ("relax_core/rollout/evaluation/evaluator.py", "ask"): "after the task group: its tasks have ended",
+    (
+        "relax_core/rollout/rewards/reward_pool.py",
+        "RewardPool.close",
+    ): "its threads wait for workers that were just killed",
+    (
+        "relax_core/observe/service/metrics_service.py",
+        "MetricsService.close",
+    ): "a sink's thread is joined until its deadline",
     ("relax_core/cli/eval_engines.py", "eval_engines"): "each start ends within engine.start_timeout_s",
     (
-        "relax_core/roles/critic.py",
+        "relax_core/roles/trainer/critic_trainer.py",
         "CriticWorker._run",
     ): "the model's own thread computes; the lead's call has a deadline",
-    ("relax_core/control/run.py", "_in_session"): "makes or finds model folders: file work, no other process",
-    ("relax_core/control/services.py", "Services.__init__"): "a bus starts, answers and restores within deadlines",
+    ("relax_core/control/run/local_run.py", "_in_session"): "makes or finds model folders: file work, no other process",
+    ("relax_core/control/run/services.py", "Services.__init__"): "a bus starts, answers and restores within deadlines",
     # TransferQueue: a call's coroutine has the deadline, whoever waits for it waits on that.
-    ("relax_core/bus/transfer_queue/client.py", "PlaneClient.call"): "_guarded() ends within timeout_s",
-    ("relax_core/bus/transfer_queue/client.py", "PlaneClient._guarded"): "after done(): the task has ended",
-    ("relax_core/bus/transfer_queue/client.py", "PlaneClient.get"): "runs inside of _guarded()",
-    ("relax_core/bus/transfer_queue/client.py", "PlaneClient.close"): "the loop was told to stop, nothing runs in it",
-    ("relax_core/bus/transfer_queue/actor.py", "TransferQueueBusActor._watch"): "a task that waits for a death",
-    ("relax_core/bus/transfer_queue/actor.py", "TransferQueueBusActor._clear_freed"): "a task at rest",
-    ("relax_core/bus/transfer_queue/actor.py", "TransferQueueBusActor._tidy"): "the call takes its deadline along; a "
-    "task of its own, for which nobody waits",
-    ("relax_core/bus/transfer_queue/hosts.py", "_Host.stay"): "never returns: its failure tells that the process died",
+    ("relax_core/bus/transfer_queue/data_plane_client.py", "PlaneClient.call"): "_guarded() ends within timeout_s",
+    ("relax_core/bus/transfer_queue/data_plane_client.py", "PlaneClient._guarded"): "after done(): the task has ended",
+    ("relax_core/bus/transfer_queue/data_plane_client.py", "PlaneClient.get"): "runs inside of _guarded()",
+    (
+        "relax_core/bus/transfer_queue/data_plane_client.py",
+        "PlaneClient.close",
+    ): "the loop was told to stop, nothing runs in it",
+    (
+        "relax_core/bus/transfer_queue/transfer_queue_actor.py",
+        "TransferQueueBusActor._watch",
+    ): "a task that waits for a death",
+    ("relax_core/bus/transfer_queue/transfer_queue_actor.py", "TransferQueueBusActor._clear_freed"): "a task at rest",
+    (
+        "relax_core/bus/transfer_queue/transfer_queue_actor.py",
+        "TransferQueueBusActor._tidy",
+    ): "the call takes its deadline along; a task of its own, for which nobody waits",
+    (
+        "relax_core/bus/transfer_queue/server_actors.py",
+        "_Host.stay",
+    ): "never returns: its failure tells that the process died",
 }
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.control.owned_folder import owned
-from relax_core.control.place import SHARED_MEMORY
+from relax_core.control.host.lock_file import owned
+from relax_core.control.host.run_paths import SHARED_MEMORY
 from tests import scratch
 from tests.scratch import Scratch, processes_in
 

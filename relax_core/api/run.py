@@ -20,9 +20,9 @@ from relax_core.api.child import PLACE, PROBLEMS, REQUEST, USAGE
 from relax_core.api.function_reward import FUNCTION_FILE, RewardFunction, function_text, write_private
 from relax_core.api.loaded_run import LoadedRun, Summary
 from relax_core.config.errors import ConfigError
-from relax_core.observe.records import ACTOR
-from relax_core.observe.sinks import METRICS_FILE
-from relax_core.observe.summary import SUMMARY_FILE
+from relax_core.observe.results.summary import SUMMARY_FILE
+from relax_core.observe.service.records import ACTOR
+from relax_core.observe.service.sinks import METRICS_FILE
 
 POLL_S = 0.2
 END_S = 600.0  # a stop writes a checkpoint; the run has shorter limits of its own

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
-from relax_core.bus.settings import BusSettings
+from relax_core.bus.state.settings import BusSettings
 
 if TYPE_CHECKING:
-    from relax_core.bus.ray_backend import RayBus
-    from relax_core.bus.transfer_queue.plane import DataPlane
+    from relax_core.bus.ray.ray_bus import RayBus
+    from relax_core.bus.transfer_queue.data_plane import DataPlane
     from relax_core.config.schema import BusConfig
 
 BACKENDS = ("ray", "transfer_queue")
@@ -79,8 +79,8 @@ def create_bus(
 def _start_ray_bus(settings: BusSettings, ledger_path: Path, *, options: Mapping[str, Any]) -> RayBus:
     import ray
 
-    from relax_core.bus.ray_actor import BusActor
-    from relax_core.bus.ray_backend import RayBus, describe
+    from relax_core.bus.ray.bus_actor import BusActor
+    from relax_core.bus.ray.ray_bus import RayBus, describe
 
     remote = ray.remote(BusActor).options(**options)
     actor = remote.remote(msgspec.msgpack.encode(settings), str(ledger_path))
@@ -97,8 +97,8 @@ def _start_transfer_queue_bus(
     plane: DataPlane | None,
     socket_folder: Path,
 ) -> RayBus:
-    from relax_core.bus.transfer_queue.backend import start_bus
-    from relax_core.bus.transfer_queue.plane import DataPlane
+    from relax_core.bus.transfer_queue.data_plane import DataPlane
+    from relax_core.bus.transfer_queue.transfer_queue_bus import start_bus
 
     owned = None
     if plane is None:
@@ -111,7 +111,7 @@ def connect_bus(name: str, namespace: str) -> RayBus:
     """The bus of a running run. Raises ValueError when there is none of that name."""
     import ray
 
-    from relax_core.bus.ray_backend import RayBus, describe
+    from relax_core.bus.ray.ray_bus import RayBus, describe
 
     try:
         actor = ray.get_actor(name, namespace=namespace)
@@ -121,8 +121,8 @@ def connect_bus(name: str, namespace: str) -> RayBus:
     if msgspec.msgpack.decode(place) is None:
         return RayBus(actor, settings=settings)
 
-    from relax_core.bus.transfer_queue.backend import TransferQueueBus
-    from relax_core.bus.transfer_queue.wire import PayloadPlace
+    from relax_core.bus.transfer_queue.messages import PayloadPlace
+    from relax_core.bus.transfer_queue.transfer_queue_bus import TransferQueueBus
 
     bus = TransferQueueBus(actor, settings=settings, place=msgspec.msgpack.decode(place, type=PayloadPlace))
     bus.open()  # now, while everything starts, and not in the first step

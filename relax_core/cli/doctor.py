@@ -15,11 +15,11 @@ from pathlib import Path
 
 from relax_core.cli.versions import versions
 from relax_core.config.compose import load_config
-from relax_core.config.memory import available_bytes
-from relax_core.control.leftovers import find_leftovers, remove_leftovers
-from relax_core.control.place import SHARED_MEMORY, temporary_folder
-from relax_core.plan.build import make_plan
-from relax_core.plan.text import size_words
+from relax_core.config.host_memory import available_bytes
+from relax_core.control.host.run_paths import SHARED_MEMORY, temporary_folder
+from relax_core.control.host.stale_runs import find_leftovers, remove_leftovers
+from relax_core.plan.build_plan import make_plan
+from relax_core.plan.plan_text import size_words
 
 CORES, DISK_BYTES, SHARED_BYTES = 2, 2 << 30, 512 << 20
 _NVIDIA_S = 10.0

@@ -10,15 +10,15 @@ from pathlib import Path
 import yaml
 
 from relax_core.cli.evaluate import Target, evaluate
-from relax_core.config.command_line import CommandLine
+from relax_core.config.checks.model_folder import read_model_config
+from relax_core.config.checks.validate import Check
+from relax_core.config.command_line.override_words import CommandLine
+from relax_core.config.command_line.rerun import rerun_line
 from relax_core.config.compose import Settle, run
 from relax_core.config.errors import ConfigError
-from relax_core.config.model_folder import read_model_config
 from relax_core.config.options import COMMANDS, conf_folder, yaml_options
-from relax_core.config.rerun import rerun_line
-from relax_core.config.validate import Check
-from relax_core.train.atomic_folder import recover_replaced
-from relax_core.train.checkpoint_store import CONFIG, META, CheckpointStore
+from relax_core.train.checkpoints.atomic_folder import recover_replaced
+from relax_core.train.checkpoints.checkpoint_store import CONFIG, META, CheckpointStore
 
 USAGE = f"relax {COMMANDS['eval'][0]}"
 _BESIDE = "${now:%Y-%m-%d_%H-%M-%S}"

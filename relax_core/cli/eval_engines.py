@@ -11,9 +11,9 @@ from pathlib import Path
 
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.engine import EngineError
-from relax_core.engines.build import build_client
-from relax_core.engines.client import EngineClient
-from relax_core.engines.process import EngineLaunch, EngineProcess
+from relax_core.engines.build_client import build_client
+from relax_core.engines.engine_process import EngineLaunch, EngineProcess
+from relax_core.engines.protocol.engine_client import EngineClient
 
 STOP_S = 5.0
 

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from relax_core.data.shares import NAMED_ROWS
-from relax_core.rollout.eval_figures import Estimate, mean_reward
-from relax_core.rollout.evaluation import SetAnswers
+from relax_core.rollout.evaluation.eval_metrics import Estimate, mean_reward
+from relax_core.rollout.evaluation.evaluator import SetAnswers
 
 RESULT_FILE = "evaluation.json"
 ANSWERS_FILE = "answers.jsonl"

@@ -21,14 +21,14 @@ from relax_core.contracts.engine import EngineError
 from relax_core.data.eval_sets import asks_held_out, eval_sets
 from relax_core.data.sources import make_source
 from relax_core.data.tokenizer import PromptTokenizer
-from relax_core.engines.client import EngineClient
-from relax_core.engines.pool import EnginePool
-from relax_core.observe.summary import library_versions
+from relax_core.engines.pool.engine_pool import EnginePool
+from relax_core.engines.protocol.engine_client import EngineClient
+from relax_core.observe.results.summary import library_versions
 from relax_core.registry import find_env, find_reward
-from relax_core.rollout.evaluation import PreparedSet, SetAnswers, ask, prepare
-from relax_core.rollout.prompts import PromptMaker
-from relax_core.rollout.reward_pool import RewardPool
-from relax_core.rollout.sampling import evaluation_sampling
+from relax_core.rollout.evaluation.evaluator import PreparedSet, SetAnswers, ask, prepare
+from relax_core.rollout.prompt_tokens import PromptMaker
+from relax_core.rollout.rewards.reward_pool import RewardPool
+from relax_core.rollout.sampling_params import evaluation_sampling
 from relax_core.tools.export import export
 from relax_core.tools.make_tiny import tiny_model_folder
 

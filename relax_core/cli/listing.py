@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from relax_core.config.options import COMMANDS, first_comment, yaml_options
 from relax_core.families.table import FAMILIES
-from relax_core.plan.models import shape_dimensions, shape_names
+from relax_core.plan.model.model_source import shape_dimensions, shape_names
 from relax_core.registry import KINDS, Kind, PluginError, find, names, package_of
 
 _TITLES: dict[Kind, str] = {"algo": "Algorithms", "reward": "Rewards", "env": "Envs"}

@@ -15,15 +15,15 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError
 
-from relax_core.config.command_line import PATHS, CommandLine, hydra_words
+from relax_core.config.checks.model_folder import set_banned_tokens
+from relax_core.config.checks.validate import PLANS, Check, problems_of
+from relax_core.config.command_line.error_messages import explain
+from relax_core.config.command_line.override_words import PATHS, CommandLine, hydra_words
 from relax_core.config.errors import ConfigError
-from relax_core.config.explain import explain
-from relax_core.config.model_folder import set_banned_tokens
 from relax_core.config.options import conf_folder, plugin_options, shipped
-from relax_core.config.plugins import typed_knobs
+from relax_core.config.plugin_types import typed_knobs
 from relax_core.config.schema import LAUNCHERS, FolderByTime, RelaxConfig
 from relax_core.config.schema_keys import section_types, unknown_key
-from relax_core.config.validate import PLANS, Check, problems_of
 from relax_core.registry import KINDS
 
 _VERSION_BASE = "1.3"

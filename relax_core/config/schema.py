@@ -1,6 +1,6 @@
 """The types of every key in conf/. Values and their documentation live in the YAML beside them.
 
-`algo`, `reward` and `env` are typed by their plug-in's own `knobs` dataclass (config/plugins.py), so that a newcomer's
+`algo`, `reward` and `env` are typed by their plug-in's own `knobs` dataclass (config/plugin_types.py), so that a newcomer's
 file brings its knobs along. OmegaConf 2.3 has no Literal: enums stand for choices.
 """
 
@@ -152,7 +152,7 @@ class EngineConfig:
     port: int = MISSING
     max_running_samples: int = MISSING
     max_total_tokens: int = MISSING
-    context_length: int | None = MISSING  # None until it is derived, before the start (plan/context.py)
+    context_length: int | None = MISSING  # None until it is derived, before the start (plan/data/context_length.py)
     threads: int = MISSING
     start_timeout_s: float = MISSING
     request_timeout_s: float = MISSING

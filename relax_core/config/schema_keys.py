@@ -7,9 +7,9 @@ import typing
 from collections.abc import Iterator
 from functools import cache
 
+from relax_core.config.command_line.synonyms import synonym
 from relax_core.config.errors import nearest
 from relax_core.config.schema import LAUNCHERS, RelaxConfig
-from relax_core.config.synonyms import synonym
 
 
 @cache

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
     """What one train step reports, over all ranks. ``moe``: of a mixture of experts, how evenly tokens went to them
-    (`relax_core.train.experts.balance_metrics`). ``timings_ms``: parts of the step on this rank.
+    (`relax_core.train.model.moe.balance_metrics`). ``timings_ms``: parts of the step on this rank.
     ``rows``: token rows that were computed, those that several micro-batches or ranks repeat once for each."""
 
     loss: float

@@ -10,7 +10,7 @@ from pathlib import Path
 from relax_core.config.schema import DataConfig
 from relax_core.contracts.data import BadRow, DataRow, EvalSet, PromptSource
 from relax_core.data import generated
-from relax_core.data.files import RowFile, open_rows
+from relax_core.data.data_files import RowFile, open_rows
 from relax_core.data.order import Mixture, apportion, row_of
 from relax_core.data.paths import FilePart, data_parts
 

@@ -64,7 +64,7 @@ def find_gpus(devices: Path = Path("/dev")) -> FoundGpus:
 
 def gpu_problems(config: RelaxConfig) -> Iterator[str]:
     """What keeps a start on GPUs from working, as far as this machine can tell. The GPUs of a joined Ray are counted
-    once it is joined, by `relax_core.roles.placement.cluster_fault`."""
+    once it is joined, by `relax_core.roles.process.process_placement.cluster_fault`."""
     placement, launcher = config.placement, config.launcher
     if not placement.gpus_per_node:
         return

@@ -13,7 +13,7 @@ from relax_core.config.schema import LauncherKind, RelaxConfig
 from relax_core.contracts.data import BadRow
 from relax_core.data import generated
 from relax_core.data.sources import file_rows
-from relax_core.plan.look import look_at_data
+from relax_core.plan.data.data_check import look_at_data
 
 _LOOKED_AT = 256  # rows of the data
 _TEMPLATE_TOKENS = 8  # what a chat template puts around one message
@@ -107,7 +107,7 @@ class PackedUpdate:
 
 
 def pack_update(groups: int, group_size: int, *, prompt: int, branch: int, budget: int, ranks: int) -> PackedUpdate:
-    """What `relax_core.train.micro_batches` makes of ``groups`` groups with ``group_size`` episodes, each of them
+    """What `relax_core.train.packing.micro_batches` makes of ``groups`` groups with ``group_size`` episodes, each of them
     ``prompt`` shared rows and ``branch`` rows of its own. A rank holds ``budget`` rows, or one longer episode."""
     together = 0
     pieces = 1

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from relax_core.families.folder import folder_architecture
-from relax_core.train.models.check_folder import weight_problems
-from relax_core.train.models.weight_rules import tensor_shape, weight_rules
+from relax_core.train.hf.check_weights import weight_problems
+from relax_core.train.hf.weight_rules import tensor_shape, weight_rules
 
 SHOWN = 20  # problems; a wrong folder has thousands
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from relax_core.observe.records import ACTOR, EVAL, MetricRecord, by_step, without_undone
-from relax_core.observe.sinks import read_metrics
-from relax_core.observe.summary import SUMMARY_FILE
-from relax_core.tools.seeds import Spread, mean_curve, settings_of, spread_of
+from relax_core.observe.results.summary import SUMMARY_FILE
+from relax_core.observe.service.records import ACTOR, EVAL, MetricRecord, by_step, without_undone
+from relax_core.observe.service.sinks import read_metrics
+from relax_core.tools.compare_seeds import Spread, mean_curve, settings_of, spread_of
 
 PICTURE = "compare.png"
 USAGE = 2

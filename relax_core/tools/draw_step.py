@@ -36,10 +36,10 @@ class Stop(NamedTuple):
 
 
 WAY = (
-    Stop("rollout", "rollout/sampler.py", "samples, scores,\nbuilds the tree"),
-    Stop("bus", "bus/core.py", "keeps complete groups,\nbooks every episode"),
-    Stop("trainer", "train/backend.py", "packs trees, loss,\ngradient, update"),
-    Stop("weights", "weights/files.py", "one file with digests\nfor each version"),
+    Stop("rollout", "rollout/rollout_loop.py", "samples, scores,\nbuilds the tree"),
+    Stop("bus", "bus/state/bus_state.py", "keeps complete groups,\nbooks every episode"),
+    Stop("trainer", "train/policy_backend.py", "packs trees, loss,\ngradient, update"),
+    Stop("weights", "weights/version_file.py", "one file with digests\nfor each version"),
 )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from relax_core.tools.make_tiny import tiny_model_folder
-from relax_core.train.checkpoint_store import CONFIG, META, CheckpointStore
+from relax_core.train.checkpoints.checkpoint_store import CONFIG, META, CheckpointStore
 
 DTYPES = ("float32", "bfloat16")
 POLICY = "train"  # in a run's checkpoint
@@ -39,8 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def export(checkpoint: Path, out: Path, *, model: Path | None, dtype: str | None, shard_gb: float) -> None:
     """Checks every file against its digest, then writes ``out``. Raises ValueError and OSError as
-    `relax_core.train.checkpoint_export.export_checkpoint` does."""
-    from relax_core.train.checkpoint_export import export_checkpoint  # seconds of imports: after the words are checked
+    `relax_core.train.checkpoints.checkpoint_export.export_checkpoint` does."""
+    from relax_core.train.checkpoints.checkpoint_export import (
+        export_checkpoint,  # seconds of imports: after the words are checked
+    )
 
     if shard_gb <= 0:
         raise ValueError(f"--shard-gb {shard_gb:g}: must be more than 0.")

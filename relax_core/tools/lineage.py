@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from relax_core.bus.ledger_file import FILTERS, Event, FileBooks, LedgerFile, SampleLife
+from relax_core.bus.ledger.ledger_reader import FILTERS, Event, FileBooks, LedgerFile, SampleLife
 from relax_core.config.errors import nearest
 from relax_core.contracts.tree import Episode, Turn, group_uid, sample_uid
 

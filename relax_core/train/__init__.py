@@ -4,6 +4,6 @@ Importing this package puts a finder on the import path that retargets ``megatro
 CUDA (device.py). The finder itself imports nothing heavy; torch comes in only when ``megatron.core`` does.
 """
 
-from relax_core.train import device
+from relax_core.train.megatron_on_cpu import device_loader as device
 
 device.install()

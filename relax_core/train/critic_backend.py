@@ -11,10 +11,10 @@ from torch import Tensor
 from relax_core.contracts.algorithm import ValueInputs
 from relax_core.contracts.tree import TokenTree
 from relax_core.train.rank import MegatronRank
-from relax_core.train.schedule import MicroBatch
-from relax_core.train.setup import RankSetup
-from relax_core.train.step_sums import micro_batch_sums
-from relax_core.train.value_moments import moment_sums
+from relax_core.train.rank_setup import RankSetup
+from relax_core.train.step.pipeline_schedule import MicroBatch
+from relax_core.train.step.step_sums import micro_batch_sums
+from relax_core.train.step.value_moments import moment_sums
 
 
 class CriticBackend(MegatronRank):

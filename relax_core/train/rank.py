@@ -23,24 +23,24 @@ from relax_core.contracts.algorithm import StepTotals
 from relax_core.contracts.train import StepMetrics
 from relax_core.contracts.tree import NOT_SAMPLED, Episode, TokenTree
 from relax_core.families.folder import folder_architecture
-from relax_core.train import process_group
-from relax_core.train.checkpoint import RankCheckpoint, StateCopy
-from relax_core.train.device import has_cuda, training_device
-from relax_core.train.experts import balance_metrics, clear_counts
-from relax_core.train.gpt import build_chunks
-from relax_core.train.hf_weights import HfWeights
-from relax_core.train.micro_batches import ROW, MicroBatcher, with_row_numbers
-from relax_core.train.not_finite import look_at_gradients, refuse_update, refuse_weights
-from relax_core.train.optimizer import build_optimizer, learning_rate, wrap_for_training
-from relax_core.train.router_replay import RouterPlan
-from relax_core.train.row_cut import RowCut
-from relax_core.train.schedule import MicroBatch, Schedule
-from relax_core.train.setup import RankSetup
-from relax_core.train.step_sums import StepSums, add_over_ranks, micro_batch_totals
-from relax_core.train.stored_tensors import open_safetensors
-from relax_core.train.tree import pack_tree
-from relax_core.train.tree_attention import TreeBatch
-from relax_core.train.weight_places import WholeTensor
+from relax_core.train.attention.tree_attention import TreeBatch
+from relax_core.train.checkpoints.model_checkpoint import RankCheckpoint, StateCopy
+from relax_core.train.hf.folder_tensors import open_safetensors
+from relax_core.train.hf.hf_weights import HfWeights
+from relax_core.train.hf.weight_slices import WholeTensor
+from relax_core.train.megatron_on_cpu.device_loader import has_cuda, training_device
+from relax_core.train.model.gpt import build_chunks
+from relax_core.train.model.moe import balance_metrics, clear_counts
+from relax_core.train.model.routing_replay import RouterPlan
+from relax_core.train.packing.micro_batches import ROW, MicroBatcher, with_row_numbers
+from relax_core.train.packing.tree_packing import pack_tree
+from relax_core.train.parallel import process_group
+from relax_core.train.parallel.context_parallel import RowCut
+from relax_core.train.rank_setup import RankSetup
+from relax_core.train.step.not_finite import look_at_gradients, refuse_update, refuse_weights
+from relax_core.train.step.optimizer import build_optimizer, learning_rate, wrap_for_training
+from relax_core.train.step.pipeline_schedule import MicroBatch, Schedule
+from relax_core.train.step.step_sums import StepSums, add_over_ranks, micro_batch_totals
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

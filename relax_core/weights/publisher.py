@@ -103,7 +103,10 @@ class WeightPublisher:
     def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Push:
         """Writes a version and starts its push, which ends beside the caller; take the result before the next version.
         The tensors are read before this returns."""
-        from relax_core.weights.files import HEADER_ROOM, write_weights  # who only reads the newest needs no torch
+        from relax_core.weights.version_file import (  # who only reads the newest needs no torch
+            HEADER_ROOM,
+            write_weights,
+        )
 
         start = time.perf_counter()
         home = self._folder.new(version)

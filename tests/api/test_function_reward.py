@@ -15,7 +15,7 @@ from relax_core.api.function_reward import FUNCTION_FILE, function_text, write_p
 from relax_core.config.errors import ConfigError
 from relax_core.contracts.reward import RewardInput, RewardOutput
 from relax_core.registry import PluginError, find_reward
-from relax_core.rollout.reward_pool import RewardPool
+from relax_core.rollout.rewards.reward_pool import RewardPool
 
 
 def scored(file: Path, *responses: str) -> list[RewardOutput]:

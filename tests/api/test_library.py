@@ -11,9 +11,9 @@ import pytest
 
 import relax_core
 from relax_core.api.function_reward import FUNCTION_FILE
-from relax_core.control.only_run import only_run
-from relax_core.observe.records import metric_record, text_record
-from relax_core.observe.sinks import JsonlSink
+from relax_core.control.host.run_lock import only_run
+from relax_core.observe.service.records import metric_record, text_record
+from relax_core.observe.service.sinks import JsonlSink
 
 
 def test_the_import_is_fast_and_whole() -> None:

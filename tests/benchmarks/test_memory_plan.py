@@ -7,7 +7,7 @@ import os
 import pytest
 
 from benchmarks.memory_plan import KINDS, MARK, _peaks, compare, predicted, table
-from relax_core.plan.memory_cpu import BASES
+from relax_core.plan.memory.memory_cpu import BASES
 
 
 def test_every_process_of_the_plan_is_one_that_can_be_measured() -> None:

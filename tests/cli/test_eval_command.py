@@ -13,7 +13,7 @@ from relax_core.config.compose import load_config
 from relax_core.config.saved import to_yaml
 from relax_core.preflight import EVAL_CHECKS, settle_evaluation
 from relax_core.tools.make_tiny import tiny_model_folder
-from relax_core.train.checkpoint_store import CheckpointStore
+from relax_core.train.checkpoints.checkpoint_store import CheckpointStore
 
 
 def evaluated(*words: str) -> int:

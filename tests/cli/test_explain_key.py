@@ -8,7 +8,7 @@ import pytest
 
 from relax_core.cli.explain_key import explain_command
 from relax_core.cli.key_readers import readers
-from relax_core.config.key_docs import keys_of_option, keys_of_root
+from relax_core.config.command_line.key_docs import keys_of_option, keys_of_root
 from relax_core.config.options import conf_folder, groups, yaml_options
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -27,7 +27,7 @@ def test_a_key_has_value_type_range_place_and_readers(capsys: pytest.CaptureFixt
     assert (told["type"], told["range"]) == ("a number", "more than 0")
     line = int(told["set in"].removeprefix("conf/config.yaml, line "))
     assert (REPOSITORY / "conf" / "config.yaml").read_text().splitlines()[line - 1].startswith("  lr: ")
-    assert "relax_core/train/optimizer.py" in told["read by"]
+    assert "relax_core/train/step/optimizer.py" in told["read by"]
     assert explained(capsys, "run.epochs")["range"] == "more than 0 (null leaves run.steps as it is)"
 
 
@@ -71,7 +71,7 @@ def test_what_is_no_key_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_readers_follow_the_names_that_a_section_gets() -> None:
-    assert any(place.startswith("relax_core/control/controller.py") for place in readers("run.steps"))
+    assert any(place.startswith("relax_core/control/run/controller.py") for place in readers("run.steps"))
     assert any(
         place.startswith("algorithms/functional/") or "algorithms/" in place for place in readers("algo.clip_high")
     )

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from relax_core.config.checks.validate import problems_of
 from relax_core.config.compose import load_config
 from relax_core.config.errors import ConfigError
-from relax_core.config.validate import problems_of
 from relax_core.preflight import CHECKS, settle
 
 

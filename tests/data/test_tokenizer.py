@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.config.model_folder import media_token_ids
+from relax_core.config.checks.model_folder import media_token_ids
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.tools.make_tiny import write_tiny_tokenizer
 

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import pytest
 
-from relax_core.engines.process import EngineLaunch
+from relax_core.engines.engine_process import EngineLaunch
 from tests.contracts.engine.conftest import launch, model_folder, start_engine
 from tests.contracts.engine.harness import Engine
 from tests.engines.slow_engine import SlowLaunch

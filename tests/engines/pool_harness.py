@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
-from relax_core.engines.client import EngineClient
-from relax_core.engines.pool import EnginePool
-from relax_core.engines.wire import StreamEnd
+from relax_core.engines.pool.engine_pool import EnginePool
+from relax_core.engines.protocol.engine_client import EngineClient
+from relax_core.engines.protocol.frames import StreamEnd
 from tests.contracts.engine.harness import TOKEN, Engine
 
 SHORT = SamplingParams(n=3, max_new_tokens=4)

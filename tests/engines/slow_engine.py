@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from relax_core.engines.embedded import __main__ as embedded
-from relax_core.engines.process import EngineLaunch
+from relax_core.engines.engine_process import EngineLaunch
 
 STEP_S = 0.02
 
@@ -27,7 +27,7 @@ class SlowLaunch(EngineLaunch):
 
 
 def main() -> int:
-    from relax_core.engines.embedded.decoder import Decoder
+    from relax_core.engines.embedded.scheduler.decoder import Decoder
 
     step = Decoder.step
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from relax_core.engines.embedded.launch import ROOT
+from relax_core.engines.embedded.embedded_launch import ROOT
 
 
 def test_the_engine_process_loads_no_heavy_library() -> None:
     code = (
-        "import sys, relax_core.engines.embedded.assembly, relax_core.engines.embedded.serving; "
+        "import sys, relax_core.engines.embedded.assembly, relax_core.engines.embedded.http.serving; "
         "print([name for name in ('ray', 'transformers', 'megatron', 'hydra', 'aiohttp') if name in sys.modules])"
     )
     found = subprocess.run(
@@ -21,7 +21,7 @@ def test_the_engine_process_loads_no_heavy_library() -> None:
 
 def test_the_client_loads_neither_torch_nor_aiohttp() -> None:
     code = (
-        "import sys, relax_core.engines.client, relax_core.engines.process; "
+        "import sys, relax_core.engines.protocol.engine_client, relax_core.engines.engine_process; "
         "print([name for name in ('torch', 'aiohttp', 'ray') if name in sys.modules])"
     )
     found = subprocess.run(

@@ -20,7 +20,7 @@ from relax_core.registry import find_algorithm
 WHOLE = find_algorithm({algorithm!r})
 LIMIT = Path({limit!r})
 DEADLINE_S = 900.0
-TRIAL = "relax_core.rollout.plugin_trial_main" in sys.orig_argv  # before the start, where nothing is trained
+TRIAL = "relax_core.rollout.trial.plugin_trial_main" in sys.orig_argv  # before the start, where nothing is trained
 updates = itertools.count()
 
 

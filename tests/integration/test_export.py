@@ -12,8 +12,8 @@ from relax_core.config.compose import load_config
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
 from relax_core.data.generated import REVERSED_DIGITS
 from relax_core.data.tokenizer import PromptTokenizer
-from relax_core.engines.client import EngineClient
-from relax_core.engines.process import EngineLaunch, EngineProcess
+from relax_core.engines.engine_process import EngineLaunch, EngineProcess
+from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.preflight import settle
 from tests.integration.live_run import FinishedRun
 

@@ -24,7 +24,7 @@ from relax_core.registry import find_algorithm
 WHOLE = find_algorithm("grpo")
 
 def loss(inputs: Any, knobs: Any) -> Any:
-    if "relax_core.rollout.plugin_trial_main" in sys.orig_argv:
+    if "relax_core.rollout.trial.plugin_trial_main" in sys.orig_argv:
         return WHOLE.loss(inputs, knobs)
     raise ValueError("no such clip range")
 

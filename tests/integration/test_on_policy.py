@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.observe.summary import STEP_PARTS
+from relax_core.observe.results.summary import STEP_PARTS
 from tests.integration.conftest import STRICT
 from tests.integration.held_training import HeldTraining
 from tests.integration.live_run import DEADLINE_S, ROOT, FinishedRun, LiveRun, run_to_end

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.control.processes import kill_trees
-from relax_core.control.ray_session import new_token_file
+from relax_core.control.host.process_trees import kill_trees
+from relax_core.control.host.ray_session import new_token_file
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 300.0

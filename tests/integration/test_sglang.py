@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from relax_core.config.compose import load_config
-from relax_core.engines.process import EngineLaunch, EngineProcess
+from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from relax_core.tools.make_tiny import tiny_model_folder
 from tests.contracts.engine.harness import SGLANG_PYTHON
 from tests.integration.held_training import HeldTraining

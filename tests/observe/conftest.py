@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from relax_core.contracts.bus import BusProgress, LedgerCounts
-from relax_core.observe.records import MetricRecord
+from relax_core.observe.service.records import MetricRecord
 
 
 @pytest.fixture

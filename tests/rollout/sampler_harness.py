@@ -16,16 +16,16 @@ from relax_core.contracts.engine import SamplingParams
 from relax_core.contracts.env import EnvKnobs, EnvSpec
 from relax_core.contracts.reward import RewardSpec
 from relax_core.data.tokenizer import PromptTokenizer
-from relax_core.engines.client import EngineClient
-from relax_core.engines.pool import EnginePool
+from relax_core.engines.pool.engine_pool import EnginePool
+from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.registry import find_env, find_reward
 from relax_core.rollout.bad_rows import BadRows
-from relax_core.rollout.episodes import EpisodePlayer
-from relax_core.rollout.groups import MakeExtras
-from relax_core.rollout.prompts import PromptMaker
-from relax_core.rollout.reward_pool import RewardPool
-from relax_core.rollout.sampler import Sampler, SamplerSettings
-from relax_core.rollout.turnover import Turnover
+from relax_core.rollout.episodes.episodes import EpisodePlayer
+from relax_core.rollout.episodes.group_assembly import MakeExtras
+from relax_core.rollout.prompt_tokens import PromptMaker
+from relax_core.rollout.rewards.reward_pool import RewardPool
+from relax_core.rollout.rollout_loop import Sampler, SamplerSettings
+from relax_core.rollout.weight_update_handler import Turnover
 from tests.bus.make_rows import for_actor, make_core
 from tests.contracts.engine.harness import Engine
 

@@ -192,7 +192,7 @@ class BrokenKnobs(RewardKnobs):
 
 
 def score(given, knobs):
-    if "relax_core.rollout.plugin_trial_main" in sys.orig_argv:
+    if "relax_core.rollout.trial.plugin_trial_main" in sys.orig_argv:
         return 0.0
     raise RuntimeError("no such luck")
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.observe.sinks import read_metrics
+from relax_core.observe.service.sinks import read_metrics
 from relax_core.tools.compare import (
     EXACT,
     EXACT_IN_TRAINING,
@@ -17,7 +17,7 @@ from relax_core.tools.compare import (
     read_runs,
     table,
 )
-from relax_core.tools.seeds import mean_curve, spread_of
+from relax_core.tools.compare_seeds import mean_curve, spread_of
 
 
 def put_run(folder: Path, *, rewards: list[float], outcome: str = "finished", ended: bool = True) -> Path:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from relax_core.data.files import open_rows
+from relax_core.data.data_files import open_rows
 from relax_core.tools.make_arithmetic import write_arithmetic
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "arithmetic.jsonl"

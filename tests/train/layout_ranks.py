@@ -20,9 +20,9 @@ from tiny_trainer import KNOBS, PPO_CLIP, clip_loss, dp_groups, make_backend, tr
 from relax_core.contracts.algorithm import LossInputs, LossOutputs
 from relax_core.contracts.kept_tokens import OUTSIDE, KeptTokens
 from relax_core.contracts.tree import TokenTree
-from relax_core.train import process_group
-from relax_core.train.backend import MegatronBackend
-from relax_core.train.micro_batches import split_over_ranks
+from relax_core.train.packing.micro_batches import split_over_ranks
+from relax_core.train.parallel import process_group
+from relax_core.train.policy_backend import MegatronBackend
 from tests.ports import free_port
 from tests.trees import answer_ids, random_tree, with_tokens
 

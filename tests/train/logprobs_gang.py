@@ -50,8 +50,8 @@ class Answer:
 
 def solve(problem: Problem, *, rank: int = 0, group: dist.ProcessGroup | None = None) -> Answer:
     """With ``group`` as that rank of it, else alone."""
-    from relax_core.train.logprobs import head_outputs, likeliest_tokens
-    from relax_core.train.truncation import Truncation
+    from relax_core.train.model.logprobs import head_outputs, likeliest_tokens
+    from relax_core.train.model.truncation import Truncation
 
     own = problem.settings | {"truncation": Truncation.of(problem.kept, problem.banned, problem.hidden.device)}
     shard = problem.weight if group is None else problem.weight.chunk(RANKS)[rank]

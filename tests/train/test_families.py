@@ -16,10 +16,10 @@ from tiny_trainer import make_backend, make_groups
 from benchmarks.family_models import VARIANTS, make_family_model
 from relax_core.config.compose import load_config
 from relax_core.config.schema import Recompute
-from relax_core.train.hf_export import export_hf_folder
-from relax_core.train.layout import check_layout
-from relax_core.train.models.check_folder import weight_problems
-from relax_core.train.models.weight_rules import tensor_shape, weight_rules
+from relax_core.train.hf.check_weights import weight_problems
+from relax_core.train.hf.hf_export import export_hf_folder
+from relax_core.train.hf.weight_rules import tensor_shape, weight_rules
+from relax_core.train.parallel.check_layout import check_layout
 from tests.trees import prompt_of
 
 
@@ -41,7 +41,7 @@ def test_import_then_export_gives_the_same_file(tmp_path: Path, variant: str, dt
 
 def test_weights_that_stand_twice_are_read_once(tmp_path: Path) -> None:
     """As in Mistral's folders: several files with an index, and all of it again under names of Mistral's own."""
-    from relax_core.weights.model_folder import read_safetensors
+    from relax_core.weights.folder_stream import read_safetensors
 
     model = make_family_model(None, "mistral")
     model.save_pretrained(tmp_path, max_shard_size="100KB")
@@ -57,8 +57,8 @@ def test_weights_that_stand_twice_are_read_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("variant", "cut_tensors"), [("qwen3", 9), ("qwen2", 12)])
 def test_shards_are_those_of_megatron(tmp_path: Path, variant: str, cut_tensors: int) -> None:
     """Megatron marks parameters when it initialises them itself; ours must bear the same marks."""
-    from relax_core.train.gpt import TreeGPTModel, transformer_config
-    from relax_core.train.specs import block_spec
+    from relax_core.train.model.gpt import TreeGPTModel, transformer_config
+    from relax_core.train.model.layer_specs import block_spec
 
     make_family_model(tmp_path, variant)
     backend = make_backend(tmp_path, family=variant)
@@ -103,8 +103,8 @@ def test_experts_compute_what_transformers_does(tmp_path: Path, normalised: bool
     """Softmax over all experts and the best few of it, whether or not their weights are made to sum to 1."""
     from transformers import AutoModelForCausalLM
 
-    from relax_core.train.tree import pack_tree
-    from relax_core.train.tree_attention import TreeBatch
+    from relax_core.train.attention.tree_attention import TreeBatch
+    from relax_core.train.packing.tree_packing import pack_tree
 
     make_models(tmp_path)
     edit_config(tmp_path / "moe", norm_topk_prob=normalised)
@@ -121,7 +121,7 @@ def test_experts_compute_what_transformers_does(tmp_path: Path, normalised: bool
 
 def test_names_of_a_build_with_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its linear layers hold the norm before them, but a router has none; a grouped GEMM has a layer's experts."""
-    from relax_core.train import specs
+    from relax_core.train.model import layer_specs as specs
 
     norm, mlp = "decoder.layers.3.input_layernorm.weight", "decoder.layers.3.pre_mlp_layernorm.weight"
     expert = "decoder.layers.3.mlp.experts.local_experts.11.linear_fc2.weight"

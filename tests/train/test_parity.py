@@ -62,8 +62,8 @@ def test_logprobs_match(tmp_path: Path, variant: str, temperature: float) -> Non
 @pytest.mark.parametrize("variant", ["qwen3", "llama, llama3 rope"])
 def test_logits_match(tmp_path: Path, variant: str) -> None:
     """A prompt with a one-token response is a plain sequence: its hidden states give the model's logits."""
-    from relax_core.train.tree import pack_tree
-    from relax_core.train.tree_attention import TreeBatch
+    from relax_core.train.attention.tree_attention import TreeBatch
+    from relax_core.train.packing.tree_packing import pack_tree
 
     model = make_family_model(tmp_path, variant)
     backend = make_backend(tmp_path, family=VARIANTS[variant][0])
@@ -111,7 +111,7 @@ def test_two_steps_match_adamw(tmp_path: Path, variant: str, distributed_optimiz
 @pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant != "qwen3_moe"])  # test_experts.py
 def test_gradients_match(tmp_path: Path, variant: str) -> None:
     """Seen as HF tensors, through the weight map; the tied output weight is used outside the model's forward."""
-    from relax_core.train.hf_weights import HfWeights
+    from relax_core.train.hf.hf_weights import HfWeights
 
     model = make_family_model(tmp_path, variant)
     backend = make_backend(tmp_path, family=VARIANTS[variant][0], optimizer={"clip_grad": 0.0})

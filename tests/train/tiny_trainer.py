@@ -75,7 +75,7 @@ def make_groups(
 
 def make_backend(folder: Path, **overrides: Any) -> Any:
     """A back end on one rank unless told otherwise; optimizer settings under ``optimizer``."""
-    from relax_core.train.backend import MegatronBackend
+    from relax_core.train.policy_backend import MegatronBackend
 
     own = {"temperature": overrides.pop("temperature", 1.0), "trainable": overrides.pop("trainable", True)}
     return MegatronBackend(_setup(folder, overrides), **own)
@@ -90,7 +90,7 @@ def make_critic(folder: Path, **overrides: Any) -> Any:
 
 
 def _setup(folder: Path, overrides: dict[str, Any]) -> Any:
-    from relax_core.train.setup import RankSetup
+    from relax_core.train.rank_setup import RankSetup
 
     parallel = parallel_config(
         dp=overrides.get("world_size", 1), distributed_optimizer=overrides.pop("distributed_optimizer", False)

@@ -18,11 +18,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from relax_core.families.folder import folder_architecture
-from relax_core.train import process_group
-from relax_core.train.gpt import build_chunks
-from relax_core.train.hf_weights import HfWeights
-from relax_core.train.models.weight_rules import weight_rules
-from relax_core.train.stored_tensors import StoredTensor, open_safetensors
+from relax_core.train.hf.folder_tensors import StoredTensor, open_safetensors
+from relax_core.train.hf.hf_weights import HfWeights
+from relax_core.train.hf.weight_rules import weight_rules
+from relax_core.train.model.gpt import build_chunks
+from relax_core.train.parallel import process_group
 
 BUCKET_BYTES = 80_000  # a few tensors of these models, so that buckets are many
 

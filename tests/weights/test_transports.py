@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from relax_core.config.schema import WeightTransportName
 from relax_core.contracts.engine import SamplingParams, TensorSpec, WeightManifest
-from relax_core.engines.client import EngineClient
+from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.weights.publisher import WEIGHTS, SyncReport, WeightPublisher
-from relax_core.weights.transports.build import build_transport
+from relax_core.weights.transports.build_transport import build_transport
 from relax_core.weights.transports.collective import buckets
 from relax_core.weights.version_folder import read_latest
 from tests.contracts.engine.harness import (
@@ -72,7 +72,7 @@ def pair(launch: Any) -> Any:
     """Two engines without weights, for all tests that leave them alive."""
     from dataclasses import replace
 
-    from relax_core.engines.process import EngineProcess
+    from relax_core.engines.engine_process import EngineProcess
 
     processes = [EngineProcess.start(replace(launch, load_weights=False)) for _ in range(2)]
     yield [Engine(process) for process in processes]
@@ -163,7 +163,7 @@ def test_sglang_takes_every_transport(sglang_launch: Any, tmp_path: Path, model_
     until the next version."""
     from dataclasses import replace
 
-    from relax_core.engines.process import EngineProcess
+    from relax_core.engines.engine_process import EngineProcess
 
     small = replace(sglang_launch.engine, context_length=CONTEXT, max_total_tokens=CONTEXT)
     process = EngineProcess.start(replace(sglang_launch, engine=small, load_weights=False))

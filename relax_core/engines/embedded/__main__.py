@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     ready = json.dumps({"url": f"http://{host}:{port}", "pid": os.getpid(), "port": port})
     gc.collect()
     gc.freeze()  # what start-up made stays: the collector need not walk it during decoding
-    from relax_core.engines.embedded.serving import serve
+    from relax_core.engines.embedded.http.serving import serve
 
     with asyncio.Runner(loop_factory=_event_loop) as runner:
         runner.run(serve(app, scheduler, listener, ready=ready))

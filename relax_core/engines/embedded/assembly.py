@@ -7,20 +7,20 @@ from pathlib import Path
 
 import torch
 
-from relax_core.engines.embedded.control_routes import ControlRoutes
-from relax_core.engines.embedded.decoder import Decoder
-from relax_core.engines.embedded.generate_route import GenerateRoute
-from relax_core.engines.embedded.model import LanguageModel
-from relax_core.engines.embedded.model_config import read_model_config
-from relax_core.engines.embedded.requests import RequestLimits
-from relax_core.engines.embedded.sampler import SamplingSettings, sample_keys
-from relax_core.engines.embedded.scheduler import NOTHING_ATTESTED, Scheduler
-from relax_core.engines.embedded.server import EngineApp
-from relax_core.engines.embedded.slots import Prefix
-from relax_core.engines.embedded.weight_updates import WeightUpdates
-from relax_core.engines.embedded.weights import FusedWeights
-from relax_core.engines.stop_strings import StopTable
-from relax_core.weights.model_folder import read_safetensors
+from relax_core.engines.embedded.http.application import EngineApp
+from relax_core.engines.embedded.http.control_routes import ControlRoutes
+from relax_core.engines.embedded.http.generate_body import RequestLimits
+from relax_core.engines.embedded.http.generate_route import GenerateRoute
+from relax_core.engines.embedded.model.decoder_model import LanguageModel
+from relax_core.engines.embedded.model.fused_weights import FusedWeights
+from relax_core.engines.embedded.model.model_config import read_model_config
+from relax_core.engines.embedded.model.weight_updates import WeightUpdates
+from relax_core.engines.embedded.scheduler.decoder import Decoder
+from relax_core.engines.embedded.scheduler.scheduler import NOTHING_ATTESTED, Scheduler
+from relax_core.engines.embedded.scheduler.slots import Prefix
+from relax_core.engines.embedded.scheduler.token_sampler import SamplingSettings, sample_keys
+from relax_core.engines.protocol.stop_strings import StopTable
+from relax_core.weights.folder_stream import read_safetensors
 
 BASE64_GROWTH = 1.5  # base64 takes 4/3 of the bytes; the rest is for names and for a wider dtype than ours
 

@@ -57,7 +57,7 @@ class CollectiveTransport:
         self._groups.clear()
 
     def _send(self, receiver: WeightReceiver, manifest: WeightManifest) -> None:
-        from relax_core.weights.files import view_bytes
+        from relax_core.weights.version_file import view_bytes
 
         receiver.begin_weight_update()
         try:

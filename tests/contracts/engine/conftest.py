@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from relax_core.config.schema import EngineConfig
-from relax_core.engines.process import EngineLaunch, EngineProcess
+from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from tests.contracts.engine.harness import CONTEXT, ENGINES, SGLANG_PYTHON, TOKEN, Engine, Started, make_model
 
 

@@ -18,11 +18,11 @@ import pytest
 import torch
 
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams, WeightManifest
-from relax_core.engines.client import EngineClient
-from relax_core.engines.process import EngineLaunch, EngineProcess
-from relax_core.engines.sglang.client import SglangClient
-from relax_core.engines.stop_strings import StopTable
-from relax_core.weights.files import write_weights
+from relax_core.engines.engine_process import EngineLaunch, EngineProcess
+from relax_core.engines.protocol.engine_client import EngineClient
+from relax_core.engines.protocol.stop_strings import StopTable
+from relax_core.engines.sglang.client.sglang_client import SglangClient
+from relax_core.weights.version_file import write_weights
 
 ROOT = Path(__file__).resolve().parents[3]
 SGLANG_PYTHON = ROOT / ".venv-sglang/bin/python"

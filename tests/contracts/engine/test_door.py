@@ -20,10 +20,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from relax_core.config.ranges import RANGES
+from relax_core.config.checks.ranges import RANGES
 from relax_core.contracts.engine import MAX_TEMPERATURE, MAX_TOP_K, MIN_TEMPERATURE, TensorSpec, WeightManifest
-from relax_core.engines.process import EngineLaunch, EngineProcess
-from relax_core.weights.files import _names_digest
+from relax_core.engines.engine_process import EngineLaunch, EngineProcess
+from relax_core.weights.version_file import _names_digest
 from tests.contracts.engine.harness import (
     TOKEN,
     VOCAB,

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_core.engines.process import EngineLaunch, EngineProcess
+from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from tests.contracts.engine.harness import TOKEN, VOCAB, Engine, random_prompt
 
 CONTEXT = 256

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from relax_core.contracts.engine import Generated, SamplingParams
-from relax_core.engines.process import EngineLaunch, EngineProcess
-from relax_core.weights.files import write_weights
-from relax_core.weights.model_folder import read_safetensors
+from relax_core.engines.engine_process import EngineLaunch, EngineProcess
+from relax_core.weights.folder_stream import read_safetensors
+from relax_core.weights.version_file import write_weights
 from tests.contracts.engine.harness import (
     ENGINES,
     Engine,

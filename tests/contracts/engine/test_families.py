@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.families import CONTEXT, REACH, engine_gaps
 from benchmarks.family_models import make_family_model
-from relax_core.engines.build import build_client
+from relax_core.engines.build_client import build_client
 from tests.contracts.engine.harness import ENGINES, Engine, Started, publish
 
 # Biases and a tied head, as Qwen2.5-0.5B has them; scaled rotary embedding and a head of its own, as Llama-3.1-8B;

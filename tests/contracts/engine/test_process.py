@@ -17,10 +17,10 @@ import msgspec
 import pytest
 
 from relax_core.contracts.engine import EngineError, EngineUnreachable, SamplingParams
-from relax_core.control.processes import GONE, process_state
-from relax_core.engines.client import EngineClient
-from relax_core.engines.embedded.launch import ROOT
-from relax_core.engines.process import EngineLaunch, EngineProcess
+from relax_core.control.host.process_trees import GONE, process_state
+from relax_core.engines.embedded.embedded_launch import ROOT
+from relax_core.engines.engine_process import EngineLaunch, EngineProcess
+from relax_core.engines.protocol.engine_client import EngineClient
 from tests.contracts.engine.harness import TOKEN, Engine, long_request, prompts_of
 
 ENDS_S = 60.0
@@ -60,7 +60,7 @@ def test_it_ends_with_an_owner_that_was_killed(launch: EngineLaunch, tmp_path: P
     owner = f"""
 import json, pathlib, sys, time
 from relax_core.config.schema import EngineConfig
-from relax_core.engines.process import EngineLaunch, EngineProcess
+from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 process = EngineProcess.start(EngineLaunch(model_folder=pathlib.Path({str(launch.model_folder)!r}),
     engine=EngineConfig(**json.loads({json.dumps(vars(launch.engine))!r})), dtype="float32",
     token_file=pathlib.Path({str(launch.token_file)!r}), log_file=pathlib.Path({str(tmp_path / "log")!r})))

@@ -18,9 +18,9 @@ import torch
 
 from relax_core.config.compose import load_config
 from relax_core.contracts.engine import EngineError, SamplingParams
-from relax_core.engines.process import EngineLaunch, EngineProcess
-from relax_core.engines.sglang.attached import meet_server
-from relax_core.engines.sglang.client import SglangClient
+from relax_core.engines.engine_process import EngineLaunch, EngineProcess
+from relax_core.engines.sglang.client.attached_server import meet_server
+from relax_core.engines.sglang.client.sglang_client import SglangClient
 from tests.contracts.engine.harness import (
     ROOT,
     TOKEN,
@@ -177,7 +177,7 @@ def test_it_ends_with_an_owner_that_was_killed(
     launch = replace(sglang_launch, log_file=tmp_path / "log")
     owner = """
 import pickle, sys, time
-from relax_core.engines.process import EngineProcess
+from relax_core.engines.engine_process import EngineProcess
 import subprocess, threading
 launch = pickle.loads(sys.stdin.buffer.read())
 threading.Thread(target=EngineProcess.start, args=(launch,), daemon=True).start()

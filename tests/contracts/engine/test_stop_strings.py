@@ -13,8 +13,8 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models
 
 from relax_core.contracts.engine import EngineError, Generated, PromptRequest, SamplingParams
-from relax_core.engines.process import EngineLaunch
-from relax_core.engines.stop_strings import StopTable
+from relax_core.engines.engine_process import EngineLaunch
+from relax_core.engines.protocol.stop_strings import StopTable
 from tests.contracts.engine.harness import ENGINES, VOCAB, Engine, Started, make_model, prompts_of
 
 LETTERS = "abcde"

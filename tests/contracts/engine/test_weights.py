@@ -17,9 +17,9 @@ import safetensors.torch
 import torch
 
 from relax_core.contracts.engine import EngineError, SamplingParams
-from relax_core.weights.files import tensors_digest
 from relax_core.weights.group import WeightGroup
 from relax_core.weights.transports.base import WeightGroupPlace
+from relax_core.weights.version_file import tensors_digest
 from tests.contracts.engine.harness import Engine, hf_weights, make_model, prompts_of, publish, random_prompt
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0)
@@ -31,7 +31,7 @@ def blank(launch: Any) -> Any:
     """An engine that has no weights yet."""
     from dataclasses import replace
 
-    from relax_core.engines.process import EngineProcess
+    from relax_core.engines.engine_process import EngineProcess
 
     process = EngineProcess.start(replace(launch, load_weights=False))
     yield Engine(process)
@@ -89,7 +89,7 @@ def test_the_same_version_again_is_not_copied_again(blank: Engine, tmp_path: Pat
 
 
 def test_an_update_needs_all_names_and_shapes(blank: Engine, tmp_path: Path) -> None:
-    from relax_core.weights.files import write_weights
+    from relax_core.weights.version_file import write_weights
 
     model = make_model(None, seed=8)
     blank.client.update_weights(publish(model, tmp_path / "w", version=7))

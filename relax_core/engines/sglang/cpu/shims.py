@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from relax_core.engines.sglang.after_import import after_import
+from relax_core.engines.sglang.server.import_hooks import after_import
 
 ATTENTION = "torch_native"
 _kept: list[object] = []  # torch forgets the schemas of a library object that is collected

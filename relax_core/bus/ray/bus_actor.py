@@ -1,0 +1,281 @@
+"""The bus process: `BusCore` behind one async Ray actor. It imports no torch and holds all rows and books of a run."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import ray
+
+from relax_core.bus.ledger.journal import Journal
+from relax_core.bus.ledger.ledger import Ledger
+from relax_core.bus.ray.payload_blocks import ERRORS, Block, BlockPlace, Reply, WireColumns, WireLease, WireRow, encode
+from relax_core.bus.ray.waiting_calls import WaitingRoom
+from relax_core.bus.state.bus_state import BusCore
+from relax_core.bus.state.settings import BusSettings
+from relax_core.bus.state.wait_reasons import ROLLOUT, admit_owed_by, explain_admit, explain_lease, lease_owed_by
+from relax_core.contracts.bus import (
+    BusLost,
+    BusProgress,
+    BusTimeout,
+    GroupRow,
+    Lease,
+    LeaseLost,
+    LeaseRequest,
+    VersionChange,
+)
+
+Answer = bytes | tuple[Any, ...]  # a Reply's bytes, and the refs of its blocks if there are any
+
+_row_decoder = msgspec.msgpack.Decoder(list[WireRow])
+_request_decoder = msgspec.msgpack.Decoder(LeaseRequest)
+_columns_decoder = msgspec.msgpack.Decoder(dict[str, WireColumns])
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredPayload:
+    """A large payload in the object store: one place in a block that this process put."""
+
+    block: ray.ObjectRef
+    place: int
+    nbytes: int
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+
+def answers(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Answer]]:
+    """Sends a method's value, or one of the contract's errors, as a `Reply`."""
+
+    @functools.wraps(method)
+    async def answer(self: BusActor, *args: Any) -> Answer:
+        try:
+            if self._lost is not None:
+                raise self._lost
+            value = await method(self, *args)
+        except tuple(ERRORS.values()) as error:
+            name = next(name for name, kind in ERRORS.items() if isinstance(error, kind))
+            return encode(Reply(name, str(error), msgspec.Raw(encode(None))))
+        blocks: tuple[Any, ...] = ()
+        if isinstance(value, Lease):
+            value, blocks = self.pack_lease(value)
+        reply = encode(Reply("", "", msgspec.Raw(encode(value))))
+        return (reply, *blocks) if blocks else reply
+
+    return answer
+
+
+class BusActor:
+    """Methods take msgpack bodies and a deadline in seconds; see `RayBus` for what they do."""
+
+    def __init__(self, settings: bytes, ledger_path: str) -> None:
+        self._settings = msgspec.msgpack.decode(settings, type=BusSettings)
+        self._journal = Journal(Path(ledger_path))
+        ledger = Ledger(group_size=self._settings.group_size, journal=self._journal)
+        self._core = BusCore(self._settings, ledger=ledger, clock=time.monotonic)
+        self._room = WaitingRoom()
+        self._expiry: asyncio.TimerHandle | None = None
+        self._lost: BusLost | None = None  # set by a backend whose payloads are in processes of their own
+
+    # -- rollout's side -----------------------------------------------------------------------------------------
+    @answers
+    async def admit(self, max_groups: int, worker: int, timeout_s: float) -> Any:
+        return await self._room.wait(
+            lambda: self._core.admit(max_groups, worker=worker) or None,
+            explain=lambda waited_s: explain_admit(self._core, worker, waited_s=waited_s),
+            timeout_s=timeout_s,
+            owed_by=lambda: admit_owed_by(self._core, worker),
+            task=ROLLOUT,
+            worker=worker,
+        )
+
+    @answers
+    async def reclaim(self, worker: int) -> Any:
+        reclaimed = self._core.reclaim(worker=worker)
+        # Ray lets a call of a process that was killed wait on: it would take credits that nobody then uses.
+        lost = LeaseLost(f"the admissions of an earlier process of {ROLLOUT}-{worker} were reclaimed")
+        self._room.fail_task(ROLLOUT, lost, worker=worker)
+        return reclaimed
+
+    @answers
+    async def put(self, body: bytes, blocks: list[Block]) -> None:
+        wire_rows = _row_decoder.decode(body)
+        sized = [_row(wire, _sized(wire.large, blocks)) for wire in wire_rows]
+        self._core.check_rows(sized)
+        accepted = [wire for wire in wire_rows if self._core.accepts(wire.group_uid)]
+        refs = [ray.put(block) for block in blocks] if accepted else []
+        self._core.put([_row(wire, _stored(wire.large, blocks, refs)) for wire in accepted])
+        self._changed()
+
+    @answers
+    async def drop(self, group_uid: str, reason: str) -> None:
+        self._core.drop(group_uid, reason=reason)
+        self._changed()
+
+    @answers
+    async def wait_version(self, since_version: int, worker: int, timeout_s: float) -> Any:
+        try:
+            return await self._room.wait(
+                lambda: self._core.version_change(since_version, worker=worker),
+                explain=lambda _: "",
+                timeout_s=timeout_s,
+            )
+        except BusTimeout:
+            return VersionChange(version=since_version, retired=[])
+
+    # -- workers' side ------------------------------------------------------------------------------------------
+    @answers
+    async def lease(self, request: bytes, timeout_s: float) -> Any:
+        return await self._lease(request, timeout_s)
+
+    @answers
+    async def read(self, lease_id: int, group_uids: list[str], columns: list[str]) -> Any:
+        return self._core.read(lease_id, group_uids, columns)
+
+    @answers
+    async def write(self, lease_id: int, body: bytes, blocks: list[Block], then: bytes | None, timeout_s: float) -> Any:
+        rows = _columns_decoder.decode(body)
+        refs = [ray.put(block) for block in blocks]
+        columns = {uid: {**row.columns, **_stored(row.large, blocks, refs)} for uid, row in rows.items()}
+        self._core.write(lease_id, cast(Mapping[str, Mapping[str, bytes]], columns))
+        self._changed()
+        return await self._lease(then, timeout_s, after=f"the write of lease {lease_id} is booked; ") if then else None
+
+    @answers
+    async def ack(
+        self, lease_ids: list[int], step: int, dropped: dict[str, str], then: bytes | None, timeout_s: float
+    ) -> Any:
+        self._core.ack(lease_ids, step=step, dropped=dropped)
+        self._changed()
+        return await self._lease(then, timeout_s, after=f"the ack of step {step} is booked; ") if then else None
+
+    @answers
+    async def release(self, lease_ids: list[int]) -> None:
+        self._core.release(lease_ids)
+        self._changed()
+
+    @answers
+    async def revoke(self, task: str) -> None:
+        self._core.revoke(task)
+        self._room.fail_task(task, LeaseLost(f"the leases of task {task} were revoked"))
+        self._changed()
+
+    async def _lease(self, request_body: bytes, timeout_s: float, *, after: str = "") -> Lease:
+        request = _request_decoder.decode(request_body)
+        lease = self._core.lease(request)
+        if lease is None:
+            since = self._core.clock()
+            lease = await self._room.wait(
+                lambda: self._core.lease(request),
+                explain=lambda waited_s: after + explain_lease(self._core, request, waited_s=waited_s),
+                timeout_s=timeout_s,
+                owed_by=lambda: lease_owed_by(self._core, request),
+                task=request.task,
+            )
+            lease = msgspec.structs.replace(lease, waited_s=self._core.clock() - since)
+        self._arm_expiry()
+        return lease
+
+    # -- the run's side -----------------------------------------------------------------------------------------
+    @answers
+    async def progress(self) -> Any:
+        return self._core.progress()
+
+    @answers
+    async def waits(self) -> Any:
+        return self._room.waits()
+
+    @answers
+    async def wait_progress(self, since_version: int, timeout_s: float) -> Any:
+        def attempt() -> BusProgress | None:
+            moved = self._core.version != since_version or self._core.closed_because is not None
+            return self._core.progress() if moved else None
+
+        try:
+            return await self._room.wait(attempt, explain=lambda _: "", timeout_s=timeout_s)
+        except BusTimeout:
+            return self._core.progress()
+
+    @answers
+    async def snapshot(self, timeout_s: float) -> Any:
+        snapshot = self._core.snapshot()
+        await asyncio.to_thread(self._journal.flush, timeout_s=timeout_s)
+        return snapshot
+
+    @answers
+    async def restore(self, snapshot: bytes) -> None:
+        self._core.restore(snapshot)
+        self._changed()
+
+    @answers
+    async def close(self, reason: str, timeout_s: float) -> None:
+        self._core.close(reason=reason)
+        self._changed()
+        await asyncio.to_thread(self._journal.close, timeout_s=timeout_s)
+
+    async def describe(self) -> tuple[int, bytes, bytes]:
+        """(process id, settings, where the payloads are if not here), the last two as msgpack."""
+        return os.getpid(), encode(self._settings), encode(None)
+
+    def pack_lease(self, lease: Lease) -> tuple[Any, tuple[Any, ...]]:
+        """Returns the lease for the wire and the refs of the blocks that it points into."""
+        numbers: dict[ray.ObjectRef, int] = {}
+        rows = []
+        for row in lease.rows:
+            small: dict[str, bytes] = {}
+            large: dict[str, BlockPlace] = {}
+            for column, payload in cast(Mapping[str, bytes | _StoredPayload], row.columns).items():
+                if isinstance(payload, _StoredPayload):
+                    large[column] = (numbers.setdefault(payload.block, len(numbers)), payload.place)
+                else:
+                    small[column] = payload
+            rows.append(WireRow(row.group_uid, row.index, row.uids, row.versions, small, large))
+        return WireLease(lease.lease_id, lease.task, rows, lease.waited_s), tuple(numbers)
+
+    # -- changes and time ---------------------------------------------------------------------------------------
+    def _changed(self) -> None:
+        self._room.wake()
+        self._arm_expiry()
+
+    def _arm_expiry(self) -> None:
+        """Keeps one timer, set to the next lease that runs out."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+            self._expiry = None
+        at = self._core.leases.next_expiry()
+        if at is not None:
+            delay = max(0.0, at - self._core.clock())
+            self._expiry = asyncio.get_running_loop().call_later(delay, self._expire)
+
+    def _expire(self) -> None:
+        self._core.expire()
+        self._changed()
+
+
+def _row(wire: WireRow, large: Mapping[str, Any]) -> GroupRow:
+    return GroupRow(
+        group_uid=wire.group_uid,
+        index=wire.index,
+        uids=wire.uids,
+        versions=wire.versions,
+        columns={**wire.columns, **large},
+        dropped=wire.dropped,
+    )
+
+
+def _sized(large: Mapping[str, BlockPlace], blocks: list[Block]) -> dict[str, Any]:
+    return {column: blocks[number][place] for column, (number, place) in large.items()}
+
+
+def _stored(large: Mapping[str, BlockPlace], blocks: list[Block], refs: list[ray.ObjectRef]) -> dict[str, Any]:
+    return {
+        column: _StoredPayload(refs[number], place, len(blocks[number][place]))
+        for column, (number, place) in large.items()
+    }

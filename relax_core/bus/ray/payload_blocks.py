@@ -1,0 +1,104 @@
+"""How calls cross to the bus process: msgpack bodies, and large payloads beside them in blocks.
+
+A block is a list of uint8 arrays of one column. Ray moves it out of band and reads it without a copy. Small payloads
+stay in the body.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+
+from relax_core.bus.ledger.journal import LedgerUnwritable
+from relax_core.contracts.bus import BusClosed, BusLost, BusTimeout, LeaseLost
+from relax_core.contracts.columns import BOOKED_COLUMNS
+
+BLOCK_BYTES = 64 * 1024 * 1024  # a block is closed at this size, so that few rows keep little memory alive
+
+Block = list[np.ndarray]
+BlockPlace = tuple[int, int]  # (number of the block, place in it)
+
+# Errors that cross as themselves.
+ERRORS: dict[str, type[Exception]] = {
+    error.__name__: error for error in (BusTimeout, BusClosed, BusLost, LeaseLost, LedgerUnwritable, ValueError)
+}
+
+
+class WireRow(msgspec.Struct, frozen=True, array_like=True):
+    """A row on its way in or out. ``large``: column → where its payload lies in the blocks."""
+
+    group_uid: str
+    index: int
+    uids: list[str]
+    versions: list[int]
+    columns: dict[str, bytes]
+    large: dict[str, BlockPlace]
+    dropped: dict[str, str] = {}
+
+
+class WireColumns(msgspec.Struct, frozen=True, array_like=True):
+    """Columns that a task wrote for one row."""
+
+    columns: dict[str, bytes]
+    large: dict[str, BlockPlace]
+
+
+class WireLease(msgspec.Struct, frozen=True, array_like=True):
+    lease_id: int
+    task: str
+    rows: list[WireRow]
+    waited_s: float
+
+
+class Reply(msgspec.Struct, frozen=True, array_like=True):
+    """``error``: a name in `ERRORS`, or "" and the call's value."""
+
+    error: str
+    text: str
+    value: msgspec.Raw
+
+
+class BlockPacker:
+    """Sorts the payloads of one call into small and large ones."""
+
+    def __init__(self, *, inline_bytes: int) -> None:
+        self._inline_bytes = inline_bytes
+        self._filling: dict[str, tuple[int, int]] = {}  # column → (block it fills, bytes in it)
+        self.blocks: list[Block] = []
+
+    def split(self, columns: Mapping[str, bytes]) -> tuple[dict[str, bytes], dict[str, BlockPlace]]:
+        """Returns (payloads for the body, places of the others in `blocks`)."""
+        small: dict[str, bytes] = {}
+        large: dict[str, BlockPlace] = {}
+        for column, payload in columns.items():
+            if len(payload) <= self._inline_bytes or column in BOOKED_COLUMNS:
+                small[column] = payload
+            else:
+                large[column] = self._place(column, payload)
+        return small, large
+
+    def _place(self, column: str, payload: bytes) -> BlockPlace:
+        number, filled = self._filling.get(column, (-1, BLOCK_BYTES))
+        if filled >= BLOCK_BYTES:
+            number, filled = len(self.blocks), 0
+            self.blocks.append([])
+        self.blocks[number].append(np.frombuffer(payload, dtype=np.uint8))
+        self._filling[column] = (number, filled + len(payload))
+        return number, len(self.blocks[number]) - 1
+
+
+def join(columns: dict[str, bytes], large: Mapping[str, BlockPlace], blocks: Iterable[Block]) -> dict[str, bytes]:
+    """The columns of a leased row; large ones are read-only memoryviews of the object store, not copies."""
+    blocks = list(blocks)
+    views = {column: cast(bytes, blocks[number][place].data) for column, (number, place) in large.items()}
+    return columns | views
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(value: Any) -> bytes:
+    return _encoder.encode(value)

@@ -1,0 +1,244 @@
+"""`RayBus`: the client of the bus process, for any process of the run. See `relax_core.contracts.bus.Bus`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
+
+from relax_core.bus.ray.payload_blocks import (
+    ERRORS,
+    Block,
+    BlockPacker,
+    Reply,
+    WireColumns,
+    WireLease,
+    WireRow,
+    encode,
+    join,
+)
+from relax_core.bus.state.settings import BusSettings
+from relax_core.contracts.bus import (
+    Admission,
+    BusLost,
+    BusProgress,
+    BusTimeout,
+    BusWait,
+    GroupRow,
+    Lease,
+    LeasedRow,
+    LeaseRequest,
+    VersionChange,
+)
+
+# The bus keeps the deadlines itself; the client waits this much longer before it calls the bus process stuck.
+ANSWER_GRACE_S = 10.0
+PROCESS_GONE = "the bus process is gone"
+
+T = TypeVar("T")
+
+_reply_decoder = msgspec.msgpack.Decoder(Reply)
+_lease_decoder = msgspec.msgpack.Decoder(WireLease | None)
+
+
+class RayBus:
+    """A handle on the bus process. Picklable, so that it can be passed to Ray actors; safe to use from many threads.
+
+    The bus process ends with the process that created it, or by `terminate`.
+    """
+
+    def __init__(self, actor: Any, *, settings: BusSettings) -> None:
+        self._actor = actor
+        self.settings = settings
+
+    # -- rollout's side -----------------------------------------------------------------------------------------
+    def admit(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
+        return _decode(self._call("admit", max_groups, worker, timeout_s, timeout_s=timeout_s), list[Admission])
+
+    async def admit_async(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
+        call = self._call_async("admit", max_groups, worker, timeout_s, timeout_s=timeout_s)
+        return _decode(await call, list[Admission])
+
+    def reclaim(self, *, worker: int = 0, timeout_s: float) -> list[Admission]:
+        return _decode(self._call("reclaim", worker, timeout_s=timeout_s), list[Admission])
+
+    def put(self, rows: Sequence[GroupRow], *, timeout_s: float) -> None:
+        self._call("put", *self._pack_rows(rows), timeout_s=timeout_s)
+
+    async def put_async(self, rows: Sequence[GroupRow], *, timeout_s: float) -> None:
+        await self._call_async("put", *self._pack_rows(rows), timeout_s=timeout_s)
+
+    def drop(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
+        self._call("drop", group_uid, reason, timeout_s=timeout_s)
+
+    async def drop_async(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
+        await self._call_async("drop", group_uid, reason, timeout_s=timeout_s)
+
+    def wait_version(self, since_version: int, *, worker: int = 0, timeout_s: float) -> VersionChange:
+        return _decode(self._call("wait_version", since_version, worker, timeout_s, timeout_s=timeout_s), VersionChange)
+
+    async def wait_version_async(self, since_version: int, *, worker: int = 0, timeout_s: float) -> VersionChange:
+        call = self._call_async("wait_version", since_version, worker, timeout_s, timeout_s=timeout_s)
+        return _decode(await call, VersionChange)
+
+    def _pack_rows(self, rows: Sequence[GroupRow]) -> tuple[bytes, list[Block]]:
+        packer = BlockPacker(inline_bytes=self.settings.inline_bytes)
+        wire_rows = [
+            WireRow(row.group_uid, row.index, row.uids, row.versions, *packer.split(row.columns), row.dropped)
+            for row in rows
+        ]
+        return encode(wire_rows), packer.blocks
+
+    # -- workers' side ------------------------------------------------------------------------------------------
+    def lease(self, request: LeaseRequest, *, timeout_s: float) -> Lease:
+        lease = self._call_for_lease("lease", encode(request), timeout_s, timeout_s=timeout_s)
+        assert lease is not None
+        return lease
+
+    def read(
+        self, lease_id: int, group_uids: Sequence[str], *, columns: Sequence[str], timeout_s: float
+    ) -> list[LeasedRow]:
+        lease = self._call_for_lease("read", lease_id, list(group_uids), list(columns), timeout_s=timeout_s)
+        assert lease is not None
+        return lease.rows
+
+    def write(
+        self,
+        lease_id: int,
+        columns: Mapping[str, Mapping[str, bytes]],
+        *,
+        then: LeaseRequest | None = None,
+        timeout_s: float,
+    ) -> Lease | None:
+        packer = BlockPacker(inline_bytes=self.settings.inline_bytes)
+        body = encode({uid: WireColumns(*packer.split(payloads)) for uid, payloads in columns.items()})
+        request = encode(then) if then else None
+        return self._call_for_lease("write", lease_id, body, packer.blocks, request, timeout_s, timeout_s=timeout_s)
+
+    def ack(
+        self,
+        lease_ids: Sequence[int],
+        *,
+        step: int,
+        dropped: Mapping[str, str],
+        then: LeaseRequest | None = None,
+        timeout_s: float,
+    ) -> Lease | None:
+        request = encode(then) if then else None
+        return self._call_for_lease(
+            "ack", list(lease_ids), step, dict(dropped), request, timeout_s, timeout_s=timeout_s
+        )
+
+    def release(self, lease_ids: Sequence[int], *, timeout_s: float) -> None:
+        self._call("release", list(lease_ids), timeout_s=timeout_s)
+
+    def revoke(self, task: str, *, timeout_s: float) -> None:
+        self._call("revoke", task, timeout_s=timeout_s)
+
+    # -- the run's side -----------------------------------------------------------------------------------------
+    def progress(self, *, timeout_s: float) -> BusProgress:
+        return _decode(self._call("progress", timeout_s=timeout_s), BusProgress)
+
+    def waits(self, *, timeout_s: float) -> list[BusWait]:
+        return _decode(self._call("waits", timeout_s=timeout_s), list[BusWait])
+
+    def wait_progress(self, since_version: int, *, timeout_s: float) -> BusProgress:
+        """Returns once the version is not ``since_version`` any more, the bus is closed, or ``timeout_s`` is over."""
+        return _decode(self._call("wait_progress", since_version, timeout_s, timeout_s=timeout_s), BusProgress)
+
+    def snapshot(self, *, timeout_s: float) -> bytes:
+        return _decode(self._call("snapshot", timeout_s, timeout_s=timeout_s), bytes)
+
+    def restore(self, snapshot: bytes, *, timeout_s: float) -> None:
+        self._call("restore", snapshot, timeout_s=timeout_s)
+
+    def close(self, *, reason: str, timeout_s: float) -> None:
+        self._call("close", reason, timeout_s, timeout_s=timeout_s)
+
+    def process_id(self, *, timeout_s: float) -> int:
+        """Process id of the bus."""
+        return describe(self._actor, timeout_s=timeout_s)[0]
+
+    def terminate(self) -> None:
+        """Ends the bus process; call `close` first, which brings the ledger to disk."""
+        ray.kill(self._actor)
+
+    # -- transport ----------------------------------------------------------------------------------------------
+    def _call(self, method: str, *args: Any, timeout_s: float) -> msgspec.Raw:
+        return open_answer(get(getattr(self._actor, method).remote(*args), timeout_s=timeout_s, what=method))[0]
+
+    def _call_for_lease(self, method: str, *args: Any, timeout_s: float) -> Lease | None:
+        answer = get(getattr(self._actor, method).remote(*args), timeout_s=timeout_s, what=method)
+        value, refs = open_answer(answer)
+        wire = _lease_decoder.decode(value)
+        if wire is None:
+            return None
+        blocks: list[Block] = get(refs, timeout_s=timeout_s, what=f"the payloads of a {method}") if refs else []
+        rows = [_leased_row(row, blocks) for row in wire.rows]
+        return Lease(lease_id=wire.lease_id, task=wire.task, rows=rows, waited_s=wire.waited_s)
+
+    async def _call_async(self, method: str, *args: Any, timeout_s: float) -> msgspec.Raw:
+        reference = getattr(self._actor, method).remote(*args)
+        try:
+            answer = await asyncio.wait_for(_awaited(reference), timeout_s + ANSWER_GRACE_S)
+        except TimeoutError:
+            raise _no_answer(method, timeout_s) from None
+        except (ActorDiedError, ActorUnavailableError) as error:
+            raise _lost(method, error) from error
+        return open_answer(answer)[0]
+
+
+def describe(actor: Any, *, timeout_s: float) -> tuple[int, BusSettings, bytes]:
+    """(process id, settings, where the payloads are, as msgpack) of a bus process."""
+    process_id, settings, place = get(actor.describe.remote(), timeout_s=timeout_s, what="describe")
+    return process_id, msgspec.msgpack.decode(settings, type=BusSettings), place
+
+
+async def _awaited(reference: Any) -> Any:
+    return await reference
+
+
+def get(references: Any, *, timeout_s: float, what: str) -> Any:
+    try:
+        return ray.get(references, timeout=timeout_s + ANSWER_GRACE_S)
+    except GetTimeoutError:
+        raise _no_answer(what, timeout_s) from None
+    except (ActorDiedError, ActorUnavailableError) as error:
+        raise _lost(what, error) from error
+
+
+def _no_answer(what: str, timeout_s: float) -> BusTimeout:
+    return BusTimeout(
+        f"the bus process did not answer {what} within {timeout_s + ANSWER_GRACE_S:.1f} s: it is stuck or stopped"
+    )
+
+
+def _lost(what: str, error: Exception) -> BusLost:
+    return BusLost(f"{PROCESS_GONE} (call: {what}): {str(error).splitlines()[0]}")
+
+
+def open_answer(answer: Any) -> tuple[msgspec.Raw, list[Any]]:
+    """Returns (the value, the refs of its blocks); raises the error that the answer carries."""
+    body, *refs = answer if isinstance(answer, tuple) else (answer,)
+    reply = _reply_decoder.decode(body)
+    if reply.error:
+        raise ERRORS[reply.error](reply.text)
+    return reply.value, refs
+
+
+def _decode(value: msgspec.Raw, kind: type[T]) -> T:
+    return msgspec.msgpack.decode(value, type=kind)
+
+
+def _leased_row(wire: WireRow, blocks: list[Block]) -> LeasedRow:
+    return LeasedRow(
+        group_uid=wire.group_uid,
+        index=wire.index,
+        uids=wire.uids,
+        versions=wire.versions,
+        columns=join(wire.columns, wire.large, blocks),
+    )

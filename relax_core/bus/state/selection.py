@@ -1,0 +1,77 @@
+"""Which ready rows a lease gets. ``groups`` always come in order of issue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from relax_core.bus.state.open_groups import OpenGroup
+
+
+def choose_for_worker(
+    groups: Iterable[OpenGroup], *, task: str, columns: tuple[str, ...], max_groups: int
+) -> list[OpenGroup]:
+    """Rows that the task has not worked on yet, lowest index first."""
+    chosen: list[OpenGroup] = []
+    for group in groups:
+        if len(chosen) == max_groups:
+            break
+        undone = group.actor_step is None and task not in group.done and task not in group.leases
+        if undone and group.has_columns(columns):
+            chosen.append(group)
+    return chosen
+
+
+def choose_for_actor(
+    groups: Iterable[OpenGroup],
+    *,
+    columns: tuple[str, ...],
+    step: int,
+    max_staleness: int,
+    max_groups: int,
+    slots: int,
+    over_sampled: bool = False,
+) -> list[OpenGroup]:
+    """Rows that train step ``step`` gets now, at most ``slots`` and ``max_groups``. ``over_sampled``: there are more
+    groups than the step needs, so nothing waits for one that is not ready."""
+    free = [group for group in groups if group.actor_step is None]
+    if over_sampled:
+        free = [group for group in free if group.has_columns(columns)]
+    elif max_staleness == 0:
+        return _in_order(free, columns=columns, step=step, limit=min(slots, max_groups))
+    return _oldest_window_first(
+        free, columns=columns, last_chance=step - max_staleness, max_groups=max_groups, slots=slots
+    )
+
+
+def _in_order(free: list[OpenGroup], *, columns: tuple[str, ...], step: int, limit: int) -> list[OpenGroup]:
+    """Strictly in order of issue: a group that is not ready stops all behind it, unless it is for a later step."""
+    chosen: list[OpenGroup] = []
+    for group in free:
+        if len(chosen) == limit:
+            break
+        if group.in_flight and group.admission.min_version > step:
+            continue
+        if not group.has_columns(columns):
+            break
+        chosen.append(group)
+    return chosen
+
+
+def _oldest_window_first(
+    free: list[OpenGroup], *, columns: tuple[str, ...], last_chance: int, max_groups: int, slots: int
+) -> list[OpenGroup]:
+    """Lowest index first; but slots stay reserved for groups of version ``last_chance`` and older, which leave the
+    window after this step: rows that could wait get only the slots that those do not need."""
+    ready = [group for group in free if group.has_columns(columns)]
+    reserved = sum(group.oldest_version <= last_chance for group in free)
+    chosen: list[OpenGroup] = []
+    for group in ready:
+        if len(chosen) == max_groups or slots == 0:
+            break
+        if group.oldest_version <= last_chance:
+            reserved -= 1
+        elif slots <= reserved:
+            continue
+        chosen.append(group)
+        slots -= 1
+    return chosen

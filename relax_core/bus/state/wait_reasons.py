@@ -1,0 +1,111 @@
+"""What a call waits for and who owes it, for the text of a `BusTimeout`."""
+
+from __future__ import annotations
+
+from relax_core.bus.state.bus_state import BusCore
+from relax_core.bus.state.call_checks import ACTOR
+from relax_core.bus.state.leases import HeldLease
+from relax_core.bus.state.open_groups import OpenGroup
+from relax_core.contracts import columns as c
+from relax_core.contracts.bus import LeaseRequest
+
+WRITERS = {  # of the columns that do not come with the rollout's row
+    c.OLD_LOGPROBS: "actor_fwd",
+    c.REFERENCE_LOGPROBS: "reference",
+    c.ADVANTAGES: "advantages",
+    c.RETURNS: "advantages",
+    c.VALUES: "critic",
+    c.TEACHER_LOGPROBS: "teacher",
+    c.TEACHER_TOP_IDS: "teacher",
+    c.TEACHER_TOP_LOGPROBS: "teacher",
+}
+ROLLOUT = "rollout"  # the task of admissions; a `reclaim` ends its waits
+
+
+def explain_admit(core: BusCore, worker: int, *, waited_s: float) -> str:
+    """E.g. "rollout waits for credit for 30.0 s at version 3: 16 groups are outstanding: …"."""
+    if core.room_of(worker) <= 0:
+        return f"{ROLLOUT}-{worker} has its part of the groups in flight for {waited_s:.1f} s at version {core.version}"
+    head = f"rollout waits for credit for {waited_s:.1f} s at version {core.version}"
+    if not core.groups:
+        return f"{head}: no group is outstanding"
+    parts = [
+        *_in_flight(core, [group for group in core.groups.values() if group.in_flight]),
+        *_count(sum(not g.in_flight and g.actor_step is None for g in core.groups.values()), "waiting in the bus"),
+        *_leases(core, ACTOR),
+    ]
+    owes = f"actor owes the ack of step {core.version}"
+    return f"{head}: {len(core.groups)} groups are outstanding: {', '.join(parts)}; {owes}"
+
+
+def explain_lease(core: BusCore, request: LeaseRequest, *, waited_s: float) -> str:
+    """E.g. "actor waits for 8 groups at step 12 for 30.0 s: 3 in flight in rollout (…), 5 lack column advantages"."""
+    at_step = f" at step {request.step}" if request.task == ACTOR else ""
+    groups = "group" if request.min_groups == 1 else "groups"
+    head = f"{request.task} waits for {request.min_groups} {groups}{at_step} for {waited_s:.1f} s"
+    if request.task == ACTOR and request.step != core.version:
+        return f"{head}: version {core.version} is in force, actor owes the ack of step {core.version}"
+    free = [group for group in core.groups.values() if group.actor_step is None]
+    undone = [group for group in free if request.task not in group.done and request.task not in group.leases]
+    here = [group for group in undone if not group.in_flight]
+    ready = sum(group.has_columns(request.columns) for group in here)
+    parts = [
+        *_in_flight(core, [group for group in free if group.in_flight]),
+        *_lacking(here, request.columns),
+        *_leases(core, request.task),
+        *_count(ready, "ready"),
+    ]
+    return f"{head}: {', '.join(parts) if parts else 'rollout has no group in flight and owes new ones'}"
+
+
+def admit_owed_by(core: BusCore, worker: int) -> list[str]:
+    """Who else has to act before this worker is let on: the trainer frees credits by its ack, but nobody finishes the
+    groups that the worker has in flight for it."""
+    return [ACTOR] if core.room_of(worker) > 0 else []
+
+
+def lease_owed_by(core: BusCore, request: LeaseRequest) -> list[str]:
+    """The tasks that have to act before this lease can be given; of rollout, the workers that have groups in flight."""
+    if request.task == ACTOR and request.step != core.version:
+        return [ACTOR]
+    waiting = [g for g in core.groups.values() if g.actor_step is None and not g.in_flight]
+    lacking = {column for group in waiting for column in request.columns if not group.has_columns((column,))}
+    writers = sorted({WRITERS.get(column, ROLLOUT) for column in lacking} - {request.task})
+    sampled = [g for g in core.groups.values() if g.in_flight and g.admission.min_version <= core.version]
+    workers = [f"{ROLLOUT}-{worker}" for worker in sorted({group.worker for group in sampled})]
+    return [*(workers or ([] if writers else [ROLLOUT])), *writers]
+
+
+def _in_flight(core: BusCore, groups: list[OpenGroup]) -> list[str]:
+    if not groups:
+        return []
+    oldest = groups[0]
+    held = sum(group.admission.min_version > core.version for group in groups)
+    early = f", {held} of them held for a later version" if held else ""
+    age = core.clock() - oldest.admitted_at
+    where = f"{ROLLOUT}-{oldest.worker}, " if any(group.worker for group in groups) else ""
+    told = f"oldest {oldest.admission.group_uid}, {where}admitted {age:.0f} s ago{early}"
+    return [f"{len(groups)} in flight in rollout ({told})"]
+
+
+def _lacking(groups: list[OpenGroup], columns: tuple[str, ...]) -> list[str]:
+    lacking: dict[str, list[str]] = {}
+    for group in groups:
+        for column in columns:
+            if not group.has_columns((column,)):
+                lacking.setdefault(column, []).append(group.admission.group_uid)
+    return [f"{len(uids)} lack column {column} (first {uids[0]})" for column, uids in sorted(lacking.items())]
+
+
+def _leases(core: BusCore, task: str) -> list[str]:
+    return [_describe(core, lease) for lease in core.leases.of_task(task)]
+
+
+def _describe(core: BusCore, lease: HeldLease) -> str:
+    step = f" for step {lease.step}" if lease.step is not None else ""
+    age = core.clock() - lease.leased_at
+    return f"{len(lease.group_uids)} leased by {lease.task}{step} (lease {lease.lease_id}, {age:.0f} s ago)"
+
+
+def _count(count: int, what: str) -> list[str]:
+    return [f"{count} {what}"] if count else []

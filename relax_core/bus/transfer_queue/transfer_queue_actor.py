@@ -1,0 +1,171 @@
+"""The bus process when TransferQueue carries the payloads: it keeps the books, who leases what, and what may be freed.
+
+A payload that the core holds is a place in a sample of TransferQueue. A sample whose last place is forgotten, because
+its group ended, its row was refused or came twice, is cleared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import msgspec
+from ray.exceptions import RayActorError, RayTaskError
+
+from relax_core.bus.ray.bus_actor import BusActor, answers
+from relax_core.bus.ray.payload_blocks import encode
+from relax_core.bus.transfer_queue.messages import (
+    PayloadPlace,
+    StoredColumns,
+    StoredLease,
+    StoredRow,
+    WrittenColumns,
+    abandoned,
+)
+from relax_core.contracts.bus import BusLost, GroupRow, Lease
+
+SWEEP_S = 30.0  # how often samples are looked for whose writers died
+TIDY_TIMEOUT_S = 60.0
+
+_row_decoder = msgspec.msgpack.Decoder(list[StoredRow])
+_columns_decoder = msgspec.msgpack.Decoder(dict[str, WrittenColumns])
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class _Sample:
+    key: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredPayload:
+    sample: _Sample
+    nbytes: int
+
+    def __len__(self) -> int:
+        return self.nbytes
+
+
+class TransferQueueBusActor(BusActor):
+    """``place``: a `PayloadPlace`; ``hosts``: the processes of its plane, in the order of its servers."""
+
+    def __init__(self, settings: bytes, ledger_path: str, place: bytes, hosts: list[Any]) -> None:
+        super().__init__(settings, ledger_path)
+        self._place = msgspec.msgpack.decode(place, type=PayloadPlace)
+        self._hosts = hosts
+        self._known: weakref.WeakValueDictionary[str, _Sample] = weakref.WeakValueDictionary()
+        self._freed: list[str] = []
+        self._something_freed = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def watch(self) -> None:
+        """Begins to watch over the plane and to tidy up."""
+        loops = [
+            self._watch(server.title, host) for server, host in zip(self._place.plane.servers, self._hosts, strict=True)
+        ]
+        self._tasks = [asyncio.create_task(loop) for loop in (*loops, self._clear_freed(), self._keep_sweeping())]
+
+    @answers
+    async def put(self, body: bytes) -> None:
+        rows = [self._group_row(row) for row in _row_decoder.decode(body)]
+        self._core.put(rows)
+        self._changed()
+
+    @answers
+    async def write(self, lease_id: int, body: bytes, then: bytes | None, timeout_s: float) -> Any:
+        written = {
+            uid: {**row.columns, **self._payloads([row.stored] if row.stored else [])}
+            for uid, row in _columns_decoder.decode(body).items()
+        }
+        self._core.write(lease_id, cast(Mapping[str, Mapping[str, bytes]], written))
+        self._changed()
+        return await self._lease(then, timeout_s, after=f"the write of lease {lease_id} is booked; ") if then else None
+
+    async def describe(self) -> tuple[int, bytes, bytes]:
+        """(process id, settings, where the payloads are), the last two as msgpack."""
+        process_id, settings, _ = await super().describe()
+        return process_id, settings, encode(self._place)
+
+    def _group_row(self, row: StoredRow) -> GroupRow:
+        return GroupRow(
+            group_uid=row.group_uid,
+            index=row.index,
+            uids=row.uids,
+            versions=row.versions,
+            columns={**row.columns, **self._payloads(row.stored)},
+            dropped=row.dropped,
+        )
+
+    def _payloads(self, stored: list[StoredColumns]) -> dict[str, Any]:
+        payloads: dict[str, Any] = {}
+        for one in stored:
+            sample = _Sample(one.key, one.index)
+            self._known[one.key] = sample
+            weakref.finalize(sample, self._free, one.key).atexit = False
+            payloads |= {column: _StoredPayload(sample, nbytes) for column, nbytes in one.sizes.items()}
+        return payloads
+
+    def pack_lease(self, lease: Lease) -> tuple[StoredLease, tuple[Any, ...]]:
+        """A lease says where its payloads are: the client fetches them."""
+        rows = []
+        for row in lease.rows:
+            inline: dict[str, bytes] = {}
+            stored: dict[str, StoredColumns] = {}
+            for column, payload in cast(Mapping[str, bytes | _StoredPayload], row.columns).items():
+                if isinstance(payload, _StoredPayload):
+                    sample = payload.sample
+                    one = stored.setdefault(sample.key, StoredColumns(sample.key, sample.index, {}))
+                    one.sizes[column] = payload.nbytes
+                else:
+                    inline[column] = payload
+            rows.append(StoredRow(row.group_uid, row.index, row.uids, row.versions, inline, list(stored.values())))
+        return StoredLease(lease.lease_id, lease.task, rows, lease.waited_s), ()
+
+    # -- the plane ----------------------------------------------------------------------------------------------
+    async def _watch(self, title: str, host: Any) -> None:
+        """The plane is lost with any of its processes: rows are spread over all units."""
+        try:
+            await host.stay.remote()
+        except RayActorError as error:
+            self._lose(f"{title} is gone: {str(error).splitlines()[0]}")
+
+    def _free(self, key: str) -> None:
+        self._freed.append(key)
+        self._something_freed.set()
+
+    async def _clear_freed(self) -> None:
+        while True:
+            await self._something_freed.wait()
+            self._something_freed.clear()
+            keys, self._freed = self._freed, []
+            await self._tidy(self._hosts[0].clear, keys)
+
+    async def _keep_sweeping(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            await self.sweep()
+
+    async def sweep(self) -> None:
+        """Frees what a writer stored that died before it told the bus."""
+        for key in abandoned(await self._tidy(self._hosts[0].keys), self._known, now=time.time()):
+            self._free(key)
+
+    async def _tidy(self, method: Any, *args: Any) -> Any:
+        """A plane that does not answer this is lost as well; with the plane, tidying ends."""
+        try:
+            return await method.remote(self._place.partition, *args, TIDY_TIMEOUT_S)
+        except RayActorError:
+            pass  # `_watch` has told it
+        except RayTaskError as error:
+            self._lose(str(error.cause))
+        await asyncio.Event().wait()
+
+    def _lose(self, text: str) -> None:
+        """Whoever waits or calls from now on gets `BusLost`: what was stored cannot be had any more."""
+        if self._lost is None and self._core.closed_because is None:
+            self._lost = BusLost(text)
+            self._room.fail_all(self._lost)

@@ -1,0 +1,169 @@
+"""`TransferQueueBus`: the bus whose payloads TransferQueue carries. See `relax_core.contracts.bus.Bus`.
+
+A client stores a row's payloads itself, then tells the bus process where they are; a lease tells it where to read.
+Only what the books keep of a row travels to the bus process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import ray
+
+from relax_core.bus.ray.payload_blocks import encode
+from relax_core.bus.ray.ray_bus import RayBus, get, open_answer
+from relax_core.bus.state.settings import BusSettings
+from relax_core.bus.transfer_queue.data_plane import START_TIMEOUT_S, DataPlane
+from relax_core.bus.transfer_queue.data_plane_client import NewSample, PlaneClient
+from relax_core.bus.transfer_queue.messages import (
+    PayloadPlace,
+    StoredColumns,
+    StoredLease,
+    StoredRow,
+    WrittenColumns,
+)
+from relax_core.bus.transfer_queue.transfer_queue_actor import TransferQueueBusActor
+from relax_core.contracts.bus import GroupRow, Lease, LeasedRow, LeaseRequest
+from relax_core.contracts.columns import BOOKED_COLUMNS
+
+STUCK_S = 60.0  # a server that takes longer over one call is called stuck
+
+_lease_decoder = msgspec.msgpack.Decoder(StoredLease | None)
+Columns = Mapping[str, bytes]
+
+
+class TransferQueueBus(RayBus):
+    """``owned``: the plane that ends with this bus; only the process that created it has it."""
+
+    def __init__(
+        self, actor: Any, *, settings: BusSettings, place: PayloadPlace, owned: DataPlane | None = None
+    ) -> None:
+        super().__init__(actor, settings=settings)
+        self.place = place
+        self._owned = owned
+        self._client: PlaneClient | None = None
+        self._opening = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopen, (self._actor, self.settings, self.place)
+
+    def open(self) -> PlaneClient:
+        """The client of the plane; the first call imports the library and connects: seconds."""
+        with self._opening:
+            if self._client is None:
+                self._client = PlaneClient(self.place.plane, inline_bytes=self.settings.inline_bytes)
+            return self._client
+
+    # -- rows in ------------------------------------------------------------------------------------------------
+    def put(self, rows: Sequence[GroupRow], *, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        samples = [NewSample.of(row.group_uid, row.columns, timeout_s=timeout_s) for row in rows]
+        stored = self._store(samples, timeout_s=timeout_s)
+        self._call("put", _pack_rows(rows, stored), timeout_s=_left_s(deadline))
+
+    async def put_async(self, rows: Sequence[GroupRow], *, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        samples = [NewSample.of(row.group_uid, row.columns, timeout_s=timeout_s) for row in rows]
+        client = await asyncio.to_thread(self.open)
+        request = client.put(self.place.partition, samples)
+        stored = await client.call_async(request, timeout_s=min(timeout_s, STUCK_S), what="a put")
+        await self._call_async("put", _pack_rows(rows, stored), timeout_s=_left_s(deadline))
+
+    def write(
+        self,
+        lease_id: int,
+        columns: Mapping[str, Columns],
+        *,
+        then: LeaseRequest | None = None,
+        timeout_s: float,
+    ) -> Lease | None:
+        deadline = time.monotonic() + timeout_s
+        samples = [NewSample.of(uid, row, timeout_s=timeout_s) for uid, row in columns.items()]
+        stored = self._store(samples, timeout_s=timeout_s)
+        written = {
+            uid: WrittenColumns(_kept(row), one) for (uid, row), one in zip(columns.items(), stored, strict=True)
+        }
+        request = encode(then) if then else None
+        left_s = _left_s(deadline)
+        return self._call_for_lease("write", lease_id, encode(written), request, left_s, timeout_s=left_s)
+
+    def _store(self, samples: Sequence[NewSample], *, timeout_s: float) -> list[StoredColumns | None]:
+        client = self.open()
+        request = client.put(self.place.partition, samples)
+        return client.call(request, timeout_s=min(timeout_s, STUCK_S), what="a put")
+
+    # -- rows out -----------------------------------------------------------------------------------------------
+    def _call_for_lease(self, method: str, *args: Any, timeout_s: float) -> Lease | None:
+        answer = get(getattr(self._actor, method).remote(*args), timeout_s=timeout_s, what=method)
+        lease = _lease_decoder.decode(open_answer(answer)[0])
+        if lease is None:
+            return None
+        wanted = [one for row in lease.rows for one in row.stored]
+        client = self.open()
+        request = client.get(self.place.partition, wanted)
+        found = client.call(request, timeout_s=STUCK_S, what=f"the rows of a {method}")
+        payloads = {one.key: row for one, row in zip(wanted, found, strict=True)}
+        rows = [_leased_row(row, payloads) for row in lease.rows]
+        return Lease(lease_id=lease.lease_id, task=lease.task, rows=rows, waited_s=lease.waited_s)
+
+    def terminate(self) -> None:
+        """Ends the bus process, and the plane if it is this bus's own."""
+        super().terminate()
+        if self._client is not None:
+            self._client.close()
+            self._client = None
+        if self._owned is not None:
+            self._owned.close()
+
+
+def start_bus(
+    settings: BusSettings, ledger_path: Path, *, options: dict[str, Any], plane: DataPlane, owned: DataPlane | None
+) -> TransferQueueBus:
+    """Starts the bus process over a plane. ``options``: Ray's, with name and namespace."""
+    place = PayloadPlace(plane.address, f"{options['namespace']}/{options['name']}")
+    remote = ray.remote(TransferQueueBusActor).options(**options)
+    actor: Any = remote.remote(encode(settings), str(ledger_path), encode(place), plane.hosts)
+    get(actor.watch.remote(), timeout_s=START_TIMEOUT_S, what="watch")
+    return TransferQueueBus(actor, settings=settings, place=place, owned=owned)
+
+
+def _reopen(actor: Any, settings: BusSettings, place: PayloadPlace) -> TransferQueueBus:
+    return TransferQueueBus(actor, settings=settings, place=place)
+
+
+def _left_s(deadline: float) -> float:
+    return max(0.0, deadline - time.monotonic())
+
+
+def _kept(columns: Columns) -> dict[str, bytes]:
+    return {column: payload for column, payload in columns.items() if column in BOOKED_COLUMNS}
+
+
+def _pack_rows(rows: Sequence[GroupRow], stored: Sequence[StoredColumns | None]) -> bytes:
+    return encode(
+        [
+            StoredRow(
+                row.group_uid,
+                row.index,
+                row.uids,
+                row.versions,
+                _kept(row.columns),
+                [one] if one is not None else [],
+                row.dropped,
+            )
+            for row, one in zip(rows, stored, strict=True)
+        ]
+    )
+
+
+def _leased_row(row: StoredRow, payloads: Mapping[str, Columns]) -> LeasedRow:
+    columns = dict(row.columns)
+    for one in row.stored:
+        columns |= payloads[one.key]
+    return LeasedRow(group_uid=row.group_uid, index=row.index, uids=row.uids, versions=row.versions, columns=columns)

@@ -1,0 +1,293 @@
+"""Every check of a typed configuration that needs no other room: ranges, combinations, paths.
+
+Each problem is one sentence with the key, the value and the fix. All are found at once.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from relax_core.config.checks.launcher_keys import launcher_problems
+from relax_core.config.checks.model_folder import model_problems
+from relax_core.config.checks.ranges import range_problems
+from relax_core.config.checks.sglang_keys import sglang_file_problems, sglang_problems
+from relax_core.config.checks.weight_transport import transport_problems
+from relax_core.config.command_line.error_messages import is_planned, missing_name
+from relax_core.config.errors import NotYet
+from relax_core.config.schema import LauncherKind, ModeName, OnStale, RelaxConfig, Surplus
+from relax_core.registry import find_algorithm, find_env, find_reward
+
+Check = Callable[[RelaxConfig], Iterable[str]]
+
+_BUILT = {
+    "engine": ("embedded", "sglang"),
+    "bus": ("ray", "transfer_queue"),
+    "modality": ("text",),
+    "tracker": ("default",),
+    "placement": ("cpu", "gpu"),
+}
+PLANS = (False, True, "json")
+MOST_STOP_STRINGS, MOST_STOP_BYTES = 16, 1024  # that an engine takes
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def problems_of(config: RelaxConfig, checks: Iterable[Check] = ()) -> list[str]:
+    """Every problem of the configuration; ``checks`` are those of other rooms. Empty when it can run."""
+    if problems := list(launcher_problems(config)):
+        return problems
+    here = (*_FILE_CHECKS, *checks) if config.launcher.name is not LauncherKind.ray_job else ()  # its files are there
+    return [problem for check in (range_problems, *_CHECKS, *here) for problem in check(config)]
+
+
+def _check_plan(config: RelaxConfig) -> Iterator[str]:
+    if config.plan not in PLANS:
+        yield f"plan={config.plan}: expected true, json or false."
+
+
+def _check_names(config: RelaxConfig) -> Iterator[str]:
+    for section, built in _BUILT.items():
+        name = getattr(config, section).name
+        if name not in built:
+            told = missing_name(f"{section}.name", name, built)
+            yield NotYet(told) if is_planned(section, name) else told
+
+
+def _check_mode(config: RelaxConfig) -> Iterator[str]:
+    mode = config.mode
+    if mode.name is ModeName.colocate and mode.max_staleness != 0:
+        yield (
+            f"mode.max_staleness={mode.max_staleness} with mode=colocate: taking turns is strict on-policy. "
+            "Drop mode.max_staleness, or choose mode=async."
+        )
+    if mode.name is ModeName.colocate and config.rollout.workers > 1:
+        yield (
+            f"rollout.workers={config.rollout.workers} with mode=colocate: the engine gives its memory up when a "
+            "step's groups are complete, and only a worker that is alone has evaluated by then. Use rollout.workers=1, "
+            "or mode=async."
+        )
+    if mode.name is ModeName.colocate and config.placement.gpus_per_node:
+        yield NotYet(
+            f"mode=colocate with placement.gpus_per_node={config.placement.gpus_per_node} is not built yet: while "
+            "engines generate, the trainer does not move its state from the GPU to the host. Use mode=async."
+        )
+
+
+def _check_plugins(config: RelaxConfig) -> Iterator[str]:
+    for check in (
+        lambda: find_algorithm(config.algo.name).check(config.algo),
+        lambda: find_reward(config.reward.name).check(config.reward),
+    ):
+        try:
+            check()
+        except ValueError as error:
+            yield from str(error).splitlines()
+    for key, what in (
+        ("group_size", "sample a prompt"),
+        ("mini_batches", "update a train step"),
+        ("epochs", "time that a prompt is trained on"),
+    ):
+        if getattr(config.algo, key) < 1:
+            yield f"algo.{key}={getattr(config.algo, key)}: at least one {what}."
+    if not config.reward.timeout_s > 0:
+        yield f"reward.timeout_s={config.reward.timeout_s}: must be more than 0 seconds."
+    if not 0 <= config.reward.max_failed <= 1:
+        yield f"reward.max_failed={config.reward.max_failed}: a share, from 0 (none may fail) to 1 (all may)."
+
+
+def _check_turns(config: RelaxConfig) -> Iterator[str]:
+    """Of an env with turns."""
+    env, knobs = find_env(config.env.name), config.env
+    if not env.has_turns:
+        return
+    if knobs.max_turns < 1:
+        yield f"env.max_turns={knobs.max_turns}: an episode has at least one turn."
+    if not knobs.step_timeout_s > 0:
+        yield f"env.step_timeout_s={knobs.step_timeout_s}: must be more than 0 seconds."
+    if config.eval.every:
+        yield NotYet(
+            f"eval.every={config.eval.every} with env.name={env.name}: an env with turns is not evaluated yet. "
+            "Use eval.every=0."
+        )
+
+
+def _check_critic(config: RelaxConfig) -> Iterator[str]:
+    spec = find_algorithm(config.algo.name)
+    has_critic = spec.needs(config.algo).critic
+    if has_critic and spec.value_loss is None:
+        yield f"algo.name={config.algo.name}: it needs a critic, but its SPEC has no value_loss. Give it one."
+    if not has_critic and config.optimizer.critic_lr is not None:
+        yield (
+            f"optimizer.critic_lr={config.optimizer.critic_lr} with algo={config.algo.name}, which has no critic. "
+            "Drop it, or choose algo=ppo."
+        )
+
+
+def _check_reward_fits_data(config: RelaxConfig) -> Iterator[str]:
+    task = config.data.task
+    if config.reward.name == "reverse_digits" and task is not None and task != "reverse_digits":
+        yield f"reward=reverse_digits does not score data={config.data.name}. Add reward=math."
+
+
+def _check_batch(config: RelaxConfig) -> Iterator[str]:
+    prompts, ranks = config.rollout.prompts_per_step, config.parallel.dp
+    if ranks >= 1 and prompts % ranks != 0:
+        yield (
+            f"rollout.prompts_per_step={prompts} does not divide among parallel.dp={ranks} ranks. "
+            f"Use a multiple of {ranks}."
+        )
+    mini_batches = config.algo.mini_batches
+    if mini_batches >= 1 and prompts % mini_batches != 0:
+        yield (
+            f"rollout.prompts_per_step={prompts} does not divide into algo.mini_batches={mini_batches}. "
+            f"Use a multiple of {mini_batches}."
+        )
+
+
+def _check_bus(config: RelaxConfig) -> Iterator[str]:
+    bus = config.bus
+    if bus.name == "transfer_queue":
+        if bus.storage_units is None or bus.storage_units < 1:
+            yield f"bus.storage_units={bus.storage_units}: must be at least 1."
+    elif bus.storage_units is not None:
+        yield (
+            f"bus.storage_units={bus.storage_units} with bus={bus.name}, which has no storage units. "
+            "Choose bus=transfer_queue."
+        )
+
+
+def _check_engine(config: RelaxConfig) -> Iterator[str]:
+    engine, group_size = config.engine, config.algo.group_size
+    new_tokens = config.rollout.max_new_tokens
+    if engine.host not in _LOOPBACK:
+        yield f"engine.host={engine.host}: engines listen on loopback only. Use 127.0.0.1."
+    if engine.port and engine.port + engine.count - 1 > 65535:
+        yield f"engine.port={engine.port} with engine.count={engine.count} passes port 65535. Use engine.port=0."
+    if engine.name == "embedded" and engine.tp != 1:
+        yield f"engine.tp={engine.tp}: engine=embedded is one process on CPU cores. Use engine.tp=1, engine.count=N."
+    if engine.max_running_samples < group_size:
+        yield (
+            f"engine.max_running_samples={engine.max_running_samples} cannot hold one group of "
+            f"algo.group_size={group_size}. Use engine.max_running_samples={group_size} or more."
+        )
+    if engine.context_length is not None and engine.context_length <= new_tokens:
+        yield (
+            f"engine.context_length={engine.context_length} leaves no room for a prompt beside "
+            f"rollout.max_new_tokens={new_tokens}. Use a longer context, or null, which derives it."
+        )
+    if engine.max_total_tokens < group_size * new_tokens:
+        yield (
+            f"engine.max_total_tokens={engine.max_total_tokens} cannot hold one group: algo.group_size={group_size} x "
+            f"rollout.max_new_tokens={new_tokens} = {group_size * new_tokens}. Raise it."
+        )
+
+
+def _check_rollout(config: RelaxConfig) -> Iterator[str]:
+    rollout, mode = config.rollout, config.mode
+    if rollout.workers > rollout.prompts_per_step >= 1:
+        yield (
+            f"rollout.workers={rollout.workers} is more than rollout.prompts_per_step={rollout.prompts_per_step}: a "
+            f"step has no prompt for some of them. Use rollout.workers={rollout.prompts_per_step} or less."
+        )
+    kept = rollout.over_sampling > 1.0 and rollout.surplus is Surplus.keep
+    if kept and mode.max_staleness == 0 and mode.on_stale is OnStale.drop:
+        yield (
+            "rollout.surplus=keep with mode.max_staleness=0 and mode.on_stale=drop: every group that is kept is stale "
+            "at the next step. Use mode.on_stale=mask, a larger mode.max_staleness, or rollout.surplus=drop."
+        )
+
+
+def _check_data(config: RelaxConfig) -> Iterator[str]:
+    data = config.data
+    if data.task is None and data.path is None and data.paths is None:
+        yield NotYet("data.path is not set: data=file needs data.path=train.jsonl, or a .json list, .csv, .parquet.")
+    elif data.task is not None and data.path is not None:
+        yield f"data.path={data.path} with data={data.name}, which is generated. Choose data=file."
+    elif data.task is not None and data.paths is not None:
+        yield f"data.paths={data.paths} with data={data.name}, which is generated. Choose data=file."
+    elif data.path is not None and data.paths is not None:
+        yield f"data.path={data.path} with data.paths={data.paths}. Name all files in data.paths alone."
+    elif config.rollout.max_new_tokens < 2:
+        yield "rollout.max_new_tokens=1 holds the stop token alone. Use 8 or more."
+
+
+def _check_schedule(config: RelaxConfig) -> Iterator[str]:
+    warmup, steps = config.optimizer.warmup_steps, config.run.steps
+    if warmup is not None and warmup > steps >= 1:
+        yield (
+            f"optimizer.warmup_steps={warmup} is more than run.steps={steps}: optimizer.lr would never be reached. Use "
+            f"optimizer.warmup_steps={steps} or less, or null."
+        )
+
+
+def _check_stop_strings(config: RelaxConfig) -> Iterator[str]:
+    stop = config.rollout.stop
+    if len(stop) > MOST_STOP_STRINGS:
+        yield f"rollout.stop has {len(stop)} strings. Give {MOST_STOP_STRINGS} at most."
+    for string in stop:
+        if not string:
+            yield "rollout.stop has an empty string, which would end every response at once. Leave it out."
+        elif len(string.encode()) > MOST_STOP_BYTES:
+            yield f"rollout.stop has a string of {len(string.encode())} bytes. Give {MOST_STOP_BYTES} at most."
+
+
+def _check_evaluation(config: RelaxConfig) -> Iterator[str]:
+    evaluation, run = config.eval, config.run
+    if evaluation.samples > 1 and evaluation.temperature == 0.0:
+        yield (
+            f"eval.samples={evaluation.samples} with eval.temperature=0: greedy answers to a prompt are all equal. Set "
+            "eval.temperature, e.g. eval.temperature=1."
+        )
+    if evaluation.samples > config.engine.max_running_samples:
+        yield (
+            f"eval.samples={evaluation.samples} is more than engine.max_running_samples="
+            f"{config.engine.max_running_samples}. Raise the latter."
+        )
+    if run.keep_best is not None and not evaluation.every:
+        yield f"run.keep_best={run.keep_best} with eval.every=0: nothing is evaluated. Set eval.every."
+    if run.patience and run.keep_best is None:
+        yield f"run.patience={run.patience}: name what has to get better, e.g. run.keep_best=eval/exact."
+
+
+def _check_run_folder(config: RelaxConfig) -> Iterator[str]:
+    if config.resume is not None and config.resume != "auto" and not Path(config.resume).is_dir():
+        yield f"resume={config.resume}: no such folder. Use resume=auto for the newest checkpoint."
+    folder = Path(config.run.dir)
+    for existing in (folder, *folder.parents):
+        # Looked at through one descriptor: another run may make or remove it meanwhile, and that is no mistake.
+        try:
+            descriptor = os.open(existing, os.O_PATH)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        try:
+            if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+                yield f"run.dir={folder}: {existing} is a file. Choose another folder."
+            elif not os.access(f"/proc/self/fd/{descriptor}", os.W_OK):
+                yield f"run.dir={folder}: {existing} cannot be written to. Choose another folder."
+        finally:
+            os.close(descriptor)
+        return
+
+
+_CHECKS: tuple[Check, ...] = (
+    _check_plan,
+    _check_names,
+    _check_mode,
+    _check_plugins,
+    _check_critic,
+    _check_reward_fits_data,
+    _check_batch,
+    _check_bus,
+    _check_engine,
+    _check_rollout,
+    transport_problems,
+    sglang_problems,
+    _check_data,
+    _check_schedule,
+    _check_stop_strings,
+    _check_evaluation,
+    _check_turns,
+)
+_FILE_CHECKS: tuple[Check, ...] = (model_problems, sglang_file_problems, _check_run_folder)

@@ -1,0 +1,140 @@
+"""What `python -m relax_core --help` prints; options and their one-liners come from conf/."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from relax_core.config.command_line.error_messages import missing_name
+from relax_core.config.command_line.key_docs import DocumentedKey, keys_of_option, keys_of_plugin
+from relax_core.config.errors import ConfigError
+from relax_core.config.options import (
+    COMMANDS,
+    conf_folder,
+    first_comment,
+    group_options,
+    groups,
+    plugin_options,
+    yaml_options,
+)
+from relax_core.registry import KINDS, PluginError, find, known
+
+_HEAD = """\
+Relax: reinforcement-learning post-training of language models.
+
+  relax [group=option ...] [key=value ...]
+
+Examples
+  relax                                          the demo: a tiny model learns to reverse digits
+  relax mode=colocate run.steps=60 seed=1        strict on-policy, another seed
+  relax data=file data.path=train.jsonl reward=math model=qwen3 model.path=/models/Qwen3-0.6B
+  relax -m mode.max_staleness=0,1,4              three runs, one after another
+  relax plan=true experiment=qwen3_4b_async_8gpu   what would run, where, in how much memory
+
+Commands (relax is python -m relax_core); each has --help
+{commands}
+
+Groups: each is a set of keys that belong together; group=option chooses a file of conf/group (the default is marked *)
+"""
+
+_GROUPS = {
+    "algo": "how samples become a gradient",
+    "bus": "what carries samples between the roles",
+    "data": "where prompts come from",
+    "engine": "what generates",
+    "env": "what a sample does between prompt and reward",
+    "experiment": "settings of several groups under one name; what you type beside it wins",
+    "launcher": "where the run is started",
+    "modality": "what goes into the model beside text",
+    "mode": "whether rollout and trainer take turns, and how old a trained token may be",
+    "model": "what learns",
+    "parallel": "how the trainer is cut into ranks and micro-batches",
+    "placement": "which role is on which GPU",
+    "reward": "how an answer is scored",
+    "tracker": "where metrics go",
+}
+
+_KEYS = """
+Keys that everyone types
+  seed                     of data order, sampling and trainer
+  run.steps                train steps
+  run.dir                  the run's folder
+  resume                   auto, or a checkpoint's folder
+  plan                     true: print what would run and stop | json: the same for a program
+  optimizer.lr             learning rate
+  algo.group_size          samples a prompt
+  rollout.prompts_per_step prompts a train step
+  rollout.max_new_tokens   response tokens at most
+  rollout.temperature      of sampling
+  mode.max_staleness       weight versions that a trained token may lag behind
+  parallel.dp, .tp, .pp …  how many trainer ranks, and what each holds; or a layout by name: parallel=tp2
+  model.path, data.path    a Hugging Face folder; a .jsonl or .parquet file
+  eval.every               train steps between greedy evaluations
+
+Flags
+  --cfg job                print the whole configuration and stop
+  --config-dir FOLDER      options of your own beside those of conf/: FOLDER/experiment/mine.yaml is experiment=mine
+  --version                Relax's version
+  algo=ppo --help          the keys of what is chosen, here of PPO
+  -m, --multirun           run every combination of comma-separated values, one after another
+  --hydra-help             Hydra's own flags
+
+Completion with the tab key: put this line into ~/.bashrc (for other shells: install=zsh, install=fish)
+  eval "$(relax -sc install=bash)"
+
+Every key is explained beside its value in conf/, and by relax explain KEY. A plug-in of your own:
+algo.name=/path/my_algo.py (CONTRIBUTING.md).
+"""
+
+
+def help_text(chosen: Sequence[str] = ()) -> str:
+    """The whole help page; or, where options are chosen (``algo=ppo``), the keys that each has. Raises `ConfigError`
+    for an option that does not exist."""
+    options = [word.partition("=") for word in chosen if word.partition("=")[0].removesuffix(".name") in groups()]
+    if options:
+        return "\n".join(_option_help(key, choice) for key, _, choice in options)
+    return _whole_page()
+
+
+def _option_help(key: str, choice: str) -> str:
+    """``key``: a group, or the name of its plug-in, such as algo.name."""
+    group = key.removesuffix(".name")
+    if key == group and choice not in group_options(group):
+        raise ConfigError([missing_name(group, choice, group_options(group))])
+    if choice in yaml_options(group):
+        about, keys = first_comment(group, choice), keys_of_option(group, conf_folder() / group / f"{choice}.yaml")
+    else:
+        assert group in KINDS, "every option of the other groups has a YAML"
+        try:
+            about, keys = find(group, choice).summary, keys_of_plugin(group, choice)
+        except PluginError as error:
+            raise ConfigError([str(error)]) from error
+    return "\n".join([f"{group}={choice}: {about}", *_key_lines(keys), ""])
+
+
+def _key_lines(keys: Sequence[DocumentedKey]) -> list[str]:
+    typed = [f"{one.key}={one.value}" for one in keys if one.key != "name" and not one.key.endswith(".name")]
+    width = min(40, max(map(len, typed), default=0))
+    comments = [one.comment for one in keys if one.key != "name" and not one.key.endswith(".name")]
+    return [f"  {word:<{width}}  {comment}".rstrip() for word, comment in zip(typed, comments, strict=True)]
+
+
+def _whole_page() -> str:
+    from omegaconf import OmegaConf
+
+    defaults: dict[str, str] = {}
+    for entry in OmegaConf.load(conf_folder() / "config.yaml").defaults:
+        if not isinstance(entry, str):
+            defaults.update({str(key): str(value) for key, value in entry.items()})
+    lines = []
+    for group in groups():
+        lines.append(f"  {group:<18} {_GROUPS[group]}")
+        width = max(15, *map(len, yaml_options(group)))
+        for option in yaml_options(group):
+            mark = "*" if defaults.get(group) == option else " "
+            lines.append(f"   {mark} {option:<{width}} {first_comment(group, option)}")
+        for kind in KINDS:
+            if kind == group and (options := plugin_options(group)):
+                summaries = known(kind)
+                lines += [f"     {option:<{width}} {summaries[option]}" for option in options]
+    commands = "\n".join(f"  relax {usage:<24} {what}" for usage, what in COMMANDS.values())
+    return _HEAD.format(commands=commands) + "\n".join(lines) + "\n" + _KEYS

@@ -1,0 +1,208 @@
+"""The words of the command line as Hydra is to read them: traps are refused, paths quoted, plug-in groups added."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from relax_core.config.command_line.synonyms import synonym
+from relax_core.config.errors import ConfigError, nearest
+from relax_core.config.options import groups, yaml_options
+from relax_core.config.schema_keys import known_keys
+from relax_core.registry import KINDS, is_file_plugin
+
+# Keys whose value is one path. Relax makes them absolute, since services have working folders of their own.
+PATHS = (
+    "model.path",
+    "data.path",
+    "data.eval_path",
+    "run.dir",
+    "launcher.token_file",
+    "engine.python",
+    "engine.token_file",
+)
+_QUOTED = (*PATHS, "resume", "launcher.working_dir", "launcher.volume_path", "hydra.sweep.dir")
+_OPEN = ("eval.sets", "data.chat_template_kwargs")  # whose keys are the user's own
+_PLUGINS = tuple(f"{kind}.name" for kind in KINDS)
+SINGLE, DOUBLE = "'", '"'
+_PLAIN_PATH = re.compile(r"[A-Za-z_/.][\w/.-]*")  # Hydra reads it as text with or without quotes
+_LEFT_ALONE = re.compile(r"null|['\"\[{].*|.*\$\{.*|(choice|range|interval|glob|shuffle|sort|tag)\(.*\)", re.DOTALL)
+
+_OWN_YAML = (
+    "For YAML files of your own: --config-dir FOLDER experiment=NAME, where the file is FOLDER/experiment/NAME.yaml. "
+    "To repeat a run: relax rerun RUN"
+)
+_REFUSED_FLAGS = {
+    "--config-path": f"--config-path takes Relax's own configuration away. {_OWN_YAML}",
+    "--config-name": f"--config-name takes Relax's own configuration away. {_OWN_YAML}",
+    "--experimental-rerun": "Relax keeps no pickled configurations. To repeat a run: relax rerun RUN",
+}
+_SHORT_FLAGS = {"-cp": "--config-path", "-cn": "--config-name", "-cd": "--config-dir"}
+_FLAGS = (
+    *("--help", "--version", "--multirun", "--config-dir", "--cfg", "--hydra-help"),
+    *("--resolve", "--package", "--run", "--shell-completion", "--info"),
+)
+_FLAGS_WITH_VALUE = ("--config-dir", "-cd", "--cfg", "-c", "--package", "-p")
+_REFUSED_HYDRA = {
+    "hydra.run.dir": "a run's folder is run.dir",
+    "hydra.job.name": "a run's name is name",
+    "hydra.job.chdir": "a run stays in the folder that it was started from",
+    "hydra.output_subdir": "a run's configuration is config.yaml in run.dir",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandLine:
+    """``typed``: the user's own words. ``hydra``: those that Hydra reads. ``command``: what `as_typed` puts before the
+    overrides of a run, such as ``rerun RUN``."""
+
+    typed: tuple[str, ...]
+    hydra: tuple[str, ...]
+    command: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, words: Sequence[str], *, typed: Sequence[str] | None = None) -> CommandLine:
+        """Of words without a command; ``typed``: with one, where there is one. Raises `ConfigError` as `hydra_words`
+        does."""
+        return cls(typed=tuple(words if typed is None else typed), hydra=tuple(hydra_words(words)))
+
+    def as_typed(self, overrides: Sequence[str]) -> list[str]:
+        """The overrides of one run, as Hydra tells them, in the user's words: a word that Relax has quoted as it was,
+        one that Relax has added left out."""
+        words = {_for_hydra(word, several=False): word for word in self.typed}
+        added = set(self.hydra) - {_for_hydra(word, several=_is_sweep(self.typed)) for word in self.typed}
+        return [*self.command, *(words.get(override, override) for override in overrides if override not in added)]
+
+    def swept(self, overrides: Sequence[str]) -> list[str]:
+        """Those of `as_typed` in which the runs of a sweep differ: by the command line, or by what a sweeper draws."""
+        from hydra.core.override_parser.overrides_parser import OverridesParser
+
+        words = [word for word in self.hydra if "=" in word and not word.startswith("-")]
+        parsed = OverridesParser.create().parse_overrides(words)
+        fixed = {one.get_key_element().lstrip("+") for one in parsed if not one.is_sweep_override()}
+        keys = {one: one.partition("=")[0].lstrip("+") for one in overrides if one not in self.command}
+        return [one for one, key in keys.items() if key not in fixed]
+
+
+def hydra_words(words: Sequence[str]) -> list[str]:
+    """The same words for Hydra. Raises `ConfigError` for those that Hydra would take for something else."""
+    if problems := [*_wrong_flags(words), *(problem for word in words for problem in _wrong_override(word))]:
+        raise ConfigError(problems)
+    flags, overrides = _flags_and_overrides(words)
+    several = _is_sweep(words)
+    return [*with_plugin_groups([_for_hydra(word, several=several) for word in overrides]), *flags]
+
+
+def _flags_and_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Hydra takes all overrides in one piece."""
+    flags: list[str] = []
+    overrides: list[str] = []
+    for place, word in enumerate(words):
+        before = words[place - 1] if place else ""
+        is_value = before in _FLAGS_WITH_VALUE or (before in ("--info", "-i") and "=" not in word)
+        (flags if word.startswith("-") or is_value else overrides).append(word)
+    return flags, overrides
+
+
+def _is_sweep(words: Sequence[str]) -> bool:
+    return "-m" in words or "--multirun" in words
+
+
+def with_plugin_groups(overrides: Sequence[str]) -> list[str]:
+    """``algo.name=x`` alone means ``algo=x`` where there is such an option, whose values may follow other keys.
+    Elsewhere it means ``algo=plugin algo.name=x``: another plug-in must not inherit grpo.yaml's values."""
+    given = dict(override.split("=", 1) for override in overrides if "=" in override)
+    named = [(kind, given[f"{kind}.name"]) for kind in KINDS if f"{kind}.name" in given and kind not in given]
+    return [*overrides, *(f"{kind}={name if name in yaml_options(kind) else 'plugin'}" for kind, name in named)]
+
+
+def _wrong_flags(words: Sequence[str]) -> Iterator[str]:
+    for place, word in enumerate(words):
+        if not word.startswith("-"):
+            continue
+        typed, equals, value = word.partition("=")
+        flag = _SHORT_FLAGS.get(typed, typed)
+        if flag in _REFUSED_FLAGS:
+            yield f"{word}: {_REFUSED_FLAGS[flag]}."
+        elif flag == "--config-dir":
+            yield from _wrong_config_dir(value if equals else "".join(words[place + 1 : place + 2]))
+        elif flag.startswith("--") and flag not in _FLAGS:
+            yield _unknown_flag(flag, value if equals else None)
+
+
+def _wrong_config_dir(folder: str) -> Iterator[str]:
+    path = Path(folder).expanduser()
+    if not path.is_dir():
+        yield f"--config-dir {folder}: no such folder. {_OWN_YAML}."
+    elif not any((path / group).is_dir() for group in groups()):
+        run = f" It is a run's folder: relax rerun {folder}" if (path / "config.yaml").is_file() else ""
+        yield f"--config-dir {folder}: it has no folder of a group, such as experiment/.{run or f' {_OWN_YAML}'}."
+
+
+def _unknown_flag(flag: str, value: str | None) -> str:
+    """Other trainers' settings are flags; here they are keys."""
+    name = flag.removeprefix("--").replace("-", "_")
+    told = f"{flag} is not a flag of relax"
+    if name in known_keys():
+        return f"{told}. Settings are written as key=value: {name}={value or '...'}"
+    if (other := synonym(name)) is not None:
+        return f"{told}. Settings are written as key=value. {other}"
+    near = nearest(flag, _FLAGS, count=1)
+    return f"{told}. " + (f"Nearest: {near[0]}." if near else "Settings are written as key=value. relax --help")
+
+
+def _wrong_override(word: str) -> Iterator[str]:
+    key, equals, value = word.partition("=")
+    if not equals or word.startswith("-"):
+        return
+    group = key.lstrip("+")
+    if key in _REFUSED_HYDRA:
+        yield f"{key} is not used: {_REFUSED_HYDRA[key]}."
+    elif group not in groups():
+        return
+    elif key.startswith("+"):
+        yield f"{word}: {group} is there already, so it takes no plus: {group}={value}."
+    elif value.startswith("["):
+        yield f"{word}: {group} takes one option. Choose one of {value.strip('[]').replace(',', ', ')}."
+    elif "/" in value or value.endswith((".yaml", ".yml", ".py")):
+        yield f"{word}: {_option_by_path(group, value)}"
+
+
+def _option_by_path(group: str, value: str) -> str:
+    if group in KINDS and value.endswith(".py"):
+        return f"a file of your own is {group}.name={value}."
+    name = Path(value).stem
+    if name in yaml_options(group) and "/" not in value:
+        return f"an option is named without its suffix: {group}={name}."
+    folder = Path(value).parent
+    above = folder.parent if folder.name == group else "FOLDER"
+    return (
+        f"an option of {group} is given by its name, not by its path: --config-dir {above} {group}={name}, where the "
+        f"file is {above}/{group}/{name}.yaml."
+    )
+
+
+def _for_hydra(word: str, *, several: bool) -> str:
+    """``word`` as Hydra reads it: quoted, and with two pluses before a key that may be there or not."""
+    opens = word.startswith(tuple(f"{key}{end}" for key in _OPEN for end in ".="))
+    return "++" * opens + _quoted(word, several=several)
+
+
+def _quoted(word: str, *, several: bool) -> str:
+    """``word`` with quotes around a path that Hydra's grammar would trip over. ``several``: commas separate the values
+    of a sweep."""
+    key, equals, value = word.partition("=")
+    name = key.lstrip("+")
+    is_path = name in _QUOTED or name.startswith("eval.sets.") or (name in _PLUGINS and is_file_plugin(value))
+    if not equals or not value or not is_path or _LEFT_ALONE.fullmatch(value):
+        return word
+    paths = value.split(",") if several else [value]
+    return f"{key}={','.join(path if _PLAIN_PATH.fullmatch(path) else quoted(path) for path in paths)}"
+
+
+def quoted(text: str, *, mark: str = SINGLE) -> str:
+    r"""``text`` in Hydra's quotes: a mark inside is escaped, and the backslashes right before a mark are doubled."""
+    escaped = re.sub(rf"(\\*){mark}", rf"\1\1\\{mark}", text)
+    return mark + re.sub(r"(\\+)$", r"\1\1", escaped) + mark

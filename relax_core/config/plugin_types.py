@@ -1,0 +1,55 @@
+"""Types `algo`, `reward` and `env` by the plug-in's own knobs dataclass."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from relax_core.config.command_line.error_messages import explain_value
+from relax_core.config.errors import ConfigError, nearest
+from relax_core.registry import Kind, PluginError, find, is_file_plugin
+
+
+def typed_knobs(kind: Kind, node: DictConfig) -> Any:
+    """An instance of the plug-in's knobs from the values in ``node``.
+
+    Raises:
+        ConfigError: unknown plug-in, unknown key, wrong type or missing value; all of them at once.
+    """
+    if not isinstance(node, DictConfig) or OmegaConf.is_missing(node, "name") or node.get("name") is None:
+        raise ConfigError([f"{kind}.name has no value: give a name, or the path of your file, {kind}.name=/path/my.py"])
+    name = node["name"]
+    if not isinstance(name, str):
+        raise ConfigError([f"{kind}.name={name!r}: expected text."])
+    if is_file_plugin(name):  # services may have working folders of their own
+        name = node["name"] = str(Path(name).expanduser().absolute())
+    try:
+        knobs = find(kind, name).knobs
+        schema = OmegaConf.structured(knobs)
+    except PluginError as error:
+        raise ConfigError([str(error)]) from error
+    except OmegaConfBaseException as error:
+        raise ConfigError([f"{kind}.name={name}: its knobs cannot be typed: {error.msg}"]) from error
+    OmegaConf.set_readonly(schema, False)  # a frozen dataclass comes read-only
+    problems = []
+    fields = [field.name for field in dataclasses.fields(knobs)]
+    for key in map(str, node):
+        if key not in fields:
+            near = nearest(key, fields)
+            hint = f"Nearest: {', '.join(f'{kind}.{k}' for k in near)}." if near else f"Its knobs: {', '.join(fields)}."
+            problems.append(f"{kind}.{key} is not a knob of {name}. {hint}")
+        elif not OmegaConf.is_missing(node, key):
+            try:
+                schema[key] = node[key]
+            except OmegaConfBaseException as error:
+                problems.append(explain_value(error, key=f"{kind}.{key}"))
+    if not problems:
+        missing = sorted(OmegaConf.missing_keys(schema))
+        problems = [f"{kind}.{key} has no value: add {kind}.{key}=..." for key in missing]
+    if problems:
+        raise ConfigError(problems)
+    return OmegaConf.to_object(schema)

@@ -1,0 +1,47 @@
+"""Keeps an eye on the bus from a thread of its own, so that a bus that hangs holds up nobody."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Self
+
+from relax_core.bus.ray.ray_bus import ANSWER_GRACE_S, PROCESS_GONE, RayBus
+from relax_core.contracts.bus import BusLost, BusProgress, BusTimeout
+
+ASK_S = 0.25
+
+
+class BusWatch:
+    """Use as a context manager. ``progress``: the newest that the bus told, None before the first. ``lost``: how the
+    bus was lost, in words that follow "the bus"; None while it answers."""
+
+    def __init__(self, bus: RayBus, *, heartbeat_timeout_s: float) -> None:
+        self.progress: BusProgress | None = None
+        self.lost: str | None = None
+        self._bus = bus
+        # The call answers at once, so the client's own patience counts towards the deadline.
+        self._call_timeout_s = max(0.0, heartbeat_timeout_s - ANSWER_GRACE_S)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="bus-watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._ended.set()  # not joined: it may be asking a bus that never answers; its call has a deadline
+
+    def _watch(self) -> None:
+        while not self._ended.wait(ASK_S):
+            try:
+                self.progress = self._bus.progress(timeout_s=self._call_timeout_s)
+            except BusLost as error:
+                # A loss that is not of its own process, such as a storage unit's, has a name that the user wants.
+                self.lost = "died" if str(error).startswith(PROCESS_GONE) else f"was lost: {error}"
+                return
+            except BusTimeout as error:
+                self.lost = f"froze: {error}"
+                return

@@ -1,0 +1,82 @@
+"""Who waits for whom, from what the workers and the bus say; and who, in the end, waits for nobody."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from relax_core.contracts.bus import BusWait
+from relax_core.control.health.heartbeats import Beat
+from relax_core.roles.process.role_context import BUS, worker_name
+
+SILENT_S = 3.0  # a worker that has not answered for so long cannot be asked what it waits for
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """``lines``: one or more a role. ``culprits``: workers that do not answer, and those at which the chain from its
+    start ends; all members of a circle."""
+
+    lines: list[str]
+    culprits: list[str]
+
+
+def chain(beats: Mapping[str, Beat], bus: Sequence[BusWait] | str, *, start: str) -> Chain:
+    """Follows the waits from the worker ``start``. ``bus``: its waits, or in words why it does not answer."""
+    edges = {name: _owed_by(beat, bus, beats) for name, beat in beats.items()}
+    frozen = [beat.name for beat in beats.values() if beat.silent_s > SILENT_S]
+    lines = [line for beat in beats.values() for line in _lines(beat)]
+    if isinstance(bus, str):
+        lines.append(f"{BUS}: {bus}")
+    else:
+        lines += [f"{BUS}: {wait.text}; owed by {', '.join(wait.owed_by)}" for wait in bus]
+    return Chain(lines=lines, culprits=list(dict.fromkeys([*frozen, *_ends(edges, start)])))
+
+
+def _owed_by(beat: Beat, bus: Sequence[BusWait] | str, beats: Mapping[str, Beat]) -> list[str]:
+    """Whom this worker waits for, by name; nobody, where it does not answer itself."""
+    status = beat.status
+    if beat.life != "alive" or status is None or beat.silent_s > SILENT_S or status.state in ("done", "failed"):
+        return []
+    owed: dict[str, None] = {}
+    for wait in status.waits:
+        if wait.on != BUS:
+            owed |= dict.fromkeys(_workers(wait.on, beats))
+            continue
+        inside = [] if isinstance(bus, str) else [one for one in bus if worker_name(one.task, one.worker) == beat.name]
+        if not inside:
+            owed[BUS] = None  # the call is on its way, or the bus does not answer
+        for one in inside:
+            owed |= dict.fromkeys(name for role in one.owed_by for name in _workers(role, beats))
+    return list(owed)
+
+
+def _workers(role: str, beats: Mapping[str, Beat]) -> list[str]:
+    """A role's workers, or the one worker of that name; of the trainer its lead, who alone talks to the bus."""
+    if role == "actor":
+        return ["actor-0"]
+    return [name for name in beats if name.rpartition("-")[0] == role] or [role]
+
+
+def _ends(edges: Mapping[str, Sequence[str]], start: str) -> list[str]:
+    """Those reached from ``start`` who wait for nobody, or for work of their own; where there are none, all that were
+    reached: they wait in a circle."""
+    reached: dict[str, None] = {start: None}
+    queue = [start]
+    while queue:
+        for name in edges.get(queue.pop(), ()):
+            if name not in reached:
+                reached[name] = None
+                queue.append(name)
+    return [name for name in reached if not edges.get(name) or name in edges[name]] or list(reached)
+
+
+def _lines(beat: Beat) -> list[str]:
+    status = beat.status
+    if status is None or beat.life != "alive":
+        return [f"{beat.name}: {beat.life} {beat.words.partition(chr(10))[0]}".rstrip()]
+    silent = f", silent for {beat.silent_s:.0f} s" if beat.silent_s > SILENT_S else ""
+    head = f"{beat.name}: {status.state} {status.detail} for {time.time() - status.since:.0f} s{silent}"
+    now = time.time()
+    return [head, *(f"{beat.name}: waits {now - w.since:.0f} s on {w.on} for {w.what}" for w in status.waits)]

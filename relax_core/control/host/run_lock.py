@@ -1,0 +1,46 @@
+"""One run at a time in a run's folder: two would write one ledger and each other's checkpoints."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from relax_core.control.host.lock_file import locked
+
+LOCK_FILE = ".lock"
+POLL_S = 0.2
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+
+
+@contextmanager
+def only_run(folder: Path, *, wait_s: float = 0.0) -> Iterator[None]:
+    """Holds the folder for this process and its forks, until the block or the last of them ends.
+
+    Raises ValueError, naming its process, where another run is still at work there after ``wait_s`` seconds. A file
+    system that knows no locks is said on stderr.
+    """
+    deadline = time.monotonic() + wait_s
+    with (folder / LOCK_FILE).open("a+") as file:
+        try:
+            while not locked(file):
+                if time.monotonic() >= deadline:
+                    file.seek(0)
+                    raise ValueError(
+                        f"run.dir={folder}: a run is at work there, {file.read().strip()}. Wait for its end, or choose "
+                        "another run.dir."
+                    )
+                time.sleep(POLL_S)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            print(f"relax: run.dir={folder} cannot be locked: take care that no second run uses it", file=sys.stderr)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} of {socket.gethostname()}\n")
+        file.flush()
+        yield

@@ -1,0 +1,62 @@
+"""What a run has beside its own folder: one under /tmp, one for weights, and a name in Ray."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from relax_core.control.host.lock_file import owned
+from relax_core.engines.sglang.server.scratch import remove_left_scratch
+
+SHARED_MEMORY = Path("/dev/shm")
+FOLDER_PREFIX, WEIGHTS_PREFIX = "rlx-", "relax-"
+BASE_BYTES = 26  # a socket's path has 107 bytes, of which Ray's names below a run's folder take the rest
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunPlace:
+    """``folder``: Ray's files and its token, short because of socket names. ``weights_folder``: published weights.
+    ``token_folder``: for the run's bearer token, where every process of the run can read it. All are 0700.
+    ``namespace``: the run's own in Ray."""
+
+    folder: Path
+    weights_folder: Path
+    token_folder: Path
+    namespace: str
+
+
+def temporary_folder() -> Path:
+    """Where runs of this environment make their folders: TMPDIR, or /tmp where its path is too long for sockets."""
+    folder = Path(tempfile.gettempdir())
+    return folder if len(os.fsencode(folder)) <= BASE_BYTES else Path("/tmp")
+
+
+@contextmanager
+def run_place(*, run_dir: Path, shared: bool = False) -> Iterator[RunPlace]:
+    """Makes a place for one attempt of the run in ``run_dir``, and removes it afterwards. What a kill of the whole run
+    leaves tells whose it is: see `owned_folder`.
+
+    ``shared``: weights and token lie in ``run_dir``, which all nodes of the run see, else in this machine's memory.
+    """
+    owner = f"the run in {run_dir} (process {os.getpid()} of {socket.gethostname()})"
+    namespace = f"{WEIGHTS_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+    with ExitStack() as undo:
+        folder = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=temporary_folder()))
+        undo.enter_context(owned(folder, owner))
+        # Errors ignored: a Ray daemon may still be writing its last log line.
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        undo.callback(remove_left_scratch, folder)
+        weights_folder = (run_dir if shared else SHARED_MEMORY) / namespace
+        weights_folder.mkdir(mode=0o700, parents=shared)
+        if not shared:  # a shared disk may know no locks
+            undo.enter_context(owned(weights_folder, f"{owner}, beside {folder}"))
+        undo.callback(shutil.rmtree, weights_folder)
+        token_folder = weights_folder if shared else folder
+        yield RunPlace(folder=folder, weights_folder=weights_folder, token_folder=token_folder, namespace=namespace)

@@ -1,0 +1,82 @@
+"""What runs leave that were killed with their supervisor: processes, folders under /tmp and in shared memory.
+
+A folder says itself whether its run lives (`owned_folder`); a process of a run has that folder in its environment, or
+writes its log there: Ray's agents outlive a killed raylet, as each holds the pipe that the other watches.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from relax_core.control.host.lock_file import claimed, owner_words
+from relax_core.control.host.process_trees import kill_trees
+from relax_core.control.host.run_paths import FOLDER_PREFIX, SHARED_MEMORY, WEIGHTS_PREFIX, temporary_folder
+from relax_core.engines.sglang.server.scratch import remove_left_scratch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leftover:
+    """``folder``: of a dead run. ``owner``: in words. ``pids``: its processes that still run."""
+
+    folder: Path
+    owner: str
+    pids: tuple[int, ...]
+
+    def __str__(self) -> str:
+        alive = f" and processes {', '.join(map(str, self.pids))}" if self.pids else ""
+        return f"{self.folder}{alive} of {self.owner}, which was killed"
+
+
+def find_leftovers(*, temporary: Path | None = None, shared_memory: Path = SHARED_MEMORY) -> list[Leftover]:
+    """Of this user's dead runs. ``temporary``: None is where runs of this environment make their folders."""
+    return list(_each(temporary, shared_memory, lambda leftover: None))
+
+
+def remove_leftovers(*, temporary: Path | None = None, shared_memory: Path = SHARED_MEMORY) -> list[Leftover]:
+    """Ends and removes them; returns what it was. Nothing of a living run or of another user is touched."""
+    return list(_each(temporary, shared_memory, _remove))
+
+
+def _each(temporary: Path | None, shared_memory: Path, then: Callable[[Leftover], None]) -> Iterator[Leftover]:
+    temporary = temporary_folder() if temporary is None else temporary
+    folders = [*sorted(temporary.glob(f"{FOLDER_PREFIX}*")), *sorted(shared_memory.glob(f"{WEIGHTS_PREFIX}*"))]
+    for folder in folders:
+        with suppress(FileNotFoundError), claimed(folder) as dead:  # its run may be ending, and remove it
+            if dead:
+                leftover = Leftover(folder=folder, owner=owner_words(folder), pids=processes_of(folder))
+                then(leftover)
+                yield leftover
+
+
+def _remove(leftover: Leftover) -> None:
+    pids = leftover.pids
+    while pids:
+        kill_trees(pids)
+        pids = processes_of(leftover.folder)  # what they had started meanwhile
+    remove_left_scratch(leftover.folder)
+    shutil.rmtree(leftover.folder)
+
+
+def processes_of(folder: Path) -> tuple[int, ...]:
+    """This user's processes that have ``folder`` in their environment, or write to a file in it."""
+    found = []
+    for process in Path("/proc").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # ended meanwhile, or not ours to read
+            if process.name.isdecimal() and process.stat().st_uid == os.getuid() and _is_of(process, folder):
+                found.append(int(process.name))
+    return tuple(sorted(found))
+
+
+def _is_of(process: Path, folder: Path) -> bool:
+    """``process``: its folder in /proc. What gives itself a title, as Ray's processes do, writes it over a part of its
+    environment, or over nearly all."""
+    if str(folder).encode() in (process / "environ").read_bytes():
+        return True
+    written = (file for file in (process / "fd").iterdir() if file.lstat().st_mode & stat.S_IWUSR)
+    return any(os.readlink(file).startswith(f"{folder}/") for file in written)

@@ -1,0 +1,147 @@
+"""The controller: watches one incarnation of the services until it ends. It stands beside the step path."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from relax_core.contracts.bus import BusLost, BusProgress
+from relax_core.control.health.worker_states import RunFailed, ServicesLost, run_failed
+from relax_core.control.run.recovery_log import Recoveries
+from relax_core.roles.process.role_context import RunContext, worker_name
+
+if TYPE_CHECKING:  # these import Ray, which must first be told its token
+    from relax_core.control.health.bus_watch import BusWatch
+    from relax_core.control.health.watchdog import Watchdog
+    from relax_core.control.health.worker_health import HealthManager
+    from relax_core.control.run.run_view import RunView
+    from relax_core.control.run.serve_deployments import Fronts
+    from relax_core.control.run.services import Services
+
+TICK_S = 0.25  # how late the end, a failure or a signal is noticed
+STATUS_S = 1.0
+TRAINER = worker_name("actor", 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEnd:
+    """``stopped``: the run was asked to end before its last step. ``progress``: the bus's last words."""
+
+    stopped: bool
+    progress: BusProgress
+
+
+class Controller:
+    """``trained`` is told that a train step is done. ``stop_requested`` says whether the user or the machine asked for
+    an early end."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        services: Services,
+        *,
+        bus: BusWatch,
+        fronts: Fronts,
+        book: Recoveries,
+        view: RunView,
+        health: HealthManager,
+        watchdog: Watchdog,
+        trained: Callable[[], None],
+        stop_requested: Callable[[], bool],
+    ) -> None:
+        self._context = context
+        self._services = services
+        self._bus = bus
+        self._fronts = fronts
+        self._book = book
+        self._view = view
+        self._health = health
+        self._watchdog = watchdog
+        self._trained = trained
+        self._stop_requested = stop_requested
+        self._step = context.start_step
+        self._progress = 0
+        self._moved = time.monotonic()
+
+    def run(self) -> RunEnd:
+        """Returns when the trainer is done. Raises `ServicesLost` where the services have to start again, `RunFailed`
+        with the first cause of what that would not mend."""
+        settings = self._context.config.run
+        stopping_since: float | None = None
+        looked = 0.0
+        while True:
+            if self._stop_requested() and stopping_since is None:
+                stopping_since = time.monotonic()
+                self._services.request_stop()
+            due = time.monotonic() - looked >= STATUS_S or self._step >= settings.steps or self._bus.lost is not None
+            if due:
+                looked = time.monotonic()
+                self._look()
+                if self._health.done(TRAINER):
+                    break
+            self._show("stopping: a checkpoint is written" if stopping_since is not None else "")
+            if stopping_since is not None and time.monotonic() - stopping_since > settings.stop_timeout_s:
+                raise RunFailed(f"the trainer did not stop within run.stop_timeout_s={settings.stop_timeout_s:.0f} s")
+            self._check_stall()
+            time.sleep(TICK_S)
+        self._show("")
+        finished = self._last_progress().version >= settings.steps
+        if finished and self._context.config.eval.every:
+            self._await_last_evaluation()
+        self._show("")
+        # A trainer that nobody stopped has ended by itself: all steps are done, or run.patience was used up.
+        return RunEnd(stopped=not finished and self._stop_requested(), progress=self._last_progress())
+
+    def _last_progress(self) -> BusProgress:
+        try:
+            return self._services.bus.progress(timeout_s=self._context.config.bus.call_timeout_s)
+        except BusLost as error:
+            raise ServicesLost("the bus died", log=str(error)) from error
+
+    def _await_last_evaluation(self) -> None:
+        """Returns when it is in, or at once where a stop was asked for; raises `RunFailed` where it does not come."""
+        limit = self._context.config.run.stall_timeout_s
+        deadline = time.monotonic() + limit
+        while not (self._stop_requested() or self._services.wait_evaluated(STATUS_S)):
+            if time.monotonic() > deadline:
+                raise RunFailed(f"the last evaluation did not come within run.stall_timeout_s={limit:.0f} s")
+            self._look()
+            self._show("the last evaluation is under way")
+            time.sleep(TICK_S)
+
+    def _look(self) -> None:
+        """Takes the signs of life; a long work of the trainer's own that goes on is no stall. Serve's failure to start
+        ends the run too."""
+        self._health.look(bus_lost=self._bus.lost, step=self._step)
+        self._services.note({name: beat.status for name, beat in self._health.beats.items() if beat.status})
+        progress = self._health.progress(TRAINER)
+        if progress != self._progress:
+            self._progress, self._moved = progress, time.monotonic()
+            self._watchdog.moved()
+        self._fronts.look(step=self._step)
+        if (error := self._fronts.error()) is not None:
+            raise run_failed("Ray Serve did not start the roles' fronts", error)
+
+    def _show(self, message: str) -> None:
+        progress = self._bus.progress
+        if progress is not None and progress.version != self._step:
+            self._step, self._moved = progress.version, time.monotonic()
+            self._watchdog.moved()
+            self._trained()
+            self._book.step_done()
+            self._fronts.follow(self._context.namespace)
+        self._view.show(step=self._step, progress=progress, roles=self._health.roles, message=message)
+
+    def _check_stall(self) -> None:
+        settings = self._context.config.run
+        still_s = time.monotonic() - self._moved
+        self._watchdog.check(self._health.beats, step=self._step)
+        first = self._step == self._context.start_step
+        limit = settings.start_timeout_s + settings.stall_timeout_s if first else settings.stall_timeout_s
+        if still_s > limit:
+            owed = "; ".join(
+                f"{role.name} {role.state} {role.since_s:.0f} s {role.detail}" for role in self._health.roles
+            )
+            raise ServicesLost(f"no train step ended for {limit:.0f} s at step {self._step}: {owed}")

@@ -1,0 +1,80 @@
+"""What a run leaves behind: summary.json, the curves, the table of answers."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from relax_core.contracts.bus import BusProgress
+from relax_core.observe.results.curves import CURVES_FILE, plot_curves
+from relax_core.observe.results.summary import build_summary, write_summary
+from relax_core.observe.service.metrics_actor import MetricsClient, MetricsUnavailable
+from relax_core.observe.service.metrics_service import MetricsHealth
+from relax_core.observe.service.records import ACTOR, MetricRecord, TextCell, TextRecord, bad_rows_kind
+from relax_core.observe.service.sinks import read_metrics, read_texts
+from relax_core.observe.terminal.report import print_report, report_console
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecords:
+    """Everything that a run reported, taken while its services still answer. ``bad_rows``: data rows that were left
+    out, the first few (`relax_core.observe.service.records.TextRecord`)."""
+
+    records: list[MetricRecord]
+    texts: list[TextRecord]
+    bad_rows: list[dict[str, TextCell]]
+    progress: BusProgress
+    health: MetricsHealth
+
+
+def collect(metrics: MetricsClient, progress: BusProgress, *, run_dir: Path, rollout_workers: int) -> RunRecords:
+    """Takes the reports and closes the metrics service, so that every sink is on disk. Where the service is gone, the
+    reports are those on disk, and that is told as a problem."""
+    kinds = [bad_rows_kind(worker) for worker in range(rollout_workers)]
+    try:
+        _, records = metrics.poll(0)
+        texts, bad_rows = metrics.texts("eval"), _left_out(metrics.texts(kind) for kind in kinds)
+        health = metrics.close()
+        return RunRecords(records=records, texts=texts, bad_rows=bad_rows, progress=progress, health=health)
+    except MetricsUnavailable as error:
+        problem = f"{error}; the summary has only what was written to the run's folder"
+        kept = read_texts(run_dir)
+        return RunRecords(
+            records=read_metrics(run_dir),
+            texts=[text for text in kept if text.kind == "eval"],
+            bad_rows=_left_out([text for text in kept if text.kind == kind] for kind in kinds),
+            progress=progress,
+            health=MetricsHealth(problems=[problem], dropped={}),
+        )
+
+
+def _left_out(told: Iterable[list[TextRecord]]) -> list[dict[str, TextCell]]:
+    """The rows that each rollout worker's newest texts name. A row that several workers left out comes once."""
+    rows = {row["row"]: row for texts in told if texts for row in texts[-1].rows}
+    return list(rows.values())
+
+
+def write_end(run_dir: Path, end: RunRecords, *, meta: Mapping[str, Any], started: float) -> dict[str, Any]:
+    """Writes summary.json and the curves. ``started``: Unix time at which the process began."""
+    steps = [record.time_s for record in end.records if record.source == ACTOR and record.time_s >= started]
+    first_step_s = steps[0] - started if steps else None
+    own = {"first_step_s": first_step_s, "records_dropped": end.health.dropped, "bad_rows": end.bad_rows}
+    summary = build_summary(end.records, progress=end.progress, meta={**meta, **own})
+    write_summary(run_dir, summary)
+    if any(record.source == ACTOR for record in end.records):
+        plot_curves(end.records, run_dir / CURVES_FILE)
+    return summary
+
+
+def show_end(run_dir: Path, end: RunRecords, summary: Mapping[str, Any]) -> None:
+    """Prints the report, and what went wrong with the logs."""
+    first = end.texts[0].rows if end.texts else []
+    newest = end.texts[-1].rows if end.texts else []
+    print_report(report_console(), run_dir, summary, first, newest)
+    for row in end.bad_rows:
+        print(f"relax: data row {row['row']} was left out ({row['reason']}): {row['text']}", file=sys.stderr)
+    for problem in end.health.problems:
+        print(f"relax: {problem}", file=sys.stderr)

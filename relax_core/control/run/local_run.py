@@ -1,0 +1,220 @@
+"""One run on this machine, from a validated configuration to an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from relax_core.config.schema import RelaxConfig
+from relax_core.control.health.ray_watch import RayWatch
+from relax_core.control.health.worker_states import RunFailed, run_failed
+from relax_core.control.host.ray_session import RaySession, RayUnstarted
+from relax_core.control.host.run_paths import RunPlace
+from relax_core.control.run.finish import RunRecords, collect, show_end, write_end
+from relax_core.control.run.recovery_log import FROM_CHECKPOINT, Recoveries, recoveries_file
+from relax_core.control.run.resume import ResumePoint
+from relax_core.control.run.role_counts import roles_of
+from relax_core.control.run.teacher_folders import teacher_folders
+from relax_core.control.supervision.supervisor import Attempt
+from relax_core.control.supervision.supervisor_pipe import SupervisorPipe
+from relax_core.data.data_identity import data_digest
+from relax_core.observe.service.metrics_actor import MetricsClient, start_metrics
+from relax_core.observe.service.records import last_step
+from relax_core.observe.service.sinks import read_metrics
+from relax_core.observe.terminal.no_signal_warning import SignalWatch
+from relax_core.observe.terminal.panel import Panel
+from relax_core.roles.process.role_context import METRICS, RunContext, worker_name
+from relax_core.tools.make_tiny import tiny_model_folder
+
+FAILED = 1
+FAILURE_LOG = "failure.log"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Outcome:
+    """``failure``: why it failed. ``records``: None where it failed before there was anything to report."""
+
+    word: Literal["finished", "stopped", "failed"]
+    failure: RunFailed | None = None
+    records: RunRecords | None = None
+    recoveries: Sequence[Mapping[str, Any]] = ()
+
+
+def run_local(
+    config: RelaxConfig, resume: ResumePoint | None, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe
+) -> int:
+    """Runs to the end, in its own process. Returns 0; 1 where the run failed; 128 + signal where it was stopped."""
+    started = attempt.started
+    run_dir = Path(config.run.dir)
+    try:
+        outcome = _in_session(config, resume, place, attempt, supervisor)
+    except KeyboardInterrupt:  # the supervisor wants the end at once
+        assert supervisor.stop_signal is not None
+        print("relax: ended at once, without a checkpoint", file=sys.stderr)
+        return 128 + supervisor.stop_signal
+    except RayUnstarted as error:
+        supervisor.say_ray_unstarted(str(error))
+        return FAILED
+    except (ValueError, RuntimeError, OSError) as error:
+        outcome = _Outcome(word="failed", failure=run_failed("the run did not start", error))
+    if outcome.failure is not None:
+        _tell_failure(outcome, config, started=started)
+        return FAILED
+    assert outcome.records is not None
+    show_end(run_dir, outcome.records, _write_end(outcome, config, started=started))
+    return 128 + supervisor.stop_signal if outcome.word == "stopped" and supervisor.stop_signal else 0
+
+
+def _write_end(outcome: _Outcome, config: RelaxConfig, *, started: float) -> dict[str, Any]:
+    assert outcome.records is not None
+    word = outcome.word if outcome.failure is None else f"{outcome.word}: {outcome.failure}"
+    meta = {"outcome": word, "wall_s": time.time() - started, "overrides": sys.argv[1:]}
+    meta |= {"seed": config.seed, "repeatable": config.repeatable, "recoveries": list(outcome.recoveries)}
+    meta["keep_best"] = config.run.keep_best
+    return write_end(Path(config.run.dir), outcome.records, meta=meta, started=started)
+
+
+def _tell_failure(outcome: _Outcome, config: RelaxConfig, *, started: float) -> None:
+    """The cause on the screen, its traceback in the logs, and a summary; a disk that is full takes neither of them."""
+    assert outcome.failure is not None
+    log = Path(config.run.dir) / "logs" / FAILURE_LOG
+    print(f"relax: failed: {outcome.failure}", file=sys.stderr)
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text(f"{outcome.failure}\n\n{outcome.failure.log}\n", encoding="utf-8")
+        if outcome.records is not None:
+            _write_end(outcome, config, started=started)
+        print(f"relax: more in {log}", file=sys.stderr)
+    except OSError as error:
+        print(f"relax: the logs and the summary are not complete: {error}", file=sys.stderr)
+
+
+def _in_session(
+    config: RelaxConfig, resume: ResumePoint | None, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe
+) -> _Outcome:
+    """The run between the start and the end of its Ray. Where that is lost meanwhile this process ends."""
+    run_dir = Path(config.run.dir)
+
+    def ray_lost(cause: str) -> NoReturn:
+        session.keep_logs()
+        supervisor.say_ray_lost(cause)
+        os._exit(FAILED)  # the main thread may wait for Ray for good
+
+    session = RaySession(
+        config.launcher,
+        place,
+        log_dir=run_dir / "logs",
+        placement=config.placement,
+        start_timeout_s=config.run.start_timeout_s,
+    )
+    title = f"{config.algo.name} · {config.model.name} · {config.data.name} · {config.mode.name.value}"
+    panel = Panel(config.run.steps, run_dir, title, live=config.run.panel)
+    workers = [worker_name(role, rank) for role, count in roles_of(config).items() for rank in range(count)]
+    with panel, ThreadPoolExecutor(1) as pool:
+        panel.starting(workers, first="Ray")
+        model = pool.submit(_model_folder, config)
+        teachers = pool.submit(lambda: teacher_folders(config, student=model.result()))
+        with (
+            session,
+            RayWatch(session.daemons, frozen_after_s=config.run.heartbeat_timeout_s, lost=ray_lost),
+        ):
+            context = RunContext(
+                config=config,
+                run_namespace=place.namespace,
+                namespace=place.namespace,
+                run_dir=run_dir,
+                model_folder=model.result(timeout=config.run.start_timeout_s),
+                weights_folder=place.weights_folder,
+                token_file=session.token_file,
+                resume_from=resume.folder if resume else None,
+                start_step=resume.step if resume else 0,
+                data_digest=data_digest(config.data),
+                teacher_folders=teachers.result(timeout=config.run.start_timeout_s),
+            )
+            return _run_services(context, resume, attempt, supervisor, session, panel, ray_lost=ray_lost)
+
+
+def _run_services(
+    context: RunContext,
+    resume: ResumePoint | None,
+    attempt: Attempt,
+    supervisor: SupervisorPipe,
+    session: RaySession,
+    panel: Panel,
+    *,
+    ray_lost: Callable[[str], NoReturn],
+) -> _Outcome:
+    from relax_core.control.run.recovery import RunParts, run_services
+    from relax_core.control.run.run_view import RunView
+    from relax_core.control.run.serve_deployments import Fronts
+
+    config = context.config
+    earlier = read_metrics(context.run_dir)
+    metrics = _start_metrics(context)
+    collected = partial(collect, metrics, run_dir=context.run_dir, rollout_workers=config.rollout.workers)
+    # Its process starts beside the others. From step 0 too, where a start before a first checkpoint had reported.
+    marked = metrics.send_mark(context.start_step) if context.start_step or earlier else lambda: None
+    with ExitStack() as undo:
+        undo.callback(metrics.end)
+        with panel:  # which closes before the services do
+            view = RunView(
+                panel,
+                metrics,
+                log_dir=context.log_dir,
+                step=context.start_step,
+                heartbeat_timeout_s=config.run.heartbeat_timeout_s,
+                signal_watch=SignalWatch(steps=config.run.watch_steps, max_new_tokens=config.rollout.max_new_tokens),
+            )
+            book = Recoveries(recoveries_file(context.run_dir), tell=view.tell)
+            if attempt.causes:
+                book.take_up()
+                at_step = max(last_step(earlier), context.start_step)
+                book.begin(FROM_CHECKPOINT, attempt.causes[-1], at_step=at_step, from_step=context.start_step)
+            fronts = Fronts(context, book=book, ray_lost=ray_lost)
+            undo.callback(fronts.close, timeout_s=config.run.stop_timeout_s)
+            parts = RunParts(
+                metrics=metrics,
+                marked=marked,
+                fronts=fronts,
+                view=view,
+                book=book,
+                trained=supervisor.say_trained,
+                stop_requested=supervisor.stop_requested,
+                ray_lost=ray_lost,
+            )
+            try:
+                end = run_services(context, resume, parts)
+            except RunFailed as failure:
+                session.keep_logs()
+                records = collected(view.progress) if view.progress else None
+                return _Outcome(word="failed", failure=failure, records=records, recoveries=book.as_records())
+        return _Outcome(
+            word="stopped" if end.stopped else "finished",
+            records=collected(end.progress),
+            recoveries=book.as_records(),
+        )
+
+
+def _start_metrics(context: RunContext) -> MetricsClient:
+    return start_metrics(
+        context.config.tracker,
+        context.run_dir,
+        name=METRICS,
+        namespace=context.run_namespace,
+        max_restarts=context.config.run.max_restarts,
+    )
+
+
+def _model_folder(config: RelaxConfig) -> Path:
+    if config.model.path is not None:
+        return Path(config.model.path)
+    assert config.model.builtin is not None and config.model.task is not None, "validated"
+    return tiny_model_folder(config.model.builtin, task=config.model.task)

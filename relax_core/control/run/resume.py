@@ -1,0 +1,108 @@
+"""Where a run goes on: the newest whole checkpoint of its folder, or the one that the user named."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from relax_core.config.resume_identity import DATA_PLACES, REFUSED, TOLD, Change, changes
+from relax_core.config.saved import plain
+from relax_core.config.schema import RelaxConfig
+from relax_core.data.data_identity import data_digest
+from relax_core.train.checkpoints.atomic_folder import recover_replaced
+from relax_core.train.checkpoints.checkpoint_store import (
+    BUS_SNAPSHOT,
+    CONFIG,
+    DATA_DIGEST,
+    DATUM,
+    TOKEN_TREE,
+    CheckpointStore,
+    WholeCheckpoint,
+)
+
+TOLD_OF_DATA = tuple(key for key in TOLD if key.startswith("data."))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumePoint:
+    """``folder``: the checkpoint. ``step``: train steps it holds. ``snapshot``: the bus's part of the cut.
+    ``notes``: what the user should be told, e.g. of knobs that have changed since. ``left``: which checkpoints that are
+    not whole resume=auto left, and why."""
+
+    folder: Path
+    step: int
+    snapshot: bytes
+    notes: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+
+
+def find_resume_point(config: RelaxConfig) -> ResumePoint | None:
+    """None for a fresh start (also with resume=auto where there is no checkpoint yet). Raises ValueError for a
+    checkpoint that is named and not whole, where none is whole, and for one that holds more steps than the run has, or
+    is of a run with other data, another model or another algorithm."""
+    if config.resume is None:
+        return None
+    found = _newest_whole(config) if config.resume == "auto" else _named(Path(config.resume))
+    if found is None:
+        return None
+    folder, step = found.folder, found.meta.step
+    if found.meta.run.get(DATUM) != TOKEN_TREE:
+        raise ValueError(
+            f"resume={folder}: it was written before groups were token trees, and its run's ledger has another form. "
+            f"Start a new run in another folder from its weights: relax export {folder} FOLDER, then "
+            "model.path=FOLDER."
+        )
+    if step > config.run.steps:
+        raise ValueError(
+            f"resume={folder}: it holds {step} train steps, but run.steps={config.run.steps}. Raise run.steps."
+        )
+    return ResumePoint(
+        folder=folder,
+        step=step,
+        snapshot=(folder / BUS_SNAPSHOT).read_bytes(),
+        notes=_compare(found, config, what=f"resume={folder}"),
+        left=tuple(f"{one}; the run goes on from {folder.name}" for one in found.left),
+    )
+
+
+def _newest_whole(config: RelaxConfig) -> WholeCheckpoint | None:
+    root = Path(config.run.dir) / "checkpoints"
+    recover_replaced(root)  # whoever wrote there is gone
+    return CheckpointStore(root, keep_last=config.run.keep_last).newest_whole(needs=(BUS_SNAPSHOT, CONFIG))
+
+
+def _named(folder: Path) -> WholeCheckpoint:
+    return WholeCheckpoint(folder=folder, meta=CheckpointStore.verify(folder, needs=(BUS_SNAPSHOT, CONFIG)))
+
+
+def _compare(found: WholeCheckpoint, config: RelaxConfig, *, what: str) -> tuple[str, ...]:
+    """Notes on the knobs that differ from the checkpoint's; ValueError where it is another run. Data is compared by its
+    content where the checkpoint tells that of its own."""
+    before, now = yaml.safe_load((found.folder / CONFIG).read_text(encoding="utf-8")), plain(config)
+    digest, step = str(found.meta.run.get(DATA_DIGEST, "")), found.meta.step
+    digest_now = data_digest(config.data) if digest else ""
+    moved = DATA_PLACES if digest and digest_now == digest else ()
+    other = changes(before, now, keys=REFUSED, but=(*moved, *TOLD_OF_DATA))
+    if other:
+        raise ValueError(
+            f"{what}: it was made by another run: {'; '.join(change.words() for change in other)}. "
+            f"Go on with {' '.join(change.as_it_was() for change in other)}, or start a new run with resume=null; it "
+            "may begin with these weights: model.path=FOLDER of an exported model."
+        )
+    if digest_now != digest:
+        raise ValueError(
+            f"{what}: it was made with data of another content: digest {digest}; the files that data.path, data.paths "
+            f"and data.eval_path name have {digest_now or 'none'}. Give the data as it was, or start a new run with "
+            "resume=null."
+        )
+    told = changes(before, now, keys=TOLD)
+    if moved:
+        told += changes(before, now, keys=DATA_PLACES)
+    return tuple(_note(change, step=step) for change in told)
+
+
+def _note(change: Change, *, step: int) -> str:
+    moved = ", the same data by its content" if change.key in DATA_PLACES else ""
+    return f"{change.words()}{moved} from step {step} on"

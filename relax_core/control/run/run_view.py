@@ -1,0 +1,102 @@
+"""What the user sees of a run, over all incarnations of its services: the panel, and lines about what happened."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from relax_core.contracts.bus import BusProgress
+from relax_core.observe.service.metrics_actor import MetricsClient, MetricsUnavailable
+from relax_core.observe.service.metrics_service import MetricsHealth
+from relax_core.observe.service.records import LEDGER, MetricRecord
+from relax_core.observe.terminal.no_signal_warning import SignalWatch
+from relax_core.observe.terminal.panel import Panel, PanelState
+from relax_core.observe.terminal.role_states import RoleState
+
+EVENTS_LOG = "recoveries.log"
+POLL_S = 2.0  # the controller has more to look at
+HEALTH_S = 5.0  # between two looks at the sinks
+LATE_S = 10.0  # the user hears of metrics that are silent for longer
+
+
+class RunView:
+    """Feeds the panel. ``step``: train steps done; ``progress``: the newest that any incarnation's bus told. Metrics
+    that give no answer for ``heartbeat_timeout_s`` seconds are started again; they take up what the files hold.
+    ``signal_watch``: says when the run trains on nothing."""
+
+    def __init__(
+        self,
+        panel: Panel,
+        metrics: MetricsClient,
+        *,
+        log_dir: Path,
+        step: int,
+        heartbeat_timeout_s: float,
+        signal_watch: SignalWatch,
+    ) -> None:
+        self.step = step
+        self.progress: BusProgress | None = None
+        self._panel = panel
+        self._metrics = metrics
+        self._log = log_dir / EVENTS_LOG
+        self._cursor = 0
+        self._heartbeat_timeout_s = heartbeat_timeout_s
+        self._answered = self._health_at = time.monotonic()
+        self._health = MetricsHealth(problems=[], dropped={})
+        self._signal_watch = signal_watch
+        self._reported_drops = -1  # at which step
+
+    def tell(self, event: str) -> None:
+        """A line about the run itself, to the screen and to ``logs/recoveries.log``."""
+        self._panel.tell(event)
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        with self._log.open("a", encoding="utf-8") as log:
+            log.write(event + "\n")
+
+    def show(self, *, step: int, progress: BusProgress | None, roles: Sequence[RoleState], message: str) -> None:
+        """Takes the newest state of the incarnation that runs now."""
+        records: list[MetricRecord] = []
+        try:
+            self._cursor, records = self._metrics.poll(self._cursor, timeout_s=POLL_S)
+            self._answered = time.monotonic()
+            self._look_at_sinks()
+        except MetricsUnavailable as error:
+            silent_s = time.monotonic() - self._answered
+            if silent_s > LATE_S:
+                message = message or str(error)
+            if silent_s > self._heartbeat_timeout_s:
+                self.tell(f"the metrics actor gave no answer for {silent_s:.0f} s; started again in place")
+                self._metrics.restart()
+                self._answered = time.monotonic()  # the next one has as long
+        for line in self._signal_watch.lines(records):
+            self.tell(line)
+        self.step = step
+        self.progress = progress or self.progress
+        if progress is not None:
+            self._report_drops(progress)
+        self._panel.update(
+            PanelState(
+                step=step,
+                records=records,
+                progress=progress,
+                roles=roles,
+                message=message,
+                records_dropped=self._health.dropped,
+            )
+        )
+
+    def _look_at_sinks(self) -> None:
+        """Tells what went wrong with the sinks; raises `MetricsUnavailable`."""
+        if time.monotonic() - self._health_at > HEALTH_S:
+            self._health_at = time.monotonic()
+            self._health = self._metrics.health(timeout_s=POLL_S)
+            for problem in self._health.problems:
+                self.tell(problem)
+
+    def _report_drops(self, progress: BusProgress) -> None:
+        """The ledger's counts by reason, once a train step from the first dropped sample on."""
+        if progress.ledger.dropped and progress.version != self._reported_drops:
+            self._reported_drops = progress.version
+            dropped = {f"dropped/{reason}": count for reason, count in progress.ledger.dropped.items()}
+            self._metrics.record(LEDGER, progress.version, dropped)

@@ -1,0 +1,212 @@
+"""The run's services: which roles an algorithm needs, their processes, their end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+from relax_core.bus.factory import create_bus
+from relax_core.bus.ray.ray_bus import RayBus
+from relax_core.contracts.bus import BusLost
+from relax_core.control.host.process_trees import kill, kill_trees
+from relax_core.control.run.role_counts import roles_of
+from relax_core.roles.annotators.advantages_worker import AdvantagesWorker
+from relax_core.roles.annotators.forward_logprobs import ActorFwdWorker, ReferenceWorker
+from relax_core.roles.annotators.teacher_worker import TeacherEngineHost, TeacherWorker
+from relax_core.roles.engine.attached_engine import AttachedEngineHost
+from relax_core.roles.engine.engine_owner import EngineHost
+from relax_core.roles.process.process_placement import node_options, rank_options, reserve_ranks, worker_gpus
+from relax_core.roles.process.role_context import BUS, TEACHER_ENGINE, RunContext, worker_name
+from relax_core.roles.process.worker import WorkerStatus, process_host
+from relax_core.roles.rollout.rollout_worker import RolloutWorker
+from relax_core.roles.trainer.critic_trainer import CriticWorker
+from relax_core.roles.trainer.policy_trainer import ActorWorker
+from relax_core.roles.trainer.rank_worker import STATUS_GROUPS, ActorFwdPeer, ActorPeer, RankPeer, ReferencePeer
+
+WORKER_CALLS = 8  # calls that a worker answers beside its loop: status, stop, endpoint, waits
+
+WORKERS: dict[str, Any] = {
+    "engine": EngineHost,
+    "actor": ActorWorker,
+    "rollout": RolloutWorker,
+    "advantages": AdvantagesWorker,
+    "critic": CriticWorker,
+    "actor_fwd": ActorFwdWorker,
+    "reference": ReferenceWorker,
+    "teacher": TeacherWorker,
+    TEACHER_ENGINE: TeacherEngineHost,
+}
+# What ranks > 0 are, of the roles that span several processes.
+PEERS: dict[str, type[RankPeer]] = {"actor": ActorPeer, "actor_fwd": ActorFwdPeer, "reference": ReferencePeer}
+AFTER_RESTORE = ("rollout",)  # what asks for admissions must not find a bus that is not what the checkpoint says yet
+RESTARTED_IN_PLACE = ("engine", "rollout", "advantages", "actor_fwd", "reference", "teacher", TEACHER_ENGINE)
+
+
+class Services:
+    """The bus and the workers of one incarnation. They start at the same time and find each other.
+
+    Raises what the bus raises. Metrics and the fronts are the run's, and outlive it. ``before_rollout`` waits for what
+    must stand before the first report: without rows nobody reports.
+    """
+
+    def __init__(self, context: RunContext, snapshot: bytes | None, *, before_rollout: Callable[[], None]) -> None:
+        config = context.config
+        self._context = context
+        self.roles = roles_of(config)
+        self._statuses: dict[str, WorkerStatus] = {}
+        self.workers: dict[str, Any] = {}
+        self._reserved: dict[str, PlacementGroup] = {}
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="bus-start") as pool, ExitStack() as on_failure:
+            on_failure.callback(self._abandon)
+            bus = pool.submit(self._create_bus, snapshot)
+            self._start_roles(role for role in self.roles if role not in AFTER_RESTORE)
+            self.bus: RayBus = bus.result(timeout=config.run.start_timeout_s)
+            before_rollout()
+            self._start_roles(role for role in self.roles if role in AFTER_RESTORE)
+            self.bus_pid = self.bus.process_id(timeout_s=config.bus.call_timeout_s)
+            on_failure.pop_all()
+
+    def _start_roles(self, roles: Iterable[str]) -> None:
+        for role in roles:
+            if role in PEERS and self.roles[role] > 1:
+                config = self._context.config
+                self._reserved[role] = reserve_ranks(config.launcher, config.placement, self.roles[role])
+            for rank in range(self.roles[role]):
+                self.workers[worker_name(role, rank)] = self._start(role, rank)
+
+    def _create_bus(self, snapshot: bytes | None) -> RayBus:
+        config = self._context.config
+        bus = create_bus(
+            config.bus,
+            groups_per_step=config.rollout.prompts_per_step,
+            group_size=config.algo.group_size,
+            max_staleness=config.mode.max_staleness,
+            on_stale=config.mode.on_stale.value,
+            total_steps=config.run.steps,
+            spare_groups=config.rollout.spare_prompts,
+            surplus=config.rollout.surplus.value,
+            rollout_workers=config.rollout.workers,
+            ledger_path=self._context.run_dir / "ledger.sqlite",
+            name=BUS,
+            namespace=self._context.namespace,
+            socket_folder=self._context.token_file.parent,
+            node_options=node_options(config.launcher, BUS, 0),
+        )
+        if snapshot is not None:
+            bus.restore(snapshot, timeout_s=config.bus.call_timeout_s)
+        return bus
+
+    def _start(self, role: str, rank: int) -> Any:
+        name = worker_name(role, rank)
+        # Ray's own types do not know concurrency groups.
+        peer: dict[str, Any] = {"concurrency_groups": STATUS_GROUPS, "num_cpus": 0}
+        worker = self._worker_class(role)
+        remote: Any = ray.remote(**peer)(PEERS[role]) if role in PEERS and rank else ray.remote(worker)
+        if role in self._reserved:
+            place = rank_options(self._context.config.placement, self._reserved[role], rank)
+        else:
+            gpus = worker_gpus(self._context.config, role)
+            place = node_options(self._context.config.launcher, role, rank, gpus=gpus)
+        if not (role in PEERS and rank):
+            place["max_concurrency"] = WORKER_CALLS
+        return remote.options(
+            name=name,
+            namespace=self._context.namespace,
+            max_restarts=self._context.config.run.max_restarts if role in RESTARTED_IN_PLACE else 0,
+            **place,
+        ).remote(name, self._context, rank)
+
+    def _worker_class(self, role: str) -> Any:
+        return AttachedEngineHost if role == "engine" and self._context.config.engine.urls else WORKERS[role]
+
+    def handles(self) -> Mapping[str, Any]:
+        """Every worker by its name."""
+        return self.workers
+
+    def note(self, statuses: Mapping[str, WorkerStatus]) -> None:
+        """Keeps which process is whose, for `kill`."""
+        self._statuses |= statuses
+
+    def request_stop(self) -> None:
+        """Asks the trainer to end after the step under way, with a checkpoint."""
+        self.workers[worker_name("actor", 0)].request_stop.remote()
+
+    def wait_evaluated(self, timeout_s: float) -> bool:
+        """Waits for the last evaluation; False where it is not in, or the role restarts."""
+        rollout = self.workers[worker_name("rollout", 0)]
+        try:
+            return bool(ray.get(rollout.wait_evaluated.remote(timeout_s), timeout=timeout_s + 5.0))
+        except (GetTimeoutError, ActorDiedError, ActorUnavailableError):
+            return False
+
+    def kill_frozen(self, name: str, status: WorkerStatus) -> None:
+        """Kills a worker that does not answer; Ray starts it again where it may. On another host by Ray's own kill,
+        which takes seconds on a stopped process."""
+        if status.host == process_host():
+            kill(status.pid)
+        else:
+            ray.kill(self.handles()[name], no_restart=False)
+
+    def close_at_once(self, reason: str) -> None:
+        """As `close`, but no worker is asked: one may be in the middle of a long work."""
+        try:
+            with suppress(BusLost):
+                self.bus.close(reason=reason, timeout_s=self._context.config.run.stop_timeout_s)
+        finally:
+            self.kill()
+
+    def close(self, reason: str, *, failed: str | None = None) -> None:
+        """Ends every process in good order: the bus first, so that nobody waits; then the engines by their owners.
+        Of the role of ``failed``, a worker, nobody is asked: its ranks may wait for that one in a collective for good.
+
+        Raises LedgerUnwritable or BusTimeout where the ledger's last events did not reach its file; all ends the same.
+        """
+        timeout_s = self._context.config.run.stop_timeout_s
+        try:
+            with suppress(BusLost):  # nobody waits on a bus that is gone
+                self.bus.close(reason=reason, timeout_s=timeout_s)
+        finally:
+            ranks = self._ranks_with(failed) if failed is not None else set()
+            asked = [worker for name, worker in self.workers.items() if name not in ranks]
+            for worker in asked:
+                worker.request_stop.remote()
+            ends = [worker.join.remote(timeout_s / 2) for worker in asked]
+            ray.wait(ends, num_returns=len(ends), timeout=timeout_s)
+            self._kill_actors()
+            self.bus.terminate()
+
+    def _ranks_with(self, worker: str) -> set[str]:
+        """All ranks of the model of which this worker has one, itself among them; nobody of a role of other kind."""
+        role = worker.rpartition("-")[0]
+        return {worker_name(role, rank) for rank in range(self.roles[role])} if role in PEERS else set()
+
+    def kill(self) -> None:
+        """Ends every process at once, and returns when they are gone: none of them can then reach the run's files.
+
+        Raises RuntimeError for a process that does not end.
+        """
+        self._kill_actors()
+        self.bus.terminate()
+        here = [status for status in self._statuses.values() if status.host == process_host()]
+        pids = {pid for status in here for pid in (status.pid, *status.child_pids)}
+        if self._context.config.launcher.ray_address is None:  # else it may be on another host
+            pids.add(self.bus_pid)
+        kill_trees(pids)
+
+    def _kill_actors(self) -> None:
+        for worker in self.handles().values():
+            ray.kill(worker)
+        for group in self._reserved.values():
+            remove_placement_group(group)
+
+    def _abandon(self) -> None:
+        """The bus did not come up."""
+        self._kill_actors()
+        with suppress(ValueError):  # it was never there
+            ray.kill(ray.get_actor(BUS, namespace=self._context.namespace))

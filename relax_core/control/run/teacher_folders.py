@@ -1,0 +1,97 @@
+"""A distillation's teachers: from names and folders in the configuration to folders that fit the student."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from relax_core.config.checks.model_folder import folder_problems, media_token_ids, read_model_config
+from relax_core.config.schema import RelaxConfig
+from relax_core.data.tokenizer import token_difference
+from relax_core.families.folder import folder_architecture
+from relax_core.registry import find_algorithm
+from relax_core.tools.make_tiny import MODEL_NAMES, tiny_model_folder
+
+
+def teacher_folders(config: RelaxConfig, *, student: Path) -> dict[str, Path]:
+    """Name → folder, in the order of the configuration; a built-in teacher is made on first use (seconds).
+
+    ``student``: the folder of the model that learns. Empty for an algorithm without teachers. Raises ValueError for a
+    teacher that does not fit.
+    """
+    teachers = find_algorithm(config.algo.name).needs(config.algo).teacher
+    if teachers is None:
+        return {}
+    folders = {name: _folder(config, model) for name, model in teachers.models.items()}
+    problems = [
+        problem
+        for name, folder in folders.items()
+        for problem in _misfits(config, folder, student=student, key=_key(name), top_k=teachers.top_k)
+    ]
+    if problems:
+        raise ValueError(" ".join(problems))
+    return folders
+
+
+def teacher_model_problems(config: RelaxConfig, name: str, model: str, *, top_k: int) -> Iterator[str]:
+    """What can be said before any model is made."""
+    if model in MODEL_NAMES:
+        if _task(config) is None:
+            yield (
+                f"{_key(name)}={model}: which task it was taught is not known. Set model.task, or give the teacher "
+                "as a Hugging Face folder."
+            )
+        return
+    folder = _path(model)
+    problems = list(folder_problems(config, folder, key=_key(name)))
+    if not problems and config.model.path is not None and (Path(config.model.path) / "tokenizer.json").is_file():
+        problems = list(_misfits(config, folder, student=Path(config.model.path), key=_key(name), top_k=top_k))
+    yield from problems
+
+
+def _misfits(config: RelaxConfig, folder: Path, *, student: Path, key: str, top_k: int) -> Iterator[str]:
+    """Why a teacher's numbers would mean nothing to the student."""
+    try:
+        folder_architecture(folder)
+    except ValueError as error:
+        yield f"{key}: {error}"
+        return
+    if (difference := token_difference(student, folder)) is not None:
+        yield (
+            f"{key}={folder}: its token ids are not those of the model that learns, {student}: {difference}. A teacher "
+            "must have the student's tokenizer."
+        )
+    media = [media_token_ids(one) for one in (student, folder)]
+    if media[0] != media[1]:
+        yield (
+            f"{key}={folder}: its media tokens are {media[1]}, those of the model that learns are {media[0]}. All "
+            "roles leave out the same tokens, so a teacher must name the same ones in tokenizer.json and config.json."
+        )
+    sizes = [int(read_model_config(one)["vocab_size"]) for one in (student, folder)]
+    if top_k and sizes[0] != sizes[1]:
+        yield (
+            f"{key}={folder}: config.json has vocab_size {sizes[1]}, the model that learns has {sizes[0]}. With "
+            "algo.form=topk_... they must be equal; algo.form=pure takes this teacher."
+        )
+    if top_k > min(sizes):
+        yield f"algo.top_k={top_k}: the vocabulary has {min(sizes)} tokens. Use at most so many."
+
+
+def _folder(config: RelaxConfig, model: str) -> Path:
+    task = _task(config)
+    if model in MODEL_NAMES:
+        assert task is not None, "validated"
+        return tiny_model_folder(model, task=task)
+    return _path(model)
+
+
+def _path(model: str) -> Path:
+    return Path(model).expanduser().absolute()
+
+
+def _task(config: RelaxConfig) -> str | None:
+    return config.model.task or config.data.task
+
+
+def _key(name: str) -> str:
+    return f"algo.teachers.{name}"

@@ -1,0 +1,59 @@
+"""The engine as one ASGI application: who may ask what, and every refusal as JSON."""
+
+from __future__ import annotations
+
+import hmac
+
+from relax_core.engines.embedded.http import asgi
+from relax_core.engines.embedded.http.asgi import ClientGone, HttpError, Receive, Scope, Send
+from relax_core.engines.embedded.http.control_routes import ControlRoutes
+from relax_core.engines.embedded.http.generate_route import GenerateRoute
+
+CONTROL_BODY_BYTES = 16 << 20
+
+
+class EngineApp:
+    """``max_tensor_body``: bytes of one /update_weights_from_tensor."""
+
+    def __init__(self, generate: GenerateRoute, control: ControlRoutes, *, token: str, max_tensor_body: int) -> None:
+        self._generate = generate
+        self._control = control
+        self._authorization = f"Bearer {token}".encode()
+        self._max_tensor_body = max_tensor_body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http"
+        try:
+            await self._route(scope, receive, send)
+        except HttpError as error:
+            await asgi.answer(send, asgi.error_payload(error.status, str(error)), status=error.status)
+        except ClientGone:
+            pass
+
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path, method = scope["path"], scope["method"]
+        if path in self._control.telling and method == "GET":
+            if self._has_token(scope):
+                scope["connection"].showed_token()  # an owner who asks has a better place than strangers
+            await asgi.answer(send, await self._control.telling[path](b""))
+        elif path == "/generate" and method == "POST":
+            self._authorize(scope)
+            await self._generate(scope, receive, send)
+        elif path in self._control.changing and (method == "POST" or (path, method) == ("/flush_cache", "GET")):
+            self._authorize(scope)
+            limit = self._max_tensor_body if path == "/update_weights_from_tensor" else CONTROL_BODY_BYTES
+            body = await asgi.read_body(scope, receive, limit=limit)
+            await asgi.answer(send, await self._control.changing[path](body))
+        else:
+            known = sorted({"/generate", *self._control.telling, *self._control.changing})
+            asked = asgi.clipped(f"{method} {path}")
+            raise HttpError(404, f"{asked}: no such route; known: {', '.join(known)}")
+
+    def _has_token(self, scope: Scope) -> bool:
+        return hmac.compare_digest(asgi.headers(scope).get(b"authorization", b""), self._authorization)
+
+    def _authorize(self, scope: Scope) -> None:
+        if not self._has_token(scope):
+            raise HttpError(401, f"{scope['path']}: wants the run's bearer token in the Authorization header")
+        if not scope["connection"].showed_token():
+            raise HttpError(503, f"{scope['path']}: too many requests are under way; ask again when some have ended")

@@ -1,0 +1,55 @@
+"""GET /health_generate: whether the engine could make a token now, as probes of SGLang's servers ask."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from relax_core.engines.embedded.http.asgi import HttpError
+from relax_core.engines.embedded.scheduler.scheduler import NOTHING_ATTESTED, Scheduler
+from relax_core.engines.embedded.scheduler.token_sampler import NonFiniteLogits
+from relax_core.engines.embedded.scheduler.token_scoring import ScoreItem
+
+DEADLINE_S = 20.0  # as SGLang's
+FRESH_S = 1.0  # for which an answer holds
+
+
+class HealthGenerate:
+    """Anybody may ask, so it costs little however often they do: one forward pass of two tokens a second at most, in
+    the decode thread between two steps. It takes no slot and shares no batch: the tokens of requests are the same with
+    it and without."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._check: asyncio.Task[str | None] | None = None
+        self._ended = 0.0
+
+    async def __call__(self, body: bytes) -> dict[str, Any]:
+        """Raises HttpError 503 with the reason where it makes no tokens."""
+        if self._check is None or (self._check.done() and time.monotonic() - self._ended > FRESH_S):
+            self._check = asyncio.create_task(self._look())
+        problem = await asyncio.shield(self._check)
+        if problem is not None:
+            raise HttpError(503, f"/health_generate: {problem}")
+        return {"status": "ok"}
+
+    async def _look(self) -> str | None:
+        try:
+            return await asyncio.wait_for(self._problem(), DEADLINE_S)
+        except TimeoutError:
+            return f"the decode thread has not answered within {DEADLINE_S:g} s"
+        finally:
+            self._ended = time.monotonic()
+
+    async def _problem(self) -> str | None:
+        scheduler = self._scheduler
+        if scheduler.version == NOTHING_ATTESTED:
+            return "no weights are in yet"
+        if scheduler.stands_still:
+            return "it is paused, or has given up its memory"
+        try:
+            await asyncio.wrap_future(scheduler.score([ScoreItem(token_ids=[0, 0], start=0, top_k=0, temperature=1.0)]))
+        except NonFiniteLogits as error:
+            return f"weight version {scheduler.version}: {error}"
+        return None

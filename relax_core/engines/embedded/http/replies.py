@@ -1,0 +1,118 @@
+"""Finished and growing samples as SGLang's /generate answers them."""
+
+from __future__ import annotations
+
+import base64
+import time
+from typing import Any
+
+import numpy as np
+
+from relax_core.engines.embedded.scheduler.calls import Call, Progress
+from relax_core.engines.embedded.scheduler.token_scoring import ScoreItem, Scores
+from relax_core.engines.protocol.frames import FLOAT32, INT32, Experts, Finished, StreamEnd
+
+
+def finished(news: Progress, told: set[int]) -> Finished:
+    """A finished sample as our own client wants it. Experts of a prompt's tokens come along with its first sample that
+    has them; ``told``: the places of the prompts that have had theirs."""
+    assert news.finish is not None
+    sample = news.sample
+    prompt_experts = response_experts = None
+    prompt = sample.prompt
+    if prompt.routes is not None and prompt.routes.rows is not None and news.routes is not None:
+        response_experts = Experts.of(news.routes)
+        if prompt.place not in told:
+            told.add(prompt.place)
+            prompt_experts = Experts.of(prompt.routes.rows)
+    return Finished(
+        rid=sample.prompt.rid,
+        prompt=sample.prompt.place,
+        sample=sample.index,
+        output_ids=np.array(news.ids, dtype=INT32).tobytes(),
+        logprobs=np.array(news.logprobs, dtype=FLOAT32).tobytes(),
+        weight_versions=news.spans,
+        finish_reason=news.finish,
+        prompt_experts=prompt_experts,
+        response_experts=response_experts,
+        kept=news.kept,
+    )
+
+
+def stream_end(call: Call) -> StreamEnd:
+    started = call.first_prefill or call.finished
+    return StreamEnd(
+        held_ms=1e3 * (started - call.submitted),
+        prefill_ms=1e3 * call.prefill_s,
+        decode_ms=1e3 * (call.finished - call.first_token) if call.first_token else 0.0,
+    )
+
+
+def sglang_reply(news: Progress, *, n: int, version: int, return_logprob: bool) -> dict[str, Any]:
+    """One response in SGLang's shape. ``index``: its place among all samples of the call, prompt by prompt; tokens and
+    log-probs are those since the last event of a stream, counts and version spans those of the whole response."""
+    sample = news.sample
+    prompt = sample.prompt
+    spans = news.spans
+    meta: dict[str, Any] = {
+        "id": prompt.rid,
+        "finish_reason": _finish_reason(news),
+        "prompt_tokens": len(prompt.token_ids),
+        "completion_tokens": news.length,
+        "cached_tokens": 0,
+        "weight_version": str(spans[-1].version if spans else version),
+        "weight_versions": [{"version": str(span.version), "start": span.start, "end": span.end} for span in spans],
+        "e2e_latency": time.perf_counter() - prompt.call.submitted,
+    }
+    if return_logprob:
+        meta["output_token_logprobs"] = [
+            [logprob, token, None] for logprob, token in zip(news.logprobs, news.ids, strict=True)
+        ]
+    if news.kept is not None:
+        meta["output_token_sampling_mask"] = news.kept.lists()
+        meta["output_token_sampling_logprobs"] = news.logprobs
+    if prompt.routes is not None and prompt.routes.rows is not None and news.routes is not None:
+        rows = np.concatenate([prompt.routes.rows, news.routes]).astype("<i4")
+        meta["routed_experts"] = base64.b64encode(rows.tobytes()).decode()
+    return {"text": "", "output_ids": news.ids, "meta_info": meta, "index": prompt.place * n + sample.index}
+
+
+def score_reply(item: ScoreItem, scores: Scores, *, rid: str, version: int, latency_s: float) -> dict[str, Any]:
+    """Scores in SGLang's shape: one entry for each token from the start on; nothing says how likely the first is."""
+    scored = item.token_ids[item.start + 1 :]
+    meta: dict[str, Any] = {
+        "id": rid,
+        "finish_reason": {"type": "length", "length": 0},
+        "prompt_tokens": len(item.token_ids),
+        "completion_tokens": 0,
+        "cached_tokens": 0,
+        "weight_version": str(version),
+        "weight_versions": [],
+        "e2e_latency": latency_s,
+        "output_token_logprobs": [],
+        "input_token_logprobs": [
+            [None, item.token_ids[item.start], None],
+            *([logprob, token, None] for logprob, token in zip(scores.logprobs, scored, strict=True)),
+        ],
+    }
+    if item.top_k:
+        meta["input_top_logprobs"] = [
+            None,
+            *(
+                [[logprob, token, None] for logprob, token in zip(values, ids, strict=True)]
+                for values, ids in zip(scores.top_logprobs, scores.top_ids, strict=True)
+            ),
+        ]
+    return {"text": "", "output_ids": [], "meta_info": meta}
+
+
+def _finish_reason(news: Progress) -> dict[str, Any] | None:
+    match news.finish:
+        case None:
+            return None
+        case "stop":
+            return {"type": "stop", "matched": news.matched}
+        case "length":
+            return {"type": "length", "length": news.length}
+        case "abort":
+            return {"type": "abort", "message": "Aborted"}

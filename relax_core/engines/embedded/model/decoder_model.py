@@ -1,0 +1,111 @@
+"""The module computes any architecture of relax_core/families over flat rows of tokens; attention is the caller's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from relax_core.engines.embedded.model.moe_layer import ExpertWeights, choose_experts, mix_experts
+from relax_core.engines.embedded.model.fused_weights import FusedWeights, LayerWeights
+from relax_core.engines.embedded.model.model_config import ModelConfig
+from relax_core.engines.embedded.model.products import add_product, product
+
+# (layer, q [rows, heads, dim], keys, then values [rows, 2 * kv_heads, dim]) -> [rows, heads * dim]; the product of q
+# and a key comes divided by sqrt(dim)
+Attend = Callable[[int, Tensor, Tensor], Tensor]
+
+
+class LanguageModel:
+    """Rows of different samples and positions go through together: only ``attend`` knows who sees whom."""
+
+    def __init__(self, config: ModelConfig, weights: FusedWeights, *, context_length: int) -> None:
+        self.config = config
+        self.weights = weights
+        half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        frequencies = config.rope.scaled(1.0 / config.rope.theta**half)
+        angles = torch.outer(torch.arange(context_length, dtype=torch.float32), frequencies)
+        # The query's norm divides the scores by sqrt(dim); without norms query and key each bring half of that.
+        length = 1.0 if config.qk_norm else config.head_dim**-0.25
+        self._rotation = torch.polar(torch.full_like(angles, length), angles)[:, None]  # [positions, 1, dim / 2]
+        self._floor = torch.tensor(math.sqrt(config.rms_norm_eps * config.hidden_size))
+        self._head_floor = torch.tensor(math.sqrt(config.rms_norm_eps * config.head_dim))
+        self._activation = getattr(F, config.activation)
+        self._dtype = weights.embedding.dtype
+        self._narrow = self._dtype != torch.float32  # else nothing is cast: to its own dtype still costs an operator
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x / sqrt(|x|^2 + floor^2) * weight over the last dimension, computed in float32: RMSNorm with ``weight``
+        scaled by the root of the width and floor = sqrt(eps * width). Half the operators of torch's own."""
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        normed = x.div(length.hypot_(self._floor)).mul_(weight)
+        return normed.to(self._dtype) if self._narrow else normed
+
+    def _norm_and_rotate(self, heads: Tensor, weight: Tensor | None, rotation: Tensor) -> None:
+        """Norms each head where the model norms heads (``weight``), then applies rotary embedding, both in place.
+        ``heads`` is float32 ``[rows, heads, dim]`` with the halves of each head interleaved."""
+        if weight is not None:
+            length = torch.linalg.vector_norm(heads, dim=-1, keepdim=True)
+            heads.div_(length.hypot_(self._head_floor)).mul_(weight)
+        heads.view(torch.complex64).mul_(rotation)
+
+    def hidden(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        *,
+        routes: list[Tensor] | None = None,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        """``ids``, ``positions`` int64 ``[rows]`` → the last layer's output, not yet normed, ``[rows, hidden]``.
+
+        ``routes``, where given, gets the experts of each layer, int64 ``[rows, per_token]``. ``wanted``, where given:
+        int64, the rows whose output is asked for; behind its attention the last layer is computed for them alone."""
+        config = self.config
+        shape = (ids.shape[0], -1, config.head_dim)
+        heads, kv_heads, rotated = config.num_heads, config.num_kv_heads, config.num_heads + config.num_kv_heads
+        rotation = self._rotation.index_select(0, positions)
+        x = self.weights.embedding.index_select(0, ids)
+        for index, layer in enumerate(self.weights.layers):
+            qkv = self._queries_keys_values(x, layer).view(shape)
+            if self._narrow:
+                qkv = qkv.float()
+            self._norm_and_rotate(qkv.narrow(1, 0, rotated), layer.qk_norm, rotation)
+            if self._narrow:
+                qkv = qkv.to(self._dtype)
+            q, kv = qkv.split_with_sizes((heads, 2 * kv_heads), 1)
+            attended = attend(index, q, kv)
+            if wanted is not None and index == config.num_layers - 1:
+                x, attended = x.index_select(0, wanted), attended.index_select(0, wanted)
+            x = add_product(x, attended, layer.output_t)
+            normed = self._norm(x, layer.mlp_norm)
+            if isinstance(layer.mlp, ExpertWeights):
+                x = x + self._experts(normed, layer.mlp, routes)
+            else:
+                gate_up = product(normed, layer.mlp.gate_up_t)
+                gate, up = gate_up.split_with_sizes((config.intermediate_size, config.intermediate_size), 1)
+                x = add_product(x, self._activation(gate).mul_(up), layer.mlp.down_t)
+        return x
+
+    def _queries_keys_values(self, x: Tensor, layer: LayerWeights) -> Tensor:
+        """Returns ``[rows, (heads + 2 * kv_heads) * dim]``, given the layer's input ``[rows, hidden]``."""
+        normed = self._norm(x, layer.input_norm)
+        if layer.qkv_bias is None:
+            return product(normed, layer.qkv_t)
+        return add_product(layer.qkv_bias, normed, layer.qkv_t)
+
+    def _experts(self, rows: Tensor, mlp: ExpertWeights, routes: list[Tensor] | None) -> Tensor:
+        assert self.config.experts is not None
+        weights, chosen = choose_experts(rows, mlp.router_t, self.config.experts)
+        if routes is not None:
+            routes.append(chosen)
+        return mix_experts(rows, weights, chosen, mlp, activation=self._activation)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[rows, hidden]`` → float32 ``[rows, vocab]``, a tensor that the caller may write to."""
+        logits = product(self._norm(hidden, self.weights.final_norm), self.weights.head_t)
+        return logits.float() if self._narrow else logits

@@ -1,0 +1,172 @@
+"""The model's weights, fused for few and large products, and the Hugging Face names as views into them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from relax_core.engines.embedded.http.asgi import clipped
+from relax_core.engines.embedded.model.moe_layer import ExpertWeights
+from relax_core.engines.embedded.model.model_config import ModelConfig
+from relax_core.families.architecture import Experts
+
+WEIGHT_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}  # what an update may come in
+
+
+class DenseWeights(NamedTuple):
+    """One layer's feed-forward; as everywhere here, ``_t`` is a transposed view, as a product takes it."""
+
+    gate_up_t: Tensor  # [hidden, 2 * intermediate]
+    down_t: Tensor  # [intermediate, hidden]
+
+
+class LayerWeights(NamedTuple):
+    """One layer. Query and key heads, their biases and norms are stored with the two halves of each head interleaved,
+    so that rotary embedding is one complex product; dot products and norms do not see the order."""
+
+    input_norm: Tensor  # [hidden], as all norms: float32, with the factors of `Target.scale`
+    qkv_t: Tensor  # [hidden, (heads + 2 * kv_heads) * head_dim]
+    qkv_bias: Tensor | None  # [(heads + 2 * kv_heads) * head_dim]
+    qk_norm: Tensor | None  # [heads + kv_heads, head_dim]
+    output_t: Tensor  # [heads * head_dim, hidden]
+    mlp_norm: Tensor  # [hidden]
+    mlp: DenseWeights | ExpertWeights
+
+
+class Target(NamedTuple):
+    """Where a Hugging Face tensor goes: ``view`` takes it after ``reshape(view_shape)``, times ``scale``; ``shape`` is
+    the file's. A norm's scale is the root of its width, so that x / |x| takes the place of x / rms(x); the query norm's
+    is 1, for attention divides by that same root."""
+
+    shape: tuple[int, ...]
+    view_shape: tuple[int, ...]
+    view: Tensor
+    scale: float = 1.0
+
+
+class FusedWeights:
+    """All weights of one model, zeros until `apply`."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        self._targets: dict[str, Target] = {}
+        hidden, vocab = config.hidden_size, config.vocab_size
+        self.embedding = torch.zeros(vocab, hidden, dtype=dtype)
+        self._whole("model.embed_tokens.weight", self.embedding)
+        self.layers = [self._layer(index, config, dtype) for index in range(config.num_layers)]
+        self.final_norm = torch.zeros(hidden)
+        self._whole("model.norm.weight", self.final_norm, scale=math.sqrt(hidden))
+        head = self.embedding
+        if not config.tie_word_embeddings:
+            head = torch.zeros(vocab, hidden, dtype=dtype)
+            self._whole("lm_head.weight", head)
+        self.head_t = head.t()
+        self._ignored = config.ignored_weights
+
+    def _whole(self, name: str, tensor: Tensor, *, scale: float = 1.0) -> None:
+        self._targets[name] = Target(tuple(tensor.shape), tuple(tensor.shape), tensor, scale)
+
+    def _layer(self, index: int, config: ModelConfig, dtype: torch.dtype) -> LayerWeights:
+        hidden, half = config.hidden_size, config.head_dim // 2
+        heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
+        layer = f"model.layers.{index}."
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype)
+
+        width = (heads + 2 * kv_heads) * dim
+        projections = {"weight": zeros(width, hidden)} | ({"bias": zeros(width)} if config.qkv_bias else {})
+        qk_norm = torch.zeros(heads + kv_heads, dim) if config.qk_norm else None
+        output = zeros(hidden, heads * dim)
+        input_norm, mlp_norm = torch.zeros(hidden), torch.zeros(hidden)
+        first = 0
+        for part, count, scale in (("q", heads, 1.0), ("k", kv_heads, math.sqrt(dim))):
+            for kind, fused in projections.items():
+                rows = fused[first * dim : (first + count) * dim]
+                view = rows.view(count, half, 2, *rows.shape[1:]).transpose(1, 2)
+                self._targets[f"{layer}self_attn.{part}_proj.{kind}"] = Target(
+                    tuple(rows.shape), tuple(view.shape), view
+                )
+            if qk_norm is not None:
+                norm = qk_norm[first : first + count].view(count, half, 2).transpose(1, 2)
+                self._targets[f"{layer}self_attn.{part}_norm.weight"] = Target((dim,), (1, 2, half), norm, scale)
+            first += count
+        for kind, fused in projections.items():
+            self._whole(f"{layer}self_attn.v_proj.{kind}", fused[first * dim :])
+        self._whole(f"{layer}self_attn.o_proj.weight", output)
+        self._whole(f"{layer}input_layernorm.weight", input_norm, scale=math.sqrt(hidden))
+        self._whole(f"{layer}post_attention_layernorm.weight", mlp_norm, scale=math.sqrt(hidden))
+        mlp: DenseWeights | ExpertWeights
+        if config.experts is None:
+            mlp = self._dense(f"{layer}mlp.", hidden, config.intermediate_size, dtype)
+        else:
+            mlp = self._experts(f"{layer}mlp.", hidden, config.experts, dtype)
+        return LayerWeights(
+            input_norm=input_norm,
+            qkv_t=projections["weight"].t(),
+            qkv_bias=projections.get("bias"),
+            qk_norm=qk_norm,
+            output_t=output.t(),
+            mlp_norm=mlp_norm,
+            mlp=mlp,
+        )
+
+    def _dense(self, prefix: str, hidden: int, width: int, dtype: torch.dtype) -> DenseWeights:
+        gate_up, down = torch.zeros(2 * width, hidden, dtype=dtype), torch.zeros(hidden, width, dtype=dtype)
+        self._whole(f"{prefix}gate_proj.weight", gate_up[:width])
+        self._whole(f"{prefix}up_proj.weight", gate_up[width:])
+        self._whole(f"{prefix}down_proj.weight", down)
+        return DenseWeights(gate_up.t(), down.t())
+
+    def _experts(self, prefix: str, hidden: int, experts: Experts, dtype: torch.dtype) -> ExpertWeights:
+        router = torch.zeros(experts.count, hidden, dtype=dtype)
+        self._whole(f"{prefix}gate.weight", router)
+        each = [self._dense(f"{prefix}experts.{one}.", hidden, experts.width, dtype) for one in range(experts.count)]
+        return ExpertWeights(router.t(), [one.gate_up_t for one in each], [one.down_t for one in each])
+
+    @property
+    def _most_numbers(self) -> int:
+        """Of the largest tensor."""
+        return max(math.prod(target.shape) for target in self._targets.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors under their Hugging Face shapes."""
+        return sum(target.view.element_size() * math.prod(target.shape) for target in self._targets.values())
+
+    def checked(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+        """All tensors of an update by name; raises ValueError that names every missing, unknown or misshapen one."""
+        found = {name: tensor for name, tensor in tensors if name not in self._ignored}
+        faults = [f"missing: {name}" for name in self._targets if name not in found]
+        for name, tensor in found.items():
+            if (fault := self.fault(name, tensor.shape, tensor.dtype)) is not None:
+                faults.append(fault)
+        if faults:
+            raise ValueError(f"weights do not fit the model ({len(faults)} faults): " + "; ".join(faults[:20]))
+        return found
+
+    def fault(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> str | None:
+        """Why a tensor of an update is not one of the model's, or None."""
+        target = self._targets.get(name)
+        if name in self._ignored:  # `checked` leaves it out; no more of it is taken than of any tensor
+            if len(shape) > 2 or not 0 <= math.prod(shape) <= self._most_numbers:
+                return f"misshapen: {name} is {clipped(str(list(shape)))}, larger than any tensor of the model"
+        elif target is None:
+            return f"unknown: {clipped(name)}"
+        elif tuple(shape) != target.shape:
+            return f"misshapen: {name} is {clipped(str(list(shape)))}, the model has {list(target.shape)}"
+        if dtype not in WEIGHT_DTYPES:
+            return f"wrong dtype: {name} is {dtype}, weights are floating point: {sorted(map(str, WEIGHT_DTYPES))}"
+        return None
+
+    def apply(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copies a checked update in."""
+        with torch.inference_mode():
+            for name, tensor in tensors.items():
+                target = self._targets[name]
+                target.view.copy_(tensor.reshape(target.view_shape))
+                if target.scale != 1.0:
+                    target.view.mul_(target.scale)

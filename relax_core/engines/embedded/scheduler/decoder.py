@@ -1,0 +1,208 @@
+"""Continuous batching over slots: prefill prefixes, decode one token for every running sample, drop finished ones.
+
+Knows nothing of requests, versions or HTTP. A slot is a row of the `SlotTable` and of the `KVCache`. To be called under
+``torch.inference_mode``, entered once by the caller: entering it for each token would cost more than an operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from relax_core.contracts.kept_tokens import KeptTokens
+from relax_core.engines.embedded.model.decode_attention import CacheViews, DecodeAttention
+from relax_core.engines.embedded.model.decoder_model import LanguageModel
+from relax_core.engines.embedded.model.kv_cache import KVCache
+from relax_core.engines.embedded.model.prefill import Wanted, empty_kv, like_lengths, prefill_passes
+from relax_core.engines.embedded.scheduler.kept_log import KeptTable
+from relax_core.engines.embedded.scheduler.routing_log import RouteTable
+from relax_core.engines.embedded.scheduler.slots import Prefix, SlotTable
+from relax_core.engines.embedded.scheduler.token_sampler import NonFiniteLogits, SamplingPlan, sample
+from relax_core.engines.embedded.scheduler.token_scoring import ScoreItem, Scores, score
+
+
+class Decoder:
+    """``max_samples`` slots; KV columns within ``max_tokens`` slots times columns."""
+
+    def __init__(
+        self, model: LanguageModel, *, dtype: torch.dtype, max_samples: int, max_tokens: int, context_length: int
+    ) -> None:
+        config = model.config
+        self._model = model
+        self.max_samples = max_samples
+        self._max_tokens = max_tokens
+        self._dtype = dtype
+        self.cache = KVCache(config, dtype, max_tokens=max_tokens, max_slots=max_samples, max_columns=context_length)
+        self.slots = SlotTable(max_samples, vocab_size=config.vocab_size)
+        self.routes: RouteTable | None = None  # of a mixture of experts
+        if config.experts is not None:
+            one = config.experts
+            self.routes = RouteTable(max_samples, layers=config.num_layers, per_token=one.per_token, experts=one.count)
+        self.kept = KeptTable(max_samples, vocab_size=config.vocab_size)
+        self._noting = False  # whether a running sample wants its experts
+        self._views = CacheViews(self.cache)
+        self._attention: DecodeAttention | None = None  # of the steps that the slots have prepared
+
+    # -- admission ------------------------------------------------------------------------------------------------
+    def fits(self, *, samples: int, columns: int) -> bool:
+        """Whether ``samples`` more, of which the longest may need ``columns``, can run beside those that run now."""
+        slots = self.slots.count + samples
+        if self.slots.count:
+            columns = max(columns, int(self.slots.columns[: self.slots.count].max()))
+        return slots <= self.max_samples and slots * columns <= self._max_tokens
+
+    def admit(self, prefixes: Sequence[Prefix]) -> np.ndarray:
+        """Prefills, gives each sample the next free slot in the order of ``prefixes`` and its next token. Returns the
+        slots that are finished already. Raises NonFiniteLogits, after which none of these samples has its token."""
+        first = self.slots.count
+        self.slots.add(prefixes)
+        self._reserve(int(self.slots.position[: self.slots.count].max()) + 1, used_slots=first)
+        hidden = torch.empty(len(prefixes), self._model.config.hidden_size, dtype=self._dtype)
+        starts = np.cumsum([first] + [len(prefix.keys) for prefix in prefixes])
+        for batch in like_lengths([len(prefix.token_ids) for prefix in prefixes]):
+            kv, last = self._prefill([prefixes[index] for index in batch], [int(starts[index]) for index in batch])
+            hidden[torch.tensor(batch)] = last
+            self._fill(kv, batch, starts)
+        copies = torch.tensor([len(prefix.keys) for prefix in prefixes])
+        logits = self._model.logits(hidden).repeat_interleave(copies, 0)
+        for prefix, slot in zip(prefixes, starts[:-1].tolist(), strict=True):
+            for place in range(len(prefix.keys)):
+                self.kept.put(slot + place, prefix.done_kept)
+        plan = self.slots.plan().rows(first, self.slots.count)
+        ids, logprobs = self._sample(logits, plan, self.slots.first_draws(first), first=first)
+        return self.slots.record_first(first, ids.numpy(), logprobs)
+
+    def _fill(self, kv: Tensor, batch: list[int], starts: np.ndarray) -> None:
+        """Copies each prefix's keys and values to its samples' slots; neighbours in one copy."""
+        place = 0
+        while place < len(batch):
+            end = place + 1
+            while end < len(batch) and batch[end] == batch[end - 1] + 1:
+                end += 1
+            copies = torch.tensor([int(starts[index + 1] - starts[index]) for index in batch[place:end]])
+            source = torch.repeat_interleave(torch.arange(place, end), copies)
+            self.cache.fill(int(starts[batch[place]]), kv, source)
+            place = end
+
+    def _prefill(self, prefixes: list[Prefix], slots: list[int]) -> tuple[Tensor, Tensor]:
+        """Keys and values [layers, 2, prefixes, kv_heads, columns, head_dim] and the last tokens' output. ``slots``:
+        the first one of each prefix."""
+        token_ids = [prefix.token_ids for prefix in prefixes]
+        count, width = len(token_ids), max(len(ids) for ids in token_ids)
+        routes: np.ndarray | None = None
+        if self.routes is not None and any(prefix.routes is not None for prefix in prefixes):
+            self._noting = True
+            routes = np.empty((count, width, *self.routes.shape), dtype=self.routes.dtype)
+        kv = empty_kv(self._model, count=count, width=width, dtype=self._dtype)
+        last = Wanted(torch.arange(count), torch.tensor([len(ids) - 1 for ids in token_ids]))
+        output = torch.empty(count, self._model.config.hidden_size, dtype=self._dtype)
+        for found, hidden in prefill_passes(self._model, token_ids, kv, wanted=last, routes=routes):
+            output[found] = hidden
+        if routes is not None:
+            self._note_prefixes(prefixes, slots, routes)
+        return kv, output
+
+    def _note_prefixes(self, prefixes: list[Prefix], slots: list[int], routes: np.ndarray) -> None:
+        """A prompt keeps the experts of its first prefill, a generated token those of when it was fed; only the last
+        token of what was generated has none before the prefill."""
+        assert self.routes is not None
+        for prefix, slot, rows in zip(prefixes, slots, routes, strict=True):
+            if prefix.routes is None:
+                continue
+            done, end = len(prefix.done), len(prefix.token_ids)
+            if prefix.routes.rows is None:
+                prefix.routes.rows = rows[: end - done].copy()
+            if done:
+                assert len(prefix.keys) == 1 and prefix.done_routes is not None
+                self.routes.put(slot, prefix.done_routes)
+                self.routes.put(slot, rows[end - 1 : end], start=done - 1)
+
+    def score(self, items: Sequence[ScoreItem]) -> list[Scores]:
+        """How likely the given tokens are; touches no slot. Raises NonFiniteLogits."""
+        return score(self._model, items, dtype=self._dtype)
+
+    # -- decoding -------------------------------------------------------------------------------------------------
+    def step(self) -> np.ndarray:
+        """One more token for every running sample; returns the slots that are finished by it. Raises NonFiniteLogits,
+        after which no sample has its token; those that are left get the same one in the next step."""
+        slots = self.slots
+        attention = self._next_attention()
+        chosen: list[Tensor] | None = [] if self._noting else None
+        hidden = self._model.hidden(slots.newest_ids, attention.positions, attention, routes=chosen)
+        if chosen is not None and self.routes is not None:
+            self.routes.record(slots.newest(), torch.stack(chosen, 1).numpy())
+        ids, logprobs = self._sample(self._model.logits(hidden), slots.plan(), slots.draw())
+        return slots.record(ids, logprobs)
+
+    def _sample(
+        self, logits: Tensor, plan: SamplingPlan, random: Tensor, *, first: int = 0
+    ) -> tuple[Tensor, np.ndarray]:
+        """The next token of the slots from ``first`` on, and its log-prob. Raises NonFiniteLogits."""
+        kept: list[KeptTokens] = []
+        ids, found = sample(logits, plan, random, kept=kept)
+        logprobs = _finite(found, first=first)
+        if plan.kept is not None and kept:
+            self.kept.record((plan.kept + first).tolist(), KeptTokens.joined(kept))
+        return ids, logprobs
+
+    def response_routes(self, slot: int) -> np.ndarray:
+        """Experts of a sample's response tokens but its newest, ``[tokens - 1, layers, per_token]``."""
+        assert self.routes is not None
+        return self.routes.rows(slot, self.slots.length(slot) - 1)
+
+    def _next_attention(self) -> DecodeAttention:
+        """Of this step. What several steps share is made with the first of them."""
+        slots = self.slots
+        if slots.ahead and self._attention is not None:
+            self._attention.advance()
+        else:
+            steps = slots.look_ahead()
+            positions = slots.position[: slots.count]
+            self._reserve(int(positions.max()) + steps, used_slots=slots.count)
+            self._attention = DecodeAttention(self._views, positions, steps=steps, dtype=self._dtype)
+        return self._attention
+
+    def _reserve(self, columns: int, *, used_slots: int) -> None:
+        """Room for all slots, of which ``used_slots`` hold something, in ``columns``. Admission counts with the most
+        that they may come to need; memory follows as they need it."""
+        if self.cache.reserve(self.slots.count, columns, used_slots=used_slots):
+            self._bind_cache()
+
+    def _bind_cache(self) -> None:
+        self._views = CacheViews(self.cache)
+        self._attention = None
+
+    # -- leaving --------------------------------------------------------------------------------------------------
+    def remove(self, slots: Sequence[int]) -> list[tuple[int, int]]:
+        """Frees slots; the last ones move into the gaps. Returns the moves as (from, to)."""
+        moves = self.slots.remove(slots)
+        self._noting = self._noting and self.slots.count > 0
+        if moves:
+            if self.routes is not None:
+                self.routes.move(moves)
+            self.kept.move(moves)
+            sources, targets = (torch.tensor(side) for side in zip(*moves, strict=True))
+            columns = int(self.slots.position[: self.slots.count].max())
+            self.cache.move(sources, targets, columns=columns)
+        return moves
+
+    def clear(self, slots: Sequence[int]) -> None:
+        """Overwrites what slots hold in the cache, which may not be finite."""
+        self.cache.clear(slots)
+
+    def free_cache(self) -> None:
+        """Gives the cache's memory back; nothing may be running."""
+        assert self.slots.count == 0
+        self.cache.free()
+        self._bind_cache()
+
+
+def _finite(logprobs: Tensor, *, first: int = 0) -> np.ndarray:
+    """``logprobs`` of the slots from ``first`` on."""
+    values = logprobs.numpy()
+    if np.count_nonzero(missing := np.isnan(values)):
+        raise NonFiniteLogits((np.flatnonzero(missing) + first).tolist())
+    return values

@@ -1,0 +1,365 @@
+"""The engine's one decode thread: who runs, who waits, and what happens between two decode steps."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from relax_core.contracts.engine import FinishReason, PauseMode
+from relax_core.contracts.kept_tokens import KeptTokens
+from relax_core.engines.embedded.scheduler.calls import Call, Progress, Sample, Waiting
+from relax_core.engines.embedded.scheduler.decoder import Decoder
+from relax_core.engines.embedded.scheduler.token_sampler import NonFiniteLogits
+from relax_core.engines.embedded.scheduler.token_scoring import ScoreItem, Scores
+from relax_core.engines.protocol.stop_strings import StopStrings
+
+T = TypeVar("T")
+NOTHING_ATTESTED = -1  # the weight version before the first attested weights: nothing is served
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """``running``, ``queued``, ``held``: samples that decode, wait for slots, wait for a weight version. ``busy_s``:
+    seconds spent in prefill and decode since the start."""
+
+    running: int
+    queued: int
+    held: int
+    busy_s: float
+    decode_steps: int
+    generated_tokens: int
+    kv_cache_bytes: int
+
+
+class Scheduler(threading.Thread):
+    """Owns the decoder. Everything that touches it runs in this thread: `post` brings it here, between two steps."""
+
+    def __init__(self, decoder: Decoder, *, version: int) -> None:
+        super().__init__(name="decode", daemon=True)
+        self.version = version
+        self.failure: BaseException | None = None
+        self._decoder = decoder
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._waiting: list[Waiting] = []
+        self._running: list[Sample] = []  # by slot
+        self._streaming = False  # whether one of them may want news before it is finished
+        self._stopping = False  # whether one of them may end with a stop string
+        self._news: dict[Call, list[Progress]] = defaultdict(list)
+        self._pause: PauseMode | None = None
+        self._released = False
+        self._busy_s = 0.0
+        self._steps = 0
+        self._tokens = 0
+
+    # -- from other threads -----------------------------------------------------------------------------------------
+    @property
+    def stands_still(self) -> bool:
+        """Paused, or without its memory: nothing is decoded."""
+        return self._pause is not None or self._released
+
+    def post(self, action: Callable[[], T]) -> Future[T]:
+        """Runs ``action`` in this thread between two decode steps."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # whoever asked waits no more
+            try:
+                future.set_result(action())
+            except Exception as error:  # belongs to whoever asked
+                future.set_exception(error)
+
+        self._inbox.put(run)
+        return future
+
+    def score(self, items: Sequence[ScoreItem]) -> Future[tuple[int, list[Scores]]]:
+        """Scores given tokens with the weights in force; their version comes along."""
+        return self.post(lambda: (self.version, self._decoder.score(items)))
+
+    def submit(self, groups: Sequence[Waiting]) -> None:
+        self._inbox.put(lambda: self._waiting.extend(groups))
+
+    # -- actions, for `post` ----------------------------------------------------------------------------------------
+    def abort(self, chosen: Callable[[Sample], bool]) -> int:
+        """Ends the samples that ``chosen`` picks, with what they have so far. Returns how many."""
+        slots = [slot for slot, sample in enumerate(self._running) if chosen(sample)]
+        self._finish(slots, reason="abort")
+        count = len(slots)
+        kept: list[Waiting] = []
+        for group in self._waiting:
+            gone = [sample for sample in group.samples if chosen(sample)]
+            for sample in gone:
+                self._report(
+                    sample,
+                    sample.done,
+                    sample.done_logprobs,
+                    routes=sample.done_routes,
+                    kept=sample.done_kept,
+                    finish="abort",
+                )
+            count += len(gone)
+            group.samples = [sample for sample in group.samples if not chosen(sample)]
+            if group.samples:
+                kept.append(group)
+        self._waiting = kept
+        self._deliver()
+        return count
+
+    def pause(self, mode: PauseMode) -> None:
+        """Stops decoding: in_place keeps what runs and its cache, retract sends it back to wait and computes its cache
+        anew afterwards, abort ends everything."""
+        self._pause = mode
+        if mode == "abort":
+            self.abort(lambda sample: True)
+        elif mode == "retract":
+            self._retract()
+
+    def resume(self) -> None:
+        self._pause = None
+
+    def replace_weights(self, copy: Callable[[], None] | None, version: int) -> float:
+        """Runs ``copy``, admits ``version``; what runs goes on with its cache. Returns the stall in milliseconds."""
+        start = time.perf_counter()
+        if copy is not None:
+            copy()
+        self.version = version
+        for slot, sample in enumerate(self._running):
+            sample.mark(self._decoder.slots.length(slot), version)
+        return 1e3 * (time.perf_counter() - start)
+
+    def release_memory(self) -> None:
+        """Frees the KV cache; what runs waits for `resume_memory` and is then computed anew."""
+        self._retract()
+        self._decoder.free_cache()
+        self._released = True
+
+    def resume_memory(self) -> None:
+        self._released = False
+
+    def load(self) -> Load:
+        held = sum(len(group.samples) for group in self._waiting if group.prompt.min_version > self.version)
+        waiting = sum(len(group.samples) for group in self._waiting)
+        return Load(
+            running=len(self._running),
+            queued=waiting - held,
+            held=held,
+            busy_s=self._busy_s,
+            decode_steps=self._steps,
+            generated_tokens=self._tokens,
+            kv_cache_bytes=self._decoder.cache.nbytes,
+        )
+
+    # -- the loop ---------------------------------------------------------------------------------------------------
+    def run(self) -> None:
+        try:
+            with torch.inference_mode():
+                while True:
+                    self._receive()
+                    if not self.stands_still:
+                        start = time.perf_counter()
+                        self._work()
+                        self._busy_s += time.perf_counter() - start
+                        self._deliver()
+        except BaseException as error:
+            self.failure = error  # the server sees it and ends the process
+            raise
+
+    def _work(self) -> None:
+        self._admit()
+        if self._running:
+            self._steps += 1
+            try:
+                finished = self._decoder.step()
+            except NonFiniteLogits as error:
+                self._fail(error)
+            else:
+                self._tokens += len(self._running)
+                self._finish(self._with_stopped(finished))
+
+    def _receive(self) -> None:
+        """Takes in what has arrived; where there is nothing to do, waits for it. A burst of requests needs no more:
+        what comes during the first one's prefill has the next one together."""
+        if self._idle():
+            self._inbox.get()()
+        while not self._inbox.empty():
+            self._inbox.get()()
+
+    def _idle(self) -> bool:
+        if self.stands_still:
+            return True
+        return not self._running and not any(group.prompt.min_version <= self.version for group in self._waiting)
+
+    def _admit(self) -> None:
+        """Prefills waiting groups, first come first served among those whose version is in, while they fit."""
+        if not self._waiting or self.version == NOTHING_ATTESTED:
+            return
+        groups: list[Waiting] = []
+        held: list[Waiting] = []
+        samples = columns = seen = 0
+        for group in self._waiting:
+            if group.prompt.min_version > self.version:
+                held.append(group)
+            else:
+                samples += len(group.samples)
+                columns = max(columns, len(group.prompt.token_ids) + group.prompt.settings.max_new_tokens)
+                if not self._decoder.fits(samples=samples, columns=columns):
+                    break
+                groups.append(group)
+            seen += 1
+        if groups:
+            self._waiting = held + self._waiting[seen:]
+            self._prefill(groups)
+
+    def _prefill(self, groups: list[Waiting]) -> None:
+        start = time.perf_counter()
+        for group in groups:
+            self._running.extend(group.samples)
+            self._streaming |= group.prompt.call.stream_interval > 0
+            self._stopping |= group.prompt.stop is not None
+            for sample in group.samples:
+                sample.mark(len(sample.done), self.version)
+        try:
+            finished = self._decoder.admit([group.prefix() for group in groups])
+        except NonFiniteLogits as error:
+            failed = self._fail(error)
+            left = [group for group in groups if group.prompt.call not in failed]
+            samples = {sample for group in left for sample in group.samples}
+            self._free([slot for slot, sample in enumerate(self._running) if sample in samples])
+            self._waiting = left + self._waiting
+            return
+        end = time.perf_counter()
+        self._tokens += sum(len(group.samples) for group in groups)
+        for call in {group.prompt.call for group in groups}:
+            call.first_prefill = call.first_prefill or start
+            call.first_token = call.first_token or end
+            call.prefill_s += end - start
+        self._finish(self._with_stopped(finished))
+
+    # -- leaving ----------------------------------------------------------------------------------------------------
+    def _finish(self, slots: Sequence[int] | np.ndarray, *, reason: FinishReason | None = None) -> None:
+        """Reports the finished slots, and news of the others where their call streams; then frees the slots."""
+        if len(slots) == 0 and not self._streaming:
+            return
+        gone = [int(slot) for slot in slots]
+        for slot in gone:
+            sample = self._running[slot]
+            ids, logprobs = self._decoder.slots.output(slot)
+            matched = None if reason else _matched(sample, ids)
+            ended: FinishReason = reason or ("length" if matched is None else "stop")
+            routes = None if sample.prompt.routes is None else self._decoder.response_routes(slot)
+            kept = self._kept(sample, slot)
+            self._report(sample, ids, logprobs, routes=routes, kept=kept, finish=ended, matched=matched)
+        if reason is None and self._streaming:
+            self._stream(set(gone))
+        self._free(gone)
+
+    def _with_stopped(self, finished: np.ndarray) -> np.ndarray:
+        """These slots, and those whose newest token completes a stop string."""
+        if not self._stopping:
+            return finished
+        tokens = self._decoder.slots.newest_tokens()
+        slots_of: dict[StopStrings, list[int]] = defaultdict(list)
+        for slot, sample in enumerate(self._running):
+            if sample.prompt.stop is not None:
+                slots_of[sample.prompt.stop].append(slot)
+        found = set(finished.tolist())
+        for stop, slots in slots_of.items():
+            for place in stop.may_complete(tokens[slots]):
+                slot = slots[place]
+                length = self._decoder.slots.length(slot)
+                ids, _ = self._decoder.slots.output(slot, max(0, length - stop.window))
+                if length < stop.window:
+                    ids = self._running[slot].prompt.response(ids)
+                if stop.matched(ids) is not None:
+                    found.add(slot)
+        return np.array(sorted(found), dtype=np.int64)
+
+    def _free(self, slots: list[int]) -> None:
+        if slots:
+            for source, target in self._decoder.remove(slots):
+                self._running[target] = self._running[source]
+            del self._running[self._decoder.slots.count :]
+            self._streaming = self._streaming and bool(self._running)
+            self._stopping = self._stopping and bool(self._running)
+
+    def _stream(self, gone: set[int]) -> None:
+        for slot, sample in enumerate(self._running):
+            call = sample.prompt.call
+            length = self._decoder.slots.length(slot)
+            if call.stream_interval and slot not in gone and length - sample.streamed >= call.stream_interval:
+                ids, logprobs = self._decoder.slots.output(slot, sample.streamed)
+                sample.streamed = length
+                kept = self._kept(sample, slot, start=length - len(ids))
+                spans = sample.spans(length)
+                self._news[call].append(Progress(sample, ids, logprobs, length, spans, None, None, kept=kept))
+
+    def _kept(self, sample: Sample, slot: int, *, start: int = 0) -> KeptTokens | None:
+        """What its tokens from ``start`` on were sampled from, where that is wanted."""
+        return self._decoder.kept.of_slot(slot, start) if sample.prompt.settings.tells_kept else None
+
+    def _report(
+        self,
+        sample: Sample,
+        ids: list[int],
+        logprobs: list[float],
+        *,
+        routes: np.ndarray | None,
+        kept: KeptTokens | None,
+        finish: FinishReason,
+        matched: int | str | None = None,
+    ) -> None:
+        call, start = sample.prompt.call, sample.streamed
+        call.open_samples -= 1
+        if call.open_samples == 0:
+            call.finished = time.perf_counter()
+        length = len(ids)
+        spans = sample.spans(length)
+        if kept is not None and start:
+            kept = kept.take(np.arange(start, length))
+        self._news[call].append(
+            Progress(sample, ids[start:], logprobs[start:], length, spans, finish, matched, routes, kept)
+        )
+
+    def _deliver(self) -> None:
+        for call, news in self._news.items():
+            call.sink(news)
+        self._news.clear()
+
+    def _retract(self) -> None:
+        """Everything that runs waits again, first in the queue, as it stood."""
+        back: list[Waiting] = []
+        for slot, sample in enumerate(self._running):
+            sample.done, sample.done_logprobs = self._decoder.slots.output(slot)
+            if sample.prompt.routes is not None:
+                sample.done_routes = self._decoder.response_routes(slot)
+            sample.done_kept = self._kept(sample, slot)
+            back.append(Waiting(sample.prompt, [sample]))
+        self._free(list(range(len(self._running))))
+        self._waiting = back + self._waiting
+
+    def _fail(self, error: NonFiniteLogits) -> set[Call]:
+        """Ends the calls of the slots that have no token, in words, and no others. Returns these calls."""
+        self._decoder.clear(error.slots)
+        calls = {self._running[slot].prompt.call for slot in error.slots}
+        self._waiting = [group for group in self._waiting if group.prompt.call not in calls]
+        self._free([slot for slot, sample in enumerate(self._running) if sample.prompt.call in calls])
+        self._deliver()
+        for call in calls:
+            call.fail(f"weight version {self.version}: {error}")
+        return calls
+
+
+def _matched(sample: Sample, ids: list[int]) -> int | str | None:
+    """The stop token or the stop string that the last of the tokens ends the response with; None for neither."""
+    if ids[-1] in sample.prompt.settings.stop_token_ids:
+        return ids[-1]
+    return None if sample.prompt.stop is None else sample.prompt.stop.matched(sample.prompt.response(ids))

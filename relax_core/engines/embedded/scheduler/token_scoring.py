@@ -1,0 +1,115 @@
+"""Log-probs of tokens that are given, not sampled: a prefill whose every position is asked for its logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from relax_core.contracts.kept_tokens import KeptTokens
+from relax_core.engines.embedded.model.decoder_model import LanguageModel
+from relax_core.engines.embedded.model.prefill import Wanted, empty_kv, prefill_passes
+from relax_core.engines.embedded.scheduler.token_sampler import NonFiniteLogits
+
+_CHUNK_ELEMENTS = 1 << 22  # logits that exist at one time; bounds them to 16 MiB, and their log-softmax to as much
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreItem:
+    """``token_ids`` from place ``start`` + 1 on are scored under softmax(logits / ``temperature``), each with the
+    ``top_k`` likeliest tokens at its place. The softmax leaves out ``banned`` tokens, and those outside of a scored
+    token's set in ``kept``."""
+
+    token_ids: Sequence[int]
+    start: int
+    top_k: int
+    temperature: float
+    banned: Sequence[int] = ()
+    kept: KeptTokens | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """One entry a scored token; of the two tops ``top_k`` numbers each, likeliest first; fewer where fewer tokens are
+    left."""
+
+    logprobs: list[float]
+    top_ids: list[list[int]]
+    top_logprobs: list[list[float]]
+
+
+def score(model: LanguageModel, items: Sequence[ScoreItem], *, dtype: torch.dtype) -> list[Scores]:
+    """Raises NonFiniteLogits where the weights yield none. Give together what `like_lengths` puts together; all of one
+    call have the same banned tokens."""
+    # The last token is scored by the position before it, so it is not computed itself.
+    rows = [item.token_ids[:-1] or item.token_ids for item in items]
+    kv = empty_kv(model, count=len(rows), width=max(map(len, rows)), dtype=dtype)
+    inverse = torch.tensor([1.0 / item.temperature for item in items])
+    top_k = max(item.top_k for item in items)
+    parts = []
+    asked, targets = _asked(items)
+    kept, banned = _kept(items), torch.tensor(items[0].banned, dtype=torch.int64)
+    step = max(1, _CHUNK_ELEMENTS // model.config.vocab_size)
+    for these, hidden in prefill_passes(model, rows, kv, wanted=asked):
+        for at in range(0, len(these), step):
+            some = these[at : at + step]
+            own = asked.rows[some]
+            logits = model.logits(hidden[at : at + step])
+            logits.mul_(inverse[own, None]).index_fill_(1, banned, float("-inf"))
+            if kept is not None:
+                _leave_out(logits, kept.take(some.numpy()))
+            logprobs = F.log_softmax(logits, -1)
+            chosen = logprobs.gather(-1, targets[some, None])[:, 0]
+            if bool(chosen.isnan().any()):
+                raise NonFiniteLogits
+            top = logprobs.topk(top_k, -1)
+            parts.append((own, chosen, top.indices, top.values))
+    if not parts:
+        return [Scores(logprobs=[], top_ids=[], top_logprobs=[]) for _ in items]
+    owner, *columns = (torch.cat(column).numpy() for column in zip(*parts, strict=True))
+    found = []
+    for row, item in enumerate(items):
+        logprobs, ids, values = (column[owner == row] for column in columns)
+        left = np.isfinite(values[:, : item.top_k]).sum(1).tolist()
+        tops = [[line[:some] for line, some in zip(top.tolist(), left, strict=True)] for top in (ids, values)]
+        found.append(Scores(logprobs=logprobs.tolist(), top_ids=tops[0], top_logprobs=tops[1]))
+    return found
+
+
+def _kept(items: Sequence[ScoreItem]) -> KeptTokens | None:
+    """The sets of all tokens to be scored, item after item; None where nobody has any."""
+    vocab_size = next((item.kept.vocab_size for item in items if item.kept is not None), None)
+    if vocab_size is None:
+        return None
+    wholes = [len(item.token_ids) - 1 - item.start for item in items]
+    return KeptTokens.joined(
+        [
+            KeptTokens.whole(tokens, vocab_size=vocab_size) if item.kept is None else item.kept
+            for item, tokens in zip(items, wholes, strict=True)
+        ]
+    )
+
+
+def _leave_out(logits: Tensor, kept: KeptTokens) -> None:
+    """Sets to -inf what is not in the sets, one a row; the sets' vocabulary may be padded otherwise than the logits."""
+    mask = torch.from_numpy(kept.mask()[:, : logits.shape[1]])
+    logits[:, : mask.shape[1]].masked_fill_(~mask, float("-inf"))
+    logits[:, mask.shape[1] :] = float("-inf")
+
+
+def _asked(items: Sequence[ScoreItem]) -> tuple[Wanted, Tensor]:
+    """The places that predict a token to be scored, and these tokens."""
+    rows: list[int] = []
+    columns: list[int] = []
+    targets: list[int] = []
+    for row, item in enumerate(items):
+        last = len(item.token_ids) - 1
+        rows += [row] * (last - item.start)
+        columns += range(item.start, last)
+        targets += item.token_ids[item.start + 1 :]
+    wanted = Wanted(torch.tensor(rows, dtype=torch.int64), torch.tensor(columns, dtype=torch.int64))
+    return wanted, torch.tensor(targets, dtype=torch.int64)

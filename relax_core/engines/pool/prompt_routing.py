@@ -1,0 +1,92 @@
+"""Which engine a prompt goes to: by its prefix, and by what the engines have to do.
+
+A group goes to one engine, which prefills its prompt once. Where it goes never changes its tokens: seeds belong to
+samples. It may change the rounding of log-probs, which depends on who shares the batch; `Router` with ``by_load``
+false therefore looks at nothing that depends on time.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from relax_core.engines.pool.open_prompts import OpenPrompt
+
+PREFIX_BLOCK = 64  # tokens; prefixes are compared in blocks of these
+LONG_PREFIX = 256  # tokens that a common prefix must have at least: less is prefilled in no time
+KNOWN_BLOCKS = 1 << 16  # that are remembered of an engine, the newest
+
+
+class Router:
+    """``by_load``: new prompts go where least is outstanding, so that a slow or busy engine gets fewer. Without it only
+    the prompts that are routed together are spread."""
+
+    def __init__(self, count: int, *, by_load: bool) -> None:
+        self.count = count
+        self._by_load = by_load
+        self._outstanding = [0.0] * count  # tokens that we have asked for
+        self._others = [0.0] * count  # tokens that other clients have asked for, by the engine's own word
+        self._blocks: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(count)]
+
+    def choose(self, prompts: Sequence[OpenPrompt], *, usable: Sequence[int]) -> list[int]:
+        """One engine a prompt, of those that are ``usable``. `asked` books what then really goes out."""
+        if len(usable) == 1:
+            return list(usable) * len(prompts)
+        loads = {engine: self._load(engine) for engine in usable}
+        chosen = []
+        for prompt in prompts:
+            engine = self._choose_one(prompt, loads)
+            loads[engine] += prompt.missing_cost
+            chosen.append(engine)
+        return chosen
+
+    def _load(self, engine: int) -> float:
+        return self._outstanding[engine] + self._others[engine] if self._by_load else 0.0
+
+    def _choose_one(self, prompt: OpenPrompt, loads: dict[int, float]) -> int:
+        lightest, input_ids = min(loads.values()), prompt.request.input_ids
+        candidates = list(loads)
+        blocks = _blocks(input_ids) if len(input_ids) >= LONG_PREFIX else []
+        if blocks:
+            near = [engine for engine in loads if loads[engine] <= lightest + prompt.missing_cost]
+            known = {engine: self._known(engine, blocks) for engine in near}
+            most = max(known.values())
+            if most * PREFIX_BLOCK >= max(LONG_PREFIX, len(input_ids) / 2):
+                candidates = [engine for engine in near if known[engine] == most]
+        engine = min(candidates, key=lambda one: (loads[one], (one - prompt.tie) % self.count))
+        self._remember(engine, blocks)
+        return engine
+
+    def _known(self, engine: int, blocks: Sequence[int]) -> int:
+        """How many blocks from the start on the engine has seen."""
+        seen = self._blocks[engine]
+        return next((number for number, block in enumerate(blocks) if block not in seen), len(blocks))
+
+    def _remember(self, engine: int, blocks: Sequence[int]) -> None:
+        seen = self._blocks[engine]
+        for block in blocks:
+            seen[block] = None
+            seen.move_to_end(block)
+        while len(seen) > KNOWN_BLOCKS:
+            seen.popitem(last=False)
+
+    # -- what the engines have to do ----------------------------------------------------------------------------------
+    def asked(self, engine: int, tokens: float) -> None:
+        self._outstanding[engine] += tokens
+
+    def came_back(self, engine: int, tokens: float) -> None:
+        self._outstanding[engine] -= tokens
+
+    def others(self, engine: int, tokens: float) -> None:
+        """What clients beside us want of this engine."""
+        self._others[engine] = tokens
+
+
+def _blocks(input_ids: Sequence[int]) -> list[int]:
+    """One number a whole block, which stands for everything from the start to its end."""
+    blocks: list[int] = []
+    before = 0
+    for start in range(0, len(input_ids) - PREFIX_BLOCK + 1, PREFIX_BLOCK):
+        before = hash((before, *input_ids[start : start + PREFIX_BLOCK]))
+        blocks.append(before)
+    return blocks

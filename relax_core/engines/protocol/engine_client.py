@@ -1,0 +1,353 @@
+"""The one client of every engine: SGLang's HTTP protocol, and compact frames where the engine has them."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from relax_core.contracts.engine import (
+    EngineError,
+    EngineUnreachable,
+    Generated,
+    PauseMode,
+    PromptRequest,
+    SamplingParams,
+)
+from relax_core.engines.protocol.frames import EVENT_STREAM, MSGPACK, Finished, FrameReader, StreamEnd, StreamFailure
+from relax_core.engines.protocol.score_calls import TokenScores, TokensToScore, read_scores, score_body
+from relax_core.engines.protocol.server_sent_events import EventReader
+from relax_core.engines.protocol.weight_calls import WeightCalls
+
+if TYPE_CHECKING:
+    import aiohttp
+    import numpy as np
+
+CONNECT_S = 5.0  # an engine is on this host or in this rack: a connection that takes longer will not come
+_encoder = msgspec.json.Encoder()
+
+
+class EngineClient(WeightCalls):
+    """``request_timeout_s``: longest silence in `generate` and `score`; ``control_timeout_s``: longest of other calls.
+
+    `generate` belongs to one event loop, the other calls to one thread at a time. Raises EngineUnreachable where the
+    process does not answer, EngineError with the engine's own words where it refuses.
+    """
+
+    def __init__(self, url: str, token: str, *, request_timeout_s: float, control_timeout_s: float) -> None:
+        self.url = url
+        self._authorization = f"Bearer {token}"
+        self._request_timeout_s = request_timeout_s
+        self._control_timeout_s = control_timeout_s
+        self._session: aiohttp.ClientSession | None = None
+        self._session_loop: asyncio.AbstractEventLoop | None = None
+        self._connection: http.client.HTTPConnection | None = None
+        self._control = threading.Lock()
+
+    # -- generate -------------------------------------------------------------------------------------------------
+    async def generate(
+        self,
+        prompts: Sequence[PromptRequest],
+        params: SamplingParams,
+        *,
+        on_end: Callable[[StreamEnd], None] | None = None,
+    ) -> AsyncIterator[Generated]:
+        """One streaming request for all prompts; yields each response that they ask for (`PromptRequest.samples`, or
+        ``params.n`` a prompt) when it is finished. ``on_end`` gets the engine's own times, where it tells them (the
+        embedded one). Leaving the iteration early hangs up, and the engine aborts what is still running."""
+        expected = sum(params.n if prompt.samples is None else len(prompt.samples) for prompt in prompts)
+        body = generate_body(prompts, params)
+        async for one in self._streamed(
+            body, params, lambda response: self._responses(response, prompts, params, on_end), expected=expected
+        ):
+            yield one
+
+    async def _streamed(
+        self,
+        body: dict[str, Any],
+        params: SamplingParams,
+        read: Callable[[aiohttp.ClientResponse], AsyncIterator[Generated]],
+        *,
+        expected: int,
+    ) -> AsyncIterator[Generated]:
+        """Posts ``body`` to /generate and yields what ``read`` makes of the answer: ``expected`` responses."""
+        import aiohttp
+
+        found = 0
+        try:
+            async with self._http_session().post(
+                f"{self.url}/generate",
+                data=_encoder.encode(body),
+                headers={"Content-Type": "application/json", "Accept": f"{MSGPACK}, {EVENT_STREAM}"},
+            ) as response:
+                if response.status != 200:
+                    raise self._refusal("/generate", response.status, await response.read())
+                async for one in read(response):
+                    found += 1
+                    if params.return_routed_experts and one.response_experts is None and one.finish_reason != "abort":
+                        raise EngineError(
+                            f"engine {self.url} /generate: no routed experts came, but algo.routing_replay=true needs "
+                            "them. SGLang tells them with --enable-return-routed-experts."
+                        )
+                    if params.return_kept_tokens and one.kept is None and one.output_ids.size:
+                        raise EngineError(
+                            f"engine {self.url} /generate: it did not tell which tokens top_p, top_k and min_p left, "
+                            "and the trainer needs them. Use rollout.top_p=1 rollout.top_k=-1 rollout.min_p=0, or an "
+                            "engine that tells them."
+                        )
+                    yield one
+        except TimeoutError as error:
+            raise EngineUnreachable(
+                f"engine {self.url} /generate: silent for {self._request_timeout_s:.0f} s"
+            ) from error
+        except aiohttp.ClientError as error:
+            raise EngineUnreachable(f"engine {self.url} /generate: {_words(error)}") from error
+        if found != expected:
+            raise EngineUnreachable(f"engine {self.url} /generate: hung up after {found} of {expected} responses")
+
+    async def _responses(
+        self,
+        response: aiohttp.ClientResponse,
+        prompts: Sequence[PromptRequest],
+        params: SamplingParams,
+        on_end: Callable[[StreamEnd], None] | None,
+    ) -> AsyncIterator[Generated]:
+        if response.content_type == MSGPACK:
+            frames = FrameReader()
+            prompt_experts: dict[int, np.ndarray] = {}
+            async for data in response.content.iter_any():
+                for frame in frames.feed(data):
+                    match frame:
+                        case Finished():
+                            yield _response(frame, prompt_experts)
+                        case StreamFailure(message):
+                            raise EngineError(f"engine {self.url} /generate: {message}")
+                        case StreamEnd() if on_end is not None:
+                            on_end(frame)
+            return
+        if params.banned_token_ids:
+            raise EngineError(f"engine {self.url} /generate: banned_token_ids are not known to this engine")
+        async for one in self._events(response, EventReader(prompts, n=params.n)):
+            yield one
+
+    async def _events(self, response: aiohttp.ClientResponse, reader: EventReader) -> AsyncIterator[Generated]:
+        """What a stream of SGLang's events finishes."""
+        async for data in response.content.iter_any():
+            try:
+                events = list(reader.feed(data))
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise EngineError(f"engine {self.url} /generate: an event that cannot be read: {error}") from error
+            for event in events:
+                if isinstance(event, str):
+                    raise EngineError(f"engine {self.url} /generate: {event}")
+                yield event
+
+    async def answers(self, *, timeout_s: float) -> None:
+        """Returns once the engine's process has answered, whatever it says; raises EngineUnreachable where it has not
+        within ``timeout_s`` seconds. Belongs to the event loop of `generate`."""
+        import aiohttp
+
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._http_session().get(f"{self.url}/ready", timeout=timeout):
+                return
+        except TimeoutError as error:
+            raise EngineUnreachable(f"engine {self.url} /ready: no answer within {timeout_s:g} s") from error
+        except aiohttp.ClientError as error:
+            raise EngineUnreachable(f"engine {self.url} /ready: {_words(error)}") from error
+
+    def _http_session(self) -> aiohttp.ClientSession:
+        import aiohttp
+
+        loop = asyncio.get_running_loop()
+        if self._session is None or self._session_loop is not loop:
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=self._request_timeout_s)
+            self._session = aiohttp.ClientSession(
+                timeout=timeout,
+                headers={"Authorization": self._authorization},
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3600.0),
+                read_bufsize=1 << 20,
+            )
+            self._session_loop = loop
+        return self._session
+
+    async def aclose(self) -> None:
+        """Closes what `generate` opened; in its event loop."""
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+    # -- control ----------------------------------------------------------------------------------------------------
+    def ready(self) -> bool:
+        """True where the engine answers, as the embedded one does at all times; raises EngineUnreachable where not."""
+        self._call("GET", "/ready")
+        return True
+
+    def model_info(self) -> dict[str, Any]:
+        """``weight_version`` and ``model_path``."""
+        return self._call("GET", "/model_info")
+
+    def server_info(self) -> dict[str, Any]:
+        """How it was started; of SGLang also its ``version``."""
+        return self._call("GET", "/server_info")
+
+    def loads(self) -> dict[str, Any]:
+        """What it does now: ``running``, ``queued``, ``held`` samples, ``busy_s``, ``decode_steps`` and more."""
+        loads: dict[str, Any] = self._call("GET", "/v1/loads")["loads"][0]
+        return loads
+
+    def score(
+        self, rows: Sequence[TokensToScore], *, top_k: int, temperature: float, banned_token_ids: Sequence[int] = ()
+    ) -> list[TokenScores]:
+        """How likely the engine's weights find given tokens, under logits / ``temperature`` over each token's kept set
+        and without the banned tokens, and the ``top_k`` likeliest at each place. The embedded engine honours all of
+        that; SGLang's own scores are those at temperature 1 over the whole vocabulary."""
+        body = score_body(rows, top_k=top_k, temperature=temperature, banned_token_ids=banned_token_ids)
+        status, data = self._answer("POST", "/generate", body, timeout_s=self._request_timeout_s)
+        if status != 200:
+            raise self._refusal("/generate", status, data)
+        try:
+            return read_scores(data, rows, top_k=top_k, fewer="kept_tokens" in body or "banned_token_ids" in body)
+        except (ValueError, msgspec.DecodeError) as error:
+            raise EngineError(f"engine {self.url} /generate: scores that cannot be read: {error}") from error
+
+    def pause(self, mode: PauseMode) -> dict[str, Any]:
+        return self._call("POST", "/pause_generation", {"mode": mode})
+
+    def resume(self) -> dict[str, Any]:
+        return self._call("POST", "/continue_generation", {})
+
+    def abort(self, rid: str | None = None) -> dict[str, Any]:
+        """Ends the prompt with this rid, or everything; what was generated comes back with finish reason abort."""
+        return self._call("POST", "/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
+
+    def release_memory(self) -> dict[str, Any]:
+        """Gives up the KV cache; weights stay."""
+        return self._call("POST", "/release_memory_occupation", {})
+
+    def resume_memory(self) -> dict[str, Any]:
+        return self._call("POST", "/resume_memory_occupation", {})
+
+    def close(self) -> None:
+        """Closes the control connection."""
+        with self._control:
+            self._hang_up()
+
+    def _call(self, method: str, route: str, payload: Any = None) -> dict[str, Any]:
+        status, data = self._answer(method, route, payload, timeout_s=self._control_timeout_s)
+        if status != 200:
+            raise self._refusal(route, status, data)
+        reply: dict[str, Any] = msgspec.json.decode(data) if data else {}
+        return reply
+
+    def _answer(self, method: str, route: str, payload: Any, *, timeout_s: float) -> tuple[int, bytes]:
+        body = b"" if payload is None else _encoder.encode(payload)
+        with self._control:
+            reused = self._connection is not None
+            try:
+                status, data = self._exchange(method, route, body, timeout_s)
+            except (http.client.RemoteDisconnected, BrokenPipeError, ConnectionResetError) as error:
+                self._hang_up()
+                if not reused:
+                    raise EngineUnreachable(f"engine {self.url} {route}: {_words(error)}") from error
+                # The engine was restarted since the last call.
+                status, data = self._fresh_exchange(method, route, body, timeout_s)
+            except TimeoutError as error:
+                self._hang_up()
+                raise EngineUnreachable(f"engine {self.url} {route}: no answer within {timeout_s:.0f} s") from error
+            except (OSError, http.client.HTTPException) as error:
+                self._hang_up()
+                raise EngineUnreachable(f"engine {self.url} {route}: {_words(error)}") from error
+        return status, data
+
+    def _fresh_exchange(self, method: str, route: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
+        try:
+            return self._exchange(method, route, body, timeout_s)
+        except (OSError, http.client.HTTPException) as error:
+            self._hang_up()
+            raise EngineUnreachable(f"engine {self.url} {route}: {_words(error)}") from error
+
+    def _exchange(self, method: str, route: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
+        if self._connection is None:
+            address = urlsplit(self.url)
+            self._connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=timeout_s)
+        if self._connection.sock is not None:
+            self._connection.sock.settimeout(timeout_s)
+        headers = {"Content-Type": "application/json", "Authorization": self._authorization}
+        self._connection.request(method, route, body, headers)
+        response = self._connection.getresponse()
+        return response.status, response.read()
+
+    def _hang_up(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _refusal(self, route: str, status: int, body: bytes) -> EngineError:
+        return EngineError(f"engine {self.url} {route}: {status}: {_message(body)}")
+
+
+def generate_body(prompts: Sequence[PromptRequest], params: SamplingParams) -> dict[str, Any]:
+    """The JSON body of one /generate for all prompts."""
+    sampling: dict[str, Any] = {
+        "n": params.n,
+        "max_new_tokens": params.max_new_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "stop_token_ids": params.stop_token_ids,
+    }
+    if params.stop:
+        sampling["stop"] = params.stop
+    body = {
+        "rid": [prompt.rid for prompt in prompts],
+        "input_ids": [prompt.input_ids for prompt in prompts],
+        "sampling_params": sampling,
+        "return_logprob": True,
+        "stream": True,
+        "min_version": [prompt.min_version for prompt in prompts],
+        "sampling_seed": [prompt.sampling_seed for prompt in prompts],
+        "banned_token_ids": params.banned_token_ids,
+        "return_routed_experts": params.return_routed_experts,
+        "return_sampling_mask": params.return_kept_tokens,
+    }
+    if any(prompt.samples is not None for prompt in prompts):
+        body["samples"] = [prompt.samples for prompt in prompts]
+    if any(prompt.generated for prompt in prompts):
+        body["generated"] = [prompt.generated for prompt in prompts]
+        body["sampling_params"] = [
+            sampling | {"max_new_tokens": params.max_new_tokens - prompt.generated} for prompt in prompts
+        ]
+    return body
+
+
+def _response(frame: Finished, known: dict[int, np.ndarray]) -> Generated:
+    """The engine tells a prompt's experts once; here every response of the prompt has them. ``known`` maps the place of
+    a prompt to its experts."""
+    if frame.prompt_experts is not None:
+        known[frame.prompt] = frame.prompt_experts.array()
+    return frame.response(prompt_experts=None if frame.response_experts is None else known[frame.prompt])
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _message(body: bytes) -> str:
+    """The engine's own words: ours and SGLang's are {"error": {"message"}} or {"message"}; else the body's start."""
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return body[:500].decode(errors="replace")
+    if isinstance(found, dict):
+        error = found.get("error", found)
+        if isinstance(error, dict) and "message" in error:
+            return str(error["message"])
+        return str(error)
+    return str(found)

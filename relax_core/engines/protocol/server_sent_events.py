@@ -1,0 +1,172 @@
+"""SGLang's server-sent events, cut from a byte stream and gathered into finished responses."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from relax_core.contracts.engine import FinishReason, Generated, PromptRequest
+from relax_core.contracts.kept_tokens import KeptTokens
+from relax_core.engines.protocol.routed_experts import read_routed_experts
+from relax_core.engines.protocol.version_spans import VersionSpan, token_versions
+
+_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
+UNKNOWN_VERSION = -1  # an engine whose weight version is no number, such as SGLang's "default" before the first update
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Entry(msgspec.Struct, array_like=True, gc=False):
+    """A token's log-prob. Its id and its text follow on the wire and are not read: the ids are in ``output_ids``."""
+
+    logprob: float
+
+
+class _FinishReason(msgspec.Struct):
+    type: FinishReason
+    status_code: int | None = None  # an abort with one is SGLang's own failure, not an abort that was asked for
+    message: str | None = None
+
+
+class _Meta(msgspec.Struct):
+    completion_tokens: int
+    finish_reason: _FinishReason | None = None
+    weight_version: str | None = None
+    weight_versions: list[_Span] = []
+    output_token_logprobs: list[_Entry] = []
+    output_token_sampling_mask: list[list[int]] | None = None  # what top_k, top_p and min_p left
+    output_token_sampling_logprobs: list[float] | None = None  # over what they left
+    routed_experts: str | None = None
+    cached_tokens: int = 0
+
+
+class _Words(msgspec.Struct):
+    message: str
+
+
+class _Event(msgspec.Struct):
+    output_ids: list[Annotated[int, msgspec.Meta(ge=0, le=np.iinfo(np.int32).max)]] = []
+    meta_info: _Meta | None = None
+    index: int = 0
+    error: _Words | None = None
+
+
+_decoder = msgspec.json.Decoder(_Event)
+
+
+# What has come of a response: its ids as int32, its log-probs as float32, and the kept sets of each event.
+_Growing = tuple["array[int]", "array[float]", list[KeptTokens]]
+
+
+class EventReader:
+    """Events may be incremental (only the new tokens) or cumulative (all so far): the count of tokens tells which.
+
+    ``prefills``: of each finished (prompt, sample) with a token, how many tokens of its prompt the engine had already,
+    and the first span that the engine tells of: an empty one says that its version ended before a token was sampled.
+    ``places``: the (prompt, sample) of each event's index; None where every prompt has its ``n`` samples in order.
+    ``vocab_size``: of the model, where the kept sets are wanted.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[PromptRequest],
+        *,
+        n: int,
+        places: Sequence[tuple[int, int]] | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        self._prompts = prompts
+        self._n = n
+        self._places = places
+        self._vocab_size = vocab_size
+        self.prefills: dict[tuple[int, int], tuple[int, VersionSpan]] = {}
+        self._buffer = b""
+        self._growing: dict[int, _Growing] = {}
+
+    def feed(self, data: bytes) -> Iterator[Generated | str]:
+        """Yields responses that ``data`` finishes, and an engine's failure as its words."""
+        *events, self._buffer = (self._buffer + data).split(b"\n\n")
+        for event in events:
+            payload = event.strip().removeprefix(b"data:").strip()
+            if payload and payload != b"[DONE]":
+                found = self._take(_decoder.decode(payload))
+                if found is not None:
+                    yield found
+
+    def _take(self, event: _Event) -> Generated | str | None:
+        if event.error is not None:
+            return event.error.message
+        meta = event.meta_info
+        if meta is None:
+            return "an event without meta_info"
+        growing = self._growing.get(event.index)
+        if growing is None or len(event.output_ids) == meta.completion_tokens:
+            growing = self._growing[event.index] = (array("i"), array("f"), [])
+        ids, logprobs, kept = growing
+        ids.fromlist(event.output_ids)
+        if self._vocab_size is not None and meta.output_token_sampling_mask:
+            try:
+                kept.append(KeptTokens.of_lists(meta.output_token_sampling_mask, vocab_size=self._vocab_size))
+            except ValueError as error:
+                return f"output_token_sampling_mask: {error}"
+        if meta.output_token_sampling_logprobs is None:
+            logprobs.fromlist([entry.logprob for entry in meta.output_token_logprobs])
+        else:
+            logprobs.fromlist(meta.output_token_sampling_logprobs)
+        if meta.finish_reason is None:
+            return None
+        if meta.finish_reason.status_code is not None:
+            return f"{meta.finish_reason.status_code}: {meta.finish_reason.message}"
+        del self._growing[event.index]
+        try:
+            return self._finished(event.index, growing, meta, meta.finish_reason.type)
+        except ValueError as error:
+            return str(error)
+
+    def _finished(self, index: int, growing: _Growing, meta: _Meta, reason: FinishReason) -> Generated:
+        """Raises ValueError where the parts of the response do not fit each other."""
+        place, sample = divmod(index, self._n) if self._places is None else self._places[index]
+        ids, logprobs, kept = growing
+        tokens = len(ids)
+        if len(logprobs) != tokens:
+            raise ValueError(f"{len(logprobs)} log-probs came for {tokens} tokens")
+        spans = _spans(meta, tokens)
+        if spans:
+            self.prefills[place, sample] = meta.cached_tokens, spans[0]
+        prompt_experts: np.ndarray | None = None
+        response_experts: np.ndarray | None = None
+        if meta.routed_experts is not None and tokens:
+            prompt_experts, response_experts = read_routed_experts(
+                meta.routed_experts, prompt_tokens=len(self._prompts[place].input_ids), response_tokens=tokens
+            )
+        return Generated(
+            rid=self._prompts[place].rid,
+            prompt=place,
+            sample=sample,
+            output_ids=np.frombuffer(ids.tobytes(), dtype=_INT32),
+            logprobs=np.frombuffer(logprobs.tobytes(), dtype=_FLOAT32),
+            versions=token_versions(spans, tokens=tokens),
+            finish_reason=reason,
+            prompt_experts=prompt_experts,
+            response_experts=response_experts,
+            kept=KeptTokens.joined(kept) if kept else None,
+        )
+
+
+def _spans(meta: _Meta, length: int) -> list[VersionSpan]:
+    if meta.weight_versions:
+        return [VersionSpan(span.start, span.end, version_number(span.version)) for span in meta.weight_versions]
+    return [VersionSpan(0, length, version_number(meta.weight_version or ""))] if length else []
+
+
+def version_number(version: str) -> int:
+    """SGLang's versions are text, "default" before the first update."""
+    return int(version) if version.isdecimal() else UNKNOWN_VERSION

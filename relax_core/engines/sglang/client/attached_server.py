@@ -1,0 +1,63 @@
+"""An SGLang server that somebody else started: met and left, never ended by us."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from relax_core.config.checks.sglang_keys import MASK_TOKENS
+from relax_core.config.schema import RolloutConfig
+from relax_core.contracts.engine import EngineError, EngineUnreachable
+from relax_core.engines.protocol.engine_client import EngineClient
+from relax_core.engines.sglang.version import version_problem
+
+RETRY_S = 0.5
+
+
+def meet_server(client: EngineClient, *, timeout_s: float, rollout: RolloutConfig) -> str:
+    """Waits until it answers and returns its version. Raises EngineError for one that is not supported, refuses our
+    key, does not answer for ``timeout_s`` seconds, or cannot sample as ``rollout`` says."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            if client.ready():
+                break
+            words = f"engine {client.url} is not ready"
+        except EngineUnreachable as error:
+            words = str(error)
+        if time.monotonic() > deadline:
+            raise EngineError(f"engine.urls: no server for {timeout_s:g} s: {words}")
+        time.sleep(RETRY_S)
+    info = client.server_info()
+    version = str(info.get("version", "of no known version"))
+    problem = version_problem(version) or truncation_problem(info, rollout) or stop_problem(info, rollout)
+    if problem is not None:
+        raise EngineError(f"engine {client.url}: {problem}")
+    return version
+
+
+def stop_problem(info: Mapping[str, Any], rollout: RolloutConfig) -> str | None:
+    """Why a server cannot look for stop strings."""
+    if rollout.stop and info.get("skip_tokenizer_init"):
+        return (
+            "it was started with --skip-tokenizer-init, so it cannot look for rollout.stop. Start it without, or drop "
+            "rollout.stop."
+        )
+    return None
+
+
+def truncation_problem(info: Mapping[str, Any], rollout: RolloutConfig) -> str | None:
+    """Why a server cannot tell which tokens are left, or cannot draw under min_p; ``info``: how it was started."""
+    most = info.get("sampling_mask_max_tokens", MASK_TOKENS)
+    if rollout.truncates and rollout.top_k > most:
+        return (
+            f"rollout.top_k={rollout.top_k}, but it tells at most {most} kept tokens. Lower rollout.top_k, or start it "
+            f"with --sampling-mask-max-tokens={rollout.top_k}."
+        )
+    if rollout.min_p > 0.0 and info.get("enable_deterministic_inference"):
+        return (
+            f"rollout.min_p={rollout.min_p:g}, but it was started with --enable-deterministic-inference and cannot "
+            "draw by seed under min_p. Start it without, or use rollout.min_p=0."
+        )
+    return None

@@ -1,0 +1,256 @@
+"""Weights into an SGLang server: by its own routes, with our loader inside it that compares the digest."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import msgspec
+
+from relax_core.contracts.engine import EngineError, EngineUnreachable, TensorSpec, WeightManifest
+from relax_core.engines.protocol.server_sent_events import UNKNOWN_VERSION, version_number
+from relax_core.engines.protocol.weight_calls import WeightCalls, group_body, tensors_body
+from relax_core.engines.sglang.client.weight_orders import (
+    Attest,
+    Confirm,
+    LoadFile,
+    Order,
+    Outcome,
+    Watch,
+    order_payload,
+)
+from relax_core.weights.transports.base import WeightGroupPlace
+
+LOADER = "relax_core.engines.sglang.server.weight_loader.follow"
+ALREADY_OPEN = "already open"  # SGLang's words
+BUSY_S = 0.05  # between two looks whether another sender is done
+_outcomes = msgspec.json.Decoder(Outcome)
+
+
+class SglangWeightCalls(WeightCalls):
+    """SGLang loads straight into the model that it serves, so each update pauses it in place; running samples go on
+    after that with the cache that they have. ``group_ranks``: the server's ranks, all of which load."""
+
+    url: str
+    has_loader = True
+    _control_timeout_s: float
+    _memory_released = False
+    _received = False  # something of the open session may be in the model
+    _session_start = 0.0
+
+    def update_weights(self, manifest: WeightManifest) -> dict[str, Any]:
+        """Each of the server's ranks maps the file, compares every digest, and only then loads."""
+        if not self.has_loader:
+            return self.update_weights_from_disk(manifest)
+        start = time.perf_counter()
+        if not self._begin(manifest.version):
+            return _done(manifest, 0.0)
+        with self._loading():
+            self._received = True
+            errors = self._outcome(lambda outcome: LoadFile(manifest, outcome))
+            if all(errors):  # no rank has touched its model
+                self._received = False
+                raise EngineError(f"{self._where}: {errors[0]}; version {self._version_in_force()} stays in force")
+            self._refuse(errors)
+            self._order(Confirm(), version=str(manifest.version))
+        return _done(manifest, 1e3 * (time.perf_counter() - start))
+
+    def update_weights_from_disk(self, manifest: WeightManifest) -> dict[str, Any]:
+        """By SGLang's own loader, which compares no digest: the file's are compared here, before and after."""
+        start = time.perf_counter()
+        with self._one_sender(Path(manifest.path).parents[1]):
+            if self._version_in_force() >= manifest.version:
+                return _done(manifest, 0.0)
+            self._check_file(manifest)
+            with self._standing_still():
+                self._load_folder(manifest)
+        return _done(manifest, 1e3 * (time.perf_counter() - start))
+
+    def _load_folder(self, manifest: WeightManifest) -> None:
+        body = {
+            "model_path": str(Path(manifest.path).parent),
+            "weight_version": str(manifest.version),
+            "load_format": "safetensors",  # a server of ours was started with dummy weights
+            "flush_cache": False,
+        }
+        try:
+            self._call("POST", "/update_weights_from_disk", body)
+            self._check_file(manifest)
+        except EngineUnreachable:
+            raise
+        except EngineError:
+            self._give_up()
+            raise
+
+    @contextmanager
+    def _one_sender(self, weights_folder: Path) -> Iterator[None]:
+        """SGLang's server ends when two load from disk at one time. Senders, which may be on different hosts, all see
+        the folder of the versions: who makes this one in it goes first. One that outlives two calls was left behind."""
+        mine = weights_folder / f"sending-{quote(self.url, safe='')}"
+        deadline = time.monotonic() + 2 * self._control_timeout_s
+        while True:
+            try:
+                mine.mkdir()
+                break
+            except FileExistsError:
+                if time.monotonic() > deadline:
+                    break
+            except OSError as error:  # the disk is full, or the run has gone on without us
+                raise EngineError(f"engine {self.url} /update_weights_from_disk: {error}") from error
+            time.sleep(BUSY_S)
+        try:
+            yield
+        finally:
+            with suppress(FileNotFoundError):  # taken for one that was left behind
+                mine.rmdir()
+
+    def _check_file(self, manifest: WeightManifest) -> None:
+        from relax_core.weights.version_file import DigestMismatch, read_weights
+
+        try:
+            next(read_weights(manifest), None)
+        except (DigestMismatch, OSError) as error:
+            raise EngineError(f"engine {self.url} /update_weights_from_disk: {error}") from error
+
+    # -- a collective group -------------------------------------------------------------------------------------------
+    def join_weight_group(self, place: WeightGroupPlace) -> dict[str, Any]:
+        """SGLang knows no deadline of its own here; that of the call holds."""
+        return self._call("POST", "/init_weights_update_group", group_body(place))
+
+    def begin_weight_update(self) -> dict[str, Any]:
+        self._session_start = time.perf_counter()
+        self._begin(None)
+        try:
+            self._order(Watch())
+        except EngineUnreachable:
+            raise
+        except EngineError:
+            self.abandon_weight_update()
+            raise
+        return {}
+
+    def receive_weights(self, tensors: Sequence[TensorSpec], *, group: str, version: int) -> dict[str, Any]:
+        """``version`` is told at the end, once the digest has agreed."""
+        self._received = True
+        body = tensors_body(tensors, group=group) | {"flush_cache": False}
+        return self._call("POST", "/update_weights_from_distributed", body)
+
+    def abandon_weight_update(self) -> dict[str, Any]:
+        if self._received:
+            self._give_up()
+        self._end()
+        return {}
+
+    def end_weight_update(self, *, version: int, digest: str) -> dict[str, Any]:
+        """Where the digest is another one the model has those tensors already: it serves nothing until good ones are
+        in."""
+        with self._loading():
+            self._refuse(self._outcome(lambda outcome: Attest(digest, outcome)))
+            self._order(Confirm(), version=str(version))
+        stall_ms = 1e3 * (time.perf_counter() - self._session_start)
+        return {"weight_version": version, "digest": digest, "stall_ms": stall_ms}
+
+    # -- one session --------------------------------------------------------------------------------------------------
+    def _begin(self, version: int | None) -> bool:
+        """Pauses and opens a session. False where ``version`` is in already: somebody else was faster. One that stays
+        open for longer than a call may take was left behind, with who knows what in the model: it is closed, once."""
+        deadline, closed = time.monotonic() + self._control_timeout_s, False
+        self._received = False
+        while True:
+            if version is not None and self._version_in_force() >= version:
+                return False
+            self._call("POST", "/pause_generation", {"mode": "in_place"})
+            try:
+                self._call("POST", "/begin_weight_update", {})
+                return True
+            except EngineError as error:
+                if ALREADY_OPEN not in str(error):
+                    self._go_on()
+                    raise
+                if closed:  # by yet another sender, whose turn it is
+                    raise
+            if time.monotonic() > deadline:
+                self._give_up()
+                self._call("POST", "/end_weight_update", {})
+                closed = True
+            else:
+                time.sleep(BUSY_S)
+
+    @contextmanager
+    def _loading(self) -> Iterator[None]:
+        """Ends the session. Where it has failed with something in the model, nothing is served until other weights are
+        in. A server that does not answer is left as it is: paused, its session open, for whoever comes next."""
+        try:
+            yield
+        except EngineUnreachable:
+            raise
+        except EngineError:
+            self.abandon_weight_update()
+            raise
+        self._end()
+
+    def _refuse(self, errors: list[str | None]) -> None:
+        if error := next(filter(None, errors), None):
+            raise EngineError(f"{self._where}: {error}; it serves nothing until other weights are in")
+
+    def _end(self) -> None:
+        self._call("POST", "/end_weight_update", {})
+        self._go_on()
+
+    def _go_on(self) -> None:
+        if not self._memory_released:
+            self._call("POST", "/continue_generation", {})
+
+    @contextmanager
+    def _standing_still(self) -> Iterator[None]:
+        self._call("POST", "/pause_generation", {"mode": "in_place"})
+        try:
+            yield
+        except EngineUnreachable:
+            raise
+        except EngineError:
+            self._go_on()
+            raise
+        self._go_on()
+
+    def _give_up(self) -> None:
+        """What the model has now is no version: nobody is to get a token of it."""
+        self._call("POST", "/abort_request", {"abort_all": True})
+        self._call("POST", "/update_weight_version", {"new_version": str(UNKNOWN_VERSION), "abort_all_requests": False})
+
+    def _order(self, order: Order, *, version: str | None = None) -> None:
+        body = {
+            "serialized_named_tensors": [order_payload(order)] * self.group_ranks,
+            "load_format": LOADER,
+            "flush_cache": False,
+            "weight_version": version,
+        }
+        self._call("POST", "/update_weights_from_tensor", body)
+
+    def _outcome(self, order: Callable[[str], Order]) -> list[str | None]:
+        """Why each of the server's ranks did not do as told, or None."""
+        with tempfile.TemporaryDirectory(prefix="relax-weights-") as folder:
+            self._order(order(f"{folder}/outcome"))
+            files = [Path(f"{folder}/outcome.{rank}") for rank in range(self.group_ranks)]
+            for rank, file in enumerate(files):
+                if not file.is_file():
+                    raise EngineError(
+                        f"{self._where}: rank {rank} of the server says nothing of it: it must be on this host"
+                    )
+            return [_outcomes.decode(file.read_bytes()).error for file in files]
+
+    def _version_in_force(self) -> int:
+        return version_number(self._call("GET", "/model_info")["weight_version"])
+
+    @property
+    def _where(self) -> str:
+        return f"engine {self.url} /update_weights_from_tensor"
+
+
+def _done(manifest: WeightManifest, stall_ms: float) -> dict[str, Any]:
+    return {"weight_version": manifest.version, "digest": manifest.digest, "stall_ms": stall_ms}

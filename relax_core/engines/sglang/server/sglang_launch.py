@@ -1,0 +1,84 @@
+"""How an SGLang server of ours is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from relax_core.contracts.engine import EngineError
+from relax_core.engines.sglang.client.sglang_weight_calls import LOADER
+
+if TYPE_CHECKING:
+    from relax_core.engines.engine_process import EngineLaunch
+
+SERVER = Path(__file__).with_name("sglang_process.py")
+# Of a context of C tokens SGLang refuses prompts from C - 6 on, and a prompt of P gets at most C - P - 2 new ones.
+SPARE_TOKENS = 7
+
+
+def command(launch: EngineLaunch) -> list[str]:
+    engine = launch.engine
+    flags: dict[str, object] = {
+        "model-path": launch.model_folder,
+        "host": engine.host,
+        "port": launch.port,
+        "dtype": launch.dtype,
+        "tp-size": engine.tp,
+        "max-running-requests": engine.max_running_samples,
+        "max-total-tokens": engine.max_total_tokens + SPARE_TOKENS,
+        "context-length": engine.context_tokens + SPARE_TOKENS,
+        "custom-weight-loader": [LOADER],
+        "skip-tokenizer-init": not launch.stop_strings,
+        "incremental-streaming-output": True,
+        "enable-return-routed-experts": launch.return_routed_experts,
+        "enable-deterministic-inference": bool(engine.deterministic),
+        "log-level": "warning",
+    }
+    if engine.mem_fraction is not None:
+        flags["mem-fraction-static"] = engine.mem_fraction
+    if launch.load_weights:
+        _check_head(launch.model_folder)
+        flags["weight-version"] = "0"
+    else:
+        flags["load-format"] = "dummy"
+    words = flag_words(flags | engine.flags)
+    return [engine.python or sys.executable, "-P", str(SERVER), "--token-file", str(launch.token_file), *words]
+
+
+def _check_head(folder: Path) -> None:
+    """What the trainer sends is put right by our loader; what SGLang reads by itself is not."""
+    config = json.loads((folder / "config.json").read_text())
+    if config.get("model_type") == "qwen3_moe" and config.get("tie_word_embeddings"):
+        raise EngineError(f"{folder}: SGLang's Qwen3-MoE has no tied head. Use a model with a head of its own.")
+
+
+def environment(launch: EngineLaunch) -> dict[str, str]:
+    """Nothing is fetched: model and tokenizer are in the folder."""
+    return {
+        **{name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")},
+        "OMP_NUM_THREADS": str(launch.engine.threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "HF_HUB_OFFLINE": "1",
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # SPARE_TOKENS; no position past the model's own is reached
+        **({"GLOO_SOCKET_IFNAME": "lo"} if launch.engine.host.startswith("127.") else {}),
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def flag_words(flags: Mapping[str, object]) -> list[str]:
+    """``{"tp-size": 2, "trust-remote-code": True}`` → ``["--tp-size=2", "--trust-remote-code"]``; false leaves it out,
+    a list gives several words."""
+    words: list[str] = []
+    for name, value in flags.items():
+        option = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            words += [option] if value else []
+        elif isinstance(value, list):
+            words += [option, *map(str, value)]
+        else:
+            words.append(f"{option}={value}")
+    return words

@@ -1,0 +1,79 @@
+"""Runs inside SGLang's scheduler, by its --custom-weight-loader: compares digests before weights are served."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from relax_core.contracts.engine import WeightManifest
+from relax_core.engines.sglang.client.weight_orders import Attest, LoadFile, Outcome, Watch, read_order
+from relax_core.weights.version_file import DigestMismatch, TensorsDigest, read_weights
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+_watched: dict[int, TensorsDigest] = {}  # id of a model → digest of what it has loaded since
+
+
+def follow(model: Any, named_tensors: NamedTensors) -> None:
+    """Each name is an order (weight_orders.py)."""
+    for name, _ in named_tensors:
+        match read_order(name):
+            case LoadFile(manifest=manifest, outcome=outcome):
+                write_outcome(outcome, load_file(model, manifest))
+            case Watch():
+                watch(model)
+            case Attest(digest=digest, outcome=outcome):
+                write_outcome(outcome, attest(model, digest))
+
+
+def load_file(model: Any, manifest: WeightManifest) -> str | None:
+    """All digests are compared before the first tensor is touched. Returns why nothing was loaded, or None."""
+    try:
+        model.load_weights(with_tied_head(model, read_weights(manifest)))
+    except (DigestMismatch, OSError) as error:
+        return str(error)
+    return None
+
+
+def with_tied_head(model: Any, named_tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+    """SGLang's Qwen3-MoE has a head of its own even where the embedding is the head."""
+    head_apart = getattr(model, "lm_head", None) is not getattr(model.model, "embed_tokens", None)
+    for name, tensor in named_tensors:
+        yield name, tensor
+        if name == "model.embed_tokens.weight" and head_apart and model.config.tie_word_embeddings:
+            yield "lm_head.weight", tensor
+
+
+def watch(model: Any) -> None:
+    """Until `attest`, whatever the model loads goes through a digest."""
+    load = type(model).load_weights
+    digest = _watched[id(model)] = TensorsDigest()
+
+    def counted(named_tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in named_tensors:
+            digest.add(name, tensor)
+            yield name, tensor
+
+    model.load_weights = lambda named_tensors, *more, **named: load(model, counted(named_tensors), *more, **named)
+
+
+def attest(model: Any, digest: str) -> str | None:
+    """Why what came in since `watch` is not what was published, or None."""
+    if id(model) not in _watched:
+        return "nobody watched what came in"
+    del model.load_weights
+    found = _watched.pop(id(model)).hexdigest()
+    return None if found == digest else f"what came in has digest {found}, published as {digest}"
+
+
+def write_outcome(outcome: str, error: str | None) -> None:
+    """This rank's, whole or not at all."""
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    path = Path(f"{outcome}.{rank}")
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(msgspec.json.encode(Outcome(error)))
+    partial.replace(path)

@@ -1,0 +1,81 @@
+"""The run's curves as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from relax_core.observe.service.records import ACTOR, EVAL, MetricRecord, by_step, without_undone
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+CURVES_FILE = "curves.png"
+BLUE, ORANGE, GREY = "#1f5fa8", "#d9660a", "#5a5a5a"
+
+
+def plot_curves(records: Iterable[MetricRecord], path: Path) -> Path:
+    """Draws reward and share of exact answers, in training and on held-out prompts, over train steps: a PNG of
+    1320 x 528 pixels. Raises ValueError when no train step and no evaluation was recorded."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    held = without_undone(records)
+    training, evaluation = by_step(held, ACTOR), by_step(held, EVAL)
+    if not training and not evaluation:
+        raise ValueError(f"{path}: nothing to draw, no train step was recorded")
+    figure = Figure(figsize=(11, 4.4), dpi=120, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, 2)
+    for axis, name, title in zip(axes, ("reward", "exact"), ("mean reward", "share of exact answers"), strict=True):
+        _draw(axis, training=_points(training, name), evaluation=_points(evaluation, name))
+        axis.set_title(title, loc="left", fontsize=13, fontweight="bold")
+    axes[1].set_ylim(-0.04, 1.04)
+    figure.savefig(path)
+    return path
+
+
+def _points(values: dict[int, dict[str, float]], name: str) -> tuple[list[int], list[float]]:
+    steps = [step for step in values if name in values[step]]
+    return steps, [values[step][name] for step in steps]
+
+
+def _draw(axis: Axes, *, training: tuple[list[int], list[float]], evaluation: tuple[list[int], list[float]]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    steps, values = training
+    if steps:
+        window = max(1, len(steps) // 25)
+        axis.plot(steps, values, color=BLUE, alpha=0.3 if window > 1 else 1.0, linewidth=1.0)
+        if window > 1:
+            axis.plot(
+                steps,
+                _moving_mean(values, window),
+                color=BLUE,
+                linewidth=2.2,
+                label=f"training, mean of {window} steps",
+            )
+        else:
+            axis.lines[-1].set_label("training")
+    steps, values = evaluation
+    if steps:
+        style: dict[str, Any] = {"color": ORANGE, "marker": "o", "markersize": 6, "linewidth": 1.2, "linestyle": "--"}
+        axis.plot(steps, values, label="held-out prompts, greedy", **style)
+    axis.set_xlabel("train step", fontsize=11, color=GREY)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.tick_params(labelsize=10, colors=GREY)
+    axis.grid(axis="y", color="#e3e3e3", linewidth=0.8)
+    axis.set_axisbelow(True)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+    if axis.lines:
+        axis.legend(frameon=False, fontsize=10, loc="best")
+
+
+def _moving_mean(values: Sequence[float], window: int) -> list[float]:
+    """Mean of the ``window`` values around every place; of fewer at the ends."""
+    before, after = window // 2, window - window // 2
+    return [fmean(values[max(0, place - before) : place + after]) for place in range(len(values))]

@@ -1,0 +1,171 @@
+"""The run as it goes on: a live panel on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+
+from relax_core.contracts.bus import BusProgress
+from relax_core.observe.service.records import MetricRecord
+from relax_core.observe.terminal.panel_numbers import RunningNumbers
+from relax_core.observe.terminal.panel_view import PanelView, line, picture, role_line
+from relax_core.observe.terminal.role_states import RoleState
+
+REFRESH_S = 0.5
+LINE_STEPS = 10
+LINE_S = 5.0
+STILL_S = 30.0
+STARTING = "starting"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PanelState:
+    """Where the run stands. ``step``: train steps done. ``records``: the newest ones, in order; they may repeat what an
+    earlier state had. ``message``: what the user should know now. ``records_dropped``: how many records each sink of
+    the metrics lacks."""
+
+    step: int
+    records: Sequence[MetricRecord] = ()
+    progress: BusProgress | None = None
+    roles: Sequence[RoleState] = ()
+    message: str = ""
+    records_dropped: Mapping[str, int] = field(default_factory=dict)
+
+
+class Panel:
+    """Use as a context manager, from one thread. `update` may be called at any rate: it draws at most twice a second.
+
+    ``live``: False for plain lines even on a terminal (run.panel=false). Lines come every ``LINE_STEPS`` steps or
+    ``LINE_S`` seconds, whenever a role changes its state, and, when no step ends, every ``STILL_S`` seconds with what
+    each role waits for.
+    """
+
+    def __init__(
+        self, total_steps: int, run_dir: Path, title: str, *, live: bool = True, console: Console | None = None
+    ) -> None:
+        self._total_steps = total_steps
+        self._run_dir = run_dir
+        self._title = title
+        self._console = console or Console()
+        self._numbers = RunningNumbers()
+        self._state = PanelState(step=0)
+        self._opened = time.monotonic()
+        self._is_open = False
+        self._drawn = 0.0
+        self._live: Live | None = None
+        # rich takes FORCE_COLOR for a terminal; a log in CI is none
+        if live and self._console.is_interactive and self._console.file.isatty():
+            self._live = Live(console=self._console, auto_refresh=False)
+        self._line_step = 0
+        self._line_time = self._opened
+        self._told_roles: dict[str, str] = {}
+        self._told_message = ""
+
+    def __enter__(self) -> Self:
+        if self._is_open:
+            return self
+        self._is_open = True
+        if self._live is None:
+            self._print(f"Relax · {self._title} · {self._total_steps} steps · {self._run_dir}")
+        else:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leaves the last state on the screen. What was entered twice closes with the inner block."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        if self._live is None:
+            if self._state.step > self._line_step:
+                self._print_figures()
+            return
+        self._live.update(picture(self._view()))
+        self._live.stop()
+
+    def starting(self, roles: Sequence[str], *, first: str) -> None:
+        """Before any role can tell its state: ``first`` is starting, and the ``roles`` start after it."""
+        if self._live is None:
+            self._told_roles = dict.fromkeys(roles, STARTING)
+            self._print(f"starting {first}, then {', '.join(roles)}")
+            return
+        waiting = [RoleState(name=name, state="starting", since_s=0.0) for name in roles]
+        self._state = PanelState(step=self._state.step, roles=waiting, message=f"starting {first}")
+        self._live.update(picture(self._view()), refresh=True)
+
+    def update(self, state: PanelState) -> None:
+        """Takes the newest state and shows it, if it is time."""
+        self._state = state
+        self._numbers.merge(state.records)
+        now = time.monotonic()
+        if self._live is None:
+            self._print_changes(now)
+        elif now - self._drawn >= REFRESH_S:
+            self._drawn = now
+            self._live.update(picture(self._view()), refresh=True)
+
+    def tell(self, text: str) -> None:
+        """A line that stays: plain, or above the live panel."""
+        self._print(text)
+
+    def _view(self) -> PanelView:
+        return PanelView(
+            title=self._title,
+            run_dir=self._run_dir,
+            step=self._state.step,
+            total_steps=self._total_steps,
+            elapsed_s=time.monotonic() - self._opened,
+            numbers=self._numbers,
+            progress=self._state.progress,
+            roles=self._state.roles,
+            message=self._state.message,
+            records_dropped=self._state.records_dropped,
+        )
+
+    def _print_changes(self, now: float) -> None:
+        state = self._state
+        changed: dict[str, list[str]] = {}
+        for role in state.roles:
+            told = _told(role)
+            if self._told_roles.get(role.name) != told:
+                self._told_roles[role.name] = told
+                changed.setdefault(told, []).append(role.name)
+        for told, names in changed.items():
+            self._print(f"{', '.join(names)} {told}")
+        if state.message and state.message != self._told_message:
+            self._print(state.message)
+        self._told_message = state.message
+        self._line_step = min(self._line_step, state.step)  # a recovery went back to a checkpoint
+        steps = state.step - self._line_step
+        if steps >= LINE_STEPS or (steps > 0 and now - self._line_time >= LINE_S):
+            self._print_figures()
+        elif steps == 0 and now - self._line_time >= STILL_S:
+            self._line_time = now
+            roles = " · ".join(role_line(role) for role in state.roles)
+            self._print(f"step {state.step}/{self._total_steps}, still  {roles}")
+
+    def _print_figures(self) -> None:
+        self._line_step = self._state.step
+        self._line_time = time.monotonic()
+        self._print(line(self._view()))
+
+    def _print(self, text: str) -> None:
+        """One line, whole, whatever the width: logs are searched by line."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _told(role: RoleState) -> str:
+    """What a plain line says after the role's name. Between running and waiting it changes many times a second, and
+    while it starts its detail does; a line on a run that stands still has it."""
+    if role.state in ("running", "waiting"):
+        return "at work"
+    return STARTING if role.state == "starting" else role_line(role).removeprefix(f"{role.name} ")

@@ -1,0 +1,63 @@
+"""The figures of a run in progress, from the records as they come."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from relax_core.observe.service.records import ACTOR, EVAL, ROLLOUT, MetricRecord, is_resume
+
+KEPT_STEPS = 2_000
+RATE_STEPS = 20  # speed is told over so many of the newest steps
+
+
+class RunningNumbers:
+    """Newest values and curves. Records may be given twice: a step counts once."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, dict[int, Mapping[str, float]]] = {ACTOR: {}, EVAL: {}, ROLLOUT: {}}
+
+    def merge(self, records: Iterable[MetricRecord]) -> None:
+        for record in records:
+            if is_resume(record):
+                for values in self._values.values():
+                    for step in [step for step in values if step >= record.step]:
+                        del values[step]
+            elif record.source in self._values:
+                values = self._values[record.source]
+                values[record.step] = record.values
+                if len(values) > KEPT_STEPS:
+                    del values[next(iter(values))]
+
+    def latest(self, name: str, *, source: str = ACTOR) -> float | None:
+        """The newest finite value, or None."""
+        for values in reversed(self._values[source].values()):
+            if name in values and math.isfinite(values[name]):
+                return values[name]
+        return None
+
+    def of_newest_step(self, name: str, *, source: str = ACTOR) -> float | None:
+        """The newest record's value; None where that has none, whatever earlier ones had."""
+        newest = next(reversed(self._values[source].values()), {})
+        return newest[name] if name in newest and math.isfinite(newest[name]) else None
+
+    def latest_step(self, source: str) -> int | None:
+        return next(reversed(self._values[source]), None)
+
+    def curve(self, name: str, *, source: str = ACTOR) -> list[float]:
+        return [values[name] for values in self._values[source].values() if name in values]
+
+    def per_second(self, name: str) -> float | None:
+        """How much of ``name`` the newest steps did in a second of wall time."""
+        timed = self._timed()
+        milliseconds = sum(values["step_ms"] for values in timed)
+        return 1e3 * sum(values.get(name, 0.0) for values in timed) / milliseconds if milliseconds else None
+
+    def mean_step_ms(self) -> float | None:
+        """Wall time of a step, in ms, over the newest steps."""
+        timed = self._timed()
+        return sum(values["step_ms"] for values in timed) / len(timed) if timed else None
+
+    def _timed(self) -> list[Mapping[str, float]]:
+        newest = list(self._values[ACTOR].values())[-RATE_STEPS:]
+        return [values for values in newest if "step_ms" in values]

@@ -1,0 +1,269 @@
+"""How a run in progress looks: as a picture for a terminal, as a line for a log. Pure: state in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.markup import escape
+from rich.panel import Panel as Frame
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from relax_core.contracts.bus import BusProgress
+from relax_core.observe.service.records import EVAL, ROLLOUT
+from relax_core.observe.terminal.formatting import block, duration, number, sparkline, staleness_shares
+from relax_core.observe.terminal.panel_numbers import RunningNumbers
+from relax_core.observe.terminal.role_states import RoleState
+
+SPARK_WIDTH = 18
+STALENESS_SHOWN = 8
+STATE_STYLES = {
+    "starting": "cyan",
+    "ready": "cyan",
+    "running": "green",
+    "waiting": "yellow",
+    "restarting": "magenta",
+    "failed": "bold red",
+    "done": "dim",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PanelView:
+    """Everything that one picture shows. ``elapsed_s``: since the panel opened."""
+
+    title: str
+    run_dir: Path
+    step: int
+    total_steps: int
+    elapsed_s: float
+    numbers: RunningNumbers
+    progress: BusProgress | None
+    roles: Sequence[RoleState]
+    message: str
+    records_dropped: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds that the steps ahead take at the pace of the newest ones."""
+        step_ms = self.numbers.mean_step_ms()
+        return None if step_ms is None else (self.total_steps - self.step) * step_ms / 1e3
+
+
+def picture(view: PanelView) -> RenderableType:
+    """The live panel; readable on 80 columns and 24 lines with five roles."""
+    parts: list[RenderableType] = [_progress_row(view), "", _figures(view), "", _roles(view.roles)]
+    if view.message:
+        parts.append(Text(view.message, style="bold yellow", overflow="ellipsis", no_wrap=True))
+    return Frame(
+        Group(*parts),
+        title=f"[bold]Relax[/] · {escape(view.title)}",
+        subtitle=f"[dim]{escape(_short_path(view.run_dir))}[/]",
+        title_align="left",
+        subtitle_align="left",
+        border_style="blue",
+        padding=(0, 1),
+    )
+
+
+def line(view: PanelView) -> str:
+    """One plain line of figures."""
+    numbers = view.numbers
+    parts = [f"step {view.step}/{view.total_steps}"]
+    for label, value, spec in (
+        ("reward", numbers.latest("reward"), ".3f"),
+        ("exact", numbers.latest("exact"), ".3f"),
+        ("eval", numbers.latest("exact", source=EVAL), ".3f"),
+        ("samples/s", numbers.per_second("samples"), ".0f"),
+        ("tokens/s", numbers.per_second("tokens"), ".0f"),
+        ("loss", numbers.latest("loss"), ".4g"),
+        ("grad_norm", numbers.latest("grad_norm"), ".3g"),
+        ("gap", numbers.of_newest_step("logprob_gap_max"), ".1e"),
+        ("cut", numbers.of_newest_step("truncated") or None, ".0%"),
+        ("equal groups", numbers.of_newest_step("groups_without_signal") or None, ".0%"),
+        ("without reward", numbers.of_newest_step("reward_failed", source=ROLLOUT) or None, ".0%"),
+    ):
+        if value is not None:
+            parts.append(f"{label} {format(value, spec)}")
+    shares = staleness_shares(view.progress.staleness_histogram) if view.progress else []
+    if shares:
+        parts.append("staleness " + ",".join(f"{staleness}:{share:.0%}" for staleness, share in shares))
+    if view.records_dropped:
+        parts.append("metrics lack " + _counts(view.records_dropped))
+    if view.eta_s is not None:
+        parts.append(f"eta {duration(view.eta_s)}")
+    return "  ".join(parts)
+
+
+def role_line(role: RoleState) -> str:
+    """One plain line on a role's state."""
+    restarts = f" (restarted {role.restarts}x)" if role.restarts else ""
+    detail = f": {role.detail}" if role.detail else ""
+    return f"{role.name} {role.state}{restarts}{detail}"
+
+
+def _progress_row(view: PanelView) -> Table:
+    row = Table.grid(padding=(0, 1), expand=True)
+    row.add_column(no_wrap=True)
+    row.add_column(ratio=1)
+    row.add_column(no_wrap=True, justify="right")
+    share = view.step / view.total_steps if view.total_steps else 1.0
+    row.add_row(
+        f"step [bold]{view.step}[/]/{view.total_steps}",
+        ProgressBar(total=max(view.total_steps, 1), completed=view.step, complete_style="green"),
+        f"{share:.0%} · {duration(view.elapsed_s)} · ETA [bold]{duration(view.eta_s)}[/]",
+    )
+    return row
+
+
+def _figures(view: PanelView) -> Table:
+    numbers = view.numbers
+    eval_step = numbers.latest_step(EVAL)
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(no_wrap=True, min_width=6)
+    table.add_column(no_wrap=True, style="green", min_width=SPARK_WIDTH)
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(no_wrap=True)
+
+    def row(label: str, value: str, curve: str, other: str, other_value: str) -> None:
+        table.add_row(label, Text(value, style="bold"), curve, other, Text(other_value))
+
+    row(
+        "reward",
+        number(numbers.latest("reward"), ".3f"),
+        sparkline(numbers.curve("reward"), width=SPARK_WIDTH),
+        "samples/s",
+        number(numbers.per_second("samples"), ",.0f"),
+    )
+    row(
+        "exact",
+        number(numbers.latest("exact"), ".3f"),
+        sparkline(numbers.curve("exact"), width=SPARK_WIDTH, low=0.0, high=1.0),
+        "tokens/s",
+        number(numbers.per_second("tokens"), ",.0f"),
+    )
+    row(
+        "eval exact" if eval_step is None else f"eval at {eval_step}",
+        number(numbers.latest("exact", source=EVAL), ".3f"),
+        sparkline(numbers.curve("exact", source=EVAL), width=SPARK_WIDTH, low=0.0, high=1.0),
+        "step time",
+        _milliseconds(numbers.mean_step_ms()),
+    )
+    row(
+        "loss",
+        number(numbers.latest("loss"), ".4f"),
+        "",
+        "grad norm",
+        number(numbers.latest("grad_norm"), ".3g"),
+    )
+    row(
+        "log-prob gap",
+        number(numbers.of_newest_step("logprob_gap_max"), ".1e"),
+        "rollout ↔ trainer",
+        "learning rate",
+        number(numbers.latest("learning_rate"), ".2g"),
+    )
+    row(
+        "entropy",
+        number(numbers.latest("entropy"), ".3f"),
+        sparkline(numbers.curve("entropy"), width=SPARK_WIDTH),
+        "answers cut",
+        number(numbers.of_newest_step("truncated"), ".0%"),
+    )
+    row(
+        "reward ±",
+        number(numbers.latest("reward/std"), ".3f"),
+        _range(numbers, "reward", ".3g"),
+        "equal groups",
+        number(numbers.of_newest_step("groups_without_signal"), ".0%"),
+    )
+    grid = Table.grid()
+    grid.add_row(table)
+    grid.add_row(_bus_rows(view))
+    return grid
+
+
+def _range(numbers: RunningNumbers, name: str, spec: str) -> str:
+    """Least to largest of the newest step's samples; empty before the first."""
+    least, largest = numbers.of_newest_step(f"{name}/min"), numbers.of_newest_step(f"{name}/max")
+    return "" if least is None or largest is None else f"{least:{spec}} to {largest:{spec}}"
+
+
+def _bus_rows(view: PanelView) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True, min_width=len("log-prob gap"))
+    table.add_column(no_wrap=True)
+    if view.records_dropped:
+        table.add_row("metrics", Text(f"records missing: {_counts(view.records_dropped)}", style="bold red"))
+    progress = view.progress
+    if progress is None:
+        table.add_row("staleness", "–")
+        table.add_row("samples", "–")
+        return table
+    ledger = progress.ledger
+    table.add_row("staleness", _staleness_bar(progress.staleness_histogram))
+    dropped = sum(ledger.dropped.values())
+    faults = f" · [bold red]lost {ledger.lost}[/]" if ledger.lost else ""
+    faults += f" · [bold red]trained twice {ledger.trained_twice}[/]" if ledger.trained_twice else ""
+    table.add_row(
+        "samples",
+        f"{ledger.trained:,} trained · {dropped:,} dropped{faults} · "
+        f"groups {progress.in_flight} in flight, {progress.waiting} waiting",
+    )
+    if dropped:
+        counts = Text(overflow="ellipsis")
+        if failed := view.numbers.of_newest_step("reward_failed", source=ROLLOUT):
+            counts.append(f"{failed:.0%} lately without a reward", style="bold red").append(" · ")
+        table.add_row("dropped", counts.append(_counts(ledger.dropped)))
+    return table
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    """The most frequent first."""
+    return " · ".join(f"{count:,} {name}" for name, count in sorted(counts.items(), key=lambda one: -one[1]))
+
+
+def _staleness_bar(histogram: Mapping[int, int]) -> Text:
+    shares = staleness_shares(histogram)
+    if not shares:
+        return Text("–")
+    text = Text()
+    for staleness, share in shares[:STALENESS_SHOWN]:
+        text.append(f"{staleness} ", style="dim")
+        text.append(block(share, low=0.0, high=1.0) if share else " ", style="green" if staleness == 0 else "yellow")
+        text.append(f" {share:.0%}   ")
+    if len(shares) > STALENESS_SHOWN:
+        text.append(f"… max {shares[-1][0]}")
+    return text
+
+
+def _roles(roles: Sequence[RoleState]) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim", expand=True)
+    table.add_column("role", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    table.add_column("for", no_wrap=True, justify="right")
+    table.add_column("restarts", no_wrap=True, justify="right")
+    table.add_column("", no_wrap=True, overflow="ellipsis", ratio=1)
+    for role in roles:
+        table.add_row(
+            role.name,
+            Text(role.state, style=STATE_STYLES[role.state]),
+            duration(role.since_s),
+            str(role.restarts or ""),
+            Text(role.detail.splitlines()[0] if role.detail else "", style="dim"),
+        )
+    return table
+
+
+def _milliseconds(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0f} ms" if value < 10_000 else f"{value / 1e3:.1f} s"
+
+
+def _short_path(path: Path) -> str:
+    """Relative to the working folder where it lies under it."""
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -1,0 +1,222 @@
+"""The end of a run on the terminal: what it reached, answers before and after, where things lie, what to try next."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from relax_core.observe.results.curves import CURVES_FILE
+from relax_core.observe.results.summary import STEP_PARTS, SUMMARY_FILE
+from relax_core.observe.service.records import TextCell
+from relax_core.observe.service.sinks import METRICS_FILE, TENSORBOARD_FOLDER
+from relax_core.observe.terminal.formatting import UNKNOWN, duration, number, staleness_shares
+
+Row = Mapping[str, TextCell]
+
+SHOWN_ROWS = 8
+CELL_WIDTH = 60
+NO_WIDTH = 1000  # columns; no line of the report has as many
+CHECKPOINTS_FOLDER = "checkpoints"
+PLACES = (
+    ("reward curve", CURVES_FILE),
+    ("checkpoints", CHECKPOINTS_FOLDER),
+    ("best checkpoint", f"{CHECKPOINTS_FOLDER}/best"),
+    ("Hugging Face model", "hf"),
+    ("TensorBoard log", TENSORBOARD_FOLDER),
+    ("all numbers", METRICS_FILE),
+    ("summary", SUMMARY_FILE),
+    ("process logs", "logs"),
+)
+
+
+def report_console() -> Console:
+    """For stdout. A line in a file is as long as it is: logs are searched by line, and have no width."""
+    return Console() if sys.stdout.isatty() else Console(width=NO_WIDTH)
+
+
+def print_report(
+    console: Console,
+    run_dir: Path,
+    summary: Mapping[str, Any],
+    texts_before: Sequence[Row],
+    texts_after: Sequence[Row],
+) -> None:
+    """Prints the end of a run. The texts are rows of the first and of the newest evaluation (`TextRecord`)."""
+    console.print()
+    console.print(_headline(summary))
+    for finding in summary["findings"]:
+        console.print(Text(finding, style="bold yellow"), soft_wrap=True)
+    console.print(_figures(summary))
+    answers = answers_table(texts_before, texts_after)
+    if answers.row_count:
+        console.print()
+        console.print(answers)
+    console.print()
+    for place in _places(run_dir):
+        console.print(place, soft_wrap=True)
+    commands = next_commands(run_dir, summary)
+    if commands:
+        console.print()
+        console.print("Try next", style="bold")
+    for command, purpose in commands:
+        console.print(Text.assemble("  ", (command, "cyan"), ("  # " + purpose, "dim")), soft_wrap=True)
+
+
+def answers_table(before: Sequence[Row], after: Sequence[Row]) -> Table:
+    """Prompt, expected, answer before and after: the rows that both evaluations have, matched by prompt.
+
+    Rows that changed come first, so that the table shows what training did.
+    """
+    first = {row["prompt"]: row for row in before}
+    pairs = [(first[row["prompt"]], row) for row in after if row["prompt"] in first]
+    pairs.sort(key=lambda pair: (pair[0]["exact"] == pair[1]["exact"], not pair[1]["exact"]))
+    table = Table(title="Held-out prompts, greedy answers", title_justify="left", title_style="bold", show_lines=False)
+    for heading in ("prompt", "expected", "before", "after"):
+        table.add_column(heading, overflow="fold")
+    for old, new in pairs[:SHOWN_ROWS]:
+        table.add_row(_cell(new["prompt"]), _cell(new["answer"]), _answer(old), _answer(new))
+    return table
+
+
+def next_commands(run_dir: Path, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(command, what for): what somebody who has just seen this run may want.
+
+    The run's own command line, ``summary["run"]["overrides"]``, is part of those that repeat it.
+    """
+    overrides = summary["run"].get("overrides", [])
+    finished = summary["outcome"] == "finished"
+    commands = []
+    if any((run_dir / CHECKPOINTS_FOLDER).glob("*")):
+        here = (f"run.dir={run_dir}", "resume=auto")  # without run.dir, resume=auto takes the newest of all runs
+        if finished:
+            commands.append((_command(overrides, *here, f"run.steps={2 * summary['steps']}"), "train on"))
+        else:
+            commands.append((_command(overrides, *here), "go on from the newest checkpoint"))
+    if (run_dir / TENSORBOARD_FOLDER).exists():
+        commands.append(
+            (f"tensorboard --logdir {shlex.quote(str(run_dir / TENSORBOARD_FOLDER))}", "look at every curve")
+        )
+    if finished:
+        if "mode=colocate" not in overrides:
+            commands.append((_command(overrides, "mode=colocate"), "the same run, strictly on-policy"))
+        commands.append((_command(overrides, "mode=async", "mode.max_staleness=4"), "let rollouts run further ahead"))
+        own = ("model=qwen3", "model.path=FOLDER", "data=file", "data.path=ROWS.jsonl", "reward=math")
+        commands.append((_command((), *own), "your own model and data"))
+    return commands
+
+
+def _command(overrides: Sequence[str], *changes: str) -> str:
+    """The command line with ``changes``, which replace overrides of the same key or of a key below it."""
+    replaced = tuple(change.split("=")[0] for change in (*changes, "resume="))
+    kept = [one for one in overrides if not any(_covers(key, one.split("=")[0]) for key in replaced)]
+    return shlex.join(["python", "-m", "relax_core", *kept, *changes])
+
+
+def _covers(key: str, other: str) -> bool:
+    return other == key or other.startswith(key + ".")
+
+
+def _headline(summary: Mapping[str, Any]) -> Text:
+    outcome = summary["outcome"]
+    finished = "bold yellow" if summary["findings"] else "bold green"
+    style = {"finished": finished, "stopped": "bold yellow"}.get(outcome, "bold red")
+    return Text.assemble(
+        (outcome, style), f" after {summary['steps']} train steps in {duration(summary['wall_s'])}", overflow="fold"
+    )
+
+
+def _figures(summary: Mapping[str, Any]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    for name, label in (("reward", "reward"), ("exact", "exact answers")):
+        ends = summary[name]
+        table.add_row(label, f"{number(ends['first'], '.3f')} → [bold]{number(ends['last'], '.3f')}[/] in training")
+    table.add_row("answers", _answers(summary))
+    if summary["eval"]:
+        first, last = summary["eval"][0], summary["eval"][-1]
+        table.add_row(
+            "held-out",
+            f"{first['exact']:.3f} at step {first['step']} → [bold]{last['exact']:.3f}[/] at step {last['step']}, "
+            f"{last['rows']} prompts",
+        )
+    if best := summary.get("best"):
+        table.add_row("best", f"{best['metric']} {best['value']:.3f} at step {best['step']}")
+    table.add_row(
+        "speed",
+        f"{number(summary['samples_per_s'], ',.0f')} samples/s · {number(summary['tokens_per_s'], ',.0f')} tokens/s · "
+        f"first step after {duration(summary['first_step_s'])}",
+    )
+    table.add_row("step", _step_split(summary["step_ms"]))
+    histogram = {int(staleness): count for staleness, count in summary["staleness"]["histogram"].items()}
+    shares = " · ".join(f"{staleness}: {share:.0%}" for staleness, share in staleness_shares(histogram))
+    table.add_row("staleness", shares or "–")
+    table.add_row("log-prob gap", _logprob_gap(summary["logprob_gap"]))
+    table.add_row("samples", Text(_ledger(summary["ledger"])))
+    if summary["records_dropped"]:
+        lacking = ", ".join(f"{count:,} in {sink}" for sink, count in summary["records_dropped"].items())
+        table.add_row("metrics", Text(f"records missing: {lacking}"))
+    if "repeatable" in summary["run"]:
+        again = "gives this run again" if summary["run"]["repeatable"] else "gives another run: it depends on timing"
+        table.add_row("seed", f"the same seed, {summary['run']['seed']}, {again}")
+    return table
+
+
+def _answers(summary: Mapping[str, Any]) -> str:
+    lengths, cut = summary["response_tokens"], summary["truncated"]["last"]
+    least, largest = number(lengths["min"], ".0f"), number(lengths["max"], ".0f")
+    return (
+        f"{number(lengths['last'], '.1f')} tokens ({least} to {largest}) · {number(cut, '.0%')} cut · "
+        f"entropy {number(summary['entropy']['last'], '.3f')} nats · "
+        f"rewards equal in {number(summary['groups_without_signal']['last'], '.0%')} of the groups"
+    )
+
+
+def _logprob_gap(gap: Mapping[str, float | None]) -> str:
+    if gap["max"] is None:
+        return f"{UNKNOWN} (no token was trained with the weights that sampled it)"
+    return f"max {gap['max']:.1e} between rollout and trainer"
+
+
+def _step_split(step_ms: Mapping[str, float | None]) -> str:
+    parts = " · ".join(f"{name} {number(step_ms[name], '.1f')}" for name in (*STEP_PARTS, "other"))
+    return f"{number(step_ms['total'], '.1f')} ms = {parts} (rollout beside it: {number(step_ms['rollout'], '.1f')})"
+
+
+def _ledger(ledger: Mapping[str, Any]) -> str:
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in ledger["dropped"].items())
+    dropped = sum(ledger["dropped"].values())
+    counts = [
+        f"{ledger['issued']:,} issued",
+        f"{ledger['trained']:,} trained",
+        f"{dropped:,} dropped" + (f" ({reasons})" if reasons else ""),
+        f"{ledger['lost']:,} lost",
+        f"{ledger['trained_twice']:,} trained twice",
+    ]
+    return " · ".join(counts)
+
+
+def _places(run_dir: Path) -> Iterator[Text]:
+    """A line each, never folded: a path is to be copied or clicked."""
+    shown = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
+    width = max(len(label) for label, _ in PLACES)
+    for label, name in PLACES:
+        if (run_dir / name).exists():
+            yield Text.assemble((f"{label:<{width}}  ", "dim"), str(shown / name))
+
+
+def _answer(row: Row) -> Text:
+    return Text.assemble(("✓ ", "green") if row["exact"] else ("✗ ", "red"), _cell(row["response"]))
+
+
+def _cell(value: TextCell) -> Text:
+    """One line of at most `CELL_WIDTH` characters; its end is kept, for that is where an answer stands."""
+    flat = " ".join(str(value).split())
+    return Text(flat if len(flat) <= CELL_WIDTH else "… " + flat[2 - CELL_WIDTH :])

@@ -1,0 +1,175 @@
+"""The plan: everything that is known about a run before anything starts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from relax_core.config.host_memory import available_bytes
+from relax_core.config.schema import LauncherKind, RelaxConfig
+from relax_core.contracts.algorithm import Needs
+from relax_core.control.run.role_counts import roles_of
+from relax_core.plan.batch import batch_words, context_words, credit_words
+from relax_core.plan.data.context_length import planned_context
+from relax_core.plan.data.data_check import DataLook, look_at_data
+from relax_core.plan.data.epochs import epoch_words
+from relax_core.plan.gpu_placement import Place, gpus_of, place, placement_faults
+from relax_core.plan.gpus import UNSEEN
+from relax_core.plan.memory.memory_cpu import cache_tokens, cpu_holders
+from relax_core.plan.memory.memory_gpu import cache_tokens_that_fit, gpu_holders
+from relax_core.plan.memory.memory_terms import GIB, Holder
+from relax_core.plan.memory.transfers import Transfers, find_transfers
+from relax_core.plan.model.dimensions import ModelDimensions
+from relax_core.plan.model.model_source import find_dimensions
+from relax_core.plan.unused_keys import unread_knobs
+from relax_core.plan.workload import Workload, find_workload
+from relax_core.registry import find_algorithm
+from relax_core.roles.process.process_placement import engines_take_gpus
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """``roles``: role → workers. ``free_bytes``: memory of this machine that is left, where the run would use it; else
+    None. ``cache_tokens_fit``: of one engine's GPUs, else None. ``data``: what a look at the data found; ``left_out``:
+    the part of that which is not used as it is; both empty where no data is here. ``warnings``: what a start tells in
+    front of all else. ``refused``: why it cannot work, each with the fix. ``not_yet``: why it cannot start today,
+    though it could work. Memory, places and transfers are empty where the layout itself is refused."""
+
+    name: str
+    model: ModelDimensions
+    roles: Mapping[str, int]
+    places: Sequence[Place]
+    batch: Sequence[str]
+    context: Sequence[str]
+    credits: Sequence[str]
+    work: Workload
+    memory: Sequence[Holder]
+    free_bytes: int | None
+    cache_tokens: int
+    cache_tokens_fit: int | None
+    transfers: Transfers
+    data: Sequence[str]
+    left_out: Sequence[str]
+    unread: Sequence[str]
+    warnings: Sequence[str]
+    not_yet: Sequence[str]
+    refused: Sequence[str]
+
+    @property
+    def total_bytes(self) -> int:
+        """All processes of a CPU run at their peaks at the same time."""
+        return sum(holder.count * holder.peak.bytes for holder in self.memory)
+
+
+def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
+    """For a configuration whose checks found nothing but ``not_yet``. Raises ValueError for a model that cannot be
+    planned; everything else that cannot work is in ``refused``. A context that is not derived yet is derived here."""
+    model = find_dimensions(config)
+    if config.engine.context_length is None:
+        config = planned_context(config)
+    needs: Needs = find_algorithm(config.algo.name).needs(config.algo)
+    roles = roles_of(config)
+    look = _look(config)
+    work = find_workload(config, vocabulary=model.vocabulary)
+    refused = [*_context_faults(config, model), *placement_faults(config, roles, model)]
+    on_gpus = config.placement.gpus_per_node > 0
+    memory: list[Holder] = []
+    free = None
+    if not refused and on_gpus:
+        memory = gpu_holders(config, gpus_of(config, roles), model=model, work=work)
+        refused += _gpu_faults(memory)
+    elif not refused:
+        memory = cpu_holders(config, needs, roles, model=model, work=work)
+        free = available_bytes() if _runs_here(config) else None
+        refused += _cpu_faults(config, memory, free)
+    return Plan(
+        name=config.name,
+        model=model,
+        roles=roles,
+        places=place(config, roles) if memory else [],
+        batch=[*epoch_words(config), *batch_words(config, work)],
+        context=context_words(config, work),
+        credits=credit_words(config, work),
+        work=work,
+        memory=memory,
+        free_bytes=free,
+        cache_tokens=config.engine.max_total_tokens if engines_take_gpus(config) else cache_tokens(config, work),
+        cache_tokens_fit=cache_tokens_that_fit(config, model, work) if engines_take_gpus(config) else None,
+        transfers=find_transfers(config, needs, model=model, work=work),
+        data=[] if look is None else look.words(what=config.data.name),
+        left_out=[] if look is None else look.left_out(),
+        unread=list(unread_knobs(config)),
+        warnings=[*([UNSEEN] if on_gpus else []), *_order_words(config)],
+        not_yet=list(not_yet),
+        refused=refused,
+    )
+
+
+def as_json_values(plan: Plan) -> dict[str, Any]:
+    """Plain dicts and lists; each phase with its sum, each holder with its peak."""
+    values = dataclasses.asdict(plan)
+    values["model"]["parameters"] = plan.model.parameters
+    for holder, of_holder in zip(plan.memory, values["memory"], strict=True):
+        of_holder["peak"] = {"phase": holder.peak.name, "bytes": holder.peak.bytes}
+        for phase, of_phase in zip(holder.phases, of_holder["phases"], strict=True):
+            of_phase["bytes"] = phase.bytes
+    values["total_bytes"] = plan.total_bytes
+    values["can_work"] = not plan.refused
+    values["can_start"] = not plan.refused and not plan.not_yet
+    return values
+
+
+def _look(config: RelaxConfig) -> DataLook | None:
+    data = config.data
+    if config.launcher.name is LauncherKind.ray_job or data.task is data.path is data.paths is None:
+        return None
+    return look_at_data(config)
+
+
+def _order_words(config: RelaxConfig) -> Iterator[str]:
+    """Of a run without staleness, which several rollout workers keep from being the same one each time."""
+    if config.mode.max_staleness == 0 and not config.in_order:
+        yield (
+            f"mode.max_staleness=0 with rollout.workers={config.rollout.workers}: which worker rolls a group out "
+            "depends on timing, so the same seed gives another run. With rollout.workers=1 it gives the same bits."
+        )
+
+
+def _runs_here(config: RelaxConfig) -> bool:
+    return config.launcher.name is LauncherKind.local and config.launcher.ray_address is None
+
+
+def _context_faults(config: RelaxConfig, model: ModelDimensions) -> Iterator[str]:
+    """Of a published shape; a folder's and the built-in model's have been checked before."""
+    context = config.engine.context_tokens
+    if config.model.path is None and config.model.builtin is None and context > model.positions:
+        yield (
+            f"engine.context_length={context} is more than the {model.positions} positions of "
+            f"model.shape={model.name}. Use engine.context_length={model.positions} or less."
+        )
+
+
+def _gpu_faults(memory: Sequence[Holder]) -> Iterator[str]:
+    for holder in memory:
+        if holder.peak.bytes > holder.limit:
+            terms = ", ".join(f"{name} {size / GIB:.1f}" for name, size in holder.peak.terms.items() if size)
+            yield (
+                f"{holder.name}: {holder.peak.name} needs {holder.peak.bytes / GIB:.1f} GiB a GPU ({terms}), "
+                f"placement.gpu_memory_gib={holder.limit / GIB:.1f}. {holder.room}."
+            )
+
+
+def _cpu_faults(config: RelaxConfig, memory: Sequence[Holder], free: int | None) -> Iterator[str]:
+    """One sentence with the largest sums, where the run would not fit into this machine."""
+    store = config.launcher.object_store_mb << 20
+    need = sum(holder.count * holder.peak.bytes for holder in memory) + store
+    if free is None or need <= free:
+        return
+    largest = sorted(memory, key=lambda holder: -holder.count * holder.peak.bytes)[:3]
+    sums = ", ".join(f"{holder.count} x {holder.name} {holder.peak.bytes / GIB:.1f}" for holder in largest)
+    yield (
+        f"too little memory: the run needs about {need / GIB:.1f} GiB ({sums}, ...), {free / GIB:.1f} GiB are free. "
+        "Close other programs, or lower engine.max_total_tokens, engine.max_running_samples, engine.count, "
+        "parallel.dp, parallel.micro_batch_tokens, or the model's size. The terms: plan=true."
+    )

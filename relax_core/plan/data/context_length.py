@@ -1,0 +1,96 @@
+"""`engine.context_length` where it is not set: the context that holds the longest prompt and a response."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from relax_core.config.checks.model_folder import read_model_config
+from relax_core.config.schema import LauncherKind, RelaxConfig
+from relax_core.data.eval_sets import asks_held_out, eval_sets
+from relax_core.data.sources import make_source
+from relax_core.plan.data.data_check import keep_look, look_at_data
+from relax_core.plan.data.prompt_maker import positions, prompt_maker
+from relax_core.registry import find_env
+from relax_core.rollout.evaluation.evaluator import prepare
+from relax_core.rollout.prompt_tokens import PromptMaker
+
+ROUND_TO = 64  # tokens of a derived context: the embedded engine's cache begins with as many
+UNKNOWN_PROMPT = 512  # tokens, where there is no data or no tokenizer yet: such a run plans, and cannot start
+
+Longest = Callable[[RelaxConfig, PromptMaker], int]  # tokens of a prompt; raises ValueError or OSError
+
+
+def settle_context(config: RelaxConfig) -> tuple[RelaxConfig, list[str]]:
+    """The configuration with the context that its prompts need, where ``engine.context_length`` is null; and what is
+    wrong with the model's tokenizer. What other checks tell of is left to them, the data among it. A job on another
+    cluster is looked at there, where its files are."""
+    settled, problems = _settle(config, lambda unsettled, _: look_at_data(unsettled).bound)
+    keep_look(config, settled)
+    return settled, problems
+
+
+def settle_evaluation_context(config: RelaxConfig) -> tuple[RelaxConfig, list[str]]:
+    """`settle_context` for an evaluation without training, whose prompts are those of its sets."""
+    return _settle(config, _longest_asked)
+
+
+def planned_context(config: RelaxConfig) -> RelaxConfig:
+    """`settle_context` for a plan alone: a job whose files lie on another cluster is planned with a guess."""
+    return _with_context(settle_context(config)[0], UNKNOWN_PROMPT)
+
+
+def _settle(config: RelaxConfig, longest: Longest) -> tuple[RelaxConfig, list[str]]:
+    if config.launcher.name is LauncherKind.ray_job or config.rollout.max_new_tokens < 1:
+        return config, []
+    try:
+        prompts = prompt_maker(config)
+    except ValueError as error:
+        return _with_context(config, UNKNOWN_PROMPT), [str(error)]
+    if find_env(config.env.name).has_turns and config.engine.context_length is None:
+        told = (
+            f"engine.context_length=null with env.name={config.env.name}: how long its turns make a prompt is not "
+            "known. Give the tokens of the longest episode, rollout.max_new_tokens of its last turn included, e.g. "
+            "engine.context_length=512."
+        )
+        return _with_context(config, UNKNOWN_PROMPT), [told]
+    if prompts is None:
+        return _with_context(config, UNKNOWN_PROMPT), []
+    problems = list(_vocabulary_problems(config, prompts))
+    if config.engine.context_length is not None:
+        return config, problems
+    try:
+        tokens = longest(config, prompts)
+    except (ValueError, OSError):  # which the check of the data tells
+        tokens = 0
+    return _with_context(config, tokens or UNKNOWN_PROMPT), problems
+
+
+def _longest_asked(config: RelaxConfig, prompts: PromptMaker) -> int:
+    source = None
+    if asks_held_out(config):
+        source = make_source(config.data, seed=config.seed, eval_rows=config.eval.rows)
+    sets = [prepare(one, prompts, most_bad=config.data.max_bad_rows) for one in eval_sets(config, source)]
+    return max((len(row.input_ids) for one in sets for row in one.rows), default=0)
+
+
+def _vocabulary_problems(config: RelaxConfig, prompts: PromptMaker) -> Iterator[str]:
+    if config.model.path is None:
+        return
+    values = read_model_config(Path(config.model.path))
+    rows = values.get("vocab_size", values.get("text_config", {}).get("vocab_size"))
+    size = prompts.tokenizer.vocabulary_size
+    if isinstance(rows, int) and size > rows:
+        yield (
+            f"model.path={config.model.path}: its tokenizer has token ids up to {size - 1}, its weights only {rows} "
+            "rows (vocab_size in config.json). Give the tokenizer that belongs to these weights."
+        )
+
+
+def _with_context(config: RelaxConfig, prompt_tokens: int) -> RelaxConfig:
+    if config.engine.context_length is not None:
+        return config
+    wanted = -(-(prompt_tokens + config.rollout.max_new_tokens) // ROUND_TO) * ROUND_TO
+    context = min(wanted, positions(config) or wanted)
+    return dataclasses.replace(config, engine=dataclasses.replace(config.engine, context_length=context))

@@ -1,0 +1,270 @@
+"""A look at the data before a start: which rows cannot be used, and how long the prompts are.
+
+All rows are looked at where that takes seconds: of more than `LOOKED_AT` rows as many, spread evenly over the files. Of
+these the longest are tokenized, up to `TOKENIZED_BYTES` of text. No prompt has more tokens than bytes, since every
+token stands for a byte of it or more, so the rest are known to be shorter than a bound. What is found follows from the
+data alone, never from how fast a machine is: the context is derived from it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from relax_core.config.schema import Overlong, RelaxConfig
+from relax_core.contracts.data import TOO_LONG, BadRow, PromptSource
+from relax_core.data.eval_sets import eval_sets, held_out_count
+from relax_core.data.generated import LONGEST_PROMPT, example
+from relax_core.data.paths import data_parts
+from relax_core.data.shares import NAMED_ROWS, too_many_bad
+from relax_core.data.sources import make_source
+from relax_core.plan.data.prompt_maker import positions, prompt_maker, prompt_room
+from relax_core.registry import find_algorithm
+from relax_core.rollout.evaluation.evaluator import PreparedSet, prepare
+from relax_core.rollout.prompt_tokens import PromptMaker
+from relax_core.rollout.teacher_choice import TeacherOf, teacher_chooser
+
+LOOKED_AT = 100_000  # rows
+TOKENIZED_BYTES = 4 << 20
+GENERATED_ROWS = 64  # of a generated task, whose rows are all alike
+SETTLED_S = 0.1  # a file that was written this long ago has another time once it changes
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataLook:
+    """``rows``: that are trained on; ``generated``: by a task, so that a few speak for all. ``looked``: how many of
+    them were looked at, spread over the files. ``bad``: of these, reason → count; ``named``: the first of them in
+    words. ``longest``: tokens of the longest prompt that was tokenized, of the evaluation sets too; ``bound``: no
+    prompt that was looked at has more, and a generated task has none with more; both 0 without a tokenizer. ``cut``:
+    prompts that data.overlong shortens. ``refused``: why the run cannot start."""
+
+    rows: int
+    generated: bool
+    looked: int
+    bad: Counter[str]
+    named: Sequence[str]
+    longest: int
+    bound: int
+    cut: int
+    sets: Sequence[PreparedSet]
+    refused: str | None
+
+    def words(self, *, what: str) -> list[str]:
+        """What a user should know of it. ``what``: the data's name."""
+        if self.generated:
+            part = "generated"
+        else:
+            part = "all looked at" if self.looked == self.rows else f"{self.looked:,} of them, spread evenly, looked at"
+        lengths = f"; no prompt has more than {self.bound} tokens" if self.bound else ""
+        lines = [f"{self.rows:,} rows of {what} are trained on, {part}{lengths}.", *self.left_out()]
+        if any(one.name for one in self.sets):
+            rows = ", ".join(f"{one.name} {len(one.rows)}" for one in self.sets)
+            lines.append(f"Evaluation sets, by prompts: {rows}.")
+        return lines
+
+    def left_out(self) -> list[str]:
+        """What is not used as it is, and the first of the rows that are not used at all; empty where all is well."""
+        lines = []
+        if self.cut:
+            lines.append(f"{self.cut:,} prompts are longer than the context leaves room for, and are shortened.")
+        if self.bad:
+            reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.bad.most_common())
+            lines.append(f"{self.bad.total():,} rows cannot be used and are left out ({reasons}). The first of them:")
+            lines += [f"  {text}" for text in self.named]
+        for one in self.sets:
+            if one.bad:
+                name = f"evaluation set {one.name}" if one.name else "the held-out rows"
+                lines.append(f"{len(one.bad)} of {name} cannot be used, and count as nothing. The first: {one.bad[0]}")
+        return lines
+
+
+_newest: dict[str, DataLook] = {}  # of this process, one at most
+
+
+def look_at_data(config: RelaxConfig) -> DataLook:
+    """Reads rows, and makes their prompts where a tokenizer is there.
+
+    Raises ValueError (key, value, fix) for data that cannot serve at all. The same look at files that
+    nobody has changed is not done twice in one process.
+    """
+    key = _key(config)
+    if key is None or key not in _newest:
+        look = _look(config)
+        _newest.clear()
+        if key is None:
+            return look
+        _newest[key] = look
+    return _newest[key]
+
+
+def keep_look(config: RelaxConfig, settled: RelaxConfig) -> None:
+    """What a look for ``config`` found holds for ``settled``, whose context was derived from it."""
+    key, other = _key(config), _key(settled)
+    if key is not None and other is not None and key in _newest:
+        _newest[other] = _newest[key]
+
+
+def _look(config: RelaxConfig) -> DataLook:
+    source = make_source(config.data, seed=config.seed, eval_rows=held_out_count(config))
+    try:
+        prompts = prompt_maker(config)
+    except ValueError:  # which settle_context tells
+        prompts = None
+    teachers = find_algorithm(config.algo.name).needs(config.algo).teacher
+    generated, most = config.data.task is not None, config.data.max_bad_rows
+    teacher_of = None if teachers is None or not teachers.key or generated else teacher_chooser(teachers)
+    found = _Found(source, prompts, teacher_of, room=prompt_room(config))
+    numbers = range(min(GENERATED_ROWS, len(source))) if generated else range(len(source))
+    for number in numbers[:: max(1, -(-len(numbers) // LOOKED_AT))]:
+        found.read(number)
+    if prompts is not None:
+        found.tokenize(prompts)
+    # Of a generated task all rows are what a few of them are.
+    rows = found.looked if generated else len(source)
+    refused = _refused(config, found, rows=rows)
+    sets = eval_sets(config, source) if config.eval.every and refused is None and prompts is not None else []
+    asked = [] if prompts is None else [prepare(one, prompts, most_bad=most) for one in sets]
+    longest = max([found.longest, *(len(row.input_ids) for one in asked for row in one.rows)])
+    spare = _spare(config) if generated else 0
+    return DataLook(
+        rows=len(source),
+        generated=generated,
+        looked=found.looked,
+        bad=found.bad,
+        named=found.named(),
+        longest=longest,
+        bound=max(longest, found.longest + spare, found.rest) if longest else 0,
+        cut=found.cut,
+        sets=asked,
+        refused=refused,
+    )
+
+
+def _spare(config: RelaxConfig) -> int:
+    """How many characters more than the rows that were looked at another row of a generated task may have."""
+    task = config.data.task
+    assert task is not None
+    rows = range(min(GENERATED_ROWS, config.data.size))
+    looked = max(len(example(task, split="train", seed=config.seed, index=row).prompt) for row in rows)
+    return LONGEST_PROMPT[task] - looked
+
+
+def _refused(config: RelaxConfig, found: _Found, *, rows: int) -> str | None:
+    remedy = _remedy(config, found)
+    if found.too_long and config.data.overlong is Overlong.error:
+        named = ", ".join(f"{where} has {tokens}" for where, tokens in found.too_long_in_order()[:NAMED_ROWS])
+        return (
+            f"{len(found.too_long)} of the {found.looked:,} prompts that were looked at are longer than the "
+            f"{max(prompt_room(config), 0)} tokens that are left beside "
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens}: {named}. {remedy}"
+        )
+    most = config.data.max_bad_rows
+    if not too_many_bad(found.bad.total(), found.looked, rows=rows, most=most):
+        return None
+    return (
+        f"{found.bad.total():,} of the {found.looked:,} rows that were looked at cannot be used, more than "
+        f"data.max_bad_rows={most:g}. The first: {found.named()[0]} {remedy}"
+    ).rstrip()
+
+
+def _remedy(config: RelaxConfig, found: _Found) -> str:
+    """What would give the prompts that are too long room; empty where there are none."""
+    if not found.too_long:
+        return ""
+    most, limit = found.longest + config.rollout.max_new_tokens, positions(config)
+    if config.engine.context_length is not None and (limit is None or most <= limit):
+        return f"Use engine.context_length={most}, or null, which derives it; or data.overlong=truncate_middle."
+    known = "" if limit is None else f" The model has {limit} positions."
+    return f"Lower rollout.max_new_tokens, or use data.overlong=truncate_middle.{known}"
+
+
+class _Found:
+    """What was seen so far. ``too_long``: number → tokens of the prompts that have no room. ``longest``: tokens of the
+    longest prompt that was tokenized; ``rest``: bytes of the longest that was not, where it may have more tokens."""
+
+    def __init__(
+        self, source: PromptSource, prompts: PromptMaker | None, teacher_of: TeacherOf | None, *, room: int
+    ) -> None:
+        self.looked = self.cut = self.longest = self.rest = 0
+        self.bad: Counter[str] = Counter()
+        self.too_long: dict[int, int] = {}
+        self._source, self._prompts, self._teacher_of, self._room = source, prompts, teacher_of, room
+        self._texts: dict[int, str] = {}
+        self._sizes: list[tuple[int, int]] = []  # bytes of a prompt, less than 0 so that the longest is first; number
+
+    def read(self, number: int) -> None:
+        self.looked += 1
+        try:
+            row, where = self._source.numbered(number), self._source.where(number)
+            if self._teacher_of is not None:
+                self._teacher_of(row, where)
+            if self._prompts is not None:
+                self._sizes.append((-len(self._prompts.text(row, where=where).encode()), number))
+        except BadRow as error:
+            self._leave_out(number, error)
+
+    def tokenize(self, prompts: PromptMaker) -> None:
+        """The longest texts first, until none that is left can have more tokens than the longest or than there is
+        room for, or so much text was tokenized as may be."""
+        left = TOKENIZED_BYTES
+        for size, number in sorted(self._sizes):
+            size = -size
+            if size <= self.longest and size <= self._room:
+                return
+            if size > left and self.longest:
+                self.rest = size
+                return
+            left -= size
+            self._measure(number, prompts)
+
+    def _measure(self, number: int, prompts: PromptMaker) -> None:
+        row, where = self._source.numbered(number), self._source.where(number)
+        tokens = len(prompts.tokenizer.encode_text(prompts.text(row, where=where)))
+        self.longest = max(self.longest, tokens)
+        if tokens <= self._room:
+            return
+        self.too_long[number] = tokens
+        try:
+            prompts.tokens(row, where=where)
+            self.cut += 1
+        except BadRow as error:
+            self._leave_out(number, error)
+        except ValueError as error:  # data.overlong=error
+            self._leave_out(number, BadRow(TOO_LONG, str(error)))
+
+    def _leave_out(self, number: int, error: BadRow) -> None:
+        self.bad[error.reason] += 1
+        self._texts[number] = f"row {number}: {error}"
+
+    def named(self) -> list[str]:
+        return [text for _, text in sorted(self._texts.items())[:NAMED_ROWS]]
+
+    def too_long_in_order(self) -> list[tuple[str, int]]:
+        return [(self._source.where(number), tokens) for number, tokens in sorted(self.too_long.items())]
+
+
+def _key(config: RelaxConfig) -> str | None:
+    """What a look depends on; None where a file was written just now, so that its time says little."""
+    try:
+        parts = [] if config.data.task is not None else data_parts(config.data)
+    except ValueError:
+        return None
+    files = [file for part in parts for file in part.files]
+    files += [Path(one) for one in (config.data.eval_path, *config.eval.sets.values()) if one is not None]
+    if config.model.path is not None:
+        folder = Path(config.model.path)
+        files += [folder / name for name in ("config.json", "tokenizer.json")]
+        files += [file for file in (folder / "tokenizer_config.json", folder / "chat_template.jinja") if file.exists()]
+    stats = []
+    for file in files:
+        if not file.is_file():
+            return None
+        stat = file.stat()
+        if time.time() - stat.st_mtime < SETTLED_S:
+            return None
+        stats.append((str(file), stat.st_size, stat.st_mtime_ns, stat.st_ino))
+    settings = (config.data, config.eval, config.env, config.model, config.algo, config.seed)
+    return repr((stats, settings, config.engine.context_length, config.rollout.max_new_tokens))

@@ -1,0 +1,74 @@
+"""Which plug-ins are tried before a start, and on which rows: `relax_core.rollout.trial.plugin_trial` tries them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import msgspec
+
+from relax_core.config.schema import LauncherKind, RelaxConfig
+from relax_core.contracts.env import EnvSpec
+from relax_core.data.generated import example, task_names
+from relax_core.data.sources import file_rows
+from relax_core.registry import Kind, find, is_builtin
+from relax_core.rollout.trial.plugin_trial import Request, try_plugins
+
+CALL_S = 10.0  # a first call may import something
+TRIED_ROWS = 3  # the first, the last and one between them
+
+
+def plugin_problems(config: RelaxConfig) -> list[str]:
+    """What is wrong with the env, the reward and the algorithm on rows of the data, a sentence each. Relax's own are
+    tried where the data is the user's, its algorithms never. What other checks tell of is left to them, and a job on
+    another cluster is looked at there, where its files are."""
+    if config.launcher.name is LauncherKind.ray_job:
+        return []
+    own_data = config.data.task is None
+    on_rows: list[Kind] = [k for k in ("env", "reward") if own_data or not is_builtin(k, getattr(config, k).name)]
+    rows = list(_rows(config)) if on_rows else []
+    tried: list[Kind] = on_rows if rows else []
+    if not is_builtin("algo", config.algo.name):
+        tried.append("algo")
+    parts = {kind: packed for kind in tried if (packed := _packed(config, kind)) is not None}
+    return list(_tried(msgspec.msgpack.encode(Request(rows=rows, call_s=CALL_S, **parts)))) if parts else []
+
+
+@cache
+def _tried(request: bytes) -> tuple[str, ...]:
+    """The runs of a sweep have the same plug-ins and data, mostly."""
+    return tuple(try_plugins(msgspec.msgpack.decode(request, type=Request)))
+
+
+def _packed(config: RelaxConfig, kind: Kind) -> tuple[str, bytes] | None:
+    """Name and knobs; None where the knobs make no sense, which another check tells."""
+    knobs = getattr(config, kind)
+    spec = find(kind, knobs.name)
+    try:
+        if not isinstance(spec, EnvSpec):
+            spec.check(knobs)
+    except ValueError:
+        return None
+    return knobs.name, msgspec.msgpack.encode(knobs)
+
+
+def _rows(config: RelaxConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Rows that are trained on; none where the data cannot be read."""
+    data = config.data
+    if data.task is not None:
+        for index in range(TRIED_ROWS if data.task in task_names() else 0):
+            made = example(data.task, split="train", seed=config.seed, index=index)
+            yield f"row {index} of data={data.name}", {"prompt": made.prompt, "answer": made.answer}
+        return
+    try:
+        rows, count = file_rows(data)
+    except (ValueError, OSError):
+        return
+    for number in sorted({0, count // 2, count - 1} - {-1}):
+        try:
+            row = dict(rows[number])
+            msgspec.msgpack.encode(row)
+        except (ValueError, TypeError):  # a row that cannot be read, or holds what cannot cross to another process
+            continue
+        yield rows.where(number), row

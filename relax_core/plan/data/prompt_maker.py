@@ -1,0 +1,65 @@
+"""What makes the prompts of a run, before it runs: the tokenizer, and the room that a prompt has in the context."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from relax_core.config.checks.model_folder import folder_problems, read_model_config
+from relax_core.config.schema import RelaxConfig
+from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.plan.model.model_source import shape_dimensions
+from relax_core.registry import find_env
+from relax_core.rollout.prompt_tokens import PromptMaker
+from relax_core.tools.make_tiny import MAX_POSITIONS, MODEL_NAMES, tiny_prompt_tokenizer
+
+
+def prompt_maker(config: RelaxConfig) -> PromptMaker | None:
+    """None where there is no model yet, or none that other checks let pass, and for an env with turns, whose episodes
+    open themselves. Raises ValueError (with what the key is
+    called) for a tokenizer or a chat template that cannot be used."""
+    tokenizer = _tokenizer(config)
+    env = find_env(config.env.name)
+    if tokenizer is None or env.has_turns:
+        return None
+    return PromptMaker(
+        env=env,
+        env_knobs=config.env,
+        tokenizer=tokenizer,
+        max_prompt_tokens=prompt_room(config),
+        overlong=config.data.overlong,
+    )
+
+
+def prompt_room(config: RelaxConfig) -> int:
+    """The most tokens that a prompt may have: what the context leaves beside the response, or the model's positions do
+    where the context is still to be derived; without bound where these are not known."""
+    context = config.engine.context_length if config.engine.context_length is not None else positions(config)
+    return sys.maxsize if context is None else context - config.rollout.max_new_tokens
+
+
+def positions(config: RelaxConfig) -> int | None:
+    """The most tokens that the model takes; None where that is not known, or where another check tells why not."""
+    model = config.model
+    if model.builtin is not None:
+        return MAX_POSITIONS
+    try:
+        if model.path is not None:
+            longest = read_model_config(Path(model.path)).get("max_position_embeddings")
+            return longest if isinstance(longest, int) else None
+        return shape_dimensions(model.shape).positions if model.shape is not None else None
+    except (ValueError, OSError):
+        return None
+
+
+def _tokenizer(config: RelaxConfig) -> PromptTokenizer | None:
+    model, arguments = config.model, config.data.chat_template_kwargs
+    if model.path is None:
+        return tiny_prompt_tokenizer(template_arguments=arguments) if model.builtin in MODEL_NAMES else None
+    folder = Path(model.path)
+    if model.builtin is not None or any(folder_problems(config, folder, key="model.path")):
+        return None
+    try:
+        return PromptTokenizer(folder, template_arguments=arguments)
+    except ValueError as error:
+        raise ValueError(f"model.path: {error}") from error

@@ -1,0 +1,193 @@
+"""Peak resident memory of every process of a run on CPU cores.
+
+A process's base is what its imports take; it was measured with the versions of constraints.txt on x86-64 Linux
+(docs/plan.md says how). Memory mapped from files counts like any other, as `ps` counts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from relax_core.config.schema import ParallelConfig, RelaxConfig
+from relax_core.contracts.algorithm import Needs
+from relax_core.control.run.role_counts import gang_layouts
+from relax_core.plan.memory.memory_terms import (
+    FLOAT,
+    MIB,
+    Holder,
+    Phase,
+    dtype_bytes,
+    engine_bytes,
+    head_bytes,
+    mask_making_bytes,
+)
+from relax_core.plan.memory.trainer_share import activation_terms, forward_terms, share_of, state_terms
+from relax_core.plan.model.dimensions import ModelDimensions
+from relax_core.plan.model.model_source import teacher_dimensions
+from relax_core.plan.workload import Workload
+from relax_core.registry import find_reward
+from relax_core.train.parallel.layout_arithmetic import critic_parallel, forward_parallel, one_rank, world_size
+
+TRAINER, ENGINE = 435, 256
+SGLANG = 1450  # of its three processes on a CPU (docs/sglang.md)
+BASES = {  # MiB
+    "supervisor": 38,
+    "controller": 216,
+    "Ray gcs": 53,
+    "Ray raylet": 40,
+    "Ray monitor": 84,
+    "Ray dashboard": 117,
+    "Ray log monitor": 80,
+    "Ray dashboard agent": 122,
+    "Ray runtime-env agent": 81,
+    "Serve controller": 164,
+    "bus": 133,
+    "metrics": 135,
+    "advantages": 322,
+    "rollout": 154,
+    "owner of an engine": 131,
+}
+SIZED = ("Serve controller", "advantages", "rollout", "owner of an engine")  # by the configuration
+FRONT, REWARD_WORKER, QUEUE_PROCESS = 164, 65, 250
+TORCH = 188  # what the rollout gains by computing advantages with torch
+KEPT_BY_ALLOCATOR = 0.5  # of what a micro-batch allocates: pieces that glibc neither gives back nor fits into
+SAMPLING_COPIES = 8  # float32 arrays [samples, vocabulary] of one decode step
+SLOT_BYTES = 256  # of the table of running samples, which is made at once
+FIRST_COLUMNS = 64  # of the engine's KV cache, which then doubles
+
+
+def cpu_holders(
+    config: RelaxConfig, needs: Needs, roles: Mapping[str, int], *, model: ModelDimensions, work: Workload
+) -> list[Holder]:
+    """Every process of the run."""
+    holders = [_plain(name, mib) for name, mib in BASES.items() if name not in SIZED]
+    engines = roles["engine"] + roles.get("teacher_engine", 0)
+    holders.append(_plain("owner of an engine", BASES["owner of an engine"], count=engines))
+    rollout = BASES["rollout"] + (0 if "advantages" in roles else TORCH)
+    holders.append(_plain("rollout", rollout, count=roles["rollout"]))
+    if "advantages" in roles:
+        holders.append(_plain("advantages", BASES["advantages"]))
+    if config.run.serve:
+        holders.append(_plain("Serve controller", BASES["Serve controller"]))
+        holders.append(_plain("Serve front of a role", FRONT, count=len(roles)))
+    if find_reward(config.reward.name).isolated:
+        holders.append(_plain("reward worker", REWARD_WORKER, count=roles["rollout"] * config.rollout.reward_workers))
+    if config.bus.storage_units is not None:
+        holders.append(_plain("TransferQueue process", QUEUE_PROCESS, count=1 + config.bus.storage_units))
+    holders.append(_trainer("actor", config, config.parallel, model, work, publishes=True))
+    if needs.critic:
+        holders.append(_trainer("critic", config, critic_parallel(config.parallel), model, work, publishes=False))
+    for role, layout in gang_layouts(config).items():
+        if role != "actor":
+            parallel = forward_parallel(config.parallel, layout)
+            holders.append(_forward(role, config, parallel, [model], work, follows=role == "actor_fwd"))
+    if needs.teacher is not None:
+        holders += _teachers(config, needs, work)
+    holders.append(_engine("engine", config, model, work, count=config.engine.count))
+    return holders
+
+
+def _teachers(config: RelaxConfig, needs: Needs, work: Workload) -> list[Holder]:
+    assert needs.teacher is not None
+    models = [teacher_dimensions(model) for model in needs.teacher.models.values()]
+    if needs.teacher.served_by == "forward":
+        return [_forward("teacher", config, one_rank(config.parallel), models, work, follows=False)]
+    engines = [_engine("teacher engine", config, one, work, count=1) for one in models]
+    return [_plain("teacher", BASES["rollout"]), *engines]
+
+
+def _plain(name: str, mib: int, *, count: int = 1) -> Holder:
+    return Holder(name=name, count=count, phases=(Phase(name="always", terms={"imports": mib * MIB}),))
+
+
+def _trainer(
+    name: str,
+    config: RelaxConfig,
+    parallel: ParallelConfig,
+    model: ModelDimensions,
+    work: Workload,
+    *,
+    publishes: bool,
+) -> Holder:
+    published = model.parameters * dtype_bytes(config)
+    state = {"imports": TRAINER * MIB, **state_terms(config, parallel, model)}
+    activations = activation_terms(config, parallel, model, work)
+    forward = _with_kept({**activations, "making the mask": mask_making_bytes(config, parallel, work)})
+    backward = _with_kept({**activations, "logits chunk": head_bytes(config, model, work, split=parallel.tp)})
+    kept = {"kept by the allocator": max(sum(forward.values()), sum(backward.values()))}
+    phases = [
+        Phase(name="start", terms={"imports": TRAINER * MIB, "weights": state["weights"] + published}),
+        Phase(name="forward", terms=state | forward),
+        Phase(name="backward", terms=state | backward),
+        Phase(name="optimizer", terms=state | kept),
+        Phase(name="checkpoint", terms=state | kept | {"copy of a checkpoint": _copy_bytes(parallel, state)}),
+    ]
+    if publishes:
+        phases.append(Phase(name="sync", terms=state | kept | {"published weights": published}))
+    return Holder(name=name, count=world_size(parallel), phases=tuple(phases))
+
+
+def _copy_bytes(parallel: ParallelConfig, state: Mapping[str, int]) -> int:
+    """Of what a rank writes, while the next step runs; what data-parallel ranks have alike they share out."""
+    alike = parallel.dp * parallel.cp
+    adam = state["Adam states"] if parallel.distributed_optimizer else state["Adam states"] // alike
+    return state["weights"] // alike + adam
+
+
+def _forward(
+    name: str,
+    config: RelaxConfig,
+    parallel: ParallelConfig,
+    models: Sequence[ModelDimensions],
+    work: Workload,
+    *,
+    follows: bool,
+) -> Holder:
+    """Of several teachers' models all stay loaded. ``follows``: it reads every published version."""
+    size = dtype_bytes(config)
+    largest = max(models, key=lambda one: one.parameters)
+    weights = sum(share_of(parallel, one).parameters for one in models) * size
+    state = {"imports": TRAINER * MIB, "weights": weights}
+    passing = forward_terms(config, parallel, largest, work)
+    passing["logits chunk"] = head_bytes(config, largest, work, split=parallel.tp)
+    sync = {"published weights": largest.parameters * size}
+    phases = [Phase(name="start", terms=state | sync), Phase(name="forward", terms=state | _with_kept(passing))]
+    if follows:
+        kept = {"kept by the allocator": sum(_with_kept(passing).values())}
+        phases.append(Phase(name="sync", terms=state | kept | sync))
+    return Holder(name=name, count=world_size(parallel), phases=tuple(phases))
+
+
+def _engine(name: str, config: RelaxConfig, model: ModelDimensions, work: Workload, *, count: int) -> Holder:
+    size = engine_bytes(config)
+    imports = SGLANG if config.engine.name == "sglang" else ENGINE
+    state = {"imports": imports * MIB, "weights": model.parameters * size}
+    serving = {
+        f"KV cache ({cache_tokens(config, work)} tokens)": cache_tokens(config, work)
+        * model.cache_values_per_token
+        * size,
+        "sampling": SAMPLING_COPIES * work.samples_in_flight * model.vocabulary * FLOAT,
+        "slots": SLOT_BYTES * config.engine.max_running_samples,
+    }
+    new = {"new weights": model.parameters * dtype_bytes(config)}
+    phases = (
+        Phase(name="start", terms=state | new),
+        Phase(name="rollout", terms=state | serving),
+        Phase(name="sync", terms=state | serving | new),
+        Phase(name="wake-up", terms=state | serving),
+    )
+    return Holder(name=name, count=count, phases=phases)
+
+
+def cache_tokens(config: RelaxConfig, work: Workload) -> int:
+    """Tokens of the engine's KV cache once it has grown: a rectangle whose columns double, within its budget."""
+    engine, columns = config.engine, FIRST_COLUMNS
+    if engine.name == "sglang":
+        return engine.max_total_tokens  # it takes all of it at its start
+    while columns < work.sample_tokens:
+        columns *= 2
+    return min(work.samples_in_flight * min(columns, engine.context_tokens), engine.max_total_tokens)
+
+
+def _with_kept(terms: Mapping[str, int]) -> dict[str, int]:
+    return {**terms, "kept by the allocator": round(KEPT_BY_ALLOCATOR * sum(terms.values()))}

@@ -1,0 +1,173 @@
+"""Peak memory of every GPU of a placement, by phase.
+
+No run on GPUs exists to measure against: the bases are assumptions, named here and in docs/plan.md. Activations count
+as in the CPU build, in the model's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from relax_core.config.schema import ModeName, RelaxConfig
+from relax_core.control.run.role_counts import gang_layouts
+from relax_core.plan.gpu_placement import ROLLOUT
+from relax_core.plan.memory.memory_advice import trainer_room
+from relax_core.plan.memory.memory_terms import (
+    FLOAT,
+    GIB,
+    MIB,
+    Holder,
+    Phase,
+    dtype_bytes,
+    engine_bytes,
+    head_bytes,
+    mask_making_bytes,
+)
+from relax_core.plan.memory.trainer_share import activation_terms, forward_terms, share_of, state_terms
+from relax_core.plan.model.dimensions import ModelDimensions
+from relax_core.plan.workload import Workload
+from relax_core.train.parallel.layout_arithmetic import forward_parallel, one_rank
+
+PROCESS_BYTES = 2 * GIB  # assumed: CUDA context, NCCL buffers, cuBLAS workspaces of one process
+ENGINE_BYTES = 4 * GIB  # assumed: the same for an engine, with its CUDA graphs and prefill activations
+FRAGMENTS = 0.1  # assumed: of what a micro-batch allocates
+SYNC_BUCKET_BYTES = 2 * 64 * MIB  # one bucket is filled while the other travels
+
+
+def gpu_holders(
+    config: RelaxConfig, gpus: Mapping[str, int], *, model: ModelDimensions, work: Workload
+) -> list[Holder]:
+    """One holder for each kind of GPU: of the trainer, the engines, the roles that only compute forward; or, where
+    roles share all GPUs, one for all."""
+    limit = round(config.placement.gpu_memory_gib * GIB)
+    if config.mode.name is ModeName.colocate:
+        return [_shared(config, gpus, model, work, limit=limit)]
+    holders = []
+    for role, count in gpus.items():
+        if role in ("actor", "critic"):
+            holders.append(_trainer(role, config, model, work, count=count, limit=limit))
+        elif role == ROLLOUT:
+            holders.append(_engine(config, model, work, count=count, limit=limit))
+        else:
+            holders.append(_forward(role, config, model, work, count=count, limit=limit))
+    return holders
+
+
+def cache_tokens_that_fit(config: RelaxConfig, model: ModelDimensions, work: Workload) -> int:
+    """KV-cache tokens of one engine that a GPU has room for beside the weights."""
+    size, tp = engine_bytes(config), config.engine.tp
+    free = round(config.placement.gpu_memory_gib * GIB) - ENGINE_BYTES - model.parameters * size // tp
+    if config.mode.name is ModeName.colocate:
+        free -= PROCESS_BYTES
+    free -= work.samples_in_flight * model.state_values_per_sample * FLOAT // tp + SYNC_BUCKET_BYTES
+    return max(0, free // _cache_bytes_a_token(config, model))
+
+
+def _cache_bytes_a_token(config: RelaxConfig, model: ModelDimensions) -> int:
+    """On one GPU of an engine; with more GPUs than key-value heads the heads are copied."""
+    return model.cache_values_per_token * engine_bytes(config) // min(config.engine.tp, model.kv_heads)
+
+
+def _state(config: RelaxConfig, model: ModelDimensions) -> dict[str, int]:
+    """What a trainer's GPU holds between steps."""
+    return {"process": PROCESS_BYTES, **state_terms(config, config.parallel, model)}
+
+
+def _trainer_phases(config: RelaxConfig, model: ModelDimensions, work: Workload) -> tuple[Phase, ...]:
+    parallel, state = config.parallel, _state(config, model)
+    activations = activation_terms(config, parallel, model, work)
+    forward = _with_fragments({**activations, "making the mask": mask_making_bytes(config, parallel, work)})
+    backward = _with_fragments({**activations, "logits chunk": head_bytes(config, model, work, split=parallel.tp)})
+    return (
+        Phase(name="forward", terms=state | forward),
+        Phase(name="backward", terms=state | backward),
+        Phase(name="optimizer", terms=state),
+        Phase(name="sync", terms=state | {"sync buckets": SYNC_BUCKET_BYTES}),
+    )
+
+
+def _trainer(
+    role: str, config: RelaxConfig, model: ModelDimensions, work: Workload, *, count: int, limit: int
+) -> Holder:
+    def peak(changed: RelaxConfig, its_work: Workload) -> int:
+        return max(phase.bytes for phase in _trainer_phases(changed, model, its_work))
+
+    room = trainer_room(config, work, peak, limit=limit) if peak(config, work) > limit else ""
+    return Holder(name=role, count=count, phases=_trainer_phases(config, model, work), limit=limit, room=room)
+
+
+def _engine_terms(config: RelaxConfig, model: ModelDimensions, work: Workload) -> dict[str, int]:
+    tp, tokens = config.engine.tp, config.engine.max_total_tokens
+    terms = {
+        "engine process": ENGINE_BYTES,
+        "engine weights": model.parameters * engine_bytes(config) // tp,
+        f"KV cache ({tokens} tokens)": tokens * _cache_bytes_a_token(config, model),
+    }
+    if model.linear is not None:
+        terms["linear-attention states"] = work.samples_in_flight * model.state_values_per_sample * FLOAT // tp
+    return terms
+
+
+def _engine(config: RelaxConfig, model: ModelDimensions, work: Workload, *, count: int, limit: int) -> Holder:
+    terms = _engine_terms(config, model, work)
+    phases = (
+        Phase(name="rollout", terms=terms),
+        Phase(name="sync", terms=terms | {"sync buckets": SYNC_BUCKET_BYTES}),
+    )
+    return Holder(name=ROLLOUT, count=count, phases=phases, limit=limit, room=_engine_fix(config, model, work))
+
+
+def _engine_fix(config: RelaxConfig, model: ModelDimensions, work: Workload) -> str:
+    fits = cache_tokens_that_fit(config, model, work)
+    return f"Set engine.max_total_tokens={fits} or less" if fits else "Raise engine.tp"
+
+
+def _forward(
+    role: str, config: RelaxConfig, model: ModelDimensions, work: Workload, *, count: int, limit: int
+) -> Holder:
+    """A teacher is whole on its GPU."""
+    layout = gang_layouts(config).get(role)
+    parallel = one_rank(config.parallel) if layout is None else forward_parallel(config.parallel, layout)
+    passing = forward_terms(config, parallel, model, work)
+    passing["logits chunk"] = head_bytes(config, model, work, split=parallel.tp)
+    state = {"process": PROCESS_BYTES, "weights": share_of(parallel, model).parameters * dtype_bytes(config)}
+    phases = [Phase(name="forward", terms=state | _with_fragments(passing))]
+    if role == "actor_fwd":
+        phases.append(Phase(name="sync", terms=state | {"sync buckets": SYNC_BUCKET_BYTES}))
+    room = f"Give it more GPUs: placement.roles.{role}={2 * count} parallel.{role}.tp={2 * parallel.tp}"
+    return Holder(name=role, count=count, phases=tuple(phases), limit=limit, room=room)
+
+
+def _shared(
+    config: RelaxConfig, gpus: Mapping[str, int], model: ModelDimensions, work: Workload, *, limit: int
+) -> Holder:
+    """Roles take turns: while engines generate, the trainer's weights, gradients and states are on the host."""
+    engine = _engine_terms(config, model, work)
+    trainer = _beside_idle_engine(_trainer_phases(config, model, work))
+    weights = {key: engine[key] for key in ("engine process", "engine weights")}
+    sending = {"process": PROCESS_BYTES, "weights": share_of(config.parallel, model).parameters * dtype_bytes(config)}
+    phases = (
+        Phase(name="rollout", terms={"process": PROCESS_BYTES, **engine}),
+        *trainer,
+        Phase(name="sync", terms={**weights, **sending, "sync buckets": SYNC_BUCKET_BYTES}),
+        Phase(name="wake-up", terms={"process": PROCESS_BYTES, **engine}),
+    )
+    worst = max(phases, key=lambda phase: phase.bytes)
+
+    def peak(changed: RelaxConfig, its_work: Workload) -> int:
+        return max(phase.bytes for phase in _beside_idle_engine(_trainer_phases(changed, model, its_work)))
+
+    room = ""
+    if worst.bytes > limit:
+        of_engine = worst.name in ("rollout", "wake-up")
+        room = _engine_fix(config, model, work) if of_engine else trainer_room(config, work, peak, limit=limit)
+    return Holder(name="every GPU", count=gpus["actor"], phases=phases, limit=limit, room=room)
+
+
+def _beside_idle_engine(phases: Sequence[Phase]) -> list[Phase]:
+    """The trainer's own phases, while an engine that has given up weights and cache is on the same GPU."""
+    return [Phase(name=one.name, terms={**one.terms, "engine process": ENGINE_BYTES}) for one in phases[:3]]
+
+
+def _with_fragments(terms: Mapping[str, int]) -> dict[str, int]:
+    return {**terms, "fragments": round(FRAGMENTS * sum(terms.values()))}

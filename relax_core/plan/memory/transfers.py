@@ -1,0 +1,56 @@
+"""Bytes that travel or stay: a weight sync, a checkpoint, the kept sets of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from relax_core.config.schema import RelaxConfig
+from relax_core.contracts.algorithm import Needs
+from relax_core.contracts.kept_tokens import set_bytes
+from relax_core.plan.memory.memory_terms import dtype_bytes, optimizer_bytes_a_parameter
+from relax_core.plan.model.dimensions import ModelDimensions
+from relax_core.plan.workload import Workload
+from relax_core.weights.transports.choice import choose_transport
+
+VERSIONS_KEPT = 2  # of published weights (weights/publisher.py)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transfers:
+    """``sync_bytes``: one published version, which every receiver reads. ``published_bytes``: what the versions
+    kept take. ``checkpoint_bytes``: of one; ``checkpoints_kept`` stay. ``transport``: how a version reaches the
+    engines, and ``transport_reason``: why so. ``kept_set_bytes``: what the kept set of a sampled token takes at most,
+    ``kept_step_bytes`` those of all tokens of a train step; 0 where nothing is left out."""
+
+    transport: str
+    transport_reason: str
+    sync_bytes: int
+    receivers: int
+    published_bytes: int
+    checkpoint_bytes: int
+    checkpoints_kept: int
+    kept_set_bytes: int
+    kept_step_bytes: int
+
+
+def find_transfers(config: RelaxConfig, needs: Needs, *, model: ModelDimensions, work: Workload) -> Transfers:
+    """A checkpoint has the model's weights and Adam's states; with a critic twice that."""
+    sync = model.parameters * dtype_bytes(config)
+    trained = 2 if needs.critic else 1
+    checkpoint = trained * model.parameters * (dtype_bytes(config) + optimizer_bytes_a_parameter(config))
+    choice = choose_transport(config)
+    rollout, kept = config.rollout, 0
+    if rollout.truncates:
+        most = min(rollout.top_k, model.vocabulary) if rollout.top_k > 0 else model.vocabulary
+        kept = set_bytes(most, vocab_size=model.vocabulary)
+    return Transfers(
+        transport=choice.name.value,
+        transport_reason=choice.reason,
+        sync_bytes=sync,
+        receivers=config.engine.count + (needs.old_logprobs == "actor_fwd"),
+        published_bytes=(VERSIONS_KEPT + 1) * sync,  # the next is written before the oldest goes
+        checkpoint_bytes=checkpoint,
+        checkpoints_kept=config.run.keep_last,
+        kept_set_bytes=kept,
+        kept_step_bytes=kept * work.groups * work.group_size * work.new_tokens,
+    )

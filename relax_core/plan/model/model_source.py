@@ -1,0 +1,73 @@
+"""Where a configuration's dimensions come from: a model folder, the built-in model, or a published shape kept here."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from relax_core.config.checks.model_folder import read_model_config
+from relax_core.config.errors import nearest
+from relax_core.config.schema import RelaxConfig
+from relax_core.plan.model.dimensions import ModelDimensions, read_dimensions
+from relax_core.tools.make_tiny import MODEL_NAMES, tiny_config
+from relax_core.train.parallel.layout_arithmetic import LayoutShape
+
+SHAPES = Path(__file__).parent / "shapes"
+
+
+def shape_names() -> list[str]:
+    """Published models whose dimensions are kept here."""
+    return sorted(file.stem for file in SHAPES.glob("*.json"))
+
+
+def find_dimensions(config: RelaxConfig) -> ModelDimensions:
+    """Of the model that learns. Raises ValueError where there is nothing to read, or nothing that can be planned."""
+    model = config.model
+    if model.path is not None:
+        return folder_dimensions(Path(model.path))
+    if model.builtin is not None:
+        return builtin_dimensions(model.builtin)
+    if model.shape is not None:
+        return shape_dimensions(model.shape)
+    raise ValueError(
+        f"model.path is not set, so there are no dimensions to plan with. Add model.path=<a Hugging Face folder>, or "
+        f"model.shape=<one of: {', '.join(shape_names())}>."
+    )
+
+
+def folder_dimensions(folder: Path) -> ModelDimensions:
+    return read_dimensions(read_model_config(folder), name=folder.name)
+
+
+def builtin_dimensions(name: str) -> ModelDimensions:
+    assert name in MODEL_NAMES, "validated"
+    return read_dimensions(tiny_config(name), name=name)
+
+
+def shape_dimensions(name: str) -> ModelDimensions:
+    if name not in shape_names():
+        near = nearest(name, shape_names(), count=1)
+        hint = f" Nearest: {near[0]}." if near else ""
+        raise ValueError(f"model.shape={name}: not among the shapes kept: {', '.join(shape_names())}.{hint}")
+    return read_dimensions(json.loads((SHAPES / f"{name}.json").read_text(encoding="utf-8")), name=name)
+
+
+def teacher_dimensions(model: str) -> ModelDimensions:
+    """Of a distillation's teacher: a built-in one's name, or a folder."""
+    return builtin_dimensions(model) if model in MODEL_NAMES else folder_dimensions(Path(model).expanduser().absolute())
+
+
+def layout_shape(model: ModelDimensions) -> LayoutShape:
+    """What a parallel layout has to divide."""
+    widths = {"hidden units": model.hidden}
+    if model.feed_forward:
+        widths["feed-forward units"] = model.feed_forward
+    return LayoutShape(
+        layers=model.layers,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        linear_heads=model.linear.key_heads if model.linear else 0,
+        experts=model.experts.count if model.experts else 0,
+        expert_width=model.experts.width if model.experts else 0,
+        widths=widths,
+    )

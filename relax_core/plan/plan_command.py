@@ -1,0 +1,56 @@
+"""plan=true and plan=json; and the plan that every run starts with."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from relax_core.config.errors import ConfigError, NotYet
+from relax_core.config.schema import RelaxConfig
+from relax_core.plan.build_plan import Plan, as_json_values, make_plan
+from relax_core.plan.plan_text import as_text
+
+CANNOT_WORK = 1
+PLAN_FILE = "plan.json"
+
+
+def show_plan(config: RelaxConfig, problems: Sequence[str]) -> int:
+    """Prints the plan. ``problems``: what the checks of a start have found.
+
+    Returns 0 for a layout that works, also where it cannot start yet, which the plan then says first; 1 for one that
+    cannot work, with what to change.
+    """
+    mistakes = [problem for problem in problems if not isinstance(problem, NotYet)]
+    if not mistakes:
+        try:
+            plan = make_plan(config, problems)
+        except ValueError as error:
+            mistakes = [str(error)]
+    if mistakes:
+        if config.plan == "json":
+            print(json.dumps({"refused": mistakes, "can_work": False, "can_start": False}, indent=2))
+        print(ConfigError(mistakes).report(), file=sys.stderr)
+        return CANNOT_WORK
+    print(json.dumps(as_json_values(plan), indent=2) if config.plan == "json" else as_text(plan))
+    return CANNOT_WORK if plan.refused else 0
+
+
+def plan_run(config: RelaxConfig) -> Plan:
+    """The plan of a run that is about to start. Raises `ConfigError` for one that cannot work."""
+    try:
+        plan = make_plan(config)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
+    if plan.refused:
+        raise ConfigError(plan.refused)
+    return plan
+
+
+def save_plan(plan: Plan, folder: Path) -> None:
+    """Writes plan.json, complete or not at all; a resumed run's takes the place of the earlier one."""
+    partial = folder / f".{PLAN_FILE}.partial"
+    partial.write_text(json.dumps(as_json_values(plan), indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, folder / PLAN_FILE)

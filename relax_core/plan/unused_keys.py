@@ -1,0 +1,62 @@
+"""Knobs that nothing reads in this very configuration: changing them changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from relax_core.config.schema import OnStale, Partial, RelaxConfig, Schedule, Surplus
+from relax_core.control.run.role_counts import gang_layouts
+from relax_core.registry import find_reward
+from relax_core.train.parallel.layout_arithmetic import FORWARD_ROLES, world_size
+
+
+def unread_knobs(config: RelaxConfig) -> Iterator[str]:
+    """ "key: why", for a validated configuration."""
+    algo: Any = config.algo
+    if getattr(algo, "kl_coef", None) == 0.0:
+        yield "algo.kl_estimator, algo.kl_placement: algo.kl_coef=0 asks for no reference model"
+    if getattr(algo, "aggregation", None) in ("token_mean", "seq_mean_token_mean"):
+        yield f"algo.norm_length: algo.aggregation={algo.aggregation} does not divide by it"
+    if find_reward(config.reward.name).isolated:
+        yield f"rollout.reward_concurrency: reward={config.reward.name} runs in rollout.reward_workers processes"
+    else:
+        yield f"rollout.reward_workers: reward={config.reward.name} runs in the rollout process itself"
+    if config.optimizer.schedule is Schedule.constant:
+        yield "optimizer.min_lr_ratio: optimizer.schedule=constant never goes down"
+    yield from _unread_of_rollout(config)
+    if not config.eval.every:
+        yield "eval.rows, eval.samples, eval.temperature, eval.sets: eval.every=0 never evaluates"
+    if config.data.task is None:
+        yield "data.size: a file has the rows that it has"
+    yield from _unread_layouts(config)
+    if config.model.path is not None and config.model.shape is not None:
+        yield "model.shape: model.path has dimensions of its own"
+    if config.launcher.ray_address is not None:
+        yield "launcher.ray_logical_cpus, launcher.object_store_mb: Ray runs already"
+
+
+def _unread_layouts(config: RelaxConfig) -> Iterator[str]:
+    parallel = config.parallel
+    if parallel.dp * parallel.cp == 1 and parallel.distributed_optimizer:
+        yield "parallel.distributed_optimizer: with parallel.dp=1 and cp=1 there is nobody to share with"
+    for role in FORWARD_ROLES:
+        if role not in gang_layouts(config) and world_size(getattr(parallel, role)) > 1:
+            yield f"parallel.{role}: the algorithm as it is set starts no such role"
+
+
+def _unread_of_rollout(config: RelaxConfig) -> Iterator[str]:
+    rollout = config.rollout
+    over_sampled = rollout.over_sampling > 1.0
+    if not over_sampled and rollout.surplus is not Surplus.drop:
+        yield "rollout.surplus: rollout.over_sampling=1 leaves nothing over"
+    if config.mode.max_staleness == 0 and not (over_sampled and rollout.surplus is Surplus.keep):
+        why = "with mode.max_staleness=0 no sample lives through a weight change"
+        if config.mode.on_stale is not OnStale.drop:
+            yield f"mode.on_stale: {why}"
+        if rollout.partial is not Partial.in_place:
+            yield f"rollout.partial: {why}"
+        if rollout.mask_off_policy:
+            yield f"rollout.mask_off_policy: {why}"
+    if rollout.partial is Partial.in_place:
+        yield "rollout.max_aborts: rollout.partial=in_place aborts nothing"

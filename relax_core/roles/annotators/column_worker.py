@@ -1,0 +1,68 @@
+"""The loop of a worker that adds columns to every row: lease, compute, write, and with that the next lease."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from relax_core.contracts.bus import Lease, LeasedRow, LeaseRequest
+from relax_core.roles.annotators.retry_policy import patiently, write_then_lease
+from relax_core.roles.annotators.whole_step_leases import lease_whole_step
+from relax_core.roles.process.discovery import meet_bus, meet_metrics
+from relax_core.roles.process.worker import Worker
+
+RowColumns = dict[str, dict[str, bytes]]  # group uid → column → payload
+
+
+class ColumnWorker(Worker):
+    """All of its state is in the bus: a restarted one revokes what its predecessor had in hand.
+
+    ``task``: its name on the bus. ``inputs``: columns that it asks for. ``version``: of the weights in use, for the
+    metrics; -1 where they never change. ``whole_steps``: takes the rows of a train step together, so that what it
+    writes does not depend, to the bit, on when each of them came. Every such worker does so in a run that the same seed
+    is to give again.
+    """
+
+    task: str
+    inputs: tuple[str, ...]
+    version = -1
+    whole_steps = False
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Builds what `columns_of` needs; seconds."""
+
+    @abstractmethod
+    def columns_of(self, rows: Sequence[LeasedRow]) -> RowColumns:
+        """The new columns of each row."""
+
+    def work(self) -> None:
+        config = self.context.config
+        whole_steps = self.whole_steps or config.repeatable
+        self.prepare()
+        bus = meet_bus(self.context, self.waiting)
+        metrics = meet_metrics(self.context)
+        request = LeaseRequest(
+            task=self.task,
+            columns=self.inputs,
+            max_groups=config.rollout.prompts_per_step,
+            lease_s=config.bus.lease_s,
+        )
+        self.set_state("running")
+        timeout_s = config.run.stall_timeout_s
+        bus.revoke(request.task, timeout_s=timeout_s)  # what a predecessor that was killed had in hand
+
+        def next_lease() -> Lease:
+            if whole_steps:
+                return lease_whole_step(bus, request, timeout_s=timeout_s)
+            return bus.lease(request, timeout_s=timeout_s)
+
+        lease = patiently(next_lease)
+        while True:
+            columns = self.columns_of(lease.rows)
+            metrics.record(self.task, self.version, {"groups": len(lease.rows), "version": self.version})
+            if whole_steps:
+                bus.write(lease.lease_id, columns, timeout_s=timeout_s)
+                lease = patiently(next_lease)
+            else:
+                lease = write_then_lease(bus, lease.lease_id, columns, request, timeout_s=timeout_s)

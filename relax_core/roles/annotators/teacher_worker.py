@@ -1,0 +1,104 @@
+"""The worker of the teachers: how likely each row's teacher finds the student's tokens.
+
+One process for all teachers. With ``served_by=forward`` it holds their models itself; with ``served_by=engine`` each
+has an engine of its own, and this process only asks.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import msgspec
+
+from relax_core.contracts import columns as c
+from relax_core.contracts.bus import LeasedRow
+from relax_core.contracts.tree import TokenTree
+from relax_core.engines.engine_process import EngineLaunch
+from relax_core.engines.protocol.engine_client import EngineClient
+from relax_core.registry import find_algorithm
+from relax_core.roles.annotators.column_worker import ColumnWorker, RowColumns
+from relax_core.roles.annotators.teacher_scorers import (
+    EngineTeacher,
+    ForwardTeacher,
+    TeacherScorer,
+    TeacherScores,
+)
+from relax_core.roles.engine.engine_directory import EngineDirectory
+from relax_core.roles.engine.engine_owner import EngineHost
+from relax_core.roles.process.role_context import TEACHER_ENGINE, RunContext, worker_name
+
+
+class TeacherWorker(ColumnWorker):
+    """Writes the teacher's columns for every row, each with the teacher that the row names."""
+
+    task = "teacher"
+    inputs: tuple[str, ...] = (*c.FORWARD_COLUMNS, c.TEACHER)
+    _teachers: Mapping[str, TeacherScorer]
+    _owners: Mapping[str, str] = {}  # teacher → the owner of its engine, where it has one
+
+    def __init__(self, name: str, context: RunContext, rank: int) -> None:
+        assert rank == 0, "one process asks all teachers"
+        if context.config.rollout.truncates:
+            self.inputs = (*self.inputs, c.KEPT_TOKENS)
+        super().__init__(name, context)
+
+    def prepare(self) -> None:
+        context, algo = self.context, self.context.config.algo
+        needs = find_algorithm(algo.name).needs(algo).teacher
+        assert needs is not None, "this role is started for an algorithm with teachers"
+        folders = context.teacher_folders
+        if needs.served_by == "engine":
+            directory = EngineDirectory(context, role=TEACHER_ENGINE, model_folders=list(folders.values()))
+            self._teachers = {
+                name: EngineTeacher(context, directory, number, top_k=needs.top_k)
+                for number, name in enumerate(folders)
+            }
+            self._owners = {name: worker_name(TEACHER_ENGINE, number) for number, name in enumerate(folders)}
+        else:
+            self._teachers = {
+                name: ForwardTeacher(context, folder, top_k=needs.top_k) for name, folder in folders.items()
+            }
+
+    def columns_of(self, rows: Sequence[LeasedRow]) -> RowColumns:
+        of_teachers: dict[str, list[LeasedRow]] = defaultdict(list)
+        for row in rows:
+            of_teachers[msgspec.msgpack.decode(row.columns[c.TEACHER], type=str)].append(row)
+        columns: RowColumns = {}
+        for name, its_rows in of_teachers.items():
+            groups = [c.decode_tree(row) for row in its_rows]
+            for group, scores in zip(groups, self._score(name, groups), strict=True):
+                columns[group.group_uid] = teacher_columns(scores)
+        return columns
+
+    def _score(self, name: str, groups: Sequence[TokenTree]) -> list[TeacherScores]:
+        teacher = self._teachers[name]
+        if name not in self._owners:
+            return teacher.score(groups)
+        with self.waiting(f"the scores of teacher {name} for {len(groups)} groups", on=self._owners[name]):
+            return teacher.score(groups)
+
+
+def teacher_columns(scores: TeacherScores) -> dict[str, bytes]:
+    """The columns of one group."""
+    columns = {c.TEACHER_LOGPROBS: c.encode_column(c.TEACHER_LOGPROBS, scores.logprobs)}
+    for name, values in ((c.TEACHER_TOP_IDS, scores.top_ids), (c.TEACHER_TOP_LOGPROBS, scores.top_logprobs)):
+        if values is not None:
+            columns[name] = c.encode_column(name, values)
+    return columns
+
+
+class TeacherEngineHost(EngineHost):
+    """Owner of the engine of teacher ``rank``, in the order of the teachers' names in the configuration. It serves the
+    teacher's own weights from its start, and nobody ever sends it others."""
+
+    def _engine_launch(self, port: int) -> EngineLaunch:
+        folder = list(self.context.teacher_folders.values())[self._rank]
+        return replace(super()._engine_launch(port), model_folder=folder, load_weights=True)
+
+    def _first_port(self) -> int:
+        return 0
+
+    def _reconcile(self, client: EngineClient) -> None:
+        self.set_state("running", self._url)

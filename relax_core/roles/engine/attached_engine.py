@@ -1,0 +1,31 @@
+"""The owner of an engine that the run attaches to: it brings weights, and neither starts nor ends anything."""
+
+from __future__ import annotations
+
+from relax_core.contracts.engine import EngineUnreachable
+from relax_core.engines.sglang.client.attached_server import meet_server
+from relax_core.roles.engine.engine_directory import engine_client
+from relax_core.roles.engine.engine_owner import WATCH_S, EngineHost
+
+
+class AttachedEngineHost(EngineHost):
+    """Of ``engine.urls[rank]``. One that does not answer is waited for: whoever started it restarts it, and it gets the
+    newest weights before it is asked for anything."""
+
+    def work(self) -> None:
+        from relax_core.engines.sglang.client.sglang_client import SglangClient
+
+        engine = self.context.config.engine
+        self._url = engine.urls[self._rank].rstrip("/")
+        client = engine_client(self.context, self._url)
+        assert isinstance(client, SglangClient)  # engine.urls is a key of engine=sglang only
+        meet_server(client, timeout_s=engine.start_timeout_s, rollout=self.context.config.rollout)
+        client.forget_weights()  # another run's, or those of this one before it was taken back to a checkpoint
+        self._address.set()
+        while not self.stopping:
+            try:
+                client.ready()
+                self._reconcile(client)
+            except EngineUnreachable as error:
+                self.set_state("waiting", str(error))
+            self._stopping.wait(WATCH_S)

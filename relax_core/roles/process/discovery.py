@@ -1,0 +1,55 @@
+"""How a worker finds the run's bus and metrics, which may still be starting: all processes start at the same time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from relax_core.bus.factory import connect_bus
+from relax_core.bus.ray.ray_bus import RayBus
+from relax_core.observe.service.metrics_actor import MetricsClient, connect_metrics
+from relax_core.roles.process.role_context import BUS, METRICS, RunContext
+from relax_core.roles.process.traced_bus import Waiting, noted_bus
+
+T = TypeVar("T")
+RETRY_S = 0.05
+
+
+def meet_bus(context: RunContext, waiting: Waiting) -> RayBus:
+    """The run's bus, its waits noted by ``waiting``; raises TimeoutError where it is not there within
+    ``run.start_timeout_s``."""
+    with waiting("its start", on=BUS):
+        bus = _meet(BUS, lambda: connect_bus(BUS, context.namespace), timeout_s=context.config.run.start_timeout_s)
+    return noted_bus(bus, waiting)
+
+
+def meet_metrics(context: RunContext) -> MetricsClient:
+    """The run's metrics; raises TimeoutError where they are not there within ``run.start_timeout_s``."""
+    return _meet(
+        METRICS,
+        lambda: connect_metrics(METRICS, namespace=context.run_namespace),
+        timeout_s=context.config.run.start_timeout_s,
+    )
+
+
+def meet_worker(context: RunContext, name: str) -> Any:
+    """Another worker's Ray handle; raises TimeoutError where it is not there within ``run.start_timeout_s``."""
+    import ray
+
+    return _meet(
+        name,
+        lambda: ray.get_actor(name, namespace=context.namespace),
+        timeout_s=context.config.run.start_timeout_s,
+    )
+
+
+def _meet(what: str, connect: Callable[[], T], *, timeout_s: float) -> T:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return connect()
+        except ValueError as error:  # no actor of that name yet
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{what} was not there within {timeout_s:.0f} s: {error}") from error
+            time.sleep(RETRY_S)

@@ -1,0 +1,99 @@
+"""Where a role's process runs: on which node of a joined Ray cluster, in which placement group; and by which address
+others reach it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from relax_core.config.schema import LauncherConfig, PlacementConfig, RelaxConfig
+from relax_core.roles.process.role_context import TEACHER_ENGINE
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
+LOOPBACK = "127.0.0.1"
+A_LITTLE = 0.01  # Ray puts an actor that asks for nothing on any node, whatever its strategy says
+ENGINE_ROLES = ("engine", TEACHER_ENGINE)
+MODEL_ROLES = ("actor", "critic", "actor_fwd", "reference", "teacher")  # whose workers compute with torch themselves
+
+
+def node_address(launcher: LauncherConfig) -> str:
+    """The IP address to listen on: loopback in a Ray of the run's own, else this node's own as the cluster knows it."""
+    if launcher.ray_address is None:
+        return LOOPBACK
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
+def engines_take_gpus(config: RelaxConfig) -> bool:
+    """Whether the run's own engines are on GPUs: the embedded engine runs on CPU cores, and what is attached by URL has
+    devices of its own."""
+    return config.placement.gpus_per_node > 0 and config.engine.name != "embedded" and not config.engine.urls
+
+
+def worker_gpus(config: RelaxConfig, role: str) -> int:
+    """GPUs of one worker of a role."""
+    if role in ENGINE_ROLES:
+        return config.engine.tp if engines_take_gpus(config) else 0
+    return int(config.placement.gpus_per_node > 0 and role in MODEL_ROLES)
+
+
+def node_options(launcher: LauncherConfig, role: str, rank: int, *, gpus: int = 0) -> dict[str, Any]:
+    """Ray's options for a role's actor. Engines go to the nodes one after the other, the controller's node last; the
+    rest stays with the controller. A process whose node is lost is started again wherever there is one. Ray chooses the
+    node of an actor that takes ``gpus``."""
+    if gpus:
+        return {"num_cpus": 0 if launcher.ray_address is None else A_LITTLE, "num_gpus": gpus}
+    if launcher.ray_address is None:
+        return {"num_cpus": 0}
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    here = ray.get_runtime_context().get_node_id()
+    others = sorted(node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here)
+    nodes = [*others, here]
+    chosen = nodes[rank % len(nodes)] if role in ENGINE_ROLES else here
+    return {"num_cpus": A_LITTLE, "scheduling_strategy": NodeAffinitySchedulingStrategy(chosen, soft=True)}
+
+
+def rank_bundles(placement: PlacementConfig, ranks: int) -> list[dict[str, float]]:
+    """What the ranks of a role reserve together, all of it or nothing: a GPU each. Without GPUs nearly nothing, so that
+    a laptop with fewer cores than ranks starts them all the same."""
+    of_rank = {"CPU": A_LITTLE} | ({"GPU": 1.0} if placement.gpus_per_node else {})
+    return [dict(of_rank) for _ in range(ranks)]
+
+
+def reserve_ranks(launcher: LauncherConfig, placement: PlacementConfig, ranks: int) -> PlacementGroup:
+    """The placement group of a role's ranks. Without GPUs they stay together on this node, else they are packed."""
+    import ray
+    from ray.util.placement_group import placement_group
+
+    bundles = rank_bundles(placement, ranks)
+    if launcher.ray_address is not None and not placement.gpus_per_node:
+        here = f"node:{ray.util.get_node_ip_address()}"
+        bundles = [bundle | {here: A_LITTLE} for bundle in bundles]
+    return placement_group(bundles, strategy="PACK")
+
+
+def rank_options(placement: PlacementConfig, group: PlacementGroup, rank: int) -> dict[str, Any]:
+    """Ray's options for the actor of one rank in the group that `reserve_ranks` made."""
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    (bundle,) = rank_bundles(placement, 1)
+    strategy = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=rank)
+    return {"num_cpus": bundle["CPU"], "num_gpus": bundle.get("GPU", 0), "scheduling_strategy": strategy}
+
+
+def cluster_fault(placement: PlacementConfig, nodes: Sequence[Mapping[str, Any]]) -> str | None:
+    """Why a joined Ray cannot hold the placement, None where it can. ``nodes``: what ``ray.nodes()`` returns."""
+    each = [int(node.get("Resources", {}).get("GPU", 0)) for node in nodes if node["Alive"]]
+    enough = sum(gpus >= placement.gpus_per_node for gpus in each)
+    if not placement.gpus_per_node or enough >= placement.nodes:
+        return None
+    return (
+        f"placement.nodes={placement.nodes} with placement.gpus_per_node={placement.gpus_per_node}, and the nodes of "
+        f"this Ray report {', '.join(map(str, each))} GPUs. Start them with `ray start --num-gpus=N`, or lower the "
+        "keys."
+    )

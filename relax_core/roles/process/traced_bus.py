@@ -1,0 +1,43 @@
+"""A bus whose waiting calls show among its worker's waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+from relax_core.bus.ray.ray_bus import RayBus
+from relax_core.roles.process.role_context import BUS
+
+Waiting = Callable[..., AbstractContextManager[None]]  # `Worker.waiting`
+NOTED_CALLS = ("lease", "read", "write", "ack", "release", "snapshot")  # not `wait_progress`, which is idling
+NOTED_AWAITS = ("admit_async", "put_async", "drop_async")
+
+
+def noted_bus(bus: RayBus, waiting: Waiting) -> RayBus:
+    """The same bus, noted by ``waiting``."""
+    return cast(RayBus, _NotedBus(bus, waiting))
+
+
+class _NotedBus:
+    def __init__(self, bus: RayBus, waiting: Waiting) -> None:
+        self._bus = bus
+        self._waiting = waiting
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._bus, name)
+        if name in NOTED_CALLS:
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                with self._waiting(name, on=BUS):
+                    return method(*args, **kwargs)
+
+            return call
+        if name in NOTED_AWAITS:
+
+            async def call_async(*args: Any, **kwargs: Any) -> Any:
+                with self._waiting(name.removesuffix("_async"), on=BUS):
+                    return await method(*args, **kwargs)
+
+            return call_async
+        return method

@@ -1,0 +1,296 @@
+"""The rollout role's worker: builds the sampler and the evaluator, and keeps them going."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ray.exceptions import RayActorError
+
+from relax_core.bus.ray.ray_bus import RayBus
+from relax_core.config.schema import Partial, RelaxConfig
+from relax_core.contracts.algorithm import AlgorithmSpec
+from relax_core.contracts.bus import BusClosed
+from relax_core.contracts.data import PromptSource
+from relax_core.contracts.stop_signals import ignore_stop_signals
+from relax_core.data.eval_sets import eval_sets, held_out_count
+from relax_core.data.sources import make_source
+from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.engines.pool.engine_pool import EnginePool
+from relax_core.observe.service.metrics_actor import MetricsClient, MetricsUnavailable
+from relax_core.observe.service.records import bad_rows_kind
+from relax_core.registry import find_algorithm, find_env, find_reward
+from relax_core.roles.engine.engine_directory import EngineDirectory
+from relax_core.roles.process.discovery import meet_bus, meet_metrics, meet_worker
+from relax_core.roles.process.failure import first_cause
+from relax_core.roles.process.role_context import RunContext, worker_name
+from relax_core.roles.process.worker import Worker
+from relax_core.roles.rollout.traced_rollout import NotedPool, NotedRewards
+from relax_core.rollout.bad_rows import BadRows
+from relax_core.rollout.episodes.episodes import EpisodePlayer
+from relax_core.rollout.episodes.group_assembly import GroupFilter, MakeExtras
+from relax_core.rollout.evaluation.evaluator import Evaluator, eval_versions, prepare
+from relax_core.rollout.group_advantages import advantage_extras, made_as_groups_complete
+from relax_core.rollout.prompt_tokens import PromptMaker
+from relax_core.rollout.rewards.reward_pool import RewardPool
+from relax_core.rollout.rollout_loop import Record, Sampler, SamplerSettings
+from relax_core.rollout.sampling_params import evaluation_sampling, training_sampling
+from relax_core.rollout.teacher_choice import teacher_chooser
+from relax_core.rollout.weight_update_handler import Turnover
+
+log = logging.getLogger(__name__)
+CLOSED_S = 0.2
+REWARD_LOG = "reward.log"  # what worker processes of an isolated reward print
+OWNER_FIRST_S = 10.0  # an engine that does not start is its owner's to report: it knows why
+
+
+class RolloutWorker(Worker):
+    """Rollout worker ``rank``. All of its state is in the bus: a restarted one takes back what its predecessor owed.
+    Several share the prompts of a step; the first one alone evaluates."""
+
+    def __init__(self, name: str, context: RunContext, rank: int) -> None:
+        self._rank = rank  # before the loop starts, which reads it
+        self._evaluated = threading.Event()
+        ignore_stop_signals()  # envs and rewards are the user's code
+        super().__init__(name, context)
+
+    def work(self) -> None:
+        asyncio.run(self._run())
+
+    async def _run(self) -> None:
+        context, config = self.context, self.context.config
+        bus = meet_bus(self.context, self.waiting)
+        metrics = meet_metrics(self.context)
+        pool = self._pool()
+        rewards = self._rewards()
+        source = make_source(config.data, seed=config.seed, eval_rows=held_out_count(config))
+        env = find_env(config.env.name)
+        prompts = PromptMaker(
+            env=env,
+            env_knobs=config.env,
+            tokenizer=PromptTokenizer(context.model_folder, template_arguments=config.data.chat_template_kwargs),
+            max_prompt_tokens=config.engine.context_tokens - config.rollout.max_new_tokens,
+            overlong=config.data.overlong,
+        )
+        spec = find_algorithm(config.algo.name)
+        teachers = spec.needs(config.algo).teacher
+        advantages = group_advantages(spec, config) if made_as_groups_complete(config) else None
+        evaluator = None
+        if self._rank == 0:
+            evaluator = self._evaluator(source, bus=bus, metrics=metrics, pool=pool, prompts=prompts, rewards=rewards)
+        settings = self._settings(prompts.tokenizer)
+        player = None
+        if env.has_turns:
+            player = EpisodePlayer(
+                env=env, env_knobs=config.env, prompts=prompts, pool=pool, sampling=settings.sampling, seed=config.seed
+            )
+        sampler = Sampler(
+            bus=bus,
+            pool=pool,
+            source=source,
+            prompts=prompts,
+            rewards=rewards,
+            settings=settings,
+            record=self._record(metrics),
+            gate=_no_gate if evaluator is None else evaluator.gate,
+            bad_rows=BadRows(
+                rows=len(source),
+                most=config.data.max_bad_rows,
+                tell=lambda rows: metrics.record_texts(bad_rows_kind(self._rank), context.start_step, rows),
+            ),
+            refuse=group_filter(spec, config.algo),
+            teacher_of=None if teachers is None else teacher_chooser(teachers),
+            turnover=self._turnover(bus, pool),
+            advantages=advantages,
+            player=player,
+        )
+        self.set_state("running")
+        try:
+            async with asyncio.TaskGroup() as group:
+                if advantages is not None:  # torch is there before the engine has its first weights
+                    group.create_task(asyncio.to_thread(importlib.import_module, "torch"))
+                if evaluator is not None:
+                    group.create_task(self._evaluate(evaluator, metrics))
+                group.create_task(self._sample(sampler, bus))
+        except* Exception as failures:
+            raise first_cause(failures) from failures
+        finally:
+            rewards.close()
+
+    def _pool(self) -> NotedPool:
+        config = self.context.config
+        return NotedPool(
+            config.engine.count,
+            EngineDirectory(self.context).client_async,
+            patience_s=config.engine.start_timeout_s + OWNER_FIRST_S,
+            silent_s=config.engine.silent_s,
+            by_load=not config.in_order,  # else the same seed gives the same bits, whatever the timing
+            max_lag=config.mode.max_staleness,
+            lag_s=config.engine.sync_timeout_s,
+            waiting=self.waiting,
+        )
+
+    def _rewards(self) -> NotedRewards:
+        config = self.context.config
+        return NotedRewards(
+            find_reward(config.reward.name),
+            config.reward,
+            workers=config.rollout.reward_workers,
+            concurrency=config.rollout.reward_concurrency,
+            log_file=self.context.log_dir / REWARD_LOG,
+            on_hang=self.fail,
+            waiting=self.waiting,
+            name=self.name,
+        )
+
+    def _turnover(self, bus: RayBus, pool: EnginePool) -> Turnover | None:
+        """Where nothing is aborted at a weight change, nobody has to follow the versions."""
+        rollout = self.context.config.rollout
+        aborts = rollout.partial is Partial.abort
+        if not (aborts or rollout.spare_prompts):
+            return None
+        call_timeout_s = self.context.config.bus.call_timeout_s
+        return Turnover(
+            bus,
+            pool,
+            max_aborts=rollout.max_aborts if aborts else 0,
+            call_timeout_s=call_timeout_s,
+            worker=self._rank,
+        )
+
+    def _record(self, metrics: MetricsClient) -> Record:
+        """Where there are several workers, a record says which of them made it."""
+        own = {"worker": float(self._rank)} if self.context.config.rollout.workers > 1 else {}
+        return lambda source, step, values: metrics.record(source, step, {**values, **own})
+
+    async def _sample(self, sampler: Sampler, bus: RayBus) -> None:
+        try:
+            timeout_s = self.context.config.bus.call_timeout_s
+            reclaimed = await asyncio.to_thread(bus.reclaim, worker=self._rank, timeout_s=timeout_s)
+            await sampler.run(reclaimed)
+        except BusClosed as closed:  # nothing is left to sample; the last evaluation may still be ahead
+            self.set_state("running", str(closed))
+
+    async def _evaluate(self, evaluator: Evaluator, metrics: MetricsClient) -> None:
+        """A stop ends it, and the sampling that waits for it: its weights may never come to the engine. It counts once
+        its record is in the run's files."""
+        running = asyncio.create_task(evaluator.run())
+        try:
+            while not running.done() and not self.stopping:
+                await asyncio.wait({running}, timeout=CLOSED_S)
+            if not running.done():
+                raise BusClosed("the run was stopped before its next evaluation")
+            running.result()
+            await asyncio.to_thread(self._write_out, metrics)
+            self._evaluated.set()
+        finally:
+            running.cancel()
+
+    def _write_out(self, metrics: MetricsClient) -> None:
+        try:
+            metrics.flush()
+        except MetricsUnavailable as error:
+            log.warning("the last evaluation may be missing in the metrics: %s", error)
+
+    def wait_evaluated(self, timeout_s: float) -> bool:
+        """Waits until the last evaluation is in; False past the deadline or when the loop has ended without it."""
+        deadline = time.monotonic() + timeout_s
+        while not self._evaluated.wait(0.2):
+            if time.monotonic() > deadline or not self._thread.is_alive():
+                return False
+        return True
+
+    def _settings(self, tokenizer: PromptTokenizer) -> SamplerSettings:
+        config = self.context.config
+        rollout = config.rollout
+        return SamplerSettings(
+            seed=config.seed,
+            burst_prompts=math.ceil((rollout.prompts_per_step + rollout.spare_prompts) / rollout.workers),
+            sampling=training_sampling(config, tokenizer),
+            admit_timeout_s=config.run.stall_timeout_s,
+            call_timeout_s=config.bus.call_timeout_s,
+            worker=self._rank,
+            alone=rollout.workers == 1,
+            mask_off_policy=rollout.mask_off_policy,
+            mask_truncated=rollout.mask_truncated,
+            in_order=config.in_order,
+        )
+
+    async def _note_evaluation(self, version: int, values: Mapping[str, float]) -> bool:
+        """Tells the trainer, who keeps the best checkpoint and says whether the run ends here. One that is gone is the
+        controller's to tell."""
+        trainer = await asyncio.to_thread(meet_worker, self.context, worker_name("actor", 0))
+        told = _awaited(trainer.note_evaluation.remote(version, dict(values)))
+        try:
+            return bool(await asyncio.wait_for(told, self.context.config.bus.call_timeout_s))
+        except (RayActorError, TimeoutError) as error:
+            log.warning("the trainer was not told the evaluation of version %d: %s", version, error)
+            return False
+
+    def _evaluator(
+        self,
+        source: PromptSource,
+        *,
+        bus: RayBus,
+        metrics: MetricsClient,
+        pool: EnginePool,
+        prompts: PromptMaker,
+        rewards: RewardPool,
+    ) -> Evaluator:
+        context, config = self.context, self.context.config
+        now = bus.progress(timeout_s=config.bus.call_timeout_s).version
+        planned = eval_versions(every=config.eval.every, start=context.start_step, total_steps=config.run.steps)
+
+        async def wait_version(version: int) -> None:
+            reached = now
+            while reached < version:
+                progress = await asyncio.to_thread(
+                    bus.wait_progress, since_version=reached, timeout_s=config.bus.call_timeout_s
+                )
+                if progress.version == reached and self.stopping:
+                    raise BusClosed("the run ended before this evaluation")
+                if progress.version == reached:
+                    await asyncio.sleep(CLOSED_S)  # a closed bus answers at once
+                reached = progress.version
+
+        versions = [version for version in planned if version >= now]
+        sets = eval_sets(config, source) if versions else []
+        return Evaluator(
+            versions=versions,
+            sets=[prepare(one, prompts, most_bad=config.data.max_bad_rows) for one in sets],
+            pool=pool,
+            prompts=prompts,
+            rewards=rewards,
+            sampling=evaluation_sampling(config, prompts.tokenizer),
+            wait_version=wait_version,
+            in_order=config.in_order,
+            record=metrics.record,
+            record_texts=lambda version, rows: metrics.record_texts("eval", version, rows),
+            note=None if config.run.keep_best is None else self._note_evaluation,
+        )
+
+
+async def _no_gate(version: int) -> None: ...
+
+
+async def _awaited(reference: Any) -> Any:
+    return await reference
+
+
+def group_advantages(spec: AlgorithmSpec, config: RelaxConfig) -> MakeExtras:
+    """What gives one complete group its advantages, of an algorithm that needs nothing but that group."""
+    return lambda tree: advantage_extras([tree], spec, config.algo)[0]
+
+
+def group_filter(spec: AlgorithmSpec, knobs: object) -> GroupFilter | None:
+    """What refuses complete groups; None for an algorithm that trains on all."""
+    drop_group = spec.drop_group
+    if drop_group is None:
+        return None
+    return GroupFilter(lambda rewards, dropped_in_a_row: drop_group(rewards, dropped_in_a_row, knobs))

@@ -1,0 +1,88 @@
+"""Engines and rewards that show among the rollout worker's waits."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from pathlib import Path
+from typing import cast
+
+from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
+from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput, RewardSpec
+from relax_core.engines.pool.engine_pool import EnginePool, OnEnd
+from relax_core.engines.pool.engine_watch import ClientFor
+from relax_core.roles.process.traced_bus import Waiting
+from relax_core.rollout.rewards.hang_watch import OnHang
+from relax_core.rollout.rewards.reward_pool import RewardPool
+
+
+class NotedPool(EnginePool):
+    """Engines; the time until a next group of responses shows among the worker's waits."""
+
+    def __init__(
+        self,
+        count: int,
+        client_for: ClientFor,
+        *,
+        patience_s: float,
+        silent_s: float,
+        by_load: bool,
+        max_lag: int,
+        lag_s: float,
+        waiting: Waiting,
+    ) -> None:
+        super().__init__(
+            count,
+            client_for,
+            patience_s=patience_s,
+            silent_s=silent_s,
+            by_load=by_load,
+            max_lag=max_lag,
+            lag_s=lag_s,
+        )
+        self._waiting = waiting
+
+    async def generate(
+        self,
+        prompts: Sequence[PromptRequest],
+        params: SamplingParams,
+        *,
+        places: Sequence[int],
+        on_end: OnEnd | None = None,
+    ) -> AsyncIterator[tuple[int, list[Generated]]]:
+        generated = super().generate(prompts, params, places=places, on_end=on_end)
+        groups = cast(AsyncGenerator[tuple[int, list[Generated]], None], generated)  # to be closed with this one
+        what = f"responses to {len(prompts)} prompts (first {prompts[0].rid})" if prompts else "nothing"
+        try:
+            while True:
+                with self._waiting(what, on="engine"):
+                    try:
+                        group = await anext(groups)
+                    except StopAsyncIteration:
+                        return
+                yield group
+        finally:
+            await groups.aclose()
+
+
+class NotedRewards(RewardPool):
+    """Rewards; scoring shows among the worker's waits as its own work, since that is where it may hang."""
+
+    def __init__(
+        self,
+        spec: RewardSpec,
+        knobs: RewardKnobs,
+        *,
+        workers: int,
+        concurrency: int,
+        log_file: Path,
+        on_hang: OnHang,
+        waiting: Waiting,
+        name: str,
+    ) -> None:
+        super().__init__(spec, knobs, workers=workers, concurrency=concurrency, log_file=log_file, on_hang=on_hang)
+        self._waiting = waiting
+        self._name = name
+
+    async def score(self, inputs: Sequence[RewardInput]) -> list[RewardOutput]:
+        with self._waiting(f"rewards of {len(inputs)} responses", on=self._name):
+            return await super().score(inputs)

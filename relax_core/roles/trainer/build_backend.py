@@ -1,0 +1,96 @@
+"""Builds the training back end of a role's rank."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from relax_core.config.schema import OptimizerConfig, ParallelConfig, RelaxConfig
+from relax_core.contracts.engine import WeightManifest
+from relax_core.families.folder import folder_architecture
+from relax_core.roles.process.process_placement import LOOPBACK
+from relax_core.roles.process.role_context import RunContext
+from relax_core.train.parallel.layout_arithmetic import critic_parallel, forward_parallel, one_rank
+
+if TYPE_CHECKING:
+    from relax_core.train.critic_backend import CriticBackend
+    from relax_core.train.policy_backend import MegatronBackend
+    from relax_core.train.rank_setup import RankSetup
+
+
+def role_parallel(config: RelaxConfig, role: str) -> ParallelConfig:
+    """The layout of actor, actor_fwd or reference."""
+    if role == "actor":
+        return config.parallel
+    return forward_parallel(config.parallel, getattr(config.parallel, role))
+
+
+def build_role_backend(context: RunContext, role: str, *, rank: int, store_address: str) -> MegatronBackend:
+    """One rank of actor, which alone is trainable, of actor_fwd or of reference."""
+    parallel = role_parallel(context.config, role)
+    setup = _setup(context, parallel, context.config.optimizer, rank=rank, store_address=store_address)
+    return _build(context, setup, trainable=role == "actor")
+
+
+def build_teacher(context: RunContext, folder: Path) -> MegatronBackend:
+    """The model of ``folder``, of whichever family it is, whole in this process, without gradient."""
+    parallel = one_rank(context.config.parallel)
+    setup = _setup(context, parallel, context.config.optimizer, rank=0, store_address=store_address(1))
+    setup = replace(setup, model_folder=folder, family=folder_architecture(folder).family)
+    return _build(context, setup, trainable=False)
+
+
+def _build(context: RunContext, setup: RankSetup, *, trainable: bool) -> MegatronBackend:
+    # Here, because the controller and the fronts import the roles and need neither torch nor Megatron.
+    from relax_core.train.policy_backend import MegatronBackend
+
+    return MegatronBackend(setup, temperature=context.config.rollout.temperature, trainable=trainable)
+
+
+def build_critic(context: RunContext) -> CriticBackend:
+    """The critic, which has one rank and, where it is set, a learning rate of its own."""
+    from relax_core.train.critic_backend import CriticBackend
+
+    optimizer = context.config.optimizer
+    if optimizer.critic_lr is not None:
+        optimizer = replace(optimizer, lr=optimizer.critic_lr)
+    parallel = critic_parallel(context.config.parallel)
+    return CriticBackend(_setup(context, parallel, optimizer, rank=0, store_address=store_address(1)))
+
+
+def load_published(backend: MegatronBackend, manifest: WeightManifest) -> bool:
+    """Takes up a published version; False where newer ones have replaced it. Raises what `read_weights` raises."""
+    from relax_core.weights.version_file import read_weights
+
+    try:
+        backend.load_weights(read_weights(manifest))
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _setup(
+    context: RunContext, parallel: ParallelConfig, optimizer: OptimizerConfig, *, rank: int, store_address: str
+) -> RankSetup:
+    from relax_core.train.rank_setup import rank_setup
+
+    return rank_setup(
+        context.config,
+        model_folder=context.model_folder,
+        parallel=parallel,
+        optimizer=optimizer,
+        rank=rank,
+        store_address=store_address,
+    )
+
+
+def store_address(ranks: int, *, host: str = LOOPBACK) -> str:
+    """The "host:port" at which ``ranks`` ranks meet. One that is alone takes port 0 on loopback: any free one.
+    Rank 0 should bind it at once, before another process gets it."""
+    if ranks == 1:
+        return f"{LOOPBACK}:0"
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return f"{host}:{probe.getsockname()[1]}"

@@ -1,0 +1,275 @@
+"""The trainer's lead: leases groups, trains a step, publishes the weights, acknowledges; checkpoints between steps.
+
+This is the step path: nothing of the controller or of Serve stands on it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+from relax_core.config.schema import ModeName
+from relax_core.contracts import columns as c
+from relax_core.contracts.bus import BusTimeout, Lease, LeaseRequest
+from relax_core.contracts.tree import TokenTree
+from relax_core.observe.service.metrics_actor import MetricsUnavailable
+from relax_core.observe.service.records import ACTOR, metric_record
+from relax_core.registry import find_algorithm
+from relax_core.roles.engine.engine_directory import EngineDirectory
+from relax_core.roles.process.discovery import meet_bus, meet_metrics, meet_worker
+from relax_core.roles.process.process_placement import node_address
+from relax_core.roles.process.role_context import RunContext, worker_name
+from relax_core.roles.process.worker import Worker
+from relax_core.roles.trainer.rank_batches import policy_columns, policy_rows
+from relax_core.roles.trainer.rank_discovery import assemble_ranks
+from relax_core.roles.trainer.run_checkpoint import RunCheckpoints
+from relax_core.roles.trainer.step_metrics import StepRows, step_values
+from relax_core.roles.trainer.step_timing import StepClock
+from relax_core.roles.trainer.weight_sync import EngineSync
+from relax_core.roles.trainer.worker_group import Ranks, TrainerGang
+from relax_core.train.packing.leased_trees import decode_train_tree
+from relax_core.train.step.updates import StepResult, StepUpdates, UpdatePlan
+from relax_core.weights.transports.build_transport import build_transport
+from relax_core.weights.transports.choice import choose_transport
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+log = logging.getLogger(__name__)
+STOP_SLICE_S = 5.0  # how late a waiting trainer hears that it is to stop
+
+
+class Stopped(Exception):
+    """The trainer was asked to stop while it waited for rows."""
+
+
+class ActorWorker(Worker):
+    """Rank 0 of the actor role. It drives its peers, and alone leases and acknowledges rows."""
+
+    def __init__(self, name: str, context: RunContext, rank: int) -> None:
+        assert rank == 0, "peers are driven by rank 0"
+        self._version = context.start_step
+        super().__init__(name, context)
+
+    def version(self) -> int:
+        """Train steps done."""
+        return self._version
+
+    def note_evaluation(self, version: int, values: Mapping[str, float]) -> bool:
+        """An evaluation's figures are in. Returns whether the run ends with them, since it has waited long enough for
+        better ones (run.patience)."""
+        enough = self._checkpoints.judge(version, values)
+        if enough:
+            run = self.context.config.run
+            log.info("the run ends: %d evaluations in a row brought no better %s", run.patience, run.keep_best)
+            self.request_stop()
+        return enough
+
+    def work(self) -> None:
+        context, config = self.context, self.context.config
+        self._config = config
+        self._stall_s = config.run.stall_timeout_s
+        self._time_sharing = config.mode.name is ModeName.colocate
+        self._needs = find_algorithm(config.algo.name).needs(config.algo)
+        self._columns = policy_columns(config)
+        # The lead of several data-parallel ranks trains only a part of the rows, and reads that like the others.
+        self._payloads = c.STRUCTURE_COLUMNS if config.parallel.dp > 1 else None
+        self._plan = UpdatePlan(
+            groups=config.rollout.prompts_per_step,
+            mini_batches=config.algo.mini_batches,
+            epochs=config.algo.epochs,
+            budget_tokens=config.parallel.micro_batch_tokens,
+            ranks=config.parallel.dp,
+            seed=config.seed,
+        )
+        self._group_tokens = 0
+        self._clock = StepClock()
+        ranks = assemble_ranks(context, "actor", waiting=self.waiting)
+        self._bus = meet_bus(context, self.waiting)
+        self._gang = self._build_gang(ranks)
+        self._metrics = meet_metrics(context)
+        self._sync = self._build_sync()
+        self._checkpoints = RunCheckpoints(context, bus=self._bus, gang=self._gang, moved_on=self.moved_on)
+        try:
+            if self.context.resume_from is not None:
+                self._gang.load(self.context.resume_from)
+            self._publish(self._version)
+            self._train()
+        finally:
+            self._sync.close()
+
+    def _build_sync(self) -> EngineSync:
+        config = self._config
+        choice = choose_transport(config)
+        self.set_state("starting", f"weights go to the engines by {choice.name.value}: {choice.reason}")
+        transport = build_transport(
+            choice.name, host=node_address(config.launcher), timeout_s=config.engine.sync_timeout_s
+        )
+        return EngineSync(self.context, EngineDirectory(self.context), transport, waiting=self.waiting)
+
+    def _build_gang(self, ranks: Ranks) -> TrainerGang:
+        critic = meet_worker(self.context, worker_name("critic", 0)) if self._needs.critic else None
+        rows = None if self._payloads is None else policy_rows(self.context, self._bus)
+        return TrainerGang(ranks, timeout_s=self._stall_s, waiting=self.waiting, critic=critic, rows=rows)
+
+    # -- the loop ---------------------------------------------------------------------------------------------------
+    def _train(self) -> None:
+        self.set_state("running")
+        lease: Lease | None = None
+        self._step_ended = time.perf_counter()
+        try:
+            while self._version < self._config.run.steps and not self.stopping:
+                lease = self._step(lease)
+        except Stopped:
+            log.info("stopped after step %d", self._version)
+        self._save(self._version)
+        self._checkpoints.finish()
+        if self._config.run.export_hf:
+            self._export_hf()
+
+    def _export_hf(self) -> None:
+        from relax_core.train.hf.hf_export import export_hf_folder
+
+        def told() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in self._gang.export():
+                self.moved_on(f"writes hf/: {name}")
+                yield name, tensor
+                del tensor  # before the next one is made
+
+        export_hf_folder(
+            told(),
+            shapes=self._gang.lead.weight_shapes,
+            dtype=self._config.model.dtype,
+            source_folder=self.context.model_folder,
+            target=self.context.run_dir / "hf",
+        )
+
+    def _step(self, lease: Lease | None) -> Lease | None:
+        """One train step; returns the next step's first lease where it came with the acknowledgement."""
+        step, clock = self._version, self._clock
+        updates = StepUpdates(self._gang, self._plan, step=step)
+        consumed = self._consume(updates, lease, clock, step=step)
+        result = clock.timed("train_ms", updates.finish)
+        clock.timed("sync_ms", partial(self._publish, step + 1))
+        if self._time_sharing:
+            clock.timed("sync_ms", self._end_push)
+            clock.timed("sync_ms", self._sync.resume_memory)
+        self._version = step + 1
+        self._report(consumed, result, clock, step=step)
+        return self._acknowledge(consumed, step=step)
+
+    def _consume(self, updates: StepUpdates, lease: Lease | None, clock: StepClock, *, step: int) -> StepRows:
+        """Leases the step's groups and trains on them, micro-batch by micro-batch, while later ones generate."""
+        consumed = StepRows()
+        remaining = self._plan.groups
+        while remaining:
+            if lease is None:
+                request = self._request(step, remaining)
+                lease = self._lease(request, clock, may_stop=not updates.made)
+            if self._time_sharing:
+                clock.timed("sync_ms", self._sync.release_memory)
+            remaining -= len(lease.rows)
+            groups = clock.timed("decode_ms", partial(self._decode, lease, step, consumed))
+            self._gang.note_lease(lease)
+            lease = None
+            clock.timed("train_ms", partial(updates.add, groups))
+        return consumed
+
+    def _decode(self, lease: Lease, step: int, consumed: StepRows) -> list[TokenTree]:
+        oldest = step - self._config.mode.max_staleness
+        groups = []
+        for row in lease.rows:
+            group, masked = decode_train_tree(row, step=step, oldest_version=oldest)
+            groups.append(group)
+            consumed.dropped.update(masked)
+            self._group_tokens = max(self._group_tokens, group.computed_rows)
+        consumed.lease_ids.append(lease.lease_id)
+        consumed.rows.extend(lease.rows)
+        consumed.groups.extend(groups)
+        return groups
+
+    def _request(self, step: int, remaining: int) -> LeaseRequest:
+        """Asks for what is left of the step; it may come in pieces, but not in more than there are micro-batches."""
+        fitting = self._plan.budget_tokens // self._group_tokens * self._plan.ranks if self._group_tokens else 1
+        return LeaseRequest(
+            task="actor",
+            columns=self._columns,
+            payloads=self._payloads,
+            min_groups=remaining if self._time_sharing else max(1, min(remaining, fitting)),
+            max_groups=remaining,
+            step=step,
+            lease_s=self._config.bus.lease_s,
+        )
+
+    def _lease(self, request: LeaseRequest, clock: StepClock, *, may_stop: bool) -> Lease:
+        """Waits in slices, so that a stop is heard; past ``run.stall_timeout_s`` the bus says who owes the rows. A step
+        that has made an update goes on: its weights belong to no checkpoint before it is done."""
+        deadline = time.monotonic() + self._stall_s
+        while True:
+            try:
+                return clock.timed_lease(
+                    lambda: self._bus.lease(request, timeout_s=STOP_SLICE_S), timeout_s=STOP_SLICE_S
+                )
+            except BusTimeout:
+                if self.stopping and may_stop:
+                    raise Stopped from None
+                if time.monotonic() > deadline:
+                    raise
+
+    def _acknowledge(self, consumed: StepRows, *, step: int) -> Lease | None:
+        every = self._config.run.save_every
+        due = (every > 0 and (step + 1) % every == 0) or self._checkpoints.due(step + 1)
+        last = step + 1 == self._config.run.steps or self.stopping
+        then = None if due or last else self._request(step + 1, self._config.rollout.prompts_per_step)
+        lease = self._ack(consumed, then, step=step)
+        self._checkpoints.raise_failure()
+        if due:
+            self._clock.timed("checkpoint_ms", partial(self._save, step + 1))
+        return lease
+
+    def _save(self, version: int) -> None:
+        """What was reported of the steps before a checkpoint is on disk before it: a resume goes on behind it."""
+        try:
+            self._metrics.flush()
+        except MetricsUnavailable as error:
+            log.warning("checkpoint %d may have come before its metrics: %s", version, error)
+        self._checkpoints.save(version)
+        self._tell_step()
+
+    def _ack(self, consumed: StepRows, then: LeaseRequest | None, *, step: int) -> Lease | None:
+        def call() -> Lease | None:
+            return self._bus.ack(
+                consumed.lease_ids, step=step, dropped=consumed.dropped, then=then, timeout_s=STOP_SLICE_S
+            )
+
+        try:
+            return self._clock.timed_lease(call, timeout_s=STOP_SLICE_S)
+        except BusTimeout:
+            if then is None:
+                raise
+            return None  # the step is booked; the next one's rows are waited for as usual
+
+    def _report(self, consumed: StepRows, result: StepResult, clock: StepClock, *, step: int) -> None:
+        now = time.perf_counter()
+        step_ms = 1e3 * (now - self._step_ended)
+        values = step_values(consumed, result, clock, step=step, step_ms=step_ms)
+        self._metrics.put(metric_record(ACTOR, step, values), consumed.length_histogram(step=step))
+        self._step_ended, self._clock = now, StepClock()
+        self._tell_step()
+
+    def _tell_step(self) -> None:
+        self.set_state("running", f"step {self._version} of {self._config.run.steps}")
+
+    # -- engines ----------------------------------------------------------------------------------------------------
+    def _publish(self, version: int) -> None:
+        """Writes the weights; their push goes on beside the trainer, and the next version waits for its end."""
+        self._end_push()
+        self._sync.publish(version, self._gang.export())
+
+    def _end_push(self) -> None:
+        report = self._sync.end_push()
+        if report is not None:
+            self._clock.push_ms, self._clock.stall_ms = report.push_ms, report.stall_ms

@@ -1,0 +1,118 @@
+"""What one rank trains: parts of groups that the trainer's lead names, and that the rank itself reads from the bus."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import msgspec
+
+from relax_core.config.schema import RelaxConfig
+from relax_core.contracts import columns as c
+from relax_core.contracts.algorithm import Needs
+from relax_core.contracts.bus import Bus
+from relax_core.contracts.tree import TokenTree
+from relax_core.registry import find_algorithm
+from relax_core.roles.process.role_context import RunContext
+from relax_core.train.packing.leased_trees import decode_train_tree
+from relax_core.train.packing.micro_batches import piece_of
+
+CRITIC_COLUMNS = (*c.FORWARD_COLUMNS, c.LOSS_MASK, c.VALUES, c.RETURNS)  # what the critic trains on
+
+
+class TreePart(msgspec.Struct, frozen=True, array_like=True):
+    """Neighbouring episodes of one group. ``lease_id``: by which the group's row is read. ``counts_group``: of a group
+    that was cut into several parts one alone counts as the group."""
+
+    lease_id: int
+    group_uid: str
+    uids: list[str]
+    counts_group: bool
+
+
+def parts_of(trees: Iterable[TokenTree], lease_ids: Mapping[str, int]) -> list[TreePart]:
+    """``trees``: whole groups, or parts of them. ``lease_ids``: of each group."""
+    return [
+        TreePart(lease_ids[tree.group_uid], tree.group_uid, [one.uid for one in tree.episodes], tree.counts_group)
+        for tree in trees
+    ]
+
+
+class RankRows:
+    """Reads the rows of a step's groups from the bus, each once a step, however many updates train them.
+
+    ``columns``: what this rank needs of a row. ``max_staleness``: mode.max_staleness. ``timeout_s``: of one read.
+    """
+
+    def __init__(self, bus: Bus, *, columns: Sequence[str], max_staleness: int, timeout_s: float) -> None:
+        self._bus, self._columns = bus, tuple(columns)
+        self._max_staleness, self._timeout_s = max_staleness, timeout_s
+        self._step = -1
+        self._groups: dict[str, TokenTree] = {}
+
+    def trees(self, step: int, parts: Sequence[TreePart]) -> list[TokenTree]:
+        """The parts as train step ``step`` sees them, in their order. Raises BusTimeout where the bus does not answer
+        within ``timeout_s``, LeaseLost where a part's lease has ended, BusLost where the bus is gone."""
+        if step != self._step:
+            self._step, self._groups = step, {}
+        unread: dict[int, dict[str, None]] = {}  # lease → its groups, each once, in order
+        for part in parts:
+            if part.group_uid not in self._groups:
+                unread.setdefault(part.lease_id, {})[part.group_uid] = None
+        for lease_id, group_uids in unread.items():
+            self._read(lease_id, list(group_uids))
+        return [_part_of(self._groups[part.group_uid], part) for part in parts]
+
+    def _read(self, lease_id: int, group_uids: list[str]) -> None:
+        oldest = self._step - self._max_staleness
+        rows = self._bus.read(lease_id, group_uids, columns=self._columns, timeout_s=self._timeout_s)
+        for row in rows:
+            self._groups[row.group_uid], _ = decode_train_tree(row, step=self._step, oldest_version=oldest)
+
+
+def _part_of(tree: TokenTree, part: TreePart) -> TokenTree:
+    first = [one.uid for one in tree.episodes].index(part.uids[0])
+    piece = piece_of(tree, first, first + len(part.uids))
+    assert [one.uid for one in piece.episodes] == part.uids, "a group is cut into runs of its episodes"
+    return piece if piece.counts_group == part.counts_group else replace(piece, counts_group=part.counts_group)
+
+
+def policy_rows(context: RunContext, bus: Bus) -> RankRows:
+    """Of a rank of the policy."""
+    return _rows(context, bus, policy_columns(context.config))
+
+
+def critic_rows(context: RunContext, bus: Bus) -> RankRows:
+    return _rows(context, bus, CRITIC_COLUMNS)
+
+
+def _rows(context: RunContext, bus: Bus, columns: Sequence[str]) -> RankRows:
+    config = context.config
+    return RankRows(bus, columns=columns, max_staleness=config.mode.max_staleness, timeout_s=config.run.stall_timeout_s)
+
+
+def policy_columns(config: RelaxConfig) -> tuple[str, ...]:
+    """What the policy trains on in this run."""
+    needs = find_algorithm(config.algo.name).needs(config.algo)
+    return train_columns(needs, routing_replay=config.algo.routing_replay, truncates=config.rollout.truncates)
+
+
+def train_columns(needs: Needs, *, routing_replay: bool, truncates: bool) -> tuple[str, ...]:
+    """What the policy trains on: the rollout's columns, the advantages, and what the algorithm asks for. ``truncates``:
+    top_k, top_p or min_p leave tokens out."""
+    extra = [c.ADVANTAGES]
+    if routing_replay:
+        extra.append(c.ROUTED_EXPERTS)
+    if truncates:
+        extra.append(c.KEPT_TOKENS)
+    if needs.old_logprobs == "actor_fwd":
+        extra.append(c.OLD_LOGPROBS)
+    if needs.reference:
+        extra.append(c.REFERENCE_LOGPROBS)
+    if needs.teacher is not None:
+        extra.append(c.TEACHER_LOGPROBS)
+        if needs.teacher.top_k:
+            extra += [c.TEACHER_TOP_IDS, c.TEACHER_TOP_LOGPROBS]
+    if needs.critic:
+        extra += [c.VALUES, c.RETURNS]
+    return (*c.ROLLOUT_COLUMNS, *extra)

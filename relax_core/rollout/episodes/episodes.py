@@ -1,0 +1,292 @@
+"""The episodes of a group with an environment of several turns: a program each, at its own pace.
+
+Reset → prompt → response → step → prompt …, until the env says done, the most turns were played, a response was cut, or
+the context is full.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from relax_core.contracts.checked import WrongResult
+from relax_core.contracts.data import DataRow
+from relax_core.contracts.engine import PromptRequest, SamplingParams
+from relax_core.contracts.env import (
+    Action,
+    BaseInteractionEnv,
+    Ended,
+    EnvSpec,
+    EpisodeStart,
+    InteractionKnobs,
+    Message,
+    StepResult,
+)
+from relax_core.contracts.reward import RewardInput, RewardOutput
+from relax_core.contracts.tree import group_uid, sample_uid
+from relax_core.data.turn_tokens import TurnTokens
+from relax_core.engines.pool.engine_pool import EnginePool
+from relax_core.registry import plugin_words
+from relax_core.rollout.episodes.env_calls import EnvCalls, EnvTooSlow
+from relax_core.rollout.episodes.shared_requests import SharedRequests
+from relax_core.rollout.episodes.tree_builder import PlayedEpisode, PlayedTurn
+from relax_core.rollout.prompt_tokens import PromptMaker
+from relax_core.rollout.rewards.reward_inputs import response_text
+from relax_core.rollout.rewards.reward_pool import RewardPool
+from relax_core.rollout.sample_seeds import sampling_seed
+
+SHOWN = 200  # characters of an opening in an error
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupStart:
+    """A group that begins. ``rid``: with which the names of its requests begin. ``min_version``: see `PromptRequest`.
+    ``asks``, ``asked``: are told the name of each request when it goes out and when its response is in."""
+
+    index: int
+    attempt: int
+    row: DataRow
+    where: str
+    rid: str
+    min_version: int
+    asks: Callable[[str], None] = lambda rid: None
+    asked: Callable[[str], None] = lambda rid: None
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenEnv:
+    """The env of an episode that has begun, and how it is called."""
+
+    env: BaseInteractionEnv
+    calls: EnvCalls
+
+
+@dataclass(eq=False, kw_only=True)
+class EpisodeRecord:
+    """What an episode has been so far. ``failed``: why it has no reward, where its env raised or took too long; with
+    ``error`` where it raised."""
+
+    uid: str
+    messages: list[Message] = field(default_factory=list)
+    turns: list[PlayedTurn] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    ended: Ended | None = None
+    failed: str = ""
+    error: Exception | None = None
+
+    def fail(self, ended: Ended, words: str, error: Exception | None) -> None:
+        self.ended, self.failed, self.error = ended, words, error
+
+    def reward_input(self, row: DataRow, where: str) -> RewardInput:
+        return RewardInput(
+            response=self.texts[-1] if self.texts else "",
+            stopped=bool(self.turns) and self.turns[-1].response.finish_reason == "stop",
+            answer=str(row["answer"]),
+            row=row,
+            uid=self.uid,
+            where=where,
+            turns=self.texts,
+            turn_rewards=[turn.reward for turn in self.turns],
+            messages=self.messages,
+            ended=self.ended or "",
+        )
+
+
+class EpisodePlayer:
+    """Plays the groups of one env with turns. ``sampling``: its ``n`` is the episodes a group, its ``max_new_tokens``
+    hold for one turn. ``seed``: the run's."""
+
+    def __init__(
+        self,
+        *,
+        env: EnvSpec,
+        env_knobs: Any,
+        prompts: PromptMaker,
+        pool: EnginePool,
+        sampling: SamplingParams,
+        seed: int,
+    ) -> None:
+        assert env.open is not None
+        self._name = env.name
+        self._open = env.open
+        self._knobs = cast(InteractionKnobs, env_knobs)
+        self._prompts = prompts
+        self._requests = SharedRequests(pool, sampling)
+        self._group_size = sampling.n
+        self._stop = sampling.stop
+        self._seed = seed
+
+    async def play(self, start: GroupStart, tasks: asyncio.TaskGroup) -> list[EpisodeRecord]:
+        """The ended episodes of a group, in order. ``tasks``: see `SharedRequests.generate`.
+
+        Raises `BadRow` or ValueError for an opening that leaves no room for a response, as `PromptMaker` does;
+        ValueError where the episodes of the group open differently; `WrongResult` for what the contract does not allow.
+        """
+        uid = group_uid(start.index)
+        records = [EpisodeRecord(uid=sample_uid(uid, place)) for place in range(self._group_size)]
+        opened: list[OpenEnv | None] = [None] * len(records)
+        try:
+            async with asyncio.TaskGroup() as opening:
+                for place, record in enumerate(records):
+                    opening.create_task(self._reset(start, place, record, opened))
+            begun = [record for record in records if record.ended is None]
+            if begun:
+                _check_openings(begun, name=self._name, where=start.where)
+                messages = list(begun[0].messages)
+                prompt_ids = self._prompts.opening(messages, where=start.where)
+                between = TurnTokens(self._prompts.tokenizer, messages)
+                async with asyncio.TaskGroup() as playing:
+                    for place, (record, env) in enumerate(zip(records, opened, strict=True)):
+                        if env is not None and record.ended is None:
+                            playing.create_task(self._play(start, place, record, env, prompt_ids, between, tasks))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from failures  # the first one ended the others
+        finally:
+            await asyncio.gather(*(one.calls.close(one.env.close) for one in opened if one is not None))
+        return records
+
+    async def _reset(self, start: GroupStart, place: int, record: EpisodeRecord, opened: list[OpenEnv | None]) -> None:
+        """Opens the env of the episode at ``place``, and takes its first messages."""
+        begins = EpisodeStart(
+            row=start.row,
+            group_seed=sampling_seed(self._seed, index=start.index, purpose="env"),
+            episode_seed=sampling_seed(self._seed, index=start.index, purpose=f"env/{place}"),
+            attempt=start.attempt,
+        )
+
+        async def reset() -> None:
+            calls = EnvCalls(timeout_s=self._knobs.step_timeout_s)
+            env: BaseInteractionEnv = await calls(self._open, begins, self._knobs)
+            opened[place] = OpenEnv(env=env, calls=calls)
+            observation = await calls(env.reset)
+            record.messages += await calls(env.format_observation, observation)
+
+        await self._guarded(reset(), record, where=start.where, what="reset")
+
+    async def _play(
+        self,
+        start: GroupStart,
+        place: int,
+        record: EpisodeRecord,
+        env: OpenEnv,
+        prompt_ids: list[int],
+        between: TurnTokens,
+        tasks: asyncio.TaskGroup,
+    ) -> None:
+        """One episode, turn by turn, until it has ended."""
+        while record.ended is None:
+            number = len(record.turns)
+            request = PromptRequest(
+                rid=f"{start.rid}.{place}.{number}",
+                input_ids=prompt_ids,
+                sampling_seed=sampling_seed(self._seed, index=start.index, purpose=f"train/{place}/{number}"),
+                min_version=start.min_version,
+            )
+            began_s = time.time()
+            start.asks(request.rid)
+            response = await self._requests.generate(request, tie=start.index, tasks=tasks)
+            start.asked(request.rid)
+            played = PlayedTurn(prompt_ids=prompt_ids, response=response, began_s=began_s, ended_s=time.time())
+            record.turns.append(played)
+            record.texts.append(response_text(response, tokenizer=self._prompts.tokenizer, stop=self._stop))
+            record.messages.append({"role": "assistant", "content": record.texts[-1]})
+            if response.finish_reason != "stop":
+                record.ended = "turn_cut"
+                return
+            messages = list[Message]()
+            what = f"turn {number + 1}"
+            await self._guarded(self._step(env, record, messages), record, where=start.where, what=what)
+            if record.ended is not None:
+                return
+            record.messages += messages
+            prompt_ids = between.next_prompt(prompt_ids, response.output_ids.tolist(), messages)
+            if len(prompt_ids) > self._prompts.max_prompt_tokens:
+                record.ended = "context_full"
+
+    async def _step(self, opened: OpenEnv, record: EpisodeRecord, messages: list[Message]) -> None:
+        """The env's answer to the newest response: its reward, and the ``messages`` that follow, or the end."""
+        env, calls = opened.env, opened.calls
+        step: StepResult = await calls(env.step, Action(text=record.texts[-1], stopped=True))
+        record.turns[-1] = replace(record.turns[-1], reward=step.reward)
+        if step.done:
+            record.ended = "env_done"
+        elif len(record.turns) >= self._knobs.max_turns:
+            record.ended = "max_turns"
+        else:
+            messages += await calls(env.format_observation, step.observation)
+
+    async def _guarded(self, call: Any, record: EpisodeRecord, *, where: str, what: str) -> None:
+        """What the env raises, or a call that takes too long, ends the episode; a result of the wrong shape the run."""
+        try:
+            await call
+        except WrongResult as error:
+            raise WrongResult(f"episode {record.uid} ({where}), {what}: {error}") from error
+        except EnvTooSlow as error:
+            words = f"env {self._name}: {what}: {error}. Raise env.step_timeout_s, or mend the env"
+            record.fail("step_timeout", words, error)
+        except Exception as error:  # foreign code: the episode ends without a reward, up to reward.max_failed
+            record.fail("env_failed", f"env {self._name}: {what}: {plugin_words(error)}", error)
+
+
+def _check_openings(begun: Sequence[EpisodeRecord], *, name: str, where: str) -> None:
+    """Raises ValueError where an episode opens differently than the first: answers to different prompts have no common
+    baseline."""
+    first = begun[0]
+    for other in begun[1:]:
+        if other.messages != first.messages:
+            raise ValueError(
+                f"env {name}: {where}: the episodes of a group open differently. {first.uid}: "
+                f"{str(first.messages)[:SHOWN]}. {other.uid}: {str(other.messages)[:SHOWN]}. Let reset draw from "
+                "start.group_seed, which all episodes of a group have, and not from start.episode_seed."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlayedFigures:
+    """Of one group. ``tokens``: sampled ones. ``reward_s``: seconds that the rewards took."""
+
+    episodes: int
+    turns: int
+    tokens: int
+    newest_version: int
+    reward_s: float
+
+    @staticmethod
+    def of(records: Sequence[EpisodeRecord], *, reward_s: float) -> PlayedFigures:
+        responses = [turn.response for record in records for turn in record.turns]
+        return PlayedFigures(
+            episodes=len(records),
+            turns=len(responses),
+            tokens=sum(len(one.output_ids) for one in responses),
+            newest_version=max((int(one.versions[-1]) for one in responses), default=0),
+            reward_s=reward_s,
+        )
+
+
+async def score_episodes(
+    records: Sequence[EpisodeRecord], rewards: RewardPool, *, row: DataRow, where: str
+) -> list[PlayedEpisode]:
+    """The episodes with their rewards, in order. One whose env failed has none. Raises as `RewardPool.score` does, and
+    `RewardsFailed` where too many envs fail."""
+    inputs = {record.uid: record.reward_input(row, where) for record in records}
+    whole = [record for record in records if not record.failed]
+    outputs = await rewards.score([inputs[record.uid] for record in whole]) if whole else []
+    scored = {record.uid: output for record, output in zip(whole, outputs, strict=True)}
+    for record in records:
+        if record.failed:
+            output = scored[record.uid] = RewardOutput(reward=None, reason=record.failed)
+            rewards.failures.note(inputs[record.uid], output, record.error)
+    return [
+        PlayedEpisode(
+            uid=record.uid,
+            turns=record.turns,
+            reward=output.reward,
+            parts={"exact": float(output.exact), **(output.parts or {})},
+            ended=record.ended or "",
+        )
+        for record in records
+        for output in [scored[record.uid]]
+    ]

@@ -1,0 +1,144 @@
+"""One worker process of an isolated reward, which is killed and started anew where it hangs or dies."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput
+from relax_core.rollout.rewards.reward_frames import HEADER_BYTES, Ready, payload_bytes, to_frame
+
+_START_DEADLINE_S = 120.0
+_END_DEADLINE_S = 10.0  # of a process that was killed
+_CLOSED_S = 10.0  # how long one that closed its pipe may take to end
+_READ_BYTES = 1 << 16
+
+
+class _Gone(Exception):
+    """The worker process died, or did not answer before the deadline; the text says which."""
+
+
+class RewardWorker:
+    """One place for a worker process; a process that is lost is replaced."""
+
+    def __init__(self, knobs: RewardKnobs, log_file: Path | None) -> None:
+        self._knobs = knobs
+        self._log_file = log_file
+        self._lock = threading.Lock()  # between a restart and `stop`
+        self._stopped = False
+        self._process = self._start()
+        self._ready = False
+
+    def score(self, inputs: Sequence[RewardInput]) -> list[RewardOutput]:
+        """One output an input, in order, within ``knobs.timeout_s`` seconds an input; called by one thread at a time.
+        Raises RuntimeError where the process cannot start or `stop` was called."""
+        self._wait_ready()
+        limit_s = self._knobs.timeout_s * len(inputs)
+        try:
+            return msgspec.msgpack.decode(self._answer(inputs, limit_s=limit_s), type=list[RewardOutput])
+        except _Gone as error:
+            self._restart()
+            return [RewardOutput(reward=None, reason=f"reward {self._knobs.name}: {error}")] * len(inputs)
+
+    def stop(self) -> None:
+        with self._lock:
+            self._stopped = True
+            self._kill()
+
+    def close_pipes(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        root = Path(__file__).parents[3]
+        with nullcontext() if self._log_file is None else self._log_file.open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "relax_core.rollout.rewards.reward_worker_main", self._knobs.name],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                bufsize=0,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join([str(root), *sys.path]), "OMP_NUM_THREADS": "1"},
+                start_new_session=True,  # Ctrl-C is the owner's, and a kill reaches what the reward started
+            )
+        assert process.stdin is not None and process.stdout is not None
+        os.set_blocking(process.stdin.fileno(), False)
+        os.set_blocking(process.stdout.fileno(), False)
+        return process
+
+    def _restart(self) -> None:
+        with self._lock:
+            self._kill()
+            if not self._stopped:
+                self.close_pipes()
+                self._process = self._start()
+                self._ready = False
+
+    def _kill(self) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(_END_DEADLINE_S)
+
+    def _wait_ready(self) -> None:
+        if self._stopped:
+            raise RuntimeError(f"reward {self._knobs.name}: the pool was closed")
+        if self._ready:
+            return
+        try:
+            error = msgspec.msgpack.decode(self._answer(self._knobs, limit_s=_START_DEADLINE_S), type=Ready).error
+        except _Gone as gone:
+            error = str(gone)
+        if error:
+            raise RuntimeError(f"reward {self._knobs.name}: its worker process could not start: {error}")
+        self._ready = True
+
+    def _answer(self, message: Any, *, limit_s: float) -> bytes:
+        """What the process says to a message. Raises `_Gone` where that takes longer than ``limit_s`` seconds."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        to_worker, from_worker = self._process.stdin.fileno(), self._process.stdout.fileno()
+        deadline = time.monotonic() + limit_s
+
+        def wait_for(descriptor: int, event: int) -> None:
+            poll = select.poll()
+            poll.register(descriptor, event)
+            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
+                raise _Gone(f"no answer within {limit_s:g} s")
+
+        def read(count: int) -> bytes:
+            received = bytearray()
+            while len(received) < count:
+                wait_for(from_worker, select.POLLIN)
+                part = os.read(from_worker, min(_READ_BYTES, count - len(received)))
+                if not part:
+                    raise self._died()
+                received += part
+            return bytes(received)
+
+        rest = memoryview(to_frame(message))
+        while rest:
+            wait_for(to_worker, select.POLLOUT)
+            try:
+                rest = rest[os.write(to_worker, rest) :]
+            except BrokenPipeError:
+                raise self._died() from None
+        return read(payload_bytes(read(HEADER_BYTES)))
+
+    def _died(self) -> _Gone:
+        try:
+            code = self._process.wait(_CLOSED_S)
+        except subprocess.TimeoutExpired:
+            return _Gone("its worker process closed its pipe and goes on")
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return _Gone(f"its worker process died ({how})")

@@ -1,0 +1,115 @@
+"""Plug-ins are tried on real rows before anything starts, in a process that is killed where it hangs.
+
+The env makes the messages of a row, the reward scores the row's own answer, and an algorithm of the user's own takes
+one made-up group from its rewards to a loss.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from relax_core.rollout.rewards.reward_frames import HEADER_BYTES, payload_bytes, to_frame
+
+START_S = 120.0  # an interpreter, and imports of plug-ins and their libraries
+END_S = 10.0
+_READ_BYTES = 1 << 16
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """``rows``: (where it is from, the row). ``env``, ``reward``, ``algo``: the name of what is tried, and its
+    knobs as msgpack; an empty name is not tried. ``call_s``: seconds that one call of an env or a reward
+    may take; a reward has its ``timeout_s`` where that is more."""
+
+    rows: list[tuple[str, dict[str, Any]]]
+    env: tuple[str, bytes] = ("", b"")
+    reward: tuple[str, bytes] = ("", b"")
+    algo: tuple[str, bytes] = ("", b"")
+    call_s: float
+
+
+class Stage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The child begins with something, which takes ``limit_s`` seconds at most."""
+
+    what: str
+    limit_s: float
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    problems: list[str]
+
+
+def try_plugins(request: Request) -> list[str]:
+    """What is wrong with the plug-ins, a sentence each; a hang and a crash among them."""
+    root = Path(__file__).parents[3]
+    with tempfile.TemporaryFile() as printed:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "relax_core.rollout.trial.plugin_trial_main"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=printed,
+            bufsize=0,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(root), *sys.path]), "OMP_NUM_THREADS": "1"},
+            start_new_session=True,  # a kill reaches what a plug-in started
+        )
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            with process.stdin, process.stdout:
+                with suppress(BrokenPipeError):  # it has died, which is told below
+                    process.stdin.write(to_frame(request))
+                stage = Stage(what="the plug-ins' worker process: its start", limit_s=START_S)
+                while True:
+                    message = _next(process.stdout.fileno(), limit_s=stage.limit_s)
+                    if isinstance(message, Done):
+                        return message.problems
+                    if message == "silent":
+                        return [f"{stage.what} did not end within {stage.limit_s:g} s"]
+                    if message == "ended":
+                        return [f"{stage.what}: its process died ({_how(process)}){_last_line(printed)}"]
+                    assert isinstance(message, Stage)
+                    stage = message
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(END_S)
+
+
+def _next(descriptor: int, *, limit_s: float) -> Stage | Done | Literal["silent", "ended"]:
+    deadline = time.monotonic() + limit_s
+    received = bytearray()
+    wanted = HEADER_BYTES
+    while len(received) < wanted:
+        if not select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            return "silent"
+        part = os.read(descriptor, min(_READ_BYTES, wanted - len(received)))
+        if not part:
+            return "ended"
+        received += part
+        if wanted == HEADER_BYTES and len(received) == HEADER_BYTES:
+            wanted += payload_bytes(bytes(received))
+    return msgspec.msgpack.decode(received[HEADER_BYTES:], type=Stage | Done)
+
+
+def _how(process: subprocess.Popen[bytes]) -> str:
+    try:
+        code = process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        return "it closed its pipe"
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _last_line(printed: Any) -> str:
+    printed.seek(0)
+    lines: Sequence[str] = printed.read().decode(errors="replace").strip().splitlines()
+    return f": {lines[-1]}" if lines else ""

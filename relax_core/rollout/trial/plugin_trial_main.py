@@ -1,0 +1,143 @@
+"""The process in which plug-ins are tried: ``python -m relax_core.rollout.trial.plugin_trial_main``, of `try_plugins`."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, BinaryIO
+
+import msgspec
+
+from relax_core.contracts.checked import WrongResult
+from relax_core.contracts.env import EnvSpec, EpisodeStart
+from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec
+from relax_core.registry import find_algorithm, find_env, find_reward, plugin_words
+from relax_core.rollout.rewards.reward_frames import HEADER_BYTES, payload_bytes, to_frame
+from relax_core.rollout.trial.algorithm_trial import try_algorithm
+from relax_core.rollout.trial.plugin_trial import START_S, Done, Request, Stage
+
+ALGORITHM_S = 60.0
+
+
+def main() -> None:
+    replies = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # what a plug-in prints must not mix with the replies
+    header = sys.stdin.buffer.read(HEADER_BYTES)
+    request = msgspec.msgpack.decode(sys.stdin.buffer.read(payload_bytes(header)), type=Request)
+    problems = [
+        *(_try_env(request, replies) if request.env[0] else ()),
+        *(_try_reward(request, replies) if request.reward[0] else ()),
+        *(_try_algorithm(request, replies) if request.algo[0] else ()),
+    ]
+    _say(replies, Done(problems=problems))
+
+
+def _say(replies: BinaryIO, message: Stage | Done) -> None:
+    replies.write(to_frame(message))
+
+
+def _try_env(request: Request, replies: BinaryIO) -> Iterator[str]:
+    """A wrong type, a hang and a crash. Rows for which it raises are told by the look at the data, which counts them
+    against ``data.max_bad_rows``; of an env with turns, where it raises for every row."""
+    name, packed = request.env
+    _say(replies, Stage(what=f"env.name={name}: its import", limit_s=START_S))
+    spec = find_env(name)
+    knobs = msgspec.msgpack.decode(packed, type=spec.knobs)
+    failed: list[str] = []
+    for where, row in request.rows:
+        _say(replies, Stage(what=f"env.name={name}: messages for {where}", limit_s=request.call_s))
+        try:
+            if spec.messages is not None:
+                spec.messages(row, knobs)
+            else:
+                asyncio.run(_open_once(spec, row, knobs))
+        except WrongResult as error:
+            yield f"env.name={name}: {where}: {error}"
+            return
+        except Exception as error:  # foreign code: the look at the data meets it again, row by row
+            failed.append(f"env.name={name}: {where}: {plugin_words(error)}")
+    if spec.has_turns and failed and len(failed) == len(request.rows):
+        yield failed[0]
+
+
+async def _open_once(spec: EnvSpec, row: Mapping[str, Any], knobs: Any) -> None:
+    """Opens an episode and closes it; a step needs a model's response."""
+    assert spec.open is not None
+    env = spec.open(EpisodeStart(row=row, group_seed=0, episode_seed=0), knobs)
+    try:
+        observation = await _result(env.reset())
+        await _result(env.format_observation(observation))
+    finally:
+        await _result(env.close())
+
+
+async def _result(came: Any) -> Any:
+    return await came if inspect.isawaitable(came) else came
+
+
+def _try_reward(request: Request, replies: BinaryIO) -> Iterator[str]:
+    """One row's failure says nothing about the others; a wrong type does."""
+    name, packed = request.reward
+    _say(replies, Stage(what=f"reward.name={name}: its import", limit_s=START_S))
+    spec = find_reward(name)
+    knobs = msgspec.msgpack.decode(packed, type=spec.knobs)
+    if (problem := _problem(spec.prepare, f"reward.name={name}: prepare")) is not None:
+        yield problem
+        return
+    first = ""
+    for where, row in request.rows:
+        answer = str(row["answer"])
+        given = RewardInput(response=answer, stopped=True, answer=answer, row=row)
+        what = f"reward.name={name}: the score of {where}, with its own answer as the response"
+        answers = 1 if spec.score is not None else 2
+        _say(replies, Stage(what=what, limit_s=max(request.call_s, knobs.timeout_s * answers)))
+        try:
+            output = _first_output(spec, given, knobs)
+        except WrongResult as error:
+            yield f"reward.name={name}: {error}"
+            return
+        except Exception as error:  # foreign code: whatever it raises is told
+            first = first or f"{what}: {plugin_words(error)}"
+            continue
+        if output.reward is not None:
+            return
+        first = first or f"{what}: no reward: {output.reason or 'None without a reason'}"
+    several = "" if len(request.rows) < 2 else f" None of the {len(request.rows)} rows that were tried has a reward."
+    yield f"{first}.{several}"
+
+
+def _first_output(spec: RewardSpec, given: RewardInput, knobs: Any) -> RewardOutput:
+    """A reward of whole groups gets the answer twice, so that a list of the wrong length shows."""
+    came: Any = spec.score(given, knobs) if spec.score is not None else spec.score_group([given] * 2, knobs)  # type: ignore[misc]
+    if spec.is_async:
+        came = asyncio.run(came)
+    output = came if spec.score is not None else came[0]
+    assert isinstance(output, RewardOutput), "the registry checks what a reward returns"
+    return output
+
+
+def _try_algorithm(request: Request, replies: BinaryIO) -> Iterator[str]:
+    name, packed = request.algo
+    _say(replies, Stage(what=f"algo.name={name}: its import", limit_s=START_S))
+    spec = find_algorithm(name)
+    knobs = msgspec.msgpack.decode(packed, type=spec.knobs)
+    import torch  # noqa: F401
+
+    _say(replies, Stage(what=f"algo.name={name}: a made-up group from its rewards to a loss", limit_s=ALGORITHM_S))
+    problem = _problem(lambda: try_algorithm(spec, knobs), f"algo.name={name}, tried on a made-up group")
+    yield from [problem] if problem is not None else []
+
+
+def _problem(call: Callable[[], Any], what: str) -> str | None:
+    try:
+        call()
+    except Exception as error:  # foreign code: whatever it raises is told
+        return f"{what}: {plugin_words(error)}"
+    return None
+
+
+if __name__ == "__main__":
+    main()

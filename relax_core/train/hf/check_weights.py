@@ -1,0 +1,50 @@
+"""The module tells from the files' headers alone whether a folder's weights fit its architecture. It imports no
+torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from relax_core.families.architecture import Architecture
+from relax_core.families.folder import weight_files
+from relax_core.train.hf.weight_rules import tensor_shape, weight_rules
+
+
+def stored_shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...], Path]]:
+    """Yields (name, shape, file) of every weight of a folder. Raises ValueError for a file that cannot be read."""
+    for path in weight_files(folder):
+        try:
+            with safe_open(path, framework="numpy") as file:
+                for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                    yield name, tuple(file.get_slice(name).get_shape()), path
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} cannot be read: {error}. Fetch it again.") from error
+
+
+def weight_problems(folder: Path, architecture: Architecture) -> list[str]:
+    """Returns what keeps the trainer from loading the folder, in words; an empty list where nothing does."""
+    rules = {rule.hf: rule for rule in weight_rules(architecture)}
+    ignored = architecture.ignored_weights
+    problems, found = [], dict[str, Path]()
+    try:
+        for name, shape, path in stored_shapes(folder):
+            if name in ignored:
+                continue
+            if name not in rules:
+                problems.append(f"{path}: {name} is no weight of family {architecture.family}.")
+            elif name in found:
+                problems.append(f"{path}: {name} is also in {found[name]}.")
+            elif shape != (wanted := tensor_shape(rules[name], architecture)):
+                problems.append(f"{path}: {name} has shape {shape}; by config.json it is {wanted}.")
+            found[name] = path
+    except ValueError as error:
+        return [*problems, str(error)]
+    if not found:
+        return [f"{folder}: no *.safetensors file there. Give a Hugging Face folder with weights."]
+    missing = [name for name in rules if name not in found]
+    if missing:
+        problems.append(f"{folder}: {len(missing)} of {len(rules)} weights are missing: {', '.join(missing[:3])} …")
+    return problems

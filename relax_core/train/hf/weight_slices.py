@@ -1,0 +1,217 @@
+"""Where Hugging Face tensors lie in this rank's part of a Megatron model: which views, and which slices they are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from megatron.core import parallel_state
+from torch import Tensor
+
+from relax_core.families.architecture import Architecture
+from relax_core.train.checkpoints.checkpoint_shards import Block
+from relax_core.train.hf.weight_rules import Part, Shard, WeightRule
+from relax_core.train.model.gpt import VALUE_HEAD
+from relax_core.train.model.layer_specs import parameter_name
+
+_LAYER = re.compile(r"(?<=decoder\.layers\.)\d+")
+_EXPERT = re.compile(r"(?<=local_experts\.)\d+|(?<=experts\.linear_fc[12]\.weight)\d+")
+_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+class WholeTensor(Protocol):
+    """A tensor, or one in a file that reads what is cut out of it (stored_tensors.py)."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+
+    def __getitem__(self, cut: Any, /) -> Tensor: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightPlace:
+    """One rank's piece of a Hugging Face tensor: number ``piece`` of ``pieces`` equal ones along its rows or columns.
+
+    ``parameters``: what holds it; two where this rank has a tied embedding's copy for the output as well. ``views``:
+    the piece in their memory. ``is_copy``: only the copy is here. ``shape``: of the whole tensor, the vocabulary's
+    padding not counted.
+    """
+
+    rule: WeightRule
+    parameters: tuple[torch.nn.Parameter, ...]
+    views: tuple[Tensor, ...]
+    is_copy: bool
+    piece: int
+    pieces: int
+    shape: tuple[int, ...]
+
+    @property
+    def matrix(self) -> Tensor:
+        """The piece as Hugging Face has it; a copy where Megatron interleaves it with others."""
+        return self.views[0].reshape(piece_shape(self.views[0], self.rule))
+
+    def fill(self, source: WholeTensor) -> None:
+        """Copies this piece of ``source`` in; rows past the vocabulary become 0."""
+        axis = 1 if self.rule.shard is Shard.row else 0
+        size = piece_shape(self.views[0], self.rule)[axis]
+        cut = slice(self.piece * size, min((self.piece + 1) * size, self.shape[axis]))
+        missing = size - max(0, cut.stop - cut.start)  # rows that only pad the vocabulary
+        values = source[:, cut] if axis else source[cut] if missing < size else None
+        for view in self.views:
+            if missing:
+                view.zero_()
+                view = view[: size - missing]
+            if values is not None:
+                view.copy_(values.reshape(view.shape))
+
+    def blocks(self, index: int, flat: Tensor, *, start: int = 0) -> Iterator[Block]:
+        """``flat``: elements of ``parameters[index]``, or of its optimizer state, from its element ``start`` on. Gives
+        the parts of the piece that are in ``flat``, as views of it."""
+        view, origin = self.views[index], int(self.parameters[index].storage_offset())
+        *_, width = piece = piece_shape(view, self.rule)
+        width = width if len(piece) == 2 else 1
+        first_row = 0 if self.rule.shard is Shard.row else self.piece * piece[0]
+        columns = (self.piece * width if self.rule.shard is Shard.row else 0,) if len(piece) == 2 else ()
+        rows = self.shape[0] - first_row  # of the whole tensor; fewer than the piece's where the vocabulary is padded
+        for stored_at, row, elements in _runs(view, width=width):
+            place = stored_at - origin
+            begin, end = max(place, start), min(place + min(elements, (rows - row) * width), start + len(flat))
+            for element, row_count, column_count in _rectangles(begin - place, end - place, width=width):
+                at = element + place - start
+                down, right = divmod(element, width)
+                data = flat[at : at + row_count * column_count]
+                if columns:
+                    offsets = (first_row + row + down, columns[0] + right)
+                    yield Block(offsets, data.view(row_count, column_count))
+                else:
+                    yield Block((first_row + row + down,), data)
+
+
+def _runs(view: Tensor, *, width: int) -> Iterator[tuple[int, int, int]]:
+    """(place in the storage, row of the piece, elements) of each stretch of a view that lies without gaps."""
+    if view.is_contiguous():
+        yield int(view.storage_offset()), 0, view.numel()
+        return
+    for index, part in enumerate(view):
+        assert part.is_contiguous(), "gaps lie between key-value groups only"
+        yield int(part.storage_offset()), index * part.numel() // width, part.numel()
+
+
+def _rectangles(begin: int, end: int, *, width: int) -> Iterator[tuple[int, int, int]]:
+    """Cuts elements ``begin`` to ``end`` of a matrix into (first element, rows, columns): at most three rectangles."""
+    whole_from, whole_to = -(-begin // width) * width, end // width * width
+    if begin >= end:
+        return
+    if whole_from > whole_to:  # inside one row
+        yield begin, 1, end - begin
+        return
+    if begin < whole_from:
+        yield begin, 1, whole_from - begin
+    if whole_from < whole_to:
+        yield whole_from, (whole_to - whole_from) // width, width
+    if whole_to < end:
+        yield whole_to, 1, end - whole_to
+
+
+def weight_places(
+    chunks: Sequence[torch.nn.Module],
+    rules: Sequence[WeightRule],
+    architecture: Architecture,
+    *,
+    tied_output: bool,
+    tensor_of: Callable[[torch.nn.Parameter], Tensor],
+) -> tuple[dict[str, WeightPlace], set[str]]:
+    """This rank's pieces by Hugging Face name, and the parameters that no rule names.
+
+    ``tied_output``: a last pipeline stage that is not the first has a copy of the embedding as its output weight.
+    """
+    parameters = _parameters_by_global_name(chunks, architecture)
+    unused = set(parameters)
+    places = {}
+    for rule in rules:
+        name = parameter_name(rule.megatron, experts=architecture.experts is not None)
+        names = [name, _OUTPUT] if tied_output and name == _EMBEDDING else [name]
+        held = [parameters[each] for each in names if each in parameters]
+        unused.difference_update(names)
+        if not held:
+            continue
+        views = tuple(part_view(tensor_of(parameter), rule.part, architecture) for parameter in held)
+        piece, pieces = _piece_of(rule)
+        places[rule.hf] = WeightPlace(
+            rule=rule,
+            parameters=tuple(held),
+            views=views,
+            is_copy=name not in parameters,
+            piece=piece,
+            pieces=pieces,
+            shape=_whole_shape(views[0], rule, pieces, architecture),
+        )
+    return places, unused
+
+
+def _parameters_by_global_name(
+    chunks: Sequence[torch.nn.Module], architecture: Architecture
+) -> Mapping[str, torch.nn.Parameter]:
+    """Layers and experts are numbered over the whole model, not over this rank's part of it."""
+    experts = architecture.experts.count if architecture.experts is not None else 0
+    first_expert = (
+        experts // parallel_state.get_expert_model_parallel_world_size()
+    ) * parallel_state.get_expert_model_parallel_rank()
+    return {name: parameter for chunk in chunks for name, parameter in _numbered(chunk, first_expert=first_expert)}
+
+
+def _numbered(chunk: torch.nn.Module, *, first_expert: int) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    def layer_number(found: re.Match[str]) -> str:
+        return str(chunk.decoder.layers[int(found[0])].layer_number - 1)  # type: ignore[index, union-attr]
+
+    for name, parameter in chunk.named_parameters():
+        if name.startswith(VALUE_HEAD) and not chunk.post_process:
+            continue  # it is of no use there
+        global_name = _LAYER.sub(layer_number, name)
+        yield _EXPERT.sub(lambda found: str(int(found[0]) + first_expert), global_name), parameter
+
+
+def _piece_of(rule: WeightRule) -> tuple[int, int]:
+    """(number, count) of this rank's piece."""
+    if rule.shard is Shard.replicated:
+        return 0, 1
+    if rule.expert:
+        return (
+            parallel_state.get_expert_tensor_parallel_rank(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
+        )
+    return parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
+
+
+def part_view(parameter: Tensor, part: Part, architecture: Architecture) -> Tensor:
+    """The part of a Megatron parameter that one Hugging Face tensor is, as a view of its memory."""
+    if part is Part.whole:
+        return parameter
+    if part in (Part.gate, Part.up):
+        return parameter.chunk(2, dim=0)[0 if part is Part.gate else 1]
+    heads = architecture.num_heads // architecture.num_kv_heads
+    grouped = parameter.view(-1, heads + 2, architecture.head_dim, *parameter.shape[1:])  # this rank's groups
+    if part is Part.query:
+        return grouped[:, :heads]
+    return grouped[:, heads if part is Part.key else heads + 1]
+
+
+def piece_shape(view: Tensor, rule: WeightRule) -> tuple[int, ...]:
+    """Shape of the piece as Hugging Face has it: query, key and value views have extra leading axes."""
+    if rule.is_bias:
+        return (view.numel(),)
+    if rule.part in (Part.query, Part.key, Part.value):
+        return (view.shape[:-1].numel(), view.shape[-1])
+    return tuple(view.shape)
+
+
+def _whole_shape(view: Tensor, rule: WeightRule, pieces: int, architecture: Architecture) -> tuple[int, ...]:
+    whole = list(piece_shape(view, rule))
+    if rule.shard is not Shard.replicated:
+        whole[rule.shard.value] *= pieces
+    if rule.vocabulary:
+        whole[0] = architecture.vocab_size
+    return tuple(whole)

@@ -1,0 +1,196 @@
+"""The Megatron model, in chunks of layers: a GPTModel that reads a tree-packed stream and returns hidden states; for a
+critic, a value head on top of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    gather_from_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from relax_core.config.schema import ParallelConfig
+from relax_core.families.architecture import Architecture
+from relax_core.train.attention.tree_attention import TreeBatch
+from relax_core.train.megatron_on_cpu.device_loader import has_cuda
+from relax_core.train.model.layer_specs import block_spec, has_transformer_engine
+from relax_core.train.model.moe import number_routers
+from relax_core.train.model.transformer_config import megatron_arguments
+
+
+class TreeGPTModel(GPTModel):
+    """GPTModel whose forward ends before the output layer: log-probs are computed chunk by chunk from its hidden
+    states and `output_weight`, so logits never exist whole."""
+
+    _rotary_table: Tensor | None = None
+
+    def rotary(self, tree: TreeBatch) -> Tensor:
+        """Rotary angles of this rank's rows, ``[rows, 1, 1, head_dim]``; the table grows by doubling."""
+        if self._rotary_table is None or len(self._rotary_table) <= tree.max_position:
+            # "packed": else it would return this context-parallel rank's part of a plain sequence
+            self._rotary_table = self.rotary_pos_emb(1 << max(9, tree.max_position.bit_length()), packed_seq=True)
+        return self._rotary_table[tree.positions]
+
+    def forward(self, tree: TreeBatch) -> Tensor:
+        """The last chunk: hidden states of this rank's rows after the final norm, ``[rows, hidden]``, the same on all
+        tensor-parallel ranks. Others: what the next chunk reads, ``[rows, 1, hidden]``, cut by sequence parallelism."""
+        hidden: Tensor = self.decoder(
+            hidden_states=self.embedding(input_ids=tree.token_ids[None], position_ids=None)
+            if self.pre_process
+            else None,
+            attention_mask=tree,
+            rotary_pos_emb=self.rotary(tree),
+        )
+        if not self.post_process:
+            return hidden
+        if self.config.sequence_parallel:
+            # The head's gradient is whole on every rank, so the backward pass only cuts it.
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return hidden[:, 0]
+
+    def output_weight(self) -> Tensor:
+        """``[vocab / tp, hidden]``, padded; the embedding itself when tied, its copy on another pipeline stage."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+
+VALUE_HEAD = "value_head."  # how the names of its parameters begin
+
+
+class TreeValueModel(TreeGPTModel):
+    """A critic: the same trunk, and one number a row in the place of the output layer."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        self.value_head = torch.nn.Linear(config.hidden_size, 1)
+        torch.nn.init.zeros_(self.value_head.weight)
+        torch.nn.init.zeros_(self.value_head.bias)
+
+    def values(self, hidden: Tensor) -> Tensor:
+        """``[rows, hidden]`` → float32 ``[rows]``; 0 everywhere before the first update."""
+        weight, bias = self.value_head.weight.float(), self.value_head.bias.float()
+        return F.linear(hidden.float(), weight, bias)[:, 0]
+
+
+def transformer_config(
+    architecture: Architecture,
+    parallel: ParallelConfig,
+    *,
+    dtype: torch.dtype,
+    moe_aux_loss_coef: float = 0.0,
+) -> TransformerConfig:
+    """Megatron's config: the architecture's arguments and ours. Every fusion that needs a GPU library is off."""
+    arguments: dict[str, Any] = megatron_arguments(architecture)
+    if architecture.experts is not None:
+        arguments |= {
+            "moe_enable_routing_replay": True,  # which changes nothing until there is something to replay
+            "moe_router_load_balancing_type": "aux_loss" if moe_aux_loss_coef else "none",
+            "moe_aux_loss_coeff": moe_aux_loss_coef,
+        }
+    arguments["activation_func"] = getattr(F, arguments.pop("activation"))
+    pipeline = parallel.pp > 1
+    return TransformerConfig(
+        **{"moe_token_dispatcher_type": "alltoall"} | arguments,  # also a dense model's lengths vary only with this
+        tensor_model_parallel_size=parallel.tp,
+        sequence_parallel=parallel.sequence_parallel,
+        context_parallel_size=parallel.cp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.etp,
+        # Interleaved stages send both ways at one time, and their messages of shapes would meet the wrong receiver.
+        variable_seq_lengths=pipeline and parallel.vpp == 1,
+        batch_p2p_comm=parallel.vpp == 1,
+        deallocate_pipeline_outputs=True,
+        moe_grouped_gemm="num_moe_experts" in arguments and has_transformer_engine(),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # Gradients are summed over ranks; we divide by the algorithm's own denominator.
+        calculate_per_token_loss=True,
+        use_cpu_initialization=not has_cuda(),
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        cuda_graph_scope=[],  # its own default warns that it is deprecated
+    )
+
+
+def build_chunks(
+    architecture: Architecture,
+    parallel: ParallelConfig,
+    *,
+    dtype: torch.dtype,
+    value_head: bool = False,
+    moe_aux_loss_coef: float = 0.0,
+) -> list[TreeGPTModel]:
+    """This rank's chunks of layers, uninitialised, on this process's device: one, or with a virtual pipeline several;
+    the weights come from a Hugging Face folder.
+
+    With ``value_head`` the model has no output layer of its own, tied or not.
+    """
+    config = transformer_config(architecture, parallel, dtype=dtype, moe_aux_loss_coef=moe_aux_loss_coef)
+    chunks = []
+    for chunk in range(parallel.vpp):
+        vp_stage = chunk if parallel.vpp > 1 else None
+        model = (TreeValueModel if value_head else TreeGPTModel)(
+            config,
+            block_spec(config, recompute=parallel.recompute, vp_stage=vp_stage),
+            padded_vocabulary(architecture.vocab_size, parallel),
+            architecture.max_positions,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            position_embedding_type="rope",
+            rotary_base=architecture.rope.theta,
+            share_embeddings_and_output_weights=architecture.tie_word_embeddings or value_head,
+            vp_stage=vp_stage,
+        )
+        # Megatron scales frequencies by Llama 3.1's own numbers only; a model may have others.
+        model.rotary_pos_emb.inv_freq = architecture.rope.scaled(model.rotary_pos_emb.inv_freq)
+        _mark_shards(model)
+        if config.num_moe_experts and parallel.etp != parallel.tp:
+            _reduce_experts_apart(model)
+        chunks.append(model.to(device="cuda" if has_cuda() else "cpu", dtype=dtype))
+    if architecture.experts is not None:
+        number_routers(chunks)
+    return chunks
+
+
+def padded_vocabulary(words: int, parallel: ParallelConfig) -> int:
+    """Rows of the embedding: each tensor-parallel rank has equally many."""
+    return -(-words // parallel.tp) * parallel.tp
+
+
+def _mark_shards(model: torch.nn.Module) -> None:
+    """Tells Megatron which parameters tensor parallelism cuts: it does so itself only while initialising them."""
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding | RowParallelLinear):
+            weight = module.weight
+            if weight is not None and not hasattr(weight, "tensor_model_parallel"):
+                dim = 1 if isinstance(module, RowParallelLinear) else 0
+                set_tensor_model_parallel_attributes(weight, True, dim, 1)
+
+
+def _reduce_experts_apart(model: torch.nn.Module) -> None:
+    """Megatron does so only with ep > 1; but experts that are cut otherwise than the rest of the model (etp, tp) are
+    also replicated over other ranks."""
+    for name, parameter in model.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.allreduce = False  # type: ignore[attr-defined]

@@ -1,0 +1,143 @@
+"""Which modules a transformer layer is made of, chosen by device in one function, and the modules of our own."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.tensor_parallel import checkpoint
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from relax_core.config.schema import Recompute
+from relax_core.train.attention.tree_attention import TreeBatch
+from relax_core.train.megatron_on_cpu.device_loader import has_cuda
+from relax_core.train.model.moe import BalancedRouter, ExpertsLayer
+
+
+class TreeCoreAttention(MegatronModule):
+    """Core attention over a tree-packed stream. Takes the `TreeBatch` where Megatron passes its attention mask.
+
+    ``recompute``: its activations are not kept, but computed again in the backward pass.
+    """
+
+    def __init__(
+        self, config: TransformerConfig, *, softmax_scale: float | None = None, recompute: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(config=config)
+        self.scale, self.recompute = softmax_scale, recompute
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, tree: TreeBatch, **kwargs: Any) -> Tensor:
+        """``query`` ``[rows, 1, heads, dim]``; key, value ``[rows, 1, groups, dim]`` → ``[rows, 1, hidden]``."""
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return tree.attend(query[:, 0], key[:, 0], value[:, 0], scale=self.scale)[:, None]
+
+        if self.recompute and torch.is_grad_enabled():
+            output = checkpoint(attend, False, query, key, value)
+            assert isinstance(output, Tensor)
+            return output
+        return attend(query, key, value)
+
+
+class RecomputedLayer(TransformerLayer):
+    """A layer that keeps its input only and computes the rest again in the backward pass.
+
+    Megatron's own way cannot: it saves all arguments as tensors, and a `TreeBatch` is none.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return super().forward(*args, **kwargs)
+        forward, hidden = super().forward, kwargs.pop("hidden_states")
+        return checkpoint(lambda hidden: forward(*args, hidden_states=hidden, **kwargs), False, hidden)
+
+
+class RecomputedExpertsLayer(RecomputedLayer, ExpertsLayer):
+    """Both: the router is told what to do in the second pass, too."""
+
+
+class SequenceParallelRMSNorm(torch.nn.RMSNorm):
+    """RMSNorm that tells Megatron whether its gradient is partial; Megatron's own local norm refuses to."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.config = config
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+_GROUPED = re.compile(r"\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
+
+
+def has_transformer_engine() -> bool:
+    return has_cuda() and importlib.util.find_spec("transformer_engine") is not None
+
+
+def block_spec(
+    config: TransformerConfig, *, recompute: Recompute, vp_stage: int | None = None
+) -> TransformerBlockSubmodules:
+    """The layers of a model chunk for this process's device: TransformerEngine's where CUDA and it are there, else
+    torch's. ``vp_stage``: which chunk of the stage it is, None where a stage has one.
+
+    Core attention is ours on both: only it knows the tree mask.
+    """
+    layer: ModuleSpec
+    if has_transformer_engine():
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        layer = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+        )
+        norm: Any = TENorm
+    else:
+        layer = get_gpt_layer_local_spec(
+            num_experts=config.num_moe_experts,
+            moe_grouped_gemm=config.moe_grouped_gemm,
+            qk_layernorm=config.qk_layernorm,
+            normalization=config.normalization,
+        )
+        norm = SequenceParallelRMSNorm
+        parts, attention = layer.submodules, layer.submodules.self_attention.submodules
+        for owner in (parts, attention):
+            for name, module in vars(owner).items():
+                if module is WrappedTorchNorm:
+                    setattr(owner, name, norm)
+    layer.submodules.self_attention.submodules.core_attention = ModuleSpec(
+        module=TreeCoreAttention, params={"recompute": recompute is Recompute.selective}
+    )
+    experts = config.num_moe_experts is not None
+    if experts:
+        layer.submodules.mlp.submodules.router = BalancedRouter
+    if recompute is Recompute.full:
+        layer.module = RecomputedExpertsLayer if experts else RecomputedLayer
+    elif experts:
+        layer.module = ExpertsLayer
+    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)
+
+
+def parameter_name(name: str, *, experts: bool) -> str:
+    """The name that the chosen spec gives a parameter. ``experts``: whether the model has any.
+
+    TransformerEngine keeps norms inside the linear layers that they precede, but not a router's; its grouped GEMM has
+    the experts of a layer in one module.
+    """
+    if not has_transformer_engine():
+        return name
+    name = name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
+    if experts:
+        return _GROUPED.sub(r".\2.weight\1", name)
+    return name.replace(".pre_mlp_layernorm.weight", ".mlp.linear_fc1.layer_norm_weight")

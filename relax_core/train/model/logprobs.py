@@ -1,0 +1,397 @@
+"""Log-probs of chosen tokens, entropy and likeliest tokens, without ever holding the logits of all rows.
+
+At 4,096 rows and a vocabulary of 151,936 the logits alone are 2.5 GB, and a plain log_softmax keeps three such
+buffers. Here one buffer of ``[chunk_rows, vocab]`` is all that exists: the forward pass fills it chunk by chunk and
+keeps nothing, the backward pass computes each chunk again. When one chunk holds all rows, the backward pass reuses it.
+A tiny problem takes the plain way: there the cost is the Python around the operations, not the memory.
+
+**Tensor parallel.** With ``group`` the weight is this rank's shard of the vocabulary, ``[vocab / tp, hidden]``, which
+begins at word ``rank * vocab / tp``. Every rank goes over its chunks as if its shard were the whole vocabulary; what it
+found is joined at the end, in one exchange of a few numbers a row. With Z_r a shard's normalizer and Z the whole one,
+p = p_r Z_r / Z, so one number a row turns the shard's distribution into the whole one, in the backward pass too.
+
+What the functions have in common. ``hidden`` ``[rows, hidden]`` and ``weight`` of one floating dtype, ``targets``
+``[rows]`` int64 in 0..vocab-1; ``vocab_size``: words beyond it are padding of the weight and get no probability.
+Logits and all that is made of them are float32 also for bfloat16 inputs (float64 stays float64). On a CPU so are the
+factors of the matrix products, by float32 copies of the weight and of a chunk. On a GPU the factors keep the inputs'
+dtype and the sums are float32; the logits' gradient is rounded to that dtype, and one float32 temporary of the weight's
+shape exists while its gradient is added up.
+Results are equal on all ranks of ``group``; so must be the inputs but the weight, and the gradients that come in. The
+gradient of ``hidden`` is summed over the ranks, that of ``weight`` is the shard's; each has its own dtype.
+
+**Truncation.** With ``truncation`` the softmax of each row is over the tokens that are left: logits of the others are
+set to `OUTSIDE` inside of a chunk, in the forward pass and again in the backward pass. A token that is left out has the
+log-prob `OUTSIDE` and no gradient. The targets must be among those that are left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from relax_core.contracts.kept_tokens import OUTSIDE
+from relax_core.train.model.truncation import Truncation
+
+_LEAST_LOGPROB, _LEAST = -87.0, 2e-38  # what float32 still holds in full; exp of the first is less than the second
+_PLAIN_LOGITS = 2**16  # up to here plain operations are faster, and their three buffers are under 1 MB
+
+
+class HeadOutputs(NamedTuple):
+    """Of each row, float32: the target's log-prob ``[rows]``; the entropy in nats ``[rows]`` and the log-probs of other
+    tokens ``[rows, k]``, each None unless asked for."""
+
+    logprobs: Tensor
+    entropy: Tensor | None = None
+    gathered: Tensor | None = None
+
+
+class Likeliest(NamedTuple):
+    """Of each row: the target's log-prob ``[rows]``, the k likeliest tokens ``[rows, k]`` int64, likeliest first, and
+    their log-probs ``[rows, k]``. Where fewer than k are left the ids end in -1 and the log-probs in `OUTSIDE`. No
+    gradient."""
+
+    logprobs: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+
+
+def chunked_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    inverse_temperature: float,
+    chunk_rows: int,
+    group: ProcessGroup | None = None,
+    vocab_size: int | None = None,
+    truncation: Truncation | None = None,
+) -> Tensor:
+    """Log-prob ``[rows]`` of each row's target under ``softmax(hidden @ weight.T * inverse_temperature)``.
+
+    At most ``[chunk_rows, vocab]`` floats of logits exist at one time (three times that when all are under 2**16).
+    Not differentiable twice.
+    """
+    return head_outputs(
+        hidden,
+        weight,
+        targets,
+        inverse_temperature=inverse_temperature,
+        chunk_rows=chunk_rows,
+        group=group,
+        vocab_size=vocab_size,
+        truncation=truncation,
+    ).logprobs
+
+
+def head_outputs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    inverse_temperature: float,
+    chunk_rows: int,
+    gather: Tensor | None = None,
+    entropy: bool = False,
+    group: ProcessGroup | None = None,
+    vocab_size: int | None = None,
+    truncation: Truncation | None = None,
+) -> HeadOutputs:
+    """`chunked_logprobs` and, from the same logits, the entropy and the log-probs of the tokens ``gather``.
+
+    ``gather``: int64 ``[rows, k]`` in 0..vocab-1; a row may name a token twice. With ``truncation`` -1 stands for no
+    token, which counts as one that is left out. Gradients flow through all three. The entropy's backward pass needs two
+    buffers, so they hold half as many rows each: no more than ``[chunk_rows, vocab]`` floats exist here either
+    (``chunk_rows`` 2 or more).
+    """
+    assert hidden.ndim == 2 and weight.ndim == 2 and hidden.shape[1] == weight.shape[1], "want [rows, h], [vocab, h]"
+    assert hidden.dtype == weight.dtype and hidden.is_floating_point(), "hidden and weight must have one float dtype"
+    assert targets.shape == hidden.shape[:1] and targets.dtype == torch.int64, "want one int64 target a row"
+    assert gather is None or (gather.shape[0] == targets.shape[0] and gather.dtype == torch.int64), "want [rows, k]"
+    assert chunk_rows >= 1 and inverse_temperature > 0.0
+    columns = targets[:, None] if gather is None else torch.cat([targets[:, None], gather], dim=1)
+    few = hidden.shape[0] <= chunk_rows and hidden.shape[0] * weight.shape[0] <= _PLAIN_LOGITS
+    if group is None and truncation is None and few:
+        chosen, of_rows = _plain_outputs(hidden, weight[:vocab_size], columns, inverse_temperature, entropy)
+    else:
+        shard = _Shard.of(weight, group, vocab_size=vocab_size)
+        rows = max(1, chunk_rows // 2) if entropy else chunk_rows
+        keep = torch.is_grad_enabled() and not entropy and hidden.shape[0] <= chunk_rows
+        settings = _Settings(inverse_temperature, rows, entropy, keep, truncation)
+        chosen, of_rows = _HeadOutputs.apply(hidden, weight, columns, shard, settings)
+    return HeadOutputs(chosen[:, 0], of_rows, None if gather is None else chosen[:, 1:])
+
+
+@torch.no_grad()
+def likeliest_tokens(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    inverse_temperature: float,
+    chunk_rows: int,
+    top_k: int,
+    group: ProcessGroup | None = None,
+    vocab_size: int | None = None,
+    truncation: Truncation | None = None,
+) -> Likeliest:
+    """The log-prob of each row's target and the ``top_k`` likeliest tokens, 1..vocab of them; memory as above."""
+    shard = _Shard.of(weight, group, vocab_size=vocab_size)
+    matrix = shard.matrix(weight)
+    owned, columns = shard.own(targets[:, None])
+    settings = _Settings(inverse_temperature, chunk_rows, False, False, truncation)
+    dtype = _maths_dtype(weight)
+    chosen = matrix.new_zeros(columns.shape, dtype=dtype)
+    # A shard with fewer words than ``top_k`` leaves places that nobody will take.
+    values = matrix.new_full((len(hidden), top_k), -torch.inf, dtype=dtype)
+    ids = targets.new_zeros(len(hidden), top_k)
+    own_k = min(top_k, shard.words)
+    normalizers = shard.normalizers(matrix, len(hidden))
+    for rows, logprobs in _log_softmax_chunks(hidden, matrix, shard.first, settings, normalizers):
+        torch.gather(logprobs, 1, columns[rows], out=chosen[rows])
+        top = logprobs.topk(own_k, dim=1)
+        values[rows, :own_k], ids[rows, :own_k] = top.values, top.indices + shard.first
+    if normalizers is not None:
+        above = shard.whole_above_own(normalizers)[:, None]
+        chosen = shard.add(torch.where(owned, chosen - above, 0.0))
+        everyones = shard.gather(values - above).transpose(0, 1).flatten(1)
+        values, places = everyones.topk(top_k, dim=1)
+        ids = shard.gather(ids).transpose(0, 1).flatten(1).gather(1, places)
+    if truncation is not None:
+        none = _left_out(values)
+        ids, values = ids.masked_fill(none, -1), values.masked_fill(none, OUTSIDE)
+    return Likeliest(chosen[:, 0], ids, values)
+
+
+# -- one rank's part of the vocabulary ------------------------------------------------------------------------------
+class _Shard(NamedTuple):
+    """Words ``first`` … ``first + words - 1``, without the padding; ``words`` may be 0 on the last ranks."""
+
+    first: int
+    words: int
+    group: ProcessGroup | None
+
+    @staticmethod
+    def of(weight: Tensor, group: ProcessGroup | None, *, vocab_size: int | None) -> _Shard:
+        width = weight.shape[0]
+        first = 0 if group is None else group.rank() * width
+        return _Shard(first, width if vocab_size is None else min(max(vocab_size - first, 0), width), group)
+
+    def matrix(self, weight: Tensor) -> Tensor:
+        """``[words, hidden]`` in the dtype of factors: on a GPU alone torch sums products of less in float32."""
+        return weight[: self.words].to(weight.dtype if weight.is_cuda else _maths_dtype(weight))
+
+    def own(self, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of some words are here, and their places here; 0 where they are not."""
+        places = columns - self.first
+        owned = (places >= 0) & (places < self.words)
+        return owned, torch.where(owned, places, 0)
+
+    def normalizers(self, matrix: Tensor, rows: int) -> Tensor | None:
+        """Where a pass over the chunks puts the log-sum-exp of each row's logits here; None where nobody asks."""
+        return None if self.group is None else matrix.new_full((rows,), -torch.inf, dtype=_maths_dtype(matrix))
+
+    def whole_above_own(self, normalizers: Tensor) -> Tensor:
+        """``[rows]``: log-sum-exp over all shards less that of this one, 0 or more."""
+        return self.gather(normalizers).logsumexp(dim=0) - normalizers
+
+    def gather(self, own: Tensor) -> Tensor:
+        """``[...]`` of each rank → ``[ranks, ...]``."""
+        assert self.group is not None
+        everyones = own.new_empty(self.group.size(), *own.shape)
+        dist.all_gather(list(everyones.unbind(0)), own.contiguous(), group=self.group)
+        return everyones
+
+    def add(self, own: Tensor) -> Tensor:
+        """The sum over ranks, in place."""
+        dist.all_reduce(own, group=self.group)
+        return own
+
+
+# -- the chunks -----------------------------------------------------------------------------------------------------
+class _Settings(NamedTuple):
+    """``keep``: all rows are one chunk, whose softmax the backward pass may use again."""
+
+    inverse_temperature: float
+    chunk_rows: int
+    entropy: bool
+    keep: bool
+    truncation: Truncation | None
+
+
+def _logit_chunks(
+    hidden: Tensor, matrix: Tensor, first: int, settings: _Settings
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Which rows, their hidden states ``[chunk, hidden]`` in the matrix's dtype and their logits ``[chunk, words]``.
+    ``first``: the id of the first word.
+
+    All logits come in one buffer, which the next chunk overwrites. Without a word there is no chunk.
+    """
+    if not len(matrix):
+        return
+    buffer = matrix.new_empty(min(len(hidden), settings.chunk_rows), len(matrix), dtype=_maths_dtype(matrix))
+    for start in range(0, len(hidden), settings.chunk_rows):
+        rows = slice(start, min(start + settings.chunk_rows, len(hidden)))
+        chunk = hidden[rows].to(matrix.dtype)
+        logits = buffer[: len(chunk)]
+        if logits.dtype == matrix.dtype:
+            # With beta=0 the first argument is not read: `alpha` scales inside the GEMM.
+            torch.addmm(logits, chunk, matrix.t(), beta=0, alpha=settings.inverse_temperature, out=logits)
+        else:
+            torch.mm(chunk, matrix.t(), out_dtype=logits.dtype, out=logits).mul_(settings.inverse_temperature)
+        if settings.truncation is not None:
+            settings.truncation.apply(logits, rows, first=first)
+        yield rows, chunk, logits
+
+
+def _log_softmax_chunks(
+    hidden: Tensor, matrix: Tensor, first: int, settings: _Settings, normalizers: Tensor | None
+) -> Iterator[tuple[slice, Tensor]]:
+    """Which rows, and the log-softmax of their logits. ``normalizers`` ``[rows]``, where given, get the log-sum-exp."""
+    for rows, _, logits in _logit_chunks(hidden, matrix, first, settings):
+        highest = None if normalizers is None else logits.amax(dim=1)
+        # In place is safe: each row is read before it is written (test_in_place_softmax holds it).
+        torch.log_softmax(logits, dim=1, out=logits)
+        if normalizers is not None:
+            assert highest is not None
+            normalizers[rows] = highest - logits.amax(dim=1)  # the second is small, so this is exact
+        yield rows, logits
+
+
+def _exponentials(logprobs: Tensor, settings: _Settings) -> Tensor:
+    """The softmax of a chunk from its log-softmax, in its place."""
+    if settings.truncation is None or logprobs.device.type != "cpu":
+        return logprobs.exp_()
+    # Where much is left out: on a CPU torch.exp takes ten times as long for what underflows.
+    return torch.nn.functional.threshold(logprobs.clamp_(min=_LEAST_LOGPROB).exp_(), _LEAST, 0.0, inplace=True)
+
+
+def _left_out(logprobs: Tensor) -> Tensor:
+    """Where a log-prob is that of a token which truncation left out, whatever was taken off it."""
+    return logprobs < OUTSIDE / 2
+
+
+def _maths_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """``left`` ``[rows, inner]`` times ``right`` ``[inner, columns]``, summed and returned in ``dtype``."""
+    return left @ right if left.dtype == dtype else torch.mm(left, right, out_dtype=dtype)
+
+
+# -- forward and backward -------------------------------------------------------------------------------------------
+def _plain_outputs(
+    hidden: Tensor, weight: Tensor, columns: Tensor, inverse_temperature: float, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    dtype = _maths_dtype(weight)
+    logits = hidden.to(dtype) @ weight.to(dtype).t()
+    if inverse_temperature != 1.0:
+        logits = logits * inverse_temperature
+    logprobs = torch.log_softmax(logits, dim=1)
+    return logprobs.gather(1, columns), -(logprobs.exp() * logprobs).sum(dim=1) if entropy else None
+
+
+class _HeadOutputs(torch.autograd.Function):
+    """Chosen columns of the log-softmax ``[rows, columns]``, and its entropy ``[rows]`` where asked for."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, columns: Tensor, shard: _Shard, settings: _Settings
+    ) -> tuple[Tensor, Tensor | None]:
+        matrix = shard.matrix(weight)
+        owned, places = shard.own(columns)
+        dtype = _maths_dtype(weight)
+        chosen = matrix.new_zeros(columns.shape, dtype=dtype)
+        entropy = matrix.new_zeros(len(hidden), dtype=dtype) if settings.entropy else None
+        normalizers = shard.normalizers(matrix, len(hidden))
+        kept = None
+        for rows, logprobs in _log_softmax_chunks(hidden, matrix, shard.first, settings, normalizers):
+            torch.gather(logprobs, 1, places[rows], out=chosen[rows])
+            if entropy is not None:
+                entropy[rows] = torch.special.entr(_exponentials(logprobs, settings), out=logprobs).sum(dim=1)
+            elif settings.keep:
+                kept = _exponentials(logprobs, settings)
+        above = None
+        if normalizers is not None:
+            above = shard.whole_above_own(normalizers)
+            chosen = shard.add(torch.where(owned, chosen - above[:, None], 0.0))
+            if entropy is not None:  # the entropy within the shards, and that of which shard it is
+                share = above.neg().exp()
+                entropy = shard.add(share * entropy + torch.special.entr(share))
+        outside = None
+        if settings.truncation is not None:
+            outside = _left_out(chosen) | (columns < 0)
+            chosen.masked_fill_(outside, OUTSIDE)
+        ctx.save_for_backward(hidden, weight, columns, entropy, above, kept, outside)
+        ctx.shard, ctx.settings = shard, settings
+        return chosen, entropy
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(
+        ctx: Any, grad_chosen: Tensor, grad_entropy: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        # With p the softmax: d log p_j / d logits = one_hot_j - p, dH / d logits = entr(p) - H p, entr(p) = -p log p.
+        # What is one factor a row goes onto rows as wide as `hidden`, never as wide as the vocabulary.
+        hidden, weight, columns, entropy, above, kept, outside = ctx.saved_tensors
+        shard, settings, scale = ctx.shard, ctx.settings, ctx.settings.inverse_temperature
+        matrix = shard.matrix(weight)
+        dtype = _maths_dtype(weight)
+        owned, places = shard.own(columns)
+        grad_hidden, grad_weight = None, None
+        if ctx.needs_input_grad[0]:
+            grad_hidden = hidden.new_zeros(hidden.shape, dtype=hidden.dtype if shard.group is None else dtype)
+        if ctx.needs_input_grad[1]:
+            grad_weight = matrix.new_zeros(weight.shape, dtype=dtype)
+        if outside is not None:
+            grad_chosen = grad_chosen.masked_fill(outside, 0.0)
+        of_columns = torch.where(owned, grad_chosen * scale, 0.0)
+        of_softmax, of_surprise = -scale * grad_chosen.sum(dim=1, keepdim=True), None
+        on_delta = of_softmax
+        if entropy is not None:
+            assert grad_entropy is not None
+            of_surprise = scale * grad_entropy[:, None]
+            # In a shard entr(p share) = share (entr(p) + p above).
+            of_softmax = of_softmax - of_surprise * (entropy if above is None else entropy - above)[:, None]
+            on_delta = torch.ones_like(of_softmax)
+            spare = matrix.new_empty(min(len(hidden), settings.chunk_rows), len(matrix), dtype=dtype)
+        if above is not None:
+            on_delta = on_delta * above.neg().exp()[:, None]
+        for rows, chunk, softmax in _softmax_chunks(hidden, matrix, shard.first, settings, kept):
+            delta, taken = softmax, [*zip(places[rows].unbind(1), of_columns[rows, :, None].unbind(1), strict=True)]
+            if of_surprise is not None:
+                delta = torch.special.entr(softmax, out=spare[: len(chunk)])
+                delta.mul_(of_surprise[rows]).addcmul_(softmax, of_softmax[rows])
+            delta = delta.to(matrix.dtype)
+            if grad_weight is not None:
+                own, scaled = grad_weight[: shard.words], chunk * on_delta[rows]
+                if matrix.dtype == dtype:
+                    own.addmm_(delta.t(), scaled)
+                else:
+                    own += _product(delta.t(), scaled.to(matrix.dtype), dtype)
+                for place, incoming in taken:
+                    grad_weight.index_put_((place,), chunk * incoming, accumulate=True)
+            if grad_hidden is not None:
+                of_chunk = _product(delta, matrix, dtype).mul_(on_delta[rows])
+                for place, incoming in taken:
+                    of_chunk.addcmul_(matrix[place], incoming)
+                grad_hidden[rows] = of_chunk
+        if grad_hidden is not None and shard.group is not None:
+            grad_hidden = shard.add(grad_hidden).to(hidden.dtype)
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+
+
+def _softmax_chunks(
+    hidden: Tensor, matrix: Tensor, first: int, settings: _Settings, kept: Tensor | None
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """`_logit_chunks` with the softmax in the logits' place; ``kept`` is that of all rows, where it is there."""
+    if kept is not None:
+        yield slice(None), hidden.to(matrix.dtype), kept
+        return
+    for rows, chunk, logits in _logit_chunks(hidden, matrix, first, settings):
+        yield rows, chunk, torch.softmax(logits, dim=1, out=logits)

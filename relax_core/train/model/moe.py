@@ -1,0 +1,134 @@
+"""Megatron's layer and router of a mixture of experts, told by the micro-batch what to do, and what they counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from relax_core.train.attention.tree_attention import TreeBatch
+from relax_core.train.model.routing_replay import OWN_CHOICE, RouterRows
+
+
+class ExpertsLayer(TransformerLayer):
+    """A layer that hands the micro-batch's `RouterRows` to its router before it computes.
+
+    Because that happens in the layer's own forward pass, a pass that recomputes the layer does it again. Megatron's
+    RouterReplay knows a list for that case, which must be switched to between forward and backward passes; it is not
+    needed here.
+    """
+
+    def forward(self, *args: Any, attention_mask: TreeBatch, **kwargs: Any) -> Any:
+        if isinstance(self.mlp, MoELayer):
+            assert isinstance(self.mlp.router, BalancedRouter)
+            self.mlp.router.follow(attention_mask.routers)
+        return super().forward(*args, attention_mask=attention_mask, **kwargs)
+
+
+class BalancedRouter(TopKRouter):
+    """Megatron's router, and three things that it does otherwise: it replays what `follow` gives it, it weighs the
+    balancing loss by the micro-batch's share of the update, and it counts how often each expert was chosen."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        RouterReplay.clear_global_router_replay_instances()  # each router has its own; the list would keep dead models
+        self.experts_index = -1  # place of its layer among the model's layers with experts
+        self._rows = OWN_CHOICE
+        self.clear_counts()
+
+    def follow(self, rows: RouterRows) -> None:
+        """For the passes that come: of this micro-batch."""
+        self._rows = rows
+        if rows.experts is None:
+            self.router_replay.clear_router_replay_action()
+            return
+        self.router_replay.target_topk_idx = rows.experts[self.experts_index]
+        self.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+
+    def clear_counts(self) -> None:
+        """``chosen``: int64 ``[experts]``. ``balance_sum``: scalar, of losses times their weights."""
+        self.chosen = torch.zeros(self.num_experts, dtype=torch.int64)
+        self.balance_sum, self.balance_weight = torch.zeros(()), 0.0
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """As Megatron's, with the pads of the micro-batch, which neither the balancing loss nor the counts see."""
+        assert padding_mask is None
+        pads = self._rows.pads
+        probabilities, chosen = super().routing(logits, padding_mask=pads)
+        if self._rows.counted and torch.is_grad_enabled():  # a layer that is recomputed runs without gradient first
+            counted = chosen if pads is None else chosen[~pads]
+            self.chosen = self.chosen.to(counted.device) + counted.sum(0)
+        return probabilities, chosen
+
+    def attach_and_log_load_balancing_loss(
+        self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Megatron multiplies by the rows, for it divides by trained tokens later, which are as many in pre-training.
+        Here the update is divided by the algorithm's denominator: so by the micro-batch's part of that."""
+        weight = self._rows.balance_weight
+        # Each of these ranks has a part of the loss, and all of them together the whole.
+        self.balance_sum = self.balance_sum.to(aux_loss.device) + aux_loss.detach() * (weight / aux_loss_coeff)
+        self.balance_weight += weight / self.tp_cp_group.size()
+        return MoEAuxLossAutoScaler.apply(activation, aux_loss * weight)
+
+
+def routers(chunks: Sequence[torch.nn.Module]) -> Iterator[BalancedRouter]:
+    """Of a rank's layers, in order."""
+    for chunk in chunks:
+        yield from (module for module in chunk.modules() if isinstance(module, BalancedRouter))
+
+
+def number_routers(chunks: Sequence[torch.nn.Module]) -> None:
+    """Tells each router which of the model's layers is its own: all have experts, and Megatron counts them from 1."""
+    for router in routers(chunks):
+        router.experts_index = router.layer_number - 1
+
+
+def clear_counts(chunks: Sequence[torch.nn.Module]) -> None:
+    for router in routers(chunks):
+        router.clear_counts()
+
+
+def balance_metrics(
+    chunks: Sequence[torch.nn.Module], *, layers: int, experts: int, group: dist.ProcessGroup | None
+) -> dict[str, float]:
+    """How evenly the update's tokens went to the experts, over all layers and ranks; collective over ``group``, a gloo
+    group of all ranks, None for one alone.
+
+    ``max_load``, ``min_load``: tokens of the busiest and of the idlest expert of any layer, relative to an even load.
+    ``entropy``: of the experts' shares, relative to even shares, mean over layers. ``balance_loss``: the balancing loss
+    without its coefficient, mean over layers, where it is on; 1 is even.
+    """
+    found = torch.zeros(layers, experts + 2, dtype=torch.float64)
+    for router in routers(chunks):
+        found[router.experts_index, :experts] += router.chosen.cpu()
+        found[router.experts_index, experts:] += torch.tensor([float(router.balance_sum), router.balance_weight])
+    if group is not None:
+        dist.all_reduce(found, group=group)
+    return loads(found[:, :experts].numpy()) | _balance_loss(found[:, experts:].numpy())
+
+
+def loads(chosen: np.ndarray) -> dict[str, float]:
+    """`balance_metrics` of how often each expert was chosen, ``[layers, experts]``."""
+    experts = chosen.shape[1]
+    share = chosen / np.maximum(chosen.sum(1, keepdims=True), 1.0)
+    surprise = np.where(share > 0, -np.log(np.where(share > 0, share, 1.0)), 0.0)
+    return {
+        "max_load": float(share.max()) * experts,
+        "min_load": float(share.min()) * experts,
+        "entropy": float((share * surprise).sum(1).mean() / np.log(experts)) if experts > 1 else 1.0,
+    }
+
+
+def _balance_loss(sums: np.ndarray) -> dict[str, float]:
+    weight = sums[:, 1].sum()
+    return {"balance_loss": float(sums[:, 0].sum() / weight)} if weight else {}

@@ -1,0 +1,104 @@
+"""Joins this process to the trainer's ranks and sets up Megatron's groups; one layout at a time."""
+
+from __future__ import annotations
+
+import random
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+
+from relax_core.config.schema import ParallelConfig
+from relax_core.train.megatron_on_cpu.device_loader import has_cuda
+from relax_core.train.parallel.check_layout import check_layout
+from relax_core.weights.rendezvous import open_store
+
+_store: dist.Store | None = None  # it outlives `leave`: the next layout meets there again
+_layouts = 0  # how many this process has joined
+_gloo_world: dist.ProcessGroup | None = None
+
+
+def join(
+    parallel: ParallelConfig, *, rank: int, world_size: int, store_address: str, timeout_s: float, seed: int
+) -> None:
+    """Waits for all ranks, at most ``timeout_s`` seconds, then builds Megatron's groups and seeds its RNG streams.
+
+    ``store_address``: "host:port" of the TCPStore that rank 0 hosts; port 0 will do for one rank. A second back end
+    of a process joins nothing new: it must have the same rank, world size and layout, unless all ranks `leave` first.
+    """
+    global _store, _layouts, _gloo_world
+    check_layout(parallel, world_size)
+    if dist.is_initialized():
+        assert (dist.get_rank(), dist.get_world_size()) == (rank, world_size), "one layout a process"
+        assert _sizes() == _wanted(parallel), "one layout a process; all ranks may leave it"
+        return
+    if _store is None:
+        host, port = store_address.rsplit(":", 1)
+        try:
+            _store = open_store(host, int(port), rank=rank, world_size=world_size, timeout_s=timeout_s)
+        except dist.DistStoreError as error:
+            raise TimeoutError(
+                f"trainer rank {rank} waited {timeout_s:g} s at {store_address} for all {world_size} ranks: {error}"
+            ) from error
+    _layouts += 1
+    timeout = timedelta(seconds=timeout_s)
+    backend = "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
+    meeting = dist.PrefixStore(f"layout-{_layouts}", _store)
+    dist.init_process_group(backend, store=meeting, rank=rank, world_size=world_size, timeout=timeout)
+    _gloo_world = dist.new_group(backend="gloo", timeout=timeout) if has_cuda() else dist.group.WORLD
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=parallel.etp,
+        distributed_timeout_minutes=timeout_s / 60,
+    )
+    random.seed(seed)  # nothing of ours draws from these two, but a plug-in may
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+
+
+def leave() -> None:
+    """Gives up all groups, so that the same ranks may join in another layout. All ranks call it; back ends that were
+    built before are of no use after it."""
+    global _gloo_world
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    _gloo_world = None
+
+
+def world_group() -> dist.ProcessGroup:
+    """All ranks, over gloo: for what lies on the host."""
+    assert _gloo_world is not None, "join first"
+    return _gloo_world
+
+
+def wait_for_ranks(doing: str, *, rank: int, timeout_s: float) -> None:
+    """A barrier over all ranks. Where a plain collective would only time out, RuntimeError names those that do not
+    come within ``timeout_s`` seconds; ``doing`` begins its text."""
+    try:
+        dist.monitored_barrier(world_group(), timeout=timedelta(seconds=timeout_s), wait_all_ranks=True)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{doing}: trainer rank {rank} waited for the others, at most {timeout_s:g} s, and: {error}"
+        ) from error
+
+
+def _wanted(parallel: ParallelConfig) -> tuple[int, ...]:
+    return parallel.tp, parallel.pp, parallel.vpp, parallel.cp, parallel.ep, parallel.etp
+
+
+def _sizes() -> tuple[int, ...]:
+    return (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+        parallel_state.get_context_parallel_world_size(),
+        parallel_state.get_expert_model_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
+    )

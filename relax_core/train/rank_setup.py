@@ -1,0 +1,67 @@
+"""What one rank of a model is made from, taken from a run's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from relax_core.config.schema import OptimizerConfig, ParallelConfig, RelaxConfig
+from relax_core.contracts.algorithm import AlgorithmSpec
+from relax_core.registry import find_algorithm
+from relax_core.train.parallel.layout_arithmetic import world_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSetup:
+    """What a rank is made from. ``store_address``: "host:port" of the TCPStore that rank 0 hosts. ``timeout_s``: of
+    every wait for other ranks. ``moe_aux_loss_coef``: what a mixture of experts' balancing loss is weighed with.
+    ``banned_token_ids``: tokens that are never sampled, and so have no share in any log-prob."""
+
+    model_folder: Path
+    family: str
+    parallel: ParallelConfig
+    optimizer: OptimizerConfig
+    total_steps: int
+    dtype: str
+    algorithm: AlgorithmSpec
+    knobs: Any
+    rank: int
+    world_size: int
+    store_address: str
+    timeout_s: float
+    seed: int
+    moe_aux_loss_coef: float = 0.0
+    banned_token_ids: Sequence[int] = ()
+
+
+def rank_setup(
+    config: RelaxConfig,
+    *,
+    model_folder: Path,
+    rank: int,
+    store_address: str,
+    parallel: ParallelConfig | None = None,
+    optimizer: OptimizerConfig | None = None,
+) -> RankSetup:
+    """Rank ``rank`` of a model of the run. Its layout is ``parallel`` and its optimizer is ``optimizer``, or the
+    policy's where none is given; `RankSetup` describes the other arguments."""
+    parallel = parallel or config.parallel
+    return RankSetup(
+        model_folder=model_folder,
+        family=config.model.family,
+        parallel=parallel,
+        optimizer=optimizer or config.optimizer,
+        total_steps=config.run.steps,
+        dtype=config.model.dtype,
+        algorithm=find_algorithm(config.algo.name),
+        knobs=config.algo,
+        rank=rank,
+        world_size=world_size(parallel),
+        store_address=store_address,
+        timeout_s=config.run.stall_timeout_s,
+        seed=config.seed,
+        moe_aux_loss_coef=config.model.moe_aux_loss_coef,
+        banned_token_ids=config.rollout.banned(),
+    )

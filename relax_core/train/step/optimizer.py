@@ -1,0 +1,70 @@
+"""The optimizer as configured, and the learning rate of each step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+
+from relax_core.config.schema import DEFAULT_WARMUP_STEPS, OptimizerConfig, ParallelConfig, Schedule
+from relax_core.train.model.gpt import TreeGPTModel
+
+
+def learning_rate(config: OptimizerConfig, *, step: int, total_steps: int) -> float:
+    """Linear warm-up, (step + 1) / warmup_steps of lr; then constant, or down to lr * min_lr_ratio at ``total_steps``,
+    by a half cosine or in a straight line."""
+    warmup = min(DEFAULT_WARMUP_STEPS, total_steps) if config.warmup_steps is None else config.warmup_steps
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    if config.schedule is Schedule.constant:
+        return config.lr
+    done = min(1.0, (step - warmup) / max(1, total_steps - warmup))
+    left = 1 - done if config.schedule is Schedule.linear else 0.5 * (1 + math.cos(math.pi * done))
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
+
+
+def wrap_for_training(chunks: Sequence[TreeGPTModel], *, parallel: ParallelConfig, dtype: torch.dtype) -> list[Any]:
+    """Megatron's data-parallel wrapper of each chunk: gradients gather in one buffer, float32 also for bfloat16.
+
+    With ``parallel.overlap`` the last backward pass of a step starts their reduction, bucket by bucket, and the first
+    forward pass after it gathers each parameter of the distributed optimizer just before it is used.
+    """
+    config = DistributedDataParallelConfig(
+        use_distributed_optimizer=parallel.distributed_optimizer,
+        overlap_grad_reduce=parallel.overlap,
+        overlap_param_gather=parallel.overlap,
+        grad_reduce_in_fp32=dtype != torch.float32,
+    )
+    return [
+        DistributedDataParallel(chunk.config, config, chunk, disable_bucketing=index > 0)
+        for index, chunk in enumerate(chunks)
+    ]
+
+
+def build_optimizer(
+    config: OptimizerConfig, chunks: list[Any], *, distributed_optimizer: bool, dtype: torch.dtype
+) -> Any:
+    """AdamW with decoupled weight decay (none on norms), gradient clipping by global norm."""
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.beta1,
+            adam_beta2=config.beta2,
+            adam_eps=config.eps,
+            clip_grad=config.clip_grad,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=distributed_optimizer,
+        ),
+        chunks,
+    )
+    for group in optimizer.param_groups:
+        group["weight_decay"] = config.weight_decay * group["wd_mult"]  # what Megatron's scheduler would do
+    return optimizer

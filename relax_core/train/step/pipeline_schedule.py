@@ -1,0 +1,170 @@
+"""The order of forward and backward passes: micro-batch by micro-batch, or through a pipeline of stages.
+
+Without a pipeline a micro-batch is computed as soon as it comes. With one they are collected: a run of Megatron's 1F1B
+schedule over n micro-batches leaves each of pp stages idle for (pp - 1) / (n + pp - 1) of the time, so a run starts
+once `RUNS_OF_STAGES` * pp are there, and for what is left when the step ends.
+
+Where gradients are reduced beside the compute, only the last backward pass of a step may start that, and which one is
+the last is known only when the step ends: then one micro-batch more waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from relax_core.contracts.tree import TokenTree
+from relax_core.train.attention.tree_attention import TreeBatch
+from relax_core.train.packing.tree_packing import TreeLayout
+
+RUNS_OF_STAGES = 4
+
+Columns = TypeVar("Columns")
+Groups = Sequence[TokenTree]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """What one forward and backward pass works on. Without groups it is one token that nothing is learnt from: a rank
+    computes it where others wait for its part (experts, an interleaved pipeline, overlapped gradients)."""
+
+    groups: Groups
+    layout: TreeLayout
+    tree: TreeBatch
+
+    def of_tokens(self, of_chosen: Tensor, *, otherwise: Tensor) -> Tensor:
+        """``[chosen rows, …]`` → ``[tokens, …]``; a token that was not chosen has what ``otherwise`` ``[tokens, …]``
+        says, and no gradient."""
+        if self.layout.token_places is None:
+            return of_chosen
+        places = torch.from_numpy(self.layout.token_places).to(of_chosen.device)
+        values = of_chosen[places.clamp(min=0)]
+        there = (places >= 0).view(-1, *[1] * (values.ndim - 1))
+        return torch.where(there, values, otherwise.to(values.dtype))
+
+
+class Passes(Protocol):
+    """What a rank does with one micro-batch."""
+
+    def padded_rows(self, groups: Groups) -> int:
+        """Rows of their stream."""
+
+    def pack(self, groups: Groups, *, rows: int = 0, trained_only: bool = False) -> MicroBatch:
+        """Groups as a stream of ``rows`` rows at least. ``trained_only``: log-probs of trained rows are enough."""
+
+    def forward(self, chunk: Any, batch: MicroBatch) -> Tensor:
+        """What a chunk of layers gives to the next one, or the last one to `loss`."""
+
+    def loss(self, batch: MicroBatch, hidden: Tensor) -> Tensor:
+        """The sum to take the gradient of; counts what the step reports."""
+
+    def timed(self, part: str) -> contextlib.AbstractContextManager[None]: ...
+
+
+class Schedule:
+    """Runs the micro-batches of a step through this rank's model chunks; ``overlap``: its gradients are reduced beside
+    the compute."""
+
+    def __init__(self, chunks: Sequence[Any], passes: Passes, *, overlap: bool) -> None:
+        self._chunks, self._passes, self._overlap = chunks, passes, overlap
+        self._stages = parallel_state.get_pipeline_model_parallel_world_size()
+        self._window = 1 if self._stages == 1 else RUNS_OF_STAGES * self._stages
+        self._waiting: list[Groups] = []
+
+    def begin(self) -> None:
+        """Forgets what an update that failed has left."""
+        self._waiting = []
+
+    def add(self, groups: Groups) -> None:
+        """One more micro-batch of the update."""
+        self._waiting.append(groups)
+        if len(self._waiting) >= self._window + self._overlap:
+            window, self._waiting = self._waiting[: self._window], self._waiting[self._window :]
+            self._train(window, last=False)
+
+    def finish(self) -> None:
+        """Computes what still waits. With overlap its gradients are then on their way to the other ranks."""
+        if self._waiting:
+            window, self._waiting = self._waiting, []
+            self._train(window, last=True)
+
+    def evaluate(self, batches: Sequence[Groups], columns: Callable[[MicroBatch, Tensor], Columns]) -> list[Columns]:
+        """``columns`` of each micro-batch and the last chunk's output, without gradient; [] on another stage."""
+        with torch.no_grad():
+            if self._stages == 1:
+                made = map(self._passes.pack, batches)
+                return [columns(batch, self._passes.forward(self._chunks[0], batch)) for batch in made]
+            results: list[Columns] = []
+            for start in range(0, len(batches), self._window):
+                window = batches[start : start + self._window]
+                results += self._pipeline(
+                    window, lambda batch: lambda hidden, non_loss_data: columns(batch, hidden), forward_only=True
+                )[: len(window)]
+            return results
+
+    def _train(self, window: Sequence[Groups], *, last: bool) -> None:
+        reduces = self._overlap and last
+        with contextlib.ExitStack() as quiet:
+            if self._overlap and not last:
+                for chunk in self._chunks:
+                    quiet.enter_context(chunk.no_sync())
+            if self._stages == 1:
+                self._plain(window)
+                return
+            with self._passes.timed("pipeline"):
+                no_tokens = torch.zeros((), dtype=torch.int)  # with a count, Megatron leaves the loss undivided
+                self._pipeline(
+                    window,
+                    # A copy, as the schedule frees its outputs and refuses to free a view.
+                    lambda batch: lambda hidden: (self._passes.loss(batch, hidden).clone(), no_tokens, None),
+                    reduces=reduces,
+                )
+
+    def _plain(self, window: Sequence[Groups]) -> None:
+        for groups in window:
+            batch = self._passes.pack(groups, trained_only=True)
+            loss = self._passes.loss(batch, self._passes.forward(self._chunks[0], batch))
+            with self._passes.timed("backward"):
+                loss.backward()
+
+    def _pipeline(
+        self,
+        window: Sequence[Groups],
+        last_stage: Callable[[MicroBatch], Callable[..., Any]],
+        *,
+        forward_only: bool = False,
+        reduces: bool = False,
+    ) -> list[Any]:
+        """One run of Megatron's schedule; what ``last_stage`` returns beside the loss, in order, on the last stage."""
+        interleaved = len(self._chunks) > 1
+        if interleaved:  # it wants whole rounds of the stages, and one length, as its messages carry no shapes
+            window = [*window, *[()] * (-len(window) % self._stages)]
+        rows = max(map(self._passes.padded_rows, window)) if interleaved else 0
+        batches = [self._passes.pack(groups, rows=rows, trained_only=not forward_only) for groups in window]
+
+        def forward_step(waiting: Iterator[MicroBatch], chunk: Any) -> tuple[Tensor, Callable[..., Any]]:
+            batch = next(waiting)
+            return self._passes.forward(chunk, batch), last_stage(batch)
+
+        # The schedule holds back the reduction of gradients but for its last backward pass, if ours is that.
+        no_sync = [chunk.no_sync for chunk in self._chunks] if reduces else None
+        self._chunks[0].config.no_sync_func = no_sync if no_sync is None or interleaved else no_sync[0]
+        results = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=[iter(batches) for _ in self._chunks],
+            model=list(self._chunks),
+            num_microbatches=len(batches),
+            seq_length=rows,
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+        assert isinstance(results, list)
+        return results

@@ -1,0 +1,188 @@
+"""The ledger's file read back: lives of samples, and books from the events alone."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from relax_core.bus.ledger.ledger_reader import SETTLE_S, LedgerFile, SampleLife
+from tests.bus.booked_run import BookedRun, T, generated_row
+from tests.bus.make_rows import for_actor, uids_of
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[BookedRun]:
+    run = BookedRun(tmp_path / "ledger.sqlite")
+    yield run
+    run.journal.close(timeout_s=T)
+
+
+def words(life: SampleLife) -> list[tuple[str, int | None, bool]]:
+    return [(event.event, event.step, event.undone) for event in life.events]
+
+
+def test_a_life_has_every_event_and_what_the_rollout_told(run: BookedRun) -> None:
+    first, second = run.roll_out(2)
+    lease = run.core.lease(for_actor(0))
+    assert lease is not None
+    run.core.release([lease.lease_id])
+    run.train()
+    with run.file() as file:  # the journal still has it open
+        (life,) = file.lives({"uid": uids_of(second)[1]})
+    assert life.state == "trained" and life.group == second.group_uid
+    assert words(life) == [
+        ("issued", None, False),
+        ("put", None, False),
+        ("leased", 0, False),
+        ("returned", 0, False),
+        ("leased", 0, False),
+        ("trained", 0, False),
+    ]
+    assert [event.time for event in life.events] == sorted(event.time for event in life.events)
+    made = life.events[1].made
+    assert made is not None
+    assert (made.ended, made.reward, made.parts) == ("stop", 1.25, {"exact": 0})
+    (turn,) = made.turns
+    assert (turn.engine, turn.finish, turn.versions) == ("engine-0", "stop", [(0, 2), (1, 1)])
+    assert [event.reason for event in life.events] == ["", "", "", "released", "delivery 2", ""]
+    assert first.group_uid != second.group_uid
+
+
+def test_filters_must_fit_one_event_and_all_of_them(run: BookedRun) -> None:
+    first, second = run.roll_out(2)
+    run.train()
+    third, fourth = run.core.admit(2)
+    run.core.drop(third.group_uid, reason="engine failed")
+    with run.file() as file:
+        assert [life.uid for life in file.lives({"group": first.group_uid})] == uids_of(first)
+        assert [life.uid for life in file.lives({"step": 0})] == uids_of(first) + uids_of(second)
+        assert [life.uid for life in file.lives({"step": 1})] == uids_of(third)
+        assert [life.uid for life in file.lives({"step": 1, "reason": "engine failed"})] == uids_of(third)
+        assert file.lives({"step": 0, "reason": "engine failed"}) == []
+        assert [life.state for life in file.lives({"group": fourth.group_uid})] == ["issued", "issued"]
+        assert file.reasons() == {"engine failed": 2} and file.steps() == (0, 1)
+        assert file.last_uid() == uids_of(fourth)[1]
+
+
+def test_what_a_restore_undid_is_told_as_undone(run: BookedRun) -> None:
+    admissions = run.roll_out(2)
+    snapshot = run.core.snapshot()
+    run.train()
+    run.core.restore(snapshot)
+    assert [a.index for a in run.roll_out(2)] == [a.index for a in admissions]
+    with run.file() as file:
+        (life,) = file.lives({"uid": uids_of(admissions[0])[0]})
+        assert words(life) == [
+            ("issued", None, False),
+            ("put", None, False),
+            ("leased", 0, True),
+            ("trained", 0, True),
+            ("issued", None, False),
+            ("put", None, False),
+        ]
+        assert life.state == "put" and life.events[-1].made is not None
+        assert file.lives({"step": 0}) == []
+        assert file.books(run_over=False).open == {"put": 4}
+
+
+def test_a_restore_to_a_later_checkpoint_brings_its_events_back(run: BookedRun) -> None:
+    """As when a run goes on from an older checkpoint, dies, and then takes the newest."""
+    run.roll_out(2)
+    older = run.core.snapshot()
+    run.train()
+    newer = run.core.snapshot()
+    run.core.restore(older)
+    run.roll_out(2)
+    run.train()  # the same samples, on another line of history
+    run.core.restore(newer)
+    with run.file() as file:
+        assert file.books(run_over=True).trained_twice == []
+        assert file.books(run_over=True).trained == 4
+        (life, *_) = file.lives({"group": "g00000000"})
+    assert [undone for _, _, undone in words(life)] == [False] * 4 + [True] * 4
+    run.core.restore(older)
+    with run.file() as file:
+        assert file.books(run_over=False).open == {"put": 4}
+
+
+def test_a_fresh_start_on_an_old_file_sets_all_of_it_aside(run: BookedRun) -> None:
+    run.roll_out(2)
+    run.train()
+    run.journal.close(timeout_s=T)
+    again = BookedRun(run.path)
+    again.roll_out(2)
+    with again.file() as file:
+        books = file.books(run_over=False)
+        assert (books.issued, books.trained, books.open) == (4, 0, {"put": 4})
+        assert [event.undone for event in file.lives({"group": "g00000000"})[0].events] == [True] * 4 + [False] * 2
+    again.train()
+    with again.file() as file:
+        assert file.books(run_over=True).trained_twice == []
+    again.journal.close(timeout_s=T)
+
+
+def test_event_ids_are_never_used_again(run: BookedRun) -> None:
+    """What a row's rollout told is found by them, also of what was undone and then lost with the process."""
+    run.roll_out(2)
+    snapshot = run.core.snapshot()
+    run.train()
+    run.core.restore(snapshot)
+    run.journal.close(timeout_s=T)
+    again = BookedRun(run.path)
+    again.core.restore(snapshot)
+    again.roll_out(2)
+    again.journal.close(timeout_s=T)
+    with closing(sqlite3.connect(run.path)) as database:
+        (doubled,) = database.execute("SELECT COUNT(*) FROM events JOIN rolled_back USING (id)").fetchone()
+    assert doubled == 0
+
+
+def test_books_find_what_is_lost_and_what_was_trained_twice(run: BookedRun) -> None:
+    first, second = run.roll_out(2)
+    run.train()
+    third, _ = run.roll_out(2)
+    run.journal.flush(timeout_s=T)
+    with run.file() as file:
+        books = file.books(run_over=False)
+        assert (books.issued, books.trained, books.open, books.lost, books.trained_twice) == (8, 4, {"put": 4}, [], [])
+        assert len(file.books(run_over=True).lost) == 4
+    # No bus does this; the file is made to tell it.
+    run.journal.append("trained", first.group_uid, uids_of(first)[:1], step=1, versions=[1])
+    run.journal.append("dropped", third.group_uid, uids_of(third)[:1], step=1, reason="stale")
+    run.journal.flush(timeout_s=T)
+    with closing(sqlite3.connect(run.path)) as database, database:
+        database.execute("UPDATE events SET time = ?", (time.time() - SETTLE_S - 1.0,))
+    with run.file() as file:
+        books = file.books(run_over=False)
+        assert books.lost == uids_of(third)[1:] and books.trained_twice == uids_of(first)[:1]
+        assert books.dropped == {"stale": 1} and books.open == {"put": 2}
+    assert second.group_uid
+
+
+def test_a_row_without_the_rollouts_columns_is_read_without_them(run: BookedRun) -> None:
+    (admission,) = run.core.admit(1)
+    run.core.put([msgspec.structs.replace(generated_row(admission), columns={"a": b"x"})])
+    with run.file() as file:
+        (life, _) = file.lives({"group": admission.group_uid})
+    assert life.events[1].event == "put" and life.events[1].made is None
+
+
+def test_a_finished_file_is_read_in_a_folder_that_nobody_may_write(run: BookedRun, tmp_path: Path) -> None:
+    run.roll_out(2)
+    run.train()
+    run.journal.close(timeout_s=T)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with LedgerFile(run.path) as file:
+        assert file.books(run_over=True).trained == 4
+        assert sorted(path.name for path in tmp_path.iterdir()) == before == ["ledger.sqlite"]
+
+
+def test_there_must_be_a_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        LedgerFile(tmp_path / "ledger.sqlite")

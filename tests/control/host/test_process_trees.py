@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from relax_core.control.host.process_trees import GONE, OwnedProcesses, kill, kill_trees, process_state
+
+DEADLINE_S = 60.0
+PARENT = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def is_gone(pid: int) -> bool:
+    return process_state(pid).startswith(GONE)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_process_and_its_children_are_gone_also_stopped_ones(stopped: bool) -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        try:
+            if stopped:
+                os.kill(parent.pid, signal.SIGSTOP)
+                os.kill(child, signal.SIGSTOP)
+            kill_trees([parent.pid, 2**22])  # no kernel gives the other one to anybody
+            assert is_gone(parent.pid) and is_gone(child)
+        finally:
+            kill(child)
+            kill(parent.pid)
+
+
+def test_a_state_in_words() -> None:
+    with subprocess.Popen(["sleep", "600"]) as process:
+        os.kill(process.pid, signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)
+        assert process_state(process.pid) == "T (stopped)"
+        process.kill()
+    assert process_state(process.pid) == "gone"
+    assert not Path(f"/proc/{process.pid}").exists()
+
+
+def test_what_an_owner_leaves_is_ended_also_when_it_is_stopped() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        child = int(owner.stdout.readline())
+        try:
+            owned = OwnedProcesses()
+            owned.note("engine-0", owner.pid, [child])
+            os.kill(child, signal.SIGSTOP)
+            wait_for(lambda: process_state(child).startswith("T"))
+            owned.note("engine-0", owner.pid, [child])
+            owned.end_orphans()
+            assert process_state(child).startswith("T"), "its owner lives"
+            owner.kill()
+            owner.wait()
+            owned.end_orphans()
+            wait_for(lambda: is_gone(child))
+        finally:
+            kill(child)
+            owner.kill()
+
+
+def test_what_a_replaced_owner_had_is_ended_and_its_successors_stays() -> None:
+    """The first one's end is not seen: its successor has come since the last look."""
+    with (
+        subprocess.Popen(["sleep", "600"]) as first,
+        subprocess.Popen(["sleep", "600"]) as left,
+        subprocess.Popen(["sleep", "600"]) as new,
+    ):
+        try:
+            owned = OwnedProcesses()
+            owned.note("engine-0", first.pid, [left.pid])
+            owned.note("engine-0", os.getpid(), [new.pid])
+            owned.end_orphans()
+            wait_for(lambda: is_gone(left.pid))
+            assert not is_gone(new.pid)
+        finally:
+            for process in (first, left, new):
+                process.kill()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline

@@ -1,0 +1,168 @@
+"""Ray for one run, in a process of its own: private, behind a token, and gone without a trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from relax_core.control.host.process_trees import GONE, process_state
+from relax_core.control.host.ray_session import new_token_file
+from relax_core.control.host.stale_runs import remove_leftovers
+
+ROOT = Path(__file__).resolve().parents[3]
+
+SESSION = """
+import json, os, psutil, signal, stat, sys
+from pathlib import Path
+from relax_core.config.compose import load_config
+from relax_core.contracts.stop_signals import STOP_SIGNALS
+from relax_core.control.host.run_paths import run_place
+from relax_core.control.host.ray_session import RaySession
+
+assert "ray" not in sys.modules, "Ray reads its token's place when it is imported"
+logs = Path(sys.argv[1])
+config = load_config(["launcher.ray_logical_cpus=1"])
+config.placement.gpus_per_node = 1  # which Ray believes
+signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # as in a controller
+try:
+    with (
+        run_place(run_dir=logs.parent) as place,
+        RaySession(config.launcher, place, log_dir=logs, placement=config.placement) as session,
+    ):
+        import ray
+        told = {
+            "folder": str(place.folder),
+            "folder_mode": stat.S_IMODE(place.folder.stat().st_mode),
+            "token_mode": stat.S_IMODE(session.token_file.stat().st_mode),
+            "token": session.token_file.read_text(),
+            "ray_token": os.environ["RAY_AUTH_TOKEN_PATH"],
+            "ray_token_mode": stat.S_IMODE(os.stat(os.environ["RAY_AUTH_TOKEN_PATH"]).st_mode),
+            "ray_token_text": Path(os.environ["RAY_AUTH_TOKEN_PATH"]).read_text(),
+            "namespace": ray.get_runtime_context().namespace,
+            "place_namespace": place.namespace,
+            "nodes": [node["NodeManagerAddress"] for node in ray.nodes()],
+        }
+
+        @ray.remote(num_cpus=0)
+        def speak():
+            print("a worker's words", flush=True)
+            return os.getpid()
+
+        told["worker"] = ray.get(speak.remote(), timeout=120)
+        told["daemons"] = {name: psutil.Process(pid).name() for name, pid in session.daemons.items()}
+        below = psutil.Process().children(recursive=True)
+        for process in below:
+            for number in STOP_SIGNALS:
+                process.send_signal(number)
+        told["worker_again"] = ray.get(speak.remote(), timeout=120)
+        told["ended"] = [process.name() for process in below if not process.is_running()]
+
+        @ray.remote(num_cpus=0)
+        def sees():
+            return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+        told["sees"] = [ray.get(sees.options(num_gpus=gpus).remote(), timeout=120) for gpus in (0, 1)]
+        print(json.dumps(told), flush=True)
+        if sys.argv[2] == "fail":
+            raise RuntimeError("the run failed")
+except RuntimeError as error:
+    assert str(error) == "the run failed"
+assert not place.folder.exists()
+"""
+
+
+def run_session(logs: Path, end: str, temporary: Path) -> dict:
+    done = subprocess.run(
+        [sys.executable, "-c", SESSION, str(logs), end],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(temporary)},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert done.returncode == 0, done.stderr
+    told: dict = json.loads(done.stdout.splitlines()[0])
+    return told
+
+
+@pytest.mark.parametrize("end", ["well", "fail"])
+def test_a_session_is_private_and_leaves_nothing(tmp_path_factory: pytest.TempPathFactory, end: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="rs") as name:  # not pytest's: names of sockets are short
+        temporary, logs = Path(name), tmp_path_factory.mktemp("run") / "logs"
+        told = run_session(logs, end, temporary)
+        assert Path(told["folder"]).parent == temporary
+        assert told["folder_mode"] == 0o700
+        assert told["token_mode"] == told["ray_token_mode"] == 0o600
+        assert len(told["token"]) == len(told["ray_token_text"]) == 64
+        assert told["token"] != told["ray_token_text"]
+        assert told["namespace"] == told["place_namespace"]
+        assert len(told["nodes"]) == 1
+        assert told["daemons"] == {"GCS": "gcs_server", "raylet": "raylet"}
+        assert told["worker_again"] == told["worker"] and told["ended"] == [], "a stop signal reached them"
+        assert told["sees"] == ["", "0"], "a worker sees the GPUs that it asked for, and no other"
+        assert list(temporary.iterdir()) == []
+        assert process_state(told["worker"]).startswith(GONE), "this machine's init collects it when it comes to it"
+        kept = "".join(file.read_text() for file in logs.glob("worker-*")) if logs.exists() else ""
+        assert ("a worker's words" in kept) == (end == "fail")
+
+
+UNSTARTED = """
+import os, sys
+from pathlib import Path
+from relax_core.config.compose import load_config
+from relax_core.control.host.run_paths import run_place
+from relax_core.control.host.ray_session import RaySession, RayUnstarted
+
+os.environ["RAY_gcs_server_port_wait_time_s"] = "0"  # as on a machine that is too busy for it
+logs = Path(sys.argv[1])
+with run_place(run_dir=logs.parent) as place:
+    try:
+        with RaySession(load_config().launcher, place, log_dir=logs):
+            pass
+    except RayUnstarted as error:
+        print(error, flush=True)
+    os._exit(0)  # as a controller ends; what is below it is its supervisor's to end
+"""
+
+
+def test_rays_own_time_out_is_told_in_words(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="ru") as name:
+        with subprocess.Popen(
+            [sys.executable, "-c", UNSTARTED, str(tmp_path / "logs")],
+            cwd=ROOT,
+            env={**os.environ, "TMPDIR": name},
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process:
+            out, _ = process.communicate(timeout=400)
+        try:
+            assert out.startswith("Ray did not start on this machine ("), out
+            assert "launcher.ray_address=auto" in out and f"{tmp_path}/logs." in out
+        finally:
+            remove_leftovers(temporary=Path(name))
+
+
+def test_a_token_file_is_new_and_for_this_user_only(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        path = new_token_file(tmp_path / "token")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert len(path.read_text()) == 64
+    with pytest.raises(FileExistsError):
+        new_token_file(path)
+    assert new_token_file(tmp_path / "other").read_text() != path.read_text()
+
+
+def test_a_run_may_be_prepared_without_importing_ray() -> None:
+    code = "import sys, relax_core.control.run.local_run; print('ray' in sys.modules, 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.stdout.split()[0] == "False", done.stderr

@@ -1,0 +1,199 @@
+"""What a run leaves that was killed as a whole is removed; what lives, or is somebody else's, is not touched."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from relax_core.control.host import run_paths as place
+from relax_core.control.host import stale_runs as leftovers
+from relax_core.control.host.lock_file import OWNER_FILE, claimed, owned
+from relax_core.control.host.process_trees import GONE, process_state
+from relax_core.control.host.run_paths import run_place
+
+ROOT = Path(__file__).resolve().parents[3]
+END_S = 60.0
+
+# A supervisor, its controller, and a process that the controller started. The first two end with their stdin.
+RUN = """
+import os, subprocess, sys
+from pathlib import Path
+from relax_core.control.host import run_paths as place
+place.SHARED_MEMORY = Path(sys.argv[1])
+with place.run_place(run_dir=Path("/runs/one")) as here:
+    if os.fork() == 0:
+        worker = subprocess.Popen(["sleep", "600"], env={**os.environ, "TMPDIR": str(here.folder)})
+        print(os.getpid(), worker.pid, here.folder, here.weights_folder, flush=True)
+    sys.stdin.readline()
+"""
+
+
+class Run:
+    """Its processes and its two folders."""
+
+    def __init__(self, temporary: Path, shared_memory: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", RUN, str(shared_memory)],
+            cwd=ROOT,
+            env={**os.environ, "TMPDIR": str(temporary)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None
+        controller, worker, folder, weights = self._process.stdout.readline().split()
+        self.supervisor, self.controller, self.worker = self._process.pid, int(controller), int(worker)
+        self.folders = [Path(folder), Path(weights)]
+
+    def kill_supervisor(self) -> None:
+        self._process.kill()
+        self._process.wait(END_S)
+
+    def kill_controller(self) -> None:
+        """Returns when the kernel has closed its files."""
+        os.kill(self.controller, 9)
+        deadline = time.monotonic() + END_S
+        while not gone(self.controller):
+            assert time.monotonic() < deadline, process_state(self.controller)
+            time.sleep(0.005)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        for pid in (self.controller, self.worker):
+            with suppress(ProcessLookupError):
+                os.kill(pid, 9)
+        self._process.wait(END_S)
+        self._process.stdout.close()
+
+
+def gone(pid: int) -> bool:
+    return process_state(pid).startswith(GONE)
+
+
+@contextmanager
+def started(folder: Path) -> Iterator[Run]:
+    run = Run(folder / "t", folder / "s")
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Short, as names of sockets want it."""
+    with tempfile.TemporaryDirectory(prefix="r") as name:
+        (Path(name) / "t").mkdir()
+        (Path(name) / "s").mkdir()
+        yield Path(name)
+
+
+def removed(folder: Path) -> list[leftovers.Leftover]:
+    return leftovers.remove_leftovers(temporary=folder / "t", shared_memory=folder / "s")
+
+
+def test_a_run_that_lives_keeps_all_and_a_dead_one_nothing(folder: Path) -> None:
+    with started(folder) as lives, started(folder) as killed:
+        assert removed(folder) == []
+        killed.kill_supervisor()
+        assert removed(folder) == [], "its controller may be writing the last checkpoint"
+        killed.kill_controller()
+        assert not gone(killed.worker)
+
+        temporary, weights = removed(folder)
+        assert [temporary.folder, weights.folder] == killed.folders
+        assert not any(path.exists() for path in killed.folders)
+        assert temporary.pids == (killed.worker,) and gone(killed.worker)
+        owner = f"of the run in /runs/one (process {killed.supervisor} of {socket.gethostname()}), which was killed"
+        assert str(temporary) == f"{temporary.folder} and processes {killed.worker} {owner}"
+        assert all(path.exists() for path in lives.folders) and not gone(lives.worker)
+        assert removed(folder) == []
+
+
+def test_what_is_only_looked_at_stays(folder: Path) -> None:
+    with started(folder) as run:
+        run.kill_supervisor()
+        run.kill_controller()
+        looked = leftovers.find_leftovers(temporary=folder / "t", shared_memory=folder / "s")
+        assert [leftover.folder for leftover in looked] == run.folders
+        assert all(path.exists() for path in run.folders) and not gone(run.worker)
+        assert removed(folder) == looked
+
+
+@pytest.fixture
+def server_name() -> Iterator[str]:
+    """Of an SGLang server's folder; it has a semaphore in shared memory, which a kill of all its processes leaves."""
+    name = f"relax-sglang-{secrets.token_hex(4)}"
+    semaphore = Path(f"/dev/shm/sem.{name}-a")
+    semaphore.touch()
+    yield name
+    left = semaphore.exists()
+    semaphore.unlink(missing_ok=True)
+    assert not left
+
+
+def test_what_a_server_left_goes_with_its_dead_run(folder: Path, server_name: str) -> None:
+    with started(folder) as run:
+        (run.folders[0] / server_name).mkdir()
+        run.kill_supervisor()
+        run.kill_controller()
+        assert removed(folder)
+
+
+def test_what_a_server_left_goes_with_the_place(
+    folder: Path, server_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was killed with its owner, as all services are that start again from a checkpoint."""
+    monkeypatch.setattr("tempfile.tempdir", str(folder / "t"))
+    with run_place(run_dir=folder / "run") as here:
+        (here.folder / server_name).mkdir()
+
+
+def test_a_place_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(place, "SHARED_MEMORY", folder / "s")
+    monkeypatch.setattr("tempfile.tempdir", str(folder / "t"))
+    with run_place(run_dir=folder / "run") as here:
+        assert here.folder.parent == folder / "t" and here.weights_folder.parent == folder / "s"
+        assert removed(folder) == []
+    assert list((folder / "t").iterdir()) == list((folder / "s").iterdir()) == []
+
+
+def test_what_is_not_surely_a_dead_runs_is_left(folder: Path) -> None:
+    being_made, linked, other = (folder / "t" / f"rlx-{name}" for name in ("new", "link", "other"))
+    being_made.mkdir()
+    (folder / "elsewhere").mkdir()
+    (folder / "elsewhere" / OWNER_FILE).touch()
+    linked.symlink_to(folder / "elsewhere")
+    other.mkdir()
+    (other / OWNER_FILE).touch()
+    if os.getuid() == 0:
+        os.chown(other, 12345, 12345)
+    else:
+        other.rename(folder / "not-looked-at")
+    assert removed(folder) == []
+    assert being_made.exists() and (folder / "elsewhere").exists()
+
+
+def test_two_that_clean_at_one_time_do_not_meet(tmp_path: Path) -> None:
+    with owned(tmp_path, "somebody"):
+        pass
+    with claimed(tmp_path) as first, claimed(tmp_path) as second:
+        assert first and not second
+
+
+def test_a_tmpdir_that_is_too_long_for_sockets_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/" + "t" * (place.BASE_BYTES - 1))
+    assert place.temporary_folder() == Path(tempfile.gettempdir())
+    monkeypatch.setattr("tempfile.tempdir", "/" + "t" * place.BASE_BYTES)
+    assert place.temporary_folder() == Path("/tmp")

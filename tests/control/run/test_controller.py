@@ -1,0 +1,79 @@
+"""When a run stands still: a trainer that writes, however slowly, does not."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from relax_core.control.health.heartbeats import Beat
+from relax_core.control.health.worker_states import RoleWatch, ServicesLost
+from relax_core.control.run.controller import TRAINER, Controller
+from relax_core.roles.process.worker import WorkerStatus
+from tests.roles.run_context import context_in
+
+LONG_S = 1000.0  # more than run.start_timeout_s and run.stall_timeout_s together
+
+
+class Health:
+    """What the trainer told last."""
+
+    def __init__(self) -> None:
+        self.beats: dict[str, Beat] = {}
+        self._watch = RoleWatch()
+
+    def tell(self, *, progress: int, detail: str) -> None:
+        status = WorkerStatus(
+            name=TRAINER, state="running", since=time.time(), pid=1, detail=detail, error=None, progress=progress
+        )
+        self.beats = {TRAINER: Beat(name=TRAINER, life="alive", status=status)}
+        self.roles = self._watch.roles(self.beats)
+
+    def progress(self, name: str) -> int:
+        status = self.beats[name].status
+        assert status is not None
+        return status.progress
+
+    def look(self, *, bus_lost: str | None, step: int) -> None:
+        """It is told."""
+
+
+def controller(health: Any, folder: Path) -> Controller:
+    context = context_in(folder)
+    nothing: Any = SimpleNamespace(
+        lost=None,
+        note=lambda statuses: None,
+        error=lambda: None,
+        look=lambda *, step: None,
+        moved=lambda: None,
+        check=lambda beats, *, step: None,
+    )
+    return Controller(
+        context,
+        nothing,
+        bus=nothing,
+        fronts=nothing,
+        book=nothing,
+        view=nothing,
+        health=health,
+        watchdog=nothing,
+        trained=lambda: None,
+        stop_requested=lambda: False,
+    )
+
+
+def test_a_checkpoint_that_is_being_written_is_no_stall(tmp_path: Path) -> None:
+    health = Health()
+    run = controller(health, tmp_path)
+    for progress in (1, 2, 3):  # no train step ends meanwhile
+        run._moved -= LONG_S
+        health.tell(progress=progress, detail="writes checkpoint of step 7")
+        run._look()
+        run._check_stall()
+    run._moved -= LONG_S
+    run._look()
+    with pytest.raises(ServicesLost, match=r"no train step ended for .*actor-0 running .* writes checkpoint of step 7"):
+        run._check_stall()

@@ -1,0 +1,35 @@
+"""What the end of a run takes from the metrics service, and from the files where that is gone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import ray
+
+from relax_core.config.schema import TrackerConfig
+from relax_core.control.run.finish import collect
+from relax_core.observe.service.metrics_actor import start_metrics
+from relax_core.observe.service.records import bad_rows_kind
+from tests.bus.make_rows import make_core
+
+NAMESPACE = "test-finish"
+
+
+def left_out(*rows: int) -> list[dict[str, str]]:
+    return [{"row": str(row), "reason": "bad_row:answer", "text": f"line {row}"} for row in rows]
+
+
+def test_the_rows_that_any_rollout_worker_left_out_are_named_once(ray_session: str, tmp_path: Path) -> None:
+    tracker = TrackerConfig(name="local", tensorboard=False, jsonl=True)
+    metrics = start_metrics(tracker, tmp_path, name=tmp_path.name, namespace=NAMESPACE, max_restarts=0)
+    for worker, rows in ((0, [3]), (1, [5]), (0, [3, 8]), (1, [5, 3])):  # all of them each time that one more is
+        metrics.record_texts(bad_rows_kind(worker), 0, left_out(*rows))
+    metrics.flush(timeout_s=120.0)
+    progress = make_core().progress()
+    there = collect(metrics, progress, run_dir=tmp_path, rollout_workers=2)
+    ray.kill(ray.get_actor(tmp_path.name, namespace=NAMESPACE))
+    gone = collect(metrics, progress, run_dir=tmp_path, rollout_workers=2)
+    metrics.end()
+    assert gone.health.problems and not there.health.problems
+    for end in (there, gone):
+        assert end.bad_rows == left_out(3, 8, 5)

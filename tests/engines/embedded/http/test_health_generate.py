@@ -1,0 +1,113 @@
+"""Whether the engine could make a token, asked of its parts in this process."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from relax_core.engines.embedded.assembly import build_app
+from relax_core.engines.embedded.http import health_generate
+from relax_core.engines.embedded.http.asgi import HttpError
+from relax_core.engines.embedded.http.health_generate import HealthGenerate
+from relax_core.engines.embedded.scheduler.scheduler import Scheduler
+
+
+@pytest.fixture
+def scheduler(model_folder: Path, tmp_path: Path) -> Iterator[Scheduler]:
+    """Of an engine with weights, as it starts."""
+    (tmp_path / "token").write_text("token")
+    threads = torch.get_num_threads()
+    arguments = argparse.Namespace(
+        model_path=model_folder,
+        token_file=tmp_path / "token",
+        max_running_samples=4,
+        max_total_tokens=256,
+        context_length=64,
+        threads=1,
+        dtype="float32",
+        load_weights=True,
+        weight_version=0,
+    )
+    _, found = build_app(arguments)
+    yield found
+    torch.set_num_threads(threads)
+
+
+def hold(scheduler: Scheduler) -> threading.Event:
+    """The decode thread stands still until the event is set."""
+    gate = threading.Event()
+    scheduler.post(lambda: gate.wait(60.0))
+    return gate
+
+
+def test_many_who_ask_cost_one_look(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[Any] = []
+    score = scheduler.score
+
+    def counted(items: Any) -> Future[Any]:
+        looks.append(items)
+        return score(items)
+
+    monkeypatch.setattr(scheduler, "score", counted)
+    monkeypatch.setattr(health_generate, "FRESH_S", 3600.0)
+
+    async def scene() -> None:
+        health = HealthGenerate(scheduler)
+        gate = hold(scheduler)
+        asking = [asyncio.create_task(health(b"")) for _ in range(50)]
+        await asyncio.sleep(0.05)
+        asking[0].cancel()  # a client that hangs up takes nobody along
+        gate.set()
+        assert await asyncio.gather(*asking[1:]) == [{"status": "ok"}] * 49
+        assert await health(b"") == {"status": "ok"} and len(looks) == 1
+        monkeypatch.setattr(health_generate, "FRESH_S", 0.0)
+        await health(b"")
+        assert len(looks) == 2
+
+    asyncio.run(scene())
+
+
+def test_a_decode_thread_that_hangs_is_told_and_survives_it(
+    scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who asked has given up by then: the answer to nobody once ended the thread, and the process with it."""
+    monkeypatch.setattr(health_generate, "DEADLINE_S", 0.1)
+    monkeypatch.setattr(health_generate, "FRESH_S", 0.0)
+
+    async def scene() -> None:
+        health = HealthGenerate(scheduler)
+        gate = hold(scheduler)
+        with pytest.raises(HttpError, match="has not answered within"):
+            await health(b"")
+        gate.set()
+        monkeypatch.setattr(health_generate, "DEADLINE_S", 60.0)
+        assert await health(b"") == {"status": "ok"}
+
+    asyncio.run(scene())
+    assert scheduler.is_alive()
+
+
+def test_what_stands_still_says_so_at_once(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health_generate, "FRESH_S", 0.0)
+
+    async def scene() -> None:
+        health = HealthGenerate(scheduler)
+        for stop, go_on in (
+            (lambda: scheduler.pause("in_place"), scheduler.resume),
+            (scheduler.release_memory, scheduler.resume_memory),
+        ):
+            await asyncio.wrap_future(scheduler.post(stop))
+            with pytest.raises(HttpError, match="paused, or has given up its memory"):
+                await health(b"")
+            await asyncio.wrap_future(scheduler.post(go_on))
+            assert await health(b"") == {"status": "ok"}
+
+    asyncio.run(scene())

@@ -1,0 +1,125 @@
+"""A prompt's missing samples: what is asked again, and how a response is put together from its pieces."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relax_core.contracts.engine import FinishReason, Generated, PromptRequest
+from relax_core.contracts.kept_tokens import KeptTokens
+from relax_core.engines.pool.open_prompts import OpenPrompt, cut, joined
+from tests.responses import check_arrays, response
+
+REQUEST = PromptRequest(rid="g", input_ids=[7, 8], sampling_seed=3)
+
+
+def generated(sample: int, ids: list[int], *, reason: FinishReason, versions: int | list[int] = 0) -> Generated:
+    return response(
+        ids,
+        versions=versions,
+        logprobs=[-0.5 * one for one in ids],
+        sample=sample,
+        finish_reason=reason,
+        kept=KeptTokens.of_lists([[one, 99] for one in ids], vocab_size=10_000) if ids else None,
+    )
+
+
+def open_prompt(n: int) -> OpenPrompt:
+    return OpenPrompt(place=4, tie=4, request=REQUEST, n=n, cost=1.0)
+
+
+def test_at_first_the_request_goes_out_as_it_is() -> None:
+    prompt = open_prompt(3)
+    assert prompt.ask(0) == [REQUEST]
+    assert prompt.asked == {0, 1, 2}
+
+
+def test_what_a_lost_engine_owed_is_asked_for_and_nothing_else() -> None:
+    prompt = open_prompt(4)
+    prompt.ask(0)
+    prompt.take(generated(2, [5], reason="stop"))
+    assert prompt.lose() == 3
+    (again,) = prompt.ask(1)
+    assert again.samples == [0, 1, 3] and again.input_ids == [7, 8] and again.generated == 0
+
+
+def test_aborted_samples_go_on_from_their_own_prefixes() -> None:
+    prompt = open_prompt(4)
+    prompt.ask(0)
+    prompt.take(generated(0, [5, 6], reason="abort"))
+    prompt.take(generated(1, [], reason="abort"))  # it had not begun
+    prompt.take(generated(2, [9], reason="stop"))
+    prompt.take(generated(3, [], reason="abort"))
+    together, alone = prompt.ask(0)
+    assert (together.samples, together.generated, together.input_ids) == ([1, 3], 0, [7, 8])
+    assert (alone.samples, alone.generated, alone.input_ids) == ([0], 2, [7, 8, 5, 6])
+    prompt.take(generated(0, [7], reason="length", versions=1))
+    assert prompt.lose() == 2  # the engine dies; the prefix of none is lost, 1 and 3 had none
+    prompt.ask(1)
+    prompt.take(generated(1, [4], reason="stop"))
+    prompt.take(generated(3, [3], reason="stop"))
+    assert prompt.missing == 0
+    whole = prompt.responses()
+    assert [one.sample for one in whole] == [0, 1, 2, 3]
+    check_arrays(whole[0], ids=[5, 6, 7], versions=[0, 0, 1])
+    assert whole[0].logprobs.tolist() == [-2.5, -3.0, -3.5]
+    assert whole[0].finish_reason == "length"
+
+
+def test_a_prefix_outlives_the_engine_that_was_to_go_on_from_it() -> None:
+    prompt = open_prompt(1)
+    prompt.ask(0)
+    prompt.take(generated(0, [5, 6], reason="abort"))
+    prompt.ask(0)
+    prompt.lose()
+    (again,) = prompt.ask(1)
+    assert again.generated == 2 and again.input_ids == [7, 8, 5, 6]
+
+
+def test_whoever_was_asked_before_the_last_ask_owes_nothing() -> None:
+    prompt = open_prompt(1)
+    prompt.ask(0)
+    first = prompt.ticket
+    assert prompt.owed_by(first)
+    prompt.take(generated(0, [5], reason="abort"))
+    assert not prompt.owed_by(first)
+    prompt.ask(0)
+    assert prompt.owed_by(prompt.ticket) and not prompt.owed_by(first)
+
+
+def test_only_aborts_without_a_token_that_nobody_wanted_are_fruitless() -> None:
+    prompt = open_prompt(2)
+
+    def abort(ids: list[int], *, excused: bool = False) -> dict[int, int]:
+        prompt.ask(0)
+        prompt.excused = excused
+        prompt.take(generated(0, ids, reason="abort"))
+        prompt.lose()
+        return dict(prompt.fruitless)
+
+    assert [abort([]), abort([]), abort([], excused=True), abort([])] == [{0: 1}, {0: 2}, {0: 2}, {0: 3}]
+    assert abort([5]) == {}
+    assert abort([]) == {0: 1}, "a prefix of old is no fruit"
+
+
+@given(st.lists(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), max_size=3), min_size=1, max_size=5))
+def test_every_token_keeps_its_version_its_logprob_and_its_set(pieces: list[list[tuple[int, int]]]) -> None:
+    """``pieces``: for each request the (tokens, version) that it made, one after the other."""
+    whole: Generated | None = None
+    expected: list[int] = []
+    for piece in pieces:
+        versions = [version for count, version in piece for _ in range(count)]
+        one = generated(0, [len(expected) + i for i in range(len(versions))], reason="abort", versions=versions)
+        expected += versions
+        whole = one if whole is None else joined(whole, one)
+    assert whole is not None
+    check_arrays(whole, ids=range(len(expected)), versions=expected)
+    assert whole.logprobs.tolist() == [-0.5 * one for one in range(len(expected))]
+    assert ([] if whole.kept is None else whole.kept.lists()) == [sorted({one, 99}) for one in range(len(expected))]
+
+
+def test_a_response_that_is_cut_keeps_what_belongs_to_its_first_tokens() -> None:
+    short = cut(generated(1, [10, 11, 12, 13, 14], reason="length", versions=[4, 4, 6, 6, 6]), 3)
+    check_arrays(short, ids=[10, 11, 12], versions=[4, 4, 6])
+    assert short.logprobs.tolist() == [-5.0, -5.5, -6.0]
+    assert short.kept is not None and short.kept.lists() == [[10, 99], [11, 99], [12, 99]]

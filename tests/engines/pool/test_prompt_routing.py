@@ -1,0 +1,74 @@
+"""Which engine a prompt goes to: spread, load, prefixes."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relax_core.contracts.engine import PromptRequest
+from relax_core.engines.pool.open_prompts import OpenPrompt
+from relax_core.engines.pool.prompt_routing import LONG_PREFIX, Router
+
+
+def prompt(place: int, *, tokens: int = 8, first: int = 0, cost: float = 100.0) -> OpenPrompt:
+    """A prompt whose tokens are its own from token ``first`` on."""
+    ids = [1] * first + [10 + place] * (tokens - first)
+    request = PromptRequest(rid="g", input_ids=ids, sampling_seed=0)
+    return OpenPrompt(place=place, tie=place, request=request, n=1, cost=cost)
+
+
+@given(st.integers(1, 5), st.integers(0, 40), st.integers(0, 100), st.booleans())
+def test_like_prompts_are_spread_evenly_from_the_first_place_on(count: int, n: int, first: int, by_load: bool) -> None:
+    chosen = Router(count, by_load=by_load).choose([prompt(first + i) for i in range(n)], usable=range(count))
+    assert chosen == [(first + i) % count for i in range(n)]
+
+
+@given(st.lists(st.floats(1.0, 1000.0), max_size=20), st.integers(2, 4))
+def test_no_engine_is_ahead_of_the_lightest_by_more_than_a_prompt(costs: list[float], count: int) -> None:
+    prompts = [prompt(place, cost=cost) for place, cost in enumerate(costs)]
+    chosen = Router(count, by_load=False).choose(prompts, usable=range(count))
+    loads = Counter(dict.fromkeys(range(count), 0.0))
+    for engine, one in zip(chosen, prompts, strict=True):
+        loads[engine] += one.cost
+    assert max(loads.values()) - min(loads.values()) <= max(costs, default=0.0) + 1e-6
+
+
+def test_a_busy_engine_gets_less_and_an_engine_that_is_down_nothing() -> None:
+    router = Router(3, by_load=True)
+    router.asked(0, 300.0)
+    counts = Counter(router.choose([prompt(i) for i in range(6)], usable=[0, 1, 2]))
+    assert counts[0] == 0 and counts[1] == counts[2] == 3
+    router.came_back(0, 300.0)
+    assert Counter(router.choose([prompt(i) for i in range(6)], usable=[0, 1, 2])) == {0: 2, 1: 2, 2: 2}
+    router.others(1, 1000.0)
+    assert Counter(router.choose([prompt(i) for i in range(6)], usable=[0, 1, 2])) == {0: 3, 2: 3}
+    assert Counter(router.choose([prompt(i) for i in range(6)], usable=[1])) == {1: 6}
+
+
+def test_without_load_only_the_burst_itself_counts() -> None:
+    router = Router(2, by_load=False)
+    router.asked(0, 1e9)
+    router.others(0, 1e9)
+    assert router.choose([prompt(0), prompt(1)], usable=[0, 1]) == [0, 1]
+
+
+def test_a_long_common_prefix_stays_where_it_is_known() -> None:
+    router = Router(2, by_load=True)
+    long = LONG_PREFIX + 40
+    (first,) = router.choose([prompt(0, tokens=long, first=LONG_PREFIX)], usable=[0, 1])
+    assert first == 0
+    # Place 1 alone would choose engine 1; the prefix is known at engine 0.
+    assert router.choose([prompt(1, tokens=long, first=LONG_PREFIX)], usable=[0, 1]) == [0]
+    assert router.choose([prompt(1, tokens=long)], usable=[0, 1]) == [1], "another prefix goes its own way"
+    router.asked(0, 250.0)  # more than one prompt ahead: the prefix is prefilled anew
+    assert router.choose([prompt(3, tokens=long, first=LONG_PREFIX)], usable=[0, 1]) == [1]
+    spread = Counter(router.choose([prompt(i, tokens=long, first=LONG_PREFIX) for i in range(8)], usable=[0, 1]))
+    assert abs(spread[0] - spread[1]) <= 4, "known everywhere by now, so the load decides"
+
+
+def test_a_short_prefix_says_nothing() -> None:
+    router = Router(2, by_load=True)
+    chosen = router.choose([prompt(i, tokens=LONG_PREFIX, first=LONG_PREFIX - 64) for i in range(4)], usable=[0, 1])
+    assert chosen == [0, 1, 0, 1]

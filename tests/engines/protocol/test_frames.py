@@ -1,0 +1,164 @@
+"""Frames and events survive any cut of the byte stream."""
+
+from __future__ import annotations
+
+import json
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relax_core.contracts.engine import Generated, PromptRequest
+from relax_core.engines.protocol.frames import Experts, Finished, FrameReader, StreamEnd, StreamFailure, encode_frames
+from relax_core.engines.protocol.server_sent_events import UNKNOWN_VERSION, EventReader
+from relax_core.engines.protocol.version_spans import VersionSpan
+from tests.responses import check_arrays
+
+PROMPTS = [
+    PromptRequest(rid="a", input_ids=[1], sampling_seed=0),
+    PromptRequest(rid="b", input_ids=[2], sampling_seed=0),
+]
+
+
+EXPERTS = np.arange(12, dtype=np.uint16).reshape(3, 2, 2)
+
+
+def finished(sample: int) -> Finished:
+    """A response of ``sample`` tokens, the last of them by newer weights."""
+    return Finished(
+        rid="a",
+        prompt=1,
+        sample=sample,
+        output_ids=np.arange(sample, dtype="<i4").tobytes(),
+        logprobs=np.full(sample, -0.1, dtype="<f4").tobytes(),
+        weight_versions=[VersionSpan(0, sample - 1, 7), VersionSpan(sample - 1, sample, 8)] if sample else [],
+        finish_reason="stop",
+        response_experts=Experts.of(EXPERTS),
+    )
+
+
+@given(st.lists(st.integers(0, 300), max_size=8), st.integers(1, 97))
+def test_frames_come_back_whatever_the_cuts(sizes: list[int], cut: int) -> None:
+    frames = [*[finished(size) for size in sizes], StreamFailure("no"), StreamEnd(1.0, 2.0, 3.0)]
+    data = encode_frames(frames)
+    reader = FrameReader()
+    found = [frame for start in range(0, len(data), cut) for frame in reader.feed(data[start : start + cut])]
+    assert found == frames
+
+
+def test_a_frame_becomes_arrays() -> None:
+    (frame,) = FrameReader().feed(encode_frames([finished(4)]))
+    assert isinstance(frame, Finished)
+    one = frame.response(prompt_experts=EXPERTS)
+    check_arrays(one, ids=[0, 1, 2, 3], versions=[7, 7, 7, 8])
+    assert (one.rid, one.prompt, one.sample, one.finish_reason) == ("a", 1, 4, "stop")
+    assert one.logprobs.tolist() == [np.float32(-0.1)] * 4
+    assert one.prompt_experts is EXPERTS and one.response_experts is not None
+    assert one.response_experts.dtype == np.uint16 and np.array_equal(one.response_experts, EXPERTS)
+    check_arrays(finished(0).response(), ids=[], versions=[])
+
+
+def test_what_is_no_frame_is_refused() -> None:
+    with pytest.raises(ValueError, match="no stream of the embedded engine"):
+        list(FrameReader().feed(b"data: {}\n\n"))
+
+
+def event(index: int, ids: list[int], count: int, *, finish: str | None, spans: bool = True) -> bytes:
+    meta = {
+        "id": "x",
+        "completion_tokens": count,
+        "finish_reason": {"type": finish, "matched": 3} if finish else None,
+        "weight_version": "default",
+        "output_token_logprobs": [[-0.1 * token, token, None] for token in ids],
+    }
+    if spans:
+        meta["weight_versions"] = [{"version": "4", "start": 0, "end": count}]
+    return b"data: " + json.dumps({"text": "", "output_ids": ids, "meta_info": meta, "index": index}).encode() + b"\n\n"
+
+
+@pytest.mark.parametrize("cut", [1, 7, 10_000])
+@pytest.mark.parametrize("cumulative", [True, False])
+def test_events_of_both_kinds_are_gathered(cumulative: bool, cut: int) -> None:
+    """SGLang sends all tokens so far by default, and only the new ones with incremental_streaming_output."""
+    parts = [[5, 6], [7], [8, 9, 10]]
+    raw = b""
+    sent: list[int] = []
+    for place, part in enumerate(parts):
+        sent = sent + part
+        finish = "stop" if place == 2 else None
+        for index in (3, 0):
+            raw += event(index, sent if cumulative else part, len(sent), finish=finish)
+    raw += b"data: [DONE]\n\n"
+    reader = EventReader(PROMPTS, n=2)
+    found = [one for start in range(0, len(raw), cut) for one in reader.feed(raw[start : start + cut])]
+    assert [(one.rid, one.prompt, one.sample) for one in found if isinstance(one, Generated)] == [
+        ("b", 1, 1),
+        ("a", 0, 0),
+    ]
+    for one in found:
+        assert isinstance(one, Generated)
+        check_arrays(one, ids=sent, versions=[4] * 6)
+        assert one.logprobs.tolist() == pytest.approx([-0.1 * token for token in sent])
+
+
+def test_an_error_event_is_told_and_an_unnumbered_version_is_unknown() -> None:
+    reader = EventReader(PROMPTS, n=1)
+    assert list(reader.feed(b'data: {"error": {"message": "out of memory"}}\n\n')) == ["out of memory"]
+    (one,) = reader.feed(event(0, [1, 2], 2, finish="length", spans=False))
+    assert isinstance(one, Generated)
+    check_arrays(one, ids=[1, 2], versions=[UNKNOWN_VERSION] * 2)
+
+
+def replaced(event: bytes, old: bytes, new: bytes) -> bytes:
+    assert old in event
+    return event.replace(old, new)
+
+
+def test_each_token_has_its_version_and_the_reader_tells_how_the_prompt_was_computed() -> None:
+    """The first version ended before a token was sampled: it computed a part of the prompt only."""
+    whole = event(0, [5, 6, 7], 3, finish="stop")
+    spans = (
+        b'{"version": "3", "start": 0, "end": 0}, {"version": "4", "start": 0, "end": 2}, '
+        b'{"version": "9", "start": 2, "end": 3}'
+    )
+    reader = EventReader(PROMPTS, n=1)
+    (one,) = reader.feed(replaced(whole, b'{"version": "4", "start": 0, "end": 3}', spans))
+    assert isinstance(one, Generated)
+    check_arrays(one, ids=[5, 6, 7], versions=[4, 4, 9])
+    assert reader.prefills == {(0, 0): (0, VersionSpan(0, 0, 3))}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (b'"end": 3', b'"end": 2', "weight_versions tell of the tokens [(0, 2)], but the response has 3 tokens"),
+        (b'"start": 0', b'"start": 1', "weight_versions tell of the tokens [(1, 3)]"),
+        (b'"end": 3}', b'"end": 4}, {"version": "5", "start": 4, "end": 3}', "the tokens [(0, 4), (4, 3)]"),
+        (b"[-0.5, 5, null], ", b"", "2 log-probs came for 3 tokens"),
+    ],
+)
+def test_a_response_whose_parts_do_not_fit_is_refused(old: bytes, new: bytes, words: str) -> None:
+    (found,) = EventReader(PROMPTS, n=1).feed(replaced(event(0, [5, 6, 7], 3, finish="stop"), old, new))
+    assert isinstance(found, str) and words in found
+
+
+@pytest.mark.parametrize("token", [b"-1", b"2147483648"])
+def test_what_is_no_token_cannot_be_read(token: bytes) -> None:
+    bad = replaced(event(0, [5, 6], 2, finish="stop"), b'"output_ids": [5, 6]', b'"output_ids": [5, ' + token + b"]")
+    with pytest.raises(msgspec.ValidationError, match="output_ids"):
+        list(EventReader(PROMPTS, n=1).feed(bad))
+
+
+def test_an_abort_with_a_status_is_a_failure_and_one_without_is_a_partial_response() -> None:
+    reader = EventReader(PROMPTS, n=1)
+    plain = event(0, [1, 2], 2, finish="abort")
+    failed = plain.replace(b'"matched": 3', b'"status_code": 500, "message": "Out of memory even after retracting"')
+    assert failed != plain
+    assert list(reader.feed(failed)) == ["500: Out of memory even after retracting"]
+    (one,) = EventReader(PROMPTS, n=1).feed(
+        plain.replace(b'"matched": 3', b'"status_code": null, "message": "Aborted"')
+    )
+    assert isinstance(one, Generated) and one.finish_reason == "abort"
+    check_arrays(one, ids=[1, 2], versions=[4, 4])

@@ -1,0 +1,133 @@
+"""What the sinks write, read back by TensorBoard's own reader and by a plain JSON parser."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from relax_core.config.schema import TrackerConfig
+from relax_core.observe.service.records import RESUMED, RUN, HistogramRecord, MetricRecord, TextRecord
+from relax_core.observe.service.sinks import JsonlSink, TensorBoardSink, make_sinks, read_metrics, read_texts
+
+MakeRecord = Callable[..., MetricRecord]
+
+
+def scalars(run_dir: Path, tag: str) -> list[tuple[int, float, float]]:
+    reader = EventAccumulator(str(run_dir / "tensorboard"))
+    reader.Reload()
+    return [(event.step, event.wall_time, event.value) for event in reader.Scalars(tag)]
+
+
+def test_tensorboard_reads_its_own_event_file(tmp_path: Path, make_record: MakeRecord) -> None:
+    sink = TensorBoardSink(tmp_path)
+    sink.write(
+        [make_record("actor", 0, reward=0.5, **{"algorithm/clip_share": 0.25}), make_record("eval", 0, exact=0.0)]
+    )
+    sink.write([TextRecord(kind="eval", step=0, time_s=0.0, rows=[])])
+    sink.write([make_record("actor", 1, reward=0.75)])
+    sink.close()
+    assert scalars(tmp_path, "actor/reward") == [(0, 1000.0, 0.5), (1, 1001.0, 0.75)]
+    assert scalars(tmp_path, "actor/algorithm/clip_share") == [(0, 1000.0, 0.25)]
+    assert scalars(tmp_path, "eval/exact") == [(0, 1000.0, 0.0)]
+
+
+def test_tensorboard_reads_the_histogram_and_json_lines_leave_it_out(tmp_path: Path) -> None:
+    histogram = HistogramRecord(
+        source="actor",
+        step=3,
+        time_s=1003.0,
+        name="response_tokens",
+        limits=[4.0, 8.0],
+        counts=[3, 1],
+        least=2.0,
+        largest=8.0,
+        total=17.0,
+        total_of_squares=93.0,
+    )
+    for sink in (TensorBoardSink(tmp_path), JsonlSink(tmp_path)):
+        sink.write([histogram])
+        sink.close()
+    reader = EventAccumulator(str(tmp_path / "tensorboard"))
+    reader.Reload()
+    (event,) = reader.Histograms("actor/response_tokens")
+    assert (event.step, event.wall_time) == (3, 1003.0)
+    found = event.histogram_value
+    assert (found.min, found.max, found.num, found.sum, found.sum_squares) == (2.0, 8.0, 4.0, 17.0, 93.0)
+    assert (list(found.bucket_limit), list(found.bucket)) == ([4.0, 8.0], [3.0, 1.0])
+    assert [path.name for path in tmp_path.iterdir()] == ["tensorboard"]
+
+
+def test_tensorboard_hides_the_steps_that_a_resume_undid(tmp_path: Path, make_record: MakeRecord) -> None:
+    first = TensorBoardSink(tmp_path)
+    first.write([make_record("actor", step, reward=0.0) for step in range(6)])
+    first.close()
+    second = TensorBoardSink(tmp_path)
+    second.write([make_record(RUN, 4, **{RESUMED: 1.0}), make_record("actor", 4, reward=1.0)])
+    second.close()
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 2
+    assert [(step, value) for step, _, value in scalars(tmp_path, "actor/reward")] == [
+        (0, 0.0),
+        (1, 0.0),
+        (2, 0.0),
+        (3, 0.0),
+        (4, 1.0),
+    ]
+
+
+def test_json_lines_are_plain_json_with_null_for_nan(tmp_path: Path, make_record: MakeRecord) -> None:
+    sink = JsonlSink(tmp_path)
+    sink.write([make_record("actor", 7, loss=float("nan"), reward=0.5)])
+    sink.close()
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line) == {
+        "source": "actor",
+        "step": 7,
+        "time_s": 1007.0,
+        "values": {"loss": None, "reward": 0.5},
+    }
+    assert not (tmp_path / "texts.jsonl").exists()
+    (record,) = read_metrics(tmp_path)
+    assert math.isnan(record.values["loss"]) and record.values["reward"] == 0.5
+
+
+def test_a_line_that_a_killed_process_left_unfinished_is_cut_off(tmp_path: Path, make_record: MakeRecord) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = JsonlSink(tmp_path)
+    first.write([make_record("actor", 0, reward=0.5)])
+    first.close()
+    with path.open("a") as file:
+        file.write('{"source":"actor","st' + "e" * 200_000)
+    assert [record.step for record in read_metrics(tmp_path)] == [0]
+    second = JsonlSink(tmp_path)
+    second.write([make_record("actor", 1, reward=0.75)])
+    second.close()
+    assert [record.step for record in read_metrics(tmp_path)] == [0, 1]
+    assert path.stat().st_size < 1_000
+
+
+def test_a_broken_line_is_named(tmp_path: Path, make_record: MakeRecord) -> None:
+    sink = JsonlSink(tmp_path)
+    sink.write([make_record("actor", 0)])
+    sink.close()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"source": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: .*str.*int"):
+        read_metrics(tmp_path)
+
+
+def test_a_run_without_files_has_no_records(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path) == [] and read_texts(tmp_path) == []
+
+
+@pytest.mark.parametrize(("tensorboard", "jsonl"), [(True, True), (True, False), (False, True), (False, False)])
+def test_the_config_chooses_the_sinks(tmp_path: Path, tensorboard: bool, jsonl: bool, make_record: MakeRecord) -> None:
+    for sink in make_sinks(TrackerConfig(name="local", tensorboard=tensorboard, jsonl=jsonl), tmp_path):
+        sink.write([make_record("actor", 0, reward=1.0)])
+        sink.close()
+    assert (tmp_path / "tensorboard").exists() == tensorboard
+    assert (tmp_path / "metrics.jsonl").exists() == jsonl

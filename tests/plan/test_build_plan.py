@@ -1,0 +1,265 @@
+"""What a plan says of a run: that it agrees with the services, the batch, the placement; what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from relax_core.config.checks.validate import problems_of
+from relax_core.config.compose import compose, load_config, typed_config
+from relax_core.config.errors import ConfigError, NotYet
+from relax_core.config.schema import RelaxConfig
+from relax_core.control.run.role_counts import roles_of
+from relax_core.plan.build_plan import as_json_values, make_plan
+from relax_core.plan.gpus import gpu_problems
+from relax_core.plan.memory.memory_terms import GIB
+from relax_core.plan.plan_command import plan_run, save_plan
+from relax_core.plan.plan_text import as_text
+from relax_core.preflight import CHECKS
+
+PRESETS = {
+    "qwen3_4b_colocate_8gpu": 8,
+    "qwen3_4b_async_8gpu": 8,
+    "qwen3_30b_a3b_async_16gpu": 16,
+    "qwen3_vl_30b_a3b_async_16gpu": 16,
+    "qwen3_5_35b_a3b_async_16gpu": 16,
+    "qwen3_omni_30b_a3b_async_16gpu": 16,
+}
+
+
+def planned(*overrides: str) -> RelaxConfig:
+    return typed_config(compose(overrides))
+
+
+@pytest.mark.parametrize("algo", ["grpo", "ppo", "distill"])
+def test_the_plan_has_the_roles_that_are_started(algo: str) -> None:
+    config = load_config([f"algo={algo}", "engine.count=2"])
+    assert make_plan(config).roles == roles_of(config)
+
+
+@pytest.mark.parametrize(("name", "gpus"), PRESETS.items())
+def test_the_presets_plan_clean_and_cannot_start_yet(name: str, gpus: int) -> None:
+    config = planned(f"experiment={name}")
+    problems = problems_of(config, CHECKS)
+    assert problems and all(isinstance(problem, NotYet) for problem in problems), problems
+    plan = make_plan(config, problems)
+    assert plan.refused == []
+    used = {(place.node, gpu) for place in plan.places for gpu in place.gpus}
+    assert len(used) == gpus == config.placement.nodes * config.placement.gpus_per_node
+    assert as_text(plan).startswith(f"{name}: plans, but cannot start yet:\n  - ")
+    assert not any("placement.name" in problem for problem in problems), "it starts where the GPUs are there"
+    assert ("mode=colocate" in " ".join(problems)) == ("colocate" in name)
+    assert set(gpu_problems(config)) <= set(problems)
+    with pytest.raises(ConfigError):
+        load_config([f"experiment={name}"], checks=CHECKS)
+
+
+def test_the_plan_has_every_rollout_worker_and_tells_what_several_cost() -> None:
+    several = ("mode.max_staleness=0", "rollout.workers=3", "rollout.reward_workers=2", "reward=math")
+    plan = make_plan(planned(*several, "data=arithmetic"))
+    counts = {holder.name: holder.count for holder in plan.memory}
+    assert (plan.roles["rollout"], counts["rollout"], counts["reward worker"]) == (3, 3, 6)
+    (told,) = plan.warnings
+    assert told.startswith("mode.max_staleness=0 with rollout.workers=3: ")
+    assert told in " ".join(as_text(plan).split())
+    assert make_plan(planned("rollout.workers=3")).warnings == make_plan(planned(*several[:1])).warnings == []
+
+
+def test_an_asynchronous_layout_gives_each_gpu_to_one_role() -> None:
+    plan = make_plan(planned("experiment=qwen3_30b_a3b_async_16gpu"))
+    taken = [(place.node, gpu) for place in plan.places for gpu in place.gpus]
+    assert len(taken) == len(set(taken)) == 16
+    by_name = {place.name: place for place in plan.places}
+    assert by_name["actor-5"].coordinates == "pp1 tp1 ep1"
+    assert (by_name["engine-1"].node, by_name["engine-1"].gpus) == (1, (2, 3))
+    assert (by_name["actor_fwd-1"].node, by_name["actor_fwd-1"].gpus) == (1, (7,))
+
+
+def test_ranks_on_cores_are_told_by_their_place_in_the_layout() -> None:
+    overrides = [
+        "parallel=tp2_pp2",
+        "algo.old_logprobs=actor_fwd",
+        "parallel.actor_fwd.cp=2",
+        "parallel.reference.tp=2",
+    ]
+    plan = make_plan(load_config(overrides))
+    places = {place.name: place.coordinates for place in plan.places}
+    assert (places["actor-0"], places["actor-3"], places["actor_fwd-1"]) == ("pp0 tp0", "pp1 tp1", "cp1")
+    assert places["engine-0"] == ""
+    text = as_text(plan)
+    assert "ranks actor-0 (pp0 tp0), actor-1 (pp0 tp1), actor-2 (pp1 tp0)" in text
+    assert "parallel.reference: the algorithm as it is set starts no such role." in text
+
+
+def test_the_batch_in_words() -> None:
+    plan = make_plan(load_config(["algo.mini_batches=2", "algo.epochs=3", "mode.max_staleness=2"]))
+    words = " ".join([*plan.batch, *plan.credits])
+    assert "8 prompts x 16 samples = 8 groups, 128 samples a train step" in words
+    assert "8 groups / 2 mini-batches = 4 groups an update; x 3 epochs = 6 updates" in words
+    assert "17 prompt tokens once + 16 x 7 = 129 token rows" in words
+    assert "(max_staleness 2 + 1) x 8 groups = 24 groups, 384 samples" in words
+
+
+def test_ranks_without_work_are_told() -> None:
+    overrides = ["parallel.dp=8", "rollout.prompts_per_step=8", "algo.group_size=2", "algo.mini_batches=4"]
+    told = " ".join(make_plan(load_config(overrides)).batch)
+    assert "Only 4 of 8 data-parallel ranks have work in a micro-batch: an update has no more episodes." in told
+
+
+def test_a_group_that_is_larger_than_a_micro_batch_is_cut_by_episodes() -> None:
+    """17 prompt rows and 16 x 7: 64 rows hold 6 answers beside the prompt, so three pieces a group and two prompts
+    more; 20 rows hold less than one answer, which goes alone."""
+    work = make_plan(load_config(["parallel.micro_batch_tokens=64"])).work
+    assert (work.groups_together, work.group_pieces, work.micro_batches, work.micro_batch_rows) == (0, 3, 24, 64)
+    assert work.repeated_share == pytest.approx(2 * 17 / (129 + 2 * 17))
+    plan = make_plan(load_config(["parallel.micro_batch_tokens=20"]))
+    assert (plan.work.group_pieces, plan.work.micro_batches, plan.work.micro_batch_rows) == (16, 128, 17 + 7)
+    told = " ".join(plan.batch)
+    assert "cut into 16 pieces, each with the prompt: at most 66.4% of the rows are repeated prompts." in told
+    assert "One episode alone, 17 prompt and 7 response rows, is more than parallel.micro_batch_tokens=20" in told
+
+
+def test_episodes_of_one_group_go_to_several_ranks() -> None:
+    """2 groups of an update on 4 ranks: 8 answers each, so three cuts at most; on 2 ranks a group each."""
+    for ranks, repeated in ((4, 3), (2, 0)):
+        plan = make_plan(load_config([f"parallel.dp={ranks}", "algo.mini_batches=4"]))
+        assert plan.work.busy_ranks == ranks and plan.work.micro_batches == 4
+        assert plan.work.repeated_share == pytest.approx(repeated * 17 / (2 * 129 + repeated * 17))
+        assert ("Episodes of one group go to several ranks" in " ".join(plan.batch)) == bool(repeated)
+
+
+def test_sixteen_answers_of_8192_tokens_fit_the_published_split() -> None:
+    """One answer with its prompt, 2048 + 8191 rows, sets the peak: 36 layers of 89,168 bytes a row on each of two
+    tensor-parallel ranks, with the sequence cut too (6 x 2560 + 4 x 4096 + 3 x 1024 + 40, 4096 + 1024 + 4 x 128 + 40
+    of the norms of query and key, 5 x 9728; halved, 2 bytes each). No mask of 10,239 rows squared is there."""
+    long = ["algo.group_size=16", "rollout.max_new_tokens=8192", "engine.context_length=10240"]
+    plan = make_plan(planned("experiment=qwen3_4b_async_8gpu", *long))
+    assert plan.refused == []
+    assert (plan.work.episode_rows, plan.work.micro_batch_rows) == (10239, 10239)
+    (actor,) = (holder for holder in plan.memory if holder.name == "actor")
+    assert actor.peak.terms["activations"] == 10239 * 36 * 89168
+    assert actor.peak.terms["attention mask"] == 80 * 80 * 16
+    assert actor.peak.bytes < 79.6 * GIB
+
+
+@pytest.mark.parametrize(
+    ("memory", "overrides", "fix"),
+    [
+        (60, [], "Set parallel.recompute=full."),
+        (60, ["parallel.micro_batch_tokens=30000"], "Set parallel.recompute=full."),
+        (75, ["parallel.micro_batch_tokens=30000"], "Set parallel.micro_batch_tokens="),
+        (38, [], "and of its 10239 rows only "),
+        (30, [], "leave no room for a row: raise parallel.tp"),
+    ],
+)
+def test_the_knob_that_makes_a_trainer_fit_makes_it_fit(memory: int, overrides: list[str], fix: str) -> None:
+    long = ["algo.group_size=16", "rollout.max_new_tokens=8192", "engine.context_length=10240"]
+    cache = "engine.max_total_tokens=131072"
+    line = ["experiment=qwen3_4b_async_8gpu", *long, cache, f"placement.gpu_memory_gib={memory}", *overrides]
+    (fault,) = (fault for fault in make_plan(planned(*line)).refused if fault.startswith("actor: "))
+    assert fix in fault
+    named = re.search(r"Set (.*)\.$", fault)
+    if named is not None:
+        again = make_plan(planned(*line, *named[1].split()))
+        assert not any(fault.startswith("actor: ") for fault in again.refused), again.refused
+
+
+def test_a_sync_and_a_checkpoint_in_bytes() -> None:
+    plan = make_plan(load_config(["algo=ppo", "engine.count=3"]))
+    assert plan.transfers.sync_bytes == 4 * plan.model.parameters
+    assert plan.transfers.receivers == 3
+    assert plan.transfers.checkpoint_bytes == 2 * 12 * plan.model.parameters
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["placement.gpus_per_node=4"], "placement.roles ask for 8 GPUs, placement.nodes=1 x gpus_per_node=4 = 4."),
+        (["~placement.roles.reference"], "placement.roles.reference is not set"),
+        (["+placement.roles.critic=1", "placement.nodes=2"], "starts no such role"),
+        (
+            ["parallel.reference.tp=2"],
+            "dp=1 = 2 ranks, but there are GPUs for 1. Set placement.roles.reference=2.",
+        ),
+        (["engine.count=3"], "engine.count=3 x engine.tp=1 = 3 GPUs, but rollout has 4. Set engine.count=4."),
+        (["engine.tp=3", "engine.count=1", "placement.roles.rollout=3"], "would straddle two machines"),
+        (["placement.gpu_memory_gib=24"], "actor: backward needs"),
+        (["placement.gpu_memory_gib=0"], "how much memory has a GPU?"),
+        (["engine.context_length=50000"], "more than the 40960 positions of model.shape=Qwen3-4B"),
+        (["mode=colocate"], "Set parallel.dp=4 or placement.gpus_per_node=2."),
+        (["mode=colocate"], "with mode=colocate, where all roles share all GPUs. Drop it."),
+    ],
+)
+def test_what_cannot_work_names_key_value_and_fix(overrides: list[str], text: str) -> None:
+    plan = make_plan(planned("experiment=qwen3_4b_async_8gpu", *overrides))
+    assert any(text in fault for fault in plan.refused), plan.refused
+
+
+def test_gpus_of_roles_without_gpus_are_refused() -> None:
+    (fault,) = make_plan(planned("+placement.roles={actor: 2}")).refused
+    assert "Choose placement=gpu" in fault
+
+
+def test_a_model_without_dimensions_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"model\.shape=<one of: Llama-3.1-8B, Mistral-7B-v0.3, Qwen2.5-7B, Qwen3"):
+        make_plan(planned("model=qwen3"))
+
+
+def test_rays_store_is_memory_too() -> None:
+    with pytest.raises(ConfigError, match=r"too little memory"):
+        plan_run(planned("launcher.object_store_mb=99999999"))
+
+
+def test_too_little_memory_is_refused_with_the_largest_sums() -> None:
+    with pytest.raises(ConfigError, match=r"too little memory: the run needs about .* GiB \(1 x engine"):
+        plan_run(planned("engine.max_running_samples=1000000000"))
+
+
+def test_unread_knobs_are_told() -> None:
+    told = " ".join(make_plan(load_config(["eval.every=0", "optimizer.schedule=constant"])).unread)
+    for key in ("eval.rows", "optimizer.min_lr_ratio", "rollout.reward_workers", "algo.kl_estimator"):
+        assert key in told
+    assert "algo.kl_estimator" not in " ".join(make_plan(load_config(["algo.kl_coef=0.1"])).unread)
+
+
+def test_what_of_the_rollout_is_unread_depends_on_what_lives_through_a_weight_change() -> None:
+    strict = ["mode.max_staleness=0", "mode.on_stale=mask", "rollout.partial=abort", "rollout.surplus=keep"]
+    told = " ".join(make_plan(load_config(strict)).unread)
+    for key in ("mode.on_stale", "rollout.partial", "rollout.surplus"):
+        assert key in told
+    told = " ".join(make_plan(load_config([*strict, "rollout.over_sampling=1.5"])).unread)
+    for key in ("mode.on_stale", "rollout.partial", "rollout.surplus", "rollout.max_aborts"):
+        assert key not in told
+
+
+def test_the_credits_count_the_spare_groups() -> None:
+    for surplus, groups in (("drop", 24), ("keep", 20)):
+        plan = make_plan(load_config(["rollout.over_sampling=1.5", f"rollout.surplus={surplus}"]))
+        assert f"= {groups} groups" in " ".join(plan.credits), plan.credits
+
+
+def test_the_plan_in_the_runs_folder(tmp_path: Path) -> None:
+    plan = make_plan(load_config())
+    save_plan(plan, tmp_path)
+    values = json.loads((tmp_path / "plan.json").read_text())
+    assert values == json.loads(json.dumps(as_json_values(plan)))
+    assert values["can_start"] and values["total_bytes"] == plan.total_bytes
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_what_kept_sets_cost_is_told_where_tokens_are_left_out() -> None:
+    assert "kept sets" not in as_text(make_plan(planned()))
+    tokens = 8 * 16 * 8  # prompts, samples of each, tokens of each
+    for overrides, vocabulary, most in (
+        (["rollout.top_p=0.9"], 56, 4 + 4 * 2),  # a bitmask of 56 tokens
+        (["rollout.top_k=2", "rollout.min_p=0.1"], 56, 4 + 4 * 2),
+        (["rollout.top_k=20", "model=qwen3", "+model.shape=Qwen3-4B"], 151_936, 4 + 4 * 20),
+        (["rollout.min_p=0.1", "model=qwen3", "+model.shape=Qwen3-4B"], 151_936, 4 + 151_936 // 8),
+    ):
+        plan = make_plan(planned(*overrides))
+        assert plan.model.vocabulary == vocabulary
+        assert (plan.transfers.kept_set_bytes, plan.transfers.kept_step_bytes) == (most, most * tokens)
+        assert f"kept sets: {most} bytes a sampled token and " in as_text(plan)

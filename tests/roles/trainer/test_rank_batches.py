@@ -1,0 +1,145 @@
+"""What a rank reads of a step's groups: the very trees that the lead would have handed on, each row once a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from relax_core.bus.state.bus_state import BusCore
+from relax_core.contracts import columns as c
+from relax_core.contracts.bus import Lease, LeasedRow, LeaseLost, LeaseRequest
+from relax_core.contracts.tree import TokenTree
+from relax_core.roles.trainer.rank_batches import RankRows, parts_of
+from relax_core.train.packing.leased_trees import decode_train_tree
+from relax_core.train.packing.micro_batches import REPEATED, MicroBatcher, split_over_ranks
+from tests.bus.make_rows import make_core, make_row
+from tests.trees import random_tree
+
+GROUPS = 6
+COLUMNS = (*c.ROLLOUT_COLUMNS, c.ADVANTAGES, c.RETURNS, c.VALUES)
+STEP, MAX_STALENESS = 2, 1  # the trees' tokens have versions 0, 1 and 2
+
+
+class CoreBus:
+    """The bus's state machine behind `Bus.read`; ``reads``: the groups of each call."""
+
+    def __init__(self, core: BusCore) -> None:
+        self._core = core
+        self.reads: list[list[str]] = []
+
+    def read(
+        self, lease_id: int, group_uids: Sequence[str], *, columns: Sequence[str], timeout_s: float
+    ) -> list[LeasedRow]:
+        self.reads.append(list(group_uids))
+        return self._core.read(lease_id, group_uids, columns).rows
+
+
+def random_groups(core: BusCore) -> list[TokenTree]:
+    """Put, one for each admission; some have old tokens, episodes that share sampled rows, and several roots."""
+    random = np.random.default_rng(5)
+    trees = []
+    for admission in core.admit(GROUPS):
+        tree = random_tree(random, uid=admission.group_uid, roots=2, fan_out=2)
+        tree = replace(tree, extras={name: tree.extras[name] for name in tree.extras if name != "fresh"})
+        columns = c.encode_tree(tree)
+        missing = {f"{admission.group_uid}.{place}": "too long" for place in range(len(tree.episodes), 64)}
+        core.put([make_row(admission, version=0, group_size=64, dropped=missing, columns=columns)])
+        trees.append(tree)
+    return trees
+
+
+def leased(core: BusCore, payloads: tuple[str, ...] | None, *, groups: int) -> Lease:
+    request = LeaseRequest(task="trains", columns=COLUMNS, payloads=payloads, min_groups=groups, max_groups=groups)
+    lease = core.lease(request)
+    assert lease is not None
+    return lease
+
+
+def decoded(rows: Sequence[LeasedRow]) -> list[TokenTree]:
+    return [decode_train_tree(row, step=STEP, oldest_version=STEP - MAX_STALENESS)[0] for row in rows]
+
+
+def rank_rows(bus: Any) -> RankRows:
+    return RankRows(bus, columns=COLUMNS, max_staleness=MAX_STALENESS, timeout_s=60.0)
+
+
+def shares_of(trees: Sequence[TokenTree], *, budget_rows: int) -> list[list[list[TokenTree]]]:
+    """Of each micro-batch the share of each of two ranks."""
+    batcher = MicroBatcher(budget_rows, ranks=2)
+    batches = [*batcher.add(trees), batcher.flush()]
+    return [split_over_ranks(batch, 2) for batch in batches]
+
+
+def assert_same_tree(one: TokenTree, other: TokenTree) -> None:
+    assert (one.group_uid, list(one.episodes), one.counts_group) == (
+        other.group_uid,
+        list(other.episodes),
+        other.counts_group,
+    )
+    for name in ("token_ids", "end", "loss_mask", "logprobs", "versions"):
+        np.testing.assert_array_equal(getattr(one, name), getattr(other, name), err_msg=name)
+    assert one.extras.keys() == other.extras.keys()
+    for name, array in one.extras.items():
+        np.testing.assert_array_equal(array, other.extras[name], err_msg=name)
+
+
+@pytest.mark.parametrize("budget_rows", [40, 100, 100_000])
+def test_what_ranks_read_is_what_the_lead_would_hand_on(budget_rows: int) -> None:
+    """The lead cuts trees without tokens; each rank's parts of the whole trees are those that whole trees give."""
+    core = make_core(groups_per_step=GROUPS, group_size=64)
+    random_groups(core)
+    first, second = (leased(core, c.STRUCTURE_COLUMNS, groups=GROUPS // 2) for _ in range(2))
+    assert all(row.columns.keys() == set(c.STRUCTURE_COLUMNS) for lease in (first, second) for row in lease.rows)
+    structures = decoded([*first.rows, *second.rows])
+    assert all((tree.token_ids == -1).all() for tree in structures)
+    lease_ids = {row.group_uid: lease.lease_id for lease in (first, second) for row in lease.rows}
+    whole = decoded(
+        [
+            *core.read(first.lease_id, [row.group_uid for row in first.rows], COLUMNS).rows,
+            *core.read(second.lease_id, [row.group_uid for row in second.rows], COLUMNS).rows,
+        ]
+    )
+    ranks = [rank_rows(CoreBus(core)) for _ in range(2)]
+    cut = False
+    for told, expected in zip(
+        shares_of(structures, budget_rows=budget_rows), shares_of(whole, budget_rows=budget_rows), strict=True
+    ):
+        for rank, share, wanted in zip(ranks, told, expected, strict=True):
+            found = rank.trees(STEP, parts_of(share, lease_ids))
+            cut |= any(tree.extras.get(REPEATED, np.zeros(0)).any() for tree in found)
+            for one, other in zip(found, wanted, strict=True):
+                assert_same_tree(one, other)
+    assert cut, "no group was divided, with rows that two parts have"
+    assert any((tree.versions[~tree.loss_mask] == 0).any() for tree in whole), "no token was too old"
+
+
+def test_a_row_is_read_once_a_step_and_with_its_neighbours() -> None:
+    core = make_core(groups_per_step=GROUPS, group_size=64)
+    random_groups(core)
+    lease = leased(core, c.STRUCTURE_COLUMNS, groups=GROUPS)
+    lease_ids = {row.group_uid: lease.lease_id for row in lease.rows}
+    uids = list(lease_ids)
+    structures = decoded(lease.rows)
+    bus = CoreBus(core)
+    rank = rank_rows(bus)
+    halves = [structures[0].take([0]), structures[0].take(range(1, len(structures[0].episodes)))]
+    rank.trees(STEP, parts_of([*halves, structures[1]], lease_ids))
+    rank.trees(STEP, parts_of(structures[1:3], lease_ids))
+    rank.trees(STEP, parts_of(structures[::-1][-3:], lease_ids))  # a later epoch
+    assert bus.reads == [uids[:2], uids[2:3]]
+    rank.trees(STEP + 1, parts_of(structures[:1], lease_ids))  # other tokens are too old, or fresh
+    assert bus.reads[2:] == [uids[:1]]
+
+
+def test_a_lease_that_ended_is_not_read_and_names_itself() -> None:
+    core = make_core(groups_per_step=GROUPS, group_size=64)
+    random_groups(core)
+    lease = leased(core, c.STRUCTURE_COLUMNS, groups=1)
+    parts = parts_of(decoded(lease.rows), {lease.rows[0].group_uid: lease.lease_id})
+    core.revoke("trains")
+    with pytest.raises(LeaseLost, match=f"lease {lease.lease_id} is not held"):
+        rank_rows(CoreBus(core)).trees(STEP, parts)

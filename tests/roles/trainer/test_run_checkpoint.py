@@ -1,0 +1,206 @@
+"""A run's checkpoints: one cut, written beside the steps, and a failure that is not lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_core.roles.trainer.run_checkpoint import BUS_SNAPSHOT, RunCheckpoints
+from relax_core.roles.trainer.worker_group import Ranks, TrainerGang
+from relax_core.train.checkpoints.checkpoint_store import CheckpointStore
+from tests.roles.run_context import context_in
+
+
+class Lead:
+    """A back end whose state is one number, and whose disk is as slow as the test wants."""
+
+    def __init__(self) -> None:
+        self.state = 0
+        self.writes = threading.Event()
+        self.may_write = threading.Event()
+        self.may_write.set()
+
+    def copy_state(self) -> None:
+        self.copy = self.state
+
+    def write_copy(self, folder: Path) -> None:
+        self.writes.set()
+        assert self.may_write.wait(timeout=120)
+        folder.write_text(str(self.copy))
+
+
+class Bus:
+    def __init__(self, lead: Lead) -> None:
+        self._lead = lead
+
+    def snapshot(self, *, timeout_s: float) -> bytes:
+        return str(self._lead.state).encode()
+
+
+@pytest.fixture
+def lead() -> Iterator[Lead]:
+    one = Lead()
+    yield one
+    one.may_write.set()
+
+
+def nobody(words: str) -> None:
+    """Does not care how far a write is."""
+
+
+def checkpoints(
+    lead: Lead,
+    run_dir: Path,
+    *overrides: str,
+    moved_on: Callable[[str], None] = nobody,
+    **changes: Any,
+) -> RunCheckpoints:
+    """``changes``: of the run's context."""
+    context = replace(context_in(run_dir, "run.keep_last=9", *overrides), **changes)
+    whole: Any = lead
+    ranks = Ranks(name="actor-0", lead=whole, peers=[], replicas=[[0]])
+    gang = TrainerGang(ranks, timeout_s=30, waiting=lambda what, *, on: nullcontext())
+    bus: Any = Bus(lead)
+    return RunCheckpoints(context, bus=bus, gang=gang, moved_on=moved_on)
+
+
+def saved(run_dir: Path) -> dict[str, tuple[bytes, str]]:
+    """Of each whole checkpoint: the bus's part and the trainer's."""
+    return {
+        folder.name: ((folder / BUS_SNAPSHOT).read_bytes(), (folder / "train").read_text())
+        for folder in sorted((run_dir / "checkpoints").glob("step_*"))
+    }
+
+
+def test_steps_go_on_while_the_cut_of_an_earlier_one_is_written(lead: Lead, tmp_path: Path) -> None:
+    one = checkpoints(lead, tmp_path)
+    lead.may_write.clear()
+    lead.state = 5
+    one.save(5)
+    lead.state = 6
+    one.raise_failure()
+    assert saved(tmp_path) == {}  # it counts once it is whole
+    lead.may_write.set()
+    one.save(6)
+    one.finish()
+    assert saved(tmp_path) == {"step_00000005": (b"5", "5"), "step_00000006": (b"6", "6")}
+    newest = CheckpointStore(tmp_path / "checkpoints", keep_last=9).newest_whole()
+    assert newest is not None and newest.folder == tmp_path / "checkpoints" / "step_00000006"
+
+
+def test_what_is_saved_already_is_not_saved_again(lead: Lead, tmp_path: Path) -> None:
+    one = checkpoints(lead, tmp_path)
+    one.save(0)
+    one.finish()
+    assert saved(tmp_path) == {}
+    one.save(3)
+    lead.state = 9
+    one.save(3)
+    one.finish()
+    assert saved(tmp_path) == {"step_00000003": (b"0", "0")}
+
+
+def test_without_async_save_it_is_whole_when_save_returns(lead: Lead, tmp_path: Path) -> None:
+    checkpoints(lead, tmp_path, "run.async_save=false").save(1)
+    assert saved(tmp_path) == {"step_00000001": (b"0", "0")}
+
+
+@pytest.mark.parametrize("then", ["raise_failure", "save", "finish"])
+def test_a_failed_write_is_raised_with_its_cause(lead: Lead, tmp_path: Path, then: str) -> None:
+    (tmp_path / "checkpoints").write_text("a file in the way")
+    one = checkpoints(lead, tmp_path)
+    one.save(1)
+    with pytest.raises(OSError, match=r"step_00000001 was not written: .*bytes are free"):
+        next_call(one, then)
+
+
+def next_call(one: RunCheckpoints, name: str) -> None:
+    if name == "raise_failure":
+        deadline = time.monotonic() + 120.0
+        while time.monotonic() < deadline:  # steps; the first one after the failure raises it
+            one.raise_failure()
+            time.sleep(0.01)
+    elif name == "save":
+        one.save(2)
+    else:
+        one.finish()
+
+
+STALL_S = 0.2
+SHORT = (f"run.stall_timeout_s={STALL_S}", "run.watch_after_s=0.1")
+
+
+def test_a_disk_that_stands_still_is_told(lead: Lead, tmp_path: Path) -> None:
+    one = checkpoints(lead, tmp_path, *SHORT)
+    lead.may_write.clear()
+    one.save(1)
+    words = r"checkpoint of step 1 is not written: nothing came to the disk for 0.2 s.*run\.stall_timeout_s"
+    with pytest.raises(RuntimeError, match=words):
+        one.finish()
+
+
+def test_a_slow_disk_is_waited_for_as_long_as_it_goes_on(lead: Lead, tmp_path: Path) -> None:
+    told: list[str] = []
+    slow = tmp_path / "checkpoints" / ".step_00000001.partial" / "slow"
+
+    def a_byte_more(words: str) -> None:
+        told.append(words)
+        assert lead.writes.wait(timeout=120)
+        with slow.open("ab") as file:
+            file.write(b".")
+        if len(told) == 8:  # looks are STALL_S apart
+            lead.may_write.set()
+
+    one = checkpoints(lead, tmp_path, *SHORT, moved_on=a_byte_more)
+    lead.may_write.clear()
+    one.save(1)
+    began = time.monotonic()
+    one.finish()
+    assert time.monotonic() - began > 3 * STALL_S
+    assert set(told) == {"writes checkpoint of step 1"}
+    assert saved(tmp_path) == {"step_00000001": (b"0", "0")}
+
+
+# -- the best one -----------------------------------------------------------------------------------------------------
+BEST = ("run.keep_best=eval/exact", "run.patience=2", "run.keep_last=1", "eval.every=2", "run.async_save=false")
+
+
+def exact(value: float) -> dict[str, float]:
+    return {"exact": value, "reward": 1.0 - value}
+
+
+def test_the_best_evaluations_checkpoint_stays_also_over_a_resume(lead: Lead, tmp_path: Path) -> None:
+    one = checkpoints(lead, tmp_path, *BEST, "run.steps=10", data_digest="d1")
+    assert [version for version in range(11) if one.due(version)] == [2, 4, 6, 8, 10]
+    assert not one.judge(0, exact(0.1))
+    one.save(2)
+    one.save(4)  # the evaluation of version 2 is still to come
+    assert sorted(saved(tmp_path)) == ["step_00000002", "step_00000004"]
+    assert not one.judge(2, exact(0.9))
+    assert (tmp_path / "checkpoints" / "best").resolve().name == "step_00000002"
+    assert not one.judge(4, exact(0.5))
+    one.save(6)
+    assert sorted(saved(tmp_path)) == ["step_00000002", "step_00000006"]
+    run = CheckpointStore.read_meta(tmp_path / "checkpoints" / "step_00000006").run
+    assert run == {"version": 6, "datum": "token tree", "data": "d1", "evaluations": {"0": 0.1, "2": 0.9, "4": 0.5}}
+
+    start = {"start_step": 6, "resume_from": tmp_path / "checkpoints" / "step_00000006"}
+    resumed = checkpoints(lead, tmp_path, *BEST, "run.steps=10", **start)
+    assert resumed.judge(6, exact(0.3))  # the second in a row that is no better
+    resumed.save(8)
+    assert sorted(saved(tmp_path)) == ["step_00000002", "step_00000008"]
+    assert not resumed.judge(8, exact(0.95))
+    assert (tmp_path / "checkpoints" / "best").resolve().name == "step_00000008"
+
+
+def test_without_a_figure_nothing_is_due_and_nothing_ends(lead: Lead, tmp_path: Path) -> None:
+    one = checkpoints(lead, tmp_path)
+    assert not any(one.due(version) for version in range(100))
+    assert not any(one.judge(version, exact(0.0)) for version in range(100))

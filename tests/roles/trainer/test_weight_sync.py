@@ -1,0 +1,125 @@
+"""The trainer's calls to engines that stand still: what is waited for, what is not, and in which order they arrive."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from relax_core.config.compose import load_config
+from relax_core.contracts.engine import EngineError, SamplingParams
+from relax_core.engines.protocol.engine_client import EngineClient
+from relax_core.roles.trainer.weight_sync import EngineSync
+from relax_core.weights.transports.file_transports import SharedMemoryTransport
+from tests.contracts.engine.conftest import launch, model_folder, start_engine
+from tests.contracts.engine.harness import Engine, hf_weights, make_model, prompts_of
+from tests.roles.engine.test_engine_owner import context_of
+
+__all__ = ["launch", "model_folder", "start_engine"]
+
+
+class Waits:
+    """`Worker.waiting`: what is waited for now."""
+
+    def __init__(self) -> None:
+        self.now: list[str] = []
+
+    @contextmanager
+    def __call__(self, what: str, *, on: str) -> Iterator[None]:
+        self.now.append(what)
+        try:
+            yield
+        finally:
+            self.now.remove(what)
+
+
+class Engines:
+    """The clients of some engines."""
+
+    def __init__(self, *engines: Engine) -> None:
+        self.clients = [engine.client for engine in engines]
+
+    def reachable(self) -> list[EngineClient]:
+        return self.clients
+
+    def forget(self, url: str) -> None:
+        raise AssertionError(f"{url} was forgotten")
+
+
+@pytest.fixture
+def stopped() -> Iterator[Callable[[Engine], None]]:
+    """Stops engines, which go on at the test's end at the latest."""
+    pids: list[int] = []
+
+    def stop(engine: Engine) -> None:
+        pids.append(engine.process.pid)
+        os.kill(engine.process.pid, signal.SIGSTOP)
+
+    yield stop
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+
+
+def has_memory(engine: Engine) -> bool:
+    """Whether it takes a sample in. One without memory leaves it in the queue, also after its thread has had a turn."""
+    with ThreadPoolExecutor() as pool:
+        tokens = pool.submit(engine.generate, prompts_of([5, 6]), SamplingParams(max_new_tokens=2))
+        deadline = time.monotonic() + 60.0
+        while not tokens.done() and engine.client.loads()["queued"] == 0:
+            assert time.monotonic() < deadline, "it was not asked"
+        engine.client.loads()
+        if engine.client.loads()["queued"] == 0:
+            return len(tokens.result(60.0)) == 1
+        engine.client.abort()
+        return False
+
+
+def test_in_time_sharing_a_stopped_engine_holds_nobody_up_and_gets_its_calls_in_order(
+    start_engine: Callable[..., Engine], stopped: Callable[[Engine], None], tmp_path: Path
+) -> None:
+    """It has given up its memory, and is stopped before the new weights: it takes them, and only then the memory."""
+    lives, slow = start_engine(), start_engine()
+    config = load_config()
+    context = context_of(replace(config, engine=replace(config.engine, silent_s=1.0)), tmp_path)
+    waits = Waits()
+    sync = EngineSync(context, Engines(lives, slow), SharedMemoryTransport(), waiting=waits)
+    sync.release_memory()
+    assert not has_memory(lives) and not has_memory(slow)
+    stopped(slow)
+    sync.publish(1, hf_weights(make_model(None, seed=1)))
+    report = sync.end_push()
+    assert report is not None and report.behind == {slow.process.url} and not report.refused
+    sync.resume_memory()  # returns, though the engine stands still
+    assert has_memory(lives) and lives.version == 1
+    with ThreadPoolExecutor() as pool:
+        releasing = pool.submit(sync.release_memory)
+        with pytest.raises(TimeoutError):  # the trainer would train in memory that the engine may hold
+            releasing.result(1.5)
+        assert waits.now == ["the engines to give up their memory"]
+        os.kill(slow.process.pid, signal.SIGCONT)
+        releasing.result(60.0)
+    assert slow.version == 1 and not has_memory(slow), "its memory came back after it was given up"
+    sync.publish(2, hf_weights(make_model(None, seed=2)))
+    sync.end_push()
+    sync.resume_memory()
+    assert has_memory(lives)
+    sync.close()
+
+
+def test_an_engine_that_keeps_its_memory_is_told_also_when_it_says_so_late(
+    start_engine: Callable[..., Engine], tmp_path: Path
+) -> None:
+    engine = start_engine()
+    sync = EngineSync(context_of(load_config(), tmp_path), Engines(engine), SharedMemoryTransport(), waiting=Waits())
+    sync.release_memory()
+    engine.client._authorization = "Bearer wrong"
+    with pytest.raises(EngineError, match="401"):
+        sync.resume_memory()
+    sync.close()

@@ -1,0 +1,339 @@
+"""Episodes of several turns, with a real engine, real envs and the bus's own state machine."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from envs.number_guess import NumberGuess, NumberGuessKnobs
+from relax_core.contracts.checked import WrongResult, checked_env
+from relax_core.contracts.engine import Generated, PromptRequest
+from relax_core.contracts.env import (
+    Action,
+    BaseInteractionEnv,
+    EnvSpec,
+    EpisodeStart,
+    InteractionKnobs,
+    StepResult,
+)
+from relax_core.contracts.reward import RewardInput, RewardOutput
+from relax_core.contracts.tree import TokenTree, check_tree
+from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.engines.engine_process import EngineLaunch
+from relax_core.engines.protocol.engine_client import EngineClient
+from relax_core.registry import find_env, find_reward
+from relax_core.rollout.rewards.reward_failures import FEWEST_ROWS, RewardsFailed
+from relax_core.tools.make_tiny import tiny_model_folder
+from tests.contracts.engine.harness import TOKEN, Engine
+from tests.rollout.sampler_harness import GROUP_SIZE, STEP_GROUPS, CoreBus, renamed, sample, within
+from tests.trees import path_of, tree_of
+
+CONTEXT = 192
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    return tiny_model_folder("tiny_qwen3", task="reverse_digits")
+
+
+@pytest.fixture
+def engine(start_engine: Callable[..., Engine], launch: EngineLaunch, folder: Path) -> Engine:
+    return start_engine(model_folder=folder, engine=dataclasses.replace(launch.engine, context_length=CONTEXT))
+
+
+def env_of(kind: Callable[[EpisodeStart, Any], BaseInteractionEnv]) -> EnvSpec:
+    return checked_env(EnvSpec(name="mine", summary="s", knobs=InteractionKnobs, open=kind))
+
+
+def play(engine: Engine, folder: Path, bus: CoreBus, env: EnvSpec, **given: Any) -> list[Any]:
+    """Runs the sampler until the bus has had enough; returns what it recorded."""
+    records: list[Any] = []
+
+    async def scene() -> None:
+        given.setdefault("reward", find_reward("env"))
+        records.extend(await sample(engine, folder, bus, env=env, context=CONTEXT, **given))
+
+    asyncio.run(within(scene()))
+    return records
+
+
+def path_ids(tree: TokenTree, place: int) -> list[int]:
+    """The token ids of an episode with one segment, from its root to its leaf."""
+    rows = path_of(tree, tree.episodes[place].leaves[0])
+    ids: list[int] = tree.token_ids[rows].tolist()
+    return ids
+
+
+class Echo(BaseInteractionEnv):
+    """Says what it was told, ``turns`` times; a plain env, so that it runs in threads."""
+
+    turns = 2
+
+    def __init__(self, start: EpisodeStart, knobs: InteractionKnobs) -> None:
+        self.start = start
+        self.played = 0
+        self.closed = False
+
+    def reset(self) -> Any:
+        return str(self.start.row["prompt"])
+
+    def step(self, action: Action) -> StepResult:
+        self.played += 1
+        return StepResult(observation=f"you said {action.text}.", reward=0.25, done=self.played == self.turns)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class CountingClient(EngineClient):
+    """Notes how many prompts each request has."""
+
+    sizes: list[int]
+
+    async def generate(self, prompts: Sequence[PromptRequest], *given: Any, **more: Any) -> AsyncIterator[Generated]:
+        self.sizes.append(len(prompts))
+        async for one in super().generate(prompts, *given, **more):
+            yield one
+
+
+def test_groups_of_a_game_reach_the_bus_as_trees(engine: Engine, folder: Path) -> None:
+    client = CountingClient(engine.process.url, TOKEN, request_timeout_s=60.0, control_timeout_s=30.0)
+    client.sizes = []
+    bus = CoreBus(steps=2, on_step=renamed(engine))
+    records = play(engine, folder, bus, find_env("number_guess"), client=client)
+    tokenizer = PromptTokenizer(folder)
+    knobs = NumberGuessKnobs()
+    several, trees = 0, [tree_of(bus.rows[uid]) for uid in sorted(bus.rows)]
+    assert len(trees) == 2 * STEP_GROUPS
+    for tree in trees:
+        check_tree(tree)
+        assert len(tree.episodes) == GROUP_SIZE
+        opening = tokenizer.encode([{"role": "user", "content": "guess a number from 1 to 7"}])
+        for place, one in enumerate(tree.episodes):
+            ids = path_ids(tree, place)
+            assert ids[: len(opening)] == opening and len(one.leaves) == 1
+            several += len(one.turns) > 1
+            assert len(one.turns) <= knobs.max_turns and one.reward == sum(turn.reward or 0.0 for turn in one.turns)
+            for before, after in zip(one.turns, one.turns[1:], strict=False):
+                between = tokenizer.decode(tree.token_ids[before.end : after.start].tolist())
+                assert between.startswith("\n<|im_start|>user\n")
+                assert between.endswith("<|im_end|>\n<|im_start|>assistant\n")
+                assert not tree.loss_mask[before.end : after.start].any()
+            assert all(turn.began_s and turn.engine == "engine-0" for turn in one.turns)
+            assert all(tree.loss_mask[turn.start : turn.end].all() for turn in one.turns)
+            ended = one.turns[-1].finish
+            assert one.ended == ("turn_cut" if ended == "length" else "env_done")
+        # The trunk is there once.
+        assert (tree.end[: len(opening)] == tree.rows).all()
+    assert several, "no episode had a second turn: the test says nothing about turns"
+    assert client.sizes[0] == STEP_GROUPS * GROUP_SIZE, "what is ready together goes out together"
+    assert sum(values["samples"] for _, _, values in records) == 2 * STEP_GROUPS * GROUP_SIZE
+    assert sum(values["tokens"] for _, _, values in records) == sum(int(tree.lengths.sum()) for tree in trees)
+
+
+def test_the_same_seed_plays_the_same_episodes_and_the_tree_is_the_conversation(engine: Engine, folder: Path) -> None:
+    """The env runs in threads, whose order differs from run to run."""
+    tokenizer, seen = PromptTokenizer(folder), dict[str, RewardInput]()
+    opened: list[Echo] = []
+
+    def make(start: EpisodeStart, knobs: Any) -> Echo:
+        opened.append(Echo(start, knobs))
+        return opened[-1]
+
+    def score(given: RewardInput, knobs: Any) -> RewardOutput:
+        seen[given.uid] = given
+        return RewardOutput(reward=sum(reward or 0.0 for reward in given.turn_rewards))
+
+    reward = dataclasses.replace(find_reward("reverse_digits"), score=score)
+    played = []
+    for _ in range(2):
+        bus = CoreBus(steps=1)
+        play(engine, folder, bus, env_of(make), reward=reward)
+        played.append({uid: tree_of(row) for uid, row in bus.rows.items()})
+    assert played[0].keys() == played[1].keys() and len(played[0]) == STEP_GROUPS
+    compared = 0
+    for uid, tree in played[0].items():
+        assert tree.token_ids.tobytes() == played[1][uid].token_ids.tobytes()
+        for place, one in enumerate(tree.episodes):
+            given = seen[one.uid]
+            assert len(given.turns) == len(given.turn_rewards) == len(one.turns) and given.response == given.turns[-1]
+            assert given.ended == one.ended and given.messages[0]["content"] == given.row["prompt"]
+            assert [m["content"] for m in given.messages if m["role"] == "assistant"] == list(given.turns)
+            sampled = [tree.token_ids[turn.start : turn.end - 1].tolist() for turn in one.turns]
+            if one.ended == "env_done" and sampled == [tokenizer.encode_plain(text) for text in given.turns]:
+                whole = tokenizer.encode(given.messages)  # as the chat template writes the whole conversation
+                ids = path_ids(tree, place)
+                assert whole[: len(ids)] == ids
+                compared += 1
+    ended = {one.ended for tree in played[0].values() for one in tree.episodes}
+    assert "env_done" in ended and compared, ended
+    assert all(env.closed for env in opened) and len(opened) == 2 * STEP_GROUPS * GROUP_SIZE
+    seeds = {(env.start.group_seed, env.start.episode_seed) for env in opened}
+    assert len(seeds) == STEP_GROUPS * GROUP_SIZE and len({group for group, _ in seeds}) == STEP_GROUPS
+
+
+@pytest.mark.parametrize(("given", "ended"), [({"max_new_tokens": 1}, "turn_cut"), ({}, "context_full")])
+def test_an_episode_that_is_cut_is_scored_as_it_stands(
+    engine: Engine, folder: Path, given: Mapping[str, int], ended: str
+) -> None:
+    class Wordy(Echo):
+        turns = 9
+
+        def step(self, action: Action) -> StepResult:
+            return dataclasses.replace(super().step(action), observation="9" * CONTEXT)
+
+    bus = CoreBus(steps=1)
+    play(engine, folder, bus, env_of(Wordy), **given)
+    episodes = [one for row in bus.rows.values() for one in tree_of(row).episodes]
+    assert ended in {one.ended for one in episodes}
+    assert {one.reward for one in episodes if one.ended == "turn_cut"} <= {0.0}
+    assert {one.reward for one in episodes if one.ended == "context_full"} <= {0.25}
+
+
+def test_the_most_turns_are_played(engine: Engine, folder: Path) -> None:
+    class Endless(Echo):
+        turns = 99
+
+        def step(self, action: Action) -> StepResult:
+            return dataclasses.replace(super().step(action), observation="go on")
+
+    bus = CoreBus(steps=1)
+    play(engine, folder, bus, env_of(Endless), env_knobs=InteractionKnobs(name="mine", max_turns=2))
+    episodes = [one for row in bus.rows.values() for one in tree_of(row).episodes]
+    assert {(one.ended, len(one.turns)) for one in episodes if one.ended != "turn_cut"} == {("max_turns", 2)}
+
+
+@pytest.mark.parametrize("where", ["open", "reset", "step"])
+def test_an_env_that_raises_ends_its_episode_without_a_reward(engine: Engine, folder: Path, where: str) -> None:
+    class Broken(Echo):
+        def fails(self, here: str) -> None:
+            if here == where and self.start.row["prompt"] == "rev 101":
+                raise OSError("the game server is gone")
+
+        def __init__(self, start: EpisodeStart, knobs: Any) -> None:
+            super().__init__(start, knobs)
+            self.fails("open")
+
+        def reset(self) -> Any:
+            self.fails("reset")
+            return super().reset()
+
+        def step(self, action: Action) -> StepResult:
+            self.fails("step")
+            return super().step(action)
+
+    bus = CoreBus(steps=1)
+    play(engine, folder, bus, env_of(Broken))
+    assert sorted(bus.rows) == ["g00000000", "g00000002", "g00000003"]
+    assert bus.core.progress().ledger.dropped == {"reward_failed": GROUP_SIZE}
+
+
+def test_an_env_that_fails_for_all_ends_the_run_with_the_first_cause(engine: Engine, folder: Path) -> None:
+    class Broken(Echo):
+        def reset(self) -> Any:
+            raise OSError("the game server is gone")
+
+    with pytest.raises(
+        RewardsFailed, match=rf"newest {FEWEST_ROWS} data rows .*env mine: reset: .*game server is gone"
+    ):
+        play(engine, folder, CoreBus(steps=1), env_of(Broken))
+
+
+def test_a_step_that_hangs_ends_its_episode_and_no_other(engine: Engine, folder: Path) -> None:
+    go_on, hung, closed = threading.Event(), threading.Event(), threading.Event()
+
+    class Hangs(Echo):
+        def step(self, action: Action) -> StepResult:
+            if self.start.row["prompt"] == "rev 101":
+                hung.set()
+                go_on.wait()
+            return super().step(action)
+
+        def close(self) -> None:
+            if self.start.row["prompt"] == "rev 101" and self.played:
+                assert go_on.is_set(), "no call overlaps with another"
+                closed.set()
+
+    bus = CoreBus(steps=1)
+    try:
+        play(engine, folder, bus, env_of(Hangs), env_knobs=InteractionKnobs(name="mine", step_timeout_s=0.5))
+        assert hung.is_set() and sorted(bus.rows) == ["g00000000", "g00000002", "g00000003"]
+        assert not closed.is_set()
+    finally:
+        go_on.set()
+    assert closed.wait(60.0), "the env is closed when its call has ended"
+
+
+def test_openings_that_differ_within_a_group_end_the_run_with_both(engine: Engine, folder: Path) -> None:
+    class Clock(Echo):
+        def reset(self) -> Any:
+            return f"seed {self.start.episode_seed}"
+
+    with pytest.raises(
+        ValueError,
+        match=r"env mine: rows\.jsonl, line 1: .* open differently\. g00000000\.0: .*seed \d+.*"
+        r"g00000000\.1: .*seed \d+.* start\.group_seed",
+    ):
+        play(engine, folder, CoreBus(steps=1), env_of(Clock))
+
+
+def test_a_result_of_the_wrong_shape_ends_the_run_with_env_uid_row_and_turn(engine: Engine, folder: Path) -> None:
+    class Pictures(Echo):
+        def step(self, action: Action) -> StepResult:
+            return StepResult(observation=[{"role": "user", "content": [{"type": "image", "image": "a.png"}]}])
+
+    told = r"episode g0000000\d\.\d \(rows.jsonl, line \d\), turn 1: env mine .*Wanted: text; content in parts"
+    with pytest.raises(WrongResult, match=told):
+        play(engine, folder, CoreBus(steps=1), env_of(Pictures))
+
+
+def test_an_opening_that_leaves_no_room_is_left_out(engine: Engine, folder: Path) -> None:
+    bus = CoreBus(steps=1)
+    play(engine, folder, bus, env_of(Echo), prompts={1: "9" * CONTEXT})
+    assert sorted(bus.rows) == ["g00000000", "g00000002", "g00000003"]
+
+
+def test_number_guess_answers() -> None:
+    async def scene() -> None:
+        start = EpisodeStart(row={}, group_seed=3, episode_seed=0)
+        games = [NumberGuess(start, NumberGuessKnobs()) for _ in range(7)]
+        steps = [await game.step(Action(text=f"is it {place + 1}?", stopped=True)) for place, game in enumerate(games)]
+        (found,) = [place for place, step in enumerate(steps) if step.reward == 1.0]
+        assert all(step.done == (place == found) for place, step in enumerate(steps))
+        assert [step.observation for step in steps] == ["higher"] * found + [None] + ["lower"] * (6 - found)
+        assert (await games[found - 1].step(Action(text="hm", stopped=True))).observation == "no number"
+        assert (await games[found - 1].step(Action(text="0", stopped=True))).done
+
+    asyncio.run(scene())
+
+
+def test_a_group_that_the_bus_has_ended_gives_its_envs_up(engine: Engine, folder: Path) -> None:
+    """Over-sampling: the first step goes on without a group whose env never answers."""
+    ends: list[str] = []
+
+    class Waits(Echo):
+        async def step(self, action: Action) -> StepResult:  # type: ignore[override]
+            if self.start.row["prompt"] == "rev 101":
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    ends.append("step")
+            return super().step(action)
+
+        async def close(self) -> None:  # type: ignore[override]
+            if self.start.row["prompt"] == "rev 101":
+                ends.append("close")
+
+    bus = CoreBus(steps=2, spare_groups=1, surplus="drop", on_step=renamed(engine))
+    play(engine, folder, bus, env_of(Waits), max_aborts=0, env_knobs=InteractionKnobs(name="mine", step_timeout_s=600))
+    assert "g00000001" not in bus.rows and ends[-GROUP_SIZE:] == ["close"] * GROUP_SIZE
+    assert set(ends[:-GROUP_SIZE]) <= {"step"}
+    counts = bus.core.progress().ledger
+    assert (counts.trained, counts.open, counts.lost) == (2 * STEP_GROUPS * GROUP_SIZE, 0, 0)
+    assert set(counts.dropped) == {"over_sampled"}

@@ -1,0 +1,241 @@
+"""The tree of a group's episodes, against a tree of single rows that is made by the words of the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from relax_core.contracts.columns import ROUTED_EXPERTS
+from relax_core.contracts.kept_tokens import KeptTokens
+from relax_core.contracts.reward import RewardOutput
+from relax_core.contracts.tree import TokenTree, check_tree
+from relax_core.rollout.episodes.group_assembly import Answer, one_turn_tree
+from relax_core.rollout.episodes.tree_builder import PlayedEpisode, PlayedTurn, TreeBuilder, build_tree
+from tests.responses import response
+
+
+def turn(prompt: Sequence[int], sampled: Sequence[int], *, version: int = 0, **given: object) -> PlayedTurn:
+    return PlayedTurn(prompt_ids=prompt, response=response(sampled, versions=version, **given))  # type: ignore[arg-type]
+
+
+def episode(uid: str, *turns: PlayedTurn, reward: float = 0.0) -> PlayedEpisode:
+    return PlayedEpisode(uid=uid, turns=turns, reward=reward, parts={}, ended="env_done")
+
+
+@dataclass(eq=False)
+class Row:
+    """One row of the plain tree: ``draw`` is the response that sampled it, None where it was observed."""
+
+    token: int
+    parent: Row | None
+    draw: int | None = None
+    version: int = -1
+    logprob: float = 0.0
+    experts: tuple[int, ...] | None = None
+    children: list[Row] = field(default_factory=list)
+    place: int = -1
+    end: int = -1
+
+    def child(self, row: Row) -> Row:
+        row.parent = self
+        self.children.append(row)
+        return row
+
+    def path(self) -> list[Row]:
+        return [] if self.parent is None else [*self.parent.path(), self]
+
+
+def lay_out(row: Row, rows: list[Row]) -> None:
+    for child in row.children:
+        child.place = len(rows)
+        rows.append(child)
+        lay_out(child, rows)
+        child.end = len(rows)
+
+
+def told(experts: np.ndarray | None, place: int) -> tuple[int, ...] | None:
+    return None if experts is None or place >= len(experts) else tuple(experts[place].ravel().tolist())
+
+
+def agree(row: Row, token: int, experts: tuple[int, ...] | None) -> bool:
+    return row.token == token and (None in (row.experts, experts) or row.experts == experts)
+
+
+def plain_tree(episodes: Sequence[PlayedEpisode]) -> tuple[list[Row], list[list[Row]]]:
+    """All rows, depth-first, and the last row of each turn of each episode."""
+    root, ends = Row(0, None), list[list[Row]]()
+    for one in episodes:
+        at, own = root, list[Row]()
+        for draw, its in enumerate(one.turns):
+            so_far, at, generated = at.path(), root, its.response
+            on_own_path = True
+            for place, token in enumerate(its.prompt_ids):
+                experts = told(generated.prompt_experts, place)
+                if on_own_path and place < len(so_far) and agree(so_far[place], token, experts):
+                    at = so_far[place]
+                    at.experts = at.experts or experts
+                    continue
+                on_own_path = False
+                same = [row for row in at.children if row.draw is None and agree(row, token, experts)]
+                at = same[0] if same else at.child(Row(token, at, experts=experts))
+            for place, token in enumerate(generated.output_ids.tolist()):
+                new = Row(token, at, draw, int(generated.versions[place]), float(generated.logprobs[place]))
+                new.experts = told(generated.response_experts, place)
+                at = at.child(new)
+            own.append(at)
+        ends.append(own)
+    rows: list[Row] = []
+    lay_out(root, rows)
+    return rows, ends
+
+
+def check_against_rows(tree: TokenTree, episodes: Sequence[PlayedEpisode]) -> None:
+    check_tree(tree)
+    rows, ends = plain_tree(episodes)
+    assert tree.token_ids.tolist() == [row.token for row in rows]
+    assert tree.end.tolist() == [row.end for row in rows]
+    assert tree.versions.tolist() == [row.version for row in rows]
+    assert tree.logprobs.tolist() == [row.logprob for row in rows]
+    assert tree.loss_mask.tolist() == [row.version >= 0 for row in rows]
+    for one, its, own in zip(tree.episodes, episodes, ends, strict=True):
+        assert [had.end - 1 for had in one.turns] == [row.place for row in own]
+        assert [had.end - had.start for had in one.turns] == [len(had.response.output_ids) for had in its.turns]
+        for had, played in zip(one.turns, its.turns, strict=True):  # the rows of a response are neighbours
+            assert tree.token_ids[had.start : had.end].tolist() == played.response.output_ids.tolist()
+        leaves = [row for row in own if not any(row in later.path()[:-1] for later in own)]
+        assert one.leaves == [row.place for row in leaves]
+    if tree.extras:
+        for row, experts in zip(rows, tree.extras[ROUTED_EXPERTS], strict=True):
+            assert tuple(experts.ravel().tolist()) == (row.experts or (0,))
+
+
+def test_a_group_of_one_turn_has_the_tree_of_the_quick_way() -> None:
+    prompt = [5, 6, 7]
+    responses = [response([8, 9], versions=[1, 2]), response([8], versions=2), response([9, 9, 3], versions=2)]
+    quick = one_turn_tree(
+        "g",
+        prompt,
+        [
+            Answer(uid=f"g.{k}", response=one, output=RewardOutput(reward=0.0), trained_from=0)
+            for k, one in enumerate(responses)
+        ],
+    )
+    built = build_tree(
+        "g", [episode(f"g.{k}", PlayedTurn(prompt_ids=prompt, response=r)) for k, r in enumerate(responses)]
+    )
+    for name in ("token_ids", "end", "loss_mask", "logprobs", "versions"):
+        assert getattr(built, name).tobytes() == getattr(quick, name).tobytes()
+    assert [one.leaves for one in built.episodes] == [one.leaves for one in quick.episodes]
+    assert [one.turns for one in built.episodes] == [one.turns for one in quick.episodes]
+
+
+def test_turns_grow_a_branch_and_equal_draws_are_not_shared() -> None:
+    first = episode("g.0", turn([1, 2], [7, 3]), turn([1, 2, 7, 3, 4], [8, 3]))
+    second = episode("g.1", turn([1, 2], [7, 3]), turn([1, 2, 7, 3, 4], [9, 3]))
+    tree = build_tree("g", [first, second])
+    assert tree.token_ids.tolist() == [1, 2, 7, 3, 4, 8, 3, 7, 3, 4, 9, 3]
+    assert tree.end.tolist() == [12, 12, 7, 7, 7, 7, 7, 12, 12, 12, 12, 12]
+    assert [one.leaves for one in tree.episodes] == [[6], [11]]
+    assert [(had.start, had.end) for had in tree.episodes[1].turns] == [(7, 9), (10, 12)]
+    assert tree.lengths.tolist() == [4, 4]
+    check_against_rows(tree, [first, second])
+
+
+def test_a_history_without_its_middle_starts_a_new_path_from_the_last_row_that_both_have() -> None:
+    one = episode("g.0", turn([1, 2], [7, 3]), turn([1, 2, 7, 3, 4], [8, 3]), turn([1, 2, 7, 5], [6, 3]))
+    tree = build_tree("g", [one])
+    # The fork lies inside of the first response: what was sampled before it is the very same draw.
+    assert tree.token_ids.tolist() == [1, 2, 7, 3, 4, 8, 3, 5, 6, 3]
+    assert tree.end.tolist() == [10, 10, 10, 7, 7, 7, 7, 10, 10, 10]
+    assert tree.episodes[0].leaves == [6, 9]
+    assert tree.lengths.tolist() == [6]
+    check_against_rows(tree, [one])
+
+
+def test_different_openings_are_a_forest() -> None:
+    tree = build_tree("g", [episode("g.0", turn([1], [7])), episode("g.1", turn([2], [7]))])
+    assert tree.token_ids.tolist() == [1, 7, 2, 7] and tree.end.tolist() == [2, 2, 4, 4]
+
+
+def test_rows_are_shared_only_where_the_recorded_experts_agree() -> None:
+    def routed(prompt: Sequence[int], *experts: int) -> PlayedTurn:
+        own = np.array([[[one]] for one in experts], dtype=np.uint8)
+        return turn(prompt, [7, 3], prompt_experts=own[: len(prompt)], response_experts=own[len(prompt) :])
+
+    same = build_tree("g", [episode("g.0", routed([1, 2], 4, 5, 6)), episode("g.1", routed([1, 2], 4, 5, 8))])
+    assert same.token_ids.tolist() == [1, 2, 7, 3, 7, 3]
+    assert same.extras[ROUTED_EXPERTS].ravel().tolist() == [4, 5, 6, 0, 8, 0]
+    other = [episode("g.0", routed([1, 2], 4, 5, 6)), episode("g.1", routed([1, 2], 4, 9, 8))]
+    assert build_tree("g", other).token_ids.tolist() == [1, 2, 7, 3, 2, 7, 3]
+    # A later turn tells what the last token of the one before was routed to; one that was routed anew is a new path.
+    later = routed([1, 2, 7, 3, 5], 4, 5, 6, 9, 1, 2)
+    assert build_tree("g", [episode("g.0", routed([1, 2], 4, 5, 6), later)]).extras[
+        ROUTED_EXPERTS
+    ].ravel().tolist() == [*(4, 5, 6, 9, 1, 2, 0)]
+    anew = build_tree("g", [episode("g.0", routed([1, 2], 4, 5, 0), later)])
+    assert anew.token_ids.tolist() == [1, 2, 7, 3, 7, 3, 5, 7, 3]
+    assert anew.versions.tolist() == [-1, -1, 0, 0, -1, -1, -1, 0, 0] and anew.episodes[0].leaves == [3, 8]
+
+
+def test_kept_sets_go_by_row() -> None:
+    def kept(*sets: list[int]) -> KeptTokens:
+        return KeptTokens.of_lists(sets, vocab_size=10)
+
+    one = episode("g.0", turn([1, 2], [7, 3], kept=kept([7, 8], [3])), turn([1, 2, 7, 3, 4], [8], kept=kept([8, 9, 1])))
+    tree = build_tree("g", [one])
+    assert tree.kept is not None and tree.kept.tokens == tree.rows
+    sets = tree.kept.lists()
+    assert [sets[2], sets[3], sets[5]] == [[7, 8], [3], [1, 8, 9]]
+    assert all(sets[row] == list(range(10)) for row in (0, 1, 4))
+    wrong = episode("g.0", turn([1], [7], kept=kept([8])))
+    with pytest.raises(ValueError, match="is not in the set that it was sampled from"):
+        build_tree("g", [wrong])
+
+
+def test_a_place_stays_what_it_was_when_its_run_is_split() -> None:
+    builder = TreeBuilder()
+    long = builder.observe(builder.root, [1, 2, 3, 4])
+    short = builder.observe(builder.root, [1, 2])
+    assert builder.observe(builder.root, [1, 2, 3, 4]) is long and builder.observe(builder.root, [1, 2]) is short
+    builder.sample(short, response([9], versions=0))
+    assert [run.token_ids.tolist() for run in builder.runs()] == [[1, 2], [3, 4], [9]]
+
+
+@st.composite
+def groups(draw: st.DrawFn, *, routed: bool) -> list[PlayedEpisode]:
+    """Episodes whose openings, answers and observations agree often, and whose histories are rewritten at times."""
+    token = st.integers(1, 2)
+    texts = st.lists(token, min_size=1, max_size=3)
+
+    def experts(count: int) -> np.ndarray:
+        return np.array(draw(st.lists(token, min_size=count, max_size=count)), dtype=np.uint8).reshape(count, 1, 1)
+
+    group = []
+    for place in range(draw(st.integers(1, 3))):
+        history, turns = draw(texts), list[PlayedTurn]()
+        for number in range(draw(st.integers(1, 4))):
+            sampled = draw(texts)
+            more = {}
+            if routed:
+                more = {"prompt_experts": experts(len(history)), "response_experts": experts(len(sampled) - 1)}
+            logprobs = [-(place * 10.0 + number) - k / 4 for k in range(len(sampled))]
+            turns.append(turn(history, sampled, version=number, logprobs=logprobs, **more))
+            kept = draw(st.integers(0, len(history))) if draw(st.booleans()) else len(history) + len(sampled)
+            history = [*(history + sampled)[:kept], *draw(texts)]
+        group.append(episode(f"g.{place}", *turns))
+    return group
+
+
+@given(groups(routed=False))
+def test_any_group_equals_the_tree_of_rows(group: list[PlayedEpisode]) -> None:
+    check_against_rows(build_tree("g", group), group)
+
+
+@given(groups(routed=True))
+def test_any_group_with_recorded_experts_equals_the_tree_of_rows(group: list[PlayedEpisode]) -> None:
+    check_against_rows(build_tree("g", group), group)

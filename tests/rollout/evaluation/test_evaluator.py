@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_core.contracts.data import BadRow, DataRow, EvalSet
+from relax_core.contracts.engine import SamplingParams
+from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec
+from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.engines.engine_process import EngineLaunch
+from relax_core.engines.pool.engine_pool import EnginePool
+from relax_core.registry import find_env, find_reward
+from relax_core.rollout.evaluation.eval_metrics import Answer
+from relax_core.rollout.evaluation.evaluator import (
+    PreparedSet,
+    SetAnswers,
+    ask,
+    eval_versions,
+    evaluation_values,
+    prepare,
+)
+from relax_core.rollout.evaluation.evaluator import evaluator as evaluation
+from relax_core.rollout.prompt_tokens import PromptMaker
+from relax_core.rollout.rewards.reward_pool import RewardPool
+from relax_core.tools.make_tiny import tiny_model_folder
+from tests.contracts.engine.harness import Engine
+
+
+@pytest.mark.parametrize(
+    ("every", "start", "total", "expected"),
+    [
+        (0, 0, 100, []),
+        (50, 0, 100, [0, 50, 100]),
+        (50, 0, 120, [0, 50, 100, 120]),
+        (50, 30, 120, [30, 50, 100, 120]),  # a resumed run begins with where it stands
+        (50, 50, 50, [50]),
+        (1, 0, 3, [0, 1, 2, 3]),
+        (1000, 0, 3, [0, 3]),
+    ],
+)
+def test_versions(every: int, start: int, total: int, expected: list[int]) -> None:
+    assert eval_versions(every=every, start=start, total_steps=total) == expected
+
+
+# -- asking -----------------------------------------------------------------------------------------------------------
+CONTEXT = 64
+
+
+@pytest.fixture(scope="module")
+def tiny_folder() -> Path:
+    return tiny_model_folder("tiny_qwen3", task="reverse_digits")
+
+
+def rows(start: int, count: int) -> list[DataRow]:
+    return [{"prompt": f"rev {start + place}", "answer": str(start + place)[::-1]} for place in range(count)]
+
+
+def maker(folder: Path) -> PromptMaker:
+    env = find_env("single_turn")
+    knobs = env.knobs(name="single_turn")
+    return PromptMaker(env=env, env_knobs=knobs, tokenizer=PromptTokenizer(folder), max_prompt_tokens=CONTEXT - 8)
+
+
+def asked(
+    engine: Engine, folder: Path, sets: Sequence[PreparedSet], params: SamplingParams, reward: RewardSpec | None = None
+) -> list[SetAnswers]:
+    client = engine.new_client()
+
+    async def client_for(place: int, fresh: bool) -> Any:
+        return client
+
+    async def scene(rewards: RewardPool) -> list[SetAnswers]:
+        try:
+            pool = EnginePool(1, client_for, patience_s=60.0)
+            return await ask(sets, version=0, pool=pool, prompts=maker(folder), rewards=rewards, sampling=params)
+        finally:
+            await client.aclose()
+
+    spec = reward or find_reward("reverse_digits")
+    with RewardPool(spec, spec.knobs(name=spec.name, timeout_s=5.0), workers=1) as rewards:
+        return asyncio.run(scene(rewards))
+
+
+def test_sets_answers_and_what_is_left_out(
+    start_engine: Callable[..., Engine], launch: EngineLaunch, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One engine for all of it: several sets, several answers, prompts that are too long, rewards that are None."""
+    engine = start_engine(model_folder=tiny_folder, engine=dataclasses.replace(launch.engine, context_length=CONTEXT))
+    params = SamplingParams(
+        n=4, max_new_tokens=8, temperature=1.0, stop_token_ids=maker(tiny_folder).tokenizer.stop_token_ids
+    )
+    first = prepare(EvalSet(name="", rows=rows(100, 6)), maker(tiny_folder), most_bad=0.05)
+    bad = BadRow.because("answer", "rows.jsonl, line 9: answer=None is neither text nor a number.")
+    long: DataRow = {"prompt": "rev " + "1 2 " * 50, "answer": "1"}
+    second = prepare(EvalSet(name="second", rows=[*rows(500, 5), long], bad=[bad]), maker(tiny_folder), most_bad=0.5)
+    assert (len(second.rows), [one.reason for one in second.bad]) == (5, ["bad_row:answer", "too_long"])
+
+    alone = asked(engine, tiny_folder, [first], params)[0]
+    both = asked(engine, tiny_folder, [second, first], params)
+    assert both[1].answers == alone.answers  # whatever is asked beside it
+    assert [len(of_prompt) for of_prompt in alone.answers] == [4] * 6
+    assert len({answer.text for of_prompt in alone.answers for answer in of_prompt}) > 6
+
+    monkeypatch.setattr(evaluation, "SAMPLES_A_CALL", 8)
+    assert asked(engine, tiny_folder, [second, first], params)[1].answers == alone.answers  # in several calls
+
+    values = evaluation_values(both)
+    assert values["second/rows"] == values["rows"] == 5 and values["second/bad_rows"] == values["bad_rows"] == 2
+    assert {"exact", "exact/low", "exact/high", "reward", "pass@2", "pass@4", "maj@4", "unscored"} <= values.keys()
+
+    def none_of_the_first(given: RewardInput, knobs: Any) -> RewardOutput:
+        return RewardOutput(reward=None if given.row["prompt"] == "rev 100" else 0.5)
+
+    unscored = asked(
+        engine,
+        tiny_folder,
+        [first],
+        params,
+        dataclasses.replace(find_reward("reverse_digits"), score=none_of_the_first),
+    )[0]
+    assert (unscored.unscored, unscored.values()["reward"], unscored.values()["exact"]) == (4, 0.5, 0.0)
+
+
+def test_a_set_with_too_many_bad_rows_is_refused(tiny_folder: Path) -> None:
+    bad = [BadRow.because("prompt", f"rows.jsonl, line {place}: ''") for place in range(2)]
+    with pytest.raises(
+        ValueError, match=r"eval.sets.gsm: 2 of 22 rows cannot be used, more than data.max_bad_rows=0.05"
+    ):
+        prepare(EvalSet(name="gsm", rows=rows(100, 20), bad=bad), maker(tiny_folder), most_bad=0.05)
+    with pytest.raises(ValueError, match=r"the held-out rows: 1 of 1 rows cannot be used"):
+        prepare(EvalSet(name="", rows=[], bad=bad[:1]), maker(tiny_folder), most_bad=0.5)
+
+
+def test_the_first_sets_figures_have_no_name_and_every_named_sets_have_its_own() -> None:
+    def answered(name: str, *exact: bool) -> SetAnswers:
+        of_prompts = [[Answer(text="", exact=one, reward=1.0, vote="x", cut=False, tokens=1)] for one in exact]
+        return SetAnswers(of=PreparedSet(name=name, rows=[], bad=[]), answers=of_prompts)
+
+    values = evaluation_values([answered("a", True, True), answered("b", True, False)])
+    assert (values["exact"], values["a/exact"], values["b/exact"]) == (1.0, 1.0, 0.5)
+    assert set(evaluation_values([answered("", True)])) == {
+        *("exact", "exact/low", "exact/high", "reward", "rows", "bad_rows", "unscored")
+    }

@@ -1,0 +1,42 @@
+"""What a reward sees: the text before whatever ended the response."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from tokenizers import Tokenizer
+
+from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.rollout.rewards.reward_inputs import reward_input
+from relax_core.tools.make_tiny import write_tiny_tokenizer
+from tests.responses import response
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("tokenizer")
+    write_tiny_tokenizer(made)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("text", "finish", "seen"),
+    [
+        ("54321<|im_end|>", "stop", "54321"),
+        ("543.end", "stop", "543"),
+        ("54.\nend", "stop", "54"),
+        ("54321", "length", "54321"),
+        ("5.end 3", "length", "5.end 3"),
+    ],
+)
+def test_the_end_is_not_part_of_the_answer(
+    folder: Path, text: str, finish: Literal["stop", "length"], seen: str
+) -> None:
+    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    one = response(ids, versions=0, finish_reason=finish)
+    found = reward_input(
+        {"prompt": "?", "answer": "54321"}, one, tokenizer=PromptTokenizer(folder), stop=[".end", ".\n"]
+    )
+    assert (found.response, found.stopped) == (seen, finish == "stop")

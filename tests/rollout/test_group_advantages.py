@@ -1,0 +1,187 @@
+"""Advantages of groups from their columns, and which algorithms get them as groups complete."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from algorithms.grpo import SPEC as GRPO
+from algorithms.grpo import GrpoKnobs
+from algorithms.ppo import SPEC as PPO
+from algorithms.ppo import PpoKnobs
+from algorithms.reinforce_pp import SPEC as REINFORCE_PP
+from algorithms.reinforce_pp import ReinforcePpKnobs
+from relax_core.config.compose import load_config
+from relax_core.contracts import columns as c
+from relax_core.contracts.algorithm import Needs
+from relax_core.contracts.bus import LeasedRow
+from relax_core.contracts.columns import decode_tree, encode_tree
+from relax_core.contracts.tree import TokenTree
+from relax_core.control.run.role_counts import roles_of
+from relax_core.registry import find_algorithm
+from relax_core.rollout.group_advantages import (
+    advantage_extras,
+    advantage_inputs,
+    input_columns,
+    made_as_groups_complete,
+)
+from tests.trees import answers_tree, random_tree
+
+
+def row(rewards: Sequence[float], lengths: Sequence[int], **extras: Any) -> TokenTree:
+    """A group of answers with these rewards; ``logprobs`` and extras have one entry an answer token."""
+    return answers_tree("g", [1, 2], lengths, np.zeros(sum(lengths)), rewards=rewards, **extras)
+
+
+def flat(extras: Mapping[str, np.ndarray], name: str = c.ADVANTAGES) -> list[float]:
+    values: list[float] = extras[name].tolist()
+    return values
+
+
+def test_each_group_is_on_its_own_without_normalize() -> None:
+    rows = [row([1.0, 0.0], [1, 2]), row([5.0, 5.0], [1, 1])]
+    a, b = advantage_extras(rows, GRPO, GrpoKnobs(normalize_std="none"))
+    assert flat(a) == [0.5, -0.5, -0.5]
+    assert flat(b) == [0.0, 0.0]
+
+
+def test_a_row_of_two_episodes_has_an_advantage_in_each() -> None:
+    """GRPO's is the reward minus the group's mean on each token of the episode, wherever its rows lie."""
+    tree = random_tree(np.random.default_rng(3))
+    assert len(tree.tokens[1]) > len(tree.sampled), "some rows are in two episodes"
+    assert max(len(one.leaves) for one in tree.episodes) > 1
+    rewards = np.array([one.reward for one in tree.episodes], dtype=np.float32)
+    (made,) = advantage_extras([tree], GRPO, GrpoKnobs(normalize_std="none"))
+    expected = np.repeat(rewards - rewards.mean(), tree.lengths)
+    assert flat(made) == pytest.approx(expected.tolist(), abs=1e-6)
+
+
+def test_normalize_sees_all_groups() -> None:
+    rows = [row([1.0, 0.0], [1, 1]), row([3.0, 0.0], [1, 1])]
+    a, b = advantage_extras(rows, REINFORCE_PP, ReinforcePpKnobs())
+    # ±0.5 and ±1.5 around a mean of 0: population std sqrt(1.25)
+    root = 1.25**0.5
+    assert flat(a) == pytest.approx([0.5 / root, -0.5 / root])
+    assert flat(b) == pytest.approx([1.5 / root, -1.5 / root])
+
+
+def test_the_deviation_of_a_step_is_that_of_all_groups_and_needs_them_together() -> None:
+    knobs = GrpoKnobs(normalize_std="batch", std_epsilon=1e-6)
+    assert GRPO.needs(knobs).whole_step and not GRPO.needs(GrpoKnobs()).whole_step
+    assert REINFORCE_PP.needs(ReinforcePpKnobs()).whole_step and PPO.needs(PpoKnobs()).whole_step
+    rows = [row([1.0, 0.0], [1, 2]), row([3.0, 0.0], [1, 1])]
+    a, b = advantage_extras(rows, GRPO, knobs)
+    std = 2.0**0.5  # of 1, 0, 3, 0 around their mean of 1, unbiased: sqrt((0 + 1 + 4 + 1) / 3)
+    assert flat(a) == pytest.approx([0.5 / std, -0.5 / std, -0.5 / std], rel=1e-5)
+    assert flat(b) == pytest.approx([1.5 / std, -1.5 / std], rel=1e-5)
+
+
+def test_a_group_of_one_has_the_step_as_its_baseline() -> None:
+    """Plain REINFORCE++: each prompt's single reward against the others'."""
+    knobs = ReinforcePpKnobs(group_size=1, group_baseline=False)
+    REINFORCE_PP.check(knobs)
+    a, b = advantage_extras([row([1.0], [2]), row([0.0], [2])], REINFORCE_PP, knobs)
+    assert flat(a) == pytest.approx([1.0, 1.0]) and flat(b) == pytest.approx([-1.0, -1.0])
+
+
+def test_weights_are_divided_by_their_mean_over_the_step() -> None:
+    knobs = GrpoKnobs(normalize_std="none", old_logprobs="actor_fwd", correction="tis_normalized")
+    needs = GRPO.needs(knobs)
+    assert needs.whole_step and {c.OLD_LOGPROBS, c.LOGPROBS} <= set(input_columns(needs))
+    assert c.LOGPROBS not in input_columns(GRPO.needs(GrpoKnobs(old_logprobs="actor_fwd")))
+
+    def rows(*ratios: float) -> list[TokenTree]:
+        old = [np.log(np.array([ratio, ratio], dtype=np.float32)) for ratio in ratios]
+        return [row([1.0, 0.0], [1, 1], logprobs=np.zeros(2), old_logprobs=one) for one in old]
+
+    a, b = advantage_extras(rows(0.25, 0.75), GRPO, knobs)  # weights of mean 1/2
+    assert flat(a) == pytest.approx([1.0, -1.0]) and flat(b) == pytest.approx([1.0, -1.0])
+
+
+def test_the_engines_logprobs_stand_for_the_old_ones() -> None:
+    assert input_columns(Needs(old_logprobs="rollout")) == (*c.FORWARD_COLUMNS, c.LOSS_MASK)
+    assert c.LOGPROBS in input_columns(Needs(old_logprobs="rollout", reference=True))
+    assert c.LOGPROBS not in input_columns(Needs(old_logprobs="actor_fwd", reference=True))
+    two = np.array([-1.0, -2.0], dtype=np.float32)
+    one = row([1.0, 0.0], [1, 1], logprobs=two, reference_logprobs=two)
+    inputs = advantage_inputs(one, Needs(old_logprobs="rollout", reference=True))
+    assert inputs.old_logprobs is not None and torch.equal(inputs.old_logprobs, torch.tensor([-1.0, -2.0]))
+    asked_for_nothing = advantage_inputs(one, Needs(old_logprobs="rollout"))
+    assert asked_for_nothing.old_logprobs is None is asked_for_nothing.reference_logprobs
+
+
+def test_a_critics_returns_are_advantages_before_whitening_plus_values() -> None:
+    assert c.VALUES in input_columns(PPO.needs(PpoKnobs()))
+    values = np.array([0.25, 0.5, 0.75], dtype=np.float32)
+    rows = [row([1.0, 0.0], [1, 2], values=values)]
+    (a,) = advantage_extras(rows, PPO, PpoKnobs(gae_lambda=1.0))
+    # lambda 1: advantages 0.75, -0.5, -0.75, and the return of each token is its sample's reward
+    assert flat(a, c.RETURNS) == [1.0, 0.0, 0.0]
+    # VAPO: the advantages' own λ, here 0 as 0.4 times two tokens is below 1, leaves the returns as they are.
+    (adaptive,) = advantage_extras(rows, PPO, PpoKnobs(gae_lambda=1.0, gae_alpha=0.4))
+    assert flat(adaptive, c.RETURNS) == flat(a, c.RETURNS) and flat(adaptive) != flat(a)
+    raw = np.array([0.75, -0.5, -0.75])
+    assert flat(a) == pytest.approx(((raw - raw.mean()) / raw.std()).tolist())
+    (plain,) = advantage_extras([row([1.0, 0.0], [1, 2])], GRPO, GrpoKnobs())
+    assert set(plain) == {c.ADVANTAGES}
+
+
+def test_a_step_is_normalised_only_where_the_algorithm_sees_one() -> None:
+    """The groups that a worker happens to lease together are no train step."""
+    rows = [row([1.0, 0.0], [1, 1]), row([5.0, 1.0], [1, 1])]
+    knobs = GrpoKnobs(normalize_std="none")
+    mixing = dataclasses.replace(GRPO, normalize=lambda values, inputs, knobs: [torch.cat(list(values))[:2]] * 2)
+    mixed, plain = advantage_extras(rows, mixing, knobs), advantage_extras(rows, GRPO, knobs)
+    assert [flat(one) for one in mixed] == [flat(one) for one in plain]
+
+
+def leased(columns: Mapping[str, bytes], names: Sequence[str]) -> TokenTree:
+    """The tree of the columns that a task asks for."""
+    asked_for = {name: columns[name] for name in names}
+    return decode_tree(LeasedRow(group_uid="g", index=0, uids=[], versions=[], columns=asked_for))
+
+
+COMPLETE = ("grpo", "dapo", "dr_grpo", "rloo", "gspo", "sapo", "cispo")
+
+
+@pytest.mark.parametrize("algorithm", COMPLETE)
+def test_a_group_alone_has_the_bits_that_it_has_among_others(algorithm: str) -> None:
+    """The rollout makes them of one group, with all its columns; the role of those that are ready, with what it asks
+    for."""
+    config = load_config([f"algo={algorithm}"])
+    spec = find_algorithm(algorithm)
+    random = np.random.default_rng(0)
+    groups = []
+    for _ in range(4):
+        lengths = random.integers(1, 9, size=16).tolist()
+        logprobs = random.standard_normal(sum(lengths)).astype(np.float32)
+        groups.append(row(random.standard_normal(16).tolist(), lengths, logprobs=logprobs))
+    names = input_columns(spec.needs(config.algo))
+    asked_for = [leased(encode_tree(one), names) for one in groups]
+    together = [one[c.ADVANTAGES].tobytes() for one in advantage_extras(asked_for, spec, config.algo)]
+    assert together == [advantage_extras([one], spec, config.algo)[0][c.ADVANTAGES].tobytes() for one in groups]
+    assert len(set(together)) == len(groups)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "in_rollout"),
+    [
+        *(([f"algo={name}"], True) for name in COMPLETE),
+        (["rollout.advantages=role"], False),
+        (["algo.normalize_std=batch"], False),
+        (["algo.old_logprobs=actor_fwd"], False),
+        (["algo.kl_coef=0.1"], False),
+        (["algo=reinforce_pp"], False),
+        (["algo=ppo"], False),
+        (["algo=distill"], False),
+    ],
+)
+def test_a_role_makes_them_where_they_need_more_than_the_group(overrides: list[str], in_rollout: bool) -> None:
+    config = load_config(overrides)
+    assert made_as_groups_complete(config) is in_rollout
+    assert ("advantages" in roles_of(config)) is not in_rollout

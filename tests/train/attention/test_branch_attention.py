@@ -1,0 +1,162 @@
+"""Attention without a mask against a plain dense mask, over trees of any depth."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from forests import Forest, dense_attention, forests, random_rows, two_level
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from relax_core.train.attention import branch_attention
+from relax_core.train.attention.branch_attention import BranchPlan
+from relax_core.train.attention.tree_attention import MaskedGrid, attention_over
+from relax_core.train.parallel.context_parallel import WHOLE
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+
+
+def always_planned(forest: Forest, *, dtype: torch.dtype) -> BranchPlan:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(branch_attention, "MASKLESS_SAVES_PAIRS", -(10**12))
+        plan = BranchPlan.of(forest.end, dtype=dtype)
+    assert plan is not None
+    return plan
+
+
+def output_and_gradients(output: Tensor, inputs: list[Tensor], incoming: Tensor) -> list[Tensor]:
+    return [output.detach(), *torch.autograd.grad(output, inputs, incoming)]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    forest=forests(),
+    pads=st.integers(0, 3),
+    scale=st.sampled_from([None, 0.1, 2.0]),
+    lone_pairs=st.sampled_from([1, 50, 2**17]),
+    call_pairs=st.sampled_from([0, 100, 2**13]),
+    seed=st.integers(0, 1000),
+)
+def test_it_is_the_dense_attention(
+    forest: Forest, pads: int, scale: float | None, lone_pairs: int, call_pairs: int, seed: int
+) -> None:
+    """However the runs are put together, and whatever rows stand behind the stream."""
+    rows = len(forest.parents)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(branch_attention, "_LONE_PAIRS", lone_pairs)
+        patch.setattr(branch_attention, "_CALL_PAIRS", call_pairs)
+        plan = always_planned(forest, dtype=torch.float64)
+    *inputs, incoming = random_rows(rows + pads, dtype=torch.float64, seed=seed)
+    incoming[rows:] = 0  # nothing reads what comes of a pad
+    planned = output_and_gradients(plan.attend(*inputs, scale=scale), inputs, incoming)
+    expected = dense_attention(*(one[:rows] for one in inputs), forest.sees, scale=scale)
+    dense = output_and_gradients(expected, inputs, incoming[:rows])
+    for mine, right in zip([planned[0][:rows], *planned[1:]], dense, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-6)])
+def test_lower_precision(dtype: torch.dtype, tolerance: float) -> None:
+    forest = two_level([[60, 7, 33], [50], [1, 20]], [200, 90, 15])
+    *inputs, incoming = random_rows(len(forest.parents), dtype=dtype, seed=0)
+    plan = always_planned(forest, dtype=dtype)
+    planned = output_and_gradients(plan.attend(*inputs, scale=None), inputs, incoming)
+    exact = [one.detach().double().requires_grad_() for one in inputs]
+    dense = output_and_gradients(dense_attention(*exact, forest.sees, scale=None), exact, incoming.double())
+    grid = MaskedGrid.of(forest.end, pads=0, device=CPU, dtype=dtype)
+    masked = output_and_gradients(grid.attend(*inputs, scale=None), inputs, incoming)
+    torch.testing.assert_close(planned[0].double(), dense[0], rtol=0, atol=4 * tolerance)
+    for mine, expected in zip(planned, masked, strict=True):
+        assert mine.dtype == dtype
+        torch.testing.assert_close(mine, expected, rtol=tolerance, atol=4 * tolerance)
+
+
+def calls_by_hand(forest: Forest) -> tuple[list[tuple[int, int]], list[tuple[int, int, int, int]]]:
+    """Causal runs, and subtrees against the run above: queries' and keys' first row and the row behind the last."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(branch_attention, "_LONE_PAIRS", 0)  # each run a call of its own
+        plan = always_planned(forest, dtype=torch.float32)
+    causal, above = [], []
+    for part in (*plan.causal, *plan.above):
+        queries, keys = part.queries.rows, part.keys.rows
+        assert isinstance(queries, slice) and isinstance(keys, slice)
+        if part.causal:
+            causal.append((queries.start, queries.stop))
+        else:
+            above.append((queries.start, queries.stop, keys.start, keys.stop))
+    return sorted(causal), sorted(above)
+
+
+def test_two_levels_by_hand() -> None:
+    """Prompts 4 and 6, branches 2 and 5; 3 alone, so it goes on its prompt's run; responses of one token have none."""
+    causal, above = calls_by_hand(two_level([[3, 6], [4], [1, 1]], [4, 6, 2]))
+    assert causal == [(0, 4), (4, 6), (6, 11), (11, 20), (20, 22)]
+    assert above == [(4, 11, 0, 4)]
+
+
+def test_a_deep_tree_by_hand() -> None:
+    """Rows 0-2 branch to 3-4 and 8-9; of these 3-4 branch to 5, 6 and 7; then a second root."""
+    causal, above = calls_by_hand(Forest([-1, 0, 1, 2, 3, 4, 4, 4, 2, 8, -1, 10]))
+    assert causal == [(0, 3), (3, 5), (5, 6), (6, 7), (7, 8), (8, 10), (10, 12)]
+    assert above == [(3, 10, 0, 3), (5, 8, 3, 5)]
+
+
+@settings(max_examples=50, deadline=None)
+@given(forests())
+def test_only_pairs_that_see_each_other_are_computed(forest: Forest) -> None:
+    """With a call for each run; a causal run counts as the half square that `BranchPlan.pairs` takes it for."""
+    causal, above = calls_by_hand(forest)
+    pairs = sum((end - start) * (end - start + 1) // 2 for start, end in causal)
+    pairs += sum((end - start) * (last - first) for start, end, first, last in above)
+    assert pairs == forest.sees.sum()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "prompt", "planned"),
+    [
+        ([[8] * 16] * 8, 17, False),  # the demo: a few more calls would cost more than they save
+        ([[100] * 8] * 2, 64, True),
+        ([[50]] * 4, 30, False),
+        ([[500]] * 4, 30, True),
+        ([[30] * 4], 600, True),
+    ],
+)
+def test_which_way_is_taken(lengths: list[list[int]], prompt: int, planned: bool) -> None:
+    end = two_level(lengths, [prompt] * len(lengths)).end
+    way = attention_over(end, WHOLE, padded=len(end), device=CPU, dtype=torch.float32)
+    assert isinstance(way, BranchPlan if planned else MaskedGrid)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 2000), min_size=1, max_size=40))
+def test_runs_that_go_together(lengths: list[int]) -> None:
+    """Each once; those of a call are so alike that less than half of it is padding, unless a call costs more."""
+    array = np.array(lengths)
+    parts = branch_attention._alike(array)
+    assert sorted(np.concatenate(parts).tolist()) == list(range(len(lengths)))
+    for some in parts:
+        longest = int(array[some].max())
+        if longest**2 // 2 >= branch_attention._LONE_PAIRS:
+            assert len(some) == 1
+        wasted = (longest**2 - array[some] ** 2)[4 * array[some] <= 3 * longest].sum() // 2
+        assert wasted <= branch_attention._CALL_PAIRS * len(some)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 300), st.lists(st.integers(2, 300), min_size=2, max_size=4)), min_size=1, max_size=9
+    )
+)
+def test_parents_that_go_together(groups: list[tuple[int, list[int]]]) -> None:
+    """Each parent once; no call pads more pairs than its members would cost in calls of their own."""
+    plan = always_planned(
+        two_level([lengths for _, lengths in groups], [prompt for prompt, _ in groups]), dtype=torch.float32
+    )
+    branches = [(prompt, sum(lengths) - len(lengths)) for prompt, lengths in groups]
+    assert sum(part.keys.count for part in plan.above) == len(groups)
+    padded = sum(part.queries.count * part.queries.width * part.keys.width for part in plan.above)
+    assert padded - sum(p * b for p, b in branches) <= branch_attention._CALL_PAIRS * (len(groups) - len(plan.above))

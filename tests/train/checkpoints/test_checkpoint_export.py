@@ -1,0 +1,141 @@
+"""`python -m relax_core.tools.export` and `check_model`: a checkpoint as a folder that transformers loads, and back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tiny_models import make_models
+from tiny_trainer import dp_groups, make_backend, make_critic, train_step
+from transformers import AutoModelForCausalLM
+
+from relax_core.families.folder import folder_architecture, read_hf_config
+from relax_core.tools import check_model, export
+from relax_core.train.checkpoints.checkpoint_store import CheckpointStore
+from relax_core.train.hf.check_weights import stored_shapes, weight_problems
+from relax_core.train.hf.weight_rules import tensor_shape, weight_rules
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("models")
+    make_models(folder)
+    return folder
+
+
+def save_run(backend: Any, folder: Path, *, model: Path, part: str = "train") -> Path:
+    """A checkpoint as a run leaves it, after one step."""
+    train_step(backend, dp_groups())
+
+    def write(partial: Path) -> None:
+        (partial / "config.yaml").write_text(yaml.safe_dump({"model": {"path": str(model), "builtin": None}}))
+        backend.save(partial / part)
+
+    return CheckpointStore(folder, keep_last=1).write(1, writers=write, meta={})
+
+
+@pytest.fixture(scope="module")
+def trained(models: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A checkpoint of the MoE model, and the weights in it."""
+    backend = make_backend(models / "moe", family="qwen3_moe")
+    checkpoint = save_run(backend, tmp_path_factory.mktemp("run"), model=models / "moe")
+    return checkpoint, {name: tensor.clone() for name, tensor in backend.export()}
+
+
+def test_export_is_what_was_trained(trained: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    checkpoint, weights = trained
+    assert export.main([str(checkpoint), str(tmp_path / "hf"), "--shard-gb", "1e-4"]) == 0
+    files = sorted((tmp_path / "hf").glob("*.safetensors"))
+    assert len(files) > 3 and max(file.stat().st_size for file in files) < 120_000
+    exported = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert exported.keys() == weights.keys()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in exported.items())
+    loaded: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    model, info = loaded
+    assert not any(info.values())
+    assert torch.equal(model.model.layers[3].mlp.gate.weight, weights["model.layers.3.mlp.gate.weight"])
+
+
+def test_export_in_another_dtype(trained: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+    checkpoint, weights = trained
+    assert export.main([str(checkpoint), str(tmp_path / "hf"), "--dtype", "bfloat16"]) == 0
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert all(torch.equal(exported[name], tensor.bfloat16()) for name, tensor in weights.items())
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_what_cannot_be_exported_is_told(
+    models: Path, trained: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint, _ = trained
+
+    def says(*words: str) -> str:
+        assert export.main([*words[:1], str(tmp_path / "hf"), *words[1:]]) == 2
+        assert not (tmp_path / "hf").exists()
+        return capsys.readouterr().err
+
+    assert "no meta.json there" in says(str(tmp_path))
+    assert "num_moe_experts=4 there, None here" in _refusal_of_other_family(checkpoint, models)
+    critic = save_run(make_critic(models / "untied"), tmp_path / "critic", model=models / "untied")
+    assert "is of a critic" in says(str(critic))
+    broken = critic / "train" / "__0_0.distcp"
+    broken.write_bytes(broken.read_bytes()[:100])
+    assert f"{broken} has 100 bytes" in says(str(critic))
+
+
+def _refusal_of_other_family(checkpoint: Path, models: Path) -> str:
+    from relax_core.train.checkpoints.provenance import check_same_numbers, model_numbers, read_made_by
+
+    here = model_numbers(folder_architecture(models / "untied"))
+    with pytest.raises(ValueError, match="is of another model") as error:
+        check_same_numbers(read_made_by(checkpoint / "train").model, here, folder=checkpoint)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", ["untied", "tied", "moe", "biased"])
+def test_shapes_are_those_of_transformers(models: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    architecture = folder_architecture(models / name)
+    wanted = {rule.hf: tensor_shape(rule, architecture) for rule in weight_rules(architecture)}
+    assert wanted == {tensor: shape for tensor, shape, _ in stored_shapes(models / name)}
+    assert check_model.main([str(models / name)]) == 0
+    parameters = sum(tensor.numel() for tensor in load_file(models / name / "model.safetensors").values())
+    told = f"{len(wanted)} weights, {parameters:,} parameters; model={architecture.family} trains it."
+    assert told in capsys.readouterr().out
+
+
+def test_a_wrong_folder_is_told_in_words(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    architecture = folder_architecture(models / "moe")
+    assert "no *.safetensors file there" in weight_problems(tmp_path, architecture)[0]
+    weights = load_file(models / "moe" / "model.safetensors")
+    first, second, third = sorted(weights)[:3]
+    wrong = {name: tensor for name, tensor in weights.items() if name != third}
+    wrong[first] = wrong[first][:7].contiguous()
+    save_file(wrong | {"model.nonsense": wrong[first].clone()}, tmp_path / "a.safetensors")
+    save_file({second: weights[second]}, tmp_path / "b.safetensors")
+    (tmp_path / "config.json").write_text((models / "moe" / "config.json").read_text())
+    assert check_model.main([str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert f"{first} has shape (7, 64); by config.json it is (51, 64)" in told
+    assert "model.nonsense is no weight of family qwen3_moe" in told
+    assert f"{second} is also in {tmp_path / 'a.safetensors'}" in told
+    assert f"1 of {len(weights)} weights are missing: {third}" in told
+    (tmp_path / "b.safetensors").write_bytes(b"no header")
+    assert check_model.main([str(tmp_path)]) == 2 and "b.safetensors cannot be read" in capsys.readouterr().err
+    (tmp_path / "config.json").write_text(json.dumps({**read_hf_config(models / "moe"), "model_type": "phi3"}))
+    assert check_model.main([str(tmp_path)]) == 2 and "its model_type is 'phi3'" in capsys.readouterr().err
+
+
+def test_checking_reads_no_tensor(models: Path, tmp_path: Path) -> None:
+    """A folder of headers alone passes: bytes of tensors are never touched."""
+    whole = (models / "untied" / "model.safetensors").read_bytes()
+    size = 8 + int.from_bytes(whole[:8], "little")
+    (tmp_path / "model.safetensors").write_bytes(whole[:size] + b"\xff" * (len(whole) - size))
+    assert not weight_problems(tmp_path, folder_architecture(models / "untied"))
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        assert file.get_tensor("model.norm.weight").isnan().all()

@@ -1,0 +1,233 @@
+"""A run that was stopped, saved and loaded must go on as if it never stopped, to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rank_processes import run_ranks
+from safetensors.torch import load_file
+from tiny_models import make_model
+from tiny_trainer import dp_groups, make_backend, make_critic, train_step
+
+from relax_core.train.checkpoints.checkpoint_shards import StoredFolder
+from relax_core.train.checkpoints.checkpoint_store import CheckpointStore
+from relax_core.train.checkpoints.provenance import read_made_by
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path: Path = tmp_path_factory.mktemp("model")
+    make_model(path)
+    return path
+
+
+def train(backend: Any, steps: range) -> Any:
+    for step in steps:
+        metrics = train_step(backend, dp_groups(), step=step)
+    return metrics
+
+
+def stored(folder: StoredFolder) -> list[tuple[str, torch.Tensor]]:
+    return list(folder.read(sorted(folder.tensors()), bucket_bytes=1 << 20))
+
+
+def assert_same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert torch.equal(tensor, theirs[name]), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_goes_on_to_the_bit(folder: Path, tmp_path: Path, sharded: bool, dtype: str) -> None:
+    settings: dict[str, Any] = {
+        "distributed_optimizer": sharded,
+        "dtype": dtype,
+        "optimizer": {"weight_decay": 0.1, "warmup_steps": 4},
+    }
+    straight = make_backend(folder, **settings)
+    train(straight, range(3))
+    straight.save(tmp_path / "checkpoint")
+    expected = train(straight, range(3, 6))
+
+    resumed = make_backend(folder, **settings)
+    train(resumed, range(1))  # it has a past of its own, which the checkpoint must wipe out
+    resumed.load(tmp_path / "checkpoint")
+    metrics = train(resumed, range(3, 6))
+    assert (metrics.loss, metrics.grad_norm, metrics.learning_rate) == (
+        expected.loss,
+        expected.grad_norm,
+        expected.learning_rate,
+    )
+    assert_same_bits(dict(resumed.export()), dict(straight.export()))
+
+
+def test_every_random_stream_goes_on(folder: Path, tmp_path: Path) -> None:
+    from megatron.core import tensor_parallel  # only once the back end has put the device loader in place
+
+    def draw() -> list[float]:
+        with tensor_parallel.get_cuda_rng_tracker().fork():
+            tracked = torch.rand(1).item()
+        return [
+            torch.rand(1).item(), random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), tracked
+        ]  # fmt: skip
+
+    backend = make_backend(folder)
+    train(backend, range(1))
+    random.gauss(0, 1)  # numpy and python each keep the second of a pair
+    np.random.randn()
+    backend.save(tmp_path / "checkpoint")
+    expected = draw()
+    assert draw() != expected
+    backend.load(tmp_path / "checkpoint")
+    assert draw() == expected
+
+
+def test_settings_of_the_optimizer_are_the_new_runs(folder: Path, tmp_path: Path) -> None:
+    before = make_backend(folder, optimizer={"weight_decay": 0.1, "beta2": 0.99})
+    train(before, range(1))
+    before.save(tmp_path / "checkpoint")
+    after = make_backend(folder, optimizer={"weight_decay": 0.3, "beta2": 0.9})
+    after.load(tmp_path / "checkpoint")
+    assert {group["weight_decay"] for group in after.optimizer.param_groups} == {0.3, 0.0}
+    assert {group["betas"][1] for group in after.optimizer.param_groups} == {0.9}
+
+
+def test_corrupt_file_is_a_valueerror(folder: Path, tmp_path: Path) -> None:
+    """Also without the digests of CheckpointStore.verify, which name the very file."""
+    backend = make_backend(folder)
+    train(backend, range(1))
+    for name in (".metadata", "__0_0.distcp", "made_by.json"):
+        checkpoint = tmp_path / name.strip(".")
+        backend.save(checkpoint)
+        path = checkpoint / name
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        with pytest.raises(ValueError, match=rf"checkpoint {checkpoint} cannot be read.*resume="):
+            backend.load(checkpoint)
+        path.unlink()
+        with pytest.raises(ValueError, match=rf"checkpoint {checkpoint} cannot be read.*resume="):
+            backend.load(checkpoint)
+    with pytest.raises(ValueError, match=r"nothing_here cannot be read"):
+        backend.load(tmp_path / "nothing_here")
+
+
+def copy_with(folder: Path, copy: Path, **values: object) -> None:
+    """Copies a model folder and changes keys of its config.json."""
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | values))
+
+
+def test_checkpoint_of_another_model_is_a_valueerror(folder: Path, tmp_path: Path) -> None:
+    make_model(tmp_path / "untied", tied=False)
+    copy_with(folder, tmp_path / "scaled", rope_scaling={"rope_type": "linear", "rope_theta": 1e6, "factor": 2.0})
+    backend = make_backend(folder)
+    train(backend, range(1))
+    backend.save(tmp_path / "checkpoint")
+    others = (
+        (make_backend(tmp_path / "scaled"), "rotary_scaling=None there, {'factor': 2.0} here"),
+        (make_backend(tmp_path / "untied"), "tied_embeddings=True there, False here"),
+        (make_backend(folder, dtype="bfloat16"), "dtype=float32 there, bfloat16 here"),
+        (make_critic(folder), "head=policy there, critic here"),
+    )
+    for other, problem in others:
+        with pytest.raises(ValueError, match=rf"checkpoint .* is of another model: {problem}.*resume=null"):
+            other.load(tmp_path / "checkpoint")
+
+
+def test_tells_what_made_it(folder: Path, tmp_path: Path) -> None:
+    backend = make_backend(folder)
+    train(backend, range(2))
+    backend.save(tmp_path)
+    made_by = read_made_by(tmp_path)
+    assert (made_by.family, made_by.head, made_by.dtype, made_by.world_size) == ("qwen3", "policy", "float32", 1)
+    assert (made_by.step, made_by.updates) == (2, 2)
+    assert made_by.layout == {"dp": 1, "tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "etp": 1}
+    assert made_by.libraries["torch"] == torch.__version__
+    assert abs(datetime.fromisoformat(made_by.time) - datetime.now(UTC)) < timedelta(minutes=5)
+
+
+def test_a_copy_is_written_while_training_goes_on(folder: Path, tmp_path: Path) -> None:
+    backend = make_backend(folder, distributed_optimizer=True)
+    train(backend, range(2))
+    backend.save(tmp_path / "now")
+    backend.copy_state()
+    with ThreadPoolExecutor(1) as thread:
+        train(backend, range(2, 3))  # in the middle of a checkpoint: what was copied does not change
+        written = thread.submit(backend.write_copy, tmp_path / "later")
+        train(backend, range(3, 5))
+        written.result(timeout=300)
+    now, later = StoredFolder(tmp_path / "now"), StoredFolder(tmp_path / "later")
+    for one, other in zip(stored(now), stored(later), strict=True):
+        assert one[0] == other[0]
+        torch.testing.assert_close(one[1], other[1], atol=0, rtol=0, equal_nan=True, msg=one[0])
+    expected = dict(backend.export())
+    backend.load(tmp_path / "later")
+    train(backend, range(2, 5))
+    assert_same_bits(dict(backend.export()), expected)
+
+
+def test_full_disk_is_an_oserror_and_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", str(disk)], capture_output=True, text=True, check=False
+    )
+    if mount.returncode:
+        pytest.skip(f"needs leave to mount a tmpfs: {mount.stderr.strip()}")
+    try:
+        backend = make_backend(folder)
+        train(backend, range(1))
+        store = CheckpointStore(disk / "checkpoints", keep_last=2)
+        old = store.write(1, writers=backend.save, meta={})
+        free = os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
+        for room in (0, 4_096, 8_192, 400_000, 800_000, 1_330_000):
+            ballast = disk / "ballast"
+            ballast.write_bytes(b"b" * (free - room))
+            with pytest.raises(OSError, match=r"step_00000002 was not written: .* bytes are free"):
+                store.write(2, writers=backend.save, meta={})
+            ballast.unlink()
+            assert [path.name for path in (disk / "checkpoints").iterdir()] == ["step_00000001"]
+        store.verify(old)
+        backend.load(old)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def run_two(folder: Path, output: Path, *arguments: object) -> list[tuple[int, str]]:
+    return run_ranks("checkpoint_rank.py", [(folder, output, *arguments)] * 2)
+
+
+def test_two_ranks_go_on_to_the_bit(folder: Path, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    weights = {}
+    for what in ("save", "load"):
+        output = tmp_path / f"{what}.safetensors"
+        ended = run_two(folder, output, 1, checkpoint, what)
+        assert [status for status, _ in ended] == [0, 0], ended
+        weights[what] = load_file(output)
+        assert "random streams start anew" not in ended[0][1]
+    assert_same_bits(weights["load"], weights["save"])
+
+
+def test_a_rank_whose_disk_is_slow_is_waited_for(folder: Path, tmp_path: Path) -> None:
+    ended = run_two(folder, tmp_path / "weights", 0, tmp_path / "checkpoint", "slow")
+    assert [status for status, _ in ended] == [0, 0], ended
+    assert read_made_by(tmp_path / "checkpoint").world_size == 2
+
+
+def test_a_missing_rank_is_named(folder: Path, tmp_path: Path) -> None:
+    ended = run_two(folder, tmp_path / "unused", 0, tmp_path / "checkpoint", "absent")
+    assert ended[0][0] != 0 and ended[1][0] == 0
+    assert "waited for the others to save" in ended[0][1] and "1" in ended[0][1].rsplit("waited for", 1)[1]

@@ -1,0 +1,90 @@
+"""What one layout saved another goes on with: the same state to the bit, and the same next step."""
+
+from __future__ import annotations
+
+import logging
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gang_layouts import RANKS
+from rank_processes import run_ranks
+from reshard_rank import CHAINS
+from safetensors.torch import load_file
+from tiny_models import make_models
+from tiny_trainer import dp_groups, make_backend, train_step
+
+LINKS = [f"{name}-{step}" for name, (*_, layouts) in CHAINS.items() for step, _ in enumerate(pairwise(layouts))]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("models")
+    make_models(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints of all chains."""
+    folder: Path = tmp_path_factory.mktemp("chains")
+    ended = run_ranks("reshard_rank.py", [(models, folder)] * RANKS, timeout_s=900.0)
+    assert [status for status, _ in ended] == [0] * RANKS, ended
+    assert "random streams start anew" in ended[0][1]
+    return folder
+
+
+def stored(folder: Path) -> dict[str, torch.Tensor]:
+    from relax_core.train.checkpoints.checkpoint_shards import StoredFolder
+
+    one = StoredFolder(folder)
+    return dict(one.read([name for name in one.tensors() if not name.startswith("random/")], bucket_bytes=1 << 20))
+
+
+def kinds(tensors: dict[str, torch.Tensor]) -> set[str]:
+    return {name.split("/")[0] for name in tensors}
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_another_layout_has_the_same_state_to_the_bit(saved: Path, link: str) -> None:
+    before, after = stored(saved / link), stored(saved / f"{link}-again")
+    assert before.keys() == after.keys()
+    assert kinds(before) == {"weights", "exp_avg", "exp_avg_sq"} | ({"main"} if link.startswith("tied") else set())
+    for name, tensor in before.items():
+        assert torch.equal(tensor, after[name]), name
+    exported = load_file(saved / f"{link}.safetensors")
+    assert {f"weights/{name}" for name in exported} == {name for name in before if name.startswith("weights/")}
+    assert all(torch.equal(tensor, before[f"weights/{name}"]) for name, tensor in exported.items())
+
+
+def train_alone(models: Path, name: str, steps: range, *, load: Path | None = None) -> Any:
+    model, family, dtype, _ = CHAINS[name]
+    backend = make_backend(models / model, family=family, dtype=dtype, optimizer={"eps": 1e-4})
+    if load is not None:
+        backend.load(load)
+    for step in steps:
+        train_step(backend, dp_groups(), step=step)
+        yield step, {key: tensor.clone() for key, tensor in backend.export()}
+
+
+@pytest.mark.parametrize("name", ["dense", "moe"])
+def test_every_step_is_that_of_a_run_that_never_stopped(models: Path, saved: Path, name: str) -> None:
+    for step, weights in train_alone(models, name, range(len(CHAINS[name][-1]))):
+        chained = load_file(saved / f"{name}-{step}.safetensors")
+        for key, tensor in weights.items():
+            torch.testing.assert_close(chained[key], tensor, atol=2e-6, rtol=0, msg=f"{key} after step {step}")
+
+
+@pytest.mark.parametrize("name", ["dense", "moe"])
+@pytest.mark.parametrize("step", [0, 2])
+def test_one_rank_goes_on_with_what_four_saved(
+    models: Path, saved: Path, name: str, step: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, logger="relax_core.train.checkpoints.model_checkpoint")
+    chained = load_file(saved / f"{name}-{step + 1}.safetensors")
+    for _, weights in train_alone(models, name, range(step + 1, step + 2), load=saved / f"{name}-{step}"):
+        for key, tensor in weights.items():
+            torch.testing.assert_close(chained[key], tensor, atol=1e-6, rtol=0, msg=key)
+    assert any("random streams start anew from the seed" in record.getMessage() for record in caplog.records)

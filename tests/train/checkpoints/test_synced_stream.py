@@ -1,0 +1,45 @@
+"""Bytes go to disk while a file is written, not all at its end."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from tiny_models import make_model
+from tiny_trainer import dp_groups, make_backend, train_step
+
+from relax_core.train.checkpoints import synced_stream as steady_files
+from relax_core.train.checkpoints.synced_stream import SteadyFiles
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The size of a file each time that it was put to disk, as it does after 1000 bytes here."""
+    sizes: list[int] = []
+    sync = os.fdatasync
+
+    def noted(file: int) -> None:
+        sync(file)
+        sizes.append(os.fstat(file).st_size)
+
+    monkeypatch.setattr(os, "fdatasync", noted)
+    monkeypatch.setattr(steady_files, "SYNC_BYTES", 1000)
+    return sizes
+
+
+def test_of_a_file(tmp_path: Path, synced: list[int]) -> None:
+    with SteadyFiles().create_stream(tmp_path / "file", "wb") as stream:
+        for number in range(10):
+            stream.write(bytes([number]) * 300)
+    assert synced == [1200, 2400]
+    assert (tmp_path / "file").read_bytes() == b"".join(bytes([number]) * 300 for number in range(10))
+
+
+def test_of_a_checkpoint(tmp_path: Path, synced: list[int]) -> None:
+    make_model(tmp_path / "model")
+    backend = make_backend(tmp_path / "model")
+    train_step(backend, dp_groups())
+    backend.save(tmp_path / "checkpoint")
+    assert len(synced) > 3
+    backend.load(tmp_path / "checkpoint")

@@ -1,0 +1,190 @@
+"""What was trained must come out as a folder that transformers loads, silently, with the same logits."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tiny_models import VOCABULARY, make_model
+from tiny_trainer import dp_groups, make_backend, train_step
+from tokenizers import Tokenizer, models
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
+
+from relax_core.train.hf.hf_export import export_hf_folder
+
+
+@pytest.fixture(params=[True, False], ids=["tied", "untied"])
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A model folder with a tokenizer, as a user has it."""
+    folder = tmp_path / "source"
+    make_model(folder, tied=request.param)
+    words = {f"w{number}": number for number in range(VOCABULARY)}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")))
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    tokenizer.save_pretrained(folder)
+    (folder / "old.safetensors.index.json").write_text("{}")
+    (folder / "modeling_own.py").write_text("")
+    return folder
+
+
+def load_silently(folder: Path) -> torch.nn.Module:
+    """Loads, and fails on any warning of transformers, by either way that it warns."""
+    heard: list[str] = []
+
+    class Ear(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
+
+    ear = Ear(level=logging.WARNING)
+    transformers_logging.add_handler(ear)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    finally:
+        transformers_logging.remove_handler(ear)
+    assert not heard
+    assert not any(info.values()), info
+    return model  # type: ignore[no-any-return]
+
+
+def logits(model: torch.nn.Module) -> Tensor:
+    with torch.no_grad():
+        return model(torch.arange(2, 14)[None]).logits  # type: ignore[no-any-return]
+
+
+def export(backend: Any, source: Path, target: Path, **options: Any) -> None:
+    """What this back end has; ``options`` take the place of arguments."""
+    told = {"tensors": backend.export(), "shapes": backend.weight_shapes, "dtype": backend._setup.dtype, **options}
+    export_hf_folder(**told, source_folder=source, target=target)
+
+
+@pytest.mark.parametrize("shard_bytes", [4_000_000_000, 50_000])
+def test_untouched_weights_give_identical_logits(source: Path, tmp_path: Path, shard_bytes: int) -> None:
+    target = tmp_path / "hf"
+    export(make_backend(source), source, target, shard_bytes=shard_bytes)
+    ours, theirs = load_silently(target), load_silently(source)
+    assert all(torch.equal(one, theirs.state_dict()[name]) for name, one in ours.state_dict().items())
+    # Where its weights lie in memory may change a sum's order.
+    torch.testing.assert_close(logits(ours), logits(theirs), atol=1e-5, rtol=0)
+    files = {path.name for path in target.iterdir()}
+    assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"} <= files
+    assert not {"old.safetensors.index.json", "modeling_own.py"} & files
+    assert AutoTokenizer.from_pretrained(target)("w7 w3", add_special_tokens=False).input_ids
+    weights = [name for name in files if name.endswith(".safetensors")]
+    if shard_bytes > 1_000_000:
+        assert weights == ["model.safetensors"]
+    else:
+        assert len(weights) > 3
+        index = json.loads((target / "model.safetensors.index.json").read_text())
+        assert set(index["weight_map"].values()) == set(weights)
+        sizes = [path.stat().st_size for path in target.glob("*.safetensors")]
+        assert max(sizes) < 55_000  # a header, and no tensor here is larger than a shard
+        assert index["metadata"]["total_size"] == sum(
+            tensor.numel() * tensor.element_size() for _, tensor in make_backend(source).export()
+        )
+
+
+def test_trained_weights_arrive_to_the_bit(source: Path, tmp_path: Path) -> None:
+    backend = make_backend(source)
+    train_step(backend, dp_groups())
+    export(backend, source, tmp_path / "hf")
+    loaded = load_silently(tmp_path / "hf").state_dict()
+    for name, tensor in backend.export():
+        assert torch.equal(loaded[name], tensor), name
+    assert not torch.equal(logits(load_silently(tmp_path / "hf")), logits(load_silently(source)))
+    # Both engines load it as well as the trainer itself does.
+    again = dict(make_backend(tmp_path / "hf").export())
+    assert all(torch.equal(again[name], tensor) for name, tensor in backend.export())
+
+
+@pytest.mark.parametrize("shard_bytes", [4_000_000_000, 50_000])
+def test_one_tensor_is_in_memory_at_a_time(source: Path, tmp_path: Path, shard_bytes: int) -> None:
+    backend = make_backend(source)
+    made: list[StorageWeakRef] = []
+
+    def copies() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in backend.export():
+            assert all(one.expired() for one in made), "an earlier one is still held"
+            copy = tensor.clone()
+            made.append(StorageWeakRef(copy.untyped_storage()))
+            yield name, copy
+            del copy
+
+    export(backend, source, tmp_path / "hf", tensors=copies(), shard_bytes=shard_bytes)
+    assert len(made) == len(backend.weight_shapes)
+
+
+def test_the_file_is_the_librarys_own(source: Path, tmp_path: Path) -> None:
+    backend = make_backend(source)
+    export(backend, source, tmp_path / "hf")
+    weights = {name: tensor.contiguous() for name, tensor in backend.export()}
+    save_file(weights, tmp_path / "theirs", metadata={"format": "pt"})
+    assert (tmp_path / "hf" / "model.safetensors").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+def test_config_tells_the_dtype_of_the_weights(source: Path, tmp_path: Path) -> None:
+    assert json.loads((source / "config.json").read_text())["dtype"] == "float32"
+    backend = make_backend(source, dtype="bfloat16")
+    export(backend, source, tmp_path / "hf")
+    assert load_silently(tmp_path / "hf").dtype == torch.bfloat16
+
+
+def test_a_tied_output_weight_is_not_written_twice(tmp_path: Path) -> None:
+    make_model(tmp_path / "source", tied=True)
+    backend = make_backend(tmp_path / "source")
+    tensors = list(backend.export())
+    tensors.append(("lm_head.weight", dict(tensors)["model.embed_tokens.weight"]))
+    shapes = {name: tensor.shape for name, tensor in tensors}
+    export(backend, tmp_path / "source", tmp_path / "hf", tensors=iter(tensors), shapes=shapes)
+    with safe_open(tmp_path / "hf" / "model.safetensors", framework="pt") as file:
+        assert "lm_head.weight" not in file.keys()  # noqa: SIM118 - safe_open is no mapping
+    load_silently(tmp_path / "hf")
+
+
+def test_a_broken_export_leaves_the_old_one(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "hf"
+    backend = make_backend(source)
+    export(backend, source, target)
+
+    def dies() -> Iterator[tuple[str, Tensor]]:
+        yield from list(backend.export())[:3]
+        raise RuntimeError("rank 0 was lost")
+
+    with pytest.raises(RuntimeError, match="rank 0 was lost"):
+        export(backend, source, target, tensors=dies())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "source"]
+    torch.testing.assert_close(logits(load_silently(target)), logits(load_silently(source)), atol=1e-5, rtol=0)
+
+
+def test_a_full_disk_is_told(source: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(disk)], capture_output=True, text=True, check=False
+    )
+    if mount.returncode:
+        pytest.skip(f"needs leave to mount a tmpfs: {mount.stderr.strip()}")
+    try:
+        with pytest.raises(OSError, match=r"hf was not written: .*No space left.* bytes are free in"):
+            export(make_backend(source), source, disk / "hf")
+        assert not list(disk.iterdir())
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_source_without_config_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"model\.path={tmp_path}: no config\.json there"):
+        export_hf_folder(iter([]), shapes={}, dtype="float32", source_folder=tmp_path, target=tmp_path / "hf")
