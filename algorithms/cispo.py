@@ -14,7 +14,7 @@ from relax_core.contracts.algorithm import AlgorithmSpec, LossInputs, LossOutput
 
 
 @dataclass(frozen=True)
-class CispoKnobs(P.GroupKnobs):
+class CispoConfig(P.GroupConfig):
     """Values are documented in conf/algo."""
 
     name: str = "cispo"
@@ -23,34 +23,34 @@ class CispoKnobs(P.GroupKnobs):
     trust_region: str = "none"
 
 
-def check(knobs: CispoKnobs) -> None:
-    """Raises ValueError that lists every knob that makes no sense, with its fix."""
-    problems = P.group_problems(knobs)
-    if not 0 < knobs.clip_low <= 1:
-        problems.append(f"algo.clip_low={knobs.clip_low}: must lie in (0, 1]. CISPO uses 1, which is no lower bound.")
-    problems += P.choice_problems("algo.trust_region", knobs.trust_region, F.CISPO_TRUST_REGIONS)
-    P.refuse(problems + P.above_zero(knobs, clip_high=4.0))
+def check(config: CispoConfig) -> None:
+    """Raises ValueError that lists every setting that makes no sense, with its fix."""
+    problems = P.group_problems(config)
+    if not 0 < config.clip_low <= 1:
+        problems.append(f"algo.clip_low={config.clip_low}: must lie in (0, 1]. CISPO uses 1, which is no lower bound.")
+    problems += P.choice_problems("algo.trust_region", config.trust_region, F.CISPO_TRUST_REGIONS)
+    P.refuse(problems + P.above_zero(config, clip_high=4.0))
 
 
-def loss(inputs: LossInputs, knobs: CispoKnobs) -> LossOutputs:
+def loss(inputs: LossInputs, config: CispoConfig) -> LossOutputs:
     """REINFORCE, weighted."""
     policy = F.cispo_policy_loss(
         logprobs=inputs.logprobs,
-        old_logprobs=P.old_logprobs(inputs, knobs),
+        old_logprobs=P.old_logprobs(inputs, config),
         advantages=inputs.advantages,
         loss_mask=inputs.loss_mask,
-        clip_low=knobs.clip_low,
-        clip_high=knobs.clip_high,
-        trust_region=knobs.trust_region,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        trust_region=config.trust_region,
     )
-    return P.outputs(policy, inputs, knobs)
+    return P.outputs(policy, inputs, config)
 
 
 SPEC = AlgorithmSpec(
     name="cispo",
     summary="REINFORCE with a clipped importance weight, every token keeps its gradient",
-    knobs=CispoKnobs,
-    needs=P.group_needs,
+    config=CispoConfig,
+    requirements=P.group_requirements,
     check=check,
     advantages=P.group_advantages,
     loss=loss,

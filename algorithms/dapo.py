@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class DapoKnobs(P.GroupKnobs, P.TokenClipKnobs):
+class DapoConfig(P.GroupConfig, P.TokenClipConfig):
     """Values are documented in conf/algo."""
 
     name: str = "dapo"
@@ -28,53 +28,53 @@ class DapoKnobs(P.GroupKnobs, P.TokenClipKnobs):
     overlong_buffer: int = 0
 
 
-def check(knobs: DapoKnobs) -> None:
-    """Raises ValueError that lists every knob that makes no sense, with its fix."""
-    problems = P.group_problems(knobs) + P.token_clip_problems(knobs, usual="DAPO uses 0.2 and 0.28.")
-    if knobs.max_dropped_in_a_row < 0:
+def check(config: DapoConfig) -> None:
+    """Raises ValueError that lists every setting that makes no sense, with its fix."""
+    problems = P.group_problems(config) + P.token_clip_problems(config, usual="DAPO uses 0.2 and 0.28.")
+    if config.max_dropped_in_a_row < 0:
         problems.append(
-            f"algo.max_dropped_in_a_row={knobs.max_dropped_in_a_row}: must not be negative. "
+            f"algo.max_dropped_in_a_row={config.max_dropped_in_a_row}: must not be negative. "
             "0 switches dynamic sampling off."
         )
-    off = knobs.overlong_length == knobs.overlong_buffer == 0
-    if not off and not 0 < knobs.overlong_buffer < knobs.overlong_length:
+    off = config.overlong_length == config.overlong_buffer == 0
+    if not off and not 0 < config.overlong_buffer < config.overlong_length:
         problems.append(
-            f"algo.overlong_length={knobs.overlong_length} with algo.overlong_buffer={knobs.overlong_buffer}: need "
+            f"algo.overlong_length={config.overlong_length} with algo.overlong_buffer={config.overlong_buffer}: need "
             "0 < overlong_buffer < overlong_length (the paper: 4096 and 20480), or both 0 for no punishment."
         )
     P.refuse(problems)
 
 
-def punished_rewards(inputs: AdvantageInputs, knobs: DapoKnobs) -> Tensor:
+def punished_rewards(inputs: AdvantageInputs, config: DapoConfig) -> Tensor:
     """``[samples]`` rewards, less the KL where it belongs into them, and punished for length."""
-    rewards = P.penalized_rewards(inputs, knobs)
-    if not knobs.overlong_length:
+    rewards = P.penalized_rewards(inputs, config)
+    if not config.overlong_length:
         return rewards
     return rewards + F.overlong_penalty(
-        lengths=inputs.lengths, max_length=knobs.overlong_length, buffer=knobs.overlong_buffer
+        lengths=inputs.lengths, max_length=config.overlong_length, buffer=config.overlong_buffer
     )
 
 
-def advantages(inputs: AdvantageInputs, knobs: DapoKnobs) -> Tensor:
+def advantages(inputs: AdvantageInputs, config: DapoConfig) -> Tensor:
     """``[tokens]`` float32: GRPO's, of rewards that were punished for length."""
-    return P.sample_advantages(punished_rewards(inputs, knobs), knobs)[inputs.sample_ids]
+    return P.sample_advantages(punished_rewards(inputs, config), config)[inputs.sample_ids]
 
 
-def normalize(advantages: Sequence[Tensor], inputs: Sequence[AdvantageInputs], knobs: DapoKnobs) -> list[Tensor]:
+def normalize(advantages: Sequence[Tensor], inputs: Sequence[AdvantageInputs], config: DapoConfig) -> list[Tensor]:
     """GRPO's, of the same rewards."""
-    return P.normalize_group(advantages, inputs, knobs, rewards=[punished_rewards(one, knobs) for one in inputs])
+    return P.normalize_group(advantages, inputs, config, rewards=[punished_rewards(one, config) for one in inputs])
 
 
-def drop_group(rewards: Sequence[float], dropped_in_a_row: int, knobs: DapoKnobs) -> str | None:
+def drop_group(rewards: Sequence[float], dropped_in_a_row: int, config: DapoConfig) -> str | None:
     """Dynamic sampling, on the rewards as they are, before any punishment."""
-    return F.drop_all_equal(rewards=rewards, dropped_in_a_row=dropped_in_a_row, max_dropped=knobs.max_dropped_in_a_row)
+    return F.drop_all_equal(rewards=rewards, dropped_in_a_row=dropped_in_a_row, max_dropped=config.max_dropped_in_a_row)
 
 
 SPEC = AlgorithmSpec(
     name="dapo",
     summary="GRPO with a higher upper clip, dynamic sampling and overlong punishment",
-    knobs=DapoKnobs,
-    needs=P.group_needs,
+    config=DapoConfig,
+    requirements=P.group_requirements,
     check=check,
     advantages=advantages,
     loss=P.clipped_loss,

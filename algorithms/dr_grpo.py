@@ -17,22 +17,22 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class DrGrpoKnobs(P.TokenClipKnobs):
+class DrGrpoConfig(P.TokenClipConfig):
     """Values are documented in conf/algo."""
 
     name: str = "dr_grpo"
     aggregation: str = "seq_mean_token_sum_norm"
 
 
-def check(knobs: DrGrpoKnobs) -> None:
-    """Raises ValueError that lists every knob that makes no sense, with its fix."""
-    P.refuse(P.baseline_problems(knobs) + P.token_clip_problems(knobs, usual="Dr. GRPO uses 0.2 and 0.2."))
+def check(config: DrGrpoConfig) -> None:
+    """Raises ValueError that lists every setting that makes no sense, with its fix."""
+    P.refuse(P.baseline_problems(config) + P.token_clip_problems(config, usual="Dr. GRPO uses 0.2 and 0.2."))
 
 
-def advantages(inputs: AdvantageInputs, knobs: DrGrpoKnobs) -> Tensor:
+def advantages(inputs: AdvantageInputs, config: DrGrpoConfig) -> Tensor:
     """``[tokens]`` float32: the sample's reward minus its group's mean."""
     of_samples = F.group_relative_advantages(
-        rewards=P.penalized_rewards(inputs, knobs), normalize_std=False, std_epsilon=0.0
+        rewards=P.penalized_rewards(inputs, config), normalize_std=False, std_epsilon=0.0
     )
     return of_samples[inputs.sample_ids]
 
@@ -40,8 +40,8 @@ def advantages(inputs: AdvantageInputs, knobs: DrGrpoKnobs) -> Tensor:
 SPEC = AlgorithmSpec(
     name="dr_grpo",
     summary="GRPO without std and without length bias",
-    knobs=DrGrpoKnobs,
-    needs=P.needs,
+    config=DrGrpoConfig,
+    requirements=P.requirements,
     check=check,
     advantages=advantages,
     loss=P.clipped_loss,

@@ -13,23 +13,23 @@ from relax_core.contracts.algorithm import AlgorithmSpec
 
 
 @dataclass(frozen=True)
-class GrpoKnobs(P.GroupKnobs, P.TokenClipKnobs):
+class GrpoConfig(P.GroupConfig, P.TokenClipConfig):
     """Every choice that implementations of GRPO make differently, by name. Values are documented in conf/algo."""
 
     name: str = "grpo"
 
 
-def check(knobs: GrpoKnobs) -> None:
-    """Raises ValueError that lists every knob that makes no sense, with its fix."""
+def check(config: GrpoConfig) -> None:
+    """Raises ValueError that lists every setting that makes no sense, with its fix."""
     usual = "GRPO uses 0.2 and 0.2, DAPO 0.2 and 0.28."
-    P.refuse(P.group_problems(knobs) + P.token_clip_problems(knobs, usual=usual))
+    P.refuse(P.group_problems(config) + P.token_clip_problems(config, usual=usual))
 
 
 SPEC = AlgorithmSpec(
     name="grpo",
     summary="advantages relative to the group, PPO clip, no critic",
-    knobs=GrpoKnobs,
-    needs=P.group_needs,
+    config=GrpoConfig,
+    requirements=P.group_requirements,
     check=check,
     advantages=P.group_advantages,
     loss=P.clipped_loss,

@@ -13,7 +13,7 @@ from relax_core.contracts.algorithm import AlgorithmSpec, LossInputs, LossOutput
 
 
 @dataclass(frozen=True)
-class GspoKnobs(P.GroupKnobs, P.ClipKnobs):
+class GspoConfig(P.GroupConfig, P.ClipConfig):
     """Values are documented in conf/algo."""
 
     name: str = "gspo"
@@ -22,32 +22,32 @@ class GspoKnobs(P.GroupKnobs, P.ClipKnobs):
     aggregation: str = "seq_mean_token_mean"
 
 
-def check(knobs: GspoKnobs) -> None:
-    """Raises ValueError that lists every knob that makes no sense, with its fix."""
-    P.refuse(P.group_problems(knobs) + P.clip_problems(knobs, usual="GSPO uses 3e-4 and 4e-4."))
+def check(config: GspoConfig) -> None:
+    """Raises ValueError that lists every setting that makes no sense, with its fix."""
+    P.refuse(P.group_problems(config) + P.clip_problems(config, usual="GSPO uses 3e-4 and 4e-4."))
 
 
-def loss(inputs: LossInputs, knobs: GspoKnobs) -> LossOutputs:
+def loss(inputs: LossInputs, config: GspoConfig) -> LossOutputs:
     """The clipped surrogate of the sequence ratio."""
     policy = F.gspo_policy_loss(
         logprobs=inputs.logprobs,
-        old_logprobs=P.old_logprobs(inputs, knobs),
+        old_logprobs=P.old_logprobs(inputs, config),
         advantages=inputs.advantages,
         loss_mask=inputs.loss_mask,
         sample_ids=inputs.sample_ids,
         num_samples=inputs.num_samples,
-        clip_low=knobs.clip_low,
-        clip_high=knobs.clip_high,
-        dual_clip=knobs.dual_clip,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        dual_clip=config.dual_clip,
     )
-    return P.outputs(policy, inputs, knobs)
+    return P.outputs(policy, inputs, config)
 
 
 SPEC = AlgorithmSpec(
     name="gspo",
     summary="one length-normalised ratio a sequence, clipped at 3e-4 / 4e-4",
-    knobs=GspoKnobs,
-    needs=P.group_needs,
+    config=GspoConfig,
+    requirements=P.group_requirements,
     check=check,
     advantages=P.group_advantages,
     loss=loss,

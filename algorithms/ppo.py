@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 
 from algorithms import functional as F
 from algorithms import policy_gradient as P
-from relax_core.contracts.algorithm import AdvantageInputs, AlgorithmSpec, LossOutputs, Needs, ValueInputs
+from relax_core.contracts.algorithm import AdvantageInputs, AlgorithmSpec, LossOutputs, Requirements, ValueInputs
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True)
-class PpoKnobs(P.TokenClipKnobs):
+class PpoConfig(P.TokenClipConfig):
     """Values are documented in conf/algo."""
 
     name: str = "ppo"
@@ -34,51 +34,51 @@ class PpoKnobs(P.TokenClipKnobs):
     std_epsilon: float = 1e-8
 
 
-def needs(knobs: PpoKnobs) -> Needs:
-    """What `policy_gradient.needs` says, and a critic."""
-    return dataclasses.replace(P.needs(knobs, whole_step=True), critic=True)
+def requirements(config: PpoConfig) -> Requirements:
+    """What `policy_gradient.requirements` says, and a critic."""
+    return dataclasses.replace(P.requirements(config, whole_step=True), critic=True)
 
 
-def check(knobs: PpoKnobs) -> None:
-    """Raises ValueError that lists every knob that makes no sense, with its fix. A group of one is fine here."""
-    problems = P.common_problems(knobs) + P.token_clip_problems(knobs, usual="PPO uses 0.2 and 0.2.")
+def check(config: PpoConfig) -> None:
+    """Raises ValueError that lists every setting that makes no sense, with its fix. A group of one is fine here."""
+    problems = P.common_problems(config) + P.token_clip_problems(config, usual="PPO uses 0.2 and 0.2.")
     for key in ("gamma", "gae_lambda"):
-        if not 0 <= getattr(knobs, key) <= 1:
-            problems.append(f"algo.{key}={getattr(knobs, key)}: must lie in [0, 1]. 1 and 0.95 are usual.")
-    if knobs.gae_alpha < 0:
-        problems.append(f"algo.gae_alpha={knobs.gae_alpha}: must not be negative. VAPO uses 0.05; 0 is off.")
-    if knobs.value_clip < 0:
-        problems.append(f"algo.value_clip={knobs.value_clip}: must not be negative. PPO uses 0.2; 0 is off.")
-    P.refuse(problems + P.above_zero(knobs, std_epsilon=1e-8))
+        if not 0 <= getattr(config, key) <= 1:
+            problems.append(f"algo.{key}={getattr(config, key)}: must lie in [0, 1]. 1 and 0.95 are usual.")
+    if config.gae_alpha < 0:
+        problems.append(f"algo.gae_alpha={config.gae_alpha}: must not be negative. VAPO uses 0.05; 0 is off.")
+    if config.value_clip < 0:
+        problems.append(f"algo.value_clip={config.value_clip}: must not be negative. PPO uses 0.2; 0 is off.")
+    P.refuse(problems + P.above_zero(config, std_epsilon=1e-8))
 
 
-def advantages(inputs: AdvantageInputs, knobs: PpoKnobs) -> Tensor:
+def advantages(inputs: AdvantageInputs, config: PpoConfig) -> Tensor:
     """``[tokens]`` float32, before `normalize`."""
-    if knobs.gae_alpha == 0:
-        return _generalized(inputs, knobs, knobs.gae_lambda)
+    if config.gae_alpha == 0:
+        return _generalized(inputs, config, config.gae_lambda)
     gae_lambda = F.length_adaptive_lambda(
         loss_mask=inputs.loss_mask,
         sample_ids=inputs.sample_ids,
         num_samples=inputs.rewards.numel(),
-        alpha=knobs.gae_alpha,
+        alpha=config.gae_alpha,
     )
-    return _generalized(inputs, knobs, gae_lambda)
+    return _generalized(inputs, config, gae_lambda)
 
 
-def returns(inputs: AdvantageInputs, advantages: Tensor, knobs: PpoKnobs) -> Tensor:
+def returns(inputs: AdvantageInputs, advantages: Tensor, config: PpoConfig) -> Tensor:
     """``[tokens]``: what the critic learns, the advantages with ``gae_lambda`` plus the values."""
-    assert inputs.values is not None, "needs() asked for a critic"
-    if knobs.gae_alpha > 0:
-        advantages = _generalized(inputs, knobs, knobs.gae_lambda)
+    assert inputs.values is not None, "requirements() asked for a critic"
+    if config.gae_alpha > 0:
+        advantages = _generalized(inputs, config, config.gae_lambda)
     return advantages + inputs.values
 
 
-def _generalized(inputs: AdvantageInputs, knobs: PpoKnobs, gae_lambda: float | Tensor) -> Tensor:
-    assert inputs.values is not None, "needs() asked for a critic"
+def _generalized(inputs: AdvantageInputs, config: PpoConfig, gae_lambda: float | Tensor) -> Tensor:
+    assert inputs.values is not None, "requirements() asked for a critic"
     return F.generalized_advantages(
         token_rewards=F.rewards_of_tokens(
             rewards=inputs.rewards,
-            penalties=P.token_penalties(inputs, knobs),
+            penalties=P.token_penalties(inputs, config),
             loss_mask=inputs.loss_mask,
             sample_ids=inputs.sample_ids,
         ),
@@ -86,26 +86,26 @@ def _generalized(inputs: AdvantageInputs, knobs: PpoKnobs, gae_lambda: float | T
         loss_mask=inputs.loss_mask,
         sample_ids=inputs.sample_ids,
         num_samples=inputs.rewards.numel(),
-        gamma=knobs.gamma,
+        gamma=config.gamma,
         gae_lambda=gae_lambda,
     )
 
 
-def normalize(advantages: Sequence[Tensor], inputs: Sequence[AdvantageInputs], knobs: PpoKnobs) -> list[Tensor]:
+def normalize(advantages: Sequence[Tensor], inputs: Sequence[AdvantageInputs], config: PpoConfig) -> list[Tensor]:
     """Whitened over all trained tokens of a train step's groups."""
     masks = [one.loss_mask for one in inputs]
-    whitened = F.normalize_over_step(advantages=advantages, loss_masks=masks, std_epsilon=knobs.std_epsilon)
-    return P.normalize_weights(whitened, inputs, knobs)
+    whitened = F.normalize_over_step(advantages=advantages, loss_masks=masks, std_epsilon=config.std_epsilon)
+    return P.normalize_weights(whitened, inputs, config)
 
 
-def value_loss(inputs: ValueInputs, knobs: PpoKnobs) -> LossOutputs:
+def value_loss(inputs: ValueInputs, config: PpoConfig) -> LossOutputs:
     """The critic's, with ``clip`` as the share of tokens that the clip held back."""
     critic = F.clipped_value_loss(
         values=inputs.values,
         old_values=inputs.old_values,
         returns=inputs.returns,
         loss_mask=inputs.loss_mask,
-        clip=knobs.value_clip,
+        clip=config.value_clip,
     )
     return LossOutputs(
         loss_sum=F.aggregate_sum(
@@ -113,7 +113,7 @@ def value_loss(inputs: ValueInputs, knobs: PpoKnobs) -> LossOutputs:
             loss_mask=inputs.loss_mask,
             sample_ids=inputs.sample_ids,
             num_samples=inputs.num_samples,
-            aggregation=knobs.aggregation,
+            aggregation=config.aggregation,
         ),
         per_token=critic.per_token.detach(),
         metric_sums={"clip": (critic.cut.sum(), inputs.loss_mask.sum())},
@@ -123,8 +123,8 @@ def value_loss(inputs: ValueInputs, knobs: PpoKnobs) -> LossOutputs:
 SPEC = AlgorithmSpec(
     name="ppo",
     summary="PPO clip with a critic, GAE, whitened advantages",
-    knobs=PpoKnobs,
-    needs=needs,
+    config=PpoConfig,
+    requirements=requirements,
     check=check,
     advantages=advantages,
     loss=P.clipped_loss,

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 
 from algorithms import functional as F
 from algorithms import policy_gradient as P
-from relax_core.contracts.algorithm import AdvantageInputs, AlgorithmSpec, Needs
+from relax_core.contracts.algorithm import AdvantageInputs, AlgorithmSpec, Requirements
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 @dataclass(frozen=True)
-class ReinforcePpKnobs(P.TokenClipKnobs):
+class ReinforcePpConfig(P.TokenClipConfig):
     """Values are documented in conf/algo."""
 
     name: str = "reinforce_pp"
@@ -31,28 +31,28 @@ class ReinforcePpKnobs(P.TokenClipKnobs):
     kl_estimator: str = "k2"
 
 
-def needs(knobs: ReinforcePpKnobs) -> Needs:
-    """What `policy_gradient.needs` says, and a whole step's groups."""
-    return P.needs(knobs, whole_step=True)
+def requirements(config: ReinforcePpConfig) -> Requirements:
+    """What `policy_gradient.requirements` says, and a whole step's groups."""
+    return P.requirements(config, whole_step=True)
 
 
-def check(knobs: ReinforcePpKnobs) -> None:
-    """Raises ValueError that lists every knob that makes no sense, with its fix."""
-    problems = P.baseline_problems(knobs) if knobs.group_baseline else P.common_problems(knobs)
-    problems += P.token_clip_problems(knobs, usual="REINFORCE++ uses 0.2 and 0.2.")
-    if not 0 < knobs.gamma <= 1:
-        problems.append(f"algo.gamma={knobs.gamma}: must lie in (0, 1]. 1 is usual.")
-    P.refuse(problems + P.above_zero(knobs, std_epsilon=1e-8))
+def check(config: ReinforcePpConfig) -> None:
+    """Raises ValueError that lists every setting that makes no sense, with its fix."""
+    problems = P.baseline_problems(config) if config.group_baseline else P.common_problems(config)
+    problems += P.token_clip_problems(config, usual="REINFORCE++ uses 0.2 and 0.2.")
+    if not 0 < config.gamma <= 1:
+        problems.append(f"algo.gamma={config.gamma}: must lie in (0, 1]. 1 is usual.")
+    P.refuse(problems + P.above_zero(config, std_epsilon=1e-8))
 
 
-def advantages(inputs: AdvantageInputs, knobs: ReinforcePpKnobs) -> Tensor:
+def advantages(inputs: AdvantageInputs, config: ReinforcePpConfig) -> Tensor:
     """``[tokens]`` float32, before `normalize`: Σ γ^(k - t) r_k over the sample's trained tokens k from t on, where r_k
     is less the token's KL penalty, and at the last one the reward is added."""
     rewards = inputs.rewards
-    if knobs.group_baseline:
+    if config.group_baseline:
         rewards = F.group_relative_advantages(rewards=rewards, normalize_std=False, std_epsilon=0.0)
-    penalties = P.token_penalties(inputs, knobs)
-    if knobs.gamma < 1:
+    penalties = P.token_penalties(inputs, config)
+    if config.gamma < 1:
         return F.discounted_rewards(
             token_rewards=F.rewards_of_tokens(
                 rewards=rewards, penalties=penalties, loss_mask=inputs.loss_mask, sample_ids=inputs.sample_ids
@@ -60,7 +60,7 @@ def advantages(inputs: AdvantageInputs, knobs: ReinforcePpKnobs) -> Tensor:
             loss_mask=inputs.loss_mask,
             sample_ids=inputs.sample_ids,
             num_samples=rewards.numel(),
-            gamma=knobs.gamma,
+            gamma=config.gamma,
         )
     of_tokens = rewards[inputs.sample_ids]
     if penalties is None:
@@ -68,18 +68,20 @@ def advantages(inputs: AdvantageInputs, knobs: ReinforcePpKnobs) -> Tensor:
     return of_tokens - F.sums_to_the_end(per_token=penalties, loss_mask=inputs.loss_mask, sample_ids=inputs.sample_ids)
 
 
-def normalize(advantages: Sequence[Tensor], inputs: Sequence[AdvantageInputs], knobs: ReinforcePpKnobs) -> list[Tensor]:
+def normalize(
+    advantages: Sequence[Tensor], inputs: Sequence[AdvantageInputs], config: ReinforcePpConfig
+) -> list[Tensor]:
     """Over all trained tokens of a train step's groups."""
     masks = [one.loss_mask for one in inputs]
-    whitened = F.normalize_over_step(advantages=advantages, loss_masks=masks, std_epsilon=knobs.std_epsilon)
-    return P.normalize_weights(whitened, inputs, knobs)
+    whitened = F.normalize_over_step(advantages=advantages, loss_masks=masks, std_epsilon=config.std_epsilon)
+    return P.normalize_weights(whitened, inputs, config)
 
 
 SPEC = AlgorithmSpec(
     name="reinforce_pp",
     summary="PPO clip without critic, advantages normalised over the step",
-    knobs=ReinforcePpKnobs,
-    needs=needs,
+    config=ReinforcePpConfig,
+    requirements=requirements,
     check=check,
     advantages=advantages,
     loss=P.clipped_loss,

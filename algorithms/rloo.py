@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class RlooKnobs(P.DeviationKnobs, P.TokenClipKnobs):
+class RlooConfig(P.DeviationConfig, P.TokenClipConfig):
     """Values are documented in conf/algo."""
 
     name: str = "rloo"
@@ -29,23 +29,23 @@ class RlooKnobs(P.DeviationKnobs, P.TokenClipKnobs):
     kl_placement: str = "reward"
 
 
-def check(knobs: RlooKnobs) -> None:
-    """Raises ValueError that lists every knob that makes no sense, with its fix."""
-    problems = P.baseline_problems(knobs) + P.token_clip_problems(knobs, usual="0.2 and 0.2 are usual.")
-    if knobs.normalize_std == "others" and knobs.group_size < 3:
+def check(config: RlooConfig) -> None:
+    """Raises ValueError that lists every setting that makes no sense, with its fix."""
+    problems = P.baseline_problems(config) + P.token_clip_problems(config, usual="0.2 and 0.2 are usual.")
+    if config.normalize_std == "others" and config.group_size < 3:
         problems.append(
-            f"algo.normalize_std=others with algo.group_size={knobs.group_size}: one other sample has no standard "
+            f"algo.normalize_std=others with algo.group_size={config.group_size}: one other sample has no standard "
             "deviation. Use algo.group_size=3 or more, or algo.normalize_std=group."
         )
-    P.refuse(problems + P.deviation_problems(knobs, F.LEAVE_ONE_OUT_DEVIATIONS))
+    P.refuse(problems + P.deviation_problems(config, F.LEAVE_ONE_OUT_DEVIATIONS))
 
 
-def advantages(inputs: AdvantageInputs, knobs: RlooKnobs) -> Tensor:
+def advantages(inputs: AdvantageInputs, config: RlooConfig) -> Tensor:
     """``[tokens]`` float32: the sample's reward minus the mean of the others', over what ``normalize_std`` says."""
     of_samples = F.leave_one_out_advantages(
-        rewards=P.penalized_rewards(inputs, knobs),
-        deviation="none" if knobs.normalize_std == "batch" else knobs.normalize_std,
-        std_epsilon=knobs.std_epsilon,
+        rewards=P.penalized_rewards(inputs, config),
+        deviation="none" if config.normalize_std == "batch" else config.normalize_std,
+        std_epsilon=config.std_epsilon,
     )
     return of_samples[inputs.sample_ids]
 
@@ -53,8 +53,8 @@ def advantages(inputs: AdvantageInputs, knobs: RlooKnobs) -> Tensor:
 SPEC = AlgorithmSpec(
     name="rloo",
     summary="REINFORCE with a leave-one-out baseline",
-    knobs=RlooKnobs,
-    needs=P.group_needs,
+    config=RlooConfig,
+    requirements=P.group_requirements,
     check=check,
     advantages=advantages,
     loss=P.clipped_loss,

@@ -10,7 +10,7 @@ from relax_core.contracts.algorithm import AlgorithmSpec, LossInputs, LossOutput
 
 
 @dataclass(frozen=True)
-class SapoKnobs(P.GroupKnobs):
+class SapoConfig(P.GroupConfig):
     """Values are documented in conf/algo."""
 
     name: str = "sapo"
@@ -19,29 +19,29 @@ class SapoKnobs(P.GroupKnobs):
     aggregation: str = "seq_mean_token_mean"
 
 
-def check(knobs: SapoKnobs) -> None:
-    """Raises ValueError that lists every knob that makes no sense, with its fix."""
-    P.refuse(P.group_problems(knobs) + P.above_zero(knobs, tau_positive=1.0, tau_negative=1.05))
+def check(config: SapoConfig) -> None:
+    """Raises ValueError that lists every setting that makes no sense, with its fix."""
+    P.refuse(P.group_problems(config) + P.above_zero(config, tau_positive=1.0, tau_negative=1.05))
 
 
-def loss(inputs: LossInputs, knobs: SapoKnobs) -> LossOutputs:
+def loss(inputs: LossInputs, config: SapoConfig) -> LossOutputs:
     """The soft-gated surrogate."""
     policy = F.sapo_policy_loss(
         logprobs=inputs.logprobs,
-        old_logprobs=P.old_logprobs(inputs, knobs),
+        old_logprobs=P.old_logprobs(inputs, config),
         advantages=inputs.advantages,
         loss_mask=inputs.loss_mask,
-        tau_positive=knobs.tau_positive,
-        tau_negative=knobs.tau_negative,
+        tau_positive=config.tau_positive,
+        tau_negative=config.tau_negative,
     )
-    return P.outputs(policy, inputs, knobs)
+    return P.outputs(policy, inputs, config)
 
 
 SPEC = AlgorithmSpec(
     name="sapo",
     summary="a soft gate of the ratio instead of a clip",
-    knobs=SapoKnobs,
-    needs=P.group_needs,
+    config=SapoConfig,
+    requirements=P.group_requirements,
     check=check,
     advantages=P.group_advantages,
     loss=loss,

@@ -29,7 +29,7 @@ from relax_core.bus.ledger.journal import Journal
 from relax_core.bus.ledger.ledger import Ledger
 from relax_core.bus.state.bus_state import BusCore
 from relax_core.bus.state.settings import BusSettings
-from relax_core.contracts.columns import BOOKED_COLUMNS, EPISODES
+from relax_core.contracts.columns import EPISODES, PERSISTED_COLUMNS
 from relax_core.contracts.tree import Episode, Turn, sample_uid
 
 # What the ledger's file keeps of a row: its episodes, here of one turn each.
@@ -44,8 +44,8 @@ _EPISODES = [
     )
     for place in range(GROUP_SIZE)
 ]
-BOOKED: dict[str, bytes] = {EPISODES: msgspec.msgpack.encode(_EPISODES)}
-assert tuple(BOOKED) == BOOKED_COLUMNS
+PERSISTED: dict[str, bytes] = {EPISODES: msgspec.msgpack.encode(_EPISODES)}
+assert tuple(PERSISTED) == PERSISTED_COLUMNS
 
 
 class _GrowingLedger:
@@ -70,7 +70,7 @@ class _GrowingLedger:
             self.journal.flush(timeout_s=T)
 
     def train_steps(self, steps: int) -> None:
-        columns = {"payload": b"x" * 2048, **BOOKED}
+        columns = {"payload": b"x" * 2048, **PERSISTED}
         for _ in range(steps):
             step = self.core.version
             rows = [make_row(admission, version=step, columns=columns) for admission in self.core.admit(8)]

@@ -55,7 +55,7 @@ TITLES = {  # kind → what its process is called
     "engine_owner": "ray::EngineHost",
     "rollout": "ray::RolloutWorker",
     "actor_rank_0": "ray::ActorWorker",
-    "actor_rank_1": "ray::ActorPeer",
+    "actor_rank_1": "ray::ActorRank",
     "actor_fwd": "ray::ActorFwdWorker",
     "reference": "ray::ReferenceWorker",
     "advantages": "ray::AdvantagesWorker",
@@ -77,7 +77,7 @@ POLL_S = 0.02
 SUCCESSOR_S = 0.5  # a look at all processes of the machine takes a core for a while, which the run needs then
 STEPS_BETWEEN = 5  # train steps after a recovery before the next harm may come
 IN_THE_PIPE = 2  # steps whose rows may exist at the moment of the harm: max_staleness + 1
-BOOKED_S = 0.5  # until what was done at that moment is in the ledger's file
+PERSISTED_S = 0.5  # until what was done at that moment is in the ledger's file
 BREATH_S = (0.1, 1.5)  # and a random time more
 LAST_STEPS = 5  # of a run's quiet end, in which every open sample finds its own
 
@@ -121,7 +121,7 @@ class Training:
 
     def time_of(self, number: int, *, behind: int, event: int, since: float) -> float | None:
         """Unix time at which the ``number``-th step behind step ``behind`` was done, counted from 0; only what was
-        booked after event number ``event`` and Unix time ``since``. None where it is not done yet."""
+        persisted after event number ``event`` and Unix time ``since``. None where it is not done yet."""
         return self._one(
             "SELECT MIN(time) FROM events WHERE id > ? AND event = 'trained' AND step > ? AND time > ? "
             "GROUP BY step ORDER BY step LIMIT 1 OFFSET ?",
@@ -180,7 +180,7 @@ def do_harm(live: LiveRun, training: Training, kind: str, chance: random.Random)
     event, began = training.last_event(), time.time()
     for one, number in blows:
         os.kill(pids[one], number)
-    time.sleep(BOOKED_S)
+    time.sleep(PERSISTED_S)
     before = training.newest_at(began)
     # What a killed controller leaves trains on for a moment; only its successor's steps tell of a recovery.
     since = _await_successor(live, controller) if victim in (CONTROLLER, *RAY) else began

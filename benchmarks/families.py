@@ -25,7 +25,7 @@ from torch import Tensor
 from benchmarks.engines import engine_kinds
 from benchmarks.family_models import VARIANTS, VOCABULARY, make_family_model
 from benchmarks.one_rank import one_rank_setup
-from relax_core.contracts.algorithm import AlgorithmKnobs, AlgorithmSpec, LossInputs, LossOutputs, Needs
+from relax_core.contracts.algorithm import AlgorithmConfig, AlgorithmSpec, LossInputs, LossOutputs, Requirements
 from relax_core.contracts.engine import PromptRequest, SamplingParams
 from relax_core.contracts.tree import TokenTree
 from relax_core.engines.build_client import build_client
@@ -60,19 +60,19 @@ def logprobs_of(model: Any, ids: Sequence[int]) -> Tensor:
 
 
 # -- the trainer ------------------------------------------------------------------------------------------------------
-def _loss(inputs: LossInputs, knobs: AlgorithmKnobs) -> LossOutputs:
+def _loss(inputs: LossInputs, config: AlgorithmConfig) -> LossOutputs:
     return LossOutputs(loss_sum=-(inputs.logprobs * inputs.advantages).sum())
 
 
 POLICY_GRADIENT = AlgorithmSpec(
     name="policy_gradient",
     summary="weighted log-probs, nothing else",
-    knobs=AlgorithmKnobs,
-    needs=lambda knobs: Needs(old_logprobs="rollout"),
-    check=lambda knobs: None,
-    advantages=lambda inputs, knobs: inputs.rewards,
+    config=AlgorithmConfig,
+    requirements=lambda config: Requirements(old_logprobs="rollout"),
+    check=lambda config: None,
+    advantages=lambda inputs, config: inputs.rewards,
     loss=_loss,
-    denominator=lambda totals, knobs: float(totals.tokens),
+    denominator=lambda totals, config: float(totals.tokens),
 )
 
 
@@ -99,7 +99,7 @@ def trainer_gaps(folder: Path, model: Any) -> dict[str, float]:
     from relax_core.train.policy_backend import MegatronBackend
 
     setup = one_rank_setup(
-        folder, family=model.config.model_type, algorithm=POLICY_GRADIENT, knobs=AlgorithmKnobs("policy_gradient", 2)
+        folder, family=model.config.model_type, algorithm=POLICY_GRADIENT, config=AlgorithmConfig("policy_gradient", 2)
     )
     backend, groups = MegatronBackend(setup, temperature=1.0), _groups()
     samples = [

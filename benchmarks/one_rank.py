@@ -33,7 +33,7 @@ def one_rank_setup(folder: Path, *, overrides: Sequence[str] = (), **changes: An
         "total_steps": 1,
         "dtype": "float32",
         "algorithm": find_algorithm(config.algo.name),
-        "knobs": config.algo,
+        "config": config.algo,
         "rank": 0,
         "world_size": 1,
         "store_address": "127.0.0.1:0",

@@ -43,7 +43,7 @@ from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.rollout.rollout_loop import Sampler, SamplerSettings
-from relax_core.rollout.weight_update_handler import Turnover
+from relax_core.rollout.weight_update_handler import WeightUpdateHandler
 from relax_core.tools.make_tiny import tiny_model_folder
 
 GROUPS, GROUP_SIZE, TEMPERATURE = 8, 4, 3.0
@@ -122,7 +122,7 @@ async def roll_out(url: str, folder: Path, settings: BusSettings, *, max_new_tok
     bus = StepAtOnce(settings, url)
     tokenizer = PromptTokenizer(folder)
 
-    async def client_for(engine: int, fresh: bool) -> EngineClient:
+    async def client_for(engine: int, on_policy: bool) -> EngineClient:
         return client
 
     pool = EnginePool(1, client_for, patience_s=TIMEOUT_S)
@@ -134,14 +134,14 @@ async def roll_out(url: str, folder: Path, settings: BusSettings, *, max_new_tok
             source=source,
             prompts=PromptMaker(
                 env=find_env(config.env.name),
-                env_knobs=config.env,
+                env_config=config.env,
                 tokenizer=tokenizer,
                 max_prompt_tokens=config.engine.context_tokens,
             ),
             rewards=rewards,
             settings=SamplerSettings(
                 seed=0,
-                burst_prompts=GROUPS + settings.spare_groups,
+                batch_prompts=GROUPS + settings.spare_groups,
                 sampling=SamplingParams(
                     n=GROUP_SIZE,
                     max_new_tokens=max_new_tokens,
@@ -154,7 +154,7 @@ async def roll_out(url: str, folder: Path, settings: BusSettings, *, max_new_tok
             record=lambda source, step, values: None,
             gate=no_gate,
             bad_rows=BadRows(rows=len(source), most=0.0, tell=lambda rows: None),
-            turnover=Turnover(bus, pool, max_aborts=0, call_timeout_s=TIMEOUT_S),
+            weight_update_handler=WeightUpdateHandler(bus, pool, max_aborts=0, call_timeout_s=TIMEOUT_S),
         )
         try:
             await sampler.run([])

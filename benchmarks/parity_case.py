@@ -14,7 +14,7 @@ from torch import Tensor
 
 from algorithms import gspo
 from relax_core.config.schema import OptimizerConfig, Schedule
-from relax_core.contracts.algorithm import LossInputs, LossOutputs, Needs
+from relax_core.contracts.algorithm import LossInputs, LossOutputs, Requirements
 
 STEPS = 2  # what goes wrong only from the second step on (stale parameters, counts of gradients) shows
 # A step moves a weight by lr * g / (|g| + eps), so with an eps like the gradients' own size it measures these: with a
@@ -30,21 +30,21 @@ OPTIMIZER = OptimizerConfig(
     weight_decay=0.1,
     clip_grad=1.0,
 )
-KNOBS = dataclasses.replace(gspo.GspoKnobs(group_size=4), clip_low=0.1, clip_high=0.1)
+CONFIG = dataclasses.replace(gspo.GspoConfig(group_size=4), clip_low=0.1, clip_high=0.1)
 ENTROPY_WEIGHT = 0.01
 TEMPERATURE = 0.9
 
 
-def _loss_with_entropy(inputs: LossInputs, knobs: gspo.GspoKnobs) -> LossOutputs:
+def _loss_with_entropy(inputs: LossInputs, config: gspo.GspoConfig) -> LossOutputs:
     """A ratio a sequence needs the tokens of a sample together, wherever their rows lie."""
     assert inputs.entropy is not None
-    outputs = gspo.loss(inputs, knobs)
+    outputs = gspo.loss(inputs, config)
     bonus = (inputs.entropy * inputs.loss_mask).sum()
     return dataclasses.replace(outputs, loss_sum=outputs.loss_sum - ENTROPY_WEIGHT * bonus)
 
 
 SPEC = dataclasses.replace(
-    gspo.SPEC, loss=_loss_with_entropy, needs=lambda knobs: Needs(old_logprobs="rollout", entropy=True)
+    gspo.SPEC, loss=_loss_with_entropy, requirements=lambda config: Requirements(old_logprobs="rollout", entropy=True)
 )
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from benchmarks.parity_case import KNOBS, OPTIMIZER, SPEC, STEPS, TEMPERATURE, Outcome
+from benchmarks.parity_case import CONFIG, OPTIMIZER, SPEC, STEPS, TEMPERATURE, Outcome
 from benchmarks.parity_data import one_sample_each
 from relax_core.contracts.algorithm import LossInputs, LossOutputs, StepTotals
 from relax_core.contracts.tree import TokenTree
@@ -95,7 +95,7 @@ def _loss(logprobs: Tensor, entropy: Tensor, groups: Sequence[TokenTree]) -> tup
         entropy=entropy,
     )
     totals = StepTotals(tokens=int(mask.sum()), samples=len(sample_ids[mask].unique()), groups=len(groups))
-    return SPEC.loss(inputs, KNOBS), SPEC.denominator(totals, KNOBS)
+    return SPEC.loss(inputs, CONFIG), SPEC.denominator(totals, CONFIG)
 
 
 def _exported(model: Any) -> dict[str, Tensor]:

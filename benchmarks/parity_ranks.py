@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.one_rank import one_rank_parallel
 from benchmarks.parity import BIASED, DENSE, EXPERTS, OTHERS
-from benchmarks.parity_case import KNOBS, OPTIMIZER, SPEC, STEPS, TEMPERATURE, Outcome
+from benchmarks.parity_case import CONFIG, OPTIMIZER, SPEC, STEPS, TEMPERATURE, Outcome
 from benchmarks.parity_data import (
     BANNED,
     make_groups,
@@ -60,7 +60,7 @@ def make_backend(
         total_steps=STEPS,
         dtype="float32",
         algorithm=SPEC,
-        knobs=KNOBS,
+        config=CONFIG,
         rank=rank,
         world_size=ranks,
         store_address=f"127.0.0.1:{port}",

@@ -107,14 +107,14 @@ class PlainLoop:
         import torch
 
         from relax_core.contracts.reward import RewardInput
-        from rewards.reverse_digits import ReverseDigitsKnobs, score
+        from rewards.reverse_digits import ReverseDigitsConfig, score
 
         stop = responses == self._tokenizer.eos_token_id
         before = stop.cumsum(dim=1) - stop.to(torch.int64)
         texts = self._tokenizer.batch_decode(responses, skip_special_tokens=True)
-        knobs = ReverseDigitsKnobs()
+        config = ReverseDigitsConfig()
         rewards = [
-            score(RewardInput(response=text, stopped=stopped, answer=answers[i // GROUP_SIZE], row={}), knobs).reward
+            score(RewardInput(response=text, stopped=stopped, answer=answers[i // GROUP_SIZE], row={}), config).reward
             for i, (text, stopped) in enumerate(zip(texts, stop.any(dim=1).tolist(), strict=True))
         ]
         return torch.tensor(rewards), before == 0

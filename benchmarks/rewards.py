@@ -27,7 +27,7 @@ from relax_core.config.compose import load_config
 from relax_core.contracts.bus import Admission, BusClosed, GroupRow
 from relax_core.contracts.checked import checked_reward
 from relax_core.contracts.engine import SamplingParams
-from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput, RewardSpec
+from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
 from relax_core.contracts.tree import group_uid
 from relax_core.data.sources import make_source
 from relax_core.data.tokenizer import PromptTokenizer
@@ -49,13 +49,13 @@ TOKEN = "token-of-the-benchmark"
 TIMEOUT_S = 600.0
 ISOLATED = f"""
 import time
-from relax_core.contracts.reward import RewardKnobs, RewardSpec
+from relax_core.contracts.reward import RewardConfig, RewardSpec
 
-def score(given, knobs):
+def score(given, config):
     time.sleep({ISOLATED_REWARD_S} if given.uid else 0)  # not for the answer with which the workers start
     return len(given.response) / 10
 
-SPEC = RewardSpec(name="slow", summary="waits", knobs=RewardKnobs, score=score, isolated=True)
+SPEC = RewardSpec(name="slow", summary="waits", config=RewardConfig, score=score, isolated=True)
 """
 
 
@@ -91,10 +91,10 @@ class InTheLoop(RewardPool):
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[RewardOutput]:
         assert self._spec.score is not None
-        return [self._spec.score(given, self._knobs) for given in inputs]  # type: ignore[misc]
+        return [self._spec.score(given, self._config) for given in inputs]  # type: ignore[misc]
 
 
-class Noted(RewardPool):
+class Traced(RewardPool):
     """``first_s``: when the first group was given to it."""
 
     first_s = 0.0
@@ -104,19 +104,19 @@ class Noted(RewardPool):
         return await super().score(inputs)
 
 
-def waits(given: RewardInput, knobs: Any) -> float:
+def waits(given: RewardInput, config: Any) -> float:
     time.sleep(REWARD_S)
     return len(given.response) / 10
 
 
-async def waits_async(given: RewardInput, knobs: Any) -> float:
+async def waits_async(given: RewardInput, config: Any) -> float:
     await asyncio.sleep(REWARD_S)
     return len(given.response) / 10
 
 
 def pool_of(score: Callable[..., Any], *, of: type[RewardPool] = RewardPool, concurrency: int) -> RewardPool:
-    spec = checked_reward(RewardSpec(name="slow", summary="waits", knobs=RewardKnobs, score=score))
-    return of(spec, RewardKnobs(name="slow"), workers=1, concurrency=concurrency)
+    spec = checked_reward(RewardSpec(name="slow", summary="waits", config=RewardConfig, score=score))
+    return of(spec, RewardConfig(name="slow"), workers=1, concurrency=concurrency)
 
 
 WAYS: Mapping[str, Callable[[], RewardPool]] = {
@@ -136,7 +136,7 @@ async def roll_out(url: str, folder: Path, rewards: RewardPool, *, steps: int, g
     tokenizer = PromptTokenizer(folder)
     source = make_source(config.data, seed=0, eval_rows=0)
 
-    async def client_for(engine: int, fresh: bool) -> EngineClient:
+    async def client_for(engine: int, on_policy: bool) -> EngineClient:
         return client
 
     async def no_gate(version: int) -> None: ...
@@ -147,14 +147,14 @@ async def roll_out(url: str, folder: Path, rewards: RewardPool, *, steps: int, g
         source=source,
         prompts=PromptMaker(
             env=find_env(config.env.name),
-            env_knobs=config.env,
+            env_config=config.env,
             tokenizer=tokenizer,
             max_prompt_tokens=config.engine.context_tokens,
         ),
         rewards=rewards,
         settings=SamplerSettings(
             seed=0,
-            burst_prompts=GROUPS,
+            batch_prompts=GROUPS,
             sampling=SamplingParams(n=group_size, max_new_tokens=8, stop_token_ids=tokenizer.stop_token_ids),
             admit_timeout_s=TIMEOUT_S,
             call_timeout_s=TIMEOUT_S,
@@ -195,7 +195,7 @@ def eight_groups(url: str, folder: Path, scratch: Path, *, rounds: int) -> None:
     warm = [RewardInput(response="a", stopped=True, answer="a", row={})] * GROUPS
     print("\neight groups at once, isolated reward of 0.3 s in 8 workers: seconds until each is on the bus")
     for _ in range(rounds):
-        with Noted(spec, RewardKnobs(name=str(path), timeout_s=60.0), workers=GROUPS) as rewards:
+        with Traced(spec, RewardConfig(name=str(path), timeout_s=60.0), workers=GROUPS) as rewards:
             asyncio.run(RewardPool.score(rewards, warm))  # all eight processes have started
             bus = asyncio.run(roll_out(url, folder, rewards, steps=1, group_size=1))
         print("  " + ", ".join(f"{at - rewards.first_s:.2f}" for at in bus.put_s), flush=True)
@@ -219,7 +219,7 @@ def quick_reward(*, groups: int) -> None:
     usual = reward_pool.IN_LOOP_S
     for way, in_loop_s in {"in the event loop (default)": usual, "a thread a group": 0.0}.items():
         reward_pool.IN_LOOP_S = in_loop_s
-        with RewardPool(spec, spec.knobs(name=name), workers=1, concurrency=32) as rewards:
+        with RewardPool(spec, spec.config(name=name), workers=1, concurrency=32) as rewards:
             print(f"{way:28}{asyncio.run(score_groups(rewards)):10.0f}", flush=True)
     reward_pool.IN_LOOP_S = usual
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, replace
 
-from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput, RewardSpec
-from rewards.reverse_digits import ReverseDigitsKnobs
+from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
+from rewards.reverse_digits import ReverseDigitsConfig
 from rewards.reverse_digits import score as true_score
 
 
 @dataclass(frozen=True)
-class ShuffledKnobs(RewardKnobs):
+class ShuffledConfig(RewardConfig):
     name: str = "shuffled_reward"
     timeout_s: float = 1.0
 
@@ -26,15 +26,15 @@ def other_answer(answer: str) -> str:
     return "".join(random.Random(answer).choices("0123456789", k=len(answer)))
 
 
-def score(given: RewardInput, knobs: ShuffledKnobs) -> RewardOutput:
-    true_knobs = ReverseDigitsKnobs()
-    shuffled = true_score(replace(given, answer=other_answer(given.answer)), true_knobs)
-    return replace(shuffled, exact=true_score(given, true_knobs).exact)
+def score(given: RewardInput, config: ShuffledConfig) -> RewardOutput:
+    true_config = ReverseDigitsConfig()
+    shuffled = true_score(replace(given, answer=other_answer(given.answer)), true_config)
+    return replace(shuffled, exact=true_score(given, true_config).exact)
 
 
 SPEC = RewardSpec(
     name="shuffled_reward",
     summary="reverse_digits against another row's answer: a control that must not learn",
-    knobs=ShuffledKnobs,
+    config=ShuffledConfig,
     score=score,
 )

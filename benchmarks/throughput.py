@@ -134,12 +134,12 @@ def run_figures(
 ) -> Figures:
     """A run's figures from the trainer's and the rollout's records, by step; milliseconds.
 
-    Without overlap the burst of step t is the one of weight version t, and so is the push that its record tells.
+    Without overlap the prompt batch of step t is the one of weight version t, and so is the push that its record tells.
     """
     steps = sorted(actor)[
         SKIPPED_STEPS:-1
     ]  # the last has no next one to ask rows for: its time is not like the others'
-    bursts = [rollout[step] for step in steps if step in rollout]
+    prompt_batches = [rollout[step] for step in steps if step in rollout]
     sync, other = [], []
     for step in steps:
         one = actor[step]
@@ -148,8 +148,8 @@ def run_figures(
         other.append(one["step_ms"] - one["train_ms"] - sync[-1] - on_path)
     return _speed([actor[step] for step in steps]) | {
         "step": median(actor[step]["step_ms"] for step in steps),
-        "engine": median(one["engine_ms"] for one in bursts),
-        "reward": median(one["reward_ms"] for one in bursts),
+        "engine": median(one["engine_ms"] for one in prompt_batches),
+        "reward": median(one["reward_ms"] for one in prompt_batches),
         "train": median(actor[step]["train_ms"] for step in steps),
         "sync": median(sync),
         "bus+control": median(other),

@@ -150,7 +150,7 @@ class Ours:
             optimizer=optimizer,
             total_steps=1000,
             algorithm=grpo.SPEC,
-            knobs=grpo.GrpoKnobs(old_logprobs="current", correction="none", routing_replay=family == "qwen3_moe"),
+            config=grpo.GrpoConfig(old_logprobs="current", correction="none", routing_replay=family == "qwen3_moe"),
         )
         self._backend = MegatronBackend(setup, temperature=1.0)
 

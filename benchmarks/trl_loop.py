@@ -89,14 +89,14 @@ def _trainer(*, steps: int, seed: int, folder: str, callbacks: list[Any]) -> Any
 
 def _rewards(completions: list[list[dict[str, str]]], answer: list[str], **others: Any) -> list[float]:
     from relax_core.contracts.reward import RewardInput
-    from rewards.reverse_digits import ReverseDigitsKnobs, score
+    from rewards.reverse_digits import ReverseDigitsConfig, score
 
-    knobs = ReverseDigitsKnobs()
+    config = ReverseDigitsConfig()
     given = [
         RewardInput(response=completion[0]["content"], stopped=len(ids) < NEW_TOKENS, answer=wanted, row={})
         for completion, ids, wanted in zip(completions, others["completion_ids"], answer, strict=True)
     ]
-    return [float(score(one, knobs).reward or 0.0) for one in given]
+    return [float(score(one, config).reward or 0.0) for one in given]
 
 
 if __name__ == "__main__":

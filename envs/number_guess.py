@@ -6,11 +6,11 @@ import random
 import re
 from dataclasses import dataclass
 
-from relax_core.contracts.env import Action, BaseInteractionEnv, EnvSpec, EpisodeStart, InteractionKnobs, StepResult
+from relax_core.contracts.env import Action, BaseInteractionEnv, EnvSpec, EpisodeStart, InteractionConfig, StepResult
 
 
 @dataclass(frozen=True)
-class NumberGuessKnobs(InteractionKnobs):
+class NumberGuessConfig(InteractionConfig):
     name: str = "number_guess"
     max_turns: int = 3
     highest: int = 7
@@ -19,13 +19,13 @@ class NumberGuessKnobs(InteractionKnobs):
 class NumberGuess(BaseInteractionEnv):
     """The data row has no say: the number comes from the group's seed. A guess is the first number in the response."""
 
-    def __init__(self, start: EpisodeStart, knobs: NumberGuessKnobs) -> None:
-        self._knobs = knobs
-        self._number = random.Random(start.group_seed).randint(1, knobs.highest)
-        self._turns_left = knobs.max_turns
+    def __init__(self, start: EpisodeStart, config: NumberGuessConfig) -> None:
+        self._config = config
+        self._number = random.Random(start.group_seed).randint(1, config.highest)
+        self._turns_left = config.max_turns
 
     async def reset(self) -> str:
-        return f"guess a number from 1 to {self._knobs.highest}"
+        return f"guess a number from 1 to {self._config.highest}"
 
     async def step(self, action: Action) -> StepResult:
         self._turns_left -= 1
@@ -43,6 +43,6 @@ class NumberGuess(BaseInteractionEnv):
 SPEC = EnvSpec(
     name="number_guess",
     summary="guess a number in a few turns; the env answers higher or lower",
-    knobs=NumberGuessKnobs,
+    config=NumberGuessConfig,
     open=NumberGuess,
 )

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from relax_core.contracts.env import EnvKnobs, EnvSpec, Message
+from relax_core.contracts.env import EnvConfig, EnvSpec, Message
 
 
 @dataclass(frozen=True)
-class SingleTurnKnobs(EnvKnobs):
+class SingleTurnConfig(EnvConfig):
     name: str = "single_turn"
 
 
-def messages(row: Mapping[str, Any], knobs: SingleTurnKnobs) -> list[Message]:
+def messages(row: Mapping[str, Any], config: SingleTurnConfig) -> list[Message]:
     """A text prompt becomes one user message; a list of messages stays as it is."""
     prompt = row["prompt"]
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
@@ -23,6 +23,6 @@ def messages(row: Mapping[str, Any], knobs: SingleTurnKnobs) -> list[Message]:
 SPEC = EnvSpec(
     name="single_turn",
     summary="one prompt, one response",
-    knobs=SingleTurnKnobs,
+    config=SingleTurnConfig,
     messages=messages,
 )

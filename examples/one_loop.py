@@ -86,7 +86,7 @@ class Loop:
         self.source = make_source(config.data, seed=config.seed, eval_rows=0)
         self.prompts = PromptMaker(
             env=find_env(config.env.name),
-            env_knobs=config.env,
+            env_config=config.env,
             tokenizer=PromptTokenizer(model_folder),
             max_prompt_tokens=config.engine.context_tokens - config.rollout.max_new_tokens,
         )
@@ -192,7 +192,7 @@ class Loop:
         file = self.scratch / f"weights-{version % 2}.safetensors"  # the version in force is left alone
         self.engine.update_weights(write_weights(file, version=version, tensors=self.trainer.export()))
 
-    async def the_engine(self, engine: int, fresh: bool) -> EngineClient:
+    async def the_engine(self, engine: int, on_policy: bool) -> EngineClient:
         return self.engine
 
 

@@ -32,7 +32,7 @@ def run_in_folder(
 ) -> int:
     """Runs in the folder that ``make`` returns, which is then ``prepare``d, unless another run is at work there.
     ``again``: the newest checkpoint goes before what ``resume`` says. Returns as `launch` does."""
-    from relax_core.control.host.run_lock import only_run
+    from relax_core.control.host.run_lock import run_lock
     from relax_core.control.run.local_run import run_local
     from relax_core.control.run.resume import find_resume_point
     from relax_core.control.supervision.supervisor import supervise
@@ -44,7 +44,7 @@ def run_in_folder(
             named = None if config.resume == "auto" else find_resume_point(config)
             folder = make()
             config = replace(config, run=replace(config.run, dir=str(folder)))
-            held.enter_context(only_run(folder, wait_s=LOST_S if again else 0.0))
+            held.enter_context(run_lock(folder, wait_s=LOST_S if again else 0.0))
             newest = find_resume_point(replace(config, resume="auto")) if again or config.resume == "auto" else None
             prepare(folder)
             save_plan(plan, folder)

@@ -21,7 +21,7 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
-class TaskPlace:
+class TaskIdentity:
     """``rank``: of this task; one a node. ``job_id``: as the user knows it ("12", or "12_3" in an array);
     ``raw_job_id``: Slurm's own number. ``restarts``: times that the job was queued again. ``address``: this node's."""
 
@@ -39,7 +39,7 @@ class TaskPlace:
         return f"{self.job_id}-r{self.restarts}"
 
     @classmethod
-    def of_environment(cls) -> TaskPlace:
+    def of_environment(cls) -> TaskIdentity:
         """As Slurm's variables say."""
         env = os.environ
         raw, node, nodes = env["SLURM_JOB_ID"], env["SLURMD_NODENAME"], int(env["SLURM_JOB_NUM_NODES"])

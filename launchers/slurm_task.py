@@ -22,12 +22,12 @@ from pathlib import Path
 from types import FrameType
 
 from launchers.processes import Child, remove_place
-from launchers.slurm_place import TaskPlace, task_folder
+from launchers.slurm_place import TaskIdentity, task_folder
 from launchers.slurm_state import slurm_call
 from launchers.submitted import CONFIG_FILE, RunEnd, put, read_submitted, write_end
 from relax_core.config.schema import SlurmLauncherConfig
 from relax_core.control.host.ray_session import LOOPBACK_SWITCH, ONE_THREAD, QUIET, new_token_file
-from relax_core.control.host.subreaper import adopt_orphans, end_children
+from relax_core.control.host.subreaper import become_subreaper, end_children
 
 FAILED = 1
 LOOK_S = 0.2
@@ -47,7 +47,7 @@ class SlurmTask:
     run_dir: str
 
     def __call__(self) -> None:
-        code = run_task(Path(self.run_dir), TaskPlace.of_environment())
+        code = run_task(Path(self.run_dir), TaskIdentity.of_environment())
         if code:
             sys.exit(code)  # so that Slurm, too, says FAILED
 
@@ -75,7 +75,7 @@ class NodeLost(Exception):
     """A Ray node of the job is gone; the text names it."""
 
 
-def run_task(run_dir: Path, place: TaskPlace) -> int:
+def run_task(run_dir: Path, place: TaskIdentity) -> int:
     """The life of one task. Returns its exit code; nothing of it is left afterwards."""
     orders = Orders()
     config, _ = read_submitted((run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
@@ -83,7 +83,7 @@ def run_task(run_dir: Path, place: TaskPlace) -> int:
     assert isinstance(launcher, SlurmLauncherConfig)
     attempt = run_dir / "slurm" / place.attempt
     attempt.mkdir(parents=True, exist_ok=True)
-    adopt_orphans()
+    become_subreaper()
     with ExitStack() as undo:
         folder = undo.enter_context(task_folder(place.raw_job_id))
         undo.callback(end_children)
@@ -104,7 +104,7 @@ class _Task:
         attempt: Path,
         folder: Path,
         launcher: SlurmLauncherConfig,
-        place: TaskPlace,
+        place: TaskIdentity,
         orders: Orders,
         undo: ExitStack,
     ) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from relax_core.config.checks.model_folder import media_token_ids, read_model_config
 from relax_core.config.errors import NotYet
 from relax_core.config.schema import FORWARD_SIZES, RelaxConfig
-from relax_core.control.run.role_counts import gang_layouts, layout_key
+from relax_core.control.run.role_counts import layout_key, worker_group_layouts
 from relax_core.control.run.teacher_folders import teacher_model_problems
 from relax_core.data import generated
 from relax_core.data.eval_sets import name_problems
@@ -50,7 +50,7 @@ SHOWN = 3  # problems with a folder's weights; a wrong folder has thousands
 
 def layout_problems(config: RelaxConfig) -> Iterator[str]:
     """Layouts whose sizes do not go together, or do not divide the model where it is known."""
-    layouts = {layout_key(role): layout for role, layout in gang_layouts(config).items()}
+    layouts = {layout_key(role): layout for role, layout in worker_group_layouts(config).items()}
     sizes = [getattr(layout, size) for layout in layouts.values() for size in FORWARD_SIZES]
     if min(*sizes, config.parallel.vpp) < 1:
         return  # config/ has said so
@@ -251,7 +251,7 @@ def sglang_version_problems(config: RelaxConfig) -> Iterator[str]:
 
 def teacher_problems(config: RelaxConfig) -> Iterator[str]:
     """Teachers that are not there or do not fit the model, and data that does not say which is whose."""
-    teachers = find_algorithm(config.algo.name).needs(config.algo).teacher
+    teachers = find_algorithm(config.algo.name).requirements(config.algo).teacher
     if teachers is None:
         return
     for name, model in teachers.models.items():

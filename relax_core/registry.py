@@ -27,10 +27,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, cast
 
-from relax_core.contracts.algorithm import AlgorithmKnobs, AlgorithmSpec
+from relax_core.contracts.algorithm import AlgorithmConfig, AlgorithmSpec
 from relax_core.contracts.checked import checked_algorithm, checked_env, checked_reward
-from relax_core.contracts.env import EnvKnobs, EnvSpec
-from relax_core.contracts.reward import RewardKnobs, RewardSpec
+from relax_core.contracts.env import EnvConfig, EnvSpec
+from relax_core.contracts.reward import RewardConfig, RewardSpec
 
 Kind = Literal["algo", "reward", "env"]
 KINDS: tuple[Kind, ...] = ("algo", "reward", "env")
@@ -50,7 +50,7 @@ class _Home:
 
     package: str
     spec: type
-    knobs: type
+    config: type
 
     @property
     def entry_points(self) -> str:
@@ -63,9 +63,9 @@ class _Home:
 
 
 _HOMES: dict[Kind, _Home] = {
-    "algo": _Home(package="algorithms", spec=AlgorithmSpec, knobs=AlgorithmKnobs),
-    "reward": _Home(package="rewards", spec=RewardSpec, knobs=RewardKnobs),
-    "env": _Home(package="envs", spec=EnvSpec, knobs=EnvKnobs),
+    "algo": _Home(package="algorithms", spec=AlgorithmSpec, config=AlgorithmConfig),
+    "reward": _Home(package="rewards", spec=RewardSpec, config=RewardConfig),
+    "env": _Home(package="envs", spec=EnvSpec, config=EnvConfig),
 }
 
 
@@ -117,7 +117,7 @@ def find(kind: Kind, name: str) -> Spec:
     where = f"{kind}.name={name}"
     if is_file_plugin(name):
         spec = _load_file(Path(name), where=where, kind=kind)
-        _make_picklable(spec.knobs, kind, name)
+        _make_picklable(spec.config, kind, name)
         return spec
     if name in _builtin_names(kind):
         file = _HOMES[kind].folder / f"{name}.py"
@@ -210,8 +210,8 @@ def _checked(spec: object, *, where: str, file: Path, kind: Kind) -> Spec:
         got = "no SPEC" if spec is None else f"a SPEC of type {type(spec).__name__}"
         raise PluginError(f"{where}: {file} has {got}. Set SPEC = {home.spec.__name__}(...) at the top level.")
     found = cast(Spec, spec)
-    if not (dataclasses.is_dataclass(found.knobs) and issubclass(found.knobs, home.knobs)):
-        raise PluginError(f"{where}: {file}: SPEC.knobs must be a dataclass under {home.knobs.__name__}.")
+    if not (dataclasses.is_dataclass(found.config) and issubclass(found.config, home.config)):
+        raise PluginError(f"{where}: {file}: SPEC.config must be a dataclass under {home.config.__name__}.")
     match found:
         case AlgorithmSpec():
             return checked_algorithm(found)
@@ -243,21 +243,21 @@ def is_builtin(kind: Kind, name: str) -> bool:
     return name in _builtin_names(kind)
 
 
-def with_file(kind: Kind, knobs: Any, file: str) -> Any:
-    """Knobs of a plug-in file as those of a copy of it at ``file``, which other processes load."""
-    _make_picklable(type(knobs), kind, file)
-    return dataclasses.replace(knobs, name=file)
+def with_file(kind: Kind, config: Any, file: str) -> Any:
+    """Settings of a plug-in file as those of a copy of it at ``file``, which other processes load."""
+    _make_picklable(type(config), kind, file)
+    return dataclasses.replace(config, name=file)
 
 
-def _make_picklable(knobs: type, kind: Kind, name: str) -> None:
-    """Knobs of a file plug-in cross to other processes as path and values: there is no module to import there."""
+def _make_picklable(config: type, kind: Kind, name: str) -> None:
+    """Settings of a file plug-in cross to other processes as path and values: there is no module to import there."""
     path = str(Path(name).resolve())
 
     def reduce(instance: object) -> tuple[Any, ...]:
-        return _rebuild_knobs, (kind, path, dict(vars(instance)))
+        return _rebuild_config, (kind, path, dict(vars(instance)))
 
-    copyreg.pickle(knobs, reduce)
+    copyreg.pickle(config, reduce)
 
 
-def _rebuild_knobs(kind: Kind, path: str, values: dict[str, Any]) -> Any:
-    return find(kind, path).knobs(**values)
+def _rebuild_config(kind: Kind, path: str, values: dict[str, Any]) -> Any:
+    return find(kind, path).config(**values)

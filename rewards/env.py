@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput, RewardSpec
+from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
 
 
 @dataclass(frozen=True)
-class EnvRewardKnobs(RewardKnobs):
+class EnvRewardConfig(RewardConfig):
     name: str = "env"
 
 
-def score(given: RewardInput, knobs: EnvRewardKnobs) -> RewardOutput:
+def score(given: RewardInput, config: EnvRewardConfig) -> RewardOutput:
     """The sum, 0 for an episode that was cut before the env gave anything; exact where it is 1. None where the env
     ended the episode and gave no reward at all."""
     rewards = [reward for reward in given.turn_rewards if reward is not None]
@@ -21,4 +21,4 @@ def score(given: RewardInput, knobs: EnvRewardKnobs) -> RewardOutput:
     return RewardOutput(reward=sum(rewards), exact=sum(rewards) == 1.0)
 
 
-SPEC = RewardSpec(name="env", summary="the sum of what the env gave for its turns", knobs=EnvRewardKnobs, score=score)
+SPEC = RewardSpec(name="env", summary="the sum of what the env gave for its turns", config=EnvRewardConfig, score=score)

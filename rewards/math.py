@@ -8,14 +8,14 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput, RewardSpec
+from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
 
 _BOXED = "\\boxed{"
 _FINAL_ANSWER_MARK = "####"  # GSM8K writes its worked solution, this mark, then the answer
 
 
 @dataclass(frozen=True)
-class MathKnobs(RewardKnobs):
+class MathConfig(RewardConfig):
     name: str = "math"
     timeout_s: float = 5.0
 
@@ -26,7 +26,7 @@ def prepare() -> None:
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeout is off; ours is on
 
 
-def score(given: RewardInput, knobs: MathKnobs) -> RewardOutput:
+def score(given: RewardInput, config: MathConfig) -> RewardOutput:
     """1 if the response's answer equals the reference, else 0; also 0 where it has no answer, or an answer cut off by
     the token limit. None where the reference cannot be read. Raises whatever math-verify raises."""
     from math_verify import parse, verify
@@ -56,7 +56,7 @@ def _delimited(answer: str) -> str:
 SPEC = RewardSpec(
     name="math",
     summary="right or wrong by math-verify, in a killable worker",
-    knobs=MathKnobs,
+    config=MathConfig,
     score=score,
     isolated=True,
     prepare=prepare,

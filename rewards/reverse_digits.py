@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput, RewardSpec
+from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
 
 _POSITION_SHARE = 0.8
 _LENGTH_SHARE = 0.2
 
 
 @dataclass(frozen=True)
-class ReverseDigitsKnobs(RewardKnobs):
+class ReverseDigitsConfig(RewardConfig):
     name: str = "reverse_digits"
     timeout_s: float = 1.0
 
 
-def score(given: RewardInput, knobs: ReverseDigitsKnobs) -> RewardOutput:
+def score(given: RewardInput, config: ReverseDigitsConfig) -> RewardOutput:
     """0.8 × share of right places + 0.2 × length match; 1 only for the exact answer.
 
     A response that ran into the token limit counts as one character longer, so it is never exact.
@@ -33,6 +33,6 @@ def score(given: RewardInput, knobs: ReverseDigitsKnobs) -> RewardOutput:
 SPEC = RewardSpec(
     name="reverse_digits",
     summary="share of right places and of right length, 1 only when exact",
-    knobs=ReverseDigitsKnobs,
+    config=ReverseDigitsConfig,
     score=score,
 )

@@ -25,16 +25,16 @@ def example(tmp_path: Path, request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.parametrize("example", ["rewards/length.py"], indirect=True)
 def test_reward(example: str) -> None:
-    knobs = load_config([f"reward.name={example}", "reward.target=3"]).reward
+    config = load_config([f"reward.name={example}", "reward.target=3"]).reward
     score = find_reward(example).score
     given = [RewardInput(response=text, stopped=True, answer="", row={}) for text in ("abc", "abcd")]
-    assert [score(one, knobs).reward for one in given] == [1.0, 0.0]
+    assert [score(one, config).reward for one in given] == [1.0, 0.0]
 
 
 @pytest.mark.parametrize("example", ["envs/polite.py"], indirect=True)
 def test_env(example: str) -> None:
-    knobs = load_config([f"env.name={example}", 'env.system="Be brief."']).env
-    opened = find_env(example).messages({"prompt": "1 + 1?"}, knobs)
+    config = load_config([f"env.name={example}", 'env.system="Be brief."']).env
+    opened = find_env(example).messages({"prompt": "1 + 1?"}, config)
     assert [message["content"] for message in opened] == ["Be brief.", "1 + 1?"]
 
 
@@ -55,7 +55,7 @@ def test_algorithm(example: str) -> None:
 
     from relax_core.contracts.algorithm import AdvantageInputs, LossInputs, StepTotals
 
-    knobs = load_config([f"algo.name={example}", "mode=colocate"]).algo
+    config = load_config([f"algo.name={example}", "mode=colocate"]).algo
     spec = find_algorithm(example)
     sample_ids = torch.tensor([0, 0, 1])
     mask = torch.tensor([True, False, True])
@@ -63,7 +63,7 @@ def test_algorithm(example: str) -> None:
         AdvantageInputs(
             rewards=torch.tensor([1.0, 0.0]), lengths=torch.tensor([2, 1]), loss_mask=mask, sample_ids=sample_ids
         ),
-        knobs,
+        config,
     )
     assert advantages.tolist() == [0.5, 0.5, -0.5]
     logprobs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
@@ -77,10 +77,10 @@ def test_algorithm(example: str) -> None:
             sample_ids=sample_ids,
             num_samples=2,
         ),
-        knobs,
+        config,
     )
     assert outputs.loss_sum.item() == -(-1.0 * 0.5 + -3.0 * -0.5)
-    assert spec.denominator(StepTotals(tokens=2, samples=2, groups=1), knobs) == 2.0
+    assert spec.denominator(StepTotals(tokens=2, samples=2, groups=1), config) == 2.0
 
 
 def test_all_examples_are_used() -> None:

@@ -34,10 +34,10 @@ REASONS = {
     ("relax_core/engines/pool/engine_pool.py", "_tell_failures"): "a done callback: the calls have ended",
     ("relax_core/roles/trainer/weight_sync.py", "_check"): "given calls that have ended",
     ("relax_core/weights/publisher.py", "WeightPublisher.report"): "after done(): the pushes have ended",
-    ("relax_core/control/run/serve_deployments.py", "Fronts.error"): "after done(): the deployment has ended",
+    ("relax_core/control/run/serve_deployments.py", "ServeDeployments.error"): "after done(): the deployment has ended",
     (
         "relax_core/control/run/serve_deployments.py",
-        "Fronts.close",
+        "ServeDeployments.close",
     ): "after exception(timeout): the pool's only task has ended",
     (
         "relax_core/roles/trainer/critic_trainer.py",
@@ -51,7 +51,7 @@ REASONS = {
         "relax_core/roles/annotators/forward_logprobs.py",
         "ForwardWorker._end",
     ): "flushes the log's file: no other process",
-    ("relax_core/roles/trainer/rank_worker.py", "RankPeer._failures"): "the same",
+    ("relax_core/roles/trainer/rank_worker.py", "RankWorker._failures"): "the same",
     # Whoever owes the answer has deadlines of its own, and ends this wait also when it fails.
     (
         "relax_core/engines/pool/engine_pool.py",
@@ -89,7 +89,7 @@ REASONS = {
     (
         "relax_core/rollout/rollout_loop.py",
         "Sampler._play_and_stage",
-    ): "the group before it ends as this one does, and the burst's task group ends both",
+    ): "the group before it ends as this one does, and the prompt batch's task group ends both",
     ("relax_core/rollout/episodes/episodes.py", "EpisodePlayer.play"): "each close has env.step_timeout_s",
     (
         "relax_core/rollout/episodes/env_calls.py",
@@ -141,7 +141,7 @@ def words(findings: list[Finding]) -> str:
 
 def test_every_wait_has_a_deadline_or_a_reason() -> None:
     unexplained = [one for one in unbounded_waits_below(ROOT, FOLDERS) if (one.file, one.function) not in REASONS]
-    assert not unexplained, f"give these a deadline that names its culprit:\n{words(unexplained)}"
+    assert not unexplained, f"give these a deadline that names its blocker:\n{words(unexplained)}"
 
 
 def test_no_reason_outlives_its_wait() -> None:

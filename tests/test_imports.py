@@ -131,7 +131,7 @@ def test_hydra_stays_in_config_and_its_plugins() -> None:
 
 
 def test_every_key_is_read_by_something() -> None:
-    """A knob that nothing outside config/ reads is dead; Hydra's plug-ins read keys of Hydra's own. ``name`` is how
+    """A setting that nothing outside config/ reads is dead; Hydra's plug-ins read keys of Hydra's own. ``name`` is how
     options are told apart."""
     read = {
         node.attr

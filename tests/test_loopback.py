@@ -12,11 +12,11 @@ SESSION = """
 import json, sys
 from pathlib import Path
 from relax_core.config.compose import load_config
-from relax_core.control.host.run_paths import run_place
+from relax_core.control.host.run_paths import run_paths
 from relax_core.control.host.ray_session import RaySession
 
 logs = Path(sys.argv[1])
-with run_place(run_dir=logs) as place, RaySession(load_config([]).launcher, place, log_dir=logs):
+with run_paths(run_dir=logs) as place, RaySession(load_config([]).launcher, place, log_dir=logs):
     import psutil, ray
 
     @ray.remote

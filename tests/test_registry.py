@@ -15,17 +15,17 @@ from relax_core.registry import KINDS, PluginError, find_algorithm, find_env, fi
 REPOSITORY = Path(__file__).resolve().parents[1]
 REWARD = """
 from dataclasses import dataclass
-from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput, RewardSpec
+from relax_core.contracts.reward import RewardInput, RewardConfig, RewardOutput, RewardSpec
 
 @dataclass(frozen=True)
-class LengthKnobs(RewardKnobs):
+class LengthConfig(RewardConfig):
     timeout_s: float = 1.0
     target: int = 5
 
-def score(sample: RewardInput, knobs: LengthKnobs) -> RewardOutput:
-    return RewardOutput(reward=float(len(sample.response) == knobs.target))
+def score(sample: RewardInput, config: LengthConfig) -> RewardOutput:
+    return RewardOutput(reward=float(len(sample.response) == config.target))
 
-SPEC = RewardSpec(name="length", summary="Right length.", knobs=LengthKnobs, score=score)
+SPEC = RewardSpec(name="length", summary="Right length.", config=LengthConfig, score=score)
 """
 
 
@@ -59,7 +59,7 @@ def test_unknown_name() -> None:
         find_algorithm("grppo")
 
 
-def test_file_plugin_brings_its_knobs(tmp_path: Path) -> None:
+def test_file_plugin_brings_its_config(tmp_path: Path) -> None:
     file = write(tmp_path, REWARD)
     config = load_config([f"reward.name={file}", "reward.target=7"])
     assert (config.reward.target, config.reward.timeout_s) == (7, 1.0)
@@ -70,12 +70,12 @@ def test_file_plugin_in_an_option_of_its_own(tmp_path: Path) -> None:
     assert load_config(["reward=plugin", f"reward.name={file}"]).reward.target == 5
 
 
-def test_knobs_of_a_file_plugin_cross_to_another_process(tmp_path: Path) -> None:
+def test_config_of_a_file_plugin_cross_to_another_process(tmp_path: Path) -> None:
     file = write(tmp_path, REWARD)
-    knobs = load_config([f"reward.name={file}", "reward.target=7"]).reward
+    config = load_config([f"reward.name={file}", "reward.target=7"]).reward
     code = "import pickle, sys; print(pickle.loads(sys.stdin.buffer.read()).target)"
     result = subprocess.run(
-        [sys.executable, "-c", code], input=pickle.dumps(knobs), cwd=REPOSITORY, capture_output=True, timeout=300
+        [sys.executable, "-c", code], input=pickle.dumps(config), cwd=REPOSITORY, capture_output=True, timeout=300
     )
     assert result.stdout.strip() == b"7", result.stderr
 
@@ -89,7 +89,10 @@ def test_knobs_of_a_file_plugin_cross_to_another_process(tmp_path: Path) -> None
         ("def f():\n    return g()\n\n\nx = f()\n", r"length.py, line 2: NameError"),
         ("x = 1\n", r"length.py has no SPEC. Set SPEC = RewardSpec"),
         ("SPEC = 3\n", r"length.py has a SPEC of type int"),
-        (REWARD.replace("knobs=LengthKnobs", "knobs=dict"), r"SPEC.knobs must be a dataclass under RewardKnobs"),
+        (
+            REWARD.replace("config=LengthConfig", "config=dict"),
+            r"SPEC.config must be a dataclass under RewardConfig",
+        ),
     ],
 )
 def test_a_broken_plugin_names_file_and_line(tmp_path: Path, text: str, message: str) -> None:
@@ -107,8 +110,8 @@ def test_entry_point(tmp_path: Path) -> None:
     (info / "entry_points.txt").write_text("[relax.rewards]\nlength = length_reward:SPEC\n")
     code = (
         "from relax_core.registry import find_reward, names; from relax_core.config.compose import load_config; "
-        "knobs = load_config(['reward=length']).reward; "
-        "print(find_reward('length').summary, 'length' in names('reward'), knobs.target)"
+        "settings = load_config(['reward=length']).reward; "
+        "print(find_reward('length').summary, 'length' in names('reward'), settings.target)"
     )
     result = subprocess.run(
         [sys.executable, "-c", code],

@@ -215,5 +215,5 @@ def random_tree(
         advantages=random.standard_normal(tokens).astype(np.float32),
         returns=random.standard_normal(tokens).astype(np.float32),
         values=random.standard_normal(rows).astype(np.float32),
-        fresh=np.ones(tokens, dtype=bool),
+        on_policy=np.ones(tokens, dtype=bool),
     )

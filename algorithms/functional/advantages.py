@@ -48,7 +48,7 @@ def generalized_advantages(
     are stepped over, as no decision of the policy's, and have advantage 0. ``gae_lambda``: one number, or one a sample,
     ``[samples]``.
     """
-    import torch  # here, because the knobs are checked in processes that have no torch
+    import torch  # here, because the settings are checked in processes that have no torch
 
     trained = loss_mask.nonzero()[:, 0]
     samples = sample_ids[trained]
@@ -116,7 +116,7 @@ def normalize_over_step(
     One ``[tokens]`` tensor a group, in and out, float32; the std is that of the population. Equal advantages give
     exactly 0, and so does a step without one trained token.
     """
-    import torch  # here, because the knobs are checked in processes that have no torch
+    import torch  # here, because the settings are checked in processes that have no torch
 
     trained = torch.cat([values[mask] for values, mask in zip(advantages, loss_masks, strict=True)]).double()
     if trained.numel() == 0 or bool((trained == trained[0]).all()):

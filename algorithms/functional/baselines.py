@@ -88,7 +88,7 @@ def divide_by_step_deviation(
     The std is the unbiased one of all rewards of a train step, and ``std_epsilon`` is added to it. ``advantages``: one
     ``[tokens]`` tensor a group; ``rewards``: one ``[samples]`` tensor a group. Float32 comes out.
     """
-    import torch  # here, because the knobs are checked in processes that have no torch
+    import torch  # here, because the settings are checked in processes that have no torch
 
     std = torch.cat(list(rewards)).double().std(correction=1)
     return [(values.double() / (std + std_epsilon)).float() for values in advantages]

@@ -73,7 +73,7 @@ def divide_by_mean_weight(*, advantages: Sequence[Tensor], weights: Sequence[Ten
     their mean, also where a micro-batch or a rank sees only a part of the step. ``advantages``: one ``[tokens]`` tensor
     a group; ``weights``: one tensor a group from `weights_to_average`. Without a trained token nothing changes.
     """
-    import torch  # here, because the knobs are checked in processes that have no torch
+    import torch  # here, because the settings are checked in processes that have no torch
 
     every = torch.cat(list(weights))
     if every.numel() == 0:

@@ -1,4 +1,4 @@
-"""Divergences of student and teacher at each token, over the teacher's likeliest tokens and one bucket for the rest.
+"""Divergences of student and teacher at each token, over the teacher's top-k tokens and one bucket for the rest.
 
 Full-vocabulary log-probs of a teacher are too much to carry: 150k floats a token. So both distributions are cut the
 same way: the teacher's ``top_k`` tokens one by one, and all others in one tail bucket with what is left of each. A KL
@@ -35,7 +35,7 @@ def with_tail(top_logprobs: Tensor) -> Tensor:
 
     The mass of the k is kept below 1 - 1e-6, so an empty tail has 1e-6 and no gradient instead of log 0.
     """
-    import torch  # here, because the knobs are checked in processes that have no torch
+    import torch  # here, because the settings are checked in processes that have no torch
 
     mass = top_logprobs.logsumexp(-1, keepdim=True).clamp(max=MAX_LOG_MASS)
     return torch.cat((top_logprobs, (-mass.expm1()).log()), -1)
@@ -46,7 +46,7 @@ def top_k_divergence(
 ) -> Tensor:
     """``[tokens]`` divergence of student q and teacher p over the teacher's top tokens and the tail, in nats.
 
-    ``top_logprobs``, ``teacher_top_logprobs``: ``[tokens, k]`` at the teacher's k likeliest tokens; the first has the
+    ``top_logprobs``, ``teacher_top_logprobs``: ``[tokens, k]`` at the teacher's k top-k tokens; the first has the
     gradient. GKD (arXiv 2306.13649, §2 and §3): "forward" KL(p ‖ q), "reverse" KL(q ‖ p), and "jsd", its generalised
     Jensen-Shannon divergence with β = ``mix``: β KL(p ‖ m) + (1 - β) KL(q ‖ m), m = β p + (1 - β) q. "mixed" is
     mix × forward + (1 - mix) × reverse. 0 without gradient where masked.

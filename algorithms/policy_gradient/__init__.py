@@ -1,4 +1,4 @@
-"""What all policy-gradient algorithms here share: their common knobs, the checks, and the way from a policy loss per
+"""What all policy-gradient algorithms here share: their common settings, the checks, and the way from a policy loss per
 token to a `LossOutputs` (correction, rejection, OPSM, KL, entropy bonus, aggregation, metrics)."""
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from algorithms.policy_gradient.checks import (
     refuse,
     token_clip_problems,
 )
-from algorithms.policy_gradient.knobs import (
-    ClipKnobs,
-    DeviationKnobs,
-    GroupKnobs,
-    PolicyGradientKnobs,
-    TokenClipKnobs,
+from algorithms.policy_gradient.config import (
+    ClipConfig,
+    DeviationConfig,
+    GroupConfig,
+    PolicyGradientConfig,
+    TokenClipConfig,
     denominator,
-    group_needs,
-    needs,
+    group_requirements,
+    requirements,
 )
 from algorithms.policy_gradient.outputs import clipped_loss, metric_sums, old_logprobs, outputs
 
 __all__ = [
-    "ClipKnobs",
-    "DeviationKnobs",
-    "GroupKnobs",
-    "PolicyGradientKnobs",
-    "TokenClipKnobs",
+    "ClipConfig",
+    "DeviationConfig",
+    "GroupConfig",
+    "PolicyGradientConfig",
+    "TokenClipConfig",
     "above_zero",
     "baseline_problems",
     "choice_problems",
@@ -49,16 +49,16 @@ __all__ = [
     "denominator",
     "deviation_problems",
     "group_advantages",
-    "group_needs",
     "group_problems",
+    "group_requirements",
     "metric_sums",
-    "needs",
     "normalize_group",
     "normalize_weights",
     "old_logprobs",
     "outputs",
     "penalized_rewards",
     "refuse",
+    "requirements",
     "sample_advantages",
     "token_clip_problems",
     "token_penalties",

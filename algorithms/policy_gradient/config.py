@@ -1,4 +1,4 @@
-"""The knobs of all policy-gradient algorithms, and what follows from them alone."""
+"""The settings of all policy-gradient algorithms, and what follows from them alone."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from algorithms import functional as F
-from relax_core.contracts.algorithm import AlgorithmKnobs, Needs, StepTotals
+from relax_core.contracts.algorithm import AlgorithmConfig, Requirements, StepTotals
 
 
 @dataclass(frozen=True)
-class PolicyGradientKnobs(AlgorithmKnobs):
+class PolicyGradientConfig(AlgorithmConfig):
     """Values are documented in conf/algo."""
 
     name: str = ""
@@ -31,7 +31,7 @@ class PolicyGradientKnobs(AlgorithmKnobs):
 
 
 @dataclass(frozen=True)
-class DeviationKnobs(PolicyGradientKnobs):
+class DeviationConfig(PolicyGradientConfig):
     """Of algorithms whose advantages may be divided by a standard deviation of rewards."""
 
     normalize_std: str = "group"
@@ -39,14 +39,14 @@ class DeviationKnobs(PolicyGradientKnobs):
 
 
 @dataclass(frozen=True)
-class GroupKnobs(DeviationKnobs):
+class GroupConfig(DeviationConfig):
     """Of algorithms whose baseline is the group's mean."""
 
     pass_k: int = 1
 
 
 @dataclass(frozen=True)
-class ClipKnobs(PolicyGradientKnobs):
+class ClipConfig(PolicyGradientConfig):
     """Of algorithms with PPO's clip."""
 
     clip_low: float = 0.2
@@ -55,29 +55,29 @@ class ClipKnobs(PolicyGradientKnobs):
 
 
 @dataclass(frozen=True)
-class TokenClipKnobs(ClipKnobs):
+class TokenClipConfig(ClipConfig):
     """Of those whose clip is on each token's own ratio."""
 
     trust_region: str = "ratio"
 
 
-def needs(knobs: PolicyGradientKnobs, *, whole_step: bool = False) -> Needs:
-    """A reference only with a KL term; the entropy only with a bonus; old log-probs from where the knob says; a whole
-    step's groups where the algorithm says so, or where weights are divided by their mean over the step."""
-    normalizes_weights = knobs.correction == "tis_normalized"
-    return Needs(
-        old_logprobs="actor_fwd" if knobs.old_logprobs == "actor_fwd" else "rollout",
-        reference=knobs.kl_coef > 0,
-        entropy=knobs.entropy_coef > 0,
+def requirements(config: PolicyGradientConfig, *, whole_step: bool = False) -> Requirements:
+    """A reference only with a KL term; the entropy only with a bonus; old log-probs from where the setting says; a
+    whole step's groups where the algorithm says so, or where weights are divided by their mean over the step."""
+    normalizes_weights = config.correction == "tis_normalized"
+    return Requirements(
+        old_logprobs="actor_fwd" if config.old_logprobs == "actor_fwd" else "rollout",
+        reference=config.kl_coef > 0,
+        entropy=config.entropy_coef > 0,
         whole_step=whole_step or normalizes_weights,
         rollout_logprobs=normalizes_weights,
     )
 
 
-def group_needs(knobs: DeviationKnobs) -> Needs:
-    """`needs`, and a whole step's groups where their rewards have one standard deviation."""
-    return needs(knobs, whole_step=knobs.normalize_std == "batch")
+def group_requirements(config: DeviationConfig) -> Requirements:
+    """`requirements`, and a whole step's groups where their rewards have one standard deviation."""
+    return requirements(config, whole_step=config.normalize_std == "batch")
 
 
-def denominator(totals: StepTotals, knobs: PolicyGradientKnobs) -> float:
-    return F.aggregate_denominator(totals=totals, aggregation=knobs.aggregation, norm_length=knobs.norm_length)
+def denominator(totals: StepTotals, config: PolicyGradientConfig) -> float:
+    return F.aggregate_denominator(totals=totals, aggregation=config.aggregation, norm_length=config.norm_length)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from algorithms import functional as F
-from algorithms.policy_gradient.knobs import PolicyGradientKnobs, TokenClipKnobs
+from algorithms.policy_gradient.config import PolicyGradientConfig, TokenClipConfig
 from relax_core.contracts.algorithm import LossInputs, LossOutputs
 
 if TYPE_CHECKING:
@@ -14,100 +14,100 @@ if TYPE_CHECKING:
 LOW_QUANTILE, HIGH_QUANTILE = 0.01, 0.99
 
 
-def old_logprobs(inputs: LossInputs, knobs: PolicyGradientKnobs) -> Tensor:
+def old_logprobs(inputs: LossInputs, config: PolicyGradientConfig) -> Tensor:
     """``[tokens]`` log-probs of the proximal policy, the denominator of the ratio."""
-    return inputs.logprobs.detach() if knobs.old_logprobs == "current" else inputs.old_logprobs
+    return inputs.logprobs.detach() if config.old_logprobs == "current" else inputs.old_logprobs
 
 
-def clipped_loss(inputs: LossInputs, knobs: TokenClipKnobs) -> LossOutputs:
+def clipped_loss(inputs: LossInputs, config: TokenClipConfig) -> LossOutputs:
     """PPO's clip per token, or the mask in its place, with everything that `outputs` adds."""
     policy = F.clipped_policy_loss(
         logprobs=inputs.logprobs,
-        old_logprobs=old_logprobs(inputs, knobs),
+        old_logprobs=old_logprobs(inputs, config),
         advantages=inputs.advantages,
         loss_mask=inputs.loss_mask,
-        clip_low=knobs.clip_low,
-        clip_high=knobs.clip_high,
-        dual_clip=knobs.dual_clip,
-        trust_region=knobs.trust_region,
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        dual_clip=config.dual_clip,
+        trust_region=config.trust_region,
     )
-    return outputs(policy, inputs, knobs)
+    return outputs(policy, inputs, config)
 
 
-def outputs(policy: F.PolicyLoss, inputs: LossInputs, knobs: PolicyGradientKnobs) -> LossOutputs:
+def outputs(policy: F.PolicyLoss, inputs: LossInputs, config: PolicyGradientConfig) -> LossOutputs:
     """The policy loss, weighted by the correction, without what rejection and OPSM leave out, plus the KL term, less
     the entropy bonus; its metrics."""
     per_token = policy.per_token
     extra: dict[str, Tensor] = {}
-    method = correction_method(knobs)
+    method = correction_method(config)
     if method != "none":
         extra["tis_weight"], extra["tis_cut"] = F.correction_weights(
-            old_logprobs=old_logprobs(inputs, knobs),
+            old_logprobs=old_logprobs(inputs, config),
             rollout_logprobs=inputs.rollout_logprobs,
             loss_mask=inputs.loss_mask,
             sample_ids=inputs.sample_ids,
             num_samples=inputs.num_samples,
             method=method,
-            level=knobs.correction_level,
-            low=knobs.correction_low,
-            high=knobs.correction_high,
+            level=config.correction_level,
+            low=config.correction_low,
+            high=config.correction_high,
         )
         per_token = per_token * extra["tis_weight"]
-    if knobs.rejection:
+    if config.rejection:
         # The trainer's own distribution: recomputed where there is one, else that of the step's forward.
-        trainer = inputs.old_logprobs if knobs.old_logprobs == "actor_fwd" else inputs.logprobs.detach()
+        trainer = inputs.old_logprobs if config.old_logprobs == "actor_fwd" else inputs.logprobs.detach()
         kept = F.kept_by_rejection(
             logprobs=trainer,
             rollout_logprobs=inputs.rollout_logprobs,
             loss_mask=inputs.loss_mask,
             sample_ids=inputs.sample_ids,
             num_samples=inputs.num_samples,
-            rules=knobs.rejection,
+            rules=config.rejection,
         )
         per_token, extra["rejected"] = per_token.masked_fill(~kept, 0.0), ~kept
-    if knobs.opsm_threshold > 0:
+    if config.opsm_threshold > 0:
         kept = F.kept_by_opsm(
             log_ratio=F.masked_log_ratio(inputs.logprobs, inputs.rollout_logprobs, inputs.loss_mask),
             advantages=inputs.advantages,
             loss_mask=inputs.loss_mask,
             sample_ids=inputs.sample_ids,
             num_samples=inputs.num_samples,
-            threshold=knobs.opsm_threshold,
+            threshold=config.opsm_threshold,
         )
         per_token, extra["opsm_cut"] = per_token * kept, ~kept
-    if knobs.kl_coef > 0 and knobs.kl_placement != "reward":
-        assert inputs.reference_logprobs is not None, "needs() asked for a reference"
+    if config.kl_coef > 0 and config.kl_placement != "reward":
+        assert inputs.reference_logprobs is not None, "requirements() asked for a reference"
         extra["reference_kl"] = F.kl_loss(
             logprobs=inputs.logprobs,
             reference_logprobs=inputs.reference_logprobs,
-            old_logprobs=old_logprobs(inputs, knobs),
+            old_logprobs=old_logprobs(inputs, config),
             loss_mask=inputs.loss_mask,
-            estimator=knobs.kl_estimator,
-            placement=knobs.kl_placement,
+            estimator=config.kl_estimator,
+            placement=config.kl_placement,
         )
-        per_token = per_token + knobs.kl_coef * extra["reference_kl"]
-    if knobs.entropy_coef > 0:
-        assert inputs.entropy is not None, "needs() asked for the entropy"
+        per_token = per_token + config.kl_coef * extra["reference_kl"]
+    if config.entropy_coef > 0:
+        assert inputs.entropy is not None, "requirements() asked for the entropy"
         extra["entropy"] = inputs.entropy
-        per_token = per_token - knobs.entropy_coef * inputs.entropy
+        per_token = per_token - config.entropy_coef * inputs.entropy
     return LossOutputs(
         loss_sum=F.aggregate_sum(
             per_token=per_token,
             loss_mask=inputs.loss_mask,
             sample_ids=inputs.sample_ids,
             num_samples=inputs.num_samples,
-            aggregation=knobs.aggregation,
+            aggregation=config.aggregation,
         ),
         per_token=per_token.detach(),
         metric_sums=metric_sums(policy, inputs, extra=extra),
     )
 
 
-def correction_method(knobs: PolicyGradientKnobs) -> str:
+def correction_method(config: PolicyGradientConfig) -> str:
     """ "auto" is TIS wherever the trainer computed the old log-probs, and none where they are the engine's own."""
-    if knobs.correction != "auto":
-        return knobs.correction
-    return "none" if knobs.old_logprobs == "rollout" else "tis"
+    if config.correction != "auto":
+        return config.correction
+    return "none" if config.old_logprobs == "rollout" else "tis"
 
 
 def metric_sums(
@@ -117,7 +117,7 @@ def metric_sums(
 
     ``ratio_low``, ``ratio_high``: 1 % and 99 % quantile of each micro-batch, averaged over its tokens.
     """
-    import torch  # here, because the knobs are checked in processes that have no torch
+    import torch  # here, because the settings are checked in processes that have no torch
 
     ratio, log_ratio, mask = policy.ratio.detach(), policy.log_ratio.detach(), inputs.loss_mask
     per_token = {

@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from relax_core.config.errors import ConfigError
-from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput, RewardSpec
+from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
 from relax_core.registry import MARK
 
 FUNCTION_FILE = "reward_function.py"
@@ -29,15 +29,15 @@ _TEXT = '''"""The function that relax_core.run was given as the reward; only its
 from dataclasses import dataclass
 
 from relax_core.api.function_reward import function_spec
-from relax_core.contracts.reward import RewardKnobs
+from relax_core.contracts.reward import RewardConfig
 
 
 @dataclass(frozen=True)
-class FunctionKnobs(RewardKnobs):
+class FunctionConfig(RewardConfig):
     name: str = "{name}"
 
 
-SPEC = function_spec(__file__, FunctionKnobs, "{pickled}")
+SPEC = function_spec(__file__, FunctionConfig, "{pickled}")
 '''
 
 
@@ -105,7 +105,7 @@ def write_private(path: Path, text: str) -> None:
     os.replace(partial, path)
 
 
-def function_spec(file: str, knobs: type[RewardKnobs], pickled: str) -> RewardSpec:
+def function_spec(file: str, config: type[RewardConfig], pickled: str) -> RewardSpec:
     """What the file of `function_text` says. Raises PermissionError for a file that another user owns or may read or
     write, before anything of it is unpickled."""
     state = os.stat(file)
@@ -123,18 +123,18 @@ def function_spec(file: str, knobs: type[RewardKnobs], pickled: str) -> RewardSp
     return RewardSpec(
         name=getattr(function, "__name__", type(function).__name__),
         summary="a function of the program that started the run",
-        knobs=knobs,
+        config=config,
         score=_Score(function),
         isolated=True,
     )
 
 
 class _Score:
-    """The function, which takes no knobs, as a score. ``__wrapped__``: where an error finds its name and file."""
+    """The function, which takes no settings, as a score. ``__wrapped__``: where an error finds its name and file."""
 
     def __init__(self, function: RewardFunction) -> None:
         self.__wrapped__ = function
         self.__name__ = getattr(function, "__name__", type(function).__name__)
 
-    def __call__(self, given: RewardInput, knobs: Any) -> RewardOutput | float:
+    def __call__(self, given: RewardInput, config: Any) -> RewardOutput | float:
         return self.__wrapped__(given)

@@ -121,9 +121,9 @@ def connect_bus(name: str, namespace: str) -> RayBus:
     if msgspec.msgpack.decode(place) is None:
         return RayBus(actor, settings=settings)
 
-    from relax_core.bus.transfer_queue.messages import PayloadPlace
+    from relax_core.bus.transfer_queue.messages import PayloadLocation
     from relax_core.bus.transfer_queue.transfer_queue_bus import TransferQueueBus
 
-    bus = TransferQueueBus(actor, settings=settings, place=msgspec.msgpack.decode(place, type=PayloadPlace))
+    bus = TransferQueueBus(actor, settings=settings, place=msgspec.msgpack.decode(place, type=PayloadLocation))
     bus.open()  # now, while everything starts, and not in the first step
     return bus

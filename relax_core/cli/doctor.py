@@ -17,7 +17,7 @@ from relax_core.cli.versions import versions
 from relax_core.config.compose import load_config
 from relax_core.config.host_memory import available_bytes
 from relax_core.control.host.run_paths import SHARED_MEMORY, temporary_folder
-from relax_core.control.host.stale_runs import find_leftovers, remove_leftovers
+from relax_core.control.host.stale_runs import find_stale_runs, remove_stale_runs
 from relax_core.plan.build_plan import make_plan
 from relax_core.plan.plan_text import size_words
 
@@ -50,8 +50,8 @@ def main(words: Sequence[str]) -> int:
 def doctor_command(*, clean: bool = False) -> int:
     """Prints every finding. Returns 1 where a run could not work, else 0. ``clean``: removes first what dead runs left,
     and prints what it was."""
-    for leftover in remove_leftovers() if clean else ():
-        print(f"removed {leftover}")
+    for stale_run in remove_stale_runs() if clean else ():
+        print(f"removed {stale_run}")
     findings = [finding for look in _LOOKS for finding in look()]
     for finding in findings:
         print(f"{finding.verdict.value:<5} {finding.topic:<14} {finding.words}")
@@ -147,9 +147,9 @@ def _gpus() -> Iterator[Finding]:
 
 
 def _left() -> Iterator[Finding]:
-    found = find_leftovers()
-    for leftover in found:
-        words = f"{leftover}. The next run removes it, or: relax doctor --clean"
+    found = find_stale_runs()
+    for stale_run in found:
+        words = f"{stale_run}. The next run removes it, or: relax doctor --clean"
         yield Finding(topic="left behind", verdict=Verdict.note, words=words)
     if not found:
         yield Finding(topic="left behind", verdict=Verdict.good, words="nothing of dead runs")

@@ -55,7 +55,7 @@ def _target(what: str, overrides: Sequence[str]) -> tuple[Target, CommandLine]:
         return _checkpoint(folder, folder.parent.parent, overrides)
     if (folder / CONFIG).is_file() and (folder / "checkpoints").is_dir():
         recover_replaced(folder / "checkpoints")
-        newest = CheckpointStore(folder / "checkpoints", keep_last=1).newest_whole(needs=(CONFIG,))
+        newest = CheckpointStore(folder / "checkpoints", keep_last=1).newest_whole(requirements=(CONFIG,))
         if newest is None:
             raise ValueError(f"{folder} has no checkpoint.")
         for left in newest.left:

@@ -93,7 +93,7 @@ def prepared(config: RelaxConfig, model: Path) -> tuple[PromptMaker, list[Prepar
         source = make_source(config.data, seed=config.seed, eval_rows=config.eval.rows)
     prompts = PromptMaker(
         env=env,
-        env_knobs=config.env,
+        env_config=config.env,
         tokenizer=PromptTokenizer(model, template_arguments=config.data.chat_template_kwargs),
         max_prompt_tokens=config.engine.context_tokens - config.rollout.max_new_tokens,
         overlong=config.data.overlong,
@@ -148,7 +148,7 @@ async def _ask_engines(
     *,
     total: int,
 ) -> list[SetAnswers]:
-    async def client_for(engine: int, fresh: bool) -> EngineClient:
+    async def client_for(engine: int, on_policy: bool) -> EngineClient:
         return engines[engine].client()
 
     told = time.monotonic()

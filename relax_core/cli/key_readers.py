@@ -47,7 +47,7 @@ def _reads_in(file: Path, *, holder: str, leaf: str) -> list[int]:
 def _names_of(tree: ast.Module, holder: str) -> Iterator[str]:
     """Other names that a module gives to the section."""
     if holder in KINDS:
-        yield "knobs"
+        yield "config"
     section = section_types()[holder].__name__ if holder in section_types() else None
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):

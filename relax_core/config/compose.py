@@ -21,7 +21,7 @@ from relax_core.config.command_line.error_messages import explain
 from relax_core.config.command_line.override_words import PATHS, CommandLine, hydra_words
 from relax_core.config.errors import ConfigError
 from relax_core.config.options import conf_folder, plugin_options, shipped
-from relax_core.config.plugin_types import typed_knobs
+from relax_core.config.plugin_types import typed_plugin
 from relax_core.config.schema import LAUNCHERS, FolderByTime, RelaxConfig
 from relax_core.config.schema_keys import section_types, unknown_key
 from relax_core.registry import KINDS
@@ -55,7 +55,7 @@ def register_schema() -> None:
     store = ConfigStore.instance()
     root = OmegaConf.structured(RelaxConfig)
     for kind in KINDS:
-        # Open until the plug-in's own knobs type it: a file's knobs are not known to any YAML.
+        # Open until the plug-in's own settings type it: a file's settings are not known to any YAML.
         root[kind] = DictConfig({}, flags={"struct": False})
         for name in plugin_options(kind):
             store.store(group=kind, name=name, node={"name": name})
@@ -112,10 +112,10 @@ def config_from_yaml(text: str, *, checks: Iterable[Check] = ()) -> RelaxConfig:
 
 
 def to_run_config(cfg: DictConfig, *, checks: Iterable[Check] = (), settle: Settle | None = None) -> RelaxConfig:
-    """Typed objects from a composed configuration: knobs as instances, paths absolute, everything validated.
+    """Typed objects from a composed configuration: settings as instances, paths absolute, everything validated.
 
     Raises:
-        ConfigError: unknown keys, missing values, wrong knobs; or, when all types fit, what `validate` finds.
+        ConfigError: unknown keys, missing values, wrong settings; or, when all types fit, what `validate` finds.
     """
     config, found = settled(typed_config(cfg), checks=checks, settle=settle)
     if found:
@@ -142,15 +142,15 @@ def typed_config(cfg: DictConfig) -> RelaxConfig:
         OmegaConf.resolve(cfg)
     except OmegaConfBaseException as error:
         raise ConfigError([*problems, *explain(error).problems]) from error
-    knobs = {}
+    plugin_config = {}
     for kind in KINDS:
         try:
-            knobs[kind] = typed_knobs(kind, cfg[kind])
+            plugin_config[kind] = typed_plugin(kind, cfg[kind])
         except ConfigError as error:
             problems += error.problems
     if problems:
         raise ConfigError(problems)
-    config = _absolute(dataclasses.replace(cast(RelaxConfig, OmegaConf.to_object(cfg)), **knobs))
+    config = _absolute(dataclasses.replace(cast(RelaxConfig, OmegaConf.to_object(cfg)), **plugin_config))
     if by_time:
         config.run.dir = FolderByTime(config.run.dir)
     set_banned_tokens(config)

@@ -1,4 +1,4 @@
-"""Types `algo`, `reward` and `env` by the plug-in's own knobs dataclass."""
+"""Types `algo`, `reward` and `env` by the plug-in's own settings dataclass."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from relax_core.config.errors import ConfigError, nearest
 from relax_core.registry import Kind, PluginError, find, is_file_plugin
 
 
-def typed_knobs(kind: Kind, node: DictConfig) -> Any:
-    """An instance of the plug-in's knobs from the values in ``node``.
+def typed_plugin(kind: Kind, node: DictConfig) -> Any:
+    """An instance of the plug-in's settings from the values in ``node``.
 
     Raises:
         ConfigError: unknown plug-in, unknown key, wrong type or missing value; all of them at once.
@@ -28,20 +28,22 @@ def typed_knobs(kind: Kind, node: DictConfig) -> Any:
     if is_file_plugin(name):  # services may have working folders of their own
         name = node["name"] = str(Path(name).expanduser().absolute())
     try:
-        knobs = find(kind, name).knobs
-        schema = OmegaConf.structured(knobs)
+        config = find(kind, name).config
+        schema = OmegaConf.structured(config)
     except PluginError as error:
         raise ConfigError([str(error)]) from error
     except OmegaConfBaseException as error:
-        raise ConfigError([f"{kind}.name={name}: its knobs cannot be typed: {error.msg}"]) from error
+        raise ConfigError([f"{kind}.name={name}: its settings cannot be typed: {error.msg}"]) from error
     OmegaConf.set_readonly(schema, False)  # a frozen dataclass comes read-only
     problems = []
-    fields = [field.name for field in dataclasses.fields(knobs)]
+    fields = [field.name for field in dataclasses.fields(config)]
     for key in map(str, node):
         if key not in fields:
             near = nearest(key, fields)
-            hint = f"Nearest: {', '.join(f'{kind}.{k}' for k in near)}." if near else f"Its knobs: {', '.join(fields)}."
-            problems.append(f"{kind}.{key} is not a knob of {name}. {hint}")
+            hint = (
+                f"Nearest: {', '.join(f'{kind}.{k}' for k in near)}." if near else f"Its settings: {', '.join(fields)}."
+            )
+            problems.append(f"{kind}.{key} is not a setting of {name}. {hint}")
         elif not OmegaConf.is_missing(node, key):
             try:
                 schema[key] = node[key]

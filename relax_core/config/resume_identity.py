@@ -2,9 +2,9 @@
 
 Refused: whatever the checkpoint's own state was made for. With another seed or other data its cursor points into
 another order, so prompts would come twice or never; its tensors belong to one model, its ledger to one group size; and
-a curve that changes its algorithm, reward or environment half-way shows neither. Told, and then done: knobs that people
-tune on the way (learning rate, clip range, temperature, staleness). Not looked at: where and how long the run goes, and
-where its data lies: data is known by its content (relax_core/data/data_identity.py).
+a curve that changes its algorithm, reward or environment half-way shows neither. Told, and then done: settings that
+people tune on the way (learning rate, clip range, temperature, staleness). Not looked at: where and how long the run
+goes, and where its data lies: data is known by its content (relax_core/data/data_identity.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The types of every key in conf/. Values and their documentation live in the YAML beside them.
 
-`algo`, `reward` and `env` are typed by their plug-in's own `knobs` dataclass (config/plugin_types.py), so that a newcomer's
-file brings its knobs along. OmegaConf 2.3 has no Literal: enums stand for choices.
+`algo`, `reward` and `env` are typed by their plug-in's own `config` dataclass (config/plugin_types.py), so that a
+newcomer's file brings its settings along. OmegaConf 2.3 has no Literal: enums stand for choices.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ def section_types() -> dict[str, type]:
 
 @cache
 def known_keys() -> tuple[str, ...]:
-    """Every dotted key of the schema. Knobs of plug-ins are not among them."""
+    """Every dotted key of the schema. Settings of plug-ins are not among them."""
     keys: list[str] = []
     for root in dataclasses.fields(RelaxConfig):
         keys += section_keys(root.name) if root.name in section_types() else [root.name]

@@ -20,9 +20,9 @@ ServedBy = Literal["forward", "engine"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TeacherNeeds:
+class TeacherRequirements:
     """Teachers of a distillation. ``models``: name → Hugging Face folder, or a builtin's name. ``key``: the data column
-    that names a prompt's teacher; empty where there is one teacher. ``top_k``: likeliest tokens whose log-probs are
+    that names a prompt's teacher; empty where there is one teacher. ``top_k``: top-k tokens whose log-probs are
     wanted beside the sampled one's; 0: none. ``served_by``: a forward pass of the trainer's back end, or an engine."""
 
     models: Mapping[str, str]
@@ -32,16 +32,16 @@ class TeacherNeeds:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Needs:
-    """Roles and columns that an algorithm needs under given knobs. ``entropy``: the loss wants the entropy of the
+class Requirements:
+    """Roles and columns that an algorithm needs under given settings. ``entropy``: the loss wants the entropy of the
     distribution that each token was sampled from. ``whole_step``: of a spec with ``normalize``, whether it must see a
-    whole train step's groups under these knobs. ``rollout_logprobs``: the advantages want the engine's log-probs beside
-    the old ones."""
+    whole train step's groups under these settings. ``rollout_logprobs``: the advantages want the engine's log-probs
+    beside the old ones."""
 
     old_logprobs: OldLogprobs
     reference: bool = False
     critic: bool = False
-    teacher: TeacherNeeds | None = None
+    teacher: TeacherRequirements | None = None
     entropy: bool = False
     whole_step: bool = True
     rollout_logprobs: bool = False
@@ -49,7 +49,7 @@ class Needs:
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageInputs:
-    """One whole group. ``rewards`` ``[samples]``; log-prob tensors are None unless `Needs` asked for them.
+    """One whole group. ``rewards`` ``[samples]``; log-prob tensors are None unless `Requirements` asked for them.
 
     ``old_logprobs`` are those of `LossInputs`: recomputed, or the engine's own where a reference is asked for. A sample
     that is masked whole has a reward all the same: it counts in the group's baseline.
@@ -70,7 +70,7 @@ class AdvantageInputs:
 class LossInputs:
     """One micro-batch. ``logprobs``, ``entropy`` and ``top_logprobs`` carry the gradient; everything else is detached.
 
-    The last five are None unless `Needs` asked for them. ``top``: the teacher's likeliest tokens at each position.
+    The last five are None unless `Requirements` asked for them. ``top``: the teacher's top-k tokens at each position.
     All log-probs of a token, and its entropy, are of distributions over the same tokens: those that top_k, top_p and
     min_p left when it was sampled, without the banned ones. Where fewer than ``top_k`` were left, the rest of both
     ``top`` tensors is `relax_core.contracts.kept_tokens.OUTSIDE`, a probability of 0.
@@ -124,7 +124,7 @@ class StepTotals:
 
 
 @dataclass(frozen=True)
-class AlgorithmKnobs:
+class AlgorithmConfig:
     """What every algorithm has. ``group_size``: samples a prompt. ``mini_batches``: optimizer updates that a train
     step's groups are split into. ``epochs``: times that each of them is trained on. ``routing_replay``: the trainer's
     mixture of experts routes each token as the engine's did (R3, arXiv 2510.11370)."""
@@ -138,13 +138,13 @@ class AlgorithmKnobs:
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmSpec:
-    """One algorithm. Every function gets the knobs, an instance of ``knobs`` (a dataclass under `AlgorithmKnobs`).
+    """One algorithm. Every function gets the settings, an instance of ``config`` (a dataclass under `AlgorithmConfig`).
 
-    ``check`` raises ValueError (key, value, fix) for knobs that make no sense together.
+    ``check`` raises ValueError (key, value, fix) for settings that make no sense together.
     ``advantages`` → ``[tokens]`` float32. ``denominator``: from the step's global counts.
     ``normalize``: of an algorithm whose advantages need statistics beyond one group. It gets the advantages of as many
     groups as a train step has, ``[tokens]`` each, and the inputs that they were made of, and returns the advantages to
-    train with; it is not called where `Needs.whole_step` is false.
+    train with; it is not called where `Requirements.whole_step` is false.
     ``drop_group``: may refuse a complete group before it enters the bus; the prompt is replaced by the next. It gets
     the rewards of the group's samples and how many groups were refused since the last that was kept, and returns the
     reason for the ledger, or None to keep the group.
@@ -155,8 +155,8 @@ class AlgorithmSpec:
 
     name: str
     summary: str
-    knobs: type[AlgorithmKnobs]
-    needs: Callable[[Any], Needs]
+    config: type[AlgorithmConfig]
+    requirements: Callable[[Any], Requirements]
     check: Callable[[Any], None]
     advantages: Callable[[AdvantageInputs, Any], Tensor]
     loss: Callable[[LossInputs, Any], LossOutputs]

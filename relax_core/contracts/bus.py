@@ -1,4 +1,4 @@
-"""The data bus: rollout and trainer meet here, and every sample's fate is booked here.
+"""The data bus: rollout and trainer meet here, and every sample's fate is persisted here.
 
 A row is a COMPLETE group. Columns arrive from several roles; a task sees a row only when every column that it asked
 for is there. Delivery is at least once, by leases with deadlines; training is exactly once, through the ledger.

@@ -75,11 +75,11 @@ def _checked_score(spec: RewardSpec) -> Callable[[RewardInput, Any], Any]:
     assert given_score is not None
     source = _Source("reward", spec.name, given_score)
 
-    def score(given: RewardInput, knobs: Any) -> RewardOutput:
-        return _one_reward(given_score(given, knobs), spec.name, source)
+    def score(given: RewardInput, config: Any) -> RewardOutput:
+        return _one_reward(given_score(given, config), spec.name, source)
 
-    async def score_async(given: RewardInput, knobs: Any) -> RewardOutput:
-        return _one_reward(await given_score(given, knobs), spec.name, source)
+    async def score_async(given: RewardInput, config: Any) -> RewardOutput:
+        return _one_reward(await given_score(given, config), spec.name, source)
 
     return score_async if spec.is_async else score
 
@@ -97,11 +97,11 @@ def _checked_score_group(spec: RewardSpec) -> Callable[[Sequence[RewardInput], A
             raise source.wrong(came, f"{wanted}; {len(came)} came")
         return [_one_reward(one, spec.name, source, what=f"entry {place}") for place, one in enumerate(came)]
 
-    def score_group(given: Sequence[RewardInput], knobs: Any) -> list[RewardOutput]:
-        return outputs(given_score(given, knobs), len(given))
+    def score_group(given: Sequence[RewardInput], config: Any) -> list[RewardOutput]:
+        return outputs(given_score(given, config), len(given))
 
-    async def score_group_async(given: Sequence[RewardInput], knobs: Any) -> list[RewardOutput]:
-        return outputs(await given_score(given, knobs), len(given))
+    async def score_group_async(given: Sequence[RewardInput], config: Any) -> list[RewardOutput]:
+        return outputs(await given_score(given, config), len(given))
 
     return score_group_async if spec.is_async else score_group
 
@@ -167,13 +167,13 @@ def checked_env(spec: EnvSpec) -> EnvSpec:
     if spec.messages is not None:
         given_messages = spec.messages
         source = _Source("env", spec.name, given_messages)
-        return replace(spec, messages=lambda row, knobs: _conversation(given_messages(row, knobs), source))
+        return replace(spec, messages=lambda row, config: _conversation(given_messages(row, config), source))
     given_open = spec.open
     assert given_open is not None
     source = _Source("env", spec.name, given_open)
 
-    def checked_open(start: EpisodeStart, knobs: Any) -> BaseInteractionEnv:
-        came: Any = given_open(start, knobs)
+    def checked_open(start: EpisodeStart, config: Any) -> BaseInteractionEnv:
+        came: Any = given_open(start, config)
         if not isinstance(came, BaseInteractionEnv):
             raise source.wrong(_not_awaited(came), "an object of a class under BaseInteractionEnv")
         return _CheckedInteraction(came, spec.name)
@@ -281,21 +281,21 @@ def _per_token(came: Any, tokens: int, source: _Source, *, what: str = "") -> An
 
 def _checked_advantages(spec: AlgorithmSpec) -> Callable[[AdvantageInputs, Any], Tensor]:
     source = _Source("algorithm", spec.name, spec.advantages)
-    return lambda inputs, knobs: _per_token(spec.advantages(inputs, knobs), len(inputs.loss_mask), source)
+    return lambda inputs, config: _per_token(spec.advantages(inputs, config), len(inputs.loss_mask), source)
 
 
 def _checked_returns(name: str, returns: Callable[..., Any]) -> Callable[[AdvantageInputs, Tensor, Any], Tensor]:
     source = _Source("algorithm", name, returns)
-    return lambda inputs, advantages, knobs: _per_token(
-        returns(inputs, advantages, knobs), len(inputs.loss_mask), source
+    return lambda inputs, advantages, config: _per_token(
+        returns(inputs, advantages, config), len(inputs.loss_mask), source
     )
 
 
 def _checked_normalize(name: str, normalize: Callable[..., Any]) -> Callable[..., list[Tensor]]:
     source = _Source("algorithm", name, normalize)
 
-    def checked(advantages: Sequence[Tensor], inputs: Sequence[AdvantageInputs], knobs: Any) -> list[Tensor]:
-        came = normalize(advantages, inputs, knobs)
+    def checked(advantages: Sequence[Tensor], inputs: Sequence[AdvantageInputs], config: Any) -> list[Tensor]:
+        came = normalize(advantages, inputs, config)
         if not isinstance(came, list | tuple) or len(came) != len(inputs):
             raise source.wrong(came, f"a list of {len(inputs)} tensors, one a group")
         groups = enumerate(zip(came, inputs, strict=True))
@@ -307,8 +307,8 @@ def _checked_normalize(name: str, normalize: Callable[..., Any]) -> Callable[...
 def _checked_drop_group(name: str, drop_group: Callable[..., Any]) -> Callable[..., str | None]:
     source = _Source("algorithm", name, drop_group)
 
-    def checked(rewards: Sequence[float], dropped_in_a_row: int, knobs: Any) -> str | None:
-        came = drop_group(rewards, dropped_in_a_row, knobs)
+    def checked(rewards: Sequence[float], dropped_in_a_row: int, config: Any) -> str | None:
+        came = drop_group(rewards, dropped_in_a_row, config)
         if came is not None and not (isinstance(came, str) and came):
             raise source.wrong(came, "the reason as text, or None to keep the group")
         return came
@@ -319,10 +319,10 @@ def _checked_drop_group(name: str, drop_group: Callable[..., Any]) -> Callable[.
 def _checked_loss(name: str, loss: Callable[..., Any]) -> Callable[[Any, Any], LossOutputs]:
     source = _Source("algorithm", name, loss)
 
-    def checked(inputs: LossInputs | ValueInputs, knobs: Any) -> LossOutputs:
+    def checked(inputs: LossInputs | ValueInputs, config: Any) -> LossOutputs:
         import torch
 
-        came = loss(inputs, knobs)
+        came = loss(inputs, config)
         if not isinstance(came, LossOutputs):
             raise source.wrong_tensor(came, "LossOutputs(loss_sum=…)")
         total = came.loss_sum
@@ -339,8 +339,8 @@ def _checked_loss(name: str, loss: Callable[..., Any]) -> Callable[[Any, Any], L
 def _checked_denominator(spec: AlgorithmSpec) -> Callable[[StepTotals, Any], float]:
     source = _Source("algorithm", spec.name, spec.denominator)
 
-    def checked(totals: StepTotals, knobs: Any) -> float:
-        came = spec.denominator(totals, knobs)
+    def checked(totals: StepTotals, config: Any) -> float:
+        came = spec.denominator(totals, config)
         number = _as_number(came)
         if number is None or not math.isfinite(number) or number <= 0:
             raise source.wrong(came, "a finite number above 0")

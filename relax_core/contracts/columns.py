@@ -42,7 +42,7 @@ TEACHER_TOP_LOGPROBS = "teacher_top_logprobs"  # the same
 ROUTED_EXPERTS = "routed_experts"  # [rows, layers with experts, experts a token], behind two bytes that name the dtype
 KEPT_TOKENS = "kept_tokens"  # KeptTokens, one set a row, where top_k, top_p or min_p leaves tokens out
 
-BOOKED_COLUMNS = (EPISODES,)  # the ledger's file keeps it of every group: it is small
+PERSISTED_COLUMNS = (EPISODES,)  # the ledger's file keeps it of every group: it is small
 
 _DTYPES = {
     TOKEN_IDS: "<i4",
@@ -151,11 +151,11 @@ def _decode_tree(uid: str, columns: Mapping[str, bytes]) -> TokenTree:
     return tree
 
 
-def booked_payloads(columns: Mapping[str, bytes]) -> tuple[bytes, ...] | None:
+def persisted_payloads(columns: Mapping[str, bytes]) -> tuple[bytes, ...] | None:
     """What the ledger's file keeps of a row; None for a row without it, e.g. one whose samples were all dropped."""
-    if not all(column in columns for column in BOOKED_COLUMNS):
+    if not all(column in columns for column in PERSISTED_COLUMNS):
         return None
-    return tuple(columns[column] for column in BOOKED_COLUMNS)
+    return tuple(columns[column] for column in PERSISTED_COLUMNS)
 
 
 def payload_bytes(columns: Mapping[str, bytes]) -> int:

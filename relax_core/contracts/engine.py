@@ -30,7 +30,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     """How to sample. ``n`` responses a prompt; response k of a prompt uses seed ``(sampling_seed, k)``.
 
     ``temperature`` 0 is greedy. ``top_p`` 1, ``top_k`` -1 and ``min_p`` 0 switch truncation off; ``min_p`` keeps the
-    tokens that have at least this share of the likeliest one's probability. ``banned_token_ids`` are never sampled.
+    tokens that have at least this share of the most likely one's probability. ``banned_token_ids`` are never sampled.
     Log-probs are those of the distribution that was sampled from: over the tokens that were left.
     ``return_routed_experts``: of a mixture of experts, tell which experts each token was routed to.
     ``stop``: strings; a response ends with the token that completes the first of them in its text.

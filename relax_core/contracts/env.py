@@ -16,14 +16,14 @@ Ended = Literal["env_done", "max_turns", "context_full", "turn_cut", "step_timeo
 
 
 @dataclass(frozen=True)
-class EnvKnobs:
+class EnvConfig:
     name: str
 
 
 @dataclass(frozen=True)
-class InteractionKnobs(EnvKnobs):
-    """The knobs of an env with turns. ``max_turns``: responses an episode at most. ``step_timeout_s``: seconds that one
-    call of the env may take; an episode whose env takes longer ends without a reward."""
+class InteractionConfig(EnvConfig):
+    """The settings of an env with turns. ``max_turns``: responses an episode at most. ``step_timeout_s``: seconds that
+    one call of the env may take; an episode whose env takes longer ends without a reward."""
 
     max_turns: int = 8
     step_timeout_s: float = 30.0
@@ -66,7 +66,7 @@ class BaseInteractionEnv(ABC):
     """The environment of one episode; each episode has an object of its own, and no two of its calls overlap.
 
     Each method may be ``async def``. A plain one runs in a thread, so that it may wait. What a method raises, and a
-    call that takes longer than ``knobs.step_timeout_s``, ends the episode without a reward. Text of the env is encoded
+    call that takes longer than ``config.step_timeout_s``, ends the episode without a reward. Text of the env is encoded
     without the special tokens of the chat template, but for the opening, which is a prompt like any other.
     """
 
@@ -93,17 +93,17 @@ class BaseInteractionEnv(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class EnvSpec:
-    """One environment, as exactly one of two functions. ``messages(row, knobs)``: the conversation that opens an
-    episode of one turn, for the chat template; the response ends the episode. ``open(start, knobs)``: the environment
-    of one episode of several turns; ``knobs`` is a dataclass under `InteractionKnobs` then.
+    """One environment, as exactly one of two functions. ``messages(row, config)``: the conversation that opens an
+    episode of one turn, for the chat template; the response ends the episode. ``open(start, config)``: the environment
+    of one episode of several turns; ``config`` is a dataclass under `InteractionConfig` then.
 
     ``row`` has "prompt" (text or messages) and "answer". Raises ValueError where both functions or none is given, and
-    for ``open`` with other knobs.
+    for ``open`` with other settings.
     """
 
     name: str
     summary: str
-    knobs: type[EnvKnobs]
+    config: type[EnvConfig]
     messages: Callable[[Mapping[str, Any], Any], list[Message]] | None = None
     open: Callable[[EpisodeStart, Any], BaseInteractionEnv] | None = None
 
@@ -111,9 +111,9 @@ class EnvSpec:
         if (self.messages is None) == (self.open is None):
             has = "neither messages nor open" if self.messages is None else "both messages and open"
             raise ValueError(f"env {self.name}: its SPEC has {has}. Give it one of them.")
-        if self.open is not None and not issubclass(self.knobs, InteractionKnobs):
+        if self.open is not None and not issubclass(self.config, InteractionConfig):
             raise ValueError(
-                f"env {self.name}: an env with open needs knobs that are a dataclass under InteractionKnobs."
+                f"env {self.name}: an env with open needs settings that are a dataclass under InteractionConfig."
             )
 
     @property

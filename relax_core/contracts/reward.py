@@ -46,7 +46,7 @@ class RewardOutput:
 
 
 @dataclass(frozen=True)
-class RewardKnobs:
+class RewardConfig:
     """``timeout_s``: seconds that the scoring of one answer may take. ``max_failed``: the share of answers that may
     have no reward, over the newest data rows; beyond it the run ends."""
 
@@ -63,23 +63,24 @@ class RewardSpec:
     """One reward, as exactly one of two functions. ``score`` takes one answer; ``score_group`` takes a list of the
     answers to one data row and returns a list with one entry for each of them. An entry may be a plain number instead
     of a `RewardOutput`; 1 is exact then. Either may be ``async def``: then it is awaited in the rollout's event loop,
-    and cancelled after ``knobs.timeout_s`` seconds an answer. Several calls may be under way at the same time, those of
-    plain functions in threads.
+    and cancelled after ``config.timeout_s`` seconds an answer. Several calls may be under way at the same time, those
+    of plain functions in threads.
 
     ``isolated``: it runs library code that may hang or crash, so it runs in a worker process that is killed after
-    ``knobs.timeout_s`` seconds an answer. The answers of a call that was cancelled or killed have no reward. Where a
-    plain function that is not isolated takes longer than that, the run ends. ``check`` raises ValueError for knobs that
-    make no sense. ``prepare`` does slow imports; a worker process calls it once at its start, outside of any timeout.
+    ``config.timeout_s`` seconds an answer. The answers of a call that was cancelled or killed have no reward. Where a
+    plain function that is not isolated takes longer than that, the run ends. ``check`` raises ValueError for settings
+    that make no sense. ``prepare`` does slow imports; a worker process calls it once at its start, outside of any
+    timeout.
 
     Raises ValueError where both functions or none is given, and for one that is async and isolated."""
 
     name: str
     summary: str
-    knobs: type[RewardKnobs]
+    config: type[RewardConfig]
     score: Callable[[RewardInput, Any], Scored | Awaitable[Scored]] | None = None
     score_group: Callable[[Sequence[RewardInput], Any], Sequence[Scored] | Awaitable[Sequence[Scored]]] | None = None
     isolated: bool = False
-    check: Callable[[Any], None] = lambda knobs: None
+    check: Callable[[Any], None] = lambda config: None
     prepare: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:

@@ -23,7 +23,7 @@ TRUNCATED = (
 NOT_SAMPLED = -1  # the version of a row that no weights sampled
 
 # Extras that belong to an episode's token and not to a row: two episodes that share a sampled row have one each.
-BY_TOKEN = frozenset({"advantages", "returns", "fresh"})
+BY_TOKEN = frozenset({"advantages", "returns", "on_policy"})
 _FOUND = {"runs", "sampled", "computed", "tokens", "lengths"}  # what a tree computes once
 
 

@@ -16,9 +16,9 @@ import msgspec
 
 from relax_core.config.schema import EngineConfig
 from relax_core.contracts.engine import EngineError
-from relax_core.engines.embedded import embedded_launch as embedded_launch
-from relax_core.engines.sglang.server.sglang_process import scratch as sglang_scratch
-from relax_core.engines.sglang.server.sglang_process import sglang_launch as sglang_launch
+from relax_core.engines.embedded import embedded_launch
+from relax_core.engines.sglang.server import scratch as sglang_scratch
+from relax_core.engines.sglang.server import sglang_launch
 
 LOG_TAIL_BYTES = 4000
 KILLED_S = 10.0  # a process that was killed is gone within this, or the kernel holds it

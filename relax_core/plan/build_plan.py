@@ -8,7 +8,7 @@ from typing import Any
 
 from relax_core.config.host_memory import available_bytes
 from relax_core.config.schema import LauncherKind, RelaxConfig
-from relax_core.contracts.algorithm import Needs
+from relax_core.contracts.algorithm import Requirements
 from relax_core.control.run.role_counts import roles_of
 from relax_core.plan.batch import batch_words, context_words, credit_words
 from relax_core.plan.data.context_length import planned_context
@@ -22,7 +22,7 @@ from relax_core.plan.memory.memory_terms import GIB, Holder
 from relax_core.plan.memory.transfers import Transfers, find_transfers
 from relax_core.plan.model.dimensions import ModelDimensions
 from relax_core.plan.model.model_source import find_dimensions
-from relax_core.plan.unused_keys import unread_knobs
+from relax_core.plan.unused_keys import unused_keys
 from relax_core.plan.workload import Workload, find_workload
 from relax_core.registry import find_algorithm
 from relax_core.roles.process.process_placement import engines_take_gpus
@@ -68,7 +68,7 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
     model = find_dimensions(config)
     if config.engine.context_length is None:
         config = planned_context(config)
-    needs: Needs = find_algorithm(config.algo.name).needs(config.algo)
+    requirements: Requirements = find_algorithm(config.algo.name).requirements(config.algo)
     roles = roles_of(config)
     look = _look(config)
     work = find_workload(config, vocabulary=model.vocabulary)
@@ -80,7 +80,7 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
         memory = gpu_holders(config, gpus_of(config, roles), model=model, work=work)
         refused += _gpu_faults(memory)
     elif not refused:
-        memory = cpu_holders(config, needs, roles, model=model, work=work)
+        memory = cpu_holders(config, requirements, roles, model=model, work=work)
         free = available_bytes() if _runs_here(config) else None
         refused += _cpu_faults(config, memory, free)
     return Plan(
@@ -96,10 +96,10 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
         free_bytes=free,
         cache_tokens=config.engine.max_total_tokens if engines_take_gpus(config) else cache_tokens(config, work),
         cache_tokens_fit=cache_tokens_that_fit(config, model, work) if engines_take_gpus(config) else None,
-        transfers=find_transfers(config, needs, model=model, work=work),
+        transfers=find_transfers(config, requirements, model=model, work=work),
         data=[] if look is None else look.words(what=config.data.name),
         left_out=[] if look is None else look.left_out(),
-        unread=list(unread_knobs(config)),
+        unread=list(unused_keys(config)),
         warnings=[*([UNSEEN] if on_gpus else []), *_order_words(config)],
         not_yet=list(not_yet),
         refused=refused,

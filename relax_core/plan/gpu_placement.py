@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from relax_core.config.schema import ModeName, RelaxConfig, SlurmLauncherConfig
-from relax_core.control.run.role_counts import gang_layouts, layout_key
+from relax_core.control.run.role_counts import layout_key, worker_group_layouts
 from relax_core.plan.model.dimensions import ModelDimensions
 from relax_core.roles.process.process_placement import engines_take_gpus
 from relax_core.roles.process.role_context import TEACHER_ENGINE
@@ -58,7 +58,7 @@ def placement_faults(config: RelaxConfig, roles: Mapping[str, int], model: Model
     yield from _role_faults(config, roles)
     gpus = gpus_of(config, roles)
     colocate = config.mode.name is ModeName.colocate
-    for role, layout in gang_layouts(config).items():
+    for role, layout in worker_group_layouts(config).items():
         if role in gpus:
             ranks_key = "placement.gpus_per_node" if colocate else f"placement.roles.{role}"
             yield from rank_faults(layout, ranks=gpus[role], ranks_key=ranks_key, key=layout_key(role))
@@ -141,8 +141,8 @@ def _of_role(config: RelaxConfig, role: str, *, start: int, count: int) -> Itera
 
 
 def _coordinates(config: RelaxConfig, role: str, rank: int) -> str:
-    """Where a rank stands in its gang, in the sizes that are more than 1."""
-    layout = gang_layouts(config).get(role)
+    """Where a rank stands in its worker group, in the sizes that are more than 1."""
+    layout = worker_group_layouts(config).get(role)
     if layout is None:
         return ""
     at = rank_place(layout, rank)

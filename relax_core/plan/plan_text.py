@@ -44,7 +44,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield from _section("Memory", _memory(plan))
     yield from _section("Sync", _transfers(plan))
     if plan.unread:
-        yield from _section("Unread", (f"{knob}." for knob in plan.unread))
+        yield from _section("Unread", (f"{setting}." for setting in plan.unread))
 
 
 def _verdict(plan: Plan) -> Iterator[str]:

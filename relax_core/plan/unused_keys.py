@@ -1,4 +1,4 @@
-"""Knobs that nothing reads in this very configuration: changing them changes nothing."""
+"""Settings that nothing reads in this very configuration: changing them changes nothing."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from relax_core.config.schema import OnStale, Partial, RelaxConfig, Schedule, Surplus
-from relax_core.control.run.role_counts import gang_layouts
+from relax_core.control.run.role_counts import worker_group_layouts
 from relax_core.registry import find_reward
 from relax_core.train.parallel.layout_arithmetic import FORWARD_ROLES, world_size
 
 
-def unread_knobs(config: RelaxConfig) -> Iterator[str]:
+def unused_keys(config: RelaxConfig) -> Iterator[str]:
     """ "key: why", for a validated configuration."""
     algo: Any = config.algo
     if getattr(algo, "kl_coef", None) == 0.0:
@@ -41,7 +41,7 @@ def _unread_layouts(config: RelaxConfig) -> Iterator[str]:
     if parallel.dp * parallel.cp == 1 and parallel.distributed_optimizer:
         yield "parallel.distributed_optimizer: with parallel.dp=1 and cp=1 there is nobody to share with"
     for role in FORWARD_ROLES:
-        if role not in gang_layouts(config) and world_size(getattr(parallel, role)) > 1:
+        if role not in worker_group_layouts(config) and world_size(getattr(parallel, role)) > 1:
             yield f"parallel.{role}: the algorithm as it is set starts no such role"
 
 

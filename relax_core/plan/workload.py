@@ -107,8 +107,8 @@ class PackedUpdate:
 
 
 def pack_update(groups: int, group_size: int, *, prompt: int, branch: int, budget: int, ranks: int) -> PackedUpdate:
-    """What `relax_core.train.packing.micro_batches` makes of ``groups`` groups with ``group_size`` episodes, each of them
-    ``prompt`` shared rows and ``branch`` rows of its own. A rank holds ``budget`` rows, or one longer episode."""
+    """What `relax_core.train.packing.micro_batches` makes of ``groups`` groups with ``group_size`` episodes, each of
+    them ``prompt`` shared rows and ``branch`` rows of its own. A rank holds ``budget`` rows, or one longer episode."""
     together = 0
     pieces = 1
     for number, bins in enumerate(_filled_bins(groups, group_size, prompt=prompt, branch=branch, budget=budget), 1):

@@ -13,7 +13,7 @@ import numpy as np
 
 from relax_core.config.schema import AdvantagesPlace, RelaxConfig
 from relax_core.contracts import columns as c
-from relax_core.contracts.algorithm import AdvantageInputs, AlgorithmSpec, Needs
+from relax_core.contracts.algorithm import AdvantageInputs, AlgorithmSpec, Requirements
 from relax_core.contracts.tree import TokenTree
 from relax_core.registry import find_algorithm
 
@@ -25,57 +25,57 @@ def made_as_groups_complete(config: RelaxConfig) -> bool:
     """Whether the rollout computes the advantages of each group when the group completes. It does so when the algorithm
     needs one group at a time and no column of another role, and ``rollout.advantages`` leaves the choice."""
     spec = find_algorithm(config.algo.name)
-    needs = spec.needs(config.algo)
-    alone = not sees_whole_step(spec, needs) and set(input_columns(needs)) <= set(c.ROLLOUT_COLUMNS)
+    requirements = spec.requirements(config.algo)
+    alone = not sees_whole_step(spec, requirements) and set(input_columns(requirements)) <= set(c.ROLLOUT_COLUMNS)
     return alone and config.rollout.advantages is AdvantagesPlace.auto
 
 
-def sees_whole_step(spec: AlgorithmSpec, needs: Needs) -> bool:
+def sees_whole_step(spec: AlgorithmSpec, requirements: Requirements) -> bool:
     """Whether the advantages of a group depend on the other groups of its train step."""
-    return spec.normalize is not None and needs.whole_step
+    return spec.normalize is not None and requirements.whole_step
 
 
-def input_columns(needs: Needs) -> tuple[str, ...]:
+def input_columns(requirements: Requirements) -> tuple[str, ...]:
     """The columns that a group's advantages are computed from."""
     columns = [*c.FORWARD_COLUMNS, c.LOSS_MASK]
-    if needs.old_logprobs == "actor_fwd":
+    if requirements.old_logprobs == "actor_fwd":
         columns.append(c.OLD_LOGPROBS)
-    if needs.reference:
+    if requirements.reference:
         columns.append(c.REFERENCE_LOGPROBS)
-    if needs.teacher is not None:
+    if requirements.teacher is not None:
         columns.append(c.TEACHER_LOGPROBS)
-    as_old = needs.old_logprobs == "rollout" and (needs.reference or needs.teacher is not None)
-    if as_old or needs.rollout_logprobs:
+    as_old = requirements.old_logprobs == "rollout" and (requirements.reference or requirements.teacher is not None)
+    if as_old or requirements.rollout_logprobs:
         columns.append(c.LOGPROBS)
-    if needs.critic:
+    if requirements.critic:
         columns.append(c.VALUES)
     return tuple(columns)
 
 
-def advantage_extras(trees: Sequence[TokenTree], spec: AlgorithmSpec, knobs: object) -> list[Mapping[str, np.ndarray]]:
+def advantage_extras(trees: Sequence[TokenTree], spec: AlgorithmSpec, config: object) -> list[Mapping[str, np.ndarray]]:
     """The new extras of each group, float32 ``[tokens]``: its advantages and, where it has a critic's values, its
     returns.
 
     The trees are a whole train step's where the algorithm normalises over the step; otherwise the extras of a group do
     not depend on the groups that come with it. The returns are made of the advantages before they are normalised.
     """
-    needs = spec.needs(knobs)
-    inputs = [advantage_inputs(tree, needs) for tree in trees]
-    values = [spec.advantages(one, knobs) for one in inputs]
-    made = [_returns(one, raw, spec, knobs) for one, raw in zip(inputs, values, strict=True)]
-    if spec.normalize is not None and needs.whole_step:
-        values = spec.normalize(values, inputs, knobs)
+    requirements = spec.requirements(config)
+    inputs = [advantage_inputs(tree, requirements) for tree in trees]
+    values = [spec.advantages(one, config) for one in inputs]
+    made = [_returns(one, raw, spec, config) for one, raw in zip(inputs, values, strict=True)]
+    if spec.normalize is not None and requirements.whole_step:
+        values = spec.normalize(values, inputs, config)
     return [
         {c.ADVANTAGES: advantages.float().numpy(), **returns} for advantages, returns in zip(values, made, strict=True)
     ]
 
 
-def advantage_inputs(tree: TokenTree, needs: Needs) -> AdvantageInputs:
+def advantage_inputs(tree: TokenTree, requirements: Requirements) -> AdvantageInputs:
     """A group as an algorithm sees it, of the columns of `input_columns` alone. The engine's log-probs are the old ones
     where none are recomputed."""
     import torch
 
-    wanted = input_columns(needs)
+    wanted = input_columns(requirements)
     episodes, rows = tree.tokens
 
     def tensor(column: str) -> Tensor | None:
@@ -96,9 +96,9 @@ def advantage_inputs(tree: TokenTree, needs: Needs) -> AdvantageInputs:
     )
 
 
-def _returns(group: AdvantageInputs, advantages: Tensor, spec: AlgorithmSpec, knobs: object) -> dict[str, np.ndarray]:
+def _returns(group: AdvantageInputs, advantages: Tensor, spec: AlgorithmSpec, config: object) -> dict[str, np.ndarray]:
     """What the critic learns from; empty without a critic."""
     if group.values is None:
         return {}
-    returns = advantages + group.values if spec.returns is None else spec.returns(group, advantages, knobs)
+    returns = advantages + group.values if spec.returns is None else spec.returns(group, advantages, config)
     return {c.RETURNS: returns.float().numpy()}

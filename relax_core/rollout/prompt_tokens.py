@@ -18,14 +18,14 @@ class PromptMaker:
         self,
         *,
         env: EnvSpec,
-        env_knobs: Any,
+        env_config: Any,
         tokenizer: PromptTokenizer,
         max_prompt_tokens: int,
         overlong: Overlong = Overlong.drop,
     ) -> None:
         self.tokenizer = tokenizer
         self._env = env
-        self._knobs = env_knobs
+        self._config = env_config
         self.max_prompt_tokens = max_prompt_tokens
         self._overlong = overlong
 
@@ -65,7 +65,7 @@ class PromptMaker:
     def _messages(self, row: DataRow, *, where: str) -> Sequence[Message]:
         assert self._env.messages is not None, "the episodes of an env with turns open themselves"
         try:
-            return self._env.messages(row, self._knobs)
+            return self._env.messages(row, self._config)
         except Exception as error:  # an env is a plug-in and raises what it likes
             text = f"{where}: the env gives no conversation for it: {type(error).__name__}: {error}"
             raise BadRow.because("env", text) from error

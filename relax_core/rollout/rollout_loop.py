@@ -34,7 +34,7 @@ from relax_core.rollout.rewards.reward_inputs import reward_input
 from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.rollout.sample_seeds import sampling_seed
 from relax_core.rollout.teacher_choice import TeacherOf
-from relax_core.rollout.weight_update_handler import Turnover
+from relax_core.rollout.weight_update_handler import WeightUpdateHandler
 
 Record = Callable[[str, int, Mapping[str, float]], None]
 AGAIN_S = 1.0  # for the prompt that takes a bad row's place: its credit is back, so the bus answers at once
@@ -55,7 +55,7 @@ class RolloutBus(Protocol):
 @dataclass(frozen=True, kw_only=True)
 class SamplerSettings:
     seed: int
-    burst_prompts: int  # that are asked for together at most
+    batch_prompts: int  # that are asked for together at most
     sampling: SamplingParams
     admit_timeout_s: float
     call_timeout_s: float
@@ -82,9 +82,9 @@ class PromptInHand:
 class Sampler:
     """One rollout worker's loop. ``gate(version)`` returns when nothing stands before prompts of that version (an
     evaluation, in the modes that promise the same bits). ``bad_rows`` books the rows that cannot be used.
-    ``teacher_of``: of an algorithm with teachers. ``turnover``: where groups may end or begin anew with a weight
-    version. ``advantages``: makes the advantages of a complete group, where no role does that. ``player``: plays the
-    episodes of an env with turns."""
+    ``teacher_of``: of an algorithm with teachers. ``weight_update_handler``: where groups may end or begin anew with a
+    weight version. ``advantages``: makes the advantages of a complete group, where no role does that. ``player``:
+    plays the episodes of an env with turns."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Sampler:
         bad_rows: BadRows,
         refuse: GroupFilter | None = None,
         teacher_of: TeacherOf | None = None,
-        turnover: Turnover | None = None,
+        weight_update_handler: WeightUpdateHandler | None = None,
         advantages: MakeExtras | None = None,
         player: EpisodePlayer | None = None,
     ) -> None:
@@ -115,7 +115,7 @@ class Sampler:
         self._bad_rows = bad_rows
         self._refuse = refuse
         self._teacher_of = teacher_of
-        self._turnover = turnover
+        self._weight_update_handler = weight_update_handler
         self._advantages = advantages
         self._player = player
         self._newest_played: dict[int, asyncio.Task[PlayedFigures | None]] = {}  # by the weights that it waited for
@@ -125,47 +125,48 @@ class Sampler:
         self._newest_group: asyncio.Task[float] | None = None  # whose responses came last
 
     async def run(self, reclaimed: Sequence[Admission]) -> None:
-        """Runs until the bus closes (BusClosed) or a burst fails (its error); no burst is left behind."""
-        burst = self._settings.burst_prompts
+        """Runs until the bus closes (BusClosed) or a prompt batch fails (its error); no prompt batch is left behind."""
+        prompt_batch = self._settings.batch_prompts
         try:
             async with asyncio.TaskGroup() as tasks:
-                if self._turnover is not None:
-                    tasks.create_task(self._turnover.run())
-                for start in range(0, len(reclaimed), burst):
-                    await self._launch(reclaimed[start : start + burst], tasks)
+                if self._weight_update_handler is not None:
+                    tasks.create_task(self._weight_update_handler.run())
+                for start in range(0, len(reclaimed), prompt_batch):
+                    await self._launch(reclaimed[start : start + prompt_batch], tasks)
                 while True:
-                    await self._launch(await self._admitted(burst), tasks)
+                    await self._launch(await self._admitted(prompt_batch), tasks)
         except BaseExceptionGroup as failures:
             raise failures.exceptions[0] from failures  # the first one ended the others
 
-    async def _admitted(self, burst: int) -> list[Admission]:
+    async def _admitted(self, prompt_batch: int) -> list[Admission]:
         """Waits as long as the run goes on, however long the trainer is busy; the controller knows when it stands."""
         while True:
             try:
                 return await self._bus.admit_async(
-                    burst, worker=self._settings.worker, timeout_s=self._settings.admit_timeout_s
+                    prompt_batch, worker=self._settings.worker, timeout_s=self._settings.admit_timeout_s
                 )
             except BusTimeout as late:
                 log.warning("waits on: %s", late)
 
     async def _launch(self, admissions: Sequence[Admission], tasks: asyncio.TaskGroup) -> None:
-        """Starts a burst for each weight version that these prompts wait for. Each waits at the gate by itself: a group
-        that is admitted in the place of a dropped one may be what an evaluation in front of the others waits for."""
+        """Starts a prompt batch for each weight version that these prompts wait for. Each waits at the gate by itself:
+        a group that is admitted in the place of a dropped one may be what an evaluation in front of the others waits
+        for."""
         by_version: dict[int, list[PromptInHand]] = defaultdict(list)
         for prompt in await self._usable(admissions):
             by_version[prompt.request.min_version].append(prompt)
         for version in sorted(by_version):
-            burst = self._burst if self._player is None else self._played_burst
-            tasks.create_task(burst(version, by_version[version], tasks))
+            prompt_batch = self._prompt_batch if self._player is None else self._played_prompt_batch
+            tasks.create_task(prompt_batch(version, by_version[version], tasks))
 
     async def _usable(self, admissions: Sequence[Admission]) -> list[PromptInHand]:
         """The prompts of these admissions. A row that cannot be used ends its group with the reason, and the next row
-        takes its place at once: so bursts of a worker that is alone are the same ones in every run with the same data
-        and seed."""
+        takes its place at once: so prompt batches of a worker that is alone are the same ones in every run with the
+        same data and seed."""
         prompts: list[PromptInHand] = []
         while admissions:
-            if self._turnover is not None:
-                self._turnover.admitted(admissions)
+            if self._weight_update_handler is not None:
+                self._weight_update_handler.admitted(admissions)
             left_out = 0
             for admission in admissions:
                 number = self._source.number(admission.index)
@@ -180,8 +181,8 @@ class Sampler:
         return prompts
 
     async def _leave_out(self, index: int, number: int, error: BadRow) -> None:
-        if self._turnover is not None:
-            self._turnover.ended(index)
+        if self._weight_update_handler is not None:
+            self._weight_update_handler.ended(index)
         await self._bus.drop_async(group_uid(index), reason=error.reason, timeout_s=self._settings.call_timeout_s)
         self._bad_rows.leave_out(number, error)
 
@@ -209,12 +210,12 @@ class Sampler:
             teacher=None if self._teacher_of is None else self._teacher_of(row, where),
         )
 
-    async def _burst(self, version: int, prompts: Sequence[PromptInHand], tasks: asyncio.TaskGroup) -> None:
+    async def _prompt_batch(self, version: int, prompts: Sequence[PromptInHand], tasks: asyncio.TaskGroup) -> None:
         """One engine request for prompts that start at one weight version; groups leave as they complete."""
         await self._gate(version)
         start = time.perf_counter()
-        if self._turnover is not None:  # some may be over since they were admitted
-            prompts = [prompt for prompt in prompts if self._turnover.began(prompt.index, prompt.request)]
+        if self._weight_update_handler is not None:  # some may be over since they were admitted
+            prompts = [prompt for prompt in prompts if self._weight_update_handler.began(prompt.index, prompt.request)]
         samples = tokens = newest = 0
         engine: list[StreamEnd] = []
         groups: list[asyncio.Task[float]] = []
@@ -225,8 +226,8 @@ class Sampler:
             on_end=engine.append,
         ):
             prompt = prompts[place]
-            if self._turnover is not None:
-                self._turnover.ended(prompt.index)
+            if self._weight_update_handler is not None:
+                self._weight_update_handler.ended(prompt.index)
             samples += len(responses)
             tokens += sum(len(response.output_ids) for response in responses)
             newest = max(newest, int(responses[-1].versions[-1]))
@@ -244,12 +245,15 @@ class Sampler:
             "samples": samples,
             "tokens": tokens,
         }
-        if self._turnover is not None:
-            values["aborts"] = self._turnover.aborts  # of groups, since the loop began
+        if self._weight_update_handler is not None:
+            values["aborts"] = self._weight_update_handler.aborts  # of groups, since the loop began
         self._record("rollout", newest, values)
 
-    async def _played_burst(self, version: int, prompts: Sequence[PromptInHand], tasks: asyncio.TaskGroup) -> None:
-        """`_burst` for an env with turns: each group plays at its own pace and leaves when its episodes have ended."""
+    async def _played_prompt_batch(
+        self, version: int, prompts: Sequence[PromptInHand], tasks: asyncio.TaskGroup
+    ) -> None:
+        """`_prompt_batch` for an env with turns: each group plays at its own pace and leaves when its episodes have
+        ended."""
         await self._gate(version)
         start = time.perf_counter()
         groups = []
@@ -258,7 +262,9 @@ class Sampler:
         for prompt in prompts:
             before = self._newest_played.get(version)
             group = tasks.create_task(self._play_and_stage(prompt, tasks, before))
-            if self._turnover is not None and not self._turnover.began_episodes(prompt.index, group.cancel):
+            if self._weight_update_handler is not None and not self._weight_update_handler.began_episodes(
+                prompt.index, group.cancel
+            ):
                 group.cancel()  # it was over before it began
                 continue
             self._newest_played[version] = group
@@ -277,8 +283,8 @@ class Sampler:
             "turns": sum(one.turns for one in played) / sum(one.episodes for one in played),
             "tokens": sum(one.tokens for one in played),
         }
-        if self._turnover is not None:
-            values["aborts"] = self._turnover.aborts
+        if self._weight_update_handler is not None:
+            values["aborts"] = self._weight_update_handler.aborts
         self._record("rollout", max(one.newest_version for one in played), values)
 
     async def _play_and_stage(
@@ -286,7 +292,7 @@ class Sampler:
     ) -> PlayedFigures | None:
         """A group's way from its opening to the bus. None where its opening cannot be used."""
         assert self._player is not None
-        turnover = self._turnover
+        weight_update_handler = self._weight_update_handler
         start = GroupStart(
             index=prompt.index,
             attempt=prompt.attempt,
@@ -294,16 +300,20 @@ class Sampler:
             where=prompt.where,
             rid=prompt.request.rid,
             min_version=prompt.request.min_version,
-            asks=(lambda rid: None) if turnover is None else partial(turnover.asks, prompt.index),
-            asked=(lambda rid: None) if turnover is None else partial(turnover.asked, prompt.index),
+            asks=(lambda rid: None)
+            if weight_update_handler is None
+            else partial(weight_update_handler.asks, prompt.index),
+            asked=(lambda rid: None)
+            if weight_update_handler is None
+            else partial(weight_update_handler.asked, prompt.index),
         )
         try:
             records = await self._player.play(start, tasks)
         except BadRow as error:
             await self._leave_out(prompt.index, self._source.number(prompt.index), error)
             return None
-        if turnover is not None:
-            turnover.ended(prompt.index)
+        if weight_update_handler is not None:
+            weight_update_handler.ended(prompt.index)
         began = time.perf_counter()
         episodes = await score_episodes(records, self._rewards, row=prompt.row, where=prompt.where)
         reward_s = time.perf_counter() - began
@@ -383,7 +393,7 @@ class Sampler:
             )
 
     async def _flush(self) -> None:
-        """Puts whatever is staged; what comes meanwhile goes with the next put, so a burst costs one or two."""
+        """Puts whatever is staged; what comes meanwhile goes with the next put, so a prompt batch costs one or two."""
         await asyncio.sleep(0)
         while self._staged:
             rows, self._staged = self._staged, []

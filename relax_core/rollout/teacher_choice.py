@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from relax_core.contracts.algorithm import TeacherNeeds
+from relax_core.contracts.algorithm import TeacherRequirements
 from relax_core.contracts.data import BadRow, DataRow
 
 TeacherOf = Callable[[DataRow, str], str]  # a row, and what to call it in an error
 
 
-def teacher_chooser(teachers: TeacherNeeds) -> TeacherOf:
+def teacher_chooser(teachers: TeacherRequirements) -> TeacherOf:
     """The name of a row's teacher: the only one where no column is set, else what stands in the column.
 
     It raises `BadRow` for a row that names none of the teachers.

@@ -33,7 +33,7 @@ class _UnderWay:
     aborts: int = 0
 
 
-class Turnover:
+class WeightUpdateHandler:
     """Follows the weight versions for the sampler of rollout worker ``worker``, which says what is under way.
 
     Groups that the bus has ended (over-sampling) are cancelled. With ``max_aborts`` above 0 (rollout.partial=abort) the

@@ -40,7 +40,7 @@ class CriticBackend(MegatronRank):
                 num_samples=batch.layout.num_samples,
             )
             assert self._algorithm.value_loss is not None
-            outputs = self._algorithm.value_loss(inputs, self._knobs)
+            outputs = self._algorithm.value_loss(inputs, self._config)
         with self.timed("sums"):
             sums = micro_batch_sums(batch.groups, outputs)
             sums.algorithm |= moment_sums(

@@ -14,7 +14,7 @@ from relax_core.contracts.algorithm import LossInputs
 from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.tree import TokenTree
 from relax_core.train.megatron_on_cpu.device_loader import has_cuda
-from relax_core.train.model.logprobs import HeadOutputs, chunked_logprobs, head_outputs, likeliest_tokens
+from relax_core.train.model.logprobs import HeadOutputs, chunked_logprobs, head_outputs, top_k_tokens
 from relax_core.train.model.truncation import Truncation
 from relax_core.train.rank import MegatronRank
 from relax_core.train.rank_setup import RankSetup
@@ -23,8 +23,8 @@ from relax_core.train.step.step_sums import micro_batch_sums
 
 
 class TopLogprobs(NamedTuple):
-    """Of a group's rows: their own log-probs float32 ``[rows]``; the likeliest tokens at their places, int64
-    ``[rows, top_k]``, likeliest first, and the log-probs of those, float32 ``[rows, top_k]``; all 0 where nothing was
+    """Of a group's rows: their own log-probs float32 ``[rows]``; the top-k tokens at their places, int64
+    ``[rows, top_k]``, most likely first, and the log-probs of those, float32 ``[rows, top_k]``; all 0 where nothing was
     sampled. Where a kept set has fewer tokens the ids end in -1 and the log-probs in `OUTSIDE`."""
 
     logprobs: np.ndarray
@@ -46,7 +46,7 @@ class MegatronBackend(MegatronRank):
         super().__init__(setup, trainable=trainable)
         self._inverse_temperature = 1.0 / temperature
         self._vocab_size = self.architecture.vocab_size
-        self._wants_entropy = self.trainable and self._algorithm.needs(self._knobs).entropy
+        self._wants_entropy = self.trainable and self._algorithm.requirements(self._config).entropy
 
     def loss(self, batch: MicroBatch, hidden: Tensor) -> Tensor:
         with self.timed("forward"):
@@ -54,7 +54,7 @@ class MegatronBackend(MegatronRank):
             if not batch.groups:
                 return head.logprobs.sum() * 0.0
             inputs = self._loss_inputs(batch, head)
-            outputs = self._algorithm.loss(inputs, self._knobs)
+            outputs = self._algorithm.loss(inputs, self._config)
         with self.timed("sums"):
             sums = micro_batch_sums(batch.groups, outputs)
             gap = fresh_gap(batch.groups, inputs.logprobs.detach().cpu().numpy())
@@ -73,11 +73,11 @@ class MegatronBackend(MegatronRank):
         return [logprobs for (logprobs,) in self._forward_only(groups, columns, like=[(torch.float32, ())])]
 
     def top_logprobs(self, groups: Sequence[TokenTree], *, top_k: int) -> list[TopLogprobs]:
-        """`logprobs` with the ``top_k`` likeliest tokens beside each, 1..vocab of them. No gradient."""
+        """`logprobs` with the ``top_k`` top-k tokens beside each, 1..vocab of them. No gradient."""
 
         def columns(batch: MicroBatch, hidden: Tensor) -> Sequence[Tensor]:
             inputs = self._head_inputs(batch, hidden)
-            return self._of_all_tokens(batch, *likeliest_tokens(*inputs, top_k=top_k, **self._head_settings(batch)))
+            return self._of_all_tokens(batch, *top_k_tokens(*inputs, top_k=top_k, **self._head_settings(batch)))
 
         like = [(torch.float32, ()), (torch.int64, (top_k,)), (torch.float32, (top_k,))]
         return [TopLogprobs(*columns) for columns in self._forward_only(groups, columns, like=like)]
@@ -200,8 +200,10 @@ def fresh_gap(groups: Sequence[TokenTree], logprobs: np.ndarray) -> np.ndarray:
     ``logprobs``: float32 ``[tokens]``, of the step's own forward.
     """
     rows = [group.tokens[1] for group in groups]
-    fresh = [group.extras.get("fresh", np.zeros(len(own), dtype=bool)) for group, own in zip(groups, rows, strict=True)]
-    counted = np.concatenate(fresh)
+    on_policy = [
+        group.extras.get("on_policy", np.zeros(len(own), dtype=bool)) for group, own in zip(groups, rows, strict=True)
+    ]
+    counted = np.concatenate(on_policy)
     counted &= np.concatenate([group.loss_mask[own] for group, own in zip(groups, rows, strict=True)])
     rollout = np.concatenate([group.logprobs[own] for group, own in zip(groups, rows, strict=True)])
     return np.abs(logprobs[counted] - rollout[counted])

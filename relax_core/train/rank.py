@@ -80,7 +80,7 @@ class MegatronRank:
             torch.set_num_threads(setup.parallel.threads_per_rank)
         self.rank, self.world_size, self.trainable = setup.rank, setup.world_size, trainable
         self._setup, self._parallel = setup, setup.parallel
-        self._algorithm, self._knobs = setup.algorithm, setup.knobs
+        self._algorithm, self._config = setup.algorithm, setup.config
         self._dtype, self._device = DTYPES[setup.dtype], training_device()
         self._build_model(value_head=value_head)
         self._overlap = trainable and self._parallel.overlap
@@ -256,7 +256,7 @@ class MegatronRank:
 
     # -- parts --------------------------------------------------------------------------------------------------
     def _denominator(self, totals: StepTotals) -> float:
-        return self._algorithm.denominator(totals, self._knobs)
+        return self._algorithm.denominator(totals, self._config)
 
     def _router_plan(self, *, replays: bool) -> RouterPlan:
         cut_again = self._parallel.sequence_parallel

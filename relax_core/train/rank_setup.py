@@ -26,7 +26,7 @@ class RankSetup:
     total_steps: int
     dtype: str
     algorithm: AlgorithmSpec
-    knobs: Any
+    config: Any
     rank: int
     world_size: int
     store_address: str
@@ -56,7 +56,7 @@ def rank_setup(
         total_steps=config.run.steps,
         dtype=config.model.dtype,
         algorithm=find_algorithm(config.algo.name),
-        knobs=config.algo,
+        config=config.algo,
         rank=rank,
         world_size=world_size(parallel),
         store_address=store_address,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from relax_core.weights.rendezvous import open_store
-from relax_core.weights.transports.base import WeightGroupPlace
+from relax_core.weights.transports.base import WeightGroupAddress
 
 
 class WeightGroup:
@@ -25,7 +25,7 @@ class WeightGroup:
         self._device = device
 
     @classmethod
-    def join(cls, place: WeightGroupPlace, *, rank: int, listener: socket.socket | None = None) -> WeightGroup:
+    def join(cls, place: WeightGroupAddress, *, rank: int, listener: socket.socket | None = None) -> WeightGroup:
         """Waits for the others. Raises RuntimeError past ``place.timeout_s``. ``listener``: rank 0's, already bound."""
         timeout = timedelta(seconds=place.timeout_s)
         store = open_store(

@@ -1,4 +1,4 @@
-"""Distillation's record: what it asks for under which knobs, and which knobs it refuses."""
+"""Distillation's record: what it asks for under which settings, and which settings it refuses."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 
-from algorithms.distill import SPEC, DistillKnobs
-from relax_core.contracts.algorithm import TeacherNeeds
+from algorithms.distill import SPEC, DistillConfig
+from relax_core.contracts.algorithm import TeacherRequirements
 
 
-def test_it_asks_for_likeliest_tokens_only_where_the_form_is_about_them() -> None:
-    needs = SPEC.needs(DistillKnobs(teachers={"default": None, "math": "/m"}, teacher_key="source", served_by="engine"))
-    assert needs.teacher == TeacherNeeds(models={"math": "/m"}, key="source", top_k=0, served_by="engine")
+def test_it_asks_for_top_k_tokens_only_where_the_form_is_about_them() -> None:
+    requirements = SPEC.requirements(
+        DistillConfig(teachers={"default": None, "math": "/m"}, teacher_key="source", served_by="engine")
+    )
+    assert requirements.teacher == TeacherRequirements(models={"math": "/m"}, key="source", top_k=0, served_by="engine")
     for form in ("topk_forward", "topk_jsd"):
-        of_form = SPEC.needs(DistillKnobs(form=form, top_k=7)).teacher
+        of_form = SPEC.requirements(DistillConfig(form=form, top_k=7)).teacher
         assert of_form is not None and of_form.top_k == 7
 
 
@@ -36,7 +38,7 @@ def test_it_asks_for_likeliest_tokens_only_where_the_form_is_about_them() -> Non
         ({"teachers": {"a": "/a", "b": "/b"}}, "algo.teachers names a, b: with several, algo.teacher_key must name"),
     ],
 )
-def test_its_own_knobs_are_checked(wrong: dict[str, Any], text: str) -> None:
+def test_its_own_config_are_checked(wrong: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError) as caught:
-        SPEC.check(DistillKnobs(**wrong))
+        SPEC.check(DistillConfig(**wrong))
     assert text in str(caught.value)

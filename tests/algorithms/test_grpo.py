@@ -1,4 +1,4 @@
-"""GRPO as a whole: golden vectors, finite differences, masks, splits and knobs."""
+"""GRPO as a whole: golden vectors, finite differences, masks, splits and settings."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from algorithms.grpo import SPEC, GrpoKnobs
+from algorithms.grpo import SPEC, GrpoConfig
 from relax_core.contracts.algorithm import AdvantageInputs, LossInputs, StepTotals
 from tests.algorithms import reference
 from tests.algorithms.reference import Token
 
-KNOBS = GrpoKnobs(clip_low=0.2, clip_high=0.28)
+CONFIG = GrpoConfig(clip_low=0.2, clip_high=0.28)
 VARIANTS = [
-    KNOBS,
-    dataclasses.replace(KNOBS, aggregation="seq_mean_token_mean"),
-    dataclasses.replace(KNOBS, aggregation="seq_mean_token_sum_norm", norm_length=8.0),
-    dataclasses.replace(KNOBS, kl_coef=0.1),
-    dataclasses.replace(KNOBS, kl_coef=0.1, kl_estimator="k2"),
-    dataclasses.replace(KNOBS, old_logprobs="actor_fwd", correction_low=0.5, correction_high=1.5),
-    dataclasses.replace(KNOBS, old_logprobs="actor_fwd", kl_coef=0.05, aggregation="seq_mean_token_mean"),
+    CONFIG,
+    dataclasses.replace(CONFIG, aggregation="seq_mean_token_mean"),
+    dataclasses.replace(CONFIG, aggregation="seq_mean_token_sum_norm", norm_length=8.0),
+    dataclasses.replace(CONFIG, kl_coef=0.1),
+    dataclasses.replace(CONFIG, kl_coef=0.1, kl_estimator="k2"),
+    dataclasses.replace(CONFIG, old_logprobs="actor_fwd", correction_low=0.5, correction_high=1.5),
+    dataclasses.replace(CONFIG, old_logprobs="actor_fwd", kl_coef=0.05, aggregation="seq_mean_token_mean"),
 ]
 LOGPROB = st.floats(-3.0, -0.0078125, width=32)
 TOKEN = st.builds(
@@ -64,28 +64,28 @@ def _totals(tokens: list[Token]) -> StepTotals:
     )
 
 
-def _reference_loss(tokens: list[Token], knobs: GrpoKnobs) -> float:
-    tis = (knobs.correction_low, knobs.correction_high) if knobs.old_logprobs == "actor_fwd" else None
+def _reference_loss(tokens: list[Token], config: GrpoConfig) -> float:
+    tis = (config.correction_low, config.correction_high) if config.old_logprobs == "actor_fwd" else None
     losses = [
         reference.token_loss(
             token,
-            clip_low=knobs.clip_low,
-            clip_high=knobs.clip_high,
-            kl_coef=knobs.kl_coef,
-            kl_estimator=knobs.kl_estimator,
+            clip_low=config.clip_low,
+            clip_high=config.clip_high,
+            kl_coef=config.kl_coef,
+            kl_estimator=config.kl_estimator,
             tis=tis,
         )
         for token in tokens
     ]
-    return reference.mean_loss(tokens, losses, aggregation=knobs.aggregation, norm_length=knobs.norm_length)
+    return reference.mean_loss(tokens, losses, aggregation=config.aggregation, norm_length=config.norm_length)
 
 
-@pytest.mark.parametrize("knobs", VARIANTS, ids=str)
+@pytest.mark.parametrize("config", VARIANTS, ids=str)
 @given(tokens=TOKENS)
 @settings(max_examples=40, deadline=None)
-def test_the_loss_equals_the_reference(knobs: GrpoKnobs, tokens: list[Token]) -> None:
-    got = SPEC.loss(_inputs(tokens), knobs).loss_sum.item() / SPEC.denominator(_totals(tokens), knobs)
-    assert got == pytest.approx(_reference_loss(tokens, knobs), rel=1e-4, abs=1e-5)
+def test_the_loss_equals_the_reference(config: GrpoConfig, tokens: list[Token]) -> None:
+    got = SPEC.loss(_inputs(tokens), config).loss_sum.item() / SPEC.denominator(_totals(tokens), config)
+    assert got == pytest.approx(_reference_loss(tokens, config), rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("old_logprobs", ["rollout", "actor_fwd", "current"])
@@ -96,20 +96,20 @@ def test_opsm_measures_the_drift_from_what_the_engine_sampled_with(old_logprobs:
         Token(sample=1, trained=True, new=-1.0, old=-0.9, rollout=-1.0, reference=-1.0, advantage=-1.0),  # did not
         Token(sample=2, trained=True, new=-1.0, old=-1.0, rollout=-0.9, reference=-1.0, advantage=1.0),  # is good
     ]
-    knobs = dataclasses.replace(KNOBS, old_logprobs=old_logprobs, opsm_threshold=1e-2, correction="none")
-    SPEC.check(knobs)
+    config = dataclasses.replace(CONFIG, old_logprobs=old_logprobs, opsm_threshold=1e-2, correction="none")
+    SPEC.check(config)
     inputs = _inputs(tokens)
     if old_logprobs == "rollout":
         inputs = dataclasses.replace(inputs, old_logprobs=inputs.rollout_logprobs)
-    outputs = SPEC.loss(inputs, knobs)
+    outputs = SPEC.loss(inputs, config)
     assert outputs.per_token is not None
     assert (outputs.per_token == 0.0).tolist() == [True, False, False]
     cut, count = outputs.metric_sums["opsm_cut"]
     assert (float(cut), float(count)) == (1.0, 3.0)
 
 
-@pytest.mark.parametrize("knobs", VARIANTS, ids=str)
-def test_the_gradient_equals_finite_differences(knobs: GrpoKnobs) -> None:
+@pytest.mark.parametrize("config", VARIANTS, ids=str)
+def test_the_gradient_equals_finite_differences(config: GrpoConfig) -> None:
     # ratios e^0.1, e^-0.1, e^0.6 (clipped), e^-0.6 (clipped), e^0.2, e^0.15: none within 0.01 of a clip's edge
     tokens = [
         Token(sample=0, trained=True, new=-0.9, old=-1.0, rollout=-1.1, reference=-0.7, advantage=1.3),
@@ -120,14 +120,14 @@ def test_the_gradient_equals_finite_differences(knobs: GrpoKnobs) -> None:
         Token(sample=2, trained=True, new=-0.85, old=-1.0, rollout=-1.3, reference=-1.4, advantage=-0.5),
     ]
     inputs = _inputs(tokens)
-    SPEC.loss(inputs, knobs).loss_sum.backward()
+    SPEC.loss(inputs, config).loss_sum.backward()
     assert inputs.logprobs.grad is not None
-    got = inputs.logprobs.grad / SPEC.denominator(_totals(tokens), knobs)
+    got = inputs.logprobs.grad / SPEC.denominator(_totals(tokens), config)
     step = 1e-6
     for place, token in enumerate(tokens):
         up, down = (
             _reference_loss(
-                [*tokens[:place], dataclasses.replace(token, new=token.new + by), *tokens[place + 1 :]], knobs
+                [*tokens[:place], dataclasses.replace(token, new=token.new + by), *tokens[place + 1 :]], config
             )
             for by in (step, -step)
         )
@@ -137,7 +137,7 @@ def test_the_gradient_equals_finite_differences(knobs: GrpoKnobs) -> None:
 @given(tokens=TOKENS, noise=st.sampled_from([float("nan"), float("inf"), float("-inf"), -7.0]))
 @settings(deadline=None)  # the first call may wait for a busy machine
 def test_masked_tokens_have_no_influence(tokens: list[Token], noise: float) -> None:
-    knobs = dataclasses.replace(KNOBS, old_logprobs="actor_fwd", kl_coef=0.1, aggregation="seq_mean_token_mean")
+    config = dataclasses.replace(CONFIG, old_logprobs="actor_fwd", kl_coef=0.1, aggregation="seq_mean_token_mean")
     spoilt = [
         token
         if token.trained
@@ -147,7 +147,7 @@ def test_masked_tokens_have_no_influence(tokens: list[Token], noise: float) -> N
     results: list[tuple[float, list[float], dict[str, Any]]] = []
     for version in (tokens, spoilt):
         inputs = _inputs(version)
-        outputs = SPEC.loss(inputs, knobs)
+        outputs = SPEC.loss(inputs, config)
         outputs.loss_sum.backward()
         assert inputs.logprobs.grad is not None
         metrics = {name: (total.item(), count.item()) for name, (total, count) in outputs.metric_sums.items()}
@@ -157,15 +157,15 @@ def test_masked_tokens_have_no_influence(tokens: list[Token], noise: float) -> N
     assert masked == [0.0] * len(masked)
 
 
-@given(tokens=TOKENS, knobs=st.sampled_from(VARIANTS), data=st.data())
+@given(tokens=TOKENS, config=st.sampled_from(VARIANTS), data=st.data())
 @settings(deadline=None)  # the first call may wait for a busy machine
 def test_numerators_add_up_over_micro_batches_in_any_order(
-    tokens: list[Token], knobs: GrpoKnobs, data: st.DataObject
+    tokens: list[Token], config: GrpoConfig, data: st.DataObject
 ) -> None:
-    whole = SPEC.loss(_inputs(tokens), knobs).loss_sum.item()
+    whole = SPEC.loss(_inputs(tokens), config).loss_sum.item()
     samples = data.draw(st.permutations(sorted({token.sample for token in tokens})))
     parts = [[token for token in tokens if token.sample == sample] for sample in samples]
-    split = sum(SPEC.loss(_inputs(part), knobs).loss_sum.item() for part in parts)
+    split = sum(SPEC.loss(_inputs(part), config).loss_sum.item() for part in parts)
     assert split == pytest.approx(whole, rel=1e-4, abs=1e-4)
 
 
@@ -176,7 +176,7 @@ def test_metrics_by_hand() -> None:
         Token(sample=1, trained=True, new=-1.5, old=-1.0, rollout=-1.0, reference=-1.0, advantage=-1.0),
         Token(sample=1, trained=False, new=-9.0, old=-1.0, rollout=-1.0, reference=-1.0, advantage=-1.0),
     ]
-    sums = SPEC.loss(_inputs(tokens), KNOBS).metric_sums
+    sums = SPEC.loss(_inputs(tokens), CONFIG).metric_sums
     assert set(sums) == {
         *("ratio", "ratio_low", "ratio_high", "clip_low", "clip_high", "old_kl"),
         *("surprisal", "advantage", "advantage_size"),
@@ -189,7 +189,7 @@ def test_metrics_by_hand() -> None:
     assert sums["ratio_low"][0].item() == pytest.approx(3 * 0.6065307)
     assert sums["ratio_high"][0].item() == pytest.approx(3 * 1.6487213)
     assert (sums["surprisal"][0].item(), sums["advantage"][0].item(), sums["advantage_size"][0].item()) == (3, 1, 3)
-    more = SPEC.loss(_inputs(tokens), dataclasses.replace(KNOBS, old_logprobs="actor_fwd", kl_coef=0.1)).metric_sums
+    more = SPEC.loss(_inputs(tokens), dataclasses.replace(CONFIG, old_logprobs="actor_fwd", kl_coef=0.1)).metric_sums
     assert set(more) == {*sums, "tis_weight", "tis_cut", "reference_kl"}
 
 
@@ -201,23 +201,23 @@ def test_advantages_reach_every_token_of_a_sample() -> None:
             loss_mask=torch.tensor([True, True, True]),
             sample_ids=torch.tensor([0, 1, 1]),
         ),
-        GrpoKnobs(normalize_std=False),
+        GrpoConfig(normalize_std=False),
     )
     assert got.tolist() == [0.5, -0.5, -0.5]
     assert got.dtype == torch.float32
 
 
-def test_needs_follow_the_knobs() -> None:
-    assert SPEC.needs(KNOBS).old_logprobs == "rollout"
-    assert not SPEC.needs(KNOBS).reference
-    more = SPEC.needs(GrpoKnobs(old_logprobs="actor_fwd", kl_coef=0.01))
+def test_needs_follow_the_config() -> None:
+    assert SPEC.requirements(CONFIG).old_logprobs == "rollout"
+    assert not SPEC.requirements(CONFIG).reference
+    more = SPEC.requirements(GrpoConfig(old_logprobs="actor_fwd", kl_coef=0.01))
     assert more.old_logprobs == "actor_fwd"
     assert more.reference
 
 
-@pytest.mark.parametrize("knobs", VARIANTS, ids=str)
-def test_sensible_knobs_pass(knobs: GrpoKnobs) -> None:
-    SPEC.check(knobs)
+@pytest.mark.parametrize("config", VARIANTS, ids=str)
+def test_sensible_config_pass(config: GrpoConfig) -> None:
+    SPEC.check(config)
 
 
 @pytest.mark.parametrize(
@@ -265,20 +265,19 @@ def test_sensible_knobs_pass(knobs: GrpoKnobs) -> None:
         ({"rejection": {"token_k1": [0.1, 0.5]}}, "trainer and engine agree the value is 0"),
     ],
 )
-def test_wrong_knobs_are_named(wrong: dict[str, Any], text: str) -> None:
+def test_wrong_config_are_named(wrong: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        SPEC.check(dataclasses.replace(GrpoKnobs(), **wrong))
+        SPEC.check(dataclasses.replace(GrpoConfig(), **wrong))
 
 
-def test_every_wrong_knob_is_listed_at_once() -> None:
+def test_every_wrong_setting_is_listed_at_once() -> None:
     with pytest.raises(ValueError) as caught:
-        SPEC.check(GrpoKnobs(group_size=1, clip_high=0.0, kl_coef=-1.0))
+        SPEC.check(GrpoConfig(group_size=1, clip_high=0.0, kl_coef=-1.0))
     assert len(str(caught.value).splitlines()) == 3
 
 
-def test_checking_knobs_needs_no_torch() -> None:
-    code = (
-        "import sys; from algorithms.grpo import SPEC, GrpoKnobs;SPEC.check(GrpoKnobs()); print('torch' in sys.modules)"
-    )
+def test_checking_config_needs_no_torch() -> None:
+    code = "import sys; from algorithms.grpo import SPEC, GrpoConfig;SPEC.check(GrpoConfig()); "
+        "print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "False"

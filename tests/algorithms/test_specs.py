@@ -1,4 +1,4 @@
-"""Every built-in algorithm's record: knobs, needs, checks, hooks. What they compute is in tests/conformance."""
+"""Every built-in algorithm's record: settings, needs, checks, hooks. What they compute is in tests/conformance."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ import pytest
 import torch
 
 from algorithms import cispo, dapo, distill, gspo, sapo
-from algorithms.policy_gradient import PolicyGradientKnobs
-from relax_core.contracts.algorithm import AdvantageInputs, AlgorithmKnobs, LossInputs, ValueInputs
+from algorithms.policy_gradient import PolicyGradientConfig
+from relax_core.contracts.algorithm import AdvantageInputs, AlgorithmConfig, LossInputs, ValueInputs
 from relax_core.registry import find_algorithm, names
 
-BUILT_IN = [name for name in names("algo") if issubclass(find_algorithm(name).knobs, PolicyGradientKnobs)]
+BUILT_IN = [name for name in names("algo") if issubclass(find_algorithm(name).config, PolicyGradientConfig)]
 ALGORITHMS = Path(__file__).resolve().parents[2] / "algorithms"
 
 
-def knobs_of(algorithm: str, **changes: Any) -> Any:
+def config_of(algorithm: str, **changes: Any) -> Any:
     """With the length that conf/algo takes from rollout.max_new_tokens."""
-    return find_algorithm(algorithm).knobs(**{"norm_length": 8.0} | changes)
+    return find_algorithm(algorithm).config(**{"norm_length": 8.0} | changes)
 
 
 def test_the_papers_own_ranges() -> None:
-    assert (gspo.GspoKnobs().clip_low, gspo.GspoKnobs().clip_high) == (3e-4, 4e-4)
-    assert (sapo.SapoKnobs().tau_positive, sapo.SapoKnobs().tau_negative) == (1.0, 1.05)
-    assert (cispo.CispoKnobs().clip_low, cispo.CispoKnobs().clip_high) == (1.0, 4.0)
-    assert (dapo.DapoKnobs().clip_low, dapo.DapoKnobs().clip_high) == (0.2, 0.28)
+    assert (gspo.GspoConfig().clip_low, gspo.GspoConfig().clip_high) == (3e-4, 4e-4)
+    assert (sapo.SapoConfig().tau_positive, sapo.SapoConfig().tau_negative) == (1.0, 1.05)
+    assert (cispo.CispoConfig().clip_low, cispo.CispoConfig().clip_high) == (1.0, 4.0)
+    assert (dapo.DapoConfig().clip_low, dapo.DapoConfig().clip_high) == (0.2, 0.28)
 
 
 @pytest.mark.parametrize("algorithm", BUILT_IN)
 def test_defaults_pass_and_need_no_other_role(algorithm: str) -> None:
-    spec, knobs = find_algorithm(algorithm), knobs_of(algorithm)
-    spec.check(knobs)
-    needs = spec.needs(knobs)
-    assert (needs.old_logprobs, needs.reference, needs.entropy) == ("rollout", False, False)
-    assert needs.critic == (algorithm == "ppo") == (spec.value_loss is not None)
-    more = spec.needs(dataclasses.replace(knobs, old_logprobs="actor_fwd", kl_coef=0.1))
+    spec, config = find_algorithm(algorithm), config_of(algorithm)
+    spec.check(config)
+    requirements = spec.requirements(config)
+    assert (requirements.old_logprobs, requirements.reference, requirements.entropy) == ("rollout", False, False)
+    assert requirements.critic == (algorithm == "ppo") == (spec.value_loss is not None)
+    more = spec.requirements(dataclasses.replace(config, old_logprobs="actor_fwd", kl_coef=0.1))
     assert (more.old_logprobs, more.reference) == ("actor_fwd", True)
-    assert spec.needs(dataclasses.replace(knobs, entropy_coef=0.01)).entropy
+    assert spec.requirements(dataclasses.replace(config, entropy_coef=0.01)).entropy
 
 
 @pytest.mark.parametrize("algorithm", BUILT_IN)
@@ -60,19 +60,19 @@ def test_defaults_pass_and_need_no_other_role(algorithm: str) -> None:
 )
 def test_impossible_combinations_are_refused(algorithm: str, wrong: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        find_algorithm(algorithm).check(knobs_of(algorithm, **wrong))
+        find_algorithm(algorithm).check(config_of(algorithm, **wrong))
 
 
 @pytest.mark.parametrize("algorithm", BUILT_IN)
 def test_a_group_of_one_needs_a_critic_a_teacher_or_a_baseline_of_the_step(algorithm: str) -> None:
-    spec, knobs = find_algorithm(algorithm), knobs_of(algorithm, group_size=1)
+    spec, config = find_algorithm(algorithm), config_of(algorithm, group_size=1)
     if algorithm == "reinforce_pp":  # the plain form's baseline is the step's mean
-        spec.check(dataclasses.replace(knobs, group_baseline=False))
-    if spec.needs(knobs).critic or spec.needs(knobs).teacher is not None:
-        spec.check(knobs)
+        spec.check(dataclasses.replace(config, group_baseline=False))
+    if spec.requirements(config).critic or spec.requirements(config).teacher is not None:
+        spec.check(config)
         return
     with pytest.raises(ValueError, match=r"algo\.group_size=1: a group of one"):
-        spec.check(knobs)
+        spec.check(config)
 
 
 @pytest.mark.parametrize(
@@ -105,28 +105,28 @@ def test_a_group_of_one_needs_a_critic_a_teacher_or_a_baseline_of_the_step(algor
         ("ppo", {"clip_high": 0.0}, "PPO uses 0.2 and 0.2"),
     ],
 )
-def test_own_knobs_are_checked(algorithm: str, wrong: dict[str, Any], text: str) -> None:
+def test_own_config_are_checked(algorithm: str, wrong: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError) as caught:
-        find_algorithm(algorithm).check(knobs_of(algorithm, **wrong))
+        find_algorithm(algorithm).check(config_of(algorithm, **wrong))
     assert text in str(caught.value)
 
 
 class Reads:
-    """Knobs that note which of them are read."""
+    """Settings that note which of them are read."""
 
-    def __init__(self, knobs: Any, read: set[str]) -> None:
-        self._knobs, self._read = knobs, read
+    def __init__(self, config: Any, read: set[str]) -> None:
+        self._config, self._read = config, read
 
     def __getattr__(self, name: str) -> Any:
         self._read.add(name)
-        return getattr(self._knobs, name)
+        return getattr(self._config, name)
 
 
 @pytest.mark.parametrize("algorithm", BUILT_IN)
-def test_every_knob_is_read(algorithm: str) -> None:
+def test_every_setting_is_read(algorithm: str) -> None:
     """By what computes, not by the check alone; with everything switched on that can be."""
     spec, read = find_algorithm(algorithm), set[str]()
-    fields = {field.name for field in dataclasses.fields(spec.knobs)}
+    fields = {field.name for field in dataclasses.fields(spec.config)}
     base = {"kl_coef": 0.1, "kl_estimator": "k3", "old_logprobs": "actor_fwd", "opsm_threshold": 1e-4}
     base |= {"entropy_coef": 0.1, "rejection": {"token_k3": [0, 1]}}
     base |= {name: value for name, value in (("overlong_length", 4), ("overlong_buffer", 2)) if name in fields}
@@ -136,8 +136,8 @@ def test_every_knob_is_read(algorithm: str) -> None:
     forms += [{"pass_k": 2}] if "pass_k" in fields else []
     forms += [{"gamma": 0.9}] if algorithm == "reinforce_pp" else []
     for placement, form in itertools.product(("loss", "reward"), forms):
-        knobs: Any = Reads(knobs_of(algorithm, **base, **form, kl_placement=placement), read)
-        spec.needs(knobs)
+        config: Any = Reads(config_of(algorithm, **base, **form, kl_placement=placement), read)
+        spec.requirements(config)
         loss_inputs = LossInputs(
             logprobs=tokens.clone().requires_grad_(),
             old_logprobs=tokens,
@@ -152,7 +152,7 @@ def test_every_knob_is_read(algorithm: str) -> None:
             teacher_top_logprobs=tokens[:, None],
             top_logprobs=tokens[:, None],
         )
-        spec.loss(loss_inputs, knobs)
+        spec.loss(loss_inputs, config)
         advantage_inputs = AdvantageInputs(
             rewards=torch.tensor([0.0, 1.0]),
             lengths=torch.tensor([2, 2]),
@@ -164,28 +164,28 @@ def test_every_knob_is_read(algorithm: str) -> None:
             values=tokens,
             teacher_logprobs=tokens,
         )
-        values = spec.advantages(advantage_inputs, knobs)
+        values = spec.advantages(advantage_inputs, config)
         if spec.normalize is not None:
-            spec.normalize([values], [advantage_inputs], knobs)
+            spec.normalize([values], [advantage_inputs], config)
         if spec.drop_group is not None:
-            spec.drop_group([0.0, 1.0], 0, knobs)
+            spec.drop_group([0.0, 1.0], 0, config)
         if spec.value_loss is not None:
             value_inputs = ValueInputs(
                 values=tokens, old_values=tokens, returns=tokens, loss_mask=mask, sample_ids=ids, num_samples=2
             )
-            spec.value_loss(value_inputs, knobs)
-    # Every algorithm's common knobs are the roles' to read: tests/config and tests/train/step/test_updates.py hold that. The
-    # denominator reads the length that a sample's sum is divided by.
-    of_all = {field.name for field in dataclasses.fields(AlgorithmKnobs)}
+            spec.value_loss(value_inputs, config)
+    # Every algorithm's common settings are the roles' to read: tests/config and tests/train/step/test_updates.py hold
+    # that. The denominator reads the length that a sample's sum is divided by.
+    of_all = {field.name for field in dataclasses.fields(AlgorithmConfig)}
     assert fields - read == {*of_all, "norm_length"}
 
 
 def test_dapo_drops_groups_that_teach_nothing() -> None:
     assert dapo.SPEC.drop_group is not None
-    knobs = dapo.DapoKnobs(max_dropped_in_a_row=3)
-    assert dapo.SPEC.drop_group([0.3, 0.3], 2, knobs) == "all_equal"
-    assert dapo.SPEC.drop_group([0.3, 0.3], 3, knobs) is None
-    assert dapo.SPEC.drop_group([0.3, 0.4], 0, knobs) is None
+    config = dapo.DapoConfig(max_dropped_in_a_row=3)
+    assert dapo.SPEC.drop_group([0.3, 0.3], 2, config) == "all_equal"
+    assert dapo.SPEC.drop_group([0.3, 0.3], 3, config) is None
+    assert dapo.SPEC.drop_group([0.3, 0.4], 0, config) is None
 
 
 def test_files_are_short() -> None:

@@ -22,7 +22,7 @@ def scored(file: Path, *responses: str) -> list[RewardOutput]:
     """As a worker process of a run scores."""
     spec = find_reward(str(file))
     row = {"prompt": "p"}
-    with RewardPool(spec, spec.knobs(name=str(file)), workers=1) as pool:
+    with RewardPool(spec, spec.config(name=str(file)), workers=1) as pool:
         return asyncio.run(
             pool.score([RewardInput(response=text, stopped=True, answer="abc", row=row) for text in responses])
         )

@@ -11,7 +11,7 @@ import pytest
 
 import relax_core
 from relax_core.api.function_reward import FUNCTION_FILE
-from relax_core.control.host.run_lock import only_run
+from relax_core.control.host.run_lock import run_lock
 from relax_core.observe.service.records import metric_record, text_record
 from relax_core.observe.service.sinks import JsonlSink
 
@@ -58,7 +58,7 @@ def test_a_run_at_work_keeps_its_own_function(tmp_path: Path) -> None:
     function = tmp_path / "run" / FUNCTION_FILE
     function.parent.mkdir()
     function.write_text("its own")
-    with only_run(function.parent), pytest.raises(relax_core.ConfigError, match="a run is at work there"):
+    with run_lock(function.parent), pytest.raises(relax_core.ConfigError, match="a run is at work there"):
         relax_core.run([f"run.dir={function.parent}", "resume=auto"], reward=lambda given: 1.0)
     assert function.read_text() == "its own"
 

@@ -32,7 +32,7 @@ def actor_records(step_ms: list[float]) -> dict[int, dict[str, float]]:
     return records
 
 
-BURSTS = {step: {"engine_ms": 10.0, "reward_ms": 1.0} for step in range(STEPS)}
+PROMPT_BATCHES = {step: {"engine_ms": 10.0, "reward_ms": 1.0} for step in range(STEPS)}
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ BURSTS = {step: {"engine_ms": 10.0, "reward_ms": 1.0} for step in range(STEPS)}
 )
 def test_a_steps_parts_add_up(name: str, sync: float, other: float) -> None:
     """A step of 40 ms: 20 train, 11 engine and reward where nothing overlaps; the push is on the path in one case."""
-    figures = run_figures(name, actor_records([40.0, 40.0, 64.0]), BURSTS)
+    figures = run_figures(name, actor_records([40.0, 40.0, 64.0]), PROMPT_BATCHES)
     assert figures["step"] == 40.0
     assert figures["sync"] == pytest.approx(sync)
     assert figures["bus+control"] == pytest.approx(other)
@@ -51,7 +51,7 @@ def test_a_steps_parts_add_up(name: str, sync: float, other: float) -> None:
 
 
 def test_slow_steps_show_in_the_mean_only() -> None:
-    figures = run_figures(ASYNC, actor_records([32.0, 32.0, 128.0]), BURSTS)
+    figures = run_figures(ASYNC, actor_records([32.0, 32.0, 128.0]), PROMPT_BATCHES)
     assert figures["samples/s"] == pytest.approx(4000.0)
     assert figures["samples/s, mean"] == pytest.approx(1e3 * 3 * 128 / 192)
 
@@ -67,7 +67,7 @@ def test_ratios_are_taken_within_a_repeat() -> None:
 
 def test_the_table_has_a_column_for_each_way() -> None:
     plain = single_figures([{"step_ms": 128.0, "samples": 128.0}] * (SKIPPED_STEPS + 2))
-    run = run_figures(ASYNC, actor_records([32.0, 32.0, 32.0]), BURSTS)
+    run = run_figures(ASYNC, actor_records([32.0, 32.0, 32.0]), PROMPT_BATCHES)
     lines = table({PLAIN: plain, ASYNC: run}, {PLAIN: {PLAIN: 1.0, ASYNC: 4.0}}).splitlines()
     assert lines[1].split() == ["plain", "loop", "async", "s=1"]
     assert "samples/s                       1000        4000" in lines

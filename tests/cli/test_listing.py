@@ -12,19 +12,19 @@ from relax_core.registry import KINDS, names
 REWARD = """
 from dataclasses import dataclass
 
-from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput, RewardSpec
+from relax_core.contracts.reward import RewardInput, RewardConfig, RewardOutput, RewardSpec
 
 
 @dataclass(frozen=True)
-class Knobs(RewardKnobs):
+class Config(RewardConfig):
     pass
 
 
-def score(given: RewardInput, knobs: Knobs) -> RewardOutput:
+def score(given: RewardInput, config: Config) -> RewardOutput:
     return RewardOutput(reward=1.0)
 
 
-SPEC = RewardSpec(name="mine", summary="always content", knobs=Knobs, score=score)
+SPEC = RewardSpec(name="mine", summary="always content", config=Config, score=score)
 """
 
 

@@ -68,11 +68,11 @@ def test_the_demo() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_plugins_yaml_has_its_knobs_and_their_defaults(kind: Kind) -> None:
+def test_a_plugins_yaml_has_its_config_and_their_defaults(kind: Kind) -> None:
     """algo=grpo and algo.name=grpo must be one and the same."""
     for name in set(names(kind)) & set(yaml_options(kind)):
         values = OmegaConf.load(conf_folder() / kind / f"{name}.yaml")
-        fields = {field.name: field for field in dataclasses.fields(find(kind, name).knobs)}
+        fields = {field.name: field for field in dataclasses.fields(find(kind, name).config)}
         assert isinstance(values, DictConfig)
         assert set(values) == set(fields)
         for key in map(str, values):

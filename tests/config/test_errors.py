@@ -60,7 +60,7 @@ def problems(*overrides: str) -> list[str]:
         ("run.zzzz=3", "run.zzzz is not a key. Keys of run: run.steps"),
         ("+run.zzzz=3", "run.zzzz is not a key. Keys of run: run.steps"),
         ("+zzzz=3", "zzzz is not a key. Root keys: name, seed,"),
-        ("algo.clip_hihg=0.3", "algo.clip_hihg is not a knob of grpo. Nearest: algo.clip_high"),
+        ("algo.clip_hihg=0.3", "algo.clip_hihg is not a setting of grpo. Nearest: algo.clip_high"),
         ("seed=x", "seed=x: expected a whole number."),
         ("optimizer.lr=fast", "optimizer.lr=fast: expected a number."),
         ("run.panel=maybe", "run.panel=maybe: expected true or false."),
@@ -218,7 +218,7 @@ def test_all_problems_at_once() -> None:
     assert report.startswith(f"relax: {len(found)} problems in the configuration\n  - ")
 
 
-def test_all_wrong_knobs_at_once() -> None:
+def test_all_wrong_config_at_once() -> None:
     assert len(problems("algo.clip_low=x", "algo.nope=1", "reward.nope=2", "+run.zzzz=1")) == 4
 
 

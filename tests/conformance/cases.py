@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relax_core.contracts.algorithm import AdvantageInputs, AlgorithmKnobs, LossInputs, StepTotals, ValueInputs
+from relax_core.contracts.algorithm import AdvantageInputs, AlgorithmConfig, LossInputs, StepTotals, ValueInputs
 from relax_core.registry import find_algorithm
 
 VECTORS = Path(__file__).parent / "vectors"
@@ -21,8 +21,8 @@ def read(algorithm: str) -> dict[str, Any]:
     return loaded
 
 
-def knobs_of(algorithm: str, case: Mapping[str, Any]) -> AlgorithmKnobs:
-    return find_algorithm(algorithm).knobs(**case["knobs"])
+def config_of(algorithm: str, case: Mapping[str, Any]) -> AlgorithmConfig:
+    return find_algorithm(algorithm).config(**case["config"])
 
 
 def flat(samples: Sequence[Mapping[str, Any]], name: str, dtype: torch.dtype) -> Tensor:
@@ -33,12 +33,12 @@ def sample_ids(samples: Sequence[Mapping[str, Any]]) -> Tensor:
     return torch.tensor([place for place, sample in enumerate(samples) for _ in sample["mask"]])
 
 
-def loss_inputs(samples: Sequence[Mapping[str, Any]], *, knobs: Any, dtype: torch.dtype) -> LossInputs:
-    """``old_logprobs`` are the engine's where the knob says so: what the trainer hands over then."""
+def loss_inputs(samples: Sequence[Mapping[str, Any]], *, config: Any, dtype: torch.dtype) -> LossInputs:
+    """``old_logprobs`` are the engine's where the setting says so: what the trainer hands over then."""
     rollout = flat(samples, "rollout_logprobs", dtype)
     return LossInputs(
         logprobs=flat(samples, "logprobs", dtype).requires_grad_(),
-        old_logprobs=flat(samples, "old_logprobs", dtype) if knobs.old_logprobs == "actor_fwd" else rollout,
+        old_logprobs=flat(samples, "old_logprobs", dtype) if config.old_logprobs == "actor_fwd" else rollout,
         rollout_logprobs=rollout,
         advantages=flat(samples, "advantages", dtype),
         loss_mask=flat(samples, "mask", torch.bool),
@@ -60,9 +60,9 @@ def value_inputs(samples: Sequence[Mapping[str, Any]], *, dtype: torch.dtype) ->
     )
 
 
-def advantage_inputs(group: Mapping[str, Any], *, knobs: Any) -> AdvantageInputs:
+def advantage_inputs(group: Mapping[str, Any], *, config: Any) -> AdvantageInputs:
     samples = group["samples"]
-    old = "old_logprobs" if knobs.old_logprobs == "actor_fwd" else "rollout_logprobs"
+    old = "old_logprobs" if config.old_logprobs == "actor_fwd" else "rollout_logprobs"
     return AdvantageInputs(
         rewards=torch.tensor(group["rewards"], dtype=torch.float32),
         lengths=torch.tensor([len(sample["mask"]) for sample in samples]),

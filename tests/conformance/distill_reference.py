@@ -3,7 +3,7 @@
 python -m tests.conformance.distill_reference
 
 A sample is as in `reference`, with ``teacher_logprobs`` of the sampled tokens and, one list a token, ``top_logprobs``
-and ``teacher_top_logprobs`` at the teacher's likeliest tokens.
+and ``teacher_top_logprobs`` at the teacher's top-k tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from algorithms.distill import SPEC, DistillKnobs
+from algorithms.distill import SPEC, DistillConfig
 from tests.conformance import advantage_reference, reference
 from tests.conformance.cases import VECTORS
 from tests.conformance.generate import rounded
@@ -23,7 +23,7 @@ from tests.conformance.generate import rounded
 FILE = VECTORS / "distill.json"
 VOCABULARY = 9
 LENGTHS = (4, 1, 3, 2)
-Knobs = Mapping[str, Any]
+Config = Mapping[str, Any]
 Sample = Mapping[str, Any]
 
 LOSS_CASES: list[dict[str, Any]] = [
@@ -74,11 +74,11 @@ def divergence(student_top: Sequence[float], teacher_top: Sequence[float], form:
 
 
 def losses(
-    knobs: Knobs, samples: Sequence[Sample], live: Sequence[Sequence[float]], live_top: Sequence[Any]
+    config: Config, samples: Sequence[Sample], live: Sequence[Sequence[float]], live_top: Sequence[Any]
 ) -> list[list[float]]:
     """Of every token before aggregation. ``live``, ``live_top``: what the gradient is taken of."""
-    policy = reference.losses("grpo", knobs, samples, live)  # PPO's clip and the KL to the reference
-    if not knobs["form"].startswith("topk_"):
+    policy = reference.losses("grpo", config, samples, live)  # PPO's clip and the KL to the reference
+    if not config["form"].startswith("topk_"):
         return policy
     out = []
     for sample, values, tops in zip(samples, live, live_top, strict=True):
@@ -86,21 +86,21 @@ def losses(
         for t, one in enumerate(sample["mask"]):
             value = 0.0
             if one:
-                found = divergence(tops[t], sample["teacher_top_logprobs"][t], knobs["form"], knobs["mix"])
-                value = knobs["teacher_coef"] * found
-                if knobs["kl_coef"] > 0 and knobs["kl_placement"] == "loss":
+                found = divergence(tops[t], sample["teacher_top_logprobs"][t], config["form"], config["mix"])
+                value = config["teacher_coef"] * found
+                if config["kl_coef"] > 0 and config["kl_placement"] == "loss":
                     x = reference.log_ratio(values[t], sample["reference_logprobs"][t])
-                    value += knobs["kl_coef"] * reference.kl(x, knobs["kl_estimator"])
+                    value += config["kl_coef"] * reference.kl(x, config["kl_estimator"])
             row.append(value)
         out.append(row)
     return out
 
 
-def _step_loss(knobs: Knobs, samples: Sequence[Sample], live: Any, top: Any) -> float:
-    return reference.step_loss(knobs, samples, losses(knobs, samples, live, top))
+def _step_loss(config: Config, samples: Sequence[Sample], live: Any, top: Any) -> float:
+    return reference.step_loss(config, samples, losses(config, samples, live, top))
 
 
-def gradients(knobs: Knobs, samples: Sequence[Sample], *, step: float = 1e-5) -> dict[str, Any]:
+def gradients(config: Config, samples: Sequence[Sample], *, step: float = 1e-5) -> dict[str, Any]:
     """The step's loss by each sampled log-prob and by each of the student's top log-probs: central differences."""
 
     def at(i: int, t: int, k: int | None, by: float) -> float:
@@ -110,7 +110,7 @@ def gradients(knobs: Knobs, samples: Sequence[Sample], *, step: float = 1e-5) ->
             live[i][t] += by
         else:
             top[i][t][k] += by
-        return _step_loss(knobs, samples, live, top)
+        return _step_loss(config, samples, live, top)
 
     def slope(i: int, t: int, k: int | None) -> float:
         near, far = at(i, t, k, step) - at(i, t, k, -step), at(i, t, k, 2 * step) - at(i, t, k, -2 * step)
@@ -125,17 +125,17 @@ def gradients(knobs: Knobs, samples: Sequence[Sample], *, step: float = 1e-5) ->
     }
 
 
-def advantages(knobs: Knobs, rewards: Sequence[float], samples: Sequence[Sample]) -> list[list[float]]:
+def advantages(config: Config, rewards: Sequence[float], samples: Sequence[Sample]) -> list[list[float]]:
     """MiniLLM's reward of one step: - λ (log π_S - log π_T), where the form has one, upon the group's."""
-    if knobs["form"].startswith("topk_"):
+    if config["form"].startswith("topk_"):
         return [[0.0] * len(sample["mask"]) for sample in samples]
-    base = [[-charge for charge in advantage_reference.charges(knobs, sample)] for sample in samples]
-    if knobs["form"] == "advantage":
-        base = advantage_reference.group_advantages("grpo", knobs, rewards, samples)
+    base = [[-charge for charge in advantage_reference.charges(config, sample)] for sample in samples]
+    if config["form"] == "advantage":
+        base = advantage_reference.group_advantages("grpo", config, rewards, samples)
     return [
         [
             a
-            - knobs["teacher_coef"] * reference.log_ratio(sample["rollout_logprobs"][t], sample["teacher_logprobs"][t])
+            - config["teacher_coef"] * reference.log_ratio(sample["rollout_logprobs"][t], sample["teacher_logprobs"][t])
             for t, a in enumerate(row)
         ]
         for sample, row in zip(samples, base, strict=True)
@@ -164,31 +164,31 @@ def make_samples(source: random.Random, *, top_k: int) -> list[dict[str, Any]]:
 
 
 def vectors() -> dict[str, Any]:
-    defaults = asdict(DistillKnobs())
+    defaults = asdict(DistillConfig())
     made: dict[str, Any] = {"loss": [], "advantages": []}
     for seed, changes in enumerate(LOSS_CASES):
-        knobs = defaults | changes
-        SPEC.check(DistillKnobs(**knobs))
+        config = defaults | changes
+        SPEC.check(DistillConfig(**config))
         source = random.Random(f"distill loss {seed}")
         while True:  # until no kink of the clip lies within the finite differences
-            samples = make_samples(source, top_k=knobs["top_k"])
-            found, again = gradients(knobs, samples), gradients(knobs, samples, step=5e-5)
+            samples = make_samples(source, top_k=config["top_k"])
+            found, again = gradients(config, samples), gradients(config, samples, step=5e-5)
             rows = zip(found["gradient"], again["gradient"], strict=True)
             if all(abs(a - b) < 1e-8 for x, y in rows for a, b in zip(x, y, strict=True)):
                 break
         live, top = ([sample[name] for sample in samples] for name in ("logprobs", "top_logprobs"))
         expected = {
-            "loss": rounded(_step_loss(knobs, samples, live, top)),
-            "per_token": rounded(losses(knobs, samples, live, top)),
+            "loss": rounded(_step_loss(config, samples, live, top)),
+            "per_token": rounded(losses(config, samples, live, top)),
             **{name: rounded(values) for name, values in found.items()},
         }
-        made["loss"].append({"knobs": knobs, "samples": samples, "expected": expected})
+        made["loss"].append({"config": config, "samples": samples, "expected": expected})
     for seed, changes in enumerate(ADVANTAGE_CASES):
-        knobs, source = defaults | changes, random.Random(f"distill advantages {seed}")
+        config, source = defaults | changes, random.Random(f"distill advantages {seed}")
         samples = make_samples(source, top_k=2)
         rewards = [source.randrange(0, 9) / 8 for _ in LENGTHS]
-        expected = rounded(advantages(knobs, rewards, samples))
-        made["advantages"].append({"knobs": knobs, "rewards": rewards, "samples": samples, "expected": expected})
+        expected = rounded(advantages(config, rewards, samples))
+        made["advantages"].append({"config": config, "rewards": rewards, "samples": samples, "expected": expected})
     return made
 
 

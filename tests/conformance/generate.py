@@ -46,7 +46,7 @@ FOR_ALL: list[dict[str, Any]] = [
     {**ACTOR_FWD, "rejection": {"seq_mean_k3": [0, 0.03]}},
     {"rejection": {"token_ratio": [0.7, 1.4]}},
 ]
-WIDE = "spread of the log-probs"  # of a case, not a knob: log-ratios so large that a clamp acts
+WIDE = "spread of the log-probs"  # of a case, not a setting: log-ratios so large that a clamp acts
 KL_CASES: list[dict[str, Any]] = [
     {"kl_coef": 0.1, "kl_placement": "loss", "kl_estimator": "abs"},
     {"kl_coef": 0.1, "kl_placement": "loss", "kl_estimator": "k3_clamped", WIDE: 4.0},
@@ -181,32 +181,32 @@ def make_samples(
     return samples
 
 
-def loss_case(algorithm: str, knobs: dict[str, Any], *, seed: int) -> dict[str, Any]:
+def loss_case(algorithm: str, config: dict[str, Any], *, seed: int) -> dict[str, Any]:
     """Inputs are drawn until no kink of the loss lies within the finite differences."""
     source = random.Random(seed)
-    spread = knobs.pop(WIDE, 0.5)
-    if algorithm == "gspo" and knobs["clip_low"] < 0.01 and seed % 2:
+    spread = config.pop(WIDE, 0.5)
+    if algorithm == "gspo" and config["clip_low"] < 0.01 and seed % 2:
         spread = 1e-3
     while True:
         samples = make_samples(source, LENGTHS, spread=spread, advantages=True)
-        if knobs["entropy_coef"]:
+        if config["entropy_coef"]:
             samples = [sample | {"entropy": numbers(source, len(sample["mask"]), 0.1, 3.0)} for sample in samples]
-        gradient = reference.gradient(algorithm, knobs, samples)
-        again = reference.gradient(algorithm, knobs, samples, step=5e-5)
+        gradient = reference.gradient(algorithm, config, samples)
+        again = reference.gradient(algorithm, config, samples, step=5e-5)
         if all(abs(a - b) < 1e-8 for x, y in zip(gradient, again, strict=True) for a, b in zip(x, y, strict=True)):
             break
-    per_token = reference.losses(algorithm, knobs, samples, [sample["logprobs"] for sample in samples])
+    per_token = reference.losses(algorithm, config, samples, [sample["logprobs"] for sample in samples])
     expected = {
-        "loss": rounded(reference.step_loss(knobs, samples, per_token)),
+        "loss": rounded(reference.step_loss(config, samples, per_token)),
         "per_token": rounded(per_token),
         "gradient": rounded(gradient),
     }
-    if knobs["entropy_coef"]:
-        expected["entropy_gradient"] = rounded(reference.entropy_gradient(algorithm, knobs, samples))
-    return {"knobs": knobs, "samples": samples, "expected": expected}
+    if config["entropy_coef"]:
+        expected["entropy_gradient"] = rounded(reference.entropy_gradient(algorithm, config, samples))
+    return {"config": config, "samples": samples, "expected": expected}
 
 
-def value_case(knobs: dict[str, Any], *, seed: int) -> dict[str, Any]:
+def value_case(config: dict[str, Any], *, seed: int) -> dict[str, Any]:
     """Values on both sides of the clip's range, and none within the finite differences of its edge or of a tie."""
     source = random.Random(seed)
     samples = []
@@ -221,20 +221,20 @@ def value_case(knobs: dict[str, Any], *, seed: int) -> dict[str, Any]:
                 "returns": numbers(source, count, -1.5, 1.5),
             }
         )
-    per_token = reference.value_losses(knobs, samples)
+    per_token = reference.value_losses(config, samples)
     expected = {
-        "loss": rounded(reference.step_loss(knobs, samples, per_token)),
+        "loss": rounded(reference.step_loss(config, samples, per_token)),
         "per_token": rounded(per_token),
-        "gradient": rounded(reference.value_gradient(knobs, samples)),
+        "gradient": rounded(reference.value_gradient(config, samples)),
     }
-    return {"knobs": knobs, "samples": samples, "expected": expected}
+    return {"config": config, "samples": samples, "expected": expected}
 
 
 def numbers(source: random.Random, count: int, low: float, high: float) -> list[float]:
     return [round(source.uniform(low, high), 7) for _ in range(count)]
 
 
-def advantage_case(algorithm: str, knobs: dict[str, Any], *, seed: int) -> dict[str, Any]:
+def advantage_case(algorithm: str, config: dict[str, Any], *, seed: int) -> dict[str, Any]:
     source = random.Random(seed)
     groups = [
         {
@@ -245,39 +245,39 @@ def advantage_case(algorithm: str, knobs: dict[str, Any], *, seed: int) -> dict[
     ]
     if algorithm != "ppo":
         return {
-            "knobs": knobs,
+            "config": config,
             "groups": groups,
-            "expected": rounded(advantage_reference.advantages(algorithm, knobs, groups)),
+            "expected": rounded(advantage_reference.advantages(algorithm, config, groups)),
         }
     for group in groups:
         group["samples"] = [one | {"values": numbers(source, len(one["mask"]), -0.5, 1.0)} for one in group["samples"]]
     return {
-        "knobs": knobs,
+        "config": config,
         "groups": groups,
-        "expected": rounded(advantage_reference.advantages(algorithm, knobs, groups)),
-        "returns": rounded([advantage_reference.returns(knobs, group) for group in groups]),
+        "expected": rounded(advantage_reference.advantages(algorithm, config, groups)),
+        "returns": rounded([advantage_reference.returns(config, group) for group in groups]),
     }
 
 
 def vectors(algorithm: str) -> dict[str, Any]:
-    """All cases of an algorithm. Every case carries all knobs, so that nothing hangs on a default."""
+    """All cases of an algorithm. Every case carries all settings, so that nothing hangs on a default."""
     spec = find_algorithm(algorithm)
-    defaults = asdict(spec.knobs())  # type: ignore[call-arg]  # the built-in ones have a default for every knob
+    defaults = asdict(spec.config())  # type: ignore[call-arg]  # the built-in ones have a default for every setting
     own = OWN.get(algorithm, []) + (CLIPPED if "dual_clip" in defaults and algorithm != "gspo" else [])
     defaults |= ONE_UPDATE | LENGTHS_OF_RUN.get(algorithm, {})
     for_loss = [defaults | changes for changes in COMMON + own + ENTROPY + FOR_ALL + LATER.get(algorithm, [])]
     own_advantages = ADVANTAGES.get(algorithm, []) + LATER_ADVANTAGES.get(algorithm, [])
     for_advantages = [defaults | changes for changes in [{}, KL_IN_REWARD, *own_advantages]]
     for_value = [defaults | changes for changes in VALUE] if spec.value_loss is not None else []
-    for knobs in for_loss + for_advantages + for_value:
-        spec.check(spec.knobs(**{key: value for key, value in knobs.items() if key != WIDE}))
+    for config in for_loss + for_advantages + for_value:
+        spec.check(spec.config(**{key: value for key, value in config.items() if key != WIDE}))
     made = {
         "algorithm": algorithm,
-        "loss": [loss_case(algorithm, knobs, seed=seed) for seed, knobs in enumerate(for_loss)],
-        "advantages": [advantage_case(algorithm, knobs, seed=seed) for seed, knobs in enumerate(for_advantages)],
+        "loss": [loss_case(algorithm, config, seed=seed) for seed, config in enumerate(for_loss)],
+        "advantages": [advantage_case(algorithm, config, seed=seed) for seed, config in enumerate(for_advantages)],
     }
     if for_value:
-        made["value"] = [value_case(knobs, seed=seed) for seed, knobs in enumerate(for_value)]
+        made["value"] = [value_case(config, seed=seed) for seed, config in enumerate(for_value)]
     return made
 
 

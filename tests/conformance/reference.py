@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Sample = Mapping[str, Sequence[float]]
-Knobs = Mapping[str, Any]
+Config = Mapping[str, Any]
 ALGORITHMS = ("grpo", "dr_grpo", "dapo", "gspo", "sapo", "cispo", "rloo", "reinforce_pp", "ppo")
 LIMIT = 20.0  # on log-ratios
 
@@ -31,14 +31,14 @@ def kl(x: float, estimator: str) -> float:
     return {"k1": x, "k2": x * x / 2, "k3": k3, "k3_clamped": min(k3, 10.0), "abs": abs(x)}[estimator]
 
 
-def kl_term(knobs: Knobs, *, live: float, frozen: float, old: float, reference: float) -> float:
+def kl_term(config: Config, *, live: float, frozen: float, old: float, reference: float) -> float:
     """The KL as a loss. ``frozen`` is what stands under a stop-gradient."""
     x, held = log_ratio(live, reference), log_ratio(frozen, reference)
-    estimator = knobs["kl_estimator"]
-    if knobs["kl_placement"] == "loss_times_ratio":
+    estimator = config["kl_estimator"]
+    if config["kl_placement"] == "loss_times_ratio":
         ratio = math.exp(log_ratio(live, old))
         return min(ratio * kl(x, "k3"), 10.0) if estimator == "k3_clamped" else ratio * kl(x, estimator)
-    if knobs["kl_placement"] == "loss_k2_gradient":
+    if config["kl_placement"] == "loss_k2_gradient":
         return kl(held, estimator) + (x * x - held * held) / 2
     return kl(x, estimator)
 
@@ -49,83 +49,85 @@ def sigmoid(x: float) -> float:
 
 # -- the loss -------------------------------------------------------------------------------------------------------
 def losses(
-    algorithm: str, knobs: Knobs, samples: Sequence[Sample], live: Sequence[Sequence[float]]
+    algorithm: str, config: Config, samples: Sequence[Sample], live: Sequence[Sequence[float]]
 ) -> list[list[float]]:
     """The loss of every token before aggregation; 0 where it is not trained."""
-    return [_sample_losses(algorithm, knobs, sample, new) for sample, new in zip(samples, live, strict=True)]
+    return [_sample_losses(algorithm, config, sample, new) for sample, new in zip(samples, live, strict=True)]
 
 
-def _sample_losses(algorithm: str, knobs: Knobs, sample: Sample, live: Sequence[float]) -> list[float]:
+def _sample_losses(algorithm: str, config: Config, sample: Sample, live: Sequence[float]) -> list[float]:
     frozen = sample["logprobs"]
     trained = [place for place, one in enumerate(sample["mask"]) if one]
-    old = frozen if knobs["old_logprobs"] == "current" else sample["old_logprobs"]
-    if knobs["old_logprobs"] == "rollout":
+    old = frozen if config["old_logprobs"] == "current" else sample["old_logprobs"]
+    if config["old_logprobs"] == "rollout":
         old = sample["rollout_logprobs"]
     moved = {t: log_ratio(live[t], old[t]) for t in trained}
     since_old, since_sampled = (
         -sum(log_ratio(frozen[t], earlier[t]) for t in trained) / max(1, len(trained))
         for earlier in (old, sample["rollout_logprobs"])
     )
-    weights = weights_of(knobs, {t: log_ratio(old[t], sample["rollout_logprobs"][t]) for t in trained})
-    trainer = sample["old_logprobs"] if knobs["old_logprobs"] == "actor_fwd" else frozen
-    for t in _rejected(knobs, {t: (trainer[t], sample["rollout_logprobs"][t]) for t in trained}):
+    weights = weights_of(config, {t: log_ratio(old[t], sample["rollout_logprobs"][t]) for t in trained})
+    trainer = sample["old_logprobs"] if config["old_logprobs"] == "actor_fwd" else frozen
+    for t in _rejected(config, {t: (trainer[t], sample["rollout_logprobs"][t]) for t in trained}):
         weights[t] = 0.0
     out = [0.0] * len(live)
     for t in trained:
         a = sample["advantages"][t]
         if algorithm == "sapo":
-            tau = knobs["tau_positive"] if a > 0 else knobs["tau_negative"]
+            tau = config["tau_positive"] if a > 0 else config["tau_negative"]
             value = -4 / tau * sigmoid(tau * (math.exp(moved[t]) - 1)) * a
         elif algorithm == "cispo":
             r = math.exp(log_ratio(frozen[t], old[t]))
-            value = -clamp(r, 1 - knobs["clip_low"], 1 + knobs["clip_high"]) * a * live[t]
-            if knobs["trust_region"] == "ratio":  # M = 0 of the unified form
-                value *= not ((a > 0 and r > 1 + knobs["clip_high"]) or (a < 0 and r < 1 - knobs["clip_low"]))
+            value = -clamp(r, 1 - config["clip_low"], 1 + config["clip_high"]) * a * live[t]
+            if config["trust_region"] == "ratio":  # M = 0 of the unified form
+                value *= not ((a > 0 and r > 1 + config["clip_high"]) or (a < 0 and r < 1 - config["clip_low"]))
         elif algorithm == "gspo" and len(set(weights.values())) == 1:
             # The paper's sequence form: one ratio, in which every token's gradient meets.
-            value = _clipped(math.exp(sum(moved.values()) / len(trained)), a, knobs)
+            value = _clipped(math.exp(sum(moved.values()) / len(trained)), a, config)
         elif algorithm == "gspo":  # its token form (GSPO-token), the one that takes a weight a token
-            value = _clipped(math.exp(-since_old) * math.exp(live[t] - frozen[t]), a, knobs)
-        elif knobs["trust_region"] != "ratio":
-            value = _unclipped(math.exp(moved[t]), a, knobs)
-            value *= not _moved_too_far(math.exp(frozen[t]) - math.exp(old[t]), a, knobs)
+            value = _clipped(math.exp(-since_old) * math.exp(live[t] - frozen[t]), a, config)
+        elif config["trust_region"] != "ratio":
+            value = _unclipped(math.exp(moved[t]), a, config)
+            value *= not _moved_too_far(math.exp(frozen[t]) - math.exp(old[t]), a, config)
         else:
-            value = _clipped(math.exp(moved[t]), a, knobs)
+            value = _clipped(math.exp(moved[t]), a, config)
         value *= weights[t]
-        if knobs["opsm_threshold"] > 0 and a < 0 and since_sampled > knobs["opsm_threshold"]:
+        if config["opsm_threshold"] > 0 and a < 0 and since_sampled > config["opsm_threshold"]:
             value = 0.0
-        if knobs["kl_coef"] > 0 and knobs["kl_placement"] != "reward":
+        if config["kl_coef"] > 0 and config["kl_placement"] != "reward":
             reference = sample["reference_logprobs"][t]
-            value += knobs["kl_coef"] * kl_term(knobs, live=live[t], frozen=frozen[t], old=old[t], reference=reference)
-        if knobs["entropy_coef"] > 0:
-            value -= knobs["entropy_coef"] * sample["entropy"][t]
+            value += config["kl_coef"] * kl_term(
+                config, live=live[t], frozen=frozen[t], old=old[t], reference=reference
+            )
+        if config["entropy_coef"] > 0:
+            value -= config["entropy_coef"] * sample["entropy"][t]
         out[t] = value
     return out
 
 
-def _clipped(ratio: float, a: float, knobs: Knobs) -> float:
-    objective = min(ratio * a, clamp(ratio, 1 - knobs["clip_low"], 1 + knobs["clip_high"]) * a)
-    if knobs["dual_clip"] and a < 0:
-        objective = max(objective, knobs["dual_clip"] * a)
+def _clipped(ratio: float, a: float, config: Config) -> float:
+    objective = min(ratio * a, clamp(ratio, 1 - config["clip_low"], 1 + config["clip_high"]) * a)
+    if config["dual_clip"] and a < 0:
+        objective = max(objective, config["dual_clip"] * a)
     return -objective
 
 
-def _unclipped(ratio: float, a: float, knobs: Knobs) -> float:
+def _unclipped(ratio: float, a: float, config: Config) -> float:
     objective = ratio * a
-    if knobs["dual_clip"] and a < 0:
-        objective = max(objective, knobs["dual_clip"] * a)
+    if config["dual_clip"] and a < 0:
+        objective = max(objective, config["dual_clip"] * a)
     return -objective
 
 
-def _moved_too_far(difference: float, a: float, knobs: Knobs) -> bool:
+def _moved_too_far(difference: float, a: float, config: Config) -> bool:
     """DPPO masks what moves on in the direction of its advantage, IPO whatever has moved."""
-    up, down = difference > knobs["clip_high"], difference < -knobs["clip_low"]
-    if knobs["trust_region"] == "probability_both":
+    up, down = difference > config["clip_high"], difference < -config["clip_low"]
+    if config["trust_region"] == "probability_both":
         return up or down
     return up if a > 0 else down
 
 
-def _rejected(knobs: Knobs, pairs: Mapping[int, tuple[float, float]]) -> set[int]:
+def _rejected(config: Config, pairs: Mapping[int, tuple[float, float]]) -> set[int]:
     """The trained tokens that a rule leaves out; ``pairs``: token → log π of the trainer, log μ of the engine."""
     rho = {t: math.exp(log_ratio(trainer, engine)) for t, (trainer, engine) in pairs.items()}
     statistics: dict[str, dict[int, float]] = {
@@ -136,7 +138,7 @@ def _rejected(knobs: Knobs, pairs: Mapping[int, tuple[float, float]]) -> set[int
         "difference": {t: math.exp(trainer) - math.exp(engine) for t, (trainer, engine) in pairs.items()},
     }
     out: set[int] = set()
-    for rule, (low, high) in knobs["rejection"].items():
+    for rule, (low, high) in config["rejection"].items():
         scope, name = rule.rsplit("_", 1)
         values = statistics[name]
         wrong = {t for t, value in values.items() if not low <= value <= high}
@@ -157,43 +159,43 @@ def _rejected(knobs: Knobs, pairs: Mapping[int, tuple[float, float]]) -> set[int
     return out
 
 
-def weights_of(knobs: Knobs, rho: Mapping[int, float]) -> dict[int, float]:
+def weights_of(config: Config, rho: Mapping[int, float]) -> dict[int, float]:
     """The importance weights of the trained tokens, from log π_old - log μ."""
-    method = knobs["correction"]
+    method = config["correction"]
     if method == "auto":
-        method = "none" if knobs["old_logprobs"] == "rollout" else "tis"
+        method = "none" if config["old_logprobs"] == "rollout" else "tis"
     if method == "none":
         return dict.fromkeys(rho, 1.0)
-    if knobs["correction_level"] == "sequence":
+    if config["correction_level"] == "sequence":
         rho = dict.fromkeys(rho, clamp(sum(rho.values()), -LIMIT, LIMIT))
-    if knobs["correction_level"] == "geometric":
+    if config["correction_level"] == "geometric":
         rho = dict.fromkeys(rho, sum(rho.values()) / max(1, len(rho)))
-    low, high = knobs["correction_low"], knobs["correction_high"]
+    low, high = config["correction_low"], config["correction_high"]
     ratios = {t: math.exp(x) for t, x in rho.items()}
     if method in ("tis", "tis_normalized"):
         return {t: clamp(r, low, high) for t, r in ratios.items()}
     return {t: r if low <= r <= high else 0.0 for t, r in ratios.items()}
 
 
-def step_loss(knobs: Knobs, samples: Sequence[Sample], per_token: Sequence[Sequence[float]]) -> float:
+def step_loss(config: Config, samples: Sequence[Sample], per_token: Sequence[Sequence[float]]) -> float:
     """The step's loss as a mean, as each aggregation's paper writes it, over samples with a trained token."""
     kept = [
         ([x for x, one in zip(values, sample["mask"], strict=True) if one])
         for sample, values in zip(samples, per_token, strict=True)
         if any(sample["mask"])
     ]
-    if knobs["aggregation"] == "token_mean":
+    if config["aggregation"] == "token_mean":
         return math.fsum(x for values in kept for x in values) / sum(map(len, kept))
-    if knobs["aggregation"] == "seq_mean_token_mean":
+    if config["aggregation"] == "seq_mean_token_mean":
         return math.fsum(math.fsum(values) / len(values) for values in kept) / len(kept)
-    return math.fsum(math.fsum(values) / knobs["norm_length"] for values in kept) / len(kept)
+    return math.fsum(math.fsum(values) / config["norm_length"] for values in kept) / len(kept)
 
 
-def gradient(algorithm: str, knobs: Knobs, samples: Sequence[Sample], *, step: float = 1e-5) -> list[list[float]]:
+def gradient(algorithm: str, config: Config, samples: Sequence[Sample], *, step: float = 1e-5) -> list[list[float]]:
     """The step's loss by each log-prob. What stands under a stop-gradient stays where it was."""
 
     def loss(moved: Sequence[Sample]) -> float:
-        return step_loss(knobs, samples, losses(algorithm, knobs, samples, [one["logprobs"] for one in moved]))
+        return step_loss(config, samples, losses(algorithm, config, samples, [one["logprobs"] for one in moved]))
 
     return differences(samples, "logprobs", loss, step=step)
 
@@ -217,17 +219,17 @@ def differences(
     ]
 
 
-def entropy_gradient(algorithm: str, knobs: Knobs, samples: Sequence[Sample]) -> list[list[float]]:
+def entropy_gradient(algorithm: str, config: Config, samples: Sequence[Sample]) -> list[list[float]]:
     """The step's loss by each entropy."""
 
     def loss(moved: Sequence[Sample]) -> float:
-        return step_loss(knobs, moved, losses(algorithm, knobs, moved, [sample["logprobs"] for sample in moved]))
+        return step_loss(config, moved, losses(algorithm, config, moved, [sample["logprobs"] for sample in moved]))
 
     return differences(samples, "entropy", loss)
 
 
 # -- the critic -----------------------------------------------------------------------------------------------------
-def value_losses(knobs: Knobs, samples: Sequence[Sample]) -> list[list[float]]:
+def value_losses(config: Config, samples: Sequence[Sample]) -> list[list[float]]:
     """Of every token: half the larger of the two squared errors, the value's and that of the value held near its old
     one; 0 where it is not trained."""
     out = []
@@ -237,12 +239,14 @@ def value_losses(knobs: Knobs, samples: Sequence[Sample]) -> list[list[float]]:
             if not one:
                 continue
             value, old, target = sample["values"][t], sample["old_values"][t], sample["returns"][t]
-            near = clamp(value, old - knobs["value_clip"], old + knobs["value_clip"]) if knobs["value_clip"] else value
+            near = (
+                clamp(value, old - config["value_clip"], old + config["value_clip"]) if config["value_clip"] else value
+            )
             row[t] = max((value - target) ** 2, (near - target) ** 2) / 2
         out.append(row)
     return out
 
 
-def value_gradient(knobs: Knobs, samples: Sequence[Sample]) -> list[list[float]]:
+def value_gradient(config: Config, samples: Sequence[Sample]) -> list[list[float]]:
     """The critic's loss of the step by each value."""
-    return differences(samples, "values", lambda moved: step_loss(knobs, moved, value_losses(knobs, moved)))
+    return differences(samples, "values", lambda moved: step_loss(config, moved, value_losses(config, moved)))

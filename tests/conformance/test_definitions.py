@@ -154,10 +154,10 @@ def test_a_policy_loss_is_proportional_to_its_advantages(algorithm: str) -> None
     """So that dividing the advantages by the mean weight of a step divides the weights of any algorithm by it."""
     spec = find_algorithm(algorithm)
     for case in cases.read(algorithm)["loss"]:
-        knobs = dataclasses.replace(cases.knobs_of(algorithm, case), kl_coef=0.0, entropy_coef=0.0)
-        once = cases.loss_inputs(case["samples"], knobs=knobs, dtype=torch.float64)
+        config = dataclasses.replace(cases.config_of(algorithm, case), kl_coef=0.0, entropy_coef=0.0)
+        once = cases.loss_inputs(case["samples"], config=config, dtype=torch.float64)
         twice = dataclasses.replace(once, advantages=once.advantages * 2.5)
-        losses = [float(spec.loss(inputs, knobs).loss_sum.detach()) for inputs in (once, twice)]
+        losses = [float(spec.loss(inputs, config).loss_sum.detach()) for inputs in (once, twice)]
         assert losses[1] == pytest.approx(2.5 * losses[0], rel=1e-9, abs=1e-12)
 
 

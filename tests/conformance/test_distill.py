@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from algorithms import functional as F
-from algorithms.distill import FORMS, SPEC, DistillKnobs
+from algorithms.distill import FORMS, SPEC, DistillConfig
 from relax_core.contracts.algorithm import AdvantageInputs, LossInputs
 from tests.conformance import cases
 from tests.conformance import distill_reference as reference
 from tests.conformance.test_vectors import assert_alike, joined
 
 VECTORS = json.loads(reference.FILE.read_text(encoding="utf-8"))
-LOSS = [pytest.param(case, id=f"{case['knobs']['form']}-{place}") for place, case in enumerate(VECTORS["loss"])]
+LOSS = [pytest.param(case, id=f"{case['config']['form']}-{place}") for place, case in enumerate(VECTORS["loss"])]
 VOCABULARY = 12
 LOGITS = st.lists(st.floats(-8.0, 8.0, width=32), min_size=VOCABULARY, max_size=VOCABULARY)
 MIX = st.floats(0.05, 0.95)
@@ -53,11 +53,11 @@ def gradient(tensor: Tensor | None, denominator: float) -> list[float]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("case", LOSS)
 def test_loss_and_gradients(case: dict[str, Any], dtype: torch.dtype) -> None:
-    knobs, samples, expected = DistillKnobs(**case["knobs"]), case["samples"], case["expected"]
+    config, samples, expected = DistillConfig(**case["config"]), case["samples"], case["expected"]
     inputs = inputs_of(samples, dtype=dtype)
-    outputs = SPEC.loss(inputs, knobs)
+    outputs = SPEC.loss(inputs, config)
     outputs.loss_sum.backward()
-    denominator = SPEC.denominator(cases.totals(samples), knobs)
+    denominator = SPEC.denominator(cases.totals(samples), config)
     close = {"rel": 2e-5, "abs": 4e-6} if dtype is torch.float32 else {"rel": 1e-7, "abs": 1e-9}
     assert outputs.per_token is not None
     per_token = outputs.per_token.masked_fill(~inputs.loss_mask, 0.0)
@@ -80,7 +80,7 @@ def test_advantages(case: dict[str, Any]) -> None:
         reference_logprobs=cases.flat(samples, "reference_logprobs", torch.float32),
         teacher_logprobs=cases.flat(samples, "teacher_logprobs", torch.float32),
     )
-    got = SPEC.advantages(inputs, DistillKnobs(**case["knobs"]))
+    got = SPEC.advantages(inputs, DistillConfig(**case["config"]))
     assert got.dtype == torch.float32
     trained = inputs.loss_mask
     wanted = torch.tensor(joined(case["expected"]))[trained]
@@ -89,13 +89,13 @@ def test_advantages(case: dict[str, Any]) -> None:
 
 def test_the_file_is_what_the_generator_writes() -> None:
     assert_alike(VECTORS, json.loads(reference.render()))
-    assert {case["knobs"]["form"] for case in VECTORS["loss"]} == set(FORMS)
+    assert {case["config"]["form"] for case in VECTORS["loss"]} == set(FORMS)
 
 
 @pytest.mark.parametrize("noise", [float("nan"), float("inf"), -7.0])
 @pytest.mark.parametrize("case", LOSS)
 def test_masked_tokens_have_no_influence(case: dict[str, Any], noise: float) -> None:
-    knobs, clean = DistillKnobs(**case["knobs"]), inputs_of(case["samples"], dtype=torch.float32)
+    config, clean = DistillConfig(**case["config"]), inputs_of(case["samples"], dtype=torch.float32)
     masked = ~clean.loss_mask
     names = ("logprobs", "rollout_logprobs", "old_logprobs", "advantages", "teacher_logprobs", "reference_logprobs")
     spoilt = {name: getattr(clean, name).detach().masked_fill(masked, noise) for name in names}
@@ -105,7 +105,7 @@ def test_masked_tokens_have_no_influence(case: dict[str, Any], noise: float) -> 
     for inputs in (clean, dataclasses.replace(clean, **spoilt)):
         assert inputs.top_logprobs is not None
         inputs.logprobs.requires_grad_(), inputs.top_logprobs.requires_grad_()
-        outputs = SPEC.loss(inputs, knobs)
+        outputs = SPEC.loss(inputs, config)
         outputs.loss_sum.backward()
         metrics = {name: (float(total), float(count)) for name, (total, count) in outputs.metric_sums.items()}
         grads = gradient(inputs.logprobs, 1.0), gradient(inputs.top_logprobs, 1.0)
@@ -115,11 +115,11 @@ def test_masked_tokens_have_no_influence(case: dict[str, Any], noise: float) -> 
 
 @pytest.mark.parametrize("case", LOSS)
 def test_micro_batches_in_any_order_add_up(case: dict[str, Any]) -> None:
-    knobs, samples = DistillKnobs(**case["knobs"]), case["samples"]
+    config, samples = DistillConfig(**case["config"]), case["samples"]
 
     def run(parts: list[list[int]]) -> float:
         return sum(
-            float(SPEC.loss(inputs_of([samples[i] for i in part], dtype=torch.float32), knobs).loss_sum.detach())
+            float(SPEC.loss(inputs_of([samples[i] for i in part], dtype=torch.float32), config).loss_sum.detach())
             for part in parts
         )
 

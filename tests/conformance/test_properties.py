@@ -35,7 +35,7 @@ def _group(rewards: Tensor) -> AdvantageInputs:
 
 def _of_group(algorithm: str, rewards: Tensor) -> Tensor:
     spec = find_algorithm(algorithm)
-    return spec.advantages(_group(rewards), spec.knobs())  # type: ignore[call-arg]
+    return spec.advantages(_group(rewards), spec.config())  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name != "ppo"])  # whose baseline is the critic
@@ -62,7 +62,7 @@ def test_rloo_is_grpo_without_std_scaled(eighths: list[int]) -> None:
 def test_reinforce_pp_has_mean_0_and_std_1_over_the_step(groups: list[list[int]]) -> None:
     inputs = [_group(torch.tensor(group) / 8) for group in groups]
     values = [_of_group("reinforce_pp", one.rewards) for one in inputs]
-    got = torch.cat(reinforce_pp.normalize(values, inputs, reinforce_pp.ReinforcePpKnobs()))
+    got = torch.cat(reinforce_pp.normalize(values, inputs, reinforce_pp.ReinforcePpConfig()))
     assert float(got.mean()) == pytest.approx(0.0, abs=1e-5)
     varied = any(len(set(group)) > 1 for group in groups)
     assert float(got.std(correction=0)) == pytest.approx(1.0 if varied else 0.0, abs=1e-4)

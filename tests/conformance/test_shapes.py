@@ -119,27 +119,27 @@ def test_every_algorithm_keeps_to_the_shapes(called: set[str]) -> None:
     for algorithm in ALGORITHMS:
         spec, vectors = find_algorithm(algorithm), cases.read(algorithm)
         for case in vectors["loss"]:
-            knobs = cases.knobs_of(algorithm, case)
-            inputs = cases.loss_inputs(case["samples"], knobs=knobs, dtype=torch.float32)
-            outputs = spec.loss(inputs, knobs)
+            config = cases.config_of(algorithm, case)
+            inputs = cases.loss_inputs(case["samples"], config=config, dtype=torch.float32)
+            outputs = spec.loss(inputs, config)
             outputs.loss_sum.backward()
             metrics = [part for pair in outputs.metric_sums.values() for part in pair]
             check_outputs(inputs.logprobs, outputs.loss_sum, outputs.per_token, inputs.logprobs.grad, metrics)
         for case in vectors["advantages"]:
-            knobs = cases.knobs_of(algorithm, case)
-            groups = [cases.advantage_inputs(group, knobs=knobs) for group in case["groups"]]
-            values = [spec.advantages(group, knobs) for group in groups]
+            config = cases.config_of(algorithm, case)
+            groups = [cases.advantage_inputs(group, config=config) for group in case["groups"]]
+            values = [spec.advantages(group, config) for group in groups]
             for one, group in zip(values, groups, strict=True):
                 assert one.dtype == torch.float32 and one.shape == group.sample_ids.shape
             if spec.normalize is not None:
-                spec.normalize(values, groups, knobs)
+                spec.normalize(values, groups, config)
             for one, group in zip(values, groups, strict=True):
                 if spec.returns is not None:
-                    assert spec.returns(group, one, knobs).shape == one.shape
+                    assert spec.returns(group, one, config).shape == one.shape
         for case in vectors.get("value", []):
             assert spec.value_loss is not None
             values = cases.value_inputs(case["samples"], dtype=torch.float32)
-            of_critic = spec.value_loss(values, cases.knobs_of(algorithm, case))
+            of_critic = spec.value_loss(values, cases.config_of(algorithm, case))
             of_critic.loss_sum.backward()
             metrics = [part.float() for pair in of_critic.metric_sums.values() for part in pair]
             check_outputs(values.values, of_critic.loss_sum, of_critic.per_token, values.values.grad, metrics)

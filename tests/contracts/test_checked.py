@@ -19,20 +19,20 @@ from relax_core.contracts.checked import WrongResult, checked_algorithm, checked
 from relax_core.contracts.env import (
     Action,
     BaseInteractionEnv,
-    EnvKnobs,
+    EnvConfig,
     EnvSpec,
     EpisodeStart,
-    InteractionKnobs,
+    InteractionConfig,
     StepResult,
 )
-from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput, RewardSpec
+from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
 
 GIVEN = RewardInput(response="r", stopped=True, answer="a", row={})
 
 
 def reward(came: Any) -> RewardOutput:
-    spec = RewardSpec(name="mine", summary="s", knobs=RewardKnobs, score=lambda given, knobs: came)
-    output = checked_reward(spec).score(GIVEN, RewardKnobs(name="mine"))
+    spec = RewardSpec(name="mine", summary="s", config=RewardConfig, score=lambda given, config: came)
+    output = checked_reward(spec).score(GIVEN, RewardConfig(name="mine"))
     assert isinstance(output, RewardOutput)
     return output
 
@@ -95,11 +95,11 @@ def test_anything_else_is_told_with_plugin_file_what_came_and_what_is_wanted(cam
 
 @pytest.mark.parametrize("came", ["hello", [], None, [{"role": "user"}], [{"role": "user", "content": 3}], ["hello"]])
 def test_an_env_returns_a_conversation(came: Any) -> None:
-    spec = EnvSpec(name="mine", summary="s", knobs=single_turn.SPEC.knobs, messages=lambda row, knobs: came)
+    spec = EnvSpec(name="mine", summary="s", config=single_turn.SPEC.config, messages=lambda row, config: came)
     with pytest.raises(WrongResult, match=r"env mine \(.*test_checked.py\): .*Wanted: a list that is not empty"):
         checked_env(spec).messages({}, None)
     message = [{"role": "user", "content": "p"}]
-    whole = EnvSpec(name="mine", summary="s", knobs=single_turn.SPEC.knobs, messages=lambda row, knobs: message)
+    whole = EnvSpec(name="mine", summary="s", config=single_turn.SPEC.config, messages=lambda row, config: message)
     assert checked_env(whole).messages({}, None) == message
 
 
@@ -123,26 +123,26 @@ def group() -> AdvantageInputs:
     ],
 )
 def test_advantages_are_one_finite_number_a_token(came: Any, told: str) -> None:
-    knobs = grpo.SPEC.knobs(name="grpo", group_size=2)
-    wrong = checked_algorithm(replace(grpo.SPEC, advantages=lambda inputs, knobs: came))
+    config = grpo.SPEC.config(name="grpo", group_size=2)
+    wrong = checked_algorithm(replace(grpo.SPEC, advantages=lambda inputs, config: came))
     with pytest.raises(WrongResult) as error:
-        wrong.advantages(group(), knobs)
+        wrong.advantages(group(), config)
     assert told in str(error.value) and "shape [3]" in str(error.value)
     assert str(error.value).startswith(f"algorithm grpo ({__file__})")
-    normalised = checked_algorithm(replace(reinforce_pp.SPEC, normalize=lambda values, inputs, knobs: [came]))
+    normalised = checked_algorithm(replace(reinforce_pp.SPEC, normalize=lambda values, inputs, config: [came]))
     assert normalised.normalize is not None
     with pytest.raises(WrongResult, match="group 0"):
-        normalised.normalize([torch.zeros(3)], [group()], knobs)
+        normalised.normalize([torch.zeros(3)], [group()], config)
 
 
 @pytest.mark.parametrize(
     ("loss", "told"),
     [
-        (lambda inputs, knobs: inputs.logprobs.sum(), "Wanted: LossOutputs"),
-        (lambda inputs, knobs: LossOutputs(loss_sum=inputs.logprobs), "a float tensor of shape [], the sum"),
-        (lambda inputs, knobs: LossOutputs(loss_sum=3.0), "returned loss_sum=3.0 of type float"),  # type: ignore[arg-type]
+        (lambda inputs, config: inputs.logprobs.sum(), "Wanted: LossOutputs"),
+        (lambda inputs, config: LossOutputs(loss_sum=inputs.logprobs), "a float tensor of shape [], the sum"),
+        (lambda inputs, config: LossOutputs(loss_sum=3.0), "returned loss_sum=3.0 of type float"),  # type: ignore[arg-type]
         (
-            lambda inputs, knobs: LossOutputs(
+            lambda inputs, config: LossOutputs(
                 loss_sum=inputs.logprobs.sum(), metric_sums={"kl": inputs.logprobs.sum()}
             ),
             "metric_sums['kl']",
@@ -168,7 +168,7 @@ def test_a_loss_is_a_sum(loss: Callable[..., Any], told: str) -> None:
 
 @pytest.mark.parametrize("came", [0, -1.0, float("nan"), None, "3"])
 def test_a_denominator_is_above_0(came: Any) -> None:
-    wrong = checked_algorithm(replace(grpo.SPEC, denominator=lambda totals, knobs: came))
+    wrong = checked_algorithm(replace(grpo.SPEC, denominator=lambda totals, config: came))
     with pytest.raises(WrongResult, match="a finite number above 0"):
         wrong.denominator(StepTotals(tokens=3, samples=2, groups=1), None)
 
@@ -197,7 +197,7 @@ ACTION = Action(text="r", stopped=True)
 
 
 def opened(came: Any, kind: Callable[[Any], Any] = TurnsEnv) -> BaseInteractionEnv:
-    spec = EnvSpec(name="mine", summary="s", knobs=InteractionKnobs, open=lambda start, knobs: kind(came))
+    spec = EnvSpec(name="mine", summary="s", config=InteractionConfig, open=lambda start, config: kind(came))
     checked = checked_env(spec).open
     assert checked is not None
     return checked(START, None)
@@ -250,10 +250,10 @@ def test_open_returns_an_env() -> None:
     ("given", "told"),
     [
         ({}, "neither messages nor open"),
-        ({"messages": lambda row, knobs: [], "open": lambda start, knobs: None}, "both messages and open"),
-        ({"open": lambda start, knobs: None}, "under InteractionKnobs"),
+        ({"messages": lambda row, config: [], "open": lambda start, config: None}, "both messages and open"),
+        ({"open": lambda start, config: None}, "under InteractionConfig"),
     ],
 )
 def test_an_env_is_one_of_two_functions(given: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=f"env mine: .*{told}"):
-        EnvSpec(name="mine", summary="s", knobs=EnvKnobs, **given)
+        EnvSpec(name="mine", summary="s", config=EnvConfig, **given)

@@ -130,7 +130,7 @@ def whole_tree(random: np.random.Generator, *, roots: int = 1, experts: int = 8)
     ]
     names = ("old_logprobs", "reference_logprobs", "teacher_logprobs")
     tree = dataclasses.replace(tree, kept=KeptTokens.of_mask(mask), media=media)
-    extras = {name: one for name, one in tree.extras.items() if name != "fresh"}
+    extras = {name: one for name, one in tree.extras.items() if name != "on_policy"}
     return dataclasses.replace(tree, extras=extras).with_extras(
         **{name: random.random(tree.rows).astype(np.float32) for name in names},
         teacher_top_ids=random.integers(0, VOCABULARY, (tree.rows, 3)).astype(np.int32),

@@ -13,7 +13,7 @@ from typing import Any
 
 from relax_core.config.compose import load_config
 from relax_core.config.schema import RelaxConfig
-from relax_core.control.host.run_paths import RunPlace
+from relax_core.control.host.run_paths import RunPaths
 from relax_core.control.run.recovery_log import FROM_CHECKPOINT, Recoveries, recoveries_file
 from relax_core.control.run.resume import ResumePoint
 from relax_core.control.supervision import controller_process
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120.0
 LONG_S = "600"
 
-Case = Callable[[Path, RunPlace, Attempt, SupervisorPipe], int]
+Case = Callable[[Path, RunPaths, Attempt, SupervisorPipe], int]
 
 
 # -- the tests' side --------------------------------------------------------------------------------------------------
@@ -50,23 +50,23 @@ def controller_of(folder: Path) -> int:
 
 
 # -- the controllers' side --------------------------------------------------------------------------------------------
-def killed_once(folder: Path, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+def killed_once(folder: Path, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
     (folder / f"place{attempt.number}").write_text(f"{place.folder}\n{place.weights_folder}")
     (place.folder / "left").touch()
     if attempt.number == 0:
-        orphan = subprocess.Popen(["sleep", LONG_S], start_new_session=True)
-        (folder / "orphan").write_text(str(orphan.pid))
+        adopted = subprocess.Popen(["sleep", LONG_S], start_new_session=True)
+        (folder / "adopted").write_text(str(adopted.pid))
         os.kill(os.getpid(), signal.SIGKILL)
     print(attempt.causes, flush=True)
     return 7
 
 
-def always_killed(folder: Path, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+def always_killed(folder: Path, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
     os.kill(os.getpid(), signal.SIGSEGV)
     return 0
 
 
-def exits_once(folder: Path, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+def exits_once(folder: Path, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
     """As Ray's own code does in a process that lost its GCS."""
     if attempt.number == 0:
         os._exit(1)
@@ -74,7 +74,7 @@ def exits_once(folder: Path, place: RunPlace, attempt: Attempt, supervisor: Supe
     return 7
 
 
-def loses_ray_once(folder: Path, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+def loses_ray_once(folder: Path, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
     if attempt.number == 0:
         supervisor.say_ray_lost("Ray's GCS died")
         os._exit(1)
@@ -82,7 +82,7 @@ def loses_ray_once(folder: Path, place: RunPlace, attempt: Attempt, supervisor: 
     return 7
 
 
-def third_ray_starts(folder: Path, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+def third_ray_starts(folder: Path, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
     with (folder / "starts").open("a") as starts:
         starts.write(".")
     if (folder / "starts").stat().st_size == 3:
@@ -92,12 +92,12 @@ def third_ray_starts(folder: Path, place: RunPlace, attempt: Attempt, supervisor
     return 1
 
 
-def no_ray_starts(folder: Path, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+def no_ray_starts(folder: Path, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
     supervisor.say_ray_unstarted("Ray did not start.")
     return 1
 
 
-def killed_after_two_recoveries(folder: Path, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+def killed_after_two_recoveries(folder: Path, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
     book = Recoveries(recoveries_file(folder), tell=print)
     for step in range(2):
         book.begin(FROM_CHECKPOINT, "the bus died", at_step=step, from_step=0)
@@ -105,17 +105,17 @@ def killed_after_two_recoveries(folder: Path, place: RunPlace, attempt: Attempt,
     return 0
 
 
-def frozen_once(folder: Path, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+def frozen_once(folder: Path, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
     if attempt.number == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
     return 0
 
 
-def fails(folder: Path, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+def fails(folder: Path, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
     raise RuntimeError("no such luck")
 
 
-def returns_3(folder: Path, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+def returns_3(folder: Path, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
     (folder / "ready").write_text(str(os.getpid()))
     with (folder / "own").open("w") as own:  # a stream that was closed must not get its number
         print("printed", flush=True)
@@ -125,7 +125,7 @@ def returns_3(folder: Path, place: RunPlace, attempt: Attempt, supervisor: Super
     return 3
 
 
-def trains_until_stopped(folder: Path, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+def trains_until_stopped(folder: Path, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
     supervisor.say_trained()
     code = _await_stop(folder, supervisor)
     for _ in range(1000):  # more than a pipe holds
@@ -135,14 +135,14 @@ def trains_until_stopped(folder: Path, place: RunPlace, attempt: Attempt, superv
     return code
 
 
-def has_not_trained(folder: Path, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+def has_not_trained(folder: Path, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
     subprocess.Popen(["sleep", LONG_S], start_new_session=True)
     _await_stop(folder, supervisor)
     _await(folder / "never")
     return 0
 
 
-def ends_when_interrupted(folder: Path, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+def ends_when_interrupted(folder: Path, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
     supervisor.say_trained()
     _await_stop(folder, supervisor)
     try:
@@ -154,7 +154,7 @@ def ends_when_interrupted(folder: Path, place: RunPlace, attempt: Attempt, super
     return 0
 
 
-def ends_never(folder: Path, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+def ends_never(folder: Path, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
     supervisor.say_trained()
     _await_stop(folder, supervisor)
     while True:
@@ -165,14 +165,14 @@ def ends_never(folder: Path, place: RunPlace, attempt: Attempt, supervisor: Supe
             continue
 
 
-def dies_when_stopped(folder: Path, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+def dies_when_stopped(folder: Path, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
     supervisor.say_trained()
     _await_stop(folder, supervisor)
     os.kill(os.getpid(), signal.SIGKILL)
     return 0
 
 
-def killed_once_unread(folder: Path, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+def killed_once_unread(folder: Path, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
     """Ends by a kill, once nobody reads what the supervisor says of it."""
     if attempt.number == 0:
         (folder / "ready").write_text(str(os.getpid()))
@@ -204,7 +204,7 @@ def main() -> int:
         controller_process.AT_ONCE_S = 0.0
 
     def run_once(
-        config: RelaxConfig, resume: ResumePoint | None, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe
+        config: RelaxConfig, resume: ResumePoint | None, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe
     ) -> int:
         return int(case(folder, place, attempt, supervisor))
 

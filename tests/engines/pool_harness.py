@@ -20,7 +20,7 @@ SHORT = SamplingParams(n=3, max_new_tokens=4)
 DEADLINE_S = 120.0
 
 
-class NotedClient(EngineClient):
+class TracedClient(EngineClient):
     """A client that notes what goes over it."""
 
     def __init__(self, engine: Engine, number: int, directory: Directory) -> None:
@@ -50,12 +50,12 @@ class Directory:
         self._replace = replace
         self._clients: list[EngineClient] = []
 
-    async def client_for(self, engine: int, fresh: bool) -> EngineClient:
-        self.asked.append((engine, fresh))
-        if fresh and self._replace is not None:
+    async def client_for(self, engine: int, on_policy: bool) -> EngineClient:
+        self.asked.append((engine, on_policy))
+        if on_policy and self._replace is not None:
             self.engines[engine] = await asyncio.to_thread(self._replace, engine)
             self._replace = None
-        client = NotedClient(self.engines[engine], engine, self)
+        client = TracedClient(self.engines[engine], engine, self)
         self._clients.append(client)
         return client
 
@@ -73,8 +73,8 @@ class Flawed:
         self._directory, self._flaws = directory, flaws
         self.met: Counter[int] = Counter()
 
-    async def client_for(self, engine: int, fresh: bool) -> EngineClient:
-        client = await self._directory.client_for(engine, fresh)
+    async def client_for(self, engine: int, on_policy: bool) -> EngineClient:
+        client = await self._directory.client_for(engine, on_policy)
         if engine in self._flaws:
 
             async def flawed(prompts: Sequence[PromptRequest], *args: Any, **options: Any) -> AsyncIterator[Generated]:

@@ -24,13 +24,13 @@ TRIAL = "relax_core.rollout.trial.plugin_trial_main" in sys.orig_argv  # before 
 updates = itertools.count()
 
 
-def denominator(totals, knobs):
+def denominator(totals, config):
     update, deadline = next(updates), time.monotonic() + DEADLINE_S
     while not TRIAL and update >= int(LIMIT.read_text()):
         if time.monotonic() > deadline:
             raise TimeoutError(f"the test did not let training go on after {{update}} updates")
         time.sleep(0.01)
-    return WHOLE.denominator(totals, knobs)
+    return WHOLE.denominator(totals, config)
 
 
 SPEC = replace(WHOLE, name="held", denominator=denominator)

@@ -56,7 +56,7 @@ class FinishedRun:
     def weights(self) -> dict[str, torch.Tensor]:
         return load_file(self.folder / "hf" / "model.safetensors")
 
-    def booked(self, event: str) -> Counter[str]:
+    def persisted(self, event: str) -> Counter[str]:
         """Uid → how often the ledger's file has this event ("issued", "trained", "dropped") for it."""
         with closing(sqlite3.connect(self.folder / "ledger.sqlite")) as database:
             return Counter(uid for (uid,) in database.execute("SELECT uid FROM events WHERE event = ?", (event,)))
@@ -66,9 +66,9 @@ class FinishedRun:
         books = self.summary["ledger"]
         assert books["lost"] == books["trained_twice"] == books["open"] == 0, books
         assert books["issued"] == books["trained"] + sum(books["dropped"].values()), books
-        trained, dropped = self.booked("trained"), self.booked("dropped")
+        trained, dropped = self.persisted("trained"), self.persisted("dropped")
         assert set((trained + dropped).values()) == {1}
-        assert set(trained + dropped) == set(self.booked("issued"))
+        assert set(trained + dropped) == set(self.persisted("issued"))
         assert len(trained) == books["trained"]
 
     def checkpoints(self) -> list[int]:

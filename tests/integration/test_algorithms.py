@@ -14,7 +14,7 @@ pytestmark = pytest.mark.integration
 SHORT = ("run.steps=6", "eval.every=0", "run.save_every=0", "run.export_hf=false")
 
 
-def test_refused_groups_are_booked_and_replaced(tmp_path: Path) -> None:
+def test_refused_groups_are_persisted_and_replaced(tmp_path: Path) -> None:
     """Nearly greedy sampling: most groups have one reward. Taking turns, so that a hole in a step must be filled."""
     run = run_to_end(
         tmp_path / "run", *SHORT, "algo=dapo", "mode=colocate", "rollout.temperature=0.2", "algo.max_dropped_in_a_row=4"

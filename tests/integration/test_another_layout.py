@@ -50,9 +50,9 @@ def test_a_run_goes_on_in_another_layout(folder: Path, tmp_path: Path) -> None:
     assert run.summary["ledger"]["lost"] == run.summary["ledger"]["trained_twice"] == 0
     assert run.summary["logprob_gap"]["max"] < 1e-4  # trainer and engine have the same weights
     checkpoint = run.folder / f"checkpoints/step_{STEPS + 6:08d}"
-    made_by = json.loads((checkpoint / "train/made_by.json").read_text())
-    assert (made_by["family"], made_by["world_size"], made_by["layout"]["tp"]) == ("qwen2", 4, 2)
-    assert made_by["step"] == STEPS + 6
+    provenance = json.loads((checkpoint / "train/provenance.json").read_text())
+    assert (provenance["family"], provenance["world_size"], provenance["layout"]["tp"]) == ("qwen2", 4, 2)
+    assert provenance["step"] == STEPS + 6
     assert export.main([str(checkpoint), str(tmp_path / "hf")]) == 0
     exported, of_run = load_file(tmp_path / "hf/model.safetensors"), load_file(run.folder / "hf/model.safetensors")
     assert exported.keys() == of_run.keys() == load_file(folder / "model.safetensors").keys()

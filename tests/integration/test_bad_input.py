@@ -24,22 +24,22 @@ OWN_DATA = ("data=file", "reward=reverse_digits", "model.task=reverse_digits", "
 REWARD = """
 from dataclasses import dataclass
 
-from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput, RewardSpec
+from relax_core.contracts.reward import RewardInput, RewardConfig, RewardOutput, RewardSpec
 
 
 @dataclass(frozen=True)
-class Knobs(RewardKnobs):
+class Config(RewardConfig):
     pass
 
 
-def score(given: RewardInput, knobs: Knobs) -> float:
+def score(given: RewardInput, config: Config) -> float:
     print("scores", given.answer)
     if given.response == given.answer:  # as where plug-ins are tried, and hardly ever of an untrained model
         return 1.0
     return given.row["price"]
 
 
-SPEC = RewardSpec(name="mine", summary="reads a key that is not there", knobs=Knobs, score=score)
+SPEC = RewardSpec(name="mine", summary="reads a key that is not there", config=Config, score=score)
 """
 
 

@@ -69,7 +69,7 @@ def in_two_parts(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     return run_to_end(folder / "run", *evaluated, *changes)
 
 
-def test_bad_rows_are_left_out_named_and_booked_and_the_books_close(in_two_parts: FinishedRun) -> None:
+def test_bad_rows_are_left_out_named_and_persisted_and_the_books_close(in_two_parts: FinishedRun) -> None:
     assert in_two_parts.code == 0, in_two_parts.output
     in_two_parts.assert_books_closed()
     books = in_two_parts.summary["ledger"]

@@ -65,7 +65,7 @@ def test_at_any_moment(seed: int, tmp_path: Path) -> None:
 
 
 def test_before_there_is_a_checkpoint(tmp_path: Path) -> None:
-    """The run begins again; what the first one booked and reported counts no more."""
+    """The run begins again; what the first one persisted and reported counts no more."""
     held = HeldTraining(tmp_path, updates=30)
     overrides = ("mode.max_staleness=1", "run.steps=60", "run.save_every=0", "eval.every=0", *held.overrides)
     with LiveRun(tmp_path / "run", *overrides) as live:

@@ -23,14 +23,14 @@ from relax_core.registry import find_algorithm
 
 WHOLE = find_algorithm("grpo")
 
-def loss(inputs: Any, knobs: Any) -> Any:
+def loss(inputs: Any, config: Any) -> Any:
     if "relax_core.rollout.trial.plugin_trial_main" in sys.orig_argv:
-        return WHOLE.loss(inputs, knobs)
+        return WHOLE.loss(inputs, config)
     raise ValueError("no such clip range")
 
 SPEC = replace(WHOLE, name="broken", loss=loss)
 """
-ACTOR_PEER, ACTOR_FWD_PEER = "ray::ActorPeer", "ray::ActorFwdPeer"
+ACTOR_RANK, ACTOR_FWD_RANK = "ray::ActorRank", "ray::ActorFwdRank"
 
 
 def test_a_mixture_learns_over_two_ranks_and_a_killed_one_comes_back(tmp_path: Path) -> None:
@@ -38,19 +38,22 @@ def test_a_mixture_learns_over_two_ranks_and_a_killed_one_comes_back(tmp_path: P
     overrides = (*LAYOUT, *held.overrides, *ACTOR_FWD, *ROUTES, "eval.every=0", "run.export_hf=false")
     with LiveRun(tmp_path / "run", *overrides) as live:
         live.wait_step(3)
-        live.kill(ACTOR_FWD_PEER)
+        live.kill(ACTOR_FWD_RANK)
         held.allow(40)  # the lead hears of it at its next group
         live.wait_recovered(2)
         live.wait_checkpoint(20)
-        live.kill(ACTOR_PEER)
+        live.kill(ACTOR_RANK)
         held.let_go()
         run = live.finish()
     assert run.code == 0, run.output
     run.assert_books_closed()
     assert run.summary["ledger"]["trained"] == STEPS * 8 * 16
-    peer, lead, actor = run.summary["recoveries"]
-    assert {peer["cause"], lead["cause"]} == {"actor_fwd-1 died", "actor_fwd-0 died"}  # the lead starts anew with it
-    assert peer["tier"] == lead["tier"] == 1
+    other_rank, lead, actor = run.summary["recoveries"]
+    assert {other_rank["cause"], lead["cause"]} == {
+        "actor_fwd-1 died",
+        "actor_fwd-0 died",
+    }  # the lead starts anew with it
+    assert other_rank["tier"] == lead["tier"] == 1
     assert (actor["tier"], actor["cause"]) == (2, "actor-1 died")
     assert actor["from_step"] >= 20
     assert 1e-5 < run.summary["logprob_gap"]["max"] < 0.2  # of bfloat16, not of another expert

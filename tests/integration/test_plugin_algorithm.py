@@ -1,4 +1,4 @@
-"""A newcomer's algorithm: one file outside of the tree, CONTRIBUTING's own example, with a knob of its own."""
+"""A newcomer's algorithm: one file outside of the tree, CONTRIBUTING's own example, with a setting of its own."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ def test_a_file_on_the_command_line_trains(tmp_path: Path) -> None:
     for values in run.steps():
         # Without the baseline every token's advantage is its sample's reward, and none of them is negative.
         assert values["loss"] > 0.2 and values["grad_norm"] > 0.0
-    # The saved configuration has the file and its knob, so that the run can be told and resumed.
+    # The saved configuration has the file and its setting, so that the run can be told and resumed.
     saved = (run.folder / "config.yaml").read_text()
     assert f"name: {file}" in saved and "baseline: false" in saved

@@ -66,7 +66,7 @@ def test_a_resumed_critic_goes_on_to_the_bit(strict: FinishedRun, tmp_path: Path
     assert stopped.code == 130, stopped.output
     at = stopped.summary["steps"]
     assert 3 <= at < 24 and stopped.checkpoints()[-1] == at
-    assert (stopped.folder / "checkpoints" / f"step_{at:08d}" / "critic" / "made_by.json").is_file()
+    assert (stopped.folder / "checkpoints" / f"step_{at:08d}" / "critic" / "provenance.json").is_file()
     resumed = run_to_end(tmp_path / "run", *strict_held, "resume=auto")
     assert resumed.code == 0, resumed.output
     resumed.assert_books_closed()

@@ -12,12 +12,12 @@ from tests.integration.live_run import ENGINE, ROLLOUT, FinishedRun, LiveRun
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
-ACTOR, PEER, BUS, ADVANTAGES = "ray::ActorWorker", "ray::ActorPeer", "ray::BusActor", "ray::AdvantagesWorker"
+ACTOR, OTHER_RANK, BUS, ADVANTAGES = "ray::ActorWorker", "ray::ActorRank", "ray::BusActor", "ray::AdvantagesWorker"
 OVERRIDES = ("eval.every=0", "run.save_every=10", "run.export_hf=false")
 
 
 def assert_whole(run: FinishedRun, *, steps: int) -> list[dict[str, Any]]:
-    """All steps done, every sample booked once, none too old; returns the recoveries."""
+    """All steps done, every sample persisted once, none too old; returns the recoveries."""
     assert run.code == 0, run.output
     assert run.summary["steps"] == run.summary["steps_recorded"] == steps
     run.assert_books_closed()
@@ -28,12 +28,12 @@ def assert_whole(run: FinishedRun, *, steps: int) -> list[dict[str, Any]]:
     return recoveries
 
 
-def test_a_peer_before_the_first_checkpoint_then_the_bus(tmp_path: Path) -> None:
+def test_another_rank_before_the_first_checkpoint_then_the_bus(tmp_path: Path) -> None:
     held = HeldTraining(tmp_path, updates=40)
     overrides = (*OVERRIDES, "run.steps=130", "run.save_every=80", "parallel.dp=2", *held.overrides)
     with LiveRun(tmp_path / "run", *overrides) as live:
         live.wait_step(2)
-        live.kill(PEER)
+        live.kill(OTHER_RANK)
         live.wait_noticed(1)
         held.allow(100)
         live.wait_recovered(1)
@@ -41,10 +41,12 @@ def test_a_peer_before_the_first_checkpoint_then_the_bus(tmp_path: Path) -> None
         live.kill(BUS)
         held.let_go()
         run = live.finish()
-    peer, bus = assert_whole(run, steps=130)
-    assert (peer["tier"], peer["from_step"]) == (2, 0)
-    # The lead may tell that it lost its peer before Ray tells that the peer died.
-    assert peer["cause"] == "actor-1 died" or peer["cause"].startswith("actor-0 failed: RankLost: actor-1 was lost")
+    other_rank, bus = assert_whole(run, steps=130)
+    assert (other_rank["tier"], other_rank["from_step"]) == (2, 0)
+    # The lead may tell that it lost its other rank before Ray tells that the other rank died.
+    assert other_rank["cause"] == "actor-1 died" or other_rank["cause"].startswith(
+        "actor-0 failed: RankLost: actor-1 was lost"
+    )
     assert (bus["tier"], bus["cause"], bus["from_step"]) == (2, "the bus died", 80)
     assert 80 <= bus["at_step"] < 130
 
@@ -90,17 +92,17 @@ def test_past_the_limit_the_run_ends_with_the_first_cause(tmp_path: Path) -> Non
 
 def test_the_watchdog_names_who_stands_still(tmp_path: Path) -> None:
     watched = ("run.heartbeat_timeout_s=600", "run.watch_after_s=4", "run.steps=60")
-    log, culprit = tmp_path / "run" / "logs" / "watchdog.log", "culprit: rollout-0\n"
+    log, blocker = tmp_path / "run" / "logs" / "watchdog.log", "blocker: rollout-0\n"
     held = HeldTraining(tmp_path, updates=30)
     with LiveRun(tmp_path / "run", *OVERRIDES, *watched, *held.overrides) as live:
         live.wait_step(5)
         pid = live.freeze(ROLLOUT)
         held.let_go()
-        live.wait_for("the watchdog", lambda: log.exists() and log.read_text().count(culprit) >= 2)
+        live.wait_for("the watchdog", lambda: log.exists() and log.read_text().count(blocker) >= 2)
         live.thaw(pid)
         run = live.finish()
     assert_whole(run, steps=60)
-    first = next(report for report in log.read_text().split("no train step ended") if culprit in report)
+    first = next(report for report in log.read_text().split("no train step ended") if blocker in report)
     assert "actor-0: waits" in first and "on bus for" in first
     assert "in flight in rollout (oldest g0" in first and "owed by rollout" in first
     assert f"rollout-0: pid {pid}, state T (stopped)" in first

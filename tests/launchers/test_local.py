@@ -50,8 +50,8 @@ def test_resume_auto_looks_in_the_folder_that_was_named_and_nowhere_else(tmp_pat
 
 def test_resume_auto_finds_the_newest_folder_of_those_that_the_time_names(tmp_path: Path) -> None:
     config = config_for(f"{tmp_path}/runs/{BY_TIME}", resume="auto")
-    fresh = make_run_folder(config)
-    assert fresh.parent == tmp_path / "runs"
+    on_policy = make_run_folder(config)
+    assert on_policy.parent == tmp_path / "runs"
     old = with_checkpoint(tmp_path / "runs" / "old")
     assert make_run_folder(config) == old
     newest = with_checkpoint(tmp_path / "runs" / "newest")

@@ -12,7 +12,7 @@ import pytest
 
 from launchers.slurm import script
 from launchers.slurm_follow import Output
-from launchers.slurm_place import TaskPlace
+from launchers.slurm_place import TaskIdentity
 from launchers.slurm_state import JobState, job_state
 from relax_core.config.compose import load_config
 
@@ -131,7 +131,7 @@ def test_place_of_an_arrays_task(monkeypatch: pytest.MonkeyPatch) -> None:
         "SLURM_RESTART_COUNT": "2",
     }.items():
         monkeypatch.setenv(name, value)
-    place = TaskPlace.of_environment()
+    place = TaskIdentity.of_environment()
     assert (place.job_id, place.raw_job_id, place.attempt) == ("12_3", "15", "12_3-r2")
 
 

@@ -155,7 +155,7 @@ def test_sixteen_answers_of_8192_tokens_fit_the_published_split() -> None:
         (30, [], "leave no room for a row: raise parallel.tp"),
     ],
 )
-def test_the_knob_that_makes_a_trainer_fit_makes_it_fit(memory: int, overrides: list[str], fix: str) -> None:
+def test_the_setting_that_makes_a_trainer_fit_makes_it_fit(memory: int, overrides: list[str], fix: str) -> None:
     long = ["algo.group_size=16", "rollout.max_new_tokens=8192", "engine.context_length=10240"]
     cache = "engine.max_total_tokens=131072"
     line = ["experiment=qwen3_4b_async_8gpu", *long, cache, f"placement.gpu_memory_gib={memory}", *overrides]
@@ -218,7 +218,7 @@ def test_too_little_memory_is_refused_with_the_largest_sums() -> None:
         plan_run(planned("engine.max_running_samples=1000000000"))
 
 
-def test_unread_knobs_are_told() -> None:
+def test_unread_config_are_told() -> None:
     told = " ".join(make_plan(load_config(["eval.every=0", "optimizer.schedule=constant"])).unread)
     for key in ("eval.rows", "optimizer.min_lr_ratio", "rollout.reward_workers", "algo.kl_estimator"):
         assert key in told

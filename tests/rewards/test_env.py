@@ -8,7 +8,7 @@ import pytest
 
 from relax_core.contracts.reward import RewardInput
 from relax_core.registry import find_reward
-from rewards.env import EnvRewardKnobs
+from rewards.env import EnvRewardConfig
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,6 @@ def test_the_sum_of_the_turns(
     score = find_reward("env").score
     assert score is not None
     given = RewardInput(response="r", stopped=True, answer="", row={}, turn_rewards=turn_rewards, ended=ended)
-    output = score(given, EnvRewardKnobs())
+    output = score(given, EnvRewardConfig())
     assert (output.reward, output.exact) == (reward, exact)  # type: ignore[union-attr]
     assert bool(output.reason) == (reward is None)  # type: ignore[union-attr]

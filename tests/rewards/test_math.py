@@ -3,11 +3,11 @@ from __future__ import annotations
 import pytest
 
 from relax_core.contracts.reward import RewardInput, RewardOutput
-from rewards.math import SPEC, MathKnobs
+from rewards.math import SPEC, MathConfig
 
 
 def _score(response: str, *, answer: str, stopped: bool = True) -> RewardOutput:
-    return SPEC.score(RewardInput(response=response, stopped=stopped, answer=answer, row={}), MathKnobs())
+    return SPEC.score(RewardInput(response=response, stopped=stopped, answer=answer, row={}), MathConfig())
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_core.contracts.reward import RewardInput, RewardOutput
-from rewards.reverse_digits import SPEC, ReverseDigitsKnobs
+from rewards.reverse_digits import SPEC, ReverseDigitsConfig
 
 
 def _score(response: str, *, stopped: bool = True, answer: str = "54321") -> RewardOutput:
-    return SPEC.score(RewardInput(response=response, stopped=stopped, answer=answer, row={}), ReverseDigitsKnobs())
+    return SPEC.score(RewardInput(response=response, stopped=stopped, answer=answer, row={}), ReverseDigitsConfig())
 
 
 @pytest.mark.parametrize(

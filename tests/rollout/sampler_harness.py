@@ -13,7 +13,7 @@ from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Admission, BusClosed, BusTimeout, GroupRow, VersionChange
 from relax_core.contracts.data import BadRow, DataRow, EvalSet
 from relax_core.contracts.engine import SamplingParams
-from relax_core.contracts.env import EnvKnobs, EnvSpec
+from relax_core.contracts.env import EnvConfig, EnvSpec
 from relax_core.contracts.reward import RewardSpec
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.pool.engine_pool import EnginePool
@@ -25,7 +25,7 @@ from relax_core.rollout.episodes.group_assembly import MakeExtras
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.rollout.rollout_loop import Sampler, SamplerSettings
-from relax_core.rollout.weight_update_handler import Turnover
+from relax_core.rollout.weight_update_handler import WeightUpdateHandler
 from tests.bus.make_rows import for_actor, make_core
 from tests.contracts.engine.harness import Engine
 
@@ -151,7 +151,7 @@ async def sample(
     client: EngineClient | None = None,
     advantages: MakeExtras | None = None,
     env: EnvSpec | None = None,
-    env_knobs: EnvKnobs | None = None,
+    env_config: EnvConfig | None = None,
     context: int = CONTEXT,
     worker: int = 0,
     workers: int = 1,
@@ -161,17 +161,17 @@ async def sample(
     tokenizer = PromptTokenizer(folder)
     spec = reward or find_reward("reverse_digits")
     env = env or find_env("single_turn")
-    env_knobs = env_knobs or env.knobs(name=env.name)
+    env_config = env_config or env.config(name=env.name)
     records: list[tuple[str, int, Mapping[str, float]]] = []
 
-    async def client_for(place: int, fresh: bool) -> Any:
+    async def client_for(place: int, on_policy: bool) -> Any:
         return client
 
-    with RewardPool(spec, spec.knobs(name=spec.name, timeout_s=LONG_S), workers=1, concurrency=8) as rewards:
+    with RewardPool(spec, spec.config(name=spec.name, timeout_s=LONG_S), workers=1, concurrency=8) as rewards:
         pool = EnginePool(1, client_for, patience_s=60.0)
         prompt_maker = PromptMaker(
             env=env,
-            env_knobs=env_knobs,
+            env_config=env_config,
             tokenizer=tokenizer,
             max_prompt_tokens=context - 8,
             overlong=overlong,
@@ -185,7 +185,7 @@ async def sample(
         player = None
         if env.has_turns:
             player = EpisodePlayer(
-                env=env, env_knobs=env_knobs, prompts=prompt_maker, pool=pool, sampling=sampling, seed=0
+                env=env, env_config=env_config, prompts=prompt_maker, pool=pool, sampling=sampling, seed=0
             )
         sampler = Sampler(
             bus=bus,
@@ -196,7 +196,7 @@ async def sample(
             player=player,
             settings=SamplerSettings(
                 seed=0,
-                burst_prompts=math.ceil((STEP_GROUPS + bus.core.settings.spare_groups) / workers),
+                batch_prompts=math.ceil((STEP_GROUPS + bus.core.settings.spare_groups) / workers),
                 sampling=sampling,
                 admit_timeout_s=60.0,
                 call_timeout_s=60.0,
@@ -208,9 +208,9 @@ async def sample(
             record=lambda source, version, values: records.append((source, version, values)),
             gate=gate,
             bad_rows=bad_rows or BadRows(rows=1000, most=0.05, tell=lambda rows: None),
-            turnover=None
+            weight_update_handler=None
             if max_aborts is None
-            else Turnover(bus, pool, max_aborts=max_aborts, call_timeout_s=60.0, worker=worker),
+            else WeightUpdateHandler(bus, pool, max_aborts=max_aborts, call_timeout_s=60.0, worker=worker),
             advantages=advantages,
         )
         try:

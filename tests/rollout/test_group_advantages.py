@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from algorithms.grpo import SPEC as GRPO
-from algorithms.grpo import GrpoKnobs
+from algorithms.grpo import GrpoConfig
 from algorithms.ppo import SPEC as PPO
-from algorithms.ppo import PpoKnobs
+from algorithms.ppo import PpoConfig
 from algorithms.reinforce_pp import SPEC as REINFORCE_PP
-from algorithms.reinforce_pp import ReinforcePpKnobs
+from algorithms.reinforce_pp import ReinforcePpConfig
 from relax_core.config.compose import load_config
 from relax_core.contracts import columns as c
-from relax_core.contracts.algorithm import Needs
+from relax_core.contracts.algorithm import Requirements
 from relax_core.contracts.bus import LeasedRow
 from relax_core.contracts.columns import decode_tree, encode_tree
 from relax_core.contracts.tree import TokenTree
@@ -45,7 +45,7 @@ def flat(extras: Mapping[str, np.ndarray], name: str = c.ADVANTAGES) -> list[flo
 
 def test_each_group_is_on_its_own_without_normalize() -> None:
     rows = [row([1.0, 0.0], [1, 2]), row([5.0, 5.0], [1, 1])]
-    a, b = advantage_extras(rows, GRPO, GrpoKnobs(normalize_std="none"))
+    a, b = advantage_extras(rows, GRPO, GrpoConfig(normalize_std="none"))
     assert flat(a) == [0.5, -0.5, -0.5]
     assert flat(b) == [0.0, 0.0]
 
@@ -56,14 +56,14 @@ def test_a_row_of_two_episodes_has_an_advantage_in_each() -> None:
     assert len(tree.tokens[1]) > len(tree.sampled), "some rows are in two episodes"
     assert max(len(one.leaves) for one in tree.episodes) > 1
     rewards = np.array([one.reward for one in tree.episodes], dtype=np.float32)
-    (made,) = advantage_extras([tree], GRPO, GrpoKnobs(normalize_std="none"))
+    (made,) = advantage_extras([tree], GRPO, GrpoConfig(normalize_std="none"))
     expected = np.repeat(rewards - rewards.mean(), tree.lengths)
     assert flat(made) == pytest.approx(expected.tolist(), abs=1e-6)
 
 
 def test_normalize_sees_all_groups() -> None:
     rows = [row([1.0, 0.0], [1, 1]), row([3.0, 0.0], [1, 1])]
-    a, b = advantage_extras(rows, REINFORCE_PP, ReinforcePpKnobs())
+    a, b = advantage_extras(rows, REINFORCE_PP, ReinforcePpConfig())
     # ±0.5 and ±1.5 around a mean of 0: population std sqrt(1.25)
     root = 1.25**0.5
     assert flat(a) == pytest.approx([0.5 / root, -0.5 / root])
@@ -71,11 +71,11 @@ def test_normalize_sees_all_groups() -> None:
 
 
 def test_the_deviation_of_a_step_is_that_of_all_groups_and_needs_them_together() -> None:
-    knobs = GrpoKnobs(normalize_std="batch", std_epsilon=1e-6)
-    assert GRPO.needs(knobs).whole_step and not GRPO.needs(GrpoKnobs()).whole_step
-    assert REINFORCE_PP.needs(ReinforcePpKnobs()).whole_step and PPO.needs(PpoKnobs()).whole_step
+    config = GrpoConfig(normalize_std="batch", std_epsilon=1e-6)
+    assert GRPO.requirements(config).whole_step and not GRPO.requirements(GrpoConfig()).whole_step
+    assert REINFORCE_PP.requirements(ReinforcePpConfig()).whole_step and PPO.requirements(PpoConfig()).whole_step
     rows = [row([1.0, 0.0], [1, 2]), row([3.0, 0.0], [1, 1])]
-    a, b = advantage_extras(rows, GRPO, knobs)
+    a, b = advantage_extras(rows, GRPO, config)
     std = 2.0**0.5  # of 1, 0, 3, 0 around their mean of 1, unbiased: sqrt((0 + 1 + 4 + 1) / 3)
     assert flat(a) == pytest.approx([0.5 / std, -0.5 / std, -0.5 / std], rel=1e-5)
     assert flat(b) == pytest.approx([1.5 / std, -1.5 / std], rel=1e-5)
@@ -83,60 +83,60 @@ def test_the_deviation_of_a_step_is_that_of_all_groups_and_needs_them_together()
 
 def test_a_group_of_one_has_the_step_as_its_baseline() -> None:
     """Plain REINFORCE++: each prompt's single reward against the others'."""
-    knobs = ReinforcePpKnobs(group_size=1, group_baseline=False)
-    REINFORCE_PP.check(knobs)
-    a, b = advantage_extras([row([1.0], [2]), row([0.0], [2])], REINFORCE_PP, knobs)
+    config = ReinforcePpConfig(group_size=1, group_baseline=False)
+    REINFORCE_PP.check(config)
+    a, b = advantage_extras([row([1.0], [2]), row([0.0], [2])], REINFORCE_PP, config)
     assert flat(a) == pytest.approx([1.0, 1.0]) and flat(b) == pytest.approx([-1.0, -1.0])
 
 
 def test_weights_are_divided_by_their_mean_over_the_step() -> None:
-    knobs = GrpoKnobs(normalize_std="none", old_logprobs="actor_fwd", correction="tis_normalized")
-    needs = GRPO.needs(knobs)
-    assert needs.whole_step and {c.OLD_LOGPROBS, c.LOGPROBS} <= set(input_columns(needs))
-    assert c.LOGPROBS not in input_columns(GRPO.needs(GrpoKnobs(old_logprobs="actor_fwd")))
+    config = GrpoConfig(normalize_std="none", old_logprobs="actor_fwd", correction="tis_normalized")
+    requirements = GRPO.requirements(config)
+    assert requirements.whole_step and {c.OLD_LOGPROBS, c.LOGPROBS} <= set(input_columns(requirements))
+    assert c.LOGPROBS not in input_columns(GRPO.requirements(GrpoConfig(old_logprobs="actor_fwd")))
 
     def rows(*ratios: float) -> list[TokenTree]:
         old = [np.log(np.array([ratio, ratio], dtype=np.float32)) for ratio in ratios]
         return [row([1.0, 0.0], [1, 1], logprobs=np.zeros(2), old_logprobs=one) for one in old]
 
-    a, b = advantage_extras(rows(0.25, 0.75), GRPO, knobs)  # weights of mean 1/2
+    a, b = advantage_extras(rows(0.25, 0.75), GRPO, config)  # weights of mean 1/2
     assert flat(a) == pytest.approx([1.0, -1.0]) and flat(b) == pytest.approx([1.0, -1.0])
 
 
 def test_the_engines_logprobs_stand_for_the_old_ones() -> None:
-    assert input_columns(Needs(old_logprobs="rollout")) == (*c.FORWARD_COLUMNS, c.LOSS_MASK)
-    assert c.LOGPROBS in input_columns(Needs(old_logprobs="rollout", reference=True))
-    assert c.LOGPROBS not in input_columns(Needs(old_logprobs="actor_fwd", reference=True))
+    assert input_columns(Requirements(old_logprobs="rollout")) == (*c.FORWARD_COLUMNS, c.LOSS_MASK)
+    assert c.LOGPROBS in input_columns(Requirements(old_logprobs="rollout", reference=True))
+    assert c.LOGPROBS not in input_columns(Requirements(old_logprobs="actor_fwd", reference=True))
     two = np.array([-1.0, -2.0], dtype=np.float32)
     one = row([1.0, 0.0], [1, 1], logprobs=two, reference_logprobs=two)
-    inputs = advantage_inputs(one, Needs(old_logprobs="rollout", reference=True))
+    inputs = advantage_inputs(one, Requirements(old_logprobs="rollout", reference=True))
     assert inputs.old_logprobs is not None and torch.equal(inputs.old_logprobs, torch.tensor([-1.0, -2.0]))
-    asked_for_nothing = advantage_inputs(one, Needs(old_logprobs="rollout"))
+    asked_for_nothing = advantage_inputs(one, Requirements(old_logprobs="rollout"))
     assert asked_for_nothing.old_logprobs is None is asked_for_nothing.reference_logprobs
 
 
 def test_a_critics_returns_are_advantages_before_whitening_plus_values() -> None:
-    assert c.VALUES in input_columns(PPO.needs(PpoKnobs()))
+    assert c.VALUES in input_columns(PPO.requirements(PpoConfig()))
     values = np.array([0.25, 0.5, 0.75], dtype=np.float32)
     rows = [row([1.0, 0.0], [1, 2], values=values)]
-    (a,) = advantage_extras(rows, PPO, PpoKnobs(gae_lambda=1.0))
+    (a,) = advantage_extras(rows, PPO, PpoConfig(gae_lambda=1.0))
     # lambda 1: advantages 0.75, -0.5, -0.75, and the return of each token is its sample's reward
     assert flat(a, c.RETURNS) == [1.0, 0.0, 0.0]
     # VAPO: the advantages' own λ, here 0 as 0.4 times two tokens is below 1, leaves the returns as they are.
-    (adaptive,) = advantage_extras(rows, PPO, PpoKnobs(gae_lambda=1.0, gae_alpha=0.4))
+    (adaptive,) = advantage_extras(rows, PPO, PpoConfig(gae_lambda=1.0, gae_alpha=0.4))
     assert flat(adaptive, c.RETURNS) == flat(a, c.RETURNS) and flat(adaptive) != flat(a)
     raw = np.array([0.75, -0.5, -0.75])
     assert flat(a) == pytest.approx(((raw - raw.mean()) / raw.std()).tolist())
-    (plain,) = advantage_extras([row([1.0, 0.0], [1, 2])], GRPO, GrpoKnobs())
+    (plain,) = advantage_extras([row([1.0, 0.0], [1, 2])], GRPO, GrpoConfig())
     assert set(plain) == {c.ADVANTAGES}
 
 
 def test_a_step_is_normalised_only_where_the_algorithm_sees_one() -> None:
     """The groups that a worker happens to lease together are no train step."""
     rows = [row([1.0, 0.0], [1, 1]), row([5.0, 1.0], [1, 1])]
-    knobs = GrpoKnobs(normalize_std="none")
-    mixing = dataclasses.replace(GRPO, normalize=lambda values, inputs, knobs: [torch.cat(list(values))[:2]] * 2)
-    mixed, plain = advantage_extras(rows, mixing, knobs), advantage_extras(rows, GRPO, knobs)
+    config = GrpoConfig(normalize_std="none")
+    mixing = dataclasses.replace(GRPO, normalize=lambda values, inputs, config: [torch.cat(list(values))[:2]] * 2)
+    mixed, plain = advantage_extras(rows, mixing, config), advantage_extras(rows, GRPO, config)
     assert [flat(one) for one in mixed] == [flat(one) for one in plain]
 
 
@@ -161,7 +161,7 @@ def test_a_group_alone_has_the_bits_that_it_has_among_others(algorithm: str) -> 
         lengths = random.integers(1, 9, size=16).tolist()
         logprobs = random.standard_normal(sum(lengths)).astype(np.float32)
         groups.append(row(random.standard_normal(16).tolist(), lengths, logprobs=logprobs))
-    names = input_columns(spec.needs(config.algo))
+    names = input_columns(spec.requirements(config.algo))
     asked_for = [leased(encode_tree(one), names) for one in groups]
     together = [one[c.ADVANTAGES].tobytes() for one in advantage_extras(asked_for, spec, config.algo)]
     assert together == [advantage_extras([one], spec, config.algo)[0][c.ADVANTAGES].tobytes() for one in groups]

@@ -27,8 +27,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def maker(folder: Path, *, room: int, overlong: Overlong) -> PromptMaker:
     env = find_env("single_turn")
     tokenizer = PromptTokenizer(folder)
-    knobs = env.knobs(name="single_turn")
-    return PromptMaker(env=env, env_knobs=knobs, tokenizer=tokenizer, max_prompt_tokens=room, overlong=overlong)
+    config = env.config(name="single_turn")
+    return PromptMaker(env=env, env_config=config, tokenizer=tokenizer, max_prompt_tokens=room, overlong=overlong)
 
 
 CONVERSATION = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "0123456789" * 4}]

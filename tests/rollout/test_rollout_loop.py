@@ -80,7 +80,7 @@ def test_a_group_is_put_with_its_advantages_where_no_role_makes_them(engine: Eng
     advantages = group_advantages(find_algorithm(config.algo.name), config)
     turns = itertools.cycle(range(GROUP_SIZE))
 
-    def in_turns(one: RewardInput, knobs: Any) -> RewardOutput:
+    def in_turns(one: RewardInput, plugin_config: Any) -> RewardOutput:
         return RewardOutput(reward=float(next(turns)), exact=False)
 
     async def scene() -> None:
@@ -99,7 +99,7 @@ def test_a_group_is_put_with_its_advantages_where_no_role_makes_them(engine: Eng
 
 def test_advantages_that_fail_end_the_loop_with_their_cause(engine: Engine, tiny_folder: Path) -> None:
     config = load_config()
-    spec = dataclasses.replace(find_algorithm("grpo"), advantages=lambda inputs, knobs: inputs.rewards)
+    spec = dataclasses.replace(find_algorithm("grpo"), advantages=lambda inputs, plugin_config: inputs.rewards)
     advantages = group_advantages(checked_algorithm(spec), config)
 
     async def scene() -> None:
@@ -143,7 +143,7 @@ def test_reclaimed_groups_come_first_and_give_the_same_tokens(engine: Engine, ti
 
 
 def test_a_group_without_rewards_is_dropped_with_its_reason(engine: Engine, tiny_folder: Path) -> None:
-    def score(given: RewardInput, knobs: Any) -> RewardOutput:
+    def score(given: RewardInput, config: Any) -> RewardOutput:
         return RewardOutput(reward=None if given.row["prompt"] == "rev 101" else 0.5)
 
     async def scene() -> None:
@@ -163,7 +163,7 @@ TOO_LONG = "rev " + "1 2 " * 50
 def test_rows_that_cannot_be_used_end_with_their_reason_and_the_next_take_their_place(
     engine: Engine, tiny_folder: Path
 ) -> None:
-    """Two of the first three rows, and the first of those that follow them. No burst is shorter for it."""
+    """Two of the first three rows, and the first of those that follow them. No prompt batch is shorter for it."""
     told: list[Sequence[Mapping[str, str]]] = []
 
     async def scene() -> None:
@@ -214,7 +214,7 @@ def test_a_dropped_group_is_made_up_for_while_an_evaluation_holds_the_next_promp
 ) -> None:
     """The evaluation of version 1 waits for the step that lacks the group."""
 
-    def score(given: RewardInput, knobs: Any) -> RewardOutput:
+    def score(given: RewardInput, config: Any) -> RewardOutput:
         return RewardOutput(reward=None if given.row["prompt"] == "rev 101" else 0.5)
 
     async def scene() -> None:
@@ -231,7 +231,7 @@ def test_a_dropped_group_is_made_up_for_while_an_evaluation_holds_the_next_promp
 
 
 def test_a_reward_that_raises_for_every_row_ends_the_loop(engine: Engine, tiny_folder: Path) -> None:
-    def score(given: RewardInput, knobs: Any) -> RewardOutput:
+    def score(given: RewardInput, config: Any) -> RewardOutput:
         raise KeyError("price")
 
     with pytest.raises(
@@ -268,12 +268,12 @@ def test_a_group_whose_rewards_take_long_holds_up_no_other(engine: Engine, tiny_
     scores: Counter[str] = Counter()
     put: list[str] = []
 
-    def noted_put(rows: Sequence[GroupRow]) -> None:
+    def traced_put(rows: Sequence[GroupRow]) -> None:
         put.extend(row.group_uid for row in rows)
         if not in_order and len(put) == STEP_GROUPS - 1:
             others_are_there.set()
 
-    def score(given: RewardInput, knobs: Any) -> RewardOutput:
+    def score(given: RewardInput, config: Any) -> RewardOutput:
         group = given.uid.rpartition(".")[0]
         if group == client.arrived[0]:
             assert others_are_there.wait(SOON_S)
@@ -283,7 +283,7 @@ def test_a_group_whose_rewards_take_long_holds_up_no_other(engine: Engine, tiny_
         return RewardOutput(reward=0.5)
 
     async def scene() -> None:
-        bus = CoreBus(steps=1, put=noted_put)
+        bus = CoreBus(steps=1, put=traced_put)
         await sample(engine, tiny_folder, bus, reward=scored(score), in_order=in_order, client=client)
         assert bus.core.progress().ledger.trained == STEP_GROUPS * GROUP_SIZE
 
@@ -386,7 +386,7 @@ def test_two_workers_share_the_steps_and_one_that_is_lost_goes_on_with_its_own(
     """The second worker is lost with two groups in hand, whose step waits for them; it is back with its admissions. A
     row that cannot be used holds up no prompt of a worker that is not alone."""
 
-    class NotedBus(CoreBus):
+    class TracedBus(CoreBus):
         def __init__(self) -> None:
             super().__init__(steps=6, rollout_workers=2, on_step=renamed(engine))
             self.admitted: list[tuple[int, str]] = []
@@ -399,7 +399,7 @@ def test_two_workers_share_the_steps_and_one_that_is_lost_goes_on_with_its_own(
             return admitted
 
     async def scene() -> None:
-        bus, in_hand = NotedBus(), asyncio.Event()
+        bus, in_hand = TracedBus(), asyncio.Event()
 
         async def stands_still(version: int) -> None:
             in_hand.set()
@@ -441,7 +441,7 @@ def test_two_workers_share_the_steps_and_one_that_is_lost_goes_on_with_its_own(
     asyncio.run(within(scene()))
 
 
-class NotedClient(EngineClient):
+class TracedClient(EngineClient):
     """``again``: prompts that it was asked to go on with, since they had been aborted."""
 
     def __init__(self, engine: Engine) -> None:
@@ -464,7 +464,7 @@ def versions_of(row: GroupRow) -> list[list[tuple[int, int]]]:
 class UntilOneCameBack(CoreBus):
     """The run goes on until a group is here that was aborted and went on with other weights; it ends a step later."""
 
-    def __init__(self, client: NotedClient, **settings: Any) -> None:
+    def __init__(self, client: TracedClient, **settings: Any) -> None:
         super().__init__(steps=1_000_000, **settings)
         self._client = client
         self.came_back: set[str] = set()
@@ -482,7 +482,7 @@ def test_groups_that_are_aborted_at_a_weight_change_come_back_whole(engine: Engi
     """One group is slow: the steps go on without it, until it has been aborted as often as it may be."""
 
     async def scene() -> None:
-        client = NotedClient(engine)
+        client = TracedClient(engine)
         settings = {"spare_groups": 2, "surplus": "keep", "on_stale": "mask", "on_step": renamed(engine)}
         bus = UntilOneCameBack(client, **settings)
         await sample(engine, tiny_folder, bus, max_aborts=2, max_new_tokens=40, temperature=2.0, client=client)

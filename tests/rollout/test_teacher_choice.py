@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from relax_core.contracts import columns as c
-from relax_core.contracts.algorithm import TeacherNeeds
+from relax_core.contracts.algorithm import TeacherRequirements
 from relax_core.contracts.bus import GroupRow
 from relax_core.contracts.reward import RewardOutput
 from relax_core.rollout.episodes.group_assembly import complete_group
@@ -17,11 +17,11 @@ MODELS = {"math": "/m", "code": "/c"}
 
 
 def test_the_only_teacher_needs_no_column() -> None:
-    assert teacher_chooser(TeacherNeeds(models={"default": "/m"}))({"prompt": "?"}, "data row 3") == "default"
+    assert teacher_chooser(TeacherRequirements(models={"default": "/m"}))({"prompt": "?"}, "data row 3") == "default"
 
 
 def test_the_column_chooses() -> None:
-    choose = teacher_chooser(TeacherNeeds(models=MODELS, key="source"))
+    choose = teacher_chooser(TeacherRequirements(models=MODELS, key="source"))
     assert [choose({"source": name}, "data row 3") for name in ("code", "math")] == ["code", "math"]
 
 
@@ -35,7 +35,7 @@ def test_the_column_chooses() -> None:
 )
 def test_a_row_without_a_known_teacher_is_named(row: dict[str, object], text: str) -> None:
     with pytest.raises(ValueError) as caught:
-        teacher_chooser(TeacherNeeds(models=MODELS, key="source"))(row, "data row 3")
+        teacher_chooser(TeacherRequirements(models=MODELS, key="source"))(row, "data row 3")
     assert text in str(caught.value)
 
 

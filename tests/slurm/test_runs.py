@@ -182,20 +182,20 @@ BROKEN_REWARD = """
 import sys
 from dataclasses import dataclass
 
-from relax_core.contracts.reward import RewardKnobs, RewardSpec
+from relax_core.contracts.reward import RewardConfig, RewardSpec
 
 
 @dataclass(frozen=True)
-class BrokenKnobs(RewardKnobs):
+class BrokenConfig(RewardConfig):
     name: str = "broken"
     timeout_s: float = 1.0
 
 
-def score(given, knobs):
+def score(given, config):
     if "relax_core.rollout.trial.plugin_trial_main" in sys.orig_argv:
         return 0.0
     raise RuntimeError("no such luck")
 
 
-SPEC = RewardSpec(name="broken", summary="raises", knobs=BrokenKnobs, score=score)
+SPEC = RewardSpec(name="broken", summary="raises", config=BrokenConfig, score=score)
 """

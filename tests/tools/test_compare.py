@@ -130,7 +130,7 @@ def test_what_is_no_run_is_said_so(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_run_without_a_step_has_no_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "fresh"
+    folder = tmp_path / "on_policy"
     folder.mkdir()
     (folder / "config.yaml").write_text("name: x\n")
     assert main([str(folder)]) == 0

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from relax_core.tools.lineage import main
-from tests.bus.booked_run import BookedRun, T
 from tests.bus.make_rows import for_actor
+from tests.bus.persisted_run import PersistedRun, T
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Two groups trained at step 0, then one dropped and one open."""
-    run = BookedRun(tmp_path / "run" / "ledger.sqlite")
+    run = PersistedRun(tmp_path / "run" / "ledger.sqlite")
     run.roll_out(2)
     run.train()
     third, _ = run.core.admit(2)

@@ -54,7 +54,9 @@ def _sampled(folder: Path, *, task: str) -> list[RewardOutput]:
             response, stop = sequence[len(ids) :], tokenizer.stop_token_ids[0]
             stopped = stop in response
             text = tokenizer.decode(response[: response.index(stop)] if stopped else response)
-            outputs.append(SPEC.score(RewardInput(response=text, stopped=stopped, answer=answer, row={}), SPEC.knobs()))
+            outputs.append(
+                SPEC.score(RewardInput(response=text, stopped=stopped, answer=answer, row={}), SPEC.config())
+            )
     return outputs
 
 

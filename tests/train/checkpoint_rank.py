@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from tiny_trainer import dp_groups, make_backend, train_step
 
-from relax_core.train.checkpoints.synced_stream import SteadyFiles
+from relax_core.train.checkpoints.synced_stream import SyncedFiles
 from relax_core.train.packing.micro_batches import split_over_ranks
 from relax_core.train.parallel import process_group
 
@@ -51,7 +51,7 @@ def main() -> None:
         process_group.leave()
         backend = build(SHORT_S)
         if rank == "1":
-            SteadyFiles.create_stream = slow_down(SteadyFiles.create_stream)
+            SyncedFiles.create_stream = slow_down(SyncedFiles.create_stream)
 
     def train(step: int) -> None:
         train_step(backend, [split_over_ranks(groups, int(world_size))[int(rank)] for groups in dp_groups()], step=step)

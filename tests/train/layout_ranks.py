@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from gang_layouts import parallel_config
 from tiny_models import VOCABULARY, make_model
-from tiny_trainer import KNOBS, PPO_CLIP, clip_loss, dp_groups, make_backend, train_step
+from tiny_trainer import CONFIG, PPO_CLIP, clip_loss, dp_groups, make_backend, train_step
+from worker_group_layouts import parallel_config
 
 from relax_core.contracts.algorithm import LossInputs, LossOutputs
 from relax_core.contracts.kept_tokens import OUTSIDE, KeptTokens
@@ -35,10 +35,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 TOP_K = 3
 
 
-def loss_with_teacher(inputs: LossInputs, knobs: Any) -> LossOutputs:
+def loss_with_teacher(inputs: LossInputs, config: Any) -> LossOutputs:
     """The teacher's tokens under this policy, where they come; else PPO's clip."""
     if inputs.top_logprobs is None:
-        return clip_loss(inputs, KNOBS)
+        return clip_loss(inputs, CONFIG)
     inside = inputs.top_logprobs > OUTSIDE
     return LossOutputs(loss_sum=((inputs.top_logprobs * inside).mean(1) * inputs.loss_mask).sum())
 

@@ -1,4 +1,4 @@
-"""One rank of a gang that trains in one layout, saves, and goes on in another, again and again.
+"""One rank of a worker group that trains in one layout, saves, and goes on in another, again and again.
 
 python reshard_rank.py <rank> <4> <port> <folder of the models> <folder of the output>
 """
@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gang_layouts import RANKS, parallel_config
 from safetensors.torch import save_file
 from tiny_trainer import dp_groups, make_backend, train_step
+from worker_group_layouts import RANKS, parallel_config
 
 from relax_core.train.packing.micro_batches import split_over_ranks
 from relax_core.train.parallel import process_group

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from gang_layouts import parallel_config
 from safetensors.torch import save_file
 from tiny_models import make_model, make_models
 from tiny_trainer import make_backend, make_groups
+from worker_group_layouts import parallel_config
 
 from benchmarks.family_models import VARIANTS, make_family_model
 from relax_core.config.compose import load_config

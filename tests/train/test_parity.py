@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_trainer import KNOBS, clip_loss, make_backend, make_groups, train_step
+from tiny_trainer import CONFIG, clip_loss, make_backend, make_groups, train_step
 
 from benchmarks.family_models import VARIANTS, make_family_model
 from relax_core.contracts.algorithm import LossInputs
@@ -45,7 +45,7 @@ def reference_loss(model: Any, groups: list[TokenTree]) -> torch.Tensor:
         sample_ids=torch.zeros(len(mask), dtype=torch.int64),
         num_samples=1,
     )
-    return clip_loss(inputs, KNOBS).loss_sum / mask.sum()
+    return clip_loss(inputs, CONFIG).loss_sum / mask.sum()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

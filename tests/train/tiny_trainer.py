@@ -10,41 +10,48 @@ import numpy as np
 import torch
 
 from relax_core.config.schema import OptimizerConfig, Schedule
-from relax_core.contracts.algorithm import AlgorithmKnobs, AlgorithmSpec, LossInputs, LossOutputs, Needs, StepTotals
+from relax_core.contracts.algorithm import (
+    AlgorithmConfig,
+    AlgorithmSpec,
+    LossInputs,
+    LossOutputs,
+    Requirements,
+    StepTotals,
+)
 from relax_core.contracts.tree import TokenTree
-from tests.train.gang_layouts import parallel_config
 from tests.train.tiny_models import VOCABULARY
+from tests.train.worker_group_layouts import parallel_config
 from tests.trees import answers_tree
 
 
 @dataclass(frozen=True)
-class ClipKnobs(AlgorithmKnobs):
+class ClipConfig(AlgorithmConfig):
     clip: float = 0.2
 
 
-def clip_loss(inputs: LossInputs, knobs: ClipKnobs) -> LossOutputs:
+def clip_loss(inputs: LossInputs, config: ClipConfig) -> LossOutputs:
     ratio = (inputs.logprobs - inputs.old_logprobs).exp()
-    clipped = ratio.clamp(1 - knobs.clip, 1 + knobs.clip)
+    clipped = ratio.clamp(1 - config.clip, 1 + config.clip)
     loss = -torch.minimum(ratio * inputs.advantages, clipped * inputs.advantages) * inputs.loss_mask
     metrics = {"ratio": ((ratio.detach() * inputs.loss_mask).sum(), inputs.loss_mask.sum())}
     return LossOutputs(loss_sum=loss.sum(), metric_sums=metrics)
 
 
-def _tokens(totals: StepTotals, knobs: ClipKnobs) -> float:
+def _tokens(totals: StepTotals, config: ClipConfig) -> float:
     return float(totals.tokens)
 
 
 PPO_CLIP = AlgorithmSpec(
     name="ppo_clip",
     summary="PPO-clip over all tokens, for tests",
-    knobs=ClipKnobs,
-    needs=lambda knobs: Needs(old_logprobs="rollout"),
-    check=lambda knobs: None,
-    advantages=lambda inputs, knobs: inputs.rewards,
+    config=ClipConfig,
+    requirements=lambda config: Requirements(old_logprobs="rollout"),
+    check=lambda config: None,
+    advantages=lambda inputs, config: inputs.rewards,
     loss=clip_loss,
     denominator=_tokens,
 )
-KNOBS = ClipKnobs("ppo_clip", 16)
+CONFIG = ClipConfig("ppo_clip", 16)
 
 
 def make_groups(
@@ -64,7 +71,7 @@ def make_groups(
                 random.integers(0, VOCABULARY, tokens, dtype=np.int32),
                 loss_mask=random.random(tokens) >= masked,
                 logprobs=logprobs,
-                fresh=np.ones(tokens, dtype=bool),
+                on_policy=np.ones(tokens, dtype=bool),
                 advantages=random.standard_normal(tokens).astype(np.float32),
                 values=random.standard_normal(tokens).astype(np.float32),
                 returns=random.standard_normal(tokens).astype(np.float32),
@@ -83,10 +90,10 @@ def make_backend(folder: Path, **overrides: Any) -> Any:
 
 def make_critic(folder: Path, **overrides: Any) -> Any:
     """PPO's critic, as `make_backend` makes a policy."""
-    from algorithms.ppo import SPEC, PpoKnobs
+    from algorithms.ppo import SPEC, PpoConfig
     from relax_core.train.critic_backend import CriticBackend
 
-    return CriticBackend(_setup(folder, {"algorithm": SPEC, "knobs": PpoKnobs(), **overrides}))
+    return CriticBackend(_setup(folder, {"algorithm": SPEC, "config": PpoConfig(), **overrides}))
 
 
 def _setup(folder: Path, overrides: dict[str, Any]) -> Any:
@@ -117,7 +124,7 @@ def _setup(folder: Path, overrides: dict[str, Any]) -> Any:
         "total_steps": 10,
         "dtype": "float32",
         "algorithm": PPO_CLIP,
-        "knobs": KNOBS,
+        "config": CONFIG,
         "rank": 0,
         "world_size": 1,
         "store_address": "127.0.0.1:0",

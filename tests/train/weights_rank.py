@@ -1,4 +1,5 @@
-"""One rank of a gang that holds the same models in many layouts, one after the other; rank 0 writes what it saw.
+"""One rank of a worker group that holds the same models in many layouts, one after the other; rank 0 writes what it
+saw.
 
 python weights_rank.py <rank> <4> <port> <folder of the models: untied, tied, moe, biased> <output JSON>
 """
@@ -12,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gang_layouts import DENSE_LAYOUTS, MOE_LAYOUTS, RANKS, parallel_config
 from safetensors.torch import load_file
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from worker_group_layouts import DENSE_LAYOUTS, MOE_LAYOUTS, RANKS, parallel_config
 
 from relax_core.families.folder import folder_architecture
 from relax_core.train.hf.folder_tensors import StoredTensor, open_safetensors

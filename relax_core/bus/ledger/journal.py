@@ -12,20 +12,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 from relax_core.contracts.bus import BusTimeout
-from relax_core.contracts.columns import BOOKED_COLUMNS
+from relax_core.contracts.columns import PERSISTED_COLUMNS
 
 GATHER_S = 0.2  # how long the thread gathers events before it writes them
 
 _COLUMNS = "id, event, uid, group_uid, step, version, reason, time"
 _FIELDS = "event TEXT, uid TEXT, group_uid TEXT, step INTEGER, version INTEGER, reason TEXT, time REAL"
-_GENERATED_FIELDS = ", ".join(f"{column} BLOB" for column in BOOKED_COLUMNS)
+_GENERATED_FIELDS = ", ".join(f"{column} BLOB" for column in PERSISTED_COLUMNS)
 _TABLES = f"""
     CREATE TABLE IF NOT EXISTS events (id INTEGER PRIMARY KEY, {_FIELDS});
     CREATE TABLE IF NOT EXISTS rolled_back (id INTEGER, {_FIELDS});
     CREATE TABLE IF NOT EXISTS restores (id INTEGER PRIMARY KEY, back_to INTEGER);
     CREATE TABLE IF NOT EXISTS generated (id INTEGER PRIMARY KEY, {_GENERATED_FIELDS});
 """
-_INSERT_GENERATED = f"INSERT INTO generated VALUES (?{', ?' * len(BOOKED_COLUMNS)})"
+_INSERT_GENERATED = f"INSERT INTO generated VALUES (?{', ?' * len(PERSISTED_COLUMNS)})"
 _LAST_ID = (
     "SELECT IFNULL(MAX(id), 0) FROM ("
     + " UNION ALL ".join(f"SELECT MAX(id) AS id FROM {table}" for table in ("events", "rolled_back", "restores"))
@@ -47,7 +47,7 @@ class _Events(NamedTuple):
     version: int | None
     reason: str
     time: float
-    booked: tuple[bytes, ...] | None
+    persisted: tuple[bytes, ...] | None
 
     def rows(self) -> Iterator[tuple[object, ...]]:
         versions = self.versions if self.versions is not None else repeat(self.version)
@@ -80,7 +80,7 @@ class Journal:
         self._database.execute("PRAGMA synchronous=NORMAL")
         self._database.executescript(_TABLES)
         fields = [row[1] for row in self._database.execute("PRAGMA table_info(generated)")]
-        if fields != ["id", *BOOKED_COLUMNS]:
+        if fields != ["id", *PERSISTED_COLUMNS]:
             self._database.close()
             raise ValueError(
                 f"{path}: a Relax from before token trees wrote it, so a run cannot go on in it. Use another run.dir."
@@ -104,13 +104,15 @@ class Journal:
         versions: Sequence[int] | None = None,
         version: int | None = None,
         reason: str = "",
-        booked: tuple[bytes, ...] | None = None,
+        persisted: tuple[bytes, ...] | None = None,
     ) -> None:
-        """One event for each uid; ``versions`` one a uid, or ``version`` for all; ``booked``: the payloads of
-        `BOOKED_COLUMNS`, one row of table ``generated``. Never waits for the disk."""
+        """One event for each uid; ``versions`` one a uid, or ``version`` for all; ``persisted``: the payloads of
+        `PERSISTED_COLUMNS`, one row of table ``generated``. Never waits for the disk."""
         first_id = self.position + 1
         self.position += len(uids)
-        self._enqueue(_Events(first_id, event, group_uid, uids, step, versions, version, reason, time.time(), booked))
+        self._enqueue(
+            _Events(first_id, event, group_uid, uids, step, versions, version, reason, time.time(), persisted)
+        )
 
     def roll_back(self, position: int) -> None:
         """Goes back to what was in force when `position` had this value: everything else is set aside. The restore
@@ -173,8 +175,8 @@ class Journal:
                     self._database.executemany(
                         f"INSERT INTO events ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", item.rows()
                     )
-                    if item.booked is not None:
-                        self._database.execute(_INSERT_GENERATED, (item.first_id, *item.booked))
+                    if item.persisted is not None:
+                        self._database.execute(_INSERT_GENERATED, (item.first_id, *item.persisted))
                 elif isinstance(item, _RollBack):
                     self._roll_back(item)
 

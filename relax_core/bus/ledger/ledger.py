@@ -59,11 +59,11 @@ class Ledger:
             self._journal.append("issued", group_uid, uids, version=min_version, reason=reason)
 
     def put(
-        self, group_uid: str, uids: Sequence[str], versions: Sequence[int], *, booked: tuple[bytes, ...] | None
+        self, group_uid: str, uids: Sequence[str], versions: Sequence[int], *, persisted: tuple[bytes, ...] | None
     ) -> None:
-        """``booked``: the payloads of `BOOKED_COLUMNS`, kept as they are: whoever reads the file decodes them."""
+        """``persisted``: the payloads of `PERSISTED_COLUMNS`, kept as they are: whoever reads the file decodes them."""
         if self._journal:
-            self._journal.append("put", group_uid, uids, versions=versions, booked=booked)
+            self._journal.append("put", group_uid, uids, versions=versions, persisted=persisted)
 
     def lease(self, group_uid: str, uids: Sequence[str], *, step: int, delivery: int) -> None:
         if self._journal:

@@ -16,7 +16,16 @@ import ray
 
 from relax_core.bus.ledger.journal import Journal
 from relax_core.bus.ledger.ledger import Ledger
-from relax_core.bus.ray.payload_blocks import ERRORS, Block, BlockPlace, Reply, WireColumns, WireLease, WireRow, encode
+from relax_core.bus.ray.payload_blocks import (
+    ERRORS,
+    Block,
+    BlockLocation,
+    Reply,
+    WireColumns,
+    WireLease,
+    WireRow,
+    encode,
+)
 from relax_core.bus.ray.waiting_calls import WaitingRoom
 from relax_core.bus.state.bus_state import BusCore
 from relax_core.bus.state.settings import BusSettings
@@ -146,7 +155,9 @@ class BusActor:
         columns = {uid: {**row.columns, **_stored(row.large, blocks, refs)} for uid, row in rows.items()}
         self._core.write(lease_id, cast(Mapping[str, Mapping[str, bytes]], columns))
         self._changed()
-        return await self._lease(then, timeout_s, after=f"the write of lease {lease_id} is booked; ") if then else None
+        return (
+            await self._lease(then, timeout_s, after=f"the write of lease {lease_id} is persisted; ") if then else None
+        )
 
     @answers
     async def ack(
@@ -154,7 +165,7 @@ class BusActor:
     ) -> Any:
         self._core.ack(lease_ids, step=step, dropped=dropped)
         self._changed()
-        return await self._lease(then, timeout_s, after=f"the ack of step {step} is booked; ") if then else None
+        return await self._lease(then, timeout_s, after=f"the ack of step {step} is persisted; ") if then else None
 
     @answers
     async def release(self, lease_ids: list[int]) -> None:
@@ -230,7 +241,7 @@ class BusActor:
         rows = []
         for row in lease.rows:
             small: dict[str, bytes] = {}
-            large: dict[str, BlockPlace] = {}
+            large: dict[str, BlockLocation] = {}
             for column, payload in cast(Mapping[str, bytes | _StoredPayload], row.columns).items():
                 if isinstance(payload, _StoredPayload):
                     large[column] = (numbers.setdefault(payload.block, len(numbers)), payload.place)
@@ -270,11 +281,11 @@ def _row(wire: WireRow, large: Mapping[str, Any]) -> GroupRow:
     )
 
 
-def _sized(large: Mapping[str, BlockPlace], blocks: list[Block]) -> dict[str, Any]:
+def _sized(large: Mapping[str, BlockLocation], blocks: list[Block]) -> dict[str, Any]:
     return {column: blocks[number][place] for column, (number, place) in large.items()}
 
 
-def _stored(large: Mapping[str, BlockPlace], blocks: list[Block], refs: list[ray.ObjectRef]) -> dict[str, Any]:
+def _stored(large: Mapping[str, BlockLocation], blocks: list[Block], refs: list[ray.ObjectRef]) -> dict[str, Any]:
     return {
         column: _StoredPayload(refs[number], place, len(blocks[number][place]))
         for column, (number, place) in large.items()

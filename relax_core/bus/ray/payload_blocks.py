@@ -14,12 +14,12 @@ import numpy as np
 
 from relax_core.bus.ledger.journal import LedgerUnwritable
 from relax_core.contracts.bus import BusClosed, BusLost, BusTimeout, LeaseLost
-from relax_core.contracts.columns import BOOKED_COLUMNS
+from relax_core.contracts.columns import PERSISTED_COLUMNS
 
 BLOCK_BYTES = 64 * 1024 * 1024  # a block is closed at this size, so that few rows keep little memory alive
 
 Block = list[np.ndarray]
-BlockPlace = tuple[int, int]  # (number of the block, place in it)
+BlockLocation = tuple[int, int]  # (number of the block, place in it)
 
 # Errors that cross as themselves.
 ERRORS: dict[str, type[Exception]] = {
@@ -35,7 +35,7 @@ class WireRow(msgspec.Struct, frozen=True, array_like=True):
     uids: list[str]
     versions: list[int]
     columns: dict[str, bytes]
-    large: dict[str, BlockPlace]
+    large: dict[str, BlockLocation]
     dropped: dict[str, str] = {}
 
 
@@ -43,7 +43,7 @@ class WireColumns(msgspec.Struct, frozen=True, array_like=True):
     """Columns that a task wrote for one row."""
 
     columns: dict[str, bytes]
-    large: dict[str, BlockPlace]
+    large: dict[str, BlockLocation]
 
 
 class WireLease(msgspec.Struct, frozen=True, array_like=True):
@@ -69,18 +69,18 @@ class BlockPacker:
         self._filling: dict[str, tuple[int, int]] = {}  # column → (block it fills, bytes in it)
         self.blocks: list[Block] = []
 
-    def split(self, columns: Mapping[str, bytes]) -> tuple[dict[str, bytes], dict[str, BlockPlace]]:
+    def split(self, columns: Mapping[str, bytes]) -> tuple[dict[str, bytes], dict[str, BlockLocation]]:
         """Returns (payloads for the body, places of the others in `blocks`)."""
         small: dict[str, bytes] = {}
-        large: dict[str, BlockPlace] = {}
+        large: dict[str, BlockLocation] = {}
         for column, payload in columns.items():
-            if len(payload) <= self._inline_bytes or column in BOOKED_COLUMNS:
+            if len(payload) <= self._inline_bytes or column in PERSISTED_COLUMNS:
                 small[column] = payload
             else:
                 large[column] = self._place(column, payload)
         return small, large
 
-    def _place(self, column: str, payload: bytes) -> BlockPlace:
+    def _place(self, column: str, payload: bytes) -> BlockLocation:
         number, filled = self._filling.get(column, (-1, BLOCK_BYTES))
         if filled >= BLOCK_BYTES:
             number, filled = len(self.blocks), 0
@@ -90,7 +90,7 @@ class BlockPacker:
         return number, len(self.blocks[number]) - 1
 
 
-def join(columns: dict[str, bytes], large: Mapping[str, BlockPlace], blocks: Iterable[Block]) -> dict[str, bytes]:
+def join(columns: dict[str, bytes], large: Mapping[str, BlockLocation], blocks: Iterable[Block]) -> dict[str, bytes]:
     """The columns of a leased row; large ones are read-only memoryviews of the object store, not copies."""
     blocks = list(blocks)
     views = {column: cast(bytes, blocks[number][place].data) for column, (number, place) in large.items()}

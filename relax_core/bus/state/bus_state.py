@@ -30,7 +30,7 @@ from relax_core.contracts.bus import (
     LeaseRequest,
     VersionChange,
 )
-from relax_core.contracts.columns import booked_payloads, payload_bytes
+from relax_core.contracts.columns import payload_bytes, persisted_payloads
 from relax_core.contracts.tree import group_uid, sample_uid
 
 STALE = "stale"
@@ -129,7 +129,7 @@ class BusCore:
             group = self.groups.get(row.group_uid)
             if group is None or not group.in_flight:
                 continue
-            self.ledger.put(row.group_uid, row.uids, row.versions, booked=booked_payloads(row.columns))
+            self.ledger.put(row.group_uid, row.uids, row.versions, persisted=persisted_payloads(row.columns))
             if row.uids:
                 group.row = msgspec.structs.replace(row, columns=dict(row.columns))
                 if self.settings.spare_groups:

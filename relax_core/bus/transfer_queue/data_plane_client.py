@@ -14,7 +14,7 @@ import numpy as np
 from relax_core.bus.transfer_queue.messages import PlaneAddress, Server, StoredColumns, new_key
 from relax_core.bus.transfer_queue.sockets import use_unix_sockets
 from relax_core.contracts.bus import BusLost, BusTimeout, LeaseLost
-from relax_core.contracts.columns import BOOKED_COLUMNS
+from relax_core.contracts.columns import PERSISTED_COLUMNS
 
 LOOK_S = 1.0  # how often a waiting call looks whether the servers still live
 KEY = "relax_key"  # the field beside the columns that says whose they are
@@ -32,7 +32,7 @@ class NewSample:
     @classmethod
     def of(cls, group_uid: str, columns: Mapping[str, bytes], *, timeout_s: float) -> NewSample:
         """``timeout_s``: when its writer gives up."""
-        carried = {column: payload for column, payload in columns.items() if column not in BOOKED_COLUMNS}
+        carried = {column: payload for column, payload in columns.items() if column not in PERSISTED_COLUMNS}
         return cls(new_key(group_uid, timeout_s=timeout_s), carried)
 
 

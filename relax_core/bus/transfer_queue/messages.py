@@ -32,7 +32,7 @@ class PlaneAddress(msgspec.Struct, frozen=True, kw_only=True):
         return (self.controller, *self.units)
 
 
-class PayloadPlace(msgspec.Struct, frozen=True):
+class PayloadLocation(msgspec.Struct, frozen=True):
     """Where a bus has its payloads: a partition of a data plane."""
 
     plane: PlaneAddress

@@ -19,7 +19,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from relax_core.bus.ray.bus_actor import BusActor, answers
 from relax_core.bus.ray.payload_blocks import encode
 from relax_core.bus.transfer_queue.messages import (
-    PayloadPlace,
+    PayloadLocation,
     StoredColumns,
     StoredLease,
     StoredRow,
@@ -51,11 +51,11 @@ class _StoredPayload:
 
 
 class TransferQueueBusActor(BusActor):
-    """``place``: a `PayloadPlace`; ``hosts``: the processes of its plane, in the order of its servers."""
+    """``place``: a `PayloadLocation`; ``hosts``: the processes of its plane, in the order of its servers."""
 
     def __init__(self, settings: bytes, ledger_path: str, place: bytes, hosts: list[Any]) -> None:
         super().__init__(settings, ledger_path)
-        self._place = msgspec.msgpack.decode(place, type=PayloadPlace)
+        self._place = msgspec.msgpack.decode(place, type=PayloadLocation)
         self._hosts = hosts
         self._known: weakref.WeakValueDictionary[str, _Sample] = weakref.WeakValueDictionary()
         self._freed: list[str] = []
@@ -83,7 +83,9 @@ class TransferQueueBusActor(BusActor):
         }
         self._core.write(lease_id, cast(Mapping[str, Mapping[str, bytes]], written))
         self._changed()
-        return await self._lease(then, timeout_s, after=f"the write of lease {lease_id} is booked; ") if then else None
+        return (
+            await self._lease(then, timeout_s, after=f"the write of lease {lease_id} is persisted; ") if then else None
+        )
 
     async def describe(self) -> tuple[int, bytes, bytes]:
         """(process id, settings, where the payloads are), the last two as msgpack."""

@@ -22,7 +22,7 @@ from relax_core.bus.state.settings import BusSettings
 from relax_core.bus.transfer_queue.data_plane import START_TIMEOUT_S, DataPlane
 from relax_core.bus.transfer_queue.data_plane_client import NewSample, PlaneClient
 from relax_core.bus.transfer_queue.messages import (
-    PayloadPlace,
+    PayloadLocation,
     StoredColumns,
     StoredLease,
     StoredRow,
@@ -30,7 +30,7 @@ from relax_core.bus.transfer_queue.messages import (
 )
 from relax_core.bus.transfer_queue.transfer_queue_actor import TransferQueueBusActor
 from relax_core.contracts.bus import GroupRow, Lease, LeasedRow, LeaseRequest
-from relax_core.contracts.columns import BOOKED_COLUMNS
+from relax_core.contracts.columns import PERSISTED_COLUMNS
 
 STUCK_S = 60.0  # a server that takes longer over one call is called stuck
 
@@ -42,7 +42,7 @@ class TransferQueueBus(RayBus):
     """``owned``: the plane that ends with this bus; only the process that created it has it."""
 
     def __init__(
-        self, actor: Any, *, settings: BusSettings, place: PayloadPlace, owned: DataPlane | None = None
+        self, actor: Any, *, settings: BusSettings, place: PayloadLocation, owned: DataPlane | None = None
     ) -> None:
         super().__init__(actor, settings=settings)
         self.place = place
@@ -126,14 +126,14 @@ def start_bus(
     settings: BusSettings, ledger_path: Path, *, options: dict[str, Any], plane: DataPlane, owned: DataPlane | None
 ) -> TransferQueueBus:
     """Starts the bus process over a plane. ``options``: Ray's, with name and namespace."""
-    place = PayloadPlace(plane.address, f"{options['namespace']}/{options['name']}")
+    place = PayloadLocation(plane.address, f"{options['namespace']}/{options['name']}")
     remote = ray.remote(TransferQueueBusActor).options(**options)
     actor: Any = remote.remote(encode(settings), str(ledger_path), encode(place), plane.hosts)
     get(actor.watch.remote(), timeout_s=START_TIMEOUT_S, what="watch")
     return TransferQueueBus(actor, settings=settings, place=place, owned=owned)
 
 
-def _reopen(actor: Any, settings: BusSettings, place: PayloadPlace) -> TransferQueueBus:
+def _reopen(actor: Any, settings: BusSettings, place: PayloadLocation) -> TransferQueueBus:
     return TransferQueueBus(actor, settings=settings, place=place)
 
 
@@ -142,7 +142,7 @@ def _left_s(deadline: float) -> float:
 
 
 def _kept(columns: Columns) -> dict[str, bytes]:
-    return {column: payload for column, payload in columns.items() if column in BOOKED_COLUMNS}
+    return {column: payload for column, payload in columns.items() if column in PERSISTED_COLUMNS}
 
 
 def _pack_rows(rows: Sequence[GroupRow], stored: Sequence[StoredColumns | None]) -> bytes:

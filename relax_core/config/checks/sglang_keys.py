@@ -104,7 +104,7 @@ def _truncation_problems(config: RelaxConfig) -> Iterator[str]:
             f"rollout.top_k={rollout.top_k} with engine=sglang: at most {most}. Lower it, or add "
             f"+engine.flags.sampling-mask-max-tokens={rollout.top_k}."
         )
-    teacher = find_algorithm(config.algo.name).needs(config.algo).teacher
+    teacher = find_algorithm(config.algo.name).requirements(config.algo).teacher
     if teacher is None or teacher.served_by != "engine":
         return
     if engine.urls:

@@ -99,13 +99,13 @@ def _check_plugins(config: RelaxConfig) -> Iterator[str]:
 
 def _check_turns(config: RelaxConfig) -> Iterator[str]:
     """Of an env with turns."""
-    env, knobs = find_env(config.env.name), config.env
+    env, plugin_config = find_env(config.env.name), config.env
     if not env.has_turns:
         return
-    if knobs.max_turns < 1:
-        yield f"env.max_turns={knobs.max_turns}: an episode has at least one turn."
-    if not knobs.step_timeout_s > 0:
-        yield f"env.step_timeout_s={knobs.step_timeout_s}: must be more than 0 seconds."
+    if plugin_config.max_turns < 1:
+        yield f"env.max_turns={plugin_config.max_turns}: an episode has at least one turn."
+    if not plugin_config.step_timeout_s > 0:
+        yield f"env.step_timeout_s={plugin_config.step_timeout_s}: must be more than 0 seconds."
     if config.eval.every:
         yield NotYet(
             f"eval.every={config.eval.every} with env.name={env.name}: an env with turns is not evaluated yet. "
@@ -115,7 +115,7 @@ def _check_turns(config: RelaxConfig) -> Iterator[str]:
 
 def _check_critic(config: RelaxConfig) -> Iterator[str]:
     spec = find_algorithm(config.algo.name)
-    has_critic = spec.needs(config.algo).critic
+    has_critic = spec.requirements(config.algo).critic
     if has_critic and spec.value_loss is None:
         yield f"algo.name={config.algo.name}: it needs a critic, but its SPEC has no value_loss. Give it one."
     if not has_critic and config.optimizer.critic_lr is not None:

@@ -46,9 +46,9 @@ def keys_of_option(group: str, file: Path) -> list[DocumentedKey]:
 
 
 def keys_of_plugin(kind: Kind, name: str) -> list[DocumentedKey]:
-    """The knobs of a plug-in without a YAML, with their defaults. Raises `relax_core.registry.PluginError`."""
-    knobs = find(kind, name).knobs
-    file = Path(sys.modules[knobs.__module__].__file__ or knobs.__module__)
+    """The settings of a plug-in without a YAML, with their defaults. Raises `relax_core.registry.PluginError`."""
+    config = find(kind, name).config
+    file = Path(sys.modules[config.__module__].__file__ or config.__module__)
     lines = file.read_text(encoding="utf-8").splitlines()
     return [
         DocumentedKey(
@@ -58,7 +58,7 @@ def keys_of_plugin(kind: Kind, name: str) -> list[DocumentedKey]:
             file=file,
             line=number or 1,
         )
-        for field in dataclasses.fields(knobs)
+        for field in dataclasses.fields(config)
         for number in [_line_of(lines, field.name)]
     ]
 

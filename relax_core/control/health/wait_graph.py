@@ -15,11 +15,11 @@ SILENT_S = 3.0  # a worker that has not answered for so long cannot be asked wha
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """``lines``: one or more a role. ``culprits``: workers that do not answer, and those at which the chain from its
+    """``lines``: one or more a role. ``blockers``: workers that do not answer, and those at which the chain from its
     start ends; all members of a circle."""
 
     lines: list[str]
-    culprits: list[str]
+    blockers: list[str]
 
 
 def chain(beats: Mapping[str, Beat], bus: Sequence[BusWait] | str, *, start: str) -> Chain:
@@ -31,7 +31,7 @@ def chain(beats: Mapping[str, Beat], bus: Sequence[BusWait] | str, *, start: str
         lines.append(f"{BUS}: {bus}")
     else:
         lines += [f"{BUS}: {wait.text}; owed by {', '.join(wait.owed_by)}" for wait in bus]
-    return Chain(lines=lines, culprits=list(dict.fromkeys([*frozen, *_ends(edges, start)])))
+    return Chain(lines=lines, blockers=list(dict.fromkeys([*frozen, *_ends(edges, start)])))
 
 
 def _owed_by(beat: Beat, bus: Sequence[BusWait] | str, beats: Mapping[str, Beat]) -> list[str]:

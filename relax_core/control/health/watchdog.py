@@ -55,9 +55,9 @@ class Watchdog:
         lines = [
             f"{now} no train step ended for {still_s:.0f} s at step {step}; who waits for whom:",
             *(f"  {line}" for line in found.lines),
-            f"  culprit: {', '.join(found.culprits)}",
+            f"  blocker: {', '.join(found.blockers)}",
         ]
-        for name in found.culprits:
+        for name in found.blockers:
             if name == BUS:
                 stacks = stacks_from_outside(self._services.bus_pid)
             else:

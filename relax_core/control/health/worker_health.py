@@ -25,7 +25,7 @@ class Killable(Protocol):
 
 
 class HealthManager:
-    """Watches one incarnation's services. A worker that answered once and then nothing for ``heartbeat_timeout_s`` is
+    """Watches one attempt's services. A worker that answered once and then nothing for ``heartbeat_timeout_s`` is
     frozen (stopped, or its interpreter hangs): it is killed, so that Ray starts another. What a worker of this machine
     owned, such as an engine, is ended once the worker is gone: it may be frozen too."""
 
@@ -61,7 +61,7 @@ class HealthManager:
             status = beat.status
             if beat.life == "alive" and status is not None and status.child_pids and status.host == process_host():
                 self._owned.note(beat.name, status.pid, status.child_pids)
-        self._owned.end_orphans()
+        self._owned.end_adopted_processes()
         for beat in self.beats.values():
             if beat.life == "alive" and beat.status is not None and beat.silent_s > self._heartbeat_timeout_s:
                 self._kill_frozen(beat, beat.status)

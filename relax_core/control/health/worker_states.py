@@ -1,4 +1,4 @@
-"""Who is how: from the workers' signs of life to what the panel shows, and to the cause that ends an incarnation."""
+"""Who is how: from the workers' signs of life to what the panel shows, and to the cause that ends an attempt."""
 
 from __future__ import annotations
 

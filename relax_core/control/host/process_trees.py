@@ -72,7 +72,7 @@ class OwnedProcesses:
             process = known[0] if known is not None else psutil.Process(owner)
             self._owners[name] = process, [seen.get(pid) or psutil.Process(pid) for pid in owned]
 
-    def end_orphans(self) -> None:
+    def end_adopted_processes(self) -> None:
         """Kills what is left of owners that are gone."""
         for name in [name for name, (owner, _) in self._owners.items() if _is_dead(owner)]:
             self._end(name)

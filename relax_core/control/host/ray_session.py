@@ -16,7 +16,7 @@ from typing import Self
 
 from relax_core.config.schema import LauncherConfig, PlacementConfig
 from relax_core.control.host.process_trees import kill_trees
-from relax_core.control.host.run_paths import RunPlace
+from relax_core.control.host.run_paths import RunPaths
 from relax_core.roles.process.process_placement import cluster_fault
 
 # Loopback only: the one switch that lets Ray keep 127.0.0.1, which it else swaps for the host's own address.
@@ -66,7 +66,7 @@ class RaySession:
     def __init__(
         self,
         launcher: LauncherConfig,
-        place: RunPlace,
+        place: RunPaths,
         *,
         log_dir: Path,
         placement: PlacementConfig | None = None,

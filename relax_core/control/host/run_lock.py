@@ -19,7 +19,7 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 @contextmanager
-def only_run(folder: Path, *, wait_s: float = 0.0) -> Iterator[None]:
+def run_lock(folder: Path, *, wait_s: float = 0.0) -> Iterator[None]:
     """Holds the folder for this process and its forks, until the block or the last of them ends.
 
     Raises ValueError, naming its process, where another run is still at work there after ``wait_s`` seconds. A file

@@ -21,7 +21,7 @@ BASE_BYTES = 26  # a socket's path has 107 bytes, of which Ray's names below a r
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunPlace:
+class RunPaths:
     """``folder``: Ray's files and its token, short because of socket names. ``weights_folder``: published weights.
     ``token_folder``: for the run's bearer token, where every process of the run can read it. All are 0700.
     ``namespace``: the run's own in Ray."""
@@ -39,9 +39,9 @@ def temporary_folder() -> Path:
 
 
 @contextmanager
-def run_place(*, run_dir: Path, shared: bool = False) -> Iterator[RunPlace]:
+def run_paths(*, run_dir: Path, shared: bool = False) -> Iterator[RunPaths]:
     """Makes a place for one attempt of the run in ``run_dir``, and removes it afterwards. What a kill of the whole run
-    leaves tells whose it is: see `owned_folder`.
+    leaves tells whose it is: see `lock_file`.
 
     ``shared``: weights and token lie in ``run_dir``, which all nodes of the run see, else in this machine's memory.
     """
@@ -59,4 +59,4 @@ def run_place(*, run_dir: Path, shared: bool = False) -> Iterator[RunPlace]:
             undo.enter_context(owned(weights_folder, f"{owner}, beside {folder}"))
         undo.callback(shutil.rmtree, weights_folder)
         token_folder = weights_folder if shared else folder
-        yield RunPlace(folder=folder, weights_folder=weights_folder, token_folder=token_folder, namespace=namespace)
+        yield RunPaths(folder=folder, weights_folder=weights_folder, token_folder=token_folder, namespace=namespace)

@@ -1,6 +1,6 @@
 """What runs leave that were killed with their supervisor: processes, folders under /tmp and in shared memory.
 
-A folder says itself whether its run lives (`owned_folder`); a process of a run has that folder in its environment, or
+A folder says itself whether its run lives (`lock_file`); a process of a run has that folder in its environment, or
 writes its log there: Ray's agents outlive a killed raylet, as each holds the pipe that the other watches.
 """
 
@@ -21,7 +21,7 @@ from relax_core.engines.sglang.server.scratch import remove_left_scratch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leftover:
+class StaleRun:
     """``folder``: of a dead run. ``owner``: in words. ``pids``: its processes that still run."""
 
     folder: Path
@@ -33,34 +33,34 @@ class Leftover:
         return f"{self.folder}{alive} of {self.owner}, which was killed"
 
 
-def find_leftovers(*, temporary: Path | None = None, shared_memory: Path = SHARED_MEMORY) -> list[Leftover]:
+def find_stale_runs(*, temporary: Path | None = None, shared_memory: Path = SHARED_MEMORY) -> list[StaleRun]:
     """Of this user's dead runs. ``temporary``: None is where runs of this environment make their folders."""
-    return list(_each(temporary, shared_memory, lambda leftover: None))
+    return list(_each(temporary, shared_memory, lambda stale_run: None))
 
 
-def remove_leftovers(*, temporary: Path | None = None, shared_memory: Path = SHARED_MEMORY) -> list[Leftover]:
+def remove_stale_runs(*, temporary: Path | None = None, shared_memory: Path = SHARED_MEMORY) -> list[StaleRun]:
     """Ends and removes them; returns what it was. Nothing of a living run or of another user is touched."""
     return list(_each(temporary, shared_memory, _remove))
 
 
-def _each(temporary: Path | None, shared_memory: Path, then: Callable[[Leftover], None]) -> Iterator[Leftover]:
+def _each(temporary: Path | None, shared_memory: Path, then: Callable[[StaleRun], None]) -> Iterator[StaleRun]:
     temporary = temporary_folder() if temporary is None else temporary
     folders = [*sorted(temporary.glob(f"{FOLDER_PREFIX}*")), *sorted(shared_memory.glob(f"{WEIGHTS_PREFIX}*"))]
     for folder in folders:
         with suppress(FileNotFoundError), claimed(folder) as dead:  # its run may be ending, and remove it
             if dead:
-                leftover = Leftover(folder=folder, owner=owner_words(folder), pids=processes_of(folder))
-                then(leftover)
-                yield leftover
+                stale_run = StaleRun(folder=folder, owner=owner_words(folder), pids=processes_of(folder))
+                then(stale_run)
+                yield stale_run
 
 
-def _remove(leftover: Leftover) -> None:
-    pids = leftover.pids
+def _remove(stale_run: StaleRun) -> None:
+    pids = stale_run.pids
     while pids:
         kill_trees(pids)
-        pids = processes_of(leftover.folder)  # what they had started meanwhile
-    remove_left_scratch(leftover.folder)
-    shutil.rmtree(leftover.folder)
+        pids = processes_of(stale_run.folder)  # what they had started meanwhile
+    remove_left_scratch(stale_run.folder)
+    shutil.rmtree(stale_run.folder)
 
 
 def processes_of(folder: Path) -> tuple[int, ...]:

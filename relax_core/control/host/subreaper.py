@@ -19,7 +19,7 @@ def prctl(option: int, value: int | ctypes.c_char_p) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option})")
 
 
-def adopt_orphans() -> None:
+def become_subreaper() -> None:
     """From now on whatever loses its parent below this process becomes its child, and `end_children` finds it."""
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
 

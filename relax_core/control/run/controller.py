@@ -1,4 +1,4 @@
-"""The controller: watches one incarnation of the services until it ends. It stands beside the step path."""
+"""The controller: watches one attempt of the services until it ends. It stands beside the step path."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # these import Ray, which must first be told its token
     from relax_core.control.health.watchdog import Watchdog
     from relax_core.control.health.worker_health import HealthManager
     from relax_core.control.run.run_view import RunView
-    from relax_core.control.run.serve_deployments import Fronts
+    from relax_core.control.run.serve_deployments import ServeDeployments
     from relax_core.control.run.services import Services
 
 TICK_S = 0.25  # how late the end, a failure or a signal is noticed
@@ -43,7 +43,7 @@ class Controller:
         services: Services,
         *,
         bus: BusWatch,
-        fronts: Fronts,
+        serve_deployments: ServeDeployments,
         book: Recoveries,
         view: RunView,
         health: HealthManager,
@@ -54,7 +54,7 @@ class Controller:
         self._context = context
         self._services = services
         self._bus = bus
-        self._fronts = fronts
+        self._serve_deployments = serve_deployments
         self._book = book
         self._view = view
         self._health = health
@@ -120,9 +120,9 @@ class Controller:
         if progress != self._progress:
             self._progress, self._moved = progress, time.monotonic()
             self._watchdog.moved()
-        self._fronts.look(step=self._step)
-        if (error := self._fronts.error()) is not None:
-            raise run_failed("Ray Serve did not start the roles' fronts", error)
+        self._serve_deployments.look(step=self._step)
+        if (error := self._serve_deployments.error()) is not None:
+            raise run_failed("Ray Serve did not start the roles' Serve deployments", error)
 
     def _show(self, message: str) -> None:
         progress = self._bus.progress
@@ -131,7 +131,7 @@ class Controller:
             self._watchdog.moved()
             self._trained()
             self._book.step_done()
-            self._fronts.follow(self._context.namespace)
+            self._serve_deployments.follow(self._context.namespace)
         self._view.show(step=self._step, progress=progress, roles=self._health.roles, message=message)
 
     def _check_stall(self) -> None:

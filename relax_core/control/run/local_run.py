@@ -17,7 +17,7 @@ from relax_core.config.schema import RelaxConfig
 from relax_core.control.health.ray_watch import RayWatch
 from relax_core.control.health.worker_states import RunFailed, run_failed
 from relax_core.control.host.ray_session import RaySession, RayUnstarted
-from relax_core.control.host.run_paths import RunPlace
+from relax_core.control.host.run_paths import RunPaths
 from relax_core.control.run.finish import RunRecords, collect, show_end, write_end
 from relax_core.control.run.recovery_log import FROM_CHECKPOINT, Recoveries, recoveries_file
 from relax_core.control.run.resume import ResumePoint
@@ -49,7 +49,7 @@ class _Outcome:
 
 
 def run_local(
-    config: RelaxConfig, resume: ResumePoint | None, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe
+    config: RelaxConfig, resume: ResumePoint | None, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe
 ) -> int:
     """Runs to the end, in its own process. Returns 0; 1 where the run failed; 128 + signal where it was stopped."""
     started = attempt.started
@@ -98,7 +98,7 @@ def _tell_failure(outcome: _Outcome, config: RelaxConfig, *, started: float) -> 
 
 
 def _in_session(
-    config: RelaxConfig, resume: ResumePoint | None, place: RunPlace, attempt: Attempt, supervisor: SupervisorPipe
+    config: RelaxConfig, resume: ResumePoint | None, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe
 ) -> _Outcome:
     """The run between the start and the end of its Ray. Where that is lost meanwhile this process ends."""
     run_dir = Path(config.run.dir)
@@ -154,7 +154,7 @@ def _run_services(
 ) -> _Outcome:
     from relax_core.control.run.recovery import RunParts, run_services
     from relax_core.control.run.run_view import RunView
-    from relax_core.control.run.serve_deployments import Fronts
+    from relax_core.control.run.serve_deployments import ServeDeployments
 
     config = context.config
     earlier = read_metrics(context.run_dir)
@@ -178,12 +178,12 @@ def _run_services(
                 book.take_up()
                 at_step = max(last_step(earlier), context.start_step)
                 book.begin(FROM_CHECKPOINT, attempt.causes[-1], at_step=at_step, from_step=context.start_step)
-            fronts = Fronts(context, book=book, ray_lost=ray_lost)
-            undo.callback(fronts.close, timeout_s=config.run.stop_timeout_s)
+            serve_deployments = ServeDeployments(context, book=book, ray_lost=ray_lost)
+            undo.callback(serve_deployments.close, timeout_s=config.run.stop_timeout_s)
             parts = RunParts(
                 metrics=metrics,
                 marked=marked,
-                fronts=fronts,
+                serve_deployments=serve_deployments,
                 view=view,
                 book=book,
                 trained=supervisor.say_trained,

@@ -1,6 +1,6 @@
 """Tier 2: when services are lost, all of them start again from the newest checkpoint, within the same Ray.
 
-Each incarnation has its own Ray namespace and its own folder of weights. Whoever is left of an earlier one finds nobody
+Each attempt has its own Ray namespace and its own folder of weights. Whoever is left of an earlier one finds nobody
 there, and versions that were rolled back never meet those that are trained anew.
 """
 
@@ -26,7 +26,7 @@ from relax_core.control.run.controller import Controller, RunEnd
 from relax_core.control.run.recovery_log import FROM_CHECKPOINT, Recoveries
 from relax_core.control.run.resume import ResumePoint, find_resume_point
 from relax_core.control.run.run_view import RunView
-from relax_core.control.run.serve_deployments import Fronts
+from relax_core.control.run.serve_deployments import ServeDeployments
 from relax_core.control.run.services import Services
 from relax_core.observe.service.metrics_actor import MetricsClient, MetricsUnavailable
 from relax_core.roles.process.role_context import RunContext
@@ -42,7 +42,7 @@ class RunParts:
 
     metrics: MetricsClient
     marked: Callable[[], None]
-    fronts: Fronts
+    serve_deployments: ServeDeployments
     view: RunView
     book: Recoveries
     trained: Callable[[], None]
@@ -50,7 +50,7 @@ class RunParts:
     ray_lost: Callable[[str], NoReturn]
 
 
-def incarnation(context: RunContext, number: int, point: ResumePoint | None) -> RunContext:
+def attempt(context: RunContext, number: int, point: ResumePoint | None) -> RunContext:
     """The context of the run's services when they start for the ``number``-th time, counted from 0."""
     return replace(
         context,
@@ -67,7 +67,7 @@ def run_services(context: RunContext, resume: ResumePoint | None, parts: RunPart
     point = resume
     lost_in_stop = False
     for number in itertools.count():
-        one = incarnation(context, number, point)
+        one = attempt(context, number, point)
         try:
             return _run_once(one, point, parts, number=number)
         except ServicesLost as lost:
@@ -128,15 +128,15 @@ def _run_once(context: RunContext, point: ResumePoint | None, parts: RunParts, *
         if number > 0 and context.config.launcher.ray_address is None:  # they had to start again, and it was not enough
             parts.ray_lost(str(lost))
         raise lost from error
-    if parts.book.count(FROM_CHECKPOINT) == 0:  # in a recovery the fronts wait until training goes on
-        parts.fronts.follow(context.namespace)
+    if parts.book.count(FROM_CHECKPOINT) == 0:  # in a recovery the Serve deployments wait until training goes on
+        parts.serve_deployments.follow(context.namespace)
     try:
         with BusWatch(services.bus, heartbeat_timeout_s=settings.heartbeat_timeout_s) as bus:
             end = Controller(
                 context,
                 services,
                 bus=bus,
-                fronts=parts.fronts,
+                serve_deployments=parts.serve_deployments,
                 book=parts.book,
                 view=parts.view,
                 health=HealthManager(services, parts.book, heartbeat_timeout_s=settings.heartbeat_timeout_s),

@@ -28,8 +28,8 @@ TOLD_OF_DATA = tuple(key for key in TOLD if key.startswith("data."))
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
     """``folder``: the checkpoint. ``step``: train steps it holds. ``snapshot``: the bus's part of the cut.
-    ``notes``: what the user should be told, e.g. of knobs that have changed since. ``left``: which checkpoints that are
-    not whole resume=auto left, and why."""
+    ``notes``: what the user should be told, e.g. of settings that have changed since. ``left``: which checkpoints that
+    are not whole resume=auto left, and why."""
 
     folder: Path
     step: int
@@ -70,16 +70,16 @@ def find_resume_point(config: RelaxConfig) -> ResumePoint | None:
 def _newest_whole(config: RelaxConfig) -> WholeCheckpoint | None:
     root = Path(config.run.dir) / "checkpoints"
     recover_replaced(root)  # whoever wrote there is gone
-    return CheckpointStore(root, keep_last=config.run.keep_last).newest_whole(needs=(BUS_SNAPSHOT, CONFIG))
+    return CheckpointStore(root, keep_last=config.run.keep_last).newest_whole(requirements=(BUS_SNAPSHOT, CONFIG))
 
 
 def _named(folder: Path) -> WholeCheckpoint:
-    return WholeCheckpoint(folder=folder, meta=CheckpointStore.verify(folder, needs=(BUS_SNAPSHOT, CONFIG)))
+    return WholeCheckpoint(folder=folder, meta=CheckpointStore.verify(folder, requirements=(BUS_SNAPSHOT, CONFIG)))
 
 
 def _compare(found: WholeCheckpoint, config: RelaxConfig, *, what: str) -> tuple[str, ...]:
-    """Notes on the knobs that differ from the checkpoint's; ValueError where it is another run. Data is compared by its
-    content where the checkpoint tells that of its own."""
+    """Notes on the settings that differ from the checkpoint's; ValueError where it is another run. Data is compared by
+    its content where the checkpoint tells that of its own."""
     before, now = yaml.safe_load((found.folder / CONFIG).read_text(encoding="utf-8")), plain(config)
     digest, step = str(found.meta.run.get(DATA_DIGEST, "")), found.meta.step
     digest_now = data_digest(config.data) if digest else ""

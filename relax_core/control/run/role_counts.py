@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from relax_core.config.schema import RelaxConfig
-from relax_core.contracts.algorithm import Needs
+from relax_core.contracts.algorithm import Requirements
 from relax_core.registry import find_algorithm
 from relax_core.roles.process.role_context import TEACHER_ENGINE
 from relax_core.rollout.group_advantages import made_as_groups_complete
@@ -12,32 +12,32 @@ from relax_core.train.parallel.layout_arithmetic import FORWARD_ROLES, Layout, w
 
 def roles_of(config: RelaxConfig) -> dict[str, int]:
     """Role → how many workers it has, in the order in which they are started: the slowest to start first."""
-    needs: Needs = find_algorithm(config.algo.name).needs(config.algo)
-    layouts = gang_layouts(config)
+    requirements: Requirements = find_algorithm(config.algo.name).requirements(config.algo)
+    layouts = worker_group_layouts(config)
     roles = {"actor": world_size(layouts["actor"]), "engine": config.engine.count, "rollout": config.rollout.workers}
-    if needs.critic:
+    if requirements.critic:
         roles["critic"] = 1
     roles |= {role: world_size(layouts[role]) for role in FORWARD_ROLES if role in layouts}
-    if needs.teacher is not None:
+    if requirements.teacher is not None:
         roles["teacher"] = 1
-        if needs.teacher.served_by == "engine":
-            roles[TEACHER_ENGINE] = len(needs.teacher.models)
+        if requirements.teacher.served_by == "engine":
+            roles[TEACHER_ENGINE] = len(requirements.teacher.models)
     if not made_as_groups_complete(config):
         roles["advantages"] = 1
     return roles
 
 
-def gang_layouts(config: RelaxConfig) -> dict[str, Layout]:
+def worker_group_layouts(config: RelaxConfig) -> dict[str, Layout]:
     """Role → its layout, of the run's roles whose workers are the ranks of one model."""
-    needs: Needs = find_algorithm(config.algo.name).needs(config.algo)
+    requirements: Requirements = find_algorithm(config.algo.name).requirements(config.algo)
     layouts: dict[str, Layout] = {"actor": config.parallel}
-    if needs.old_logprobs == "actor_fwd":
+    if requirements.old_logprobs == "actor_fwd":
         layouts["actor_fwd"] = config.parallel.actor_fwd
-    if needs.reference:
+    if requirements.reference:
         layouts["reference"] = config.parallel.reference
     return layouts
 
 
 def layout_key(role: str) -> str:
-    """Where the configuration names the layout of a role of `gang_layouts`."""
+    """Where the configuration names the layout of a role of `worker_group_layouts`."""
     return "parallel" if role == "actor" else f"parallel.{role}"

@@ -1,4 +1,4 @@
-"""What the user sees of a run, over all incarnations of its services: the panel, and lines about what happened."""
+"""What the user sees of a run, over all attempts of its services: the panel, and lines about what happened."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LATE_S = 10.0  # the user hears of metrics that are silent for longer
 
 
 class RunView:
-    """Feeds the panel. ``step``: train steps done; ``progress``: the newest that any incarnation's bus told. Metrics
+    """Feeds the panel. ``step``: train steps done; ``progress``: the newest that any attempt's bus told. Metrics
     that give no answer for ``heartbeat_timeout_s`` seconds are started again; they take up what the files hold.
     ``signal_watch``: says when the run trains on nothing."""
 
@@ -55,7 +55,7 @@ class RunView:
             log.write(event + "\n")
 
     def show(self, *, step: int, progress: BusProgress | None, roles: Sequence[RoleState], message: str) -> None:
-        """Takes the newest state of the incarnation that runs now."""
+        """Takes the newest state of the attempt that runs now."""
         records: list[MetricRecord] = []
         try:
             self._cursor, records = self._metrics.poll(self._cursor, timeout_s=POLL_S)

@@ -19,7 +19,7 @@ DEPLOY_TRIES = 3  # Serve's controller may die in the middle of one
 TRY_S = 1.0
 
 
-class Fronts:
+class ServeDeployments:
     """One Serve app a role, from the run's start to its end; they are pointed at new workers by a new deployment.
     Without ``run.serve`` there is none, and Serve does not start.
 
@@ -33,7 +33,7 @@ class Fronts:
         self._ray_lost = ray_lost
         self._watch: ServeWatch | None = None
         self._roles = roles_of(config)
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fronts")
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="serve_deployments")
         self._namespace = ""
         self._deployed: Future[None] | None = None
 
@@ -90,15 +90,15 @@ class Fronts:
     def _deploy_once(self, namespace: str) -> None:
         from ray import serve
 
-        from relax_core.roles.process.serve_deployment import RoleFront
+        from relax_core.roles.process.serve_deployment import RoleDeployment
 
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(proxy_location="Disabled")
         targets = []
         for role, count in self._roles.items():
             names = [worker_name(role, rank) for rank in range(count)]
-            front = RoleFront.bind(role, names, namespace)  # type: ignore[attr-defined]
-            targets.append(serve.RunTarget(front, name=self._app(role), route_prefix=None))
+            deployment = RoleDeployment.bind(role, names, namespace)  # type: ignore[attr-defined]
+            targets.append(serve.RunTarget(deployment, name=self._app(role), route_prefix=None))
         serve.run_many(targets)
 
     def _app(self, role: str) -> str:

@@ -27,7 +27,7 @@ from relax_core.roles.process.worker import WorkerStatus, process_host
 from relax_core.roles.rollout.rollout_worker import RolloutWorker
 from relax_core.roles.trainer.critic_trainer import CriticWorker
 from relax_core.roles.trainer.policy_trainer import ActorWorker
-from relax_core.roles.trainer.rank_worker import STATUS_GROUPS, ActorFwdPeer, ActorPeer, RankPeer, ReferencePeer
+from relax_core.roles.trainer.rank_worker import STATUS_GROUPS, ActorFwdRank, ActorRank, RankWorker, ReferenceRank
 
 WORKER_CALLS = 8  # calls that a worker answers beside its loop: status, stop, endpoint, waits
 
@@ -43,16 +43,16 @@ WORKERS: dict[str, Any] = {
     TEACHER_ENGINE: TeacherEngineHost,
 }
 # What ranks > 0 are, of the roles that span several processes.
-PEERS: dict[str, type[RankPeer]] = {"actor": ActorPeer, "actor_fwd": ActorFwdPeer, "reference": ReferencePeer}
+OTHER_RANKS: dict[str, type[RankWorker]] = {"actor": ActorRank, "actor_fwd": ActorFwdRank, "reference": ReferenceRank}
 AFTER_RESTORE = ("rollout",)  # what asks for admissions must not find a bus that is not what the checkpoint says yet
 RESTARTED_IN_PLACE = ("engine", "rollout", "advantages", "actor_fwd", "reference", "teacher", TEACHER_ENGINE)
 
 
 class Services:
-    """The bus and the workers of one incarnation. They start at the same time and find each other.
+    """The bus and the workers of one attempt. They start at the same time and find each other.
 
-    Raises what the bus raises. Metrics and the fronts are the run's, and outlive it. ``before_rollout`` waits for what
-    must stand before the first report: without rows nobody reports.
+    Raises what the bus raises. Metrics and the Serve deployments are the run's, and outlive it. ``before_rollout``
+    waits for what must stand before the first report: without rows nobody reports.
     """
 
     def __init__(self, context: RunContext, snapshot: bytes | None, *, before_rollout: Callable[[], None]) -> None:
@@ -74,7 +74,7 @@ class Services:
 
     def _start_roles(self, roles: Iterable[str]) -> None:
         for role in roles:
-            if role in PEERS and self.roles[role] > 1:
+            if role in OTHER_RANKS and self.roles[role] > 1:
                 config = self._context.config
                 self._reserved[role] = reserve_ranks(config.launcher, config.placement, self.roles[role])
             for rank in range(self.roles[role]):
@@ -105,15 +105,17 @@ class Services:
     def _start(self, role: str, rank: int) -> Any:
         name = worker_name(role, rank)
         # Ray's own types do not know concurrency groups.
-        peer: dict[str, Any] = {"concurrency_groups": STATUS_GROUPS, "num_cpus": 0}
+        other_rank: dict[str, Any] = {"concurrency_groups": STATUS_GROUPS, "num_cpus": 0}
         worker = self._worker_class(role)
-        remote: Any = ray.remote(**peer)(PEERS[role]) if role in PEERS and rank else ray.remote(worker)
+        remote: Any = (
+            ray.remote(**other_rank)(OTHER_RANKS[role]) if role in OTHER_RANKS and rank else ray.remote(worker)
+        )
         if role in self._reserved:
             place = rank_options(self._context.config.placement, self._reserved[role], rank)
         else:
             gpus = worker_gpus(self._context.config, role)
             place = node_options(self._context.config.launcher, role, rank, gpus=gpus)
-        if not (role in PEERS and rank):
+        if not (role in OTHER_RANKS and rank):
             place["max_concurrency"] = WORKER_CALLS
         return remote.options(
             name=name,
@@ -184,7 +186,7 @@ class Services:
     def _ranks_with(self, worker: str) -> set[str]:
         """All ranks of the model of which this worker has one, itself among them; nobody of a role of other kind."""
         role = worker.rpartition("-")[0]
-        return {worker_name(role, rank) for rank in range(self.roles[role])} if role in PEERS else set()
+        return {worker_name(role, rank) for rank in range(self.roles[role])} if role in OTHER_RANKS else set()
 
     def kill(self) -> None:
         """Ends every process at once, and returns when they are gone: none of them can then reach the run's files.

@@ -19,7 +19,7 @@ def teacher_folders(config: RelaxConfig, *, student: Path) -> dict[str, Path]:
     ``student``: the folder of the model that learns. Empty for an algorithm without teachers. Raises ValueError for a
     teacher that does not fit.
     """
-    teachers = find_algorithm(config.algo.name).needs(config.algo).teacher
+    teachers = find_algorithm(config.algo.name).requirements(config.algo).teacher
     if teachers is None:
         return {}
     folders = {name: _folder(config, model) for name, model in teachers.models.items()}

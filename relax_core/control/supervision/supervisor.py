@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from relax_core.config.schema import RelaxConfig
-from relax_core.control.host.run_paths import RunPlace, run_place
-from relax_core.control.host.stale_runs import remove_leftovers
-from relax_core.control.host.subreaper import adopt_orphans, end_children
+from relax_core.control.host.run_paths import RunPaths, run_paths
+from relax_core.control.host.stale_runs import remove_stale_runs
+from relax_core.control.host.subreaper import become_subreaper, end_children
 from relax_core.control.run.recovery_log import FROM_CHECKPOINT, Recoveries, recoveries_file
 from relax_core.control.run.resume import ResumePoint, find_resume_point
 from relax_core.control.supervision.controller_process import FAILED, ControllerProcess
@@ -31,7 +31,7 @@ from relax_core.observe.terminal.standard_streams import RUN_PATIENCE_S, unread_
 RAY_STARTS = 3  # times that Ray is started before the run fails of it
 SHOW_CURSOR = "\x1b[?25h"  # a panel hides it
 
-RunOnce = Callable[[RelaxConfig, ResumePoint | None, RunPlace, "Attempt", SupervisorPipe], int]
+RunOnce = Callable[[RelaxConfig, ResumePoint | None, RunPaths, "Attempt", SupervisorPipe], int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +50,8 @@ def supervise(config: RelaxConfig, resume: ResumePoint | None, run_once: RunOnce
     stop by signal N before a train step is done ends it at once, with 128 + N. Nothing of the run is left afterwards,
     and what earlier ones left, killed with their supervisors, is removed first."""
     with unread_streams(patience_s=RUN_PATIENCE_S):
-        _remove_leftovers()
-        adopt_orphans()
+        _remove_stale_runs()
+        become_subreaper()
         recoveries_file(Path(config.run.dir)).unlink(missing_ok=True)  # of an earlier command
         with StopSignals() as signals:
             return _supervise(config, resume, run_once, signals)
@@ -61,7 +61,7 @@ def _supervise(config: RelaxConfig, resume: ResumePoint | None, run_once: RunOnc
     attempt = Attempt(number=0, started=next(_STARTS)())
     ray_starts = 0
     while True:
-        with run_place(run_dir=Path(config.run.dir), shared=_is_shared(config)) as place:
+        with run_paths(run_dir=Path(config.run.dir), shared=_is_shared(config)) as place:
             main = partial(run_once, config, resume, place, attempt)
             controller = ControllerProcess(main, signals, has_own_ray=config.launcher.ray_address is None)
             end = controller.wait(frozen_after_s=config.run.heartbeat_timeout_s)
@@ -102,11 +102,11 @@ def _tell(words: str) -> None:
     print(f"relax: {words}", file=sys.stderr, flush=True)
 
 
-def _remove_leftovers() -> None:
+def _remove_stale_runs() -> None:
     """Says what it was; what cannot be removed is said too, and keeps no run from starting."""
     try:
-        for leftover in remove_leftovers():
-            _tell(f"removed {leftover}")
+        for stale_run in remove_stale_runs():
+            _tell(f"removed {stale_run}")
     except (OSError, RuntimeError) as error:
         _tell(f"what a killed run left cannot be removed: {error}")
 

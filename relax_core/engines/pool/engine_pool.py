@@ -31,7 +31,7 @@ def engine_name(engine: int) -> str:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class _Burst:
+class _PromptBatch:
     """One `generate`. ``events``: prompts that are complete, None for one that was given up, or the error that nobody
     here can mend. ``again``: prompts whose samples have all come back, some of them aborted. ``silent_since``: engine →
     when it was first lost without a response since."""
@@ -60,13 +60,13 @@ class _Burst:
 class _Ask:
     """One request under way at one engine, in ``task``. ``tickets``: see `OpenPrompt.ask`."""
 
-    burst: _Burst
+    prompt_batch: _PromptBatch
     tickets: dict[OpenPrompt, int]
     task: asyncio.Task[None]
 
 
 class EnginePool:
-    """``client_for(engine, fresh)`` gives the engine's client and may wait for an engine that is starting; after a
+    """``client_for(engine, on_policy)`` gives the engine's client and may wait for an engine that is starting; after a
     failure it is asked for a fresh address. ``patience_s``: how long nobody at all may answer. ``silent_s``: one of
     several engines that gives no sign of life for so long gets nothing until it does, and what it owes is asked of the
     others. ``by_load``: see `Router`; ``max_lag``, ``lag_s``: see `EngineWatch`.
@@ -94,9 +94,9 @@ class EnginePool:
         self._watch = EngineWatch(
             count, client_for, patience_s=patience_s, silent_s=silent_s, max_lag=max_lag, lag_s=lag_s
         )
-        self._open: dict[str, tuple[OpenPrompt, _Burst]] = {}  # by rid
+        self._open: dict[str, tuple[OpenPrompt, _PromptBatch]] = {}  # by rid
         self._asks: dict[int, set[_Ask]] = defaultdict(set)  # by engine
-        self._named: set[int] = set()  # laggards that were named
+        self._named: set[int] = set()  # stragglers that were named
 
     async def generate(
         self,
@@ -113,7 +113,7 @@ class EnginePool:
         asked of another, or of itself when it is back; finished ones are kept. A sample that comes back aborted goes on
         from its prefix. ``on_end`` gets each engine's own times.
         """
-        burst = _Burst(params=params, on_end=on_end, left=len(prompts))
+        prompt_batch = _PromptBatch(params=params, on_end=on_end, left=len(prompts))
         opened = [
             OpenPrompt(
                 place=place,
@@ -124,20 +124,20 @@ class EnginePool:
             )
             for place, (request, tie) in enumerate(zip(prompts, places, strict=True))
         ]
-        self._open |= {prompt.request.rid: (prompt, burst) for prompt in opened}
+        self._open |= {prompt.request.rid: (prompt, prompt_batch) for prompt in opened}
         try:
             if self._count > 1:
-                burst.start(self._keep_looking())
-            self._send(burst, opened)
-            while burst.left:
-                event = await burst.events.get()
+                prompt_batch.start(self._keep_looking())
+            self._send(prompt_batch, opened)
+            while prompt_batch.left:
+                event = await prompt_batch.events.get()
                 if isinstance(event, Exception):
                     raise event
-                burst.left -= 1
+                prompt_batch.left -= 1
                 if event is not None:
                     yield event.place, event.responses()
         finally:
-            for task in burst.tasks:
+            for task in prompt_batch.tasks:
                 task.cancel()
             for prompt in opened:
                 self._close(prompt)
@@ -149,11 +149,11 @@ class EnginePool:
         self._lose(prompt)
 
     # -- asking -------------------------------------------------------------------------------------------------------
-    def _send(self, burst: _Burst, prompts: Sequence[OpenPrompt]) -> None:
+    def _send(self, prompt_batch: _PromptBatch, prompts: Sequence[OpenPrompt]) -> None:
         """Chooses an engine for each prompt and asks; one request an engine."""
         usable = self._watch.usable()
         if not usable:
-            burst.start(self._send_when_usable(burst, prompts))
+            prompt_batch.start(self._send_when_usable(prompt_batch, prompts))
             return
         still_open = [prompt for prompt in prompts if not prompt.closed]
         chosen = self._router.choose(still_open, usable=usable)
@@ -161,13 +161,13 @@ class EnginePool:
         for engine, prompt in zip(chosen, still_open, strict=True):
             shares.setdefault(engine, []).append(prompt)
         for engine, share in shares.items():
-            burst.start(self._ask(burst, engine, share))
+            prompt_batch.start(self._ask(prompt_batch, engine, share))
 
-    async def _send_when_usable(self, burst: _Burst, prompts: Sequence[OpenPrompt]) -> None:
+    async def _send_when_usable(self, prompt_batch: _PromptBatch, prompts: Sequence[OpenPrompt]) -> None:
         await self._watch.wait_usable()
-        self._send(burst, prompts)
+        self._send(prompt_batch, prompts)
 
-    async def _ask(self, burst: _Burst, engine: int, prompts: Sequence[OpenPrompt]) -> None:
+    async def _ask(self, prompt_batch: _PromptBatch, engine: int, prompts: Sequence[OpenPrompt]) -> None:
         """One request to one engine. Whoever does not come out of it finished is asked again."""
         requests: list[PromptRequest] = []
         owners: list[OpenPrompt] = []
@@ -184,14 +184,14 @@ class EnginePool:
             return
         task = asyncio.current_task()
         assert task is not None
-        ask = _Ask(burst=burst, tickets=tickets, task=task)
+        ask = _Ask(prompt_batch=prompt_batch, tickets=tickets, task=task)
         self._asks[engine].add(ask)
         try:
             client = await self._client_for(engine, False)
-            async for one in client.generate(requests, burst.params, on_end=burst.on_end):
+            async for one in client.generate(requests, prompt_batch.params, on_end=prompt_batch.on_end):
                 prompt = owners[one.prompt]
                 if prompt.owed_by(tickets[prompt]):
-                    self._take(burst, prompt, msgspec.structs.replace(one, engine=engine_name(engine)), engine)
+                    self._take(prompt_batch, prompt, msgspec.structs.replace(one, engine=engine_name(engine)), engine)
         except EngineUnreachable as error:
             await self._ask_others(ask, engine, error)
         finally:
@@ -199,33 +199,33 @@ class EnginePool:
 
     async def _ask_others(self, ask: _Ask, engine: int, error: EngineUnreachable) -> None:
         """The engine does not answer: what it owes of this request is asked of whoever may be asked now."""
-        self._note_lost(ask.burst, engine, error)
+        self._note_lost(ask.prompt_batch, engine, error)
         owed = [prompt for prompt, ticket in ask.tickets.items() if prompt.owed_by(ticket)]
         for prompt in owed:
             self._lose(prompt)
         if owed:
-            self._send(ask.burst, owed)
+            self._send(ask.prompt_batch, owed)
 
     def _fell_silent(self, engine: int, error: EngineUnreachable) -> None:
         """Hangs up, so that the engine ends what it was asked when it goes on: late answers are nobody's."""
         self._watch.lost(engine, error)
         for ask in self._asks.pop(engine, set()):
             ask.task.cancel()
-            ask.burst.start(self._ask_others(ask, engine, error))
+            ask.prompt_batch.start(self._ask_others(ask, engine, error))
 
-    def _note_lost(self, burst: _Burst, engine: int, error: EngineUnreachable) -> None:
+    def _note_lost(self, prompt_batch: _PromptBatch, engine: int, error: EngineUnreachable) -> None:
         """Raises EngineUnreachable where the engine comes back each time and never gets anywhere, and no other engine
         does better."""
         log.warning("%s is lost, what it owed is asked again: %s", engine_name(engine), error)
         self._watch.lost(engine, error)
-        silent_s = time.monotonic() - burst.silent_since.setdefault(engine, time.monotonic())
-        if silent_s > self._patience_s and all(other in burst.silent_since for other in self._watch.usable()):
+        silent_s = time.monotonic() - prompt_batch.silent_since.setdefault(engine, time.monotonic())
+        if silent_s > self._patience_s and all(other in prompt_batch.silent_since for other in self._watch.usable()):
             raise EngineUnreachable(
                 f"{engine_name(engine)} has answered nothing for {silent_s:.1f} s; last: {error}"
             ) from error
 
-    def _take(self, burst: _Burst, prompt: OpenPrompt, one: Generated, engine: int) -> None:
-        burst.silent_since.pop(engine, None)
+    def _take(self, prompt_batch: _PromptBatch, prompt: OpenPrompt, one: Generated, engine: int) -> None:
+        prompt_batch.silent_since.pop(engine, None)
         prompt.take(one)
         self._router.came_back(engine, prompt.cost)
         if one.versions.size:
@@ -237,16 +237,16 @@ class EnginePool:
             )
         if not prompt.missing:
             self._close(prompt)
-            burst.events.put_nowait(prompt)
+            prompt_batch.events.put_nowait(prompt)
         elif not prompt.asked:
-            burst.again.append(prompt)
-            if len(burst.again) == 1:
-                burst.start(self._send_again(burst))
+            prompt_batch.again.append(prompt)
+            if len(prompt_batch.again) == 1:
+                prompt_batch.start(self._send_again(prompt_batch))
 
-    async def _send_again(self, burst: _Burst) -> None:
+    async def _send_again(self, prompt_batch: _PromptBatch) -> None:
         await asyncio.sleep(0)  # what came back in one read goes out in one request
-        prompts, burst.again = burst.again, []
-        self._send(burst, prompts)
+        prompts, prompt_batch.again = prompt_batch.again, []
+        self._send(prompt_batch, prompts)
 
     def _lose(self, prompt: OpenPrompt) -> None:
         if prompt.engine is not None:
@@ -264,12 +264,12 @@ class EnginePool:
         await self._abort(_by_engine(chosen))
 
     async def cancel(self, rids: Iterable[str]) -> None:
-        """Gives these prompts up: their bursts go on without them, and the engines stop working on them."""
+        """Gives these prompts up: their prompt batches go on without them, and the engines stop working on them."""
         chosen = [self._open[rid] for rid in rids if rid in self._open]
         owed = _by_engine([prompt for prompt, _ in chosen])
-        for prompt, burst in chosen:
+        for prompt, prompt_batch in chosen:
             self._close(prompt)
-            burst.events.put_nowait(None)
+            prompt_batch.events.put_nowait(None)
         await self._abort(owed)
 
     async def _abort(self, owed: Mapping[int, Sequence[str]]) -> None:
@@ -288,16 +288,17 @@ class EnginePool:
 
     # -- looking ------------------------------------------------------------------------------------------------------
     async def _keep_looking(self) -> None:
-        """Of several engines: sees which of them live, their loads and weights; takes from a laggard what it holds."""
+        """Of several engines: sees which of them live, their loads and weights; takes from a straggler what it
+        holds."""
         while True:
             self._watch.listen(self._fell_silent)
             self._watch.look(self._heard)
-            laggards = set(self._watch.laggards())
-            for engine in laggards - self._named:
+            stragglers = set(self._watch.stragglers())
+            for engine in stragglers - self._named:
                 log.warning("%s", self._watch.lag_words(engine))
                 held = [prompt.request.rid for prompt, _ in self._open.values() if prompt.engine == engine]
                 await self.abort(held, min_version=0)
-            self._named = laggards
+            self._named = stragglers
             await asyncio.sleep(self._look_s)
 
     def _heard(self, engine: int, samples: int) -> None:

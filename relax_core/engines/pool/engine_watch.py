@@ -26,7 +26,7 @@ class _Loss:
 
 class EngineWatch:
     """``client_for``, ``patience_s``, ``silent_s``: see `EnginePool`. ``max_lag``: how many weight versions an engine
-    may be behind another; one that is further behind for more than ``lag_s`` seconds is a laggard."""
+    may be behind another; one that is further behind for more than ``lag_s`` seconds is a straggler."""
 
     def __init__(
         self, count: int, client_for: ClientFor, *, patience_s: float, silent_s: float, max_lag: int, lag_s: float
@@ -50,8 +50,8 @@ class EngineWatch:
     # -- who is down --------------------------------------------------------------------------------------------------
     def usable(self) -> list[int]:
         """The engines that may be asked now; empty while all are down."""
-        up, laggards = self._up(), self.laggards()
-        return [engine for engine in up if engine not in laggards] or up
+        up, stragglers = self._up(), self.stragglers()
+        return [engine for engine in up if engine not in stragglers] or up
 
     def _up(self) -> list[int]:
         return [engine for engine in range(self._count) if engine not in self._down]
@@ -134,7 +134,7 @@ class EngineWatch:
             else:
                 self._behind_since.setdefault(engine, now)
 
-    def laggards(self) -> list[int]:
+    def stragglers(self) -> list[int]:
         """Engines that have been further behind the newest weights than the window for too long."""
         limit = time.monotonic() - self._lag_s
         return [engine for engine, since in self._behind_since.items() if since < limit]

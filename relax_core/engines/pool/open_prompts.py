@@ -14,8 +14,8 @@ from relax_core.engines.protocol.routed_experts import read_only, with_joined_ex
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class OpenPrompt:
-    """One prompt with its ``n`` samples. ``place``: its place in the burst. ``tie`` chooses among engines that are
-    equally loaded: engine ``tie % count`` comes first. ``cost``: tokens that one of its samples may take, with its
+    """One prompt with its ``n`` samples. ``place``: its place in the prompt batch. ``tie`` chooses among engines that
+    are equally loaded: engine ``tie % count`` comes first. ``cost``: tokens that one of its samples may take, with its
     share of the prompt. ``done``: the finished samples; ``partial``: what aborted ones had so far; ``asked``: those
     that ``engine`` owes now. ``ticket``: number of the newest `ask`; whoever holds an older one owes nothing any more.
     ``excused``: we want the engine to abort what is asked now. ``fruitless``: sample → how often in a row it came back
@@ -56,8 +56,8 @@ class OpenPrompt:
         self.excused = False
         if len(missing) == self.n and not self.partial:
             return [self.request]
-        fresh = [sample for sample in missing if sample not in self.partial]
-        requests = [msgspec.structs.replace(self.request, samples=fresh)] if fresh else []
+        on_policy = [sample for sample in missing if sample not in self.partial]
+        requests = [msgspec.structs.replace(self.request, samples=on_policy)] if on_policy else []
         for sample in missing:
             if sample in self.partial:
                 tokens = self.partial[sample].output_ids.tolist()

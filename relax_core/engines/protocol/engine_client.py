@@ -205,7 +205,7 @@ class EngineClient(WeightCalls):
         self, rows: Sequence[TokensToScore], *, top_k: int, temperature: float, banned_token_ids: Sequence[int] = ()
     ) -> list[TokenScores]:
         """How likely the engine's weights find given tokens, under logits / ``temperature`` over each token's kept set
-        and without the banned tokens, and the ``top_k`` likeliest at each place. The embedded engine honours all of
+        and without the banned tokens, and the ``top_k`` most likely at each place. The embedded engine honours all of
         that; SGLang's own scores are those at temperature 1 over the whole vocabulary."""
         body = score_body(rows, top_k=top_k, temperature=temperature, banned_token_ids=banned_token_ids)
         status, data = self._answer("POST", "/generate", body, timeout_s=self._request_timeout_s)

@@ -26,7 +26,7 @@ class TokensToScore:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenScores:
     """``logprobs`` is float32 ``[tokens]``, one for each scored token. ``top_ids`` int32 and ``top_logprobs`` float32,
-    ``[tokens, top_k]``, are the likeliest tokens at its place, likeliest first. Where its kept set has fewer, the ids
+    ``[tokens, top_k]``, are the top-k tokens at its place, most likely first. Where its kept set has fewer, the ids
     end in -1 and the log-probs in `OUTSIDE`."""
 
     logprobs: np.ndarray
@@ -76,7 +76,7 @@ def score_body(
 
 def read_scores(data: bytes, rows: Sequence[TokensToScore], *, top_k: int, fewer: bool = False) -> list[TokenScores]:
     """Raises ValueError for a reply that has not a number for every token asked for. ``fewer``: where tokens were left
-    out there may be less than ``top_k`` likeliest ones."""
+    out there may be less than ``top_k`` most likely ones."""
     replies = _decoder.decode(data)
     if len(replies) != len(rows):
         raise ValueError(f"{len(replies)} replies to {len(rows)} prompts")
@@ -91,7 +91,7 @@ def _scores(meta: _Meta, row: TokensToScore, *, top_k: int, fewer: bool) -> Toke
     found = np.array([len(top) for top in tops], dtype=np.int64)
     fits = len(found) == expected and bool(((found >= min(1, top_k)) if fewer else (found == top_k)).all())
     if len(logprobs) != expected or not fits or (found > top_k).any():
-        raise ValueError(f"{len(logprobs)} log-probs and {len(tops)} lists of likeliest tokens for {expected} tokens")
+        raise ValueError(f"{len(logprobs)} log-probs and {len(tops)} lists of top-k tokens for {expected} tokens")
     entries = list(chain.from_iterable(tops))
     present = np.arange(top_k) < found[:, None]
     ids = np.full((expected, top_k), -1, dtype=np.int32)

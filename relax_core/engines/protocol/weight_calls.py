@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from relax_core.contracts.engine import TensorSpec, WeightManifest
-from relax_core.weights.transports.base import WeightGroupPlace
+from relax_core.weights.transports.base import WeightGroupAddress
 
 
 class WeightCalls(ABC):
@@ -29,7 +29,7 @@ class WeightCalls(ABC):
         body = {"model_path": folder, "weight_version": str(manifest.version), "digest": manifest.digest}
         return self._call("POST", "/update_weights_from_disk", body)
 
-    def join_weight_group(self, place: WeightGroupPlace) -> dict[str, Any]:
+    def join_weight_group(self, place: WeightGroupAddress) -> dict[str, Any]:
         """Joins as ranks 1 to ``group_ranks``; returns once all are there."""
         body = group_body(place) | {"timeout_s": place.timeout_s}
         return self._call("POST", "/init_weights_update_group", body)
@@ -56,7 +56,7 @@ class WeightCalls(ABC):
         return self._call("POST", "/end_weight_update", {"weight_version": str(version), "digest": digest})
 
 
-def group_body(place: WeightGroupPlace) -> dict[str, Any]:
+def group_body(place: WeightGroupAddress) -> dict[str, Any]:
     """Of /init_weights_update_group, as SGLang knows it."""
     return {
         "master_address": place.address,

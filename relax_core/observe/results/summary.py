@@ -40,7 +40,7 @@ def build_summary(records: Iterable[MetricRecord], *, progress: BusProgress, met
     by_train_step, evaluations = by_step(held, ACTOR), by_step(held, EVAL)
     actor = list(by_train_step.values())
     settled = actor[WARM_UP_STEPS:]
-    bursts = [record.values for record in held if record.source == ROLLOUT]
+    prompt_batches = [record.values for record in held if record.source == ROLLOUT]
     return {
         "outcome": outcome,
         "findings": findings(by_train_step, evaluations),
@@ -71,7 +71,7 @@ def build_summary(records: Iterable[MetricRecord], *, progress: BusProgress, met
         },
         "bad_rows": list(meta.get("bad_rows", ())),
         "logprob_gap": _logprob_gap(actor),
-        "step_ms": _step_ms(settled, bursts[WARM_UP_STEPS:]),
+        "step_ms": _step_ms(settled, prompt_batches[WARM_UP_STEPS:]),
         "recoveries": list(meta.get("recoveries", ())),
         "records_dropped": dict(meta.get("records_dropped", {})),
         "run": {key: value for key, value in meta.items() if key not in OWN_PLACE},
@@ -163,10 +163,10 @@ def _logprob_gap(actor: Sequence[Values]) -> dict[str, float | None]:
     return {"max": max(values["logprob_gap_max"] for values in measured), "mean": total / tokens, "tokens": tokens}
 
 
-def _step_ms(settled: Sequence[Values], bursts: Sequence[Values]) -> dict[str, float | None]:
+def _step_ms(settled: Sequence[Values], prompt_batches: Sequence[Values]) -> dict[str, float | None]:
     """Means, so that the parts and "other" are the total. Rollout runs beside the trainer and is no part of it."""
     timed = [values for values in settled if "step_ms" in values]
-    rollout = [values["generate_ms"] for values in bursts if "generate_ms" in values]
+    rollout = [values["generate_ms"] for values in prompt_batches if "generate_ms" in values]
     split: dict[str, float | None] = dict.fromkeys(("total", *STEP_PARTS, "other"))
     if timed:
         total = fmean(values["step_ms"] for values in timed)

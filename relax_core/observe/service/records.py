@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 ACTOR = "actor"  # once a train step
-ROLLOUT = "rollout"  # once a burst of generation
+ROLLOUT = "rollout"  # once a prompt batch of generation
 EVAL = "eval"  # once an evaluation, step = weight version
-LEDGER = "ledger"  # what the data bus has booked, once a train step as long as samples were dropped
+LEDGER = "ledger"  # what the data bus has persisted, once a train step as long as samples were dropped
 RUN = "run"  # what happened to the run itself
 RESUMED = "resumed"
 BAD_ROWS = "bad_rows"  # texts: data rows that were left out

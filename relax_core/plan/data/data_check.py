@@ -113,7 +113,7 @@ def _look(config: RelaxConfig) -> DataLook:
         prompts = prompt_maker(config)
     except ValueError:  # which settle_context tells
         prompts = None
-    teachers = find_algorithm(config.algo.name).needs(config.algo).teacher
+    teachers = find_algorithm(config.algo.name).requirements(config.algo).teacher
     generated, most = config.data.task is not None, config.data.max_bad_rows
     teacher_of = None if teachers is None or not teachers.key or generated else teacher_chooser(teachers)
     found = _Found(source, prompts, teacher_of, room=prompt_room(config))

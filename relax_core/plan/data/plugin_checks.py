@@ -42,15 +42,15 @@ def _tried(request: bytes) -> tuple[str, ...]:
 
 
 def _packed(config: RelaxConfig, kind: Kind) -> tuple[str, bytes] | None:
-    """Name and knobs; None where the knobs make no sense, which another check tells."""
-    knobs = getattr(config, kind)
-    spec = find(kind, knobs.name)
+    """Name and settings; None where the settings make no sense, which another check tells."""
+    plugin_config = getattr(config, kind)
+    spec = find(kind, plugin_config.name)
     try:
         if not isinstance(spec, EnvSpec):
-            spec.check(knobs)
+            spec.check(plugin_config)
     except ValueError:
         return None
-    return knobs.name, msgspec.msgpack.encode(knobs)
+    return plugin_config.name, msgspec.msgpack.encode(plugin_config)
 
 
 def _rows(config: RelaxConfig) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -24,7 +24,7 @@ def prompt_maker(config: RelaxConfig) -> PromptMaker | None:
         return None
     return PromptMaker(
         env=env,
-        env_knobs=config.env,
+        env_config=config.env,
         tokenizer=tokenizer,
         max_prompt_tokens=prompt_room(config),
         overlong=config.data.overlong,

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from relax_core.config.schema import ParallelConfig, RelaxConfig
-from relax_core.contracts.algorithm import Needs
-from relax_core.control.run.role_counts import gang_layouts
+from relax_core.contracts.algorithm import Requirements
+from relax_core.control.run.role_counts import worker_group_layouts
 from relax_core.plan.memory.memory_terms import (
     FLOAT,
     MIB,
@@ -48,7 +48,7 @@ BASES = {  # MiB
     "owner of an engine": 131,
 }
 SIZED = ("Serve controller", "advantages", "rollout", "owner of an engine")  # by the configuration
-FRONT, REWARD_WORKER, QUEUE_PROCESS = 164, 65, 250
+SERVE_DEPLOYMENT, REWARD_WORKER, QUEUE_PROCESS = 164, 65, 250
 TORCH = 188  # what the rollout gains by computing advantages with torch
 KEPT_BY_ALLOCATOR = 0.5  # of what a micro-batch allocates: pieces that glibc neither gives back nor fits into
 SAMPLING_COPIES = 8  # float32 arrays [samples, vocabulary] of one decode step
@@ -57,7 +57,7 @@ FIRST_COLUMNS = 64  # of the engine's KV cache, which then doubles
 
 
 def cpu_holders(
-    config: RelaxConfig, needs: Needs, roles: Mapping[str, int], *, model: ModelDimensions, work: Workload
+    config: RelaxConfig, requirements: Requirements, roles: Mapping[str, int], *, model: ModelDimensions, work: Workload
 ) -> list[Holder]:
     """Every process of the run."""
     holders = [_plain(name, mib) for name, mib in BASES.items() if name not in SIZED]
@@ -69,28 +69,28 @@ def cpu_holders(
         holders.append(_plain("advantages", BASES["advantages"]))
     if config.run.serve:
         holders.append(_plain("Serve controller", BASES["Serve controller"]))
-        holders.append(_plain("Serve front of a role", FRONT, count=len(roles)))
+        holders.append(_plain("Serve front of a role", SERVE_DEPLOYMENT, count=len(roles)))
     if find_reward(config.reward.name).isolated:
         holders.append(_plain("reward worker", REWARD_WORKER, count=roles["rollout"] * config.rollout.reward_workers))
     if config.bus.storage_units is not None:
         holders.append(_plain("TransferQueue process", QUEUE_PROCESS, count=1 + config.bus.storage_units))
     holders.append(_trainer("actor", config, config.parallel, model, work, publishes=True))
-    if needs.critic:
+    if requirements.critic:
         holders.append(_trainer("critic", config, critic_parallel(config.parallel), model, work, publishes=False))
-    for role, layout in gang_layouts(config).items():
+    for role, layout in worker_group_layouts(config).items():
         if role != "actor":
             parallel = forward_parallel(config.parallel, layout)
             holders.append(_forward(role, config, parallel, [model], work, follows=role == "actor_fwd"))
-    if needs.teacher is not None:
-        holders += _teachers(config, needs, work)
+    if requirements.teacher is not None:
+        holders += _teachers(config, requirements, work)
     holders.append(_engine("engine", config, model, work, count=config.engine.count))
     return holders
 
 
-def _teachers(config: RelaxConfig, needs: Needs, work: Workload) -> list[Holder]:
-    assert needs.teacher is not None
-    models = [teacher_dimensions(model) for model in needs.teacher.models.values()]
-    if needs.teacher.served_by == "forward":
+def _teachers(config: RelaxConfig, requirements: Requirements, work: Workload) -> list[Holder]:
+    assert requirements.teacher is not None
+    models = [teacher_dimensions(model) for model in requirements.teacher.models.values()]
+    if requirements.teacher.served_by == "forward":
         return [_forward("teacher", config, one_rank(config.parallel), models, work, follows=False)]
     engines = [_engine("teacher engine", config, one, work, count=1) for one in models]
     return [_plain("teacher", BASES["rollout"]), *engines]

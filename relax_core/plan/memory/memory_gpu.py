@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from relax_core.config.schema import ModeName, RelaxConfig
-from relax_core.control.run.role_counts import gang_layouts
+from relax_core.control.run.role_counts import worker_group_layouts
 from relax_core.plan.gpu_placement import ROLLOUT
 from relax_core.plan.memory.memory_advice import trainer_room
 from relax_core.plan.memory.memory_terms import (
@@ -126,7 +126,7 @@ def _forward(
     role: str, config: RelaxConfig, model: ModelDimensions, work: Workload, *, count: int, limit: int
 ) -> Holder:
     """A teacher is whole on its GPU."""
-    layout = gang_layouts(config).get(role)
+    layout = worker_group_layouts(config).get(role)
     parallel = one_rank(config.parallel) if layout is None else forward_parallel(config.parallel, layout)
     passing = forward_terms(config, parallel, model, work)
     passing["logits chunk"] = head_bytes(config, model, work, split=parallel.tp)

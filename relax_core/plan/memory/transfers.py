@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from relax_core.config.schema import RelaxConfig
-from relax_core.contracts.algorithm import Needs
+from relax_core.contracts.algorithm import Requirements
 from relax_core.contracts.kept_tokens import set_bytes
 from relax_core.plan.memory.memory_terms import dtype_bytes, optimizer_bytes_a_parameter
 from relax_core.plan.model.dimensions import ModelDimensions
@@ -33,10 +33,12 @@ class Transfers:
     kept_step_bytes: int
 
 
-def find_transfers(config: RelaxConfig, needs: Needs, *, model: ModelDimensions, work: Workload) -> Transfers:
+def find_transfers(
+    config: RelaxConfig, requirements: Requirements, *, model: ModelDimensions, work: Workload
+) -> Transfers:
     """A checkpoint has the model's weights and Adam's states; with a critic twice that."""
     sync = model.parameters * dtype_bytes(config)
-    trained = 2 if needs.critic else 1
+    trained = 2 if requirements.critic else 1
     checkpoint = trained * model.parameters * (dtype_bytes(config) + optimizer_bytes_a_parameter(config))
     choice = choose_transport(config)
     rollout, kept = config.rollout, 0
@@ -47,7 +49,7 @@ def find_transfers(config: RelaxConfig, needs: Needs, *, model: ModelDimensions,
         transport=choice.name.value,
         transport_reason=choice.reason,
         sync_bytes=sync,
-        receivers=config.engine.count + (needs.old_logprobs == "actor_fwd"),
+        receivers=config.engine.count + (requirements.old_logprobs == "actor_fwd"),
         published_bytes=(VERSIONS_KEPT + 1) * sync,  # the next is written before the oldest goes
         checkpoint_bytes=checkpoint,
         checkpoints_kept=config.run.keep_last,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Lease, LeaseRequest
 from relax_core.registry import find_algorithm
-from relax_core.roles.annotators.retry_policy import patiently, write_then_lease
+from relax_core.roles.annotators.retry_policy import without_timeout, write_then_lease
 from relax_core.roles.annotators.whole_step_leases import lease_whole_step
-from relax_core.roles.process.discovery import meet_bus
+from relax_core.roles.process.discovery import discover_bus
 from relax_core.roles.process.role_context import RunContext
 from relax_core.roles.process.worker import Worker
 from relax_core.rollout.group_advantages import advantage_extras, input_columns, sees_whole_step
@@ -15,7 +15,7 @@ from relax_core.rollout.group_advantages import advantage_extras, input_columns,
 
 class AdvantagesWorker(Worker):
     """Computes advantages on the CPU, on as many groups at a time as are ready; on a whole train step's worth where
-    the algorithm normalises over the step under the run's knobs."""
+    the algorithm normalises over the step under the run's settings."""
 
     def __init__(self, name: str, context: RunContext, rank: int) -> None:
         assert rank == 0, "one advantages worker keeps up with any trainer"
@@ -27,11 +27,11 @@ class AdvantagesWorker(Worker):
         torch.set_num_threads(1)
         config = self.context.config
         spec = find_algorithm(config.algo.name)
-        bus = meet_bus(self.context, self.waiting)
-        needs = spec.needs(config.algo)
+        bus = discover_bus(self.context, self.waiting)
+        requirements = spec.requirements(config.algo)
         request = LeaseRequest(
             task="advantages",
-            columns=input_columns(needs),
+            columns=input_columns(requirements),
             max_groups=config.rollout.prompts_per_step,
             lease_s=config.bus.lease_s,
         )
@@ -46,10 +46,10 @@ class AdvantagesWorker(Worker):
         self.set_state("running")
         timeout_s = config.run.stall_timeout_s
         bus.revoke(request.task, timeout_s=timeout_s)  # what a predecessor that was killed had in hand
-        if sees_whole_step(spec, needs):
+        if sees_whole_step(spec, requirements):
             while True:
-                lease = patiently(lambda: lease_whole_step(bus, request, timeout_s=timeout_s))
+                lease = without_timeout(lambda: lease_whole_step(bus, request, timeout_s=timeout_s))
                 bus.write(lease.lease_id, columns_of(lease), timeout_s=timeout_s)
-        lease = patiently(lambda: bus.lease(request, timeout_s=timeout_s))
+        lease = without_timeout(lambda: bus.lease(request, timeout_s=timeout_s))
         while True:
             lease = write_then_lease(bus, lease.lease_id, columns_of(lease), request, timeout_s=timeout_s)

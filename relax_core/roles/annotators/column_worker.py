@@ -6,9 +6,9 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from relax_core.contracts.bus import Lease, LeasedRow, LeaseRequest
-from relax_core.roles.annotators.retry_policy import patiently, write_then_lease
+from relax_core.roles.annotators.retry_policy import without_timeout, write_then_lease
 from relax_core.roles.annotators.whole_step_leases import lease_whole_step
-from relax_core.roles.process.discovery import meet_bus, meet_metrics
+from relax_core.roles.process.discovery import discover_bus, discover_metrics
 from relax_core.roles.process.worker import Worker
 
 RowColumns = dict[str, dict[str, bytes]]  # group uid → column → payload
@@ -40,8 +40,8 @@ class ColumnWorker(Worker):
         config = self.context.config
         whole_steps = self.whole_steps or config.repeatable
         self.prepare()
-        bus = meet_bus(self.context, self.waiting)
-        metrics = meet_metrics(self.context)
+        bus = discover_bus(self.context, self.waiting)
+        metrics = discover_metrics(self.context)
         request = LeaseRequest(
             task=self.task,
             columns=self.inputs,
@@ -57,12 +57,12 @@ class ColumnWorker(Worker):
                 return lease_whole_step(bus, request, timeout_s=timeout_s)
             return bus.lease(request, timeout_s=timeout_s)
 
-        lease = patiently(next_lease)
+        lease = without_timeout(next_lease)
         while True:
             columns = self.columns_of(lease.rows)
             metrics.record(self.task, self.version, {"groups": len(lease.rows), "version": self.version})
             if whole_steps:
                 bus.write(lease.lease_id, columns, timeout_s=timeout_s)
-                lease = patiently(next_lease)
+                lease = without_timeout(next_lease)
             else:
                 lease = write_then_lease(bus, lease.lease_id, columns, request, timeout_s=timeout_s)

@@ -12,7 +12,7 @@ from relax_core.contracts.bus import LeasedRow
 from relax_core.roles.annotators.column_worker import ColumnWorker, RowColumns
 from relax_core.roles.process.role_context import RunContext
 from relax_core.roles.trainer.rank_discovery import assemble_ranks
-from relax_core.roles.trainer.worker_group import Gang, RankLost
+from relax_core.roles.trainer.worker_group import RankLost, WorkerGroup
 from relax_core.weights.version_folder import read_latest
 
 log = logging.getLogger(__name__)
@@ -26,10 +26,10 @@ class ForwardWorker(ColumnWorker):
     column: str
     follow: bool
     replays: bool
-    _gang: Gang
+    _worker_group: WorkerGroup
 
     def __init__(self, name: str, context: RunContext, rank: int) -> None:
-        assert rank == 0, "peers are driven by rank 0"
+        assert rank == 0, "other ranks are driven by rank 0"
         if self.replays and context.config.algo.routing_replay:
             self.inputs = (*self.inputs, c.ROUTED_EXPERTS)
         if context.config.rollout.truncates:
@@ -41,14 +41,14 @@ class ForwardWorker(ColumnWorker):
             ranks = assemble_ranks(self.context, self.task, waiting=self.waiting, on_loss=self._end)
         except RankLost as lost:
             self._end(lost)
-        self._gang = Gang(ranks, timeout_s=self.context.config.run.stall_timeout_s, waiting=self.waiting)
+        self._worker_group = WorkerGroup(ranks, timeout_s=self.context.config.run.stall_timeout_s, waiting=self.waiting)
 
     def columns_of(self, rows: Sequence[LeasedRow]) -> RowColumns:
         groups = [c.decode_tree(row) for row in rows]
         try:
             if self.follow:
                 self._catch_up()
-            logprobs = self._gang.logprobs(groups)
+            logprobs = self._worker_group.logprobs(groups)
         except RankLost as lost:
             self._end(lost)
         return {
@@ -59,7 +59,7 @@ class ForwardWorker(ColumnWorker):
     def _end(self, lost: RankLost) -> NoReturn:
         log.error("%s ends, so that all ranks start anew: %s", self.name, lost)
         logging.shutdown()
-        os._exit(1)  # Ray starts another, which takes the leases back and has new peers
+        os._exit(1)  # Ray starts another, which takes the leases back and has new other ranks
 
     def _catch_up(self) -> None:
         """Loads the newest published weights where they are newer than those in use."""
@@ -68,7 +68,7 @@ class ForwardWorker(ColumnWorker):
             assert latest is not None, "rows exist, so weights were published"
             if latest.version == self.version:
                 return
-            if self._gang.load_published(latest):
+            if self._worker_group.load_published(latest):
                 self.version = latest.version
                 return
             if read_latest(self.context.weights_folder) == latest:

@@ -17,7 +17,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
-def patiently(call: Callable[[], T]) -> T:
+def without_timeout(call: Callable[[], T]) -> T:
     """What ``call``, a wait with a deadline of its own, gives in the end."""
     while True:
         try:
@@ -34,6 +34,6 @@ def write_then_lease(
         following = bus.write(lease_id, columns, then=request, timeout_s=timeout_s)
         assert following is not None, "it was asked for"
         return following
-    except BusTimeout as late:  # the write is booked
+    except BusTimeout as late:  # the write is persisted
         log.warning("waits on: %s", late)
-    return patiently(lambda: bus.lease(request, timeout_s=timeout_s))
+    return without_timeout(lambda: bus.lease(request, timeout_s=timeout_s))

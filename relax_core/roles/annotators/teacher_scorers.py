@@ -25,8 +25,8 @@ RETRY_S = 0.1
 
 
 class TeacherScores(NamedTuple):
-    """Of a group's rows, 0 where nothing was sampled: their log-probs float32 ``[rows]``; the teacher's likeliest
-    tokens int32 ``[rows, top_k]``, likeliest first, and their log-probs float32, both None where top_k is 0. Where a
+    """Of a group's rows, 0 where nothing was sampled: their log-probs float32 ``[rows]``; the teacher's most likely
+    tokens int32 ``[rows, top_k]``, most likely first, and their log-probs float32, both None where top_k is 0. Where a
     kept set has fewer tokens the ids end in -1 and the log-probs in `kept_tokens.OUTSIDE`."""
 
     logprobs: np.ndarray

@@ -46,19 +46,19 @@ class TeacherWorker(ColumnWorker):
 
     def prepare(self) -> None:
         context, algo = self.context, self.context.config.algo
-        needs = find_algorithm(algo.name).needs(algo).teacher
-        assert needs is not None, "this role is started for an algorithm with teachers"
+        requirements = find_algorithm(algo.name).requirements(algo).teacher
+        assert requirements is not None, "this role is started for an algorithm with teachers"
         folders = context.teacher_folders
-        if needs.served_by == "engine":
+        if requirements.served_by == "engine":
             directory = EngineDirectory(context, role=TEACHER_ENGINE, model_folders=list(folders.values()))
             self._teachers = {
-                name: EngineTeacher(context, directory, number, top_k=needs.top_k)
+                name: EngineTeacher(context, directory, number, top_k=requirements.top_k)
                 for number, name in enumerate(folders)
             }
             self._owners = {name: worker_name(TEACHER_ENGINE, number) for number, name in enumerate(folders)}
         else:
             self._teachers = {
-                name: ForwardTeacher(context, folder, top_k=needs.top_k) for name, folder in folders.items()
+                name: ForwardTeacher(context, folder, top_k=requirements.top_k) for name, folder in folders.items()
             }
 
     def columns_of(self, rows: Sequence[LeasedRow]) -> RowColumns:

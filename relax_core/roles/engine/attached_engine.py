@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from relax_core.contracts.engine import EngineUnreachable
-from relax_core.engines.sglang.client.attached_server import meet_server
+from relax_core.engines.sglang.client.attached_server import check_server
 from relax_core.roles.engine.engine_directory import engine_client
 from relax_core.roles.engine.engine_owner import WATCH_S, EngineHost
 
@@ -19,7 +19,7 @@ class AttachedEngineHost(EngineHost):
         self._url = engine.urls[self._rank].rstrip("/")
         client = engine_client(self.context, self._url)
         assert isinstance(client, SglangClient)  # engine.urls is a key of engine=sglang only
-        meet_server(client, timeout_s=engine.start_timeout_s, rollout=self.context.config.rollout)
+        check_server(client, timeout_s=engine.start_timeout_s, rollout=self.context.config.rollout)
         client.forget_weights()  # another run's, or those of this one before it was taken back to a checkpoint
         self._address.set()
         while not self.stopping:

@@ -91,9 +91,9 @@ class EngineDirectory:
                         self._clients[engine] = self._new_client(engine, ray.get(answer, timeout=OWNER_S))
             return [self._clients[engine] for engine in sorted(self._clients)]
 
-    async def client_async(self, engine: int, fresh: bool) -> EngineClient:
-        """The same for an event loop; ``fresh`` asks for the address again."""
-        if fresh:
+    async def client_async(self, engine: int, on_policy: bool) -> EngineClient:
+        """The same for an event loop; ``on_policy`` asks for the address again."""
+        if on_policy:
             self._clients.pop(engine, None)
         if engine in self._clients:
             return self._clients[engine]

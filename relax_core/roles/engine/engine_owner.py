@@ -26,7 +26,7 @@ from relax_core.weights.version_folder import PublishedUnreadable, read_latest, 
 WATCH_S = 0.25  # how often the owner looks at its engine; also how late it may bring weights to a new one
 
 
-class CatchUp:
+class WeightReconciler:
     """When the owner brings weights itself. At once to a process that has none, or only what the owner brought: the
     trainer may not know its address yet. One that the trainer's pushes reach is behind during each of them: to that one
     when the push has ended and it is behind all the same. What it refuses is offered again after ``patience_s`` seconds
@@ -67,7 +67,7 @@ class EngineHost(Worker):
         self._rank = rank
         self._address = threading.Event()
         self._url = ""
-        self._catch_up = CatchUp(context.config.engine.sync_timeout_s)
+        self._catch_up = WeightReconciler(context.config.engine.sync_timeout_s)
         super().__init__(name, context)
 
     def endpoint(self, timeout_s: float) -> str:

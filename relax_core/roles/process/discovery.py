@@ -10,21 +10,21 @@ from relax_core.bus.factory import connect_bus
 from relax_core.bus.ray.ray_bus import RayBus
 from relax_core.observe.service.metrics_actor import MetricsClient, connect_metrics
 from relax_core.roles.process.role_context import BUS, METRICS, RunContext
-from relax_core.roles.process.traced_bus import Waiting, noted_bus
+from relax_core.roles.process.traced_bus import Waiting, traced_bus
 
 T = TypeVar("T")
 RETRY_S = 0.05
 
 
-def meet_bus(context: RunContext, waiting: Waiting) -> RayBus:
+def discover_bus(context: RunContext, waiting: Waiting) -> RayBus:
     """The run's bus, its waits noted by ``waiting``; raises TimeoutError where it is not there within
     ``run.start_timeout_s``."""
     with waiting("its start", on=BUS):
         bus = _meet(BUS, lambda: connect_bus(BUS, context.namespace), timeout_s=context.config.run.start_timeout_s)
-    return noted_bus(bus, waiting)
+    return traced_bus(bus, waiting)
 
 
-def meet_metrics(context: RunContext) -> MetricsClient:
+def discover_metrics(context: RunContext) -> MetricsClient:
     """The run's metrics; raises TimeoutError where they are not there within ``run.start_timeout_s``."""
     return _meet(
         METRICS,
@@ -33,7 +33,7 @@ def meet_metrics(context: RunContext) -> MetricsClient:
     )
 
 
-def meet_worker(context: RunContext, name: str) -> Any:
+def discover_worker(context: RunContext, name: str) -> Any:
     """Another worker's Ray handle; raises TimeoutError where it is not there within ``run.start_timeout_s``."""
     import ray
 

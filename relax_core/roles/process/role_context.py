@@ -14,11 +14,11 @@ class RunContext:
     """One run, as its roles see it. Paths are absolute.
 
     ``run_namespace``: the run's own in Ray; metrics live there from its start to its end. ``namespace``: of this
-    incarnation. All other services live there; when they are started again it is a new one, so that whoever is left of
+    attempt. All other services live there; when they are started again it is a new one, so that whoever is left of
     the old ones finds nobody.
     ``start_step``: train steps already done by the checkpoint in ``resume_from``, or 0.
     ``data_digest``: of the training data's content, where it is in files (`relax_core.data.data_identity`).
-    ``weights_folder``: where this incarnation's weight versions lie (shared memory). ``token_file``: the run's bearer
+    ``weights_folder``: where this attempt's weight versions lie (shared memory). ``token_file``: the run's bearer
     token.
     """
 

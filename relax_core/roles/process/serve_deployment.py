@@ -16,7 +16,7 @@ ANSWER_S = 10.0  # a worker answers in milliseconds, also while it trains
 @serve.deployment(
     ray_actor_options={"num_cpus": 0.01}, health_check_period_s=5, health_check_timeout_s=30, max_ongoing_requests=16
 )
-class RoleFront:
+class RoleDeployment:
     """Finds the workers of a role by name, when it is asked: Serve restarts a front that dies, whatever has become of
     its workers, and they never notice."""
 

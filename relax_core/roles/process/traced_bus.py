@@ -10,30 +10,30 @@ from relax_core.bus.ray.ray_bus import RayBus
 from relax_core.roles.process.role_context import BUS
 
 Waiting = Callable[..., AbstractContextManager[None]]  # `Worker.waiting`
-NOTED_CALLS = ("lease", "read", "write", "ack", "release", "snapshot")  # not `wait_progress`, which is idling
-NOTED_AWAITS = ("admit_async", "put_async", "drop_async")
+TRACED_CALLS = ("lease", "read", "write", "ack", "release", "snapshot")  # not `wait_progress`, which is idling
+TRACED_AWAITS = ("admit_async", "put_async", "drop_async")
 
 
-def noted_bus(bus: RayBus, waiting: Waiting) -> RayBus:
+def traced_bus(bus: RayBus, waiting: Waiting) -> RayBus:
     """The same bus, noted by ``waiting``."""
-    return cast(RayBus, _NotedBus(bus, waiting))
+    return cast(RayBus, _TracedBus(bus, waiting))
 
 
-class _NotedBus:
+class _TracedBus:
     def __init__(self, bus: RayBus, waiting: Waiting) -> None:
         self._bus = bus
         self._waiting = waiting
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._bus, name)
-        if name in NOTED_CALLS:
+        if name in TRACED_CALLS:
 
             def call(*args: Any, **kwargs: Any) -> Any:
                 with self._waiting(name, on=BUS):
                     return method(*args, **kwargs)
 
             return call
-        if name in NOTED_AWAITS:
+        if name in TRACED_AWAITS:
 
             async def call_async(*args: Any, **kwargs: Any) -> Any:
                 with self._waiting(name.removesuffix("_async"), on=BUS):

@@ -27,11 +27,11 @@ from relax_core.observe.service.metrics_actor import MetricsClient, MetricsUnava
 from relax_core.observe.service.records import bad_rows_kind
 from relax_core.registry import find_algorithm, find_env, find_reward
 from relax_core.roles.engine.engine_directory import EngineDirectory
-from relax_core.roles.process.discovery import meet_bus, meet_metrics, meet_worker
+from relax_core.roles.process.discovery import discover_bus, discover_metrics, discover_worker
 from relax_core.roles.process.failure import first_cause
 from relax_core.roles.process.role_context import RunContext, worker_name
 from relax_core.roles.process.worker import Worker
-from relax_core.roles.rollout.traced_rollout import NotedPool, NotedRewards
+from relax_core.roles.rollout.traced_rollout import TracedPool, TracedRewards
 from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.episodes.episodes import EpisodePlayer
 from relax_core.rollout.episodes.group_assembly import GroupFilter, MakeExtras
@@ -42,7 +42,7 @@ from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.rollout.rollout_loop import Record, Sampler, SamplerSettings
 from relax_core.rollout.sampling_params import evaluation_sampling, training_sampling
 from relax_core.rollout.teacher_choice import teacher_chooser
-from relax_core.rollout.weight_update_handler import Turnover
+from relax_core.rollout.weight_update_handler import WeightUpdateHandler
 
 log = logging.getLogger(__name__)
 CLOSED_S = 0.2
@@ -65,21 +65,21 @@ class RolloutWorker(Worker):
 
     async def _run(self) -> None:
         context, config = self.context, self.context.config
-        bus = meet_bus(self.context, self.waiting)
-        metrics = meet_metrics(self.context)
+        bus = discover_bus(self.context, self.waiting)
+        metrics = discover_metrics(self.context)
         pool = self._pool()
         rewards = self._rewards()
         source = make_source(config.data, seed=config.seed, eval_rows=held_out_count(config))
         env = find_env(config.env.name)
         prompts = PromptMaker(
             env=env,
-            env_knobs=config.env,
+            env_config=config.env,
             tokenizer=PromptTokenizer(context.model_folder, template_arguments=config.data.chat_template_kwargs),
             max_prompt_tokens=config.engine.context_tokens - config.rollout.max_new_tokens,
             overlong=config.data.overlong,
         )
         spec = find_algorithm(config.algo.name)
-        teachers = spec.needs(config.algo).teacher
+        teachers = spec.requirements(config.algo).teacher
         advantages = group_advantages(spec, config) if made_as_groups_complete(config) else None
         evaluator = None
         if self._rank == 0:
@@ -88,7 +88,7 @@ class RolloutWorker(Worker):
         player = None
         if env.has_turns:
             player = EpisodePlayer(
-                env=env, env_knobs=config.env, prompts=prompts, pool=pool, sampling=settings.sampling, seed=config.seed
+                env=env, env_config=config.env, prompts=prompts, pool=pool, sampling=settings.sampling, seed=config.seed
             )
         sampler = Sampler(
             bus=bus,
@@ -106,7 +106,7 @@ class RolloutWorker(Worker):
             ),
             refuse=group_filter(spec, config.algo),
             teacher_of=None if teachers is None else teacher_chooser(teachers),
-            turnover=self._turnover(bus, pool),
+            weight_update_handler=self._weight_update_handler(bus, pool),
             advantages=advantages,
             player=player,
         )
@@ -123,9 +123,9 @@ class RolloutWorker(Worker):
         finally:
             rewards.close()
 
-    def _pool(self) -> NotedPool:
+    def _pool(self) -> TracedPool:
         config = self.context.config
-        return NotedPool(
+        return TracedPool(
             config.engine.count,
             EngineDirectory(self.context).client_async,
             patience_s=config.engine.start_timeout_s + OWNER_FIRST_S,
@@ -136,9 +136,9 @@ class RolloutWorker(Worker):
             waiting=self.waiting,
         )
 
-    def _rewards(self) -> NotedRewards:
+    def _rewards(self) -> TracedRewards:
         config = self.context.config
-        return NotedRewards(
+        return TracedRewards(
             find_reward(config.reward.name),
             config.reward,
             workers=config.rollout.reward_workers,
@@ -149,14 +149,14 @@ class RolloutWorker(Worker):
             name=self.name,
         )
 
-    def _turnover(self, bus: RayBus, pool: EnginePool) -> Turnover | None:
+    def _weight_update_handler(self, bus: RayBus, pool: EnginePool) -> WeightUpdateHandler | None:
         """Where nothing is aborted at a weight change, nobody has to follow the versions."""
         rollout = self.context.config.rollout
         aborts = rollout.partial is Partial.abort
         if not (aborts or rollout.spare_prompts):
             return None
         call_timeout_s = self.context.config.bus.call_timeout_s
-        return Turnover(
+        return WeightUpdateHandler(
             bus,
             pool,
             max_aborts=rollout.max_aborts if aborts else 0,
@@ -211,7 +211,7 @@ class RolloutWorker(Worker):
         rollout = config.rollout
         return SamplerSettings(
             seed=config.seed,
-            burst_prompts=math.ceil((rollout.prompts_per_step + rollout.spare_prompts) / rollout.workers),
+            batch_prompts=math.ceil((rollout.prompts_per_step + rollout.spare_prompts) / rollout.workers),
             sampling=training_sampling(config, tokenizer),
             admit_timeout_s=config.run.stall_timeout_s,
             call_timeout_s=config.bus.call_timeout_s,
@@ -225,7 +225,7 @@ class RolloutWorker(Worker):
     async def _note_evaluation(self, version: int, values: Mapping[str, float]) -> bool:
         """Tells the trainer, who keeps the best checkpoint and says whether the run ends here. One that is gone is the
         controller's to tell."""
-        trainer = await asyncio.to_thread(meet_worker, self.context, worker_name("actor", 0))
+        trainer = await asyncio.to_thread(discover_worker, self.context, worker_name("actor", 0))
         told = _awaited(trainer.note_evaluation.remote(version, dict(values)))
         try:
             return bool(await asyncio.wait_for(told, self.context.config.bus.call_timeout_s))
@@ -288,9 +288,9 @@ def group_advantages(spec: AlgorithmSpec, config: RelaxConfig) -> MakeExtras:
     return lambda tree: advantage_extras([tree], spec, config.algo)[0]
 
 
-def group_filter(spec: AlgorithmSpec, knobs: object) -> GroupFilter | None:
+def group_filter(spec: AlgorithmSpec, config: object) -> GroupFilter | None:
     """What refuses complete groups; None for an algorithm that trains on all."""
     drop_group = spec.drop_group
     if drop_group is None:
         return None
-    return GroupFilter(lambda rewards, dropped_in_a_row: drop_group(rewards, dropped_in_a_row, knobs))
+    return GroupFilter(lambda rewards, dropped_in_a_row: drop_group(rewards, dropped_in_a_row, config))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import cast
 
 from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
-from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput, RewardSpec
+from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
 from relax_core.engines.pool.engine_pool import EnginePool, OnEnd
 from relax_core.engines.pool.engine_watch import ClientFor
 from relax_core.roles.process.traced_bus import Waiting
@@ -15,7 +15,7 @@ from relax_core.rollout.rewards.hang_watch import OnHang
 from relax_core.rollout.rewards.reward_pool import RewardPool
 
 
-class NotedPool(EnginePool):
+class TracedPool(EnginePool):
     """Engines; the time until a next group of responses shows among the worker's waits."""
 
     def __init__(
@@ -64,13 +64,13 @@ class NotedPool(EnginePool):
             await groups.aclose()
 
 
-class NotedRewards(RewardPool):
+class TracedRewards(RewardPool):
     """Rewards; scoring shows among the worker's waits as its own work, since that is where it may hang."""
 
     def __init__(
         self,
         spec: RewardSpec,
-        knobs: RewardKnobs,
+        config: RewardConfig,
         *,
         workers: int,
         concurrency: int,
@@ -79,7 +79,7 @@ class NotedRewards(RewardPool):
         waiting: Waiting,
         name: str,
     ) -> None:
-        super().__init__(spec, knobs, workers=workers, concurrency=concurrency, log_file=log_file, on_hang=on_hang)
+        super().__init__(spec, config, workers=workers, concurrency=concurrency, log_file=log_file, on_hang=on_hang)
         self._waiting = waiting
         self._name = name
 

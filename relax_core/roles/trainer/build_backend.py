@@ -43,7 +43,7 @@ def build_teacher(context: RunContext, folder: Path) -> MegatronBackend:
 
 
 def _build(context: RunContext, setup: RankSetup, *, trainable: bool) -> MegatronBackend:
-    # Here, because the controller and the fronts import the roles and need neither torch nor Megatron.
+    # Here, because the controller and the Serve deployments import the roles and need neither torch nor Megatron.
     from relax_core.train.policy_backend import MegatronBackend
 
     return MegatronBackend(setup, temperature=context.config.rollout.temperature, trainable=trainable)

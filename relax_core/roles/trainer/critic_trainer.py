@@ -16,7 +16,7 @@ from relax_core.contracts import columns as c
 from relax_core.contracts.bus import LeasedRow
 from relax_core.contracts.train import StepMetrics
 from relax_core.roles.annotators.column_worker import ColumnWorker, RowColumns
-from relax_core.roles.process.discovery import meet_bus
+from relax_core.roles.process.discovery import discover_bus
 from relax_core.roles.process.role_context import RunContext
 from relax_core.roles.trainer.build_backend import build_critic
 from relax_core.roles.trainer.rank_batches import TreePart, critic_rows
@@ -44,7 +44,7 @@ class CriticWorker(ColumnWorker):
         super().__init__(name, context)
 
     def prepare(self) -> None:
-        self._rows = critic_rows(self.context, meet_bus(self.context, self.waiting))
+        self._rows = critic_rows(self.context, discover_bus(self.context, self.waiting))
         self._backend.result(timeout=self.context.config.run.start_timeout_s)
         self.version = self.context.start_step
 

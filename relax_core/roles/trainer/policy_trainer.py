@@ -19,7 +19,7 @@ from relax_core.observe.service.metrics_actor import MetricsUnavailable
 from relax_core.observe.service.records import ACTOR, metric_record
 from relax_core.registry import find_algorithm
 from relax_core.roles.engine.engine_directory import EngineDirectory
-from relax_core.roles.process.discovery import meet_bus, meet_metrics, meet_worker
+from relax_core.roles.process.discovery import discover_bus, discover_metrics, discover_worker
 from relax_core.roles.process.process_placement import node_address
 from relax_core.roles.process.role_context import RunContext, worker_name
 from relax_core.roles.process.worker import Worker
@@ -29,7 +29,7 @@ from relax_core.roles.trainer.run_checkpoint import RunCheckpoints
 from relax_core.roles.trainer.step_metrics import StepRows, step_values
 from relax_core.roles.trainer.step_timing import StepClock
 from relax_core.roles.trainer.weight_sync import EngineSync
-from relax_core.roles.trainer.worker_group import Ranks, TrainerGang
+from relax_core.roles.trainer.worker_group import Ranks, TrainerWorkerGroup
 from relax_core.train.packing.leased_trees import decode_train_tree
 from relax_core.train.step.updates import StepResult, StepUpdates, UpdatePlan
 from relax_core.weights.transports.build_transport import build_transport
@@ -47,10 +47,10 @@ class Stopped(Exception):
 
 
 class ActorWorker(Worker):
-    """Rank 0 of the actor role. It drives its peers, and alone leases and acknowledges rows."""
+    """Rank 0 of the actor role. It drives its other ranks, and alone leases and acknowledges rows."""
 
     def __init__(self, name: str, context: RunContext, rank: int) -> None:
-        assert rank == 0, "peers are driven by rank 0"
+        assert rank == 0, "other ranks are driven by rank 0"
         self._version = context.start_step
         super().__init__(name, context)
 
@@ -73,7 +73,7 @@ class ActorWorker(Worker):
         self._config = config
         self._stall_s = config.run.stall_timeout_s
         self._time_sharing = config.mode.name is ModeName.colocate
-        self._needs = find_algorithm(config.algo.name).needs(config.algo)
+        self._needs = find_algorithm(config.algo.name).requirements(config.algo)
         self._columns = policy_columns(config)
         # The lead of several data-parallel ranks trains only a part of the rows, and reads that like the others.
         self._payloads = c.STRUCTURE_COLUMNS if config.parallel.dp > 1 else None
@@ -88,14 +88,16 @@ class ActorWorker(Worker):
         self._group_tokens = 0
         self._clock = StepClock()
         ranks = assemble_ranks(context, "actor", waiting=self.waiting)
-        self._bus = meet_bus(context, self.waiting)
-        self._gang = self._build_gang(ranks)
-        self._metrics = meet_metrics(context)
+        self._bus = discover_bus(context, self.waiting)
+        self._worker_group = self._build_worker_group(ranks)
+        self._metrics = discover_metrics(context)
         self._sync = self._build_sync()
-        self._checkpoints = RunCheckpoints(context, bus=self._bus, gang=self._gang, moved_on=self.moved_on)
+        self._checkpoints = RunCheckpoints(
+            context, bus=self._bus, worker_group=self._worker_group, moved_on=self.moved_on
+        )
         try:
             if self.context.resume_from is not None:
-                self._gang.load(self.context.resume_from)
+                self._worker_group.load(self.context.resume_from)
             self._publish(self._version)
             self._train()
         finally:
@@ -110,10 +112,10 @@ class ActorWorker(Worker):
         )
         return EngineSync(self.context, EngineDirectory(self.context), transport, waiting=self.waiting)
 
-    def _build_gang(self, ranks: Ranks) -> TrainerGang:
-        critic = meet_worker(self.context, worker_name("critic", 0)) if self._needs.critic else None
+    def _build_worker_group(self, ranks: Ranks) -> TrainerWorkerGroup:
+        critic = discover_worker(self.context, worker_name("critic", 0)) if self._needs.critic else None
         rows = None if self._payloads is None else policy_rows(self.context, self._bus)
-        return TrainerGang(ranks, timeout_s=self._stall_s, waiting=self.waiting, critic=critic, rows=rows)
+        return TrainerWorkerGroup(ranks, timeout_s=self._stall_s, waiting=self.waiting, critic=critic, rows=rows)
 
     # -- the loop ---------------------------------------------------------------------------------------------------
     def _train(self) -> None:
@@ -134,14 +136,14 @@ class ActorWorker(Worker):
         from relax_core.train.hf.hf_export import export_hf_folder
 
         def told() -> Iterator[tuple[str, Tensor]]:
-            for name, tensor in self._gang.export():
+            for name, tensor in self._worker_group.export():
                 self.moved_on(f"writes hf/: {name}")
                 yield name, tensor
                 del tensor  # before the next one is made
 
         export_hf_folder(
             told(),
-            shapes=self._gang.lead.weight_shapes,
+            shapes=self._worker_group.lead.weight_shapes,
             dtype=self._config.model.dtype,
             source_folder=self.context.model_folder,
             target=self.context.run_dir / "hf",
@@ -150,7 +152,7 @@ class ActorWorker(Worker):
     def _step(self, lease: Lease | None) -> Lease | None:
         """One train step; returns the next step's first lease where it came with the acknowledgement."""
         step, clock = self._version, self._clock
-        updates = StepUpdates(self._gang, self._plan, step=step)
+        updates = StepUpdates(self._worker_group, self._plan, step=step)
         consumed = self._consume(updates, lease, clock, step=step)
         result = clock.timed("train_ms", updates.finish)
         clock.timed("sync_ms", partial(self._publish, step + 1))
@@ -173,7 +175,7 @@ class ActorWorker(Worker):
                 clock.timed("sync_ms", self._sync.release_memory)
             remaining -= len(lease.rows)
             groups = clock.timed("decode_ms", partial(self._decode, lease, step, consumed))
-            self._gang.note_lease(lease)
+            self._worker_group.note_lease(lease)
             lease = None
             clock.timed("train_ms", partial(updates.add, groups))
         return consumed
@@ -250,7 +252,7 @@ class ActorWorker(Worker):
         except BusTimeout:
             if then is None:
                 raise
-            return None  # the step is booked; the next one's rows are waited for as usual
+            return None  # the step is persisted; the next one's rows are waited for as usual
 
     def _report(self, consumed: StepRows, result: StepResult, clock: StepClock, *, step: int) -> None:
         now = time.perf_counter()
@@ -267,7 +269,7 @@ class ActorWorker(Worker):
     def _publish(self, version: int) -> None:
         """Writes the weights; their push goes on beside the trainer, and the next version waits for its end."""
         self._end_push()
-        self._sync.publish(version, self._gang.export())
+        self._sync.publish(version, self._worker_group.export())
 
     def _end_push(self) -> None:
         report = self._sync.end_push()

@@ -9,7 +9,7 @@ import msgspec
 
 from relax_core.config.schema import RelaxConfig
 from relax_core.contracts import columns as c
-from relax_core.contracts.algorithm import Needs
+from relax_core.contracts.algorithm import Requirements
 from relax_core.contracts.bus import Bus
 from relax_core.contracts.tree import TokenTree
 from relax_core.registry import find_algorithm
@@ -93,11 +93,11 @@ def _rows(context: RunContext, bus: Bus, columns: Sequence[str]) -> RankRows:
 
 def policy_columns(config: RelaxConfig) -> tuple[str, ...]:
     """What the policy trains on in this run."""
-    needs = find_algorithm(config.algo.name).needs(config.algo)
-    return train_columns(needs, routing_replay=config.algo.routing_replay, truncates=config.rollout.truncates)
+    requirements = find_algorithm(config.algo.name).requirements(config.algo)
+    return train_columns(requirements, routing_replay=config.algo.routing_replay, truncates=config.rollout.truncates)
 
 
-def train_columns(needs: Needs, *, routing_replay: bool, truncates: bool) -> tuple[str, ...]:
+def train_columns(requirements: Requirements, *, routing_replay: bool, truncates: bool) -> tuple[str, ...]:
     """What the policy trains on: the rollout's columns, the advantages, and what the algorithm asks for. ``truncates``:
     top_k, top_p or min_p leave tokens out."""
     extra = [c.ADVANTAGES]
@@ -105,14 +105,14 @@ def train_columns(needs: Needs, *, routing_replay: bool, truncates: bool) -> tup
         extra.append(c.ROUTED_EXPERTS)
     if truncates:
         extra.append(c.KEPT_TOKENS)
-    if needs.old_logprobs == "actor_fwd":
+    if requirements.old_logprobs == "actor_fwd":
         extra.append(c.OLD_LOGPROBS)
-    if needs.reference:
+    if requirements.reference:
         extra.append(c.REFERENCE_LOGPROBS)
-    if needs.teacher is not None:
+    if requirements.teacher is not None:
         extra.append(c.TEACHER_LOGPROBS)
-        if needs.teacher.top_k:
+        if requirements.teacher.top_k:
             extra += [c.TEACHER_TOP_IDS, c.TEACHER_TOP_LOGPROBS]
-    if needs.critic:
+    if requirements.critic:
         extra += [c.VALUES, c.RETURNS]
     return (*c.ROLLOUT_COLUMNS, *extra)

@@ -1,4 +1,4 @@
-"""How a role's lead finds its peers, and makes the model together with them."""
+"""How a role's lead finds its other ranks, and makes the model together with them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayTaskError
 
-from relax_core.roles.process.discovery import meet_worker
+from relax_core.roles.process.discovery import discover_worker
 from relax_core.roles.process.process_placement import node_address
 from relax_core.roles.process.role_context import RunContext, worker_name
 from relax_core.roles.trainer.build_backend import build_role_backend, role_parallel, store_address
@@ -33,14 +33,14 @@ def assemble_ranks(
     ranks = world_size(layout)
     timeout_s = context.config.run.start_timeout_s
     if ranks > 1:
-        import relax_core.train.policy_backend  # noqa: F401  # seconds, in which the peers do the same
+        import relax_core.train.policy_backend  # noqa: F401  # seconds, in which the other ranks do the same
     names = [worker_name(role, rank) for rank in range(ranks)]
-    peers = []
+    other_ranks = []
     for name in names[1:]:
         with waiting("its start", on=name):
-            peers.append((name, _fresh_peer(context, name)))
+            other_ranks.append((name, _restarted_rank(context, name)))
     address = store_address(ranks, host=node_address(context.config.launcher))
-    built = [(name, peer.build.remote(address)) for name, peer in peers]
+    built = [(name, other_rank.build.remote(address)) for name, other_rank in other_ranks]
     if built and on_loss is not None:
         threading.Thread(target=tell_loss, args=(built, timeout_s, on_loss), name="build-watch", daemon=True).start()
     try:
@@ -50,7 +50,7 @@ def assemble_ranks(
             raise_cause("build", built, error)
         raise
     take_answers("build", built, timeout_s=timeout_s, waiting=waiting)
-    return Ranks(name=names[0], lead=lead, peers=peers, replicas=replica_ranks(layout))
+    return Ranks(name=names[0], lead=lead, other_ranks=other_ranks, replicas=replica_ranks(layout))
 
 
 def tell_loss(sent: Sent, timeout_s: float, on_loss: Callable[[RankLost], None]) -> None:
@@ -74,23 +74,23 @@ def tell_loss(sent: Sent, timeout_s: float, on_loss: Callable[[RankLost], None])
             del names[reference]
 
 
-def _fresh_peer(context: RunContext, name: str) -> Any:
+def _restarted_rank(context: RunContext, name: str) -> Any:
     """The rank's Ray handle. Where a lead that is gone had taken it, its process is ended first: Ray starts another."""
     deadline = time.monotonic() + context.config.run.start_timeout_s
-    peer = meet_worker(context, name)
+    other_rank = discover_worker(context, name)
     killed: int | None = None
     while True:
         try:
-            pid = ray.get(peer.taken_pid.remote(), timeout=max(0.0, deadline - time.monotonic()))
+            pid = ray.get(other_rank.taken_pid.remote(), timeout=max(0.0, deadline - time.monotonic()))
         except ActorUnavailableError:
             pid = killed
         except GetTimeoutError as error:
             raise TimeoutError(f"{name} was not there within {context.config.run.start_timeout_s:.0f} s") from error
         else:
             if pid is None:
-                return peer
+                return other_rank
             if pid != killed:
-                ray.kill(peer, no_restart=False)
+                ray.kill(other_rank, no_restart=False)
                 killed = pid
         if time.monotonic() > deadline:
             raise TimeoutError(f"{name} did not start anew within {context.config.run.start_timeout_s:.0f} s")

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from relax_core.contracts.engine import WeightManifest
-from relax_core.roles.process.discovery import meet_bus
+from relax_core.roles.process.discovery import discover_bus
 from relax_core.roles.process.failure import broke_of_others, failure_line, what_was_lost
 from relax_core.roles.process.output_log import keep_output
 from relax_core.roles.process.role_context import RunContext, worker_name
@@ -30,10 +30,10 @@ log = logging.getLogger(__name__)
 STATUS_GROUPS = {"status": 1, "files": 1}  # threads of their own tell how the rank is, and write its files
 
 
-class RankPeer:
+class RankWorker:
     """Its calls run one after the other, in the lead's order; only what it tells of itself, and files, come at once.
-    Start it with `STATUS_GROUPS`. It belongs to one lead for life: a lead that was started anew needs new peers, and
-    the calls of a lead that knew another process of its name raise RankLost.
+    Start it with `STATUS_GROUPS`. It belongs to one lead for life: a lead that was started anew needs new other ranks,
+    and the calls of a lead that knew another process of its name raise RankLost.
 
     ``ends_with_others``: Ray starts it anew, so it ends itself where a collective breaks. So the break reaches a lead
     that has no connection to the rank that died.
@@ -187,7 +187,7 @@ class RankPeer:
             self._failed_at, self._failure = time.time(), error
 
 
-class ActorPeer(RankPeer):
+class ActorRank(RankWorker):
     """Of the trainer; a class for each role, since Ray titles a process by its class."""
 
     role = "actor"
@@ -196,7 +196,7 @@ class ActorPeer(RankPeer):
     def build(self, store_address: str) -> None:
         super().build(store_address)
         with self._busy("build"):
-            self._rows = policy_rows(self._context, meet_bus(self._context, self.waiting))
+            self._rows = policy_rows(self._context, discover_bus(self._context, self.waiting))
 
     def accumulate(self, step: int, parts: Sequence[TreePart]) -> None:
         """Trains on these parts of groups, whose rows this rank reads from the bus."""
@@ -205,11 +205,11 @@ class ActorPeer(RankPeer):
             backend.accumulate(self._rows.trees(step, parts))
 
 
-class ActorFwdPeer(RankPeer):
+class ActorFwdRank(RankWorker):
     role = "actor_fwd"
     ends_with_others = True
 
 
-class ReferencePeer(RankPeer):
+class ReferenceRank(RankWorker):
     role = "reference"
     ends_with_others = True

@@ -14,7 +14,7 @@ from relax_core.config.saved import to_yaml
 from relax_core.contracts.bus import Bus
 from relax_core.roles.process.role_context import RunContext
 from relax_core.roles.trainer.best_metric import BestMetric
-from relax_core.roles.trainer.worker_group import TrainerGang
+from relax_core.roles.trainer.worker_group import TrainerWorkerGroup
 from relax_core.rollout.evaluation.evaluator import eval_versions
 from relax_core.train.checkpoints.checkpoint_store import (
     BUS_SNAPSHOT,
@@ -36,7 +36,9 @@ class RunCheckpoints:
     ``moved_on``: told in words of each bit of progress of a write that is waited for.
     """
 
-    def __init__(self, context: RunContext, *, bus: Bus, gang: TrainerGang, moved_on: Callable[[str], None]) -> None:
+    def __init__(
+        self, context: RunContext, *, bus: Bus, worker_group: TrainerWorkerGroup, moved_on: Callable[[str], None]
+    ) -> None:
         run = context.config.run
         self._best = _best_metric(context)
         kept = self._best.kept if self._best is not None else frozenset
@@ -44,7 +46,7 @@ class RunCheckpoints:
         self._beside, self._deadline_s = run.async_save, run.stall_timeout_s
         self._timeout_s = context.config.bus.call_timeout_s
         self._bus = bus
-        self._gang = gang
+        self._worker_group = worker_group
         self._moved_on = moved_on
         self._taken = context.start_step
         self._config = to_yaml(context.config)
@@ -60,7 +62,7 @@ class RunCheckpoints:
             return
         self.finish()
         snapshot = self._bus.snapshot(timeout_s=self._timeout_s)
-        self._gang.copy_state()
+        self._worker_group.copy_state()
 
         meta: dict[str, Any] = {"version": version, DATUM: TOKEN_TREE}
         if self._data_digest:
@@ -71,7 +73,7 @@ class RunCheckpoints:
         def write(folder: Path) -> None:
             (folder / CONFIG).write_text(self._config, encoding="utf-8")
             (folder / BUS_SNAPSHOT).write_bytes(snapshot)
-            self._gang.write_copy(folder)
+            self._worker_group.write_copy(folder)
 
         def store() -> Path:
             stored = self._store.write(version, writers=write, meta=meta)

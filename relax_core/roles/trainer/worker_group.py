@@ -1,5 +1,5 @@
-"""The ranks of one model as one: the lead's own back end and its peers' in other processes, called in step; of the
-trainer also the critic."""
+"""The ranks of one model as one: the lead's own back end and its other ranks' in other processes, called in step; of
+the trainer also the critic."""
 
 from __future__ import annotations
 
@@ -88,16 +88,16 @@ def take_answers(method: str, sent: Sent, *, timeout_s: float, waiting: WaitingO
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """``name``: of the lead's worker. ``lead``: its back end. ``peers``: of ranks 1, 2, …. ``replicas``: the ranks of
-    each data-parallel replica, which get the same groups."""
+    """``name``: of the lead's worker. ``lead``: its back end. ``other_ranks``: of ranks 1, 2, …. ``replicas``: the
+    ranks of each data-parallel replica, which get the same groups."""
 
     name: str
     lead: MegatronBackend
-    peers: Sequence[Member]
+    other_ranks: Sequence[Member]
     replicas: Sequence[Sequence[int]]
 
 
-class Gang:
+class WorkerGroup:
     """All ranks of a role's model. Every call goes to the others first: so collectives find everyone there.
 
     ``waiting``: tells who may be the one that the others wait for.
@@ -105,20 +105,20 @@ class Gang:
 
     def __init__(self, ranks: Ranks, *, timeout_s: float, waiting: WaitingOn) -> None:
         self.lead = ranks.lead
-        self._name, self._peers, self._replicas = ranks.name, ranks.peers, ranks.replicas
+        self._name, self._other_ranks, self._replicas = ranks.name, ranks.other_ranks, ranks.replicas
         self._timeout_s = timeout_s
         self._waiting = waiting
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """All weights as `TrainBackend.export` gives them, for whoever takes them all."""
-        sent = self._send(self._peers, "export")
+        sent = self._send(self._other_ranks, "export")
         with self._together("export", sent):
             yield from self.lead.export()
         self._wait("export", sent)
 
     def logprobs(self, groups: Sequence[TokenTree]) -> list[np.ndarray]:
         """Log-probs of the current weights, one float32 ``[rows]`` a group, in the order of ``groups``."""
-        if not self._peers:
+        if not self._other_ranks:
             return self.lead.logprobs(groups)
         shares = split_over_ranks(with_row_numbers(groups), len(self._replicas))
         answering = {ranks[0] for ranks in self._replicas}
@@ -135,7 +135,7 @@ class Gang:
 
     def load_published(self, manifest: WeightManifest) -> bool:
         """All ranks take up a published version; False where newer ones have replaced it before one had read it."""
-        sent = self._send(self._peers, "load_published", manifest)
+        sent = self._send(self._other_ranks, "load_published", manifest)
         with self._together("load_weights", sent):
             mine = load_published(self.lead, manifest)
         return all([mine, *self._wait("load_weights", sent)])
@@ -144,14 +144,14 @@ class Gang:
     def _send_shares(
         self, method: str, shares: Sequence[list[TokenTree]], *, answering: set[int]
     ) -> list[tuple[str, Any]]:
-        """To each peer the groups of its replica; the ranks in ``answering`` answer."""
+        """To each other rank the groups of its replica; the ranks in ``answering`` answer."""
         sent = []
         for ranks, share in zip(self._replicas, shares, strict=True):
             others = [rank for rank in ranks if rank > 0]
             argument = ray.put(share) if len(others) > 1 else share
             for rank in others:
-                who, peer = self._peers[rank - 1]
-                how = peer.call if rank in answering else peer.follow
+                who, other_rank = self._other_ranks[rank - 1]
+                how = other_rank.call if rank in answering else other_rank.follow
                 sent.append((rank, who, how.remote(method, argument)))
         return [(who, reference) for _, who, reference in sorted(sent, key=lambda one: one[0])]
 
@@ -179,10 +179,10 @@ class Gang:
         return take_answers(method, sent, timeout_s=self._timeout_s, waiting=self._waiting)
 
 
-class TrainerGang(Gang):
+class TrainerWorkerGroup(WorkerGroup):
     """The policy's ranks, and the critic where there is one, which works beside the lead.
 
-    Peers and critic are told which episodes of which groups they train, and read those groups' rows from the bus.
+    Other ranks and critic are told which episodes of which groups they train, and read those groups' rows from the bus.
     ``rows``: the lead reads its own in the same way; None where it trains the very trees that it is given.
     """
 
@@ -215,14 +215,14 @@ class TrainerGang(Gang):
         if not groups:
             return
         shares = split_over_ranks(groups, len(self._replicas))
-        parts: list[list[TreePart]] = [[] for _ in range(1 + len(self._peers))]  # of each rank
+        parts: list[list[TreePart]] = [[] for _ in range(1 + len(self._other_ranks))]  # of each rank
         for ranks, share in zip(self._replicas, shares, strict=True):
             own = self._parts(share)
             for rank in ranks:
                 parts[rank] = own
         sent = [
-            (who, peer.accumulate.remote(self._step, own))
-            for (who, peer), own in zip(self._peers, parts[1:], strict=True)
+            (who, other_rank.accumulate.remote(self._step, own))
+            for (who, other_rank), own in zip(self._other_ranks, parts[1:], strict=True)
         ]
         sent += self._send(self._critic, "accumulate", self._step, self._parts(groups))
         mine = shares[0] if self._rows is None else self._rows.trees(self._step, parts[0])
@@ -231,7 +231,7 @@ class TrainerGang(Gang):
         self._wait("accumulate", sent)
 
     def _parts(self, trees: Sequence[TokenTree]) -> list[TreePart]:
-        return parts_of(trees, self._lease_ids) if self._peers or self._critic else []
+        return parts_of(trees, self._lease_ids) if self._other_ranks or self._critic else []
 
     def finish_step(self) -> UpdateMetrics:
         policy, critic = self._all("finish_step")
@@ -244,7 +244,7 @@ class TrainerGang(Gang):
     def write_copy(self, folder: Path) -> None:
         """Writes the copies to ``folder``/train and, with a critic, ``folder``/critic; in any thread, beside steps.
         A write that stands still it does not notice."""
-        sent = self._send(self._peers, "write_copy", folder / POLICY)
+        sent = self._send(self._other_ranks, "write_copy", folder / POLICY)
         sent += self._send(self._critic, "write_copy", folder / CRITIC)
         with self._together("write_copy", sent):
             self.lead.write_copy(folder / POLICY)
@@ -257,7 +257,9 @@ class TrainerGang(Gang):
     def _all(self, method: str, *arguments: Any, of_critic: Sequence[Any] = ()) -> tuple[Any, Any]:
         """Calls a method of every rank, and the critic's with arguments of its own; the lead's and the critic's
         answers."""
-        sent = self._send(self._peers, "follow", method, *arguments) + self._send(self._critic, method, *of_critic)
+        sent = self._send(self._other_ranks, "follow", method, *arguments) + self._send(
+            self._critic, method, *of_critic
+        )
         with self._together(method, sent):
             mine = getattr(self.lead, method)(*arguments)
         answers = self._wait(method, sent)

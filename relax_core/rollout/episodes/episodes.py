@@ -21,7 +21,7 @@ from relax_core.contracts.env import (
     Ended,
     EnvSpec,
     EpisodeStart,
-    InteractionKnobs,
+    InteractionConfig,
     Message,
     StepResult,
 )
@@ -103,7 +103,7 @@ class EpisodePlayer:
         self,
         *,
         env: EnvSpec,
-        env_knobs: Any,
+        env_config: Any,
         prompts: PromptMaker,
         pool: EnginePool,
         sampling: SamplingParams,
@@ -112,7 +112,7 @@ class EpisodePlayer:
         assert env.open is not None
         self._name = env.name
         self._open = env.open
-        self._knobs = cast(InteractionKnobs, env_knobs)
+        self._config = cast(InteractionConfig, env_config)
         self._prompts = prompts
         self._requests = SharedRequests(pool, sampling)
         self._group_size = sampling.n
@@ -158,8 +158,8 @@ class EpisodePlayer:
         )
 
         async def reset() -> None:
-            calls = EnvCalls(timeout_s=self._knobs.step_timeout_s)
-            env: BaseInteractionEnv = await calls(self._open, begins, self._knobs)
+            calls = EnvCalls(timeout_s=self._config.step_timeout_s)
+            env: BaseInteractionEnv = await calls(self._open, begins, self._config)
             opened[place] = OpenEnv(env=env, calls=calls)
             observation = await calls(env.reset)
             record.messages += await calls(env.format_observation, observation)
@@ -213,7 +213,7 @@ class EpisodePlayer:
         record.turns[-1] = replace(record.turns[-1], reward=step.reward)
         if step.done:
             record.ended = "env_done"
-        elif len(record.turns) >= self._knobs.max_turns:
+        elif len(record.turns) >= self._config.max_turns:
             record.ended = "max_turns"
         else:
             messages += await calls(env.format_observation, step.observation)

@@ -6,18 +6,18 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from relax_core.contracts.reward import RewardKnobs
+from relax_core.contracts.reward import RewardConfig
 
 LOOK_S = 1.0  # a pause of the whole process counts as one look
 OnHang = Callable[[RuntimeError], None]
 
 
 class HangWatch:
-    """Calls ``on_hang`` once, in a thread of its own, where scoring takes longer than ``knobs.timeout_s`` an answer.
+    """Calls ``on_hang`` once, in a thread of its own, where scoring takes longer than ``config.timeout_s`` an answer.
     ``shared``: the calls under way share one interpreter, so a second in which n of them are is 1/n second of each."""
 
-    def __init__(self, knobs: RewardKnobs, on_hang: OnHang, *, shared: bool) -> None:
-        self._knobs = knobs
+    def __init__(self, config: RewardConfig, on_hang: OnHang, *, shared: bool) -> None:
+        self._config = config
         self._on_hang = on_hang
         self._shared = shared
         self._closed = threading.Event()
@@ -30,7 +30,7 @@ class HangWatch:
         """For as long as the block runs, ``answers`` answers are scored; from any thread."""
         call = object()
         with self._lock:
-            self._left_s[call] = self._knobs.timeout_s * answers
+            self._left_s[call] = self._config.timeout_s * answers
         try:
             yield
         finally:
@@ -41,7 +41,7 @@ class HangWatch:
         self._closed.set()
 
     def _look(self) -> None:
-        look_s = min(LOOK_S, self._knobs.timeout_s)
+        look_s = min(LOOK_S, self._config.timeout_s)
         while not self._closed.wait(look_s):
             with self._lock:
                 hangs = any(left_s <= 0 for left_s in self._left_s.values())
@@ -50,8 +50,8 @@ class HangWatch:
             if hangs:
                 self._on_hang(
                     RuntimeError(
-                        f"reward {self._knobs.name}: a group's answers took longer than reward.timeout_s="
-                        f"{self._knobs.timeout_s:g} each, and a reward that is not isolated cannot be ended. Set "
+                        f"reward {self._config.name}: a group's answers took longer than reward.timeout_s="
+                        f"{self._config.timeout_s:g} each, and a reward that is not isolated cannot be ended. Set "
                         "isolated=True in its SPEC, or raise reward.timeout_s."
                     )
                 )

@@ -6,7 +6,7 @@ import logging
 from collections import deque
 from collections.abc import Mapping
 
-from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput
+from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput
 
 WINDOW_ROWS = 64  # data rows, the answers to each of which are looked at together
 FEWEST_ROWS = 8  # one bad row, all of whose answers fail, says nothing about the others
@@ -21,8 +21,8 @@ class RewardsFailed(ValueError):
 class RewardFailures:
     """Counts answers without a reward over the newest `WINDOW_ROWS` data rows."""
 
-    def __init__(self, knobs: RewardKnobs) -> None:
-        self._knobs = knobs
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
         self._rows: deque[tuple[Mapping[str, object], list[bool]]] = deque(maxlen=WINDOW_ROWS)
         self._first = ""
         self._count = 0
@@ -51,10 +51,10 @@ class RewardFailures:
         self._first = self._first or cause
         if self._count <= LOGGED:
             log.warning("no reward, the sample is dropped: %s", cause, exc_info=error)
-        if len(self._rows) < FEWEST_ROWS or self.share <= self._knobs.max_failed:
+        if len(self._rows) < FEWEST_ROWS or self.share <= self._config.max_failed:
             return
         raise RewardsFailed(
-            f"reward {self._knobs.name}: {self.share:.0%} of the answers to the newest {len(self._rows)} data "
-            f"rows have no reward, more than reward.max_failed={self._knobs.max_failed:g}. The first: "
+            f"reward {self._config.name}: {self.share:.0%} of the answers to the newest {len(self._rows)} data "
+            f"rows have no reward, more than reward.max_failed={self._config.max_failed:g}. The first: "
             f"{self._first}. Mend the reward or the data, or raise reward.max_failed."
         ) from error

@@ -1,6 +1,6 @@
 """What a reward pool and its worker processes say to each other: length-prefixed msgpack over two pipes.
 
-The pool sends the knobs, and the worker answers with one `Ready`. Then the pool sends one list of `RewardInput` at a
+The pool sends the settings, and the worker answers with one `Ready`. Then the pool sends one list of `RewardInput` at a
 time, and the worker answers with a list of as many `RewardOutput`.
 """
 

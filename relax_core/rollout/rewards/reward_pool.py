@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput, RewardSpec
+from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
 from relax_core.rollout.rewards.hang_watch import HangWatch, OnHang
 from relax_core.rollout.rewards.reward_calls import Outcome, score_async, score_here
 from relax_core.rollout.rewards.reward_failures import RewardFailures
@@ -26,37 +26,37 @@ _PACE_KEPT = 0.9  # of the longest time lately, a call later: a slow call is for
 class RewardPool:
     """One reward, ready to score groups, many at the same time. It belongs to one event loop.
 
-    An isolated reward runs in ``workers`` child processes. A call that takes longer than ``knobs.timeout_s`` seconds an
-    answer is killed with its process, which is started anew; its answers get reward None with the reason. So do those
-    of a process that dies, those of an async reward that takes longer, and those of any reward that raises.
+    An isolated reward runs in ``workers`` child processes. A call that takes longer than ``config.timeout_s`` seconds
+    an answer is killed with its process, which is started anew; its answers get reward None with the reason. So do
+    those of a process that dies, those of an async reward that takes longer, and those of any reward that raises.
 
     A reward that is not isolated has at most ``concurrency`` calls under way. A plain function runs in threads; the
     groups of one that takes microseconds are scored in the event loop itself, as a thread costs more than they do.
 
     ``log_file``: takes what the child processes print. ``on_hang``: is given the error, in another thread, where a
-    reward that is not isolated takes longer than ``knobs.timeout_s`` an answer and nobody can end it.
+    reward that is not isolated takes longer than ``config.timeout_s`` an answer and nobody can end it.
     """
 
     def __init__(
         self,
         spec: RewardSpec,
-        knobs: RewardKnobs,
+        config: RewardConfig,
         *,
         workers: int,
         concurrency: int = 1,
         log_file: Path | None = None,
         on_hang: OnHang | None = None,
     ) -> None:
-        self.failures = RewardFailures(knobs)
+        self.failures = RewardFailures(config)
         self._spec = spec
-        self._knobs = knobs
-        self._workers = [RewardWorker(knobs, log_file) for _ in range(workers if spec.isolated else 0)]
+        self._config = config
+        self._workers = [RewardWorker(config, log_file) for _ in range(workers if spec.isolated else 0)]
         self._idle: queue.SimpleQueue[RewardWorker] = queue.SimpleQueue()
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(len(self._workers) or concurrency, thread_name_prefix="reward")
         self._calls = asyncio.Semaphore(concurrency)  # of an async reward
-        self._watch = None if spec.isolated or on_hang is None else HangWatch(knobs, on_hang, shared=not spec.is_async)
+        self._watch = None if spec.isolated or on_hang is None else HangWatch(config, on_hang, shared=not spec.is_async)
         self._answer_s = float("inf")  # the longest that an answer took lately; unknown before the first group
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[RewardOutput]:
@@ -83,7 +83,7 @@ class RewardPool:
     async def _awaited(self, inputs: Sequence[RewardInput]) -> list[Outcome]:
         async with self._calls:
             with self._hang_watch(2 * len(inputs)):  # one that keeps the event loop to itself is not cancelled
-                return await score_async(self._spec, inputs, self._knobs)
+                return await score_async(self._spec, inputs, self._config)
 
     def _in_worker(self, inputs: Sequence[RewardInput]) -> list[Outcome]:
         worker = self._idle.get_nowait()  # there are as many threads as workers
@@ -95,7 +95,7 @@ class RewardPool:
     def _in_process(self, inputs: Sequence[RewardInput]) -> list[Outcome]:
         began = time.perf_counter()
         with self._hang_watch(len(inputs)):
-            outcomes = score_here(self._spec, inputs, self._knobs)
+            outcomes = score_here(self._spec, inputs, self._config)
         answer_s = (time.perf_counter() - began) / len(inputs)
         lately_s = self._answer_s if self._answer_s < float("inf") else 0.0
         self._answer_s = max(answer_s, _PACE_KEPT * lately_s)

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput
+from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput
 from relax_core.rollout.rewards.reward_frames import HEADER_BYTES, Ready, payload_bytes, to_frame
 
 _START_DEADLINE_S = 120.0
@@ -32,8 +32,8 @@ class _Gone(Exception):
 class RewardWorker:
     """One place for a worker process; a process that is lost is replaced."""
 
-    def __init__(self, knobs: RewardKnobs, log_file: Path | None) -> None:
-        self._knobs = knobs
+    def __init__(self, config: RewardConfig, log_file: Path | None) -> None:
+        self._config = config
         self._log_file = log_file
         self._lock = threading.Lock()  # between a restart and `stop`
         self._stopped = False
@@ -41,15 +41,15 @@ class RewardWorker:
         self._ready = False
 
     def score(self, inputs: Sequence[RewardInput]) -> list[RewardOutput]:
-        """One output an input, in order, within ``knobs.timeout_s`` seconds an input; called by one thread at a time.
+        """One output an input, in order, within ``config.timeout_s`` seconds an input; called by one thread at a time.
         Raises RuntimeError where the process cannot start or `stop` was called."""
         self._wait_ready()
-        limit_s = self._knobs.timeout_s * len(inputs)
+        limit_s = self._config.timeout_s * len(inputs)
         try:
             return msgspec.msgpack.decode(self._answer(inputs, limit_s=limit_s), type=list[RewardOutput])
         except _Gone as error:
             self._restart()
-            return [RewardOutput(reward=None, reason=f"reward {self._knobs.name}: {error}")] * len(inputs)
+            return [RewardOutput(reward=None, reason=f"reward {self._config.name}: {error}")] * len(inputs)
 
     def stop(self) -> None:
         with self._lock:
@@ -65,7 +65,7 @@ class RewardWorker:
         root = Path(__file__).parents[3]
         with nullcontext() if self._log_file is None else self._log_file.open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", "relax_core.rollout.rewards.reward_worker_main", self._knobs.name],
+                [sys.executable, "-m", "relax_core.rollout.rewards.reward_worker_main", self._config.name],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -93,15 +93,15 @@ class RewardWorker:
 
     def _wait_ready(self) -> None:
         if self._stopped:
-            raise RuntimeError(f"reward {self._knobs.name}: the pool was closed")
+            raise RuntimeError(f"reward {self._config.name}: the pool was closed")
         if self._ready:
             return
         try:
-            error = msgspec.msgpack.decode(self._answer(self._knobs, limit_s=_START_DEADLINE_S), type=Ready).error
+            error = msgspec.msgpack.decode(self._answer(self._config, limit_s=_START_DEADLINE_S), type=Ready).error
         except _Gone as gone:
             error = str(gone)
         if error:
-            raise RuntimeError(f"reward {self._knobs.name}: its worker process could not start: {error}")
+            raise RuntimeError(f"reward {self._config.name}: its worker process could not start: {error}")
         self._ready = True
 
     def _answer(self, message: Any, *, limit_s: float) -> bytes:

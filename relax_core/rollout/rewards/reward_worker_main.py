@@ -1,4 +1,5 @@
-"""A reward's worker process: ``python -m relax_core.rollout.rewards.reward_worker_main NAME``, a child of a `RewardPool`.
+"""A reward's worker process: ``python -m relax_core.rollout.rewards.reward_worker_main NAME``, a child of a
+`RewardPool`.
 
 It dies with its owner, whatever kills that: a thread waits for the end of stdin, and where library code never lets
 go of the interpreter, the kernel's CPU timer ends the process.
@@ -31,10 +32,10 @@ def main() -> None:
     os.dup2(2, 1)  # what a library prints must not mix with the replies
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a log that is read while the run goes on
     threading.Thread(target=_exit_with_owner, daemon=True).start()
-    knobs_frame = _read(requests)
+    config_frame = _read(requests)
     try:
         spec = find_reward(sys.argv[1])
-        knobs = msgspec.msgpack.decode(knobs_frame, type=spec.knobs)
+        config = msgspec.msgpack.decode(config_frame, type=spec.config)
         spec.prepare()
     except Exception as error:  # whatever a plug-in raises reaches the user through the owner
         replies.write(to_frame(Ready(f"{type(error).__name__}: {error}")))
@@ -42,8 +43,8 @@ def main() -> None:
     replies.write(to_frame(Ready("")))
     while True:
         inputs = msgspec.msgpack.decode(_read(requests), type=list[RewardInput])
-        signal.setitimer(signal.ITIMER_PROF, knobs.timeout_s * len(inputs) + _CPU_GRACE_S)
-        outputs = [output for output, _ in score_here(spec, inputs, knobs)]
+        signal.setitimer(signal.ITIMER_PROF, config.timeout_s * len(inputs) + _CPU_GRACE_S)
+        outputs = [output for output, _ in score_here(spec, inputs, config)]
         signal.setitimer(signal.ITIMER_PROF, 0)
         replies.write(to_frame(outputs))
 

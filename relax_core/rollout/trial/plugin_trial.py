@@ -29,7 +29,7 @@ _READ_BYTES = 1 << 16
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """``rows``: (where it is from, the row). ``env``, ``reward``, ``algo``: the name of what is tried, and its
-    knobs as msgpack; an empty name is not tried. ``call_s``: seconds that one call of an env or a reward
+    settings as msgpack; an empty name is not tried. ``call_s``: seconds that one call of an env or a reward
     may take; a reward has its ``timeout_s`` where that is more."""
 
     rows: list[tuple[str, dict[str, Any]]]

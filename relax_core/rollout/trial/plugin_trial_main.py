@@ -1,4 +1,5 @@
-"""The process in which plug-ins are tried: ``python -m relax_core.rollout.trial.plugin_trial_main``, of `try_plugins`."""
+"""The process in which plug-ins are tried: ``python -m relax_core.rollout.trial.plugin_trial_main``, of
+`try_plugins`."""
 
 from __future__ import annotations
 
@@ -45,15 +46,15 @@ def _try_env(request: Request, replies: BinaryIO) -> Iterator[str]:
     name, packed = request.env
     _say(replies, Stage(what=f"env.name={name}: its import", limit_s=START_S))
     spec = find_env(name)
-    knobs = msgspec.msgpack.decode(packed, type=spec.knobs)
+    config = msgspec.msgpack.decode(packed, type=spec.config)
     failed: list[str] = []
     for where, row in request.rows:
         _say(replies, Stage(what=f"env.name={name}: messages for {where}", limit_s=request.call_s))
         try:
             if spec.messages is not None:
-                spec.messages(row, knobs)
+                spec.messages(row, config)
             else:
-                asyncio.run(_open_once(spec, row, knobs))
+                asyncio.run(_open_once(spec, row, config))
         except WrongResult as error:
             yield f"env.name={name}: {where}: {error}"
             return
@@ -63,10 +64,10 @@ def _try_env(request: Request, replies: BinaryIO) -> Iterator[str]:
         yield failed[0]
 
 
-async def _open_once(spec: EnvSpec, row: Mapping[str, Any], knobs: Any) -> None:
+async def _open_once(spec: EnvSpec, row: Mapping[str, Any], config: Any) -> None:
     """Opens an episode and closes it; a step needs a model's response."""
     assert spec.open is not None
-    env = spec.open(EpisodeStart(row=row, group_seed=0, episode_seed=0), knobs)
+    env = spec.open(EpisodeStart(row=row, group_seed=0, episode_seed=0), config)
     try:
         observation = await _result(env.reset())
         await _result(env.format_observation(observation))
@@ -83,7 +84,7 @@ def _try_reward(request: Request, replies: BinaryIO) -> Iterator[str]:
     name, packed = request.reward
     _say(replies, Stage(what=f"reward.name={name}: its import", limit_s=START_S))
     spec = find_reward(name)
-    knobs = msgspec.msgpack.decode(packed, type=spec.knobs)
+    config = msgspec.msgpack.decode(packed, type=spec.config)
     if (problem := _problem(spec.prepare, f"reward.name={name}: prepare")) is not None:
         yield problem
         return
@@ -93,9 +94,9 @@ def _try_reward(request: Request, replies: BinaryIO) -> Iterator[str]:
         given = RewardInput(response=answer, stopped=True, answer=answer, row=row)
         what = f"reward.name={name}: the score of {where}, with its own answer as the response"
         answers = 1 if spec.score is not None else 2
-        _say(replies, Stage(what=what, limit_s=max(request.call_s, knobs.timeout_s * answers)))
+        _say(replies, Stage(what=what, limit_s=max(request.call_s, config.timeout_s * answers)))
         try:
-            output = _first_output(spec, given, knobs)
+            output = _first_output(spec, given, config)
         except WrongResult as error:
             yield f"reward.name={name}: {error}"
             return
@@ -109,9 +110,9 @@ def _try_reward(request: Request, replies: BinaryIO) -> Iterator[str]:
     yield f"{first}.{several}"
 
 
-def _first_output(spec: RewardSpec, given: RewardInput, knobs: Any) -> RewardOutput:
+def _first_output(spec: RewardSpec, given: RewardInput, config: Any) -> RewardOutput:
     """A reward of whole groups gets the answer twice, so that a list of the wrong length shows."""
-    came: Any = spec.score(given, knobs) if spec.score is not None else spec.score_group([given] * 2, knobs)  # type: ignore[misc]
+    came: Any = spec.score(given, config) if spec.score is not None else spec.score_group([given] * 2, config)  # type: ignore[misc]
     if spec.is_async:
         came = asyncio.run(came)
     output = came if spec.score is not None else came[0]
@@ -123,11 +124,11 @@ def _try_algorithm(request: Request, replies: BinaryIO) -> Iterator[str]:
     name, packed = request.algo
     _say(replies, Stage(what=f"algo.name={name}: its import", limit_s=START_S))
     spec = find_algorithm(name)
-    knobs = msgspec.msgpack.decode(packed, type=spec.knobs)
+    config = msgspec.msgpack.decode(packed, type=spec.config)
     import torch  # noqa: F401
 
     _say(replies, Stage(what=f"algo.name={name}: a made-up group from its rewards to a loss", limit_s=ALGORITHM_S))
-    problem = _problem(lambda: try_algorithm(spec, knobs), f"algo.name={name}, tried on a made-up group")
+    problem = _problem(lambda: try_algorithm(spec, config), f"algo.name={name}, tried on a made-up group")
     yield from [problem] if problem is not None else []
 
 

@@ -24,23 +24,23 @@ from relax_core.train.parallel.context_parallel import WHOLE, RowCut, TokenCut
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """How rows stand on a grid, one line a tree: ``row_of_place`` int64 ``[lines * width]`` (a pad copies some row),
-    ``place_of_row`` int64 ``[rows]``; both None where the stream is the grid."""
+    """How rows stand on a grid, one line a tree: ``row_of_position`` int64 ``[lines * width]`` (a pad copies some row),
+    ``position_of_row`` int64 ``[rows]``; both None where the stream is the grid."""
 
     lines: int
     width: int
-    row_of_place: Tensor | None
-    place_of_row: Tensor | None
+    row_of_position: Tensor | None
+    position_of_row: Tensor | None
 
     def place(self, rows: Tensor) -> Tensor:
         """``[rows, heads, dim]`` → ``[lines, heads, width, dim]``."""
-        placed = rows if self.row_of_place is None else rows[self.row_of_place]
+        placed = rows if self.row_of_position is None else rows[self.row_of_position]
         return placed.view(self.lines, self.width, *rows.shape[1:]).transpose(1, 2)
 
     def take(self, placed: Tensor) -> Tensor:
         """``[lines, heads, width, dim]`` → ``[rows, heads * dim]``."""
         rows = placed.transpose(1, 2).reshape(self.lines * self.width, -1)
-        return rows if self.place_of_row is None else rows[self.place_of_row]
+        return rows if self.position_of_row is None else rows[self.position_of_row]
 
 
 class Attention(Protocol):
@@ -65,13 +65,13 @@ class MaskedGrid:
     def of(end: np.ndarray, *, pads: int, device: torch.device, dtype: torch.dtype) -> MaskedGrid:
         """Of a whole stream with ``pads`` rows behind it; ``end``: int64 ``[rows]``."""
         places = _Places.of(end)
-        row_of_place, place_of_row = None, None
+        row_of_position, position_of_row = None, None
         if pads or places.ends.size > len(end):
             rows = np.zeros(places.ends.size, dtype=np.int64)  # a pad copies row 0
             rows[places.of_row] = np.arange(len(end))
-            row_of_place, place_of_row = _put(rows, device), _put(_pad(places.of_row, pads), device)
+            row_of_position, position_of_row = _put(rows, device), _put(_pad(places.of_row, pads), device)
         lines, width = places.ends.shape
-        grid = Grid(lines=lines, width=width, row_of_place=row_of_place, place_of_row=place_of_row)
+        grid = Grid(lines=lines, width=width, row_of_position=row_of_position, position_of_row=position_of_row)
         columns = torch.arange(width, device=device).expand(lines, width)
         return MaskedGrid(queries=grid, keys=grid, mask=_mask(columns, _put(places.ends, device), dtype))
 
@@ -91,26 +91,26 @@ class MaskedGrid:
         in_line = np.bincount(line)
         slot = np.arange(len(real)) - np.repeat(np.cumsum(in_line) - in_line, in_line)
         query_width = int(in_line.max())
-        query_places = line * query_width + slot
+        query_positions = line * query_width + slot
 
         query_rows = np.zeros(len(trees) * query_width, dtype=np.int64)
         columns = query_rows.copy()  # a pad sees what the first row of its tree sees
-        query_rows[query_places] = np.arange(len(real))  # real rows come before the pads
-        columns[query_places] = places.of_row[real] % width
+        query_rows[query_positions] = np.arange(len(real))  # real rows come before the pads
+        columns[query_positions] = places.of_row[real] % width
         key_rows = np.zeros(places.ends.shape, dtype=np.int64)
         key_rows.reshape(-1)[places.of_row] = cut.gathered_order(padded)[:stream]
         return MaskedGrid(
             queries=Grid(
                 lines=len(trees),
                 width=query_width,
-                row_of_place=_put(query_rows, device),
-                place_of_row=_put(_pad(query_places, pads), device),
+                row_of_position=_put(query_rows, device),
+                position_of_row=_put(_pad(query_positions, pads), device),
             ),
             keys=Grid(
                 lines=len(trees),
                 width=width,
-                row_of_place=_put(key_rows[trees].reshape(-1), device),
-                place_of_row=None,
+                row_of_position=_put(key_rows[trees].reshape(-1), device),
+                position_of_row=None,
             ),
             mask=_mask(_put(columns.reshape(len(trees), -1), device), _put(places.ends[trees], device), dtype),
         )

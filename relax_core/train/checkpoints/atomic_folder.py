@@ -48,9 +48,9 @@ def _settle(target: Path, *, partial: Path, replaced: Path) -> None:
     """Leaves only ``target``: the new one if it got there, else the one before."""
     if replaced.exists() and not target.exists():
         os.rename(replaced, target)
-    for leftover in (partial, replaced):
-        if leftover.exists():
-            shutil.rmtree(leftover)
+    for stale_run in (partial, replaced):
+        if stale_run.exists():
+            shutil.rmtree(stale_run)
 
 
 def _failure_text(target: Path, error: OSError) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 from relax_core.families.folder import folder_architecture
 from relax_core.train.checkpoints.checkpoint_errors import read_errors_as_valueerror
 from relax_core.train.checkpoints.checkpoint_shards import WEIGHTS, StoredFolder
-from relax_core.train.checkpoints.provenance import check_same_numbers, model_numbers, read_made_by
+from relax_core.train.checkpoints.provenance import check_same_numbers, model_numbers, read_provenance
 from relax_core.train.hf.hf_export import SHARD_BYTES, export_hf_folder
 from relax_core.train.hf.weight_rules import weight_rules
 
@@ -23,20 +23,21 @@ def export_checkpoint(
 ) -> None:
     """Writes ``target`` as `export_hf_folder` does. In memory are 64 MiB, or one tensor.
 
-    ``checkpoint``: a model's part of one (made_by.json is in it). ``model_folder``: whose configuration and tokenizer
-    go with the weights. ``dtype``: "float32" or "bfloat16"; None: the trainer's. Raises ValueError for a checkpoint
-    that is corrupt, of another model than the folder's, or a critic's; OSError where ``target`` cannot be written.
+    ``checkpoint``: a model's part of one (provenance.json is in it). ``model_folder``: whose configuration and
+    tokenizer go with the weights. ``dtype``: "float32" or "bfloat16"; None: the trainer's. Raises ValueError for a
+    checkpoint that is corrupt, of another model than the folder's, or a critic's; OSError where ``target`` cannot be
+    written.
     """
-    made_by = read_made_by(checkpoint)
-    if made_by.head != "policy":
-        raise ValueError(f"checkpoint {checkpoint} is of a {made_by.head}: Hugging Face knows no such model.")
-    architecture = folder_architecture(model_folder, family=made_by.family)
-    check_same_numbers(made_by.model, model_numbers(architecture), folder=checkpoint)
+    provenance = read_provenance(checkpoint)
+    if provenance.head != "policy":
+        raise ValueError(f"checkpoint {checkpoint} is of a {provenance.head}: Hugging Face knows no such model.")
+    architecture = folder_architecture(model_folder, family=provenance.family)
+    check_same_numbers(provenance.model, model_numbers(architecture), folder=checkpoint)
     with read_errors_as_valueerror(checkpoint):
         stored = StoredFolder(checkpoint)
 
     names = [WEIGHTS + rule.hf for rule in weight_rules(architecture)]
-    written = dtype or made_by.dtype
+    written = dtype or provenance.dtype
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         with read_errors_as_valueerror(checkpoint):

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from relax_core.train.checkpoints.synced_stream import SteadyFiles
+from relax_core.train.checkpoints.synced_stream import SyncedFiles
 
 WEIGHTS = "weights/"  # how the names of a model's own tensors begin
 
@@ -93,7 +93,7 @@ def write_pieces(folder: Path, pieces: Mapping[str, Pieces], *, group: dist.Proc
     """Collective over ``group``: returns once the blocks of all ranks are in ``folder``, and raises on all of them
     where one could not write. No two ranks may give the same block."""
     writer = dcp.FileSystemWriter(folder, sync_files=False)
-    writer.fs = SteadyFiles()
+    writer.fs = SyncedFiles()
     dcp.save(
         dict(pieces),
         storage_writer=writer,

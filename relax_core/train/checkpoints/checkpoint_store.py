@@ -68,7 +68,7 @@ class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     sequence: int
-    made_by: str
+    provenance: str
     libraries: dict[str, str]
     run: dict[str, Any]
     files: dict[str, FileDigest]
@@ -103,7 +103,7 @@ class CheckpointStore:
         does not take it, and whatever ``writers`` raises; every older checkpoint is then as it was.
         """
         recover_replaced(self._root)
-        self._remove_leftovers()
+        self._remove_stale_runs()
         earlier, _ = self._by_sequence()
         target = self._folder(step)
         with atomic_folder(target) as folder:
@@ -111,7 +111,7 @@ class CheckpointStore:
             contents = CheckpointMeta(
                 step=step,
                 sequence=earlier[-1][0].sequence + 1 if earlier else 0,
-                made_by=f"relax-core {_version('relax-core')}",
+                provenance=f"relax-core {_version('relax-core')}",
                 libraries={library: _version(library) for library in LIBRARIES},
                 run=meta,
                 files={str(path.relative_to(folder)): self._settle(path) for path in _files(folder)},
@@ -135,7 +135,7 @@ class CheckpointStore:
         files grow: it stands still where the disk does. From any thread."""
         return self._settled + _size(self._folder(step, hidden=PARTIAL_SUFFIX))
 
-    def newest_whole(self, *, needs: Sequence[str] = ()) -> WholeCheckpoint | None:
+    def newest_whole(self, *, requirements: Sequence[str] = ()) -> WholeCheckpoint | None:
         """The checkpoint written last of those that `verify` finds whole; None where there is no checkpoint at all.
 
         Reads the files of every checkpoint that it takes or leaves. Raises ValueError, which says what is wrong with
@@ -144,7 +144,9 @@ class CheckpointStore:
         readable, left = self._by_sequence()
         for _, folder in reversed(readable):
             try:
-                return WholeCheckpoint(folder=folder, meta=self.verify(folder, needs=needs), left=tuple(left))
+                return WholeCheckpoint(
+                    folder=folder, meta=self.verify(folder, requirements=requirements), left=tuple(left)
+                )
             except CheckpointDamaged as damaged:
                 left.append(f"{folder.name} is left: {damaged.problem}")
         if left:
@@ -168,14 +170,15 @@ class CheckpointStore:
         return meta
 
     @staticmethod
-    def verify(folder: Path, *, needs: Sequence[str] = ()) -> CheckpointMeta:
+    def verify(folder: Path, *, requirements: Sequence[str] = ()) -> CheckpointMeta:
         """Compares every file with its size and digest in meta.json, and meta.json with its own digest. Raises
-        `CheckpointDamaged`, which names the first that differs, or the first of ``needs`` that was never written.
+        `CheckpointDamaged`, which names the first that differs, or the first of ``requirements`` that was never
+        written.
 
         What was loaded after this is what was saved. Costs one pass over the files, at the speed of the disk.
         """
         meta = CheckpointStore.read_meta(folder)
-        for name in needs:
+        for name in requirements:
             if name not in meta.files:
                 raise CheckpointDamaged(folder, f"{folder / name} is not there: it is no checkpoint of a whole run")
         for name, expected in meta.files.items():
@@ -225,10 +228,10 @@ class CheckpointStore:
             folder.rename(doomed)
             shutil.rmtree(doomed)
 
-    def _remove_leftovers(self) -> None:
+    def _remove_stale_runs(self) -> None:
         for suffix in (PARTIAL_SUFFIX, REPLACED_SUFFIX, REMOVED_SUFFIX):
-            for leftover in self._root.glob(f".step_*{suffix}"):
-                shutil.rmtree(leftover)
+            for stale_run in self._root.glob(f".step_*{suffix}"):
+                shutil.rmtree(stale_run)
 
 
 def has_checkpoint(root: Path) -> bool:

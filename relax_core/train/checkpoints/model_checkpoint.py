@@ -1,7 +1,7 @@
 """A model's part of a checkpoint: weights, optimizer and random states, whatever layout its ranks have.
 
     <folder>/.metadata, *.distcp   torch.distributed.checkpoint, its tensors under Hugging Face names (stored_pieces.py)
-    <folder>/made_by.json          what made it (made_by.py)
+    <folder>/provenance.json          what made it (provenance.py)
 
     weights/<name>                              in the model's dtype, as Hugging Face has it
     main/<name>, exp_avg/…, exp_avg_sq/…        float32: a bfloat16 model's copy, and Adam's moments
@@ -43,11 +43,11 @@ from relax_core.train.checkpoints.provenance import (
     layout_sizes,
     library_versions,
     model_numbers,
-    read_made_by,
-    write_made_by,
+    read_provenance,
+    write_provenance,
 )
 from relax_core.train.checkpoints.random_state import random_state, set_random_state
-from relax_core.train.hf.weight_slices import WeightPlace
+from relax_core.train.hf.weight_slices import WeightSlice
 
 if TYPE_CHECKING:
     from relax_core.train.rank_setup import RankSetup
@@ -60,7 +60,7 @@ class StateCopy:
     """This rank's part of a checkpoint, in host memory that training does not touch."""
 
     pieces: dict[str, Pieces]
-    made_by: MadeBy
+    provenance: MadeBy
 
 
 class RankCheckpoint:
@@ -74,7 +74,7 @@ class RankCheckpoint:
         setup: RankSetup,
         *,
         architecture: Architecture,
-        places: Sequence[WeightPlace],
+        places: Sequence[WeightSlice],
         optimizer: Any,
         head: str,
     ) -> None:
@@ -88,11 +88,11 @@ class RankCheckpoint:
 
     def copy(self, *, steps_done: int) -> StateCopy:
         """Copies the state after ``steps_done`` train steps to the host."""
-        made_by = self._made_by(steps_done)
-        assert made_by.updates, "there is nothing to save before the first train step"
+        provenance = self._provenance(steps_done)
+        assert provenance.updates, "there is nothing to save before the first train step"
         pieces = {name: one.copied() for name, one in self._pieces(saving=True).items()}
         pieces |= {self._stream(name): _whole(tensor) for name, tensor in random_state().items()}
-        return StateCopy(pieces=pieces, made_by=made_by)
+        return StateCopy(pieces=pieces, provenance=provenance)
 
     def write(self, copy: StateCopy, folder: Path) -> None:
         """Writes a copy, in any thread; all ranks return when all files are there.
@@ -104,7 +104,7 @@ class RankCheckpoint:
         with write_errors_as_oserror(folder):
             write_pieces(folder, copy.pieces, group=self._group)
             if self._setup.rank == 0:
-                write_made_by(copy.made_by, folder)
+                write_provenance(copy.provenance, folder)
 
     def load(self, folder: Path) -> None:
         """Sets weights, optimizer state and random states to those of a checkpoint.
@@ -113,7 +113,7 @@ class RankCheckpoint:
         made them. The optimizer's settings (betas, weight decay, …) are those of this run's configuration. Raises
         ValueError for a checkpoint that is corrupt or of another model, RuntimeError naming ranks that do not come.
         """
-        saved, now = read_made_by(folder), self._made_by(0)
+        saved, now = read_provenance(folder), self._provenance(0)
         check_same_model(saved, now, folder=folder)
         self._wait_for_ranks(f"load {folder}")
         create_optimizer_state(self._optimizer)
@@ -137,7 +137,7 @@ class RankCheckpoint:
         several have are shared out among them."""
         pieces: dict[str, Pieces] = {}
 
-        def add(kind: str, place: WeightPlace, blocks: Iterator[Block]) -> None:
+        def add(kind: str, place: WeightSlice, blocks: Iterator[Block]) -> None:
             pieces.setdefault(kind + place.rule.hf, Pieces(place.shape)).blocks.extend(blocks)
 
         mine = _shared_out(self._places) if saving else {place.rule.hf for place in self._places}
@@ -158,7 +158,7 @@ class RankCheckpoint:
     def _stream(self, name: str) -> str:
         return f"random/{self._setup.rank}/{name}"
 
-    def _made_by(self, steps_done: int) -> MadeBy:
+    def _provenance(self, steps_done: int) -> MadeBy:
         setup = self._setup
         return MadeBy(
             family=self._architecture.family,
@@ -184,12 +184,12 @@ class RankCheckpoint:
             raise RuntimeError(f"trainer rank {setup.rank} waited for the others to {doing}: {error}") from error
 
 
-def _first_of_tensor_parallel(place: WeightPlace) -> bool:
+def _first_of_tensor_parallel(place: WeightSlice) -> bool:
     """Of a tensor that is whole on every tensor-parallel rank the first one saves it."""
     return place.pieces > 1 or place.rule.expert or parallel_state.get_tensor_model_parallel_rank() == 0
 
 
-def _shared_out(places: Sequence[WeightPlace]) -> set[str]:
+def _shared_out(places: Sequence[WeightSlice]) -> set[str]:
     """Which of the tensors that all data-parallel ranks have alike this one saves: about equally many elements each."""
     dense, experts = parallel_state.get_data_parallel_rank, parallel_state.get_expert_data_parallel_rank
     ranks = {False: dense(with_context_parallel=True), True: experts()}

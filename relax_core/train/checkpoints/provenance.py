@@ -1,4 +1,4 @@
-"""What made a checkpoint of the trainer: made_by.json beside its tensors. No heavy imports."""
+"""What made a checkpoint of the trainer: provenance.json beside its tensors. No heavy imports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relax_core.config.schema import ParallelConfig
 from relax_core.families.architecture import Architecture
 from relax_core.train.model.transformer_config import megatron_arguments
 
-MADE_BY = "made_by.json"
+PROVENANCE = "provenance.json"
 _SIZES = ("dp", "tp", "pp", "vpp", "cp", "ep", "etp")
 _LIBRARIES = ("relax-core", "torch", "megatron-core")
 
@@ -58,13 +58,13 @@ def model_numbers(architecture: Architecture) -> dict[str, Any]:
     return numbers
 
 
-def write_made_by(made_by: MadeBy, folder: Path) -> None:
-    (folder / MADE_BY).write_bytes(msgspec.json.format(msgspec.json.encode(made_by), indent=1))
+def write_provenance(provenance: MadeBy, folder: Path) -> None:
+    (folder / PROVENANCE).write_bytes(msgspec.json.format(msgspec.json.encode(provenance), indent=1))
 
 
-def read_made_by(folder: Path) -> MadeBy:
+def read_provenance(folder: Path) -> MadeBy:
     """Raises ValueError where the folder is no checkpoint of the trainer."""
-    path = folder / MADE_BY
+    path = folder / PROVENANCE
     try:
         return msgspec.json.decode(path.read_bytes(), type=MadeBy)
     except (OSError, msgspec.DecodeError) as error:
@@ -77,8 +77,8 @@ def read_made_by(folder: Path) -> MadeBy:
 def check_same_model(saved: MadeBy, now: MadeBy, *, folder: Path) -> None:
     """Raises ValueError, naming what differs, where the tensors of ``saved`` are not those of the model ``now``."""
 
-    def numbers(made_by: MadeBy) -> dict[str, Any]:
-        return {"family": made_by.family, "head": made_by.head, "dtype": made_by.dtype, **made_by.model}
+    def numbers(provenance: MadeBy) -> dict[str, Any]:
+        return {"family": provenance.family, "head": provenance.head, "dtype": provenance.dtype, **provenance.model}
 
     check_same_numbers(numbers(saved), numbers(now), folder=folder)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 SYNC_BYTES = 256 << 20
 
 
-class SteadyFiles(FileSystem):
+class SyncedFiles(FileSystem):
     """For `torch.distributed.checkpoint.FileSystemWriter`."""
 
     @contextmanager
@@ -29,11 +29,11 @@ class SteadyFiles(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
             return
-        with _SteadyStream(io.FileIO(path, "wb")) as stream:
+        with _SyncedStream(io.FileIO(path, "wb")) as stream:
             yield stream
 
 
-class _SteadyStream(io.BufferedWriter):
+class _SyncedStream(io.BufferedWriter):
     def __init__(self, raw: io.RawIOBase) -> None:
         super().__init__(raw)
         self._unsynced = 0

@@ -14,7 +14,7 @@ from torch import Tensor
 from relax_core.families.architecture import OUTPUT_WEIGHT, Architecture
 from relax_core.train.hf.weight_gather import BUCKET_BYTES, agree_on_senders, buckets_of, gather_bucket
 from relax_core.train.hf.weight_rules import Shard, WeightRule, weight_rules
-from relax_core.train.hf.weight_slices import WeightPlace, WholeTensor, part_view, weight_places
+from relax_core.train.hf.weight_slices import WeightSlice, WholeTensor, part_view, weight_places
 from relax_core.train.model.gpt import VALUE_HEAD
 
 VALUE_RULES = tuple(WeightRule(VALUE_HEAD + name, VALUE_HEAD + name, Shard.replicated) for name in ("weight", "bias"))
@@ -53,7 +53,7 @@ class HfWeights:
             tensor_of=tensor_of,
         )
         assert not unused, f"family {architecture.family} maps not all parameters: {unused}"
-        self.all_places: Mapping[str, WeightPlace] = places  # those of a value head as well
+        self.all_places: Mapping[str, WeightSlice] = places  # those of a value head as well
         self._places = {name: place for name, place in places.items() if not name.startswith(VALUE_HEAD)}
         self._like = next(iter(self._places.values())).views[0]
         weights = agree_on_senders(rules, self._places, device=self._like.device)

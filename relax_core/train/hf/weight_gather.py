@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from relax_core.train.hf.weight_rules import Part, Shard, WeightRule
-from relax_core.train.hf.weight_slices import WeightPlace
+from relax_core.train.hf.weight_slices import WeightSlice
 
 BUCKET_BYTES = 64 << 20
 _NOBODY = 2**31 - 1
@@ -45,7 +45,7 @@ class GatheredWeight:
 
 
 def agree_on_senders(
-    rules: Sequence[WeightRule], places: Mapping[str, WeightPlace], *, device: torch.device
+    rules: Sequence[WeightRule], places: Mapping[str, WeightSlice], *, device: torch.device
 ) -> list[GatheredWeight]:
     """Collective: every rank tells which pieces it has and how large the whole is (a vector has no columns). All get
     the same list, in the order of ``rules``."""
@@ -81,7 +81,7 @@ def _largest(number: int, device: torch.device) -> int:
     return int(largest)
 
 
-def _padded_shape(place: WeightPlace) -> tuple[int, ...]:
+def _padded_shape(place: WeightSlice) -> tuple[int, ...]:
     return tuple(
         size * place.pieces if axis == place.rule.shard.value else size for axis, size in enumerate(place.matrix.shape)
     )
@@ -107,7 +107,7 @@ def buckets_of(
 
 
 def gather_bucket(
-    bucket: Sequence[GatheredWeight], places: Mapping[str, WeightPlace], *, like: Tensor
+    bucket: Sequence[GatheredWeight], places: Mapping[str, WeightSlice], *, like: Tensor
 ) -> Iterator[tuple[WeightRule, Tensor]]:
     """Collective. Rank 0 gets (rule, tensor with padding) in order; the others send what is theirs and get nothing.
 
@@ -135,7 +135,7 @@ def gather_bucket(
 
 
 def _receive(
-    bucket: Sequence[GatheredWeight], places: Mapping[str, WeightPlace], *, like: Tensor
+    bucket: Sequence[GatheredWeight], places: Mapping[str, WeightSlice], *, like: Tensor
 ) -> list[Tensor | None]:
     """None for what rank 0 has whole."""
     received: list[Tensor | None] = []

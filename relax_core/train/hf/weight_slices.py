@@ -32,7 +32,7 @@ class WholeTensor(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightPlace:
+class WeightSlice:
     """One rank's piece of a Hugging Face tensor: number ``piece`` of ``pieces`` equal ones along its rows or columns.
 
     ``parameters``: what holds it; two where this rank has a tied embedding's copy for the output as well. ``views``:
@@ -123,7 +123,7 @@ def weight_places(
     *,
     tied_output: bool,
     tensor_of: Callable[[torch.nn.Parameter], Tensor],
-) -> tuple[dict[str, WeightPlace], set[str]]:
+) -> tuple[dict[str, WeightSlice], set[str]]:
     """This rank's pieces by Hugging Face name, and the parameters that no rule names.
 
     ``tied_output``: a last pipeline stage that is not the first has a copy of the embedding as its output weight.
@@ -140,7 +140,7 @@ def weight_places(
             continue
         views = tuple(part_view(tensor_of(parameter), rule.part, architecture) for parameter in held)
         piece, pieces = _piece_of(rule)
-        places[rule.hf] = WeightPlace(
+        places[rule.hf] = WeightSlice(
             rule=rule,
             parameters=tuple(held),
             views=views,

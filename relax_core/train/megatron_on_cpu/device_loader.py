@@ -55,9 +55,9 @@ def cache_folder() -> Path:
 @functools.cache
 def _rules_digest() -> bytes:
     """A digest of the AST pass's own source: changed rules must not find old code."""
-    from relax_core.train.megatron_on_cpu import patch_cuda_calls as retarget
+    from relax_core.train.megatron_on_cpu import patch_cuda_calls as patch_cuda_calls
 
-    return hashlib.blake2b(Path(retarget.__file__).read_bytes(), digest_size=16).digest()
+    return hashlib.blake2b(Path(patch_cuda_calls.__file__).read_bytes(), digest_size=16).digest()
 
 
 class CodeCache:
@@ -106,23 +106,23 @@ class CpuLoader(SourceFileLoader):
     """Compiles a module from its source through the AST pass, then mends what 0.16.1 gets wrong on a CPU."""
 
     def get_code(self, fullname: str) -> CodeType:
-        from relax_core.train.megatron_on_cpu import patch_cuda_calls as retarget
+        from relax_core.train.megatron_on_cpu import patch_cuda_calls as patch_cuda_calls
 
         source = self.get_data(self.path)
         cache = CodeCache(cache_folder())
         cached = cache.path(source, self.path)
         code = cache.read(cached)
         if code is None:
-            code = retarget.compile_for_cpu(source, self.path)
+            code = patch_cuda_calls.compile_for_cpu(source, self.path)
             cache.write(cached, code)
         return code
 
     def exec_module(self, module: ModuleType) -> None:
         from relax_core.train.megatron_on_cpu import megatron_workarounds
-        from relax_core.train.megatron_on_cpu import patch_cuda_calls as retarget
+        from relax_core.train.megatron_on_cpu import patch_cuda_calls as patch_cuda_calls
         from relax_core.train.megatron_on_cpu.cpu_namespace import cpu_namespace
 
-        setattr(module, retarget.NAMESPACE, cpu_namespace())
+        setattr(module, patch_cuda_calls.NAMESPACE, cpu_namespace())
         with warnings.catch_warnings():
             # Megatron tells each process that the GPU libraries are missing, which on a CPU is no news.
             warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).* (is|are) not installed")

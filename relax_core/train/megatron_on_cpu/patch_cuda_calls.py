@@ -15,7 +15,7 @@ _STRINGS = {
 }
 
 
-class _Retarget(ast.NodeTransformer):
+class _PatchCudaCalls(ast.NodeTransformer):
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         """``torch.cuda`` → the stand-in; ``x.is_cuda`` → ``x.is_cpu``."""
         self.generic_visit(node)
@@ -50,7 +50,7 @@ def compile_for_cpu(source: bytes, filename: str) -> CodeType:
     """Compiles one module of Megatron for a CPU; line numbers stay those of the source."""
     tree = ast.parse(source, filename)
     if b"cuda" in source or b"pin_memory" in source:
-        _Retarget().visit(tree)
+        _PatchCudaCalls().visit(tree)
         ast.fix_missing_locations(tree)
     code = compile(tree, filename, "exec", dont_inherit=True)
     assert isinstance(code, CodeType)

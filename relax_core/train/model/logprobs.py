@@ -1,4 +1,4 @@
-"""Log-probs of chosen tokens, entropy and likeliest tokens, without ever holding the logits of all rows.
+"""Log-probs of chosen tokens, entropy and top-k tokens, without ever holding the logits of all rows.
 
 At 4,096 rows and a vocabulary of 151,936 the logits alone are 2.5 GB, and a plain log_softmax keeps three such
 buffers. Here one buffer of ``[chunk_rows, vocab]`` is all that exists: the forward pass fills it chunk by chunk and
@@ -50,8 +50,8 @@ class HeadOutputs(NamedTuple):
     gathered: Tensor | None = None
 
 
-class Likeliest(NamedTuple):
-    """Of each row: the target's log-prob ``[rows]``, the k likeliest tokens ``[rows, k]`` int64, likeliest first, and
+class TopK(NamedTuple):
+    """Of each row: the target's log-prob ``[rows]``, the k top-k tokens ``[rows, k]`` int64, most likely first, and
     their log-probs ``[rows, k]``. Where fewer than k are left the ids end in -1 and the log-probs in `OUTSIDE`. No
     gradient."""
 
@@ -127,7 +127,7 @@ def head_outputs(
 
 
 @torch.no_grad()
-def likeliest_tokens(
+def top_k_tokens(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -138,8 +138,8 @@ def likeliest_tokens(
     group: ProcessGroup | None = None,
     vocab_size: int | None = None,
     truncation: Truncation | None = None,
-) -> Likeliest:
-    """The log-prob of each row's target and the ``top_k`` likeliest tokens, 1..vocab of them; memory as above."""
+) -> TopK:
+    """The log-prob of each row's target and the ``top_k`` top-k tokens, 1..vocab of them; memory as above."""
     shard = _Shard.of(weight, group, vocab_size=vocab_size)
     matrix = shard.matrix(weight)
     owned, columns = shard.own(targets[:, None])
@@ -164,7 +164,7 @@ def likeliest_tokens(
     if truncation is not None:
         none = _left_out(values)
         ids, values = ids.masked_fill(none, -1), values.masked_fill(none, OUTSIDE)
-    return Likeliest(chosen[:, 0], ids, values)
+    return TopK(chosen[:, 0], ids, values)
 
 
 # -- one rank's part of the vocabulary ------------------------------------------------------------------------------

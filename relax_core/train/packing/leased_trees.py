@@ -11,17 +11,17 @@ def decode_train_tree(row: LeasedRow, *, step: int, oldest_version: int) -> tupl
     """A row as the trainer sees it at ``step``, and the uids of which no token is trained, with the ledger's reason.
 
     Rows older than ``oldest_version`` are masked (mode.on_stale=mask; with drop the bus never hands such a row out).
-    An episode that comes without a trained token was truncated (rollout.mask_truncated). The extra ``fresh`` is True
-    where a token's whole episode came from the very weights that the step starts with: there rollout and trainer must
-    agree to rounding, while later tokens attend to what older weights left in the engine's cache.
+    An episode that comes without a trained token was truncated (rollout.mask_truncated). The extra ``on_policy`` is
+    True where a token's whole episode came from the very weights that the step starts with: there rollout and trainer
+    must agree to rounding, while later tokens attend to what older weights left in the engine's cache.
     """
     tree = decode_tree(row)
     masked = dict.fromkeys(_untrained(tree), TRUNCATED)
-    fresh = tree.oldest_versions(trained=False) == step
+    on_policy = tree.oldest_versions(trained=False) == step
     if min(row.versions) < oldest_version:
         tree = tree.with_loss_mask(tree.loss_mask & (tree.versions >= oldest_version))
         masked = dict.fromkeys(_untrained(tree), "stale") | masked
-    return tree.with_extras(fresh=fresh[tree.tokens[0]]), masked
+    return tree.with_extras(on_policy=on_policy[tree.tokens[0]]), masked
 
 
 def _untrained(tree: TokenTree) -> list[str]:

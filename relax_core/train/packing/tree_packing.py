@@ -20,8 +20,8 @@ class TreeLayout:
     """Some trees in their common stream of ``rows`` token rows: ``end`` says who sees whom, as in a `TokenTree`.
 
     The output layer is computed for the ``chosen`` sampled rows alone (of every tree its row numbers, int64,
-    ascending), each at the row in front of it, which predicts it. ``token_places`` says which of them each token is, -1
-    where it was not chosen; None where they are the same, one to one.
+    ascending), each at the row in front of it, which predicts it. ``token_positions`` says which of them each token
+    is, -1 where it was not chosen; None where they are the same, one to one.
     """
 
     token_ids: np.ndarray  # int64 [rows]
@@ -30,7 +30,7 @@ class TreeLayout:
     positions: np.ndarray  # int64 [rows], place of the row in its own path
     predicting_rows: np.ndarray  # int64 [chosen], the row whose output predicts each chosen one
     targets: np.ndarray  # int64 [chosen], their token ids
-    token_places: np.ndarray | None  # int64 [tokens]
+    token_positions: np.ndarray | None  # int64 [tokens]
     sample_ids: np.ndarray  # int64 [tokens], the episode of each token
     num_samples: int
 
@@ -59,7 +59,7 @@ def pack_tree(trees: Sequence[TokenTree], *, trained_only: bool = False) -> Tree
         positions=runs.positions()[inner],
         predicting_rows=place[runs.parents()[chosen]],
         targets=token_ids[chosen],
-        token_places=_places(chosen, token_rows),
+        token_positions=_places(chosen, token_rows),
         sample_ids=np.concatenate([t.tokens[0] + first for t, first in zip(trees, episodes_before, strict=True)]),
         num_samples=int(episodes.sum()),
     )

@@ -42,9 +42,9 @@ class MicroBatch:
     def of_tokens(self, of_chosen: Tensor, *, otherwise: Tensor) -> Tensor:
         """``[chosen rows, …]`` → ``[tokens, …]``; a token that was not chosen has what ``otherwise`` ``[tokens, …]``
         says, and no gradient."""
-        if self.layout.token_places is None:
+        if self.layout.token_positions is None:
             return of_chosen
-        places = torch.from_numpy(self.layout.token_places).to(of_chosen.device)
+        places = torch.from_numpy(self.layout.token_positions).to(of_chosen.device)
         values = of_chosen[places.clamp(min=0)]
         there = (places >= 0).view(-1, *[1] * (values.ndim - 1))
         return torch.where(there, values, otherwise.to(values.dtype))

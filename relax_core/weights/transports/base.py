@@ -10,7 +10,7 @@ from relax_core.contracts.engine import TensorSpec, WeightManifest
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightGroupPlace:
+class WeightGroupAddress:
     """Where a collective group meets. The sender is rank 0 and opens ``address``:``port``; ``backend``: gloo | nccl.
     Whoever waits for the others, or for a broadcast, does so for ``timeout_s`` seconds at most."""
 
@@ -39,7 +39,7 @@ class WeightReceiver(Protocol):
     def update_weights_from_disk(self, manifest: WeightManifest) -> dict[str, Any]:
         """Loads the published file's folder as a Hugging Face model."""
 
-    def join_weight_group(self, place: WeightGroupPlace) -> dict[str, Any]:
+    def join_weight_group(self, place: WeightGroupAddress) -> dict[str, Any]:
         """Takes ranks 1 to ``group_ranks``; returns once all are there."""
 
     def leave_weight_group(self, name: str) -> dict[str, Any]: ...

@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from relax_core.contracts.engine import EngineError, EngineUnreachable, TensorSpec, WeightManifest
-from relax_core.weights.transports.base import WeightGroupPlace, WeightReceiver
+from relax_core.weights.transports.base import WeightGroupAddress, WeightReceiver
 
 if TYPE_CHECKING:
     from relax_core.weights.group import WeightGroup
@@ -76,7 +76,7 @@ class CollectiveTransport:
         from relax_core.weights.group import WeightGroup
 
         listener = socket.create_server((self._host, 0))
-        place = WeightGroupPlace(
+        place = WeightGroupAddress(
             name=f"relax-{secrets.token_hex(8)}",
             address=self._host,
             port=listener.getsockname()[1],

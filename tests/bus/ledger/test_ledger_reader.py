@@ -12,13 +12,13 @@ import msgspec
 import pytest
 
 from relax_core.bus.ledger.ledger_reader import SETTLE_S, LedgerFile, SampleLife
-from tests.bus.booked_run import BookedRun, T, generated_row
 from tests.bus.make_rows import for_actor, uids_of
+from tests.bus.persisted_run import PersistedRun, T, generated_row
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[BookedRun]:
-    run = BookedRun(tmp_path / "ledger.sqlite")
+def run(tmp_path: Path) -> Iterator[PersistedRun]:
+    run = PersistedRun(tmp_path / "ledger.sqlite")
     yield run
     run.journal.close(timeout_s=T)
 
@@ -27,7 +27,7 @@ def words(life: SampleLife) -> list[tuple[str, int | None, bool]]:
     return [(event.event, event.step, event.undone) for event in life.events]
 
 
-def test_a_life_has_every_event_and_what_the_rollout_told(run: BookedRun) -> None:
+def test_a_life_has_every_event_and_what_the_rollout_told(run: PersistedRun) -> None:
     first, second = run.roll_out(2)
     lease = run.core.lease(for_actor(0))
     assert lease is not None
@@ -54,7 +54,7 @@ def test_a_life_has_every_event_and_what_the_rollout_told(run: BookedRun) -> Non
     assert first.group_uid != second.group_uid
 
 
-def test_filters_must_fit_one_event_and_all_of_them(run: BookedRun) -> None:
+def test_filters_must_fit_one_event_and_all_of_them(run: PersistedRun) -> None:
     first, second = run.roll_out(2)
     run.train()
     third, fourth = run.core.admit(2)
@@ -70,7 +70,7 @@ def test_filters_must_fit_one_event_and_all_of_them(run: BookedRun) -> None:
         assert file.last_uid() == uids_of(fourth)[1]
 
 
-def test_what_a_restore_undid_is_told_as_undone(run: BookedRun) -> None:
+def test_what_a_restore_undid_is_told_as_undone(run: PersistedRun) -> None:
     admissions = run.roll_out(2)
     snapshot = run.core.snapshot()
     run.train()
@@ -91,7 +91,7 @@ def test_what_a_restore_undid_is_told_as_undone(run: BookedRun) -> None:
         assert file.books(run_over=False).open == {"put": 4}
 
 
-def test_a_restore_to_a_later_checkpoint_brings_its_events_back(run: BookedRun) -> None:
+def test_a_restore_to_a_later_checkpoint_brings_its_events_back(run: PersistedRun) -> None:
     """As when a run goes on from an older checkpoint, dies, and then takes the newest."""
     run.roll_out(2)
     older = run.core.snapshot()
@@ -111,11 +111,11 @@ def test_a_restore_to_a_later_checkpoint_brings_its_events_back(run: BookedRun) 
         assert file.books(run_over=False).open == {"put": 4}
 
 
-def test_a_fresh_start_on_an_old_file_sets_all_of_it_aside(run: BookedRun) -> None:
+def test_a_fresh_start_on_an_old_file_sets_all_of_it_aside(run: PersistedRun) -> None:
     run.roll_out(2)
     run.train()
     run.journal.close(timeout_s=T)
-    again = BookedRun(run.path)
+    again = PersistedRun(run.path)
     again.roll_out(2)
     with again.file() as file:
         books = file.books(run_over=False)
@@ -127,14 +127,14 @@ def test_a_fresh_start_on_an_old_file_sets_all_of_it_aside(run: BookedRun) -> No
     again.journal.close(timeout_s=T)
 
 
-def test_event_ids_are_never_used_again(run: BookedRun) -> None:
+def test_event_ids_are_never_used_again(run: PersistedRun) -> None:
     """What a row's rollout told is found by them, also of what was undone and then lost with the process."""
     run.roll_out(2)
     snapshot = run.core.snapshot()
     run.train()
     run.core.restore(snapshot)
     run.journal.close(timeout_s=T)
-    again = BookedRun(run.path)
+    again = PersistedRun(run.path)
     again.core.restore(snapshot)
     again.roll_out(2)
     again.journal.close(timeout_s=T)
@@ -143,7 +143,7 @@ def test_event_ids_are_never_used_again(run: BookedRun) -> None:
     assert doubled == 0
 
 
-def test_books_find_what_is_lost_and_what_was_trained_twice(run: BookedRun) -> None:
+def test_books_find_what_is_lost_and_what_was_trained_twice(run: PersistedRun) -> None:
     first, second = run.roll_out(2)
     run.train()
     third, _ = run.roll_out(2)
@@ -165,7 +165,7 @@ def test_books_find_what_is_lost_and_what_was_trained_twice(run: BookedRun) -> N
     assert second.group_uid
 
 
-def test_a_row_without_the_rollouts_columns_is_read_without_them(run: BookedRun) -> None:
+def test_a_row_without_the_rollouts_columns_is_read_without_them(run: PersistedRun) -> None:
     (admission,) = run.core.admit(1)
     run.core.put([msgspec.structs.replace(generated_row(admission), columns={"a": b"x"})])
     with run.file() as file:
@@ -173,7 +173,7 @@ def test_a_row_without_the_rollouts_columns_is_read_without_them(run: BookedRun)
     assert life.events[1].event == "put" and life.events[1].made is None
 
 
-def test_a_finished_file_is_read_in_a_folder_that_nobody_may_write(run: BookedRun, tmp_path: Path) -> None:
+def test_a_finished_file_is_read_in_a_folder_that_nobody_may_write(run: PersistedRun, tmp_path: Path) -> None:
     run.roll_out(2)
     run.train()
     run.journal.close(timeout_s=T)

@@ -138,8 +138,8 @@ def test_other_trainers_names_get_the_key_that_means_the_same(name: str, key: st
 
 
 def test_every_synonym_leads_to_a_key_that_exists() -> None:
-    knobs = {f"algo.{knob}" for name in names("algo") for knob in vars(find_algorithm(name).knobs())}
-    keys = {*known_keys(), *knobs, "name", "seed", "resume", "reward.name"}
+    config = {f"algo.{setting}" for name in names("algo") for setting in vars(find_algorithm(name).config())}
+    keys = {*known_keys(), *config, "name", "seed", "resume", "reward.name"}
     options = {f"{group}={option}" for group in groups() for option in group_options(group)}
     sections = {key.split(".")[0] for key in keys}
     wrong = [key for meaning in MEANINGS for key in meaning.keys if key not in keys | options | sections]

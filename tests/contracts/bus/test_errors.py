@@ -30,7 +30,7 @@ def test_errors_are_exactly_of_their_type(make_bus: MakeBus) -> None:
         assert type(caught.value) is kind
 
 
-def test_a_deadline_is_kept_and_names_the_culprit(make_bus: MakeBus) -> None:
+def test_a_deadline_is_kept_and_names_the_blocker(make_bus: MakeBus) -> None:
     bus = make_bus(groups_per_step=4)
     admissions = bus.admit(4, timeout_s=T)
     bus.put([make_row(admission) for admission in admissions[2:]], timeout_s=T)

@@ -14,7 +14,7 @@ T = 60.0  # deadline of calls that must succeed, in seconds
 SHORT = 0.05  # deadline of calls that must time out
 
 
-def test_a_group_is_trained_once_and_booked(make_bus: MakeBus) -> None:
+def test_a_group_is_trained_once_and_persisted(make_bus: MakeBus) -> None:
     bus = make_bus()
     first, second = bus.admit(2, timeout_s=T)
     assert (first.index, first.group_uid, first.attempt) == (0, "g00000000", 0)
@@ -83,12 +83,14 @@ def test_write_and_ack_carry_the_next_lease(make_bus: MakeBus) -> None:
     assert next_lease is not None and next_lease.rows[0].group_uid == second.group_uid
 
 
-def test_an_ack_is_booked_even_when_its_next_lease_times_out(make_bus: MakeBus) -> None:
+def test_an_ack_is_persisted_even_when_its_next_lease_times_out(make_bus: MakeBus) -> None:
     bus = make_bus(groups_per_step=1)
     (admission,) = bus.admit(1, timeout_s=T)
     bus.put([make_row(admission)], timeout_s=T)
     lease = bus.lease(for_actor(0, groups=1), timeout_s=T)
-    with pytest.raises(BusTimeout, match=r"the ack of step 0 is booked; actor waits for 1 group at step 1 .* rollout"):
+    with pytest.raises(
+        BusTimeout, match=r"the ack of step 0 is persisted; actor waits for 1 group at step 1 .* rollout"
+    ):
         bus.ack([lease.lease_id], step=0, dropped={}, then=for_actor(1, groups=1), timeout_s=SHORT)
     assert bus.progress(timeout_s=T).version == 1
 

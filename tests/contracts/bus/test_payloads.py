@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from relax_core.contracts.bus import Bus, BusTimeout
-from relax_core.contracts.columns import BOOKED_COLUMNS, LOGPROBS, TOKEN_IDS, decode_column, encode_column
+from relax_core.contracts.columns import LOGPROBS, PERSISTED_COLUMNS, TOKEN_IDS, decode_column, encode_column
 from tests.bus.make_rows import for_actor, for_worker, make_row
 
 MakeBus = Callable[..., Bus]
@@ -76,7 +76,7 @@ def test_sizes_around_the_inline_limit(make_bus: MakeBus, nbytes: int) -> None:
 def test_columns_that_the_books_keep_travel_too(make_bus: MakeBus) -> None:
     bus = make_bus(groups_per_step=1)
     (admission,) = bus.admit(1, timeout_s=T)
-    sent = {column: bytes([place]) * 2000 for place, column in enumerate((*BOOKED_COLUMNS, "a"))}
+    sent = {column: bytes([place]) * 2000 for place, column in enumerate((*PERSISTED_COLUMNS, "a"))}
     bus.put([make_row(admission, columns=sent)], timeout_s=T)
     got = bus.lease(for_worker(tuple(sent)), timeout_s=T).rows[0].columns
     assert {column: bytes(payload) for column, payload in got.items()} == sent

@@ -103,7 +103,7 @@ def sampling(**changed: Any) -> dict[str, Any]:
         ({"input_ids": [[5]] * 70000}, "70000 prompts; send 65536 at most"),
         ({**sampling(), "samples": [[0]] * 300000}, "lists and objects"),
         ({**sampling(), "text": [[[["x" * 10**6]]]]}, "text=[[[['xxx"),
-        ({**SCORED, "input_ids": [[5] * 30000] * 12, "top_logprobs_num": VOCAB}, "likeliest tokens in all"),
+        ({**SCORED, "input_ids": [[5] * 30000] * 12, "top_logprobs_num": VOCAB}, "top-k tokens in all"),
         ({**SCORED, **sampling(max_new_tokens=0, temperature=1e-40)}, "sampling_params.temperature: 1e-40"),
     ],
 )

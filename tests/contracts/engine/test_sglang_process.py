@@ -19,7 +19,7 @@ import torch
 from relax_core.config.compose import load_config
 from relax_core.contracts.engine import EngineError, SamplingParams
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
-from relax_core.engines.sglang.client.attached_server import meet_server
+from relax_core.engines.sglang.client.attached_server import check_server
 from relax_core.engines.sglang.client.sglang_client import SglangClient
 from tests.contracts.engine.harness import (
     ROOT,
@@ -144,14 +144,14 @@ def test_a_server_can_be_met_by_its_address(blank: Engine) -> None:
     times = {"request_timeout_s": 30.0, "control_timeout_s": 10.0}
     attached = SglangClient(blank.process.url, TOKEN, **setting, **times)
     rollout = load_config(["rollout.top_k=4096", "rollout.top_p=0.9"]).rollout
-    assert meet_server(attached, timeout_s=10.0, rollout=rollout) == "0.5.23"
+    assert check_server(attached, timeout_s=10.0, rollout=rollout) == "0.5.23"
     with pytest.raises(EngineError, match=r"rollout\.top_k=4097, but it tells at most 4096 kept tokens"):
-        meet_server(attached, timeout_s=10.0, rollout=replace(rollout, top_k=4097))
+        check_server(attached, timeout_s=10.0, rollout=replace(rollout, top_k=4097))
     with pytest.raises(EngineError, match=r"rollout\.min_p=0\.1, but it was started with --enable-deterministic"):
-        meet_server(attached, timeout_s=10.0, rollout=replace(rollout, min_p=0.1))
+        check_server(attached, timeout_s=10.0, rollout=replace(rollout, min_p=0.1))
     stranger = SglangClient(blank.process.url, "wrong", **setting, **times)
     with pytest.raises(EngineError, match=r"/server_info: 401"):
-        meet_server(stranger, timeout_s=10.0, rollout=rollout)
+        check_server(stranger, timeout_s=10.0, rollout=rollout)
 
 
 def test_a_server_that_is_killed_takes_its_processes_along(blank: Engine, wait_until: WaitUntil) -> None:

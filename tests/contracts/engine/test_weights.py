@@ -18,7 +18,7 @@ import torch
 
 from relax_core.contracts.engine import EngineError, SamplingParams
 from relax_core.weights.group import WeightGroup
-from relax_core.weights.transports.base import WeightGroupPlace
+from relax_core.weights.transports.base import WeightGroupAddress
 from relax_core.weights.version_file import tensors_digest
 from tests.contracts.engine.harness import Engine, hf_weights, make_model, prompts_of, publish, random_prompt
 
@@ -182,7 +182,7 @@ def test_from_distributed_over_gloo(blank: Engine) -> None:
         joining = pool.submit(
             blank.post, "/init_weights_update_group", {**group, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
         )
-        place = WeightGroupPlace(
+        place = WeightGroupAddress(
             name="weights", address="127.0.0.1", port=port, world_size=2, backend="gloo", timeout_s=60.0
         )
         ours = WeightGroup.join(place, rank=0)

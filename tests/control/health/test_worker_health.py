@@ -1,4 +1,5 @@
-"""The health manager on real Ray actors: what freezes is killed, what dies in place is booked, what is lost is told."""
+"""The health manager on real Ray actors: what freezes is killed, what dies in place is persisted, what is lost is
+told."""
 
 from __future__ import annotations
 
@@ -110,16 +111,16 @@ def freeze(health: HealthManager, clock: Clock, name: str) -> int:
     return pid
 
 
-def booked(health: HealthManager) -> list[dict[str, Any]]:
+def persisted(health: HealthManager) -> list[dict[str, Any]]:
     return health._book.as_records()
 
 
 def test_a_stopped_worker_is_killed_and_comes_back(services: Services, health: HealthManager, clock: Clock) -> None:
     services.start("advantages-0", max_restarts=1)
     first = freeze(health, clock, "advantages-0")
-    look_until(health, lambda: bool(booked(health)))
+    look_until(health, lambda: bool(persisted(health)))
     assert pid_of(health, "advantages-0") != first
-    (recovery,) = booked(health)
+    (recovery,) = persisted(health)
     assert recovery["cause"].startswith("advantages-0 froze (no answer for ")
     assert recovery["cause"].endswith("s, state T (stopped)) and was killed by SIGKILL")
     assert (recovery["tier"], recovery["at_step"], recovery["from_step"]) == (1, 5, 5)
@@ -133,15 +134,15 @@ def test_a_stopped_worker_that_may_not_restart_is_a_loss(
     freeze(health, clock, "actor-0")
     with pytest.raises(ServicesLost, match=r"^actor-0 froze \(no answer for .* killed by SIGKILL$"):
         look_until(health, lambda: False)
-    assert booked(health) == []
+    assert persisted(health) == []
 
 
 def test_a_death_past_the_restarts_is_a_loss(services: Services, health: HealthManager) -> None:
     services.start("rollout-0", max_restarts=1)
     first = pid_of(health, "rollout-0")
     kill(first)
-    look_until(health, lambda: bool(booked(health)))
-    assert booked(health)[0]["cause"] == "rollout-0 died"
+    look_until(health, lambda: bool(persisted(health)))
+    assert persisted(health)[0]["cause"] == "rollout-0 died"
     second = pid_of(health, "rollout-0")
     assert second != first
     look_until(health, lambda: health.roles[0].restarts == 1)
@@ -149,19 +150,19 @@ def test_a_death_past_the_restarts_is_a_loss(services: Services, health: HealthM
     with pytest.raises(ServicesLost, match=r"^rollout-0 died$"):
         look_until(health, lambda: False)
     # Ray may be slow to tell that the second death is the last one; until then it looks like one more restart.
-    assert {recovery["cause"] for recovery in booked(health)} == {"rollout-0 died"}
+    assert {recovery["cause"] for recovery in persisted(health)} == {"rollout-0 died"}
 
 
-def test_a_process_that_a_worker_owns_is_booked_by_its_own_words(services: Services, health: HealthManager) -> None:
+def test_a_process_that_a_worker_owns_is_persisted_by_its_own_words(services: Services, health: HealthManager) -> None:
     import ray
 
     services.start("engine-0", max_restarts=1)
     pid_of(health, "engine-0")
     told = services.workers["engine-0"].tell.remote(restarts=1, last_restart="was killed by SIGSEGV")
     ray.get(told, timeout=DEADLINE_S)
-    look_until(health, lambda: bool(booked(health)))
+    look_until(health, lambda: bool(persisted(health)))
     health.look(bus_lost=None, step=6)
-    assert [recovery["cause"] for recovery in booked(health)] == ["engine-0 was killed by SIGSEGV"]
+    assert [recovery["cause"] for recovery in persisted(health)] == ["engine-0 was killed by SIGSEGV"]
 
 
 def test_what_a_lost_worker_owned_is_ended_with_it(services: Services, health: HealthManager) -> None:

@@ -61,11 +61,11 @@ def test_what_an_owner_leaves_is_ended_also_when_it_is_stopped() -> None:
             os.kill(child, signal.SIGSTOP)
             wait_for(lambda: process_state(child).startswith("T"))
             owned.note("engine-0", owner.pid, [child])
-            owned.end_orphans()
+            owned.end_adopted_processes()
             assert process_state(child).startswith("T"), "its owner lives"
             owner.kill()
             owner.wait()
-            owned.end_orphans()
+            owned.end_adopted_processes()
             wait_for(lambda: is_gone(child))
         finally:
             kill(child)
@@ -83,7 +83,7 @@ def test_what_a_replaced_owner_had_is_ended_and_its_successors_stays() -> None:
             owned = OwnedProcesses()
             owned.note("engine-0", first.pid, [left.pid])
             owned.note("engine-0", os.getpid(), [new.pid])
-            owned.end_orphans()
+            owned.end_adopted_processes()
             wait_for(lambda: is_gone(left.pid))
             assert not is_gone(new.pid)
         finally:

@@ -14,7 +14,7 @@ import pytest
 
 from relax_core.control.host.process_trees import GONE, process_state
 from relax_core.control.host.ray_session import new_token_file
-from relax_core.control.host.stale_runs import remove_leftovers
+from relax_core.control.host.stale_runs import remove_stale_runs
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -23,7 +23,7 @@ import json, os, psutil, signal, stat, sys
 from pathlib import Path
 from relax_core.config.compose import load_config
 from relax_core.contracts.stop_signals import STOP_SIGNALS
-from relax_core.control.host.run_paths import run_place
+from relax_core.control.host.run_paths import run_paths
 from relax_core.control.host.ray_session import RaySession
 
 assert "ray" not in sys.modules, "Ray reads its token's place when it is imported"
@@ -33,7 +33,7 @@ config.placement.gpus_per_node = 1  # which Ray believes
 signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # as in a controller
 try:
     with (
-        run_place(run_dir=logs.parent) as place,
+        run_paths(run_dir=logs.parent) as place,
         RaySession(config.launcher, place, log_dir=logs, placement=config.placement) as session,
     ):
         import ray
@@ -117,12 +117,12 @@ UNSTARTED = """
 import os, sys
 from pathlib import Path
 from relax_core.config.compose import load_config
-from relax_core.control.host.run_paths import run_place
+from relax_core.control.host.run_paths import run_paths
 from relax_core.control.host.ray_session import RaySession, RayUnstarted
 
 os.environ["RAY_gcs_server_port_wait_time_s"] = "0"  # as on a machine that is too busy for it
 logs = Path(sys.argv[1])
-with run_place(run_dir=logs.parent) as place:
+with run_paths(run_dir=logs.parent) as place:
     try:
         with RaySession(load_config().launcher, place, log_dir=logs):
             pass
@@ -146,7 +146,7 @@ def test_rays_own_time_out_is_told_in_words(tmp_path: Path) -> None:
             assert out.startswith("Ray did not start on this machine ("), out
             assert "launcher.ray_address=auto" in out and f"{tmp_path}/logs." in out
         finally:
-            remove_leftovers(temporary=Path(name))
+            remove_stale_runs(temporary=Path(name))
 
 
 def test_a_token_file_is_new_and_for_this_user_only(tmp_path: Path) -> None:

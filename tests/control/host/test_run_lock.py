@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.control.host.run_lock import only_run
+from relax_core.control.host.run_lock import run_lock
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -17,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[3]
 FORKED = """
 import os, sys
 from pathlib import Path
-from relax_core.control.host.run_lock import only_run
-with only_run(Path(sys.argv[1])):
+from relax_core.control.host.run_lock import run_lock
+with run_lock(Path(sys.argv[1])):
     if os.fork():
         os._exit(0)
     print("ready", flush=True)
@@ -28,9 +28,9 @@ with only_run(Path(sys.argv[1])):
 
 def test_a_second_run_is_refused_and_told_who_is_there(tmp_path: Path) -> None:
     refused = f"run.dir={tmp_path}: a run is at work there, process {os.getpid()} of "
-    with only_run(tmp_path), pytest.raises(ValueError, match=refused):
-        only_run(tmp_path).__enter__()
-    with only_run(tmp_path):
+    with run_lock(tmp_path), pytest.raises(ValueError, match=refused):
+        run_lock(tmp_path).__enter__()
+    with run_lock(tmp_path):
         pass
 
 
@@ -41,7 +41,7 @@ def test_a_fork_holds_it_until_it_ends(tmp_path: Path) -> None:
         assert process.stdout.readline() == b"ready\n"
         assert process.wait(60) == 0
         with pytest.raises(ValueError, match=f"process {process.pid} of "):
-            only_run(tmp_path).__enter__()
+            run_lock(tmp_path).__enter__()
         process.stdin.close()
-        with only_run(tmp_path, wait_s=60.0):
+        with run_lock(tmp_path, wait_s=60.0):
             pass

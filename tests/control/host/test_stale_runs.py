@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from relax_core.control.host import run_paths as place
-from relax_core.control.host import stale_runs as leftovers
+from relax_core.control.host import stale_runs as stale_runs
 from relax_core.control.host.lock_file import OWNER_FILE, claimed, owned
 from relax_core.control.host.process_trees import GONE, process_state
-from relax_core.control.host.run_paths import run_place
+from relax_core.control.host.run_paths import run_paths
 
 ROOT = Path(__file__).resolve().parents[3]
 END_S = 60.0
@@ -30,7 +30,7 @@ import os, subprocess, sys
 from pathlib import Path
 from relax_core.control.host import run_paths as place
 place.SHARED_MEMORY = Path(sys.argv[1])
-with place.run_place(run_dir=Path("/runs/one")) as here:
+with place.run_paths(run_dir=Path("/runs/one")) as here:
     if os.fork() == 0:
         worker = subprocess.Popen(["sleep", "600"], env={**os.environ, "TMPDIR": str(here.folder)})
         print(os.getpid(), worker.pid, here.folder, here.weights_folder, flush=True)
@@ -99,8 +99,8 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def removed(folder: Path) -> list[leftovers.Leftover]:
-    return leftovers.remove_leftovers(temporary=folder / "t", shared_memory=folder / "s")
+def removed(folder: Path) -> list[stale_runs.StaleRun]:
+    return stale_runs.remove_stale_runs(temporary=folder / "t", shared_memory=folder / "s")
 
 
 def test_a_run_that_lives_keeps_all_and_a_dead_one_nothing(folder: Path) -> None:
@@ -125,8 +125,8 @@ def test_what_is_only_looked_at_stays(folder: Path) -> None:
     with started(folder) as run:
         run.kill_supervisor()
         run.kill_controller()
-        looked = leftovers.find_leftovers(temporary=folder / "t", shared_memory=folder / "s")
-        assert [leftover.folder for leftover in looked] == run.folders
+        looked = stale_runs.find_stale_runs(temporary=folder / "t", shared_memory=folder / "s")
+        assert [stale_run.folder for stale_run in looked] == run.folders
         assert all(path.exists() for path in run.folders) and not gone(run.worker)
         assert removed(folder) == looked
 
@@ -156,14 +156,14 @@ def test_what_a_server_left_goes_with_the_place(
 ) -> None:
     """It was killed with its owner, as all services are that start again from a checkpoint."""
     monkeypatch.setattr("tempfile.tempdir", str(folder / "t"))
-    with run_place(run_dir=folder / "run") as here:
+    with run_paths(run_dir=folder / "run") as here:
         (here.folder / server_name).mkdir()
 
 
 def test_a_place_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(place, "SHARED_MEMORY", folder / "s")
     monkeypatch.setattr("tempfile.tempdir", str(folder / "t"))
-    with run_place(run_dir=folder / "run") as here:
+    with run_paths(run_dir=folder / "run") as here:
         assert here.folder.parent == folder / "t" and here.weights_folder.parent == folder / "s"
         assert removed(folder) == []
     assert list((folder / "t").iterdir()) == list((folder / "s").iterdir()) == []

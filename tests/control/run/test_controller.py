@@ -55,7 +55,7 @@ def controller(health: Any, folder: Path) -> Controller:
         context,
         nothing,
         bus=nothing,
-        fronts=nothing,
+        serve_deployments=nothing,
         book=nothing,
         view=nothing,
         health=health,

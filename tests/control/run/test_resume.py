@@ -169,7 +169,7 @@ def test_a_checkpoint_of_another_run_is_refused(config: RelaxConfig, overrides: 
     assert str(folder) in str(refused.value)
 
 
-def test_knobs_that_are_tuned_on_the_way_are_told(config: RelaxConfig) -> None:
+def test_config_that_are_tuned_on_the_way_are_told(config: RelaxConfig) -> None:
     write_checkpoint(Path(config.run.dir), 10)
     tuned = ["optimizer.lr=5e-4", "rollout.temperature=0.9", "mode.max_staleness=3", "algo.clip_high=0.3"]
     point = find_resume_point(load_config([f"run.dir={config.run.dir}", "resume=auto", *tuned]))

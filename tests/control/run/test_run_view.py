@@ -15,7 +15,7 @@ from rich.console import Console
 
 from relax_core.config.schema import TrackerConfig
 from relax_core.contracts.bus import BusProgress, LedgerCounts
-from relax_core.control.run.local_run import run_view
+from relax_core.control.run import run_view
 from relax_core.control.run.run_view import EVENTS_LOG, RunView
 from relax_core.observe.service.metrics_actor import MetricsClient, MetricsUnavailable, start_metrics
 from relax_core.observe.service.sinks import read_metrics

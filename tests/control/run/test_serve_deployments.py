@@ -11,7 +11,7 @@ import ray
 from relax_core.control.health.serve_watch import CONTROLLER_ACTOR, NAMESPACE
 from relax_core.control.run.recovery_log import Recoveries
 from relax_core.control.run.role_counts import roles_of
-from relax_core.control.run.serve_deployments import Fronts
+from relax_core.control.run.serve_deployments import ServeDeployments
 from relax_core.roles.process.role_context import RunContext
 from tests.roles.run_context import context_in
 
@@ -29,17 +29,17 @@ class Named:
         return self._name
 
 
-def fronts_of(context: RunContext) -> Fronts:
+def deployments_of(context: RunContext) -> ServeDeployments:
     def ray_lost(cause: str) -> NoReturn:
         raise AssertionError(cause)
 
-    return Fronts(context, book=Recoveries(context.run_dir / "recoveries", tell=print), ray_lost=ray_lost)
+    return ServeDeployments(context, book=Recoveries(context.run_dir / "recoveries", tell=print), ray_lost=ray_lost)
 
 
 def test_serve_starts_only_where_the_run_asks_for_it(ray_session: str, tmp_path: Path) -> None:
     from ray import serve
 
-    plain = fronts_of(context_in(tmp_path))
+    plain = deployments_of(context_in(tmp_path))
     plain.follow("test-0")
     plain.look(step=0)
     plain.close(timeout_s=DEADLINE_S)
@@ -50,7 +50,7 @@ def test_serve_starts_only_where_the_run_asks_for_it(ray_session: str, tmp_path:
     context = context_in(tmp_path, "run.serve=true")
     roles = roles_of(context.config)
     workers = [Named.options(name=f"{role}-0", namespace="test-0").remote(f"{role}-0") for role in roles]  # type: ignore[attr-defined]
-    asked = fronts_of(context)
+    asked = deployments_of(context)
     try:
         asked.follow("test-0")
         asked.close(timeout_s=DEADLINE_S)  # which waits until they are there; they end with Ray

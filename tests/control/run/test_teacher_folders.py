@@ -83,7 +83,7 @@ def test_another_tokenizer(other: Path, student: Path) -> None:
         teacher_folders(load_config(["algo=distill", f"algo.teachers.default={other}"]), student=student)
 
 
-def test_another_size_of_vocabulary_matters_to_the_likeliest_tokens_alone(other: Path, student: Path) -> None:
+def test_another_size_of_vocabulary_matters_to_the_top_k_tokens_alone(other: Path, student: Path) -> None:
     change(other / "config.json", vocab_size=64)
     keys = ["algo=distill", f"algo.teachers.default={other}"]
     assert teacher_folders(load_config(keys), student=student) == {"default": other}

@@ -12,7 +12,7 @@ from relax_core.config.compose import load_config
 from relax_core.config.saved import to_yaml
 from relax_core.control.host.lock_file import owned
 from relax_core.control.host.process_trees import process_state
-from relax_core.control.host.stale_runs import find_leftovers, remove_leftovers
+from relax_core.control.host.stale_runs import find_stale_runs, remove_stale_runs
 from relax_core.train.checkpoints.checkpoint_store import BUS_SNAPSHOT, CONFIG, DATUM, TOKEN_TREE, CheckpointStore
 from tests.control import supervised
 from tests.control.supervised import DEADLINE_S, controller_of, start
@@ -31,7 +31,7 @@ def members(session: int) -> list[str]:
     return found
 
 
-def test_a_killed_controller_is_repeated_and_its_orphans_and_folders_are_gone(tmp_path: Path) -> None:
+def test_a_killed_controller_is_repeated_and_its_adopted_processes_and_folders_are_gone(tmp_path: Path) -> None:
     process = start(tmp_path, supervised.killed_once)
     out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 7, err
@@ -39,7 +39,7 @@ def test_a_killed_controller_is_repeated_and_its_orphans_and_folders_are_gone(tm
     places = [Path(line) for number in (0, 1) for line in (tmp_path / f"place{number}").read_text().splitlines()]
     assert len(set(places)) == 4 and not any(place.exists() for place in places)
     # The orphan sleeps for long in a session of its own: only a parent that adopted it can have ended it.
-    assert process_state(int((tmp_path / "orphan").read_text())) == "gone"
+    assert process_state(int((tmp_path / "adopted").read_text())) == "gone"
 
 
 def test_a_controller_that_is_repeated_goes_on_from_the_newest_whole_checkpoint(tmp_path: Path) -> None:
@@ -130,8 +130,8 @@ def test_without_its_supervisor_the_controller_is_told_to_stop(tmp_path: Path) -
     process.communicate(timeout=DEADLINE_S)  # the pipes close when the controller has ended
     assert (tmp_path / "checkpoint").exists()
     assert "".join(members(process.pid)) == ""
-    assert any(f"process {process.pid} of" in leftover.owner for leftover in find_leftovers())
-    remove_leftovers()  # what the supervisor would have removed
+    assert any(f"process {process.pid} of" in stale_run.owner for stale_run in find_stale_runs())
+    remove_stale_runs()  # what the supervisor would have removed
 
 
 def test_what_a_killed_run_left_goes_when_the_next_one_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,8 @@ import pytest
 
 from relax_core.contracts.engine import EngineError, EngineUnreachable, Generated, PromptRequest, SamplingParams
 from relax_core.control.host.process_trees import process_state
+from relax_core.engines.pool import engine_watch as watch_module
 from relax_core.engines.pool.engine_pool import EnginePool
-from relax_core.engines.pool.engine_pool import engine_watch as watch_module
 from relax_core.engines.pool.engine_watch import EngineWatch
 from tests.contracts.engine.harness import CONTEXT, EOS, Engine, make_model, prompts_of, publish
 from tests.engines.pool_harness import (
@@ -104,9 +104,9 @@ def test_a_killed_engine_in_mid_generation_is_asked_anew(start_engine: Callable[
     held = PromptRequest(rid="held", input_ids=[7, 8], sampling_seed=3, min_version=1)
 
     def replace(engine: int) -> Engine:
-        fresh = start_engine()
-        fresh.client.update_weights(publish(make_model(None, seed=1), tmp_path / "weights", version=1))
-        return fresh
+        on_policy = start_engine()
+        on_policy.client.update_weights(publish(make_model(None, seed=1), tmp_path / "weights", version=1))
+        return on_policy
 
     directory = Directory(first, replace=replace)
     found = generate(directory, [*prompts_of([5, 6]), held], SHORT, on_done=lambda place: place or kill(first))
@@ -147,7 +147,7 @@ def test_a_long_silence_before_the_death_does_not_use_up_the_patience(start_engi
     assert (0, True) in directory.asked  # it was tried again before it was given up
 
 
-def test_a_laggard_is_named_and_what_it_holds_goes_to_another(
+def test_a_straggler_is_named_and_what_it_holds_goes_to_another(
     start_engine: Callable[..., Engine], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, second = start_engine(), start_engine()

@@ -43,5 +43,5 @@ def test_scores_are_arrays_with_pads_where_fewer_tokens_were_left() -> None:
     ],
 )
 def test_a_reply_without_a_number_for_every_token_is_refused(given: list[Any], tops: list[Any], fewer: bool) -> None:
-    with pytest.raises(ValueError, match="lists of likeliest tokens for 2 tokens"):
+    with pytest.raises(ValueError, match="lists of top-k tokens for 2 tokens"):
         read_scores(reply(given, tops), [ROW], top_k=2, fewer=fewer)

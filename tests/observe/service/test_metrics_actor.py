@@ -66,7 +66,7 @@ def test_a_mark_that_was_waited_for_stands_before_the_reports_of_others(client: 
         ("run", 3),
         *(("rollout", step) for step in range(5)),
     ]
-    marked()  # the next incarnation asks as well
+    marked()  # the next attempt asks as well
 
 
 def test_a_mark_whose_actor_dies_is_told(client: MetricsClient, tmp_path: Path) -> None:

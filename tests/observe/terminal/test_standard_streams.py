@@ -1,4 +1,5 @@
-"""Standard streams without a reader, on real pipes. Whole runs without one: tests/control/supervision/test_unread_runs.py."""
+"""Standard streams without a reader, on real pipes. Whole runs without one:
+tests/control/supervision/test_unread_runs.py."""
 
 from __future__ import annotations
 

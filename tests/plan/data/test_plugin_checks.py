@@ -16,34 +16,34 @@ from relax_core.rollout.trial import plugin_trial
 REWARD = """
 import os, signal, time
 from dataclasses import dataclass
-from relax_core.contracts.reward import RewardKnobs, RewardOutput, RewardSpec
+from relax_core.contracts.reward import RewardConfig, RewardOutput, RewardSpec
 
 @dataclass(frozen=True)
-class Knobs(RewardKnobs):
+class Config(RewardConfig):
     how: str = "number"
     check: str = ""
 
-def check(knobs):
-    if knobs.check:
-        raise ValueError(knobs.check)
+def check(config):
+    if config.check:
+        raise ValueError(config.check)
 
-def score(given, knobs):
-    if knobs.how == "hang":
+def score(given, config):
+    if config.how == "hang":
         time.sleep(600)
-    if knobs.how == "crash":
+    if config.how == "crash":
         os.kill(os.getpid(), signal.SIGSEGV)
-    if knobs.how == "raise":
+    if config.how == "raise":
         return given.row["price"]
-    if knobs.how == "first" and given.row["prompt"] == "p0":
+    if config.how == "first" and given.row["prompt"] == "p0":
         raise ValueError("this row alone")
-    return {"text": "yes", "none": None, "nothing": RewardOutput(reward=None, reason="unreadable")}.get(knobs.how, 1)
+    return {"text": "yes", "none": None, "nothing": RewardOutput(reward=None, reason="unreadable")}.get(config.how, 1)
 
-SPEC = RewardSpec(name="odd", summary="s", knobs=Knobs, score=score, check=check)
+SPEC = RewardSpec(name="odd", summary="s", config=Config, score=score, check=check)
 """
 
 ENV = """
-from relax_core.contracts.env import EnvKnobs, EnvSpec
-SPEC = EnvSpec(name="odd", summary="s", knobs=EnvKnobs, messages=lambda row, knobs: row["prompt"])
+from relax_core.contracts.env import EnvConfig, EnvSpec
+SPEC = EnvSpec(name="odd", summary="s", config=EnvConfig, messages=lambda row, config: row["prompt"])
 """
 
 
@@ -96,12 +96,12 @@ def test_a_reward_that_works_for_some_row_may_start(plugin: str, rows: list[str]
 
 
 OF_GROUPS = """
-from relax_core.contracts.reward import RewardKnobs, RewardSpec
+from relax_core.contracts.reward import RewardConfig, RewardSpec
 
-async def score_group(given, knobs):
+async def score_group(given, config):
     return {}
 
-SPEC = RewardSpec(name="odd", summary="s", knobs=RewardKnobs, score_group=score_group)
+SPEC = RewardSpec(name="odd", summary="s", config=RewardConfig, score_group=score_group)
 """
 
 
@@ -181,7 +181,7 @@ def test_relaxes_own_plugins_are_tried_on_the_users_data_alone(
     assert [where.rpartition(" ")[2] for where, _ in asked[0].rows] == ["1", "9", "16"]
 
 
-def test_knobs_that_make_no_sense_are_told_without_a_trial(plugin: str, rows: list[str]) -> None:
+def test_config_that_make_no_sense_are_told_without_a_trial(plugin: str, rows: list[str]) -> None:
     with pytest.raises(ConfigError, match="no such thing"):
         problems(plugin, rows, "reward.check='no such thing'", "reward.how=raise")
     with pytest.raises(ConfigError, match=r"reward.max_failed=1.5: a share"):
@@ -189,10 +189,10 @@ def test_knobs_that_make_no_sense_are_told_without_a_trial(plugin: str, rows: li
 
 
 TURNS = """
-from relax_core.contracts.env import BaseInteractionEnv, EnvSpec, InteractionKnobs, StepResult
+from relax_core.contracts.env import BaseInteractionEnv, EnvSpec, InteractionConfig, StepResult
 
 class Odd(BaseInteractionEnv):
-    def __init__(self, start, knobs):
+    def __init__(self, start, config):
         self.prompt = start.row["prompt"]
 
     async def reset(self):
@@ -201,7 +201,7 @@ class Odd(BaseInteractionEnv):
     def step(self, action):
         return StepResult(done=True)
 
-SPEC = EnvSpec(name="odd", summary="s", knobs=InteractionKnobs, open=Odd)
+SPEC = EnvSpec(name="odd", summary="s", config=InteractionConfig, open=Odd)
 """
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from relax_core.bus.state.bus_state import BusCore
 from relax_core.contracts.bus import BusClosed, BusTimeout, Lease, LeaseRequest
-from relax_core.roles.annotators.retry_policy import patiently, write_then_lease
+from relax_core.roles.annotators.retry_policy import without_timeout, write_then_lease
 from tests.bus.make_rows import for_worker, make_core, make_row
 
 OWED = "rollout has no group in flight and owes new ones"
@@ -47,7 +47,7 @@ def test_rows_that_come_late_are_waited_for(caplog: pytest.LogCaptureFixture) ->
         core.put([make_row(late[timeouts])] if timeouts in late else [])
 
     bus: Any = CoreBus(core, put_late)
-    lease = patiently(lambda: bus.lease(for_worker(), timeout_s=1.0))
+    lease = without_timeout(lambda: bus.lease(for_worker(), timeout_s=1.0))
     assert [row.group_uid for row in lease.rows] == [first.group_uid]
     columns = {first.group_uid: {"advantages": b"x"}}
     lease = write_then_lease(bus, lease.lease_id, columns, for_worker(), timeout_s=1.0)
@@ -62,5 +62,5 @@ def test_the_end_of_the_bus_ends_the_wait() -> None:
 
     bus: Any = CoreBus(make_core(), closes)
     with pytest.raises(BusClosed):
-        patiently(lambda: bus.lease(for_worker(), timeout_s=1.0))
+        without_timeout(lambda: bus.lease(for_worker(), timeout_s=1.0))
     assert bus.timeouts == 2

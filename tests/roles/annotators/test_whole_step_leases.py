@@ -9,7 +9,7 @@ import pytest
 
 from relax_core.bus.state.bus_state import BusCore
 from relax_core.contracts import columns as c
-from relax_core.contracts.algorithm import Needs, TeacherNeeds
+from relax_core.contracts.algorithm import Requirements, TeacherRequirements
 from relax_core.contracts.bus import BusProgress, BusTimeout, Lease, LeaseRequest
 from relax_core.roles.annotators.whole_step_leases import lease_whole_step
 from relax_core.roles.trainer.rank_batches import train_columns
@@ -18,21 +18,21 @@ from tests.bus.make_rows import for_actor, for_worker, make_core, make_row
 
 def test_the_trainer_leases_what_the_algorithm_needs() -> None:
     plain = {*c.ROLLOUT_COLUMNS, c.ADVANTAGES}
-    teacher = TeacherNeeds(models={"default": "x"})
-    top = TeacherNeeds(models={"default": "x"}, top_k=4)
-    for needs, more in (
-        (Needs(old_logprobs="rollout"), set()),
-        (Needs(old_logprobs="rollout", critic=True), {c.VALUES, c.RETURNS}),
-        (Needs(old_logprobs="actor_fwd", reference=True), {c.OLD_LOGPROBS, c.REFERENCE_LOGPROBS}),
-        (Needs(old_logprobs="rollout", teacher=teacher), {c.TEACHER_LOGPROBS}),
+    teacher = TeacherRequirements(models={"default": "x"})
+    top = TeacherRequirements(models={"default": "x"}, top_k=4)
+    for requirements, more in (
+        (Requirements(old_logprobs="rollout"), set()),
+        (Requirements(old_logprobs="rollout", critic=True), {c.VALUES, c.RETURNS}),
+        (Requirements(old_logprobs="actor_fwd", reference=True), {c.OLD_LOGPROBS, c.REFERENCE_LOGPROBS}),
+        (Requirements(old_logprobs="rollout", teacher=teacher), {c.TEACHER_LOGPROBS}),
         (
-            Needs(old_logprobs="rollout", teacher=top),
+            Requirements(old_logprobs="rollout", teacher=top),
             {c.TEACHER_LOGPROBS, c.TEACHER_TOP_IDS, c.TEACHER_TOP_LOGPROBS},
         ),
     ):
-        columns = train_columns(needs, routing_replay=False, truncates=False)
+        columns = train_columns(requirements, routing_replay=False, truncates=False)
         assert len(columns) == len(set(columns)) and set(columns) == plain | more
-        columns = train_columns(needs, routing_replay=True, truncates=True)
+        columns = train_columns(requirements, routing_replay=True, truncates=True)
         assert set(columns) == plain | more | {c.ROUTED_EXPERTS, c.KEPT_TOKENS}
 
 
@@ -76,8 +76,8 @@ def test_a_whole_step_is_waited_for() -> None:
 def test_a_lost_groups_replacement_need_not_wait_for_company() -> None:
     """One of a step's groups ages out after it had its advantages; what replaces it comes alone until the step ends."""
     core = make_core(max_staleness=1)
-    old, fresh, *later = core.admit(4)
-    core.put([make_row(old), make_row(fresh)])
+    old, on_policy, *later = core.admit(4)
+    core.put([make_row(old), make_row(on_policy)])
     whole_step(core)
     core.put([make_row(one) for one in later])
     whole_step(core)

@@ -19,7 +19,7 @@ from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.preflight import settle
 from relax_core.roles.annotators.teacher_worker import TeacherEngineHost
 from relax_core.roles.engine.engine_directory import engine_client
-from relax_core.roles.engine.engine_owner import CatchUp, EngineHost
+from relax_core.roles.engine.engine_owner import EngineHost, WeightReconciler
 from relax_core.roles.process.role_context import RunContext
 from relax_core.tools.make_tiny import tiny_model_folder
 from relax_core.weights.folder_stream import read_safetensors
@@ -64,7 +64,7 @@ def test_a_fixed_port_is_the_students_and_no_teachers(tmp_path: Path, host: type
 
 
 def test_the_owner_brings_weights_at_once_only_where_no_push_has_been() -> None:
-    catch_up = CatchUp(patience_s=60.0)
+    catch_up = WeightReconciler(patience_s=60.0)
     assert catch_up.due(-1, 0, pushed=-1, now=0.0), "a new process"
     catch_up.brought(4)
     assert catch_up.due(4, 5, pushed=4, now=1.0), "the trainer may not know this process yet"
@@ -79,7 +79,7 @@ def test_the_owner_brings_weights_at_once_only_where_no_push_has_been() -> None:
 
 
 def test_what_a_push_did_not_bring_is_offered_at_once_and_what_is_refused_again_later() -> None:
-    catch_up = CatchUp(patience_s=60.0)
+    catch_up = WeightReconciler(patience_s=60.0)
     assert not catch_up.due(3, 4, pushed=3, now=0.0), "its push is under way"
     assert catch_up.due(3, 4, pushed=4, now=1.0), "its push was refused"
     catch_up.offered(3, 4, now=2.0)

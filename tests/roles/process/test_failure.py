@@ -17,19 +17,19 @@ from relax_core.weights.version_folder import PublishedUnreadable
 
 PLUGIN = """
 from dataclasses import dataclass
-from relax_core.contracts.reward import RewardKnobs, RewardSpec
+from relax_core.contracts.reward import RewardConfig, RewardSpec
 
 @dataclass(frozen=True)
-class Knobs(RewardKnobs):
+class Config(RewardConfig):
     pass
 
 def helper():
     raise KeyError("price")
 
-def score(given, knobs):
+def score(given, config):
     return helper()
 
-SPEC = RewardSpec(name="mine", summary="", knobs=Knobs, score=score)
+SPEC = RewardSpec(name="mine", summary="", config=Config, score=score)
 """
 
 

@@ -44,7 +44,7 @@ def random_groups(core: BusCore) -> list[TokenTree]:
     trees = []
     for admission in core.admit(GROUPS):
         tree = random_tree(random, uid=admission.group_uid, roots=2, fan_out=2)
-        tree = replace(tree, extras={name: tree.extras[name] for name in tree.extras if name != "fresh"})
+        tree = replace(tree, extras={name: tree.extras[name] for name in tree.extras if name != "on_policy"})
         columns = c.encode_tree(tree)
         missing = {f"{admission.group_uid}.{place}": "too long" for place in range(len(tree.episodes), 64)}
         core.put([make_row(admission, version=0, group_size=64, dropped=missing, columns=columns)])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from relax_core.roles.trainer.run_checkpoint import BUS_SNAPSHOT, RunCheckpoints
-from relax_core.roles.trainer.worker_group import Ranks, TrainerGang
+from relax_core.roles.trainer.worker_group import Ranks, TrainerWorkerGroup
 from relax_core.train.checkpoints.checkpoint_store import CheckpointStore
 from tests.roles.run_context import context_in
 
@@ -65,10 +65,10 @@ def checkpoints(
     """``changes``: of the run's context."""
     context = replace(context_in(run_dir, "run.keep_last=9", *overrides), **changes)
     whole: Any = lead
-    ranks = Ranks(name="actor-0", lead=whole, peers=[], replicas=[[0]])
-    gang = TrainerGang(ranks, timeout_s=30, waiting=lambda what, *, on: nullcontext())
+    ranks = Ranks(name="actor-0", lead=whole, other_ranks=[], replicas=[[0]])
+    worker_group = TrainerWorkerGroup(ranks, timeout_s=30, waiting=lambda what, *, on: nullcontext())
     bus: Any = Bus(lead)
-    return RunCheckpoints(context, bus=bus, gang=gang, moved_on=moved_on)
+    return RunCheckpoints(context, bus=bus, worker_group=worker_group, moved_on=moved_on)
 
 
 def saved(run_dir: Path) -> dict[str, tuple[bytes, str]]:

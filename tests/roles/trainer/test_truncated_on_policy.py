@@ -59,7 +59,7 @@ OF_SGLANG: dict[str, dict[str, Any]] = {
     "top_k": {"top_k": 5},
     "both": {"top_k": 8, "top_p": 0.8},
 }
-ALGORITHMS = [name for name in names("algo") if hasattr(find_algorithm(name).knobs, "old_logprobs")]
+ALGORITHMS = [name for name in names("algo") if hasattr(find_algorithm(name).config, "old_logprobs")]
 
 Rows = Mapping[str, Sequence[LeasedRow]]  # truncation → groups
 
@@ -150,11 +150,11 @@ def annotated(row: LeasedRow, backend: Any) -> LeasedRow:
     return msgspec.structs.replace(row, columns={**row.columns, **more})
 
 
-def train_groups(rows: Sequence[LeasedRow], spec: AlgorithmSpec, knobs: Any) -> list[TokenTree]:
+def train_groups(rows: Sequence[LeasedRow], spec: AlgorithmSpec, config: Any) -> list[TokenTree]:
     """As the maker of their advantages and the trainer see them."""
-    needs = spec.needs(knobs)
-    advantages = advantage_extras([c.decode_tree(row) for row in rows], spec, knobs)
-    skipped = {c.OLD_LOGPROBS: needs.old_logprobs == "rollout", c.REFERENCE_LOGPROBS: not needs.reference}
+    requirements = spec.requirements(config)
+    advantages = advantage_extras([c.decode_tree(row) for row in rows], spec, config)
+    skipped = {c.OLD_LOGPROBS: requirements.old_logprobs == "rollout", c.REFERENCE_LOGPROBS: not requirements.reference}
     groups = []
     for row, made in zip(rows, advantages, strict=True):
         columns = {name: payload for name, payload in row.columns.items() if not skipped.get(name)}
@@ -173,8 +173,8 @@ class Recorded:
         self.spec = dataclasses.replace(spec, loss=self._loss)
         self._inner = spec.loss
 
-    def _loss(self, inputs: LossInputs, knobs: Any) -> LossOutputs:
-        outputs = self._inner(inputs, knobs)
+    def _loss(self, inputs: LossInputs, config: Any) -> LossOutputs:
+        outputs = self._inner(inputs, config)
         self.seen.append((inputs, outputs))
         return outputs
 
@@ -192,14 +192,14 @@ def test_the_ratio_is_one_for_every_algorithm(folder: Path, scored: Rows, algori
 def check_on_policy(folder: Path, scored: Rows, algorithm: str, old_logprobs: str) -> None:
     """With a KL to the reference, which is the policy itself: it is 0 wherever it is placed."""
     recorded = Recorded(find_algorithm(algorithm))
-    knobs: Any = recorded.spec.knobs(group_size=SAMPLES, old_logprobs=old_logprobs, kl_coef=0.1)
+    config: Any = recorded.spec.config(group_size=SAMPLES, old_logprobs=old_logprobs, kl_coef=0.1)
     backend = make_backend(
-        folder, temperature=TEMPERATURE, banned_token_ids=[BANNED], algorithm=recorded.spec, knobs=knobs
+        folder, temperature=TEMPERATURE, banned_token_ids=[BANNED], algorithm=recorded.spec, config=config
     )
     for name, of_name in scored.items():
         recorded.seen.clear()
         backend.begin_step(0)
-        backend.accumulate(train_groups(of_name, recorded.spec, knobs))
+        backend.accumulate(train_groups(of_name, recorded.spec, config))
         (inputs, outputs), sums = recorded.seen[0], backend._sums
         assert gap_of(inputs.logprobs, inputs.rollout_logprobs) <= TOLERANCE, name
         assert gap_of(inputs.logprobs, inputs.old_logprobs) <= TOLERANCE, name
@@ -245,7 +245,7 @@ def test_a_kl_in_the_reward_charges_nothing_where_policy_and_reference_are_equal
     """RLOO's default. With log-probs over the whole vocabulary it charged -log(kept mass) a token."""
     spec = find_algorithm("rloo")
     with_kl, without = (
-        spec.knobs(group_size=SAMPLES, kl_coef=coef, kl_placement="reward", kl_estimator="k1") for coef in (1.0, 0.0)
+        spec.config(group_size=SAMPLES, kl_coef=coef, kl_placement="reward", kl_estimator="k1") for coef in (1.0, 0.0)
     )
     for of_name in scored.values():
         for one, other in zip(train_groups(of_name, spec, with_kl), train_groups(of_name, spec, without), strict=True):
@@ -273,15 +273,15 @@ def test_the_entropy_is_that_of_what_was_left(folder: Path, scored: Rows) -> Non
     from transformers import Qwen3ForCausalLM
 
     recorded = Recorded(find_algorithm("grpo"))
-    knobs = recorded.spec.knobs(group_size=SAMPLES, entropy_coef=0.01)
+    config = recorded.spec.config(group_size=SAMPLES, entropy_coef=0.01)
     backend = make_backend(
-        folder, temperature=TEMPERATURE, banned_token_ids=[BANNED], algorithm=recorded.spec, knobs=knobs
+        folder, temperature=TEMPERATURE, banned_token_ids=[BANNED], algorithm=recorded.spec, config=config
     )
     model: Any = Qwen3ForCausalLM.from_pretrained(folder).eval()
     for of_name in scored.values():
         recorded.seen.clear()
         backend.begin_step(0)
-        groups = train_groups(of_name, recorded.spec, knobs)
+        groups = train_groups(of_name, recorded.spec, config)
         backend.accumulate(groups)
         expected = []
         for group in groups:
@@ -349,9 +349,9 @@ def test_a_teacher_that_is_the_student_has_nothing_to_teach(
     )
     recorded = Recorded(find_algorithm("distill"))
     for form in ("topk_forward", "topk_reverse", "topk_jsd"):
-        knobs: Any = recorded.spec.knobs(group_size=SAMPLES, form=form, top_k=top_k)
+        config: Any = recorded.spec.config(group_size=SAMPLES, form=form, top_k=top_k)
         backend = make_backend(
-            folder, temperature=TEMPERATURE, banned_token_ids=[BANNED], algorithm=recorded.spec, knobs=knobs
+            folder, temperature=TEMPERATURE, banned_token_ids=[BANNED], algorithm=recorded.spec, config=config
         )
         pads = 0
         for name, of_name in scored.items():
@@ -362,7 +362,7 @@ def test_a_teacher_that_is_the_student_has_nothing_to_teach(
                 pads += int((scores.top_ids == -1).sum())
             recorded.seen.clear()
             backend.begin_step(0)
-            backend.accumulate(train_groups(taught, recorded.spec, knobs))
+            backend.accumulate(train_groups(taught, recorded.spec, config))
             inputs, outputs = recorded.seen[0]
             assert inputs.teacher_logprobs is not None and inputs.top_logprobs is not None
             assert inputs.teacher_top_logprobs is not None

@@ -1,5 +1,5 @@
-"""The lead and its peers: who trains which groups, what each reads of them, whose answer counts, and what the loss of a
-peer looks like."""
+"""The lead and its other ranks: who trains which groups, what each reads of them, whose answer counts, and what the
+loss of a other rank looks like."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from relax_core.contracts.bus import GroupRow, Lease, LeasedRow, LeaseRequest
 from relax_core.contracts.tree import TokenTree
 from relax_core.control.health.heartbeats import Beat
 from relax_core.control.health.worker_states import verdict
-from relax_core.roles.process.discovery import meet_bus
+from relax_core.roles.process.discovery import discover_bus
 from relax_core.roles.process.role_context import BUS, RunContext
 from relax_core.roles.process.worker import WorkerStatus
 from relax_core.roles.trainer.rank_batches import parts_of, policy_columns, policy_rows
 from relax_core.roles.trainer.rank_discovery import tell_loss
-from relax_core.roles.trainer.rank_worker import STATUS_GROUPS, ActorPeer
-from relax_core.roles.trainer.worker_group import Gang, RankLost, Ranks, TrainerGang, take_answers
+from relax_core.roles.trainer.rank_worker import STATUS_GROUPS, ActorRank
+from relax_core.roles.trainer.worker_group import RankLost, Ranks, TrainerWorkerGroup, WorkerGroup, take_answers
 from relax_core.train.parallel.layout_arithmetic import replica_ranks, world_size
 from tests.roles.run_context import context_in
 from tests.trees import answers_tree, with_tokens
@@ -39,7 +39,7 @@ Seen = tuple[list[str], list[int], list[float]]  # of a tree that was trained: e
 STEP = 0
 ANSWERS = ((9,), (2,), (4,), (7,), (1,), (15, 15, 15, 15))  # tokens of each answer of the groups on the bus
 OVERRIDES = ("parallel.dp=2", "parallel.tp=2")
-BROKE = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by peer"
+BROKE = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by other rank"
 
 
 class Backend:
@@ -68,20 +68,20 @@ class Backend:
 
 
 class Patient(Backend):
-    """A lead whose own part lasts until a peer has done its part."""
+    """A lead whose own part lasts until a other rank has done its part."""
 
-    def __init__(self, peer: Any) -> None:
+    def __init__(self, other_rank: Any) -> None:
         super().__init__(0)
-        self._peer = peer
+        self._other_rank = other_rank
 
     def accumulate(self, groups: Sequence[TokenTree]) -> None:
         import ray
 
         super().accumulate(groups)
-        ray.get(self._peer.seen.remote(), timeout=120)  # a peer's calls come one after the other
+        ray.get(self._other_rank.seen.remote(), timeout=120)  # a other rank's calls come one after the other
 
 
-class Peer(ActorPeer):
+class OtherRank(ActorRank):
     """With a back end that needs no other ranks."""
 
     role = "reference"  # whose process runs no plug-in, so that its output has no log of its own
@@ -96,32 +96,32 @@ class Peer(ActorPeer):
             if fails == "hangs in build":
                 threading.Event().wait()
             self._built = Backend(self._rank, fails=fails)  # type: ignore[assignment]
-            self._rows = policy_rows(self._context, meet_bus(self._context, self.waiting))
+            self._rows = policy_rows(self._context, discover_bus(self._context, self.waiting))
 
     def seen(self) -> list[Seen]:
         return self._backend.seen  # type: ignore[attr-defined]
 
 
-class RestartedPeer(Peer):
+class RestartedRank(OtherRank):
     """Of a role that Ray starts anew."""
 
     ends_with_others = True
 
 
 @pytest.fixture
-def peers(ray_session: str) -> Iterator[list[Any]]:
+def other_ranks(ray_session: str) -> Iterator[list[Any]]:
     import ray
 
     started: list[Any] = []
     yield started
-    for peer in started:
-        ray.kill(peer)
+    for other_rank in started:
+        ray.kill(other_rank)
 
 
 @pytest.fixture(scope="module")
 def context(ray_session: str, tmp_path_factory: pytest.TempPathFactory) -> RunContext:
-    folder = tmp_path_factory.mktemp("gang")
-    return replace(context_in(folder), namespace="test-gang")
+    folder = tmp_path_factory.mktemp("worker_group")
+    return replace(context_in(folder), namespace="test-worker group")
 
 
 @pytest.fixture(scope="module")
@@ -188,48 +188,55 @@ def seen(tree: TokenTree) -> Seen:
 
 
 def start(
-    peers: list[Any], count: int, context: RunContext, *, of: type[ActorPeer] = Peer, **fails: str
+    other_ranks: list[Any], count: int, context: RunContext, *, of: type[ActorRank] = OtherRank, **fails: str
 ) -> list[tuple[str, Any]]:
     """All of them built."""
     import ray
 
-    members = begin(peers, count, context, of=of)
-    ray.get([peer.build.remote(fails.get(f"rank_{rank}", "")) for rank, (_, peer) in enumerate(members, start=1)])
+    members = begin(other_ranks, count, context, of=of)
+    ray.get(
+        [
+            other_rank.build.remote(fails.get(f"rank_{rank}", ""))
+            for rank, (_, other_rank) in enumerate(members, start=1)
+        ]
+    )
     return members
 
 
-def begin(peers: list[Any], count: int, context: RunContext, *, of: type[ActorPeer] = Peer) -> list[tuple[str, Any]]:
+def begin(
+    other_ranks: list[Any], count: int, context: RunContext, *, of: type[ActorRank] = OtherRank
+) -> list[tuple[str, Any]]:
     import ray
 
     options: dict[str, Any] = {"num_cpus": 0, "concurrency_groups": STATUS_GROUPS, "max_restarts": 1}
     remote: Any = ray.remote(**options)(of)
-    peers += [remote.remote(f"actor-{rank}", context, rank) for rank in range(1, count + 1)]
-    return [(f"actor-{rank}", peer) for rank, peer in enumerate(peers, start=1)]
+    other_ranks += [remote.remote(f"actor-{rank}", context, rank) for rank in range(1, count + 1)]
+    return [(f"actor-{rank}", other_rank) for rank, other_rank in enumerate(other_ranks, start=1)]
 
 
-def pid_of(peer: Any) -> int | None:
+def pid_of(other_rank: Any) -> int | None:
     """None while Ray starts another process."""
     import ray
     from ray.exceptions import ActorUnavailableError
 
     try:
-        return int(ray.get(peer.status.remote()).pid)
+        return int(ray.get(other_rank.status.remote()).pid)
     except ActorUnavailableError:
         return None
 
 
-def one_replica(lead: Backend, members: list[tuple[str, Any]], lease: Lease, **options: Any) -> TrainerGang:
-    """Of whole groups, in the step that has them. ``options``: of the gang."""
+def one_replica(lead: Backend, members: list[tuple[str, Any]], lease: Lease, **options: Any) -> TrainerWorkerGroup:
+    """Of whole groups, in the step that has them. ``options``: of the worker group."""
     ranks = Ranks(
         name="actor-0",
         lead=lead,  # type: ignore[arg-type]
-        peers=members,
+        other_ranks=members,
         replicas=[list(range(len(members) + 1))],
     )
-    gang = TrainerGang(ranks, **{"timeout_s": 120.0, "waiting": waiting, **options})
-    gang.begin_step(STEP)
-    gang.note_lease(lease)
-    return gang
+    worker_group = TrainerWorkerGroup(ranks, **{"timeout_s": 120.0, "waiting": waiting, **options})
+    worker_group.begin_step(STEP)
+    worker_group.note_lease(lease)
+    return worker_group
 
 
 def waiting(what: str, *, on: str) -> Any:
@@ -237,7 +244,7 @@ def waiting(what: str, *, on: str) -> Any:
 
 
 def test_the_ranks_of_a_replica_read_the_same_groups_and_its_first_one_answers(
-    peers: list[Any], context: RunContext, bus: RayBus, lease: Lease, groups: list[TokenTree]
+    other_ranks: list[Any], context: RunContext, bus: RayBus, lease: Lease, groups: list[TokenTree]
 ) -> None:
     import ray
 
@@ -248,44 +255,44 @@ def test_the_ranks_of_a_replica_read_the_same_groups_and_its_first_one_answers(
     ranks = Ranks(
         name="actor-0",
         lead=lead,  # type: ignore[arg-type]
-        peers=start(peers, world_size(parallel) - 1, context),
+        other_ranks=start(other_ranks, world_size(parallel) - 1, context),
         replicas=replicas,
     )
     # 33 rows in groups of one answer, then a prompt of 3 rows with 14 more an answer: cut behind the first of these.
-    gang = TrainerGang(ranks, timeout_s=120.0, waiting=waiting, rows=policy_rows(context, bus))
-    gang.begin_step(STEP)
-    gang.note_lease(lease)
-    gang.accumulate([c.decode_tree(row) for row in lease.rows])
-    trained = [lead.seen, *ray.get([peer.seen.remote() for peer in peers])]
+    worker_group = TrainerWorkerGroup(ranks, timeout_s=120.0, waiting=waiting, rows=policy_rows(context, bus))
+    worker_group.begin_step(STEP)
+    worker_group.note_lease(lease)
+    worker_group.accumulate([c.decode_tree(row) for row in lease.rows])
+    trained = [lead.seen, *ray.get([other_rank.seen.remote() for other_rank in other_ranks])]
     for replica in replicas:
         assert all(trained[rank] == trained[replica[0]] for rank in replica)
     first, second = trained[0], trained[2]
     assert first[:-1] == [seen(tree) for tree in groups[:-1]]  # tokens and all, though the lead has none of its own
     assert first[-1:] == [seen(groups[-1].take([0]))] and second == [seen(groups[-1].take([1, 2, 3]))]
-    answers = Gang(ranks, timeout_s=120.0, waiting=waiting).logprobs(groups)
+    answers = WorkerGroup(ranks, timeout_s=120.0, waiting=waiting).logprobs(groups)
     for one, answer in zip(groups, answers, strict=True):
         of_second = 2000.0 * (one is groups[-1]) * np.isin(np.arange(one.rows), range(3, 18), invert=True)
         assert answer.tolist() == (one.token_ids + of_second).tolist()  # the second one's of the shared prompt
 
 
 def test_a_rank_that_reads_tells_that_it_waits_for_the_bus(
-    peers: list[Any], context: RunContext, bus: RayBus, lease: Lease, groups: list[TokenTree], wait_until: Any
+    other_ranks: list[Any], context: RunContext, bus: RayBus, lease: Lease, groups: list[TokenTree], wait_until: Any
 ) -> None:
     import ray
 
-    start(peers, 1, context)
+    start(other_ranks, 1, context)
     parts = parts_of(groups, {row.group_uid: lease.lease_id for row in lease.rows})
     bus_pid = bus.process_id(timeout_s=60.0)
     os.kill(bus_pid, signal.SIGSTOP)
     try:
-        reference = peers[0].accumulate.remote(STEP, parts)
-        wait_until(lambda: [wait.on for wait in status_of(peers[0]).waits] == [BUS], what="its wait")
-        assert [wait.what for wait in status_of(peers[0]).waits] == ["read"]
+        reference = other_ranks[0].accumulate.remote(STEP, parts)
+        wait_until(lambda: [wait.on for wait in status_of(other_ranks[0]).waits] == [BUS], what="its wait")
+        assert [wait.what for wait in status_of(other_ranks[0]).waits] == ["read"]
     finally:
         os.kill(bus_pid, signal.SIGCONT)
     ray.get(reference, timeout=120)
-    assert ray.get(peers[0].seen.remote(), timeout=120) == [seen(group) for group in groups]
-    (idle,) = status_of(peers[0]).waits
+    assert ray.get(other_ranks[0].seen.remote(), timeout=120) == [seen(group) for group in groups]
+    (idle,) = status_of(other_ranks[0]).waits
     assert (idle.what, idle.on) == ("its next call", "reference-0")
 
 
@@ -308,21 +315,21 @@ class Recorder:
 
 
 def test_no_array_travels_in_the_leads_calls(ray_session: str) -> None:
-    """A group of 102,400 tokens; a peer of the lead's replica, one of another replica, and the critic."""
+    """A group of 102,400 tokens; a other rank of the lead's replica, one of another replica, and the critic."""
     tree = answers_tree("g00000000", np.arange(1024), np.full(16, 6400), np.zeros(102_400))
     tree = with_tokens(tree, advantages=np.ones(102_400, dtype=np.float32))
     lead, same, other, critic = Backend(0), Recorder(), Recorder(), Recorder()
     ranks = Ranks(
         name="actor-0",
         lead=lead,  # type: ignore[arg-type]
-        peers=[("actor-1", same), ("actor-2", other)],
+        other_ranks=[("actor-1", same), ("actor-2", other)],
         replicas=[[0, 1], [2]],
     )
-    gang = TrainerGang(ranks, timeout_s=120.0, waiting=waiting, critic=critic)
-    gang.begin_step(STEP)
+    worker_group = TrainerWorkerGroup(ranks, timeout_s=120.0, waiting=waiting, critic=critic)
+    worker_group.begin_step(STEP)
     row = LeasedRow(group_uid=tree.group_uid, index=0, uids=[], versions=[], columns={})
-    gang.note_lease(Lease(lease_id=7, task="actor", rows=[row]))
-    gang.accumulate([tree])
+    worker_group.note_lease(Lease(lease_id=7, task="actor", rows=[row]))
+    worker_group.accumulate([tree])
     uids: dict[str, list[str]] = {}
     for who, handle in (("same", same), ("other", other), ("critic", critic)):
         _, (method, arguments) = handle.called  # behind `begin_step`
@@ -335,56 +342,56 @@ def test_no_array_travels_in_the_leads_calls(ray_session: str) -> None:
 
 
 def test_a_rank_that_dies_is_named_also_where_the_lead_breaks_of_it(
-    peers: list[Any], context: RunContext, lease: Lease, groups: list[TokenTree]
+    other_ranks: list[Any], context: RunContext, lease: Lease, groups: list[TokenTree]
 ) -> None:
     names: list[tuple[str, str]] = []
 
     @contextmanager
-    def noted(what: str, *, on: str) -> Iterator[None]:
+    def traced(what: str, *, on: str) -> Iterator[None]:
         names.append((what, on))
         yield
 
     lead = Backend(0, fails=BROKE)
-    members = start(peers, 3, context, rank_2="dies", rank_3=BROKE)
-    gang = one_replica(lead, members, lease, waiting=noted)
+    members = start(other_ranks, 3, context, rank_2="dies", rank_3=BROKE)
+    worker_group = one_replica(lead, members, lease, waiting=traced)
     names.clear()
     with pytest.raises(RankLost, match=r"actor-2 was lost in accumulate"):
-        gang.accumulate(groups[:1])
+        worker_group.accumulate(groups[:1])
     assert names == [("accumulate of all ranks", f"actor-{rank}") for rank in range(4)]
 
 
 def test_what_a_rank_raises_by_itself_is_no_loss(
-    peers: list[Any], context: RunContext, lease: Lease, groups: list[TokenTree]
+    other_ranks: list[Any], context: RunContext, lease: Lease, groups: list[TokenTree]
 ) -> None:
     lead = Backend(0, fails="out of memory")
     with pytest.raises(RuntimeError, match="out of memory") as raised:
-        one_replica(lead, start(peers, 1, context, rank_1="out of memory"), lease).accumulate(groups[:1])
+        one_replica(lead, start(other_ranks, 1, context, rank_1="out of memory"), lease).accumulate(groups[:1])
     assert not isinstance(raised.value, RankLost)
 
 
 def test_a_process_that_was_started_anew_is_a_lost_rank(
-    peers: list[Any], context: RunContext, lease: Lease, groups: list[TokenTree], wait_until: Callable[..., None]
+    other_ranks: list[Any], context: RunContext, lease: Lease, groups: list[TokenTree], wait_until: Callable[..., None]
 ) -> None:
     lead = Backend(0)
-    gang = one_replica(lead, start(peers, 1, context), lease)
-    pid = pid_of(peers[0])
+    worker_group = one_replica(lead, start(other_ranks, 1, context), lease)
+    pid = pid_of(other_ranks[0])
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: pid_of(peers[0]) not in (None, pid), what="its new process")
+    wait_until(lambda: pid_of(other_ranks[0]) not in (None, pid), what="its new process")
     for lead.fails in ("", BROKE):
         with pytest.raises(RankLost, match=r"^actor-1 was lost in accumulate: actor-1 was started anew$"):
-            gang.accumulate(groups[:1])
-    assert status_of(peers[0]).state != "failed"
+            worker_group.accumulate(groups[:1])
+    assert status_of(other_ranks[0]).state != "failed"
 
 
 def test_what_one_rank_alone_raises_is_told_by_it_and_by_the_lead(
-    peers: list[Any], context: RunContext, lease: Lease, groups: list[TokenTree]
+    other_ranks: list[Any], context: RunContext, lease: Lease, groups: list[TokenTree]
 ) -> None:
-    members = start(peers, 2, context, rank_1=BROKE, rank_2="a bad loss")
+    members = start(other_ranks, 2, context, rank_1=BROKE, rank_2="a bad loss")
     for lead_fails in ("", BROKE):
         with pytest.raises(ValueError, match="a bad loss"):
             one_replica(Backend(0, fails=lead_fails), members, lease).accumulate(groups[:1])
-    broke, failed = status_of(peers[0]), status_of(peers[1])
+    broke, failed = status_of(other_ranks[0]), status_of(other_ranks[1])
     assert (broke.state, broke.error) == ("starting", None)
     assert (failed.state, failed.detail, failed.lost) == ("failed", "ValueError: a bad loss", None)
     assert failed.error is not None and "in accumulate" in failed.error
@@ -393,36 +400,36 @@ def test_what_one_rank_alone_raises_is_told_by_it_and_by_the_lead(
 
 
 def test_a_rank_that_ray_starts_anew_ends_where_a_collective_breaks(
-    peers: list[Any], context: RunContext, lease: Lease, groups: list[TokenTree]
+    other_ranks: list[Any], context: RunContext, lease: Lease, groups: list[TokenTree]
 ) -> None:
-    members = start(peers, 1, context, of=RestartedPeer, rank_1=BROKE)
+    members = start(other_ranks, 1, context, of=RestartedRank, rank_1=BROKE)
     with pytest.raises(RankLost, match=r"actor-1 was lost in accumulate"):
         one_replica(Backend(0), members, lease).accumulate(groups[:1])
 
 
 def test_who_does_not_answer_in_time_is_named(
-    peers: list[Any], context: RunContext, lease: Lease, groups: list[TokenTree]
+    other_ranks: list[Any], context: RunContext, lease: Lease, groups: list[TokenTree]
 ) -> None:
-    members = start(peers, 2, context, rank_2="hangs")
+    members = start(other_ranks, 2, context, rank_2="hangs")
     with pytest.raises(RankLost, match=r"actor-2 was lost in accumulate: no answer within 1 s"):
-        one_replica(Patient(peers[0]), members, lease, timeout_s=1.0).accumulate(groups[:1])
+        one_replica(Patient(other_ranks[0]), members, lease, timeout_s=1.0).accumulate(groups[:1])
 
 
-def test_a_loss_while_ranks_build_is_told_at_once(peers: list[Any], context: RunContext) -> None:
+def test_a_loss_while_ranks_build_is_told_at_once(other_ranks: list[Any], context: RunContext) -> None:
     import ray
 
-    members = begin(peers, 2, context)
-    pid = pid_of(peers[1])
+    members = begin(other_ranks, 2, context)
+    pid = pid_of(other_ranks[1])
     assert pid is not None
     sent = [
-        (who, peer.build.remote(fails))
-        for (who, peer), fails in zip(members, ("no file", "hangs in build"), strict=True)
+        (who, other_rank.build.remote(fails))
+        for (who, other_rank), fails in zip(members, ("no file", "hangs in build"), strict=True)
     ]
     losses: list[str] = []
     ray.wait([sent[0][1]])
     tell_loss(sent, 0.5, lambda lost: losses.append(str(lost)))
     assert losses == ["actor-2 was lost in build: no answer within 0 s"]
-    assert status_of(peers[0]).detail == "FileNotFoundError: no file"
+    assert status_of(other_ranks[0]).detail == "FileNotFoundError: no file"
     os.kill(pid, signal.SIGKILL)
     tell_loss(sent, 120.0, lambda lost: losses.append(str(lost)))
     assert len(losses) == 2 and losses[1].startswith("actor-2 was lost in build: The actor")
@@ -430,8 +437,8 @@ def test_a_loss_while_ranks_build_is_told_at_once(peers: list[Any], context: Run
         take_answers("build", sent, timeout_s=120.0, waiting=waiting)
 
 
-def status_of(peer: Any) -> WorkerStatus:
+def status_of(other_rank: Any) -> WorkerStatus:
     import ray
 
-    status: WorkerStatus = ray.get(peer.status.remote())
+    status: WorkerStatus = ray.get(other_rank.status.remote())
     return status

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from envs.number_guess import NumberGuess, NumberGuessKnobs
+from envs.number_guess import NumberGuess, NumberGuessConfig
 from relax_core.contracts.checked import WrongResult, checked_env
 from relax_core.contracts.engine import Generated, PromptRequest
 from relax_core.contracts.env import (
@@ -19,7 +19,7 @@ from relax_core.contracts.env import (
     BaseInteractionEnv,
     EnvSpec,
     EpisodeStart,
-    InteractionKnobs,
+    InteractionConfig,
     StepResult,
 )
 from relax_core.contracts.reward import RewardInput, RewardOutput
@@ -48,7 +48,7 @@ def engine(start_engine: Callable[..., Engine], launch: EngineLaunch, folder: Pa
 
 
 def env_of(kind: Callable[[EpisodeStart, Any], BaseInteractionEnv]) -> EnvSpec:
-    return checked_env(EnvSpec(name="mine", summary="s", knobs=InteractionKnobs, open=kind))
+    return checked_env(EnvSpec(name="mine", summary="s", config=InteractionConfig, open=kind))
 
 
 def play(engine: Engine, folder: Path, bus: CoreBus, env: EnvSpec, **given: Any) -> list[Any]:
@@ -75,7 +75,7 @@ class Echo(BaseInteractionEnv):
 
     turns = 2
 
-    def __init__(self, start: EpisodeStart, knobs: InteractionKnobs) -> None:
+    def __init__(self, start: EpisodeStart, config: InteractionConfig) -> None:
         self.start = start
         self.played = 0
         self.closed = False
@@ -108,7 +108,7 @@ def test_groups_of_a_game_reach_the_bus_as_trees(engine: Engine, folder: Path) -
     bus = CoreBus(steps=2, on_step=renamed(engine))
     records = play(engine, folder, bus, find_env("number_guess"), client=client)
     tokenizer = PromptTokenizer(folder)
-    knobs = NumberGuessKnobs()
+    config = NumberGuessConfig()
     several, trees = 0, [tree_of(bus.rows[uid]) for uid in sorted(bus.rows)]
     assert len(trees) == 2 * STEP_GROUPS
     for tree in trees:
@@ -119,7 +119,7 @@ def test_groups_of_a_game_reach_the_bus_as_trees(engine: Engine, folder: Path) -
             ids = path_ids(tree, place)
             assert ids[: len(opening)] == opening and len(one.leaves) == 1
             several += len(one.turns) > 1
-            assert len(one.turns) <= knobs.max_turns and one.reward == sum(turn.reward or 0.0 for turn in one.turns)
+            assert len(one.turns) <= config.max_turns and one.reward == sum(turn.reward or 0.0 for turn in one.turns)
             for before, after in zip(one.turns, one.turns[1:], strict=False):
                 between = tokenizer.decode(tree.token_ids[before.end : after.start].tolist())
                 assert between.startswith("\n<|im_start|>user\n")
@@ -142,11 +142,11 @@ def test_the_same_seed_plays_the_same_episodes_and_the_tree_is_the_conversation(
     tokenizer, seen = PromptTokenizer(folder), dict[str, RewardInput]()
     opened: list[Echo] = []
 
-    def make(start: EpisodeStart, knobs: Any) -> Echo:
-        opened.append(Echo(start, knobs))
+    def make(start: EpisodeStart, config: Any) -> Echo:
+        opened.append(Echo(start, config))
         return opened[-1]
 
-    def score(given: RewardInput, knobs: Any) -> RewardOutput:
+    def score(given: RewardInput, config: Any) -> RewardOutput:
         seen[given.uid] = given
         return RewardOutput(reward=sum(reward or 0.0 for reward in given.turn_rewards))
 
@@ -204,7 +204,7 @@ def test_the_most_turns_are_played(engine: Engine, folder: Path) -> None:
             return dataclasses.replace(super().step(action), observation="go on")
 
     bus = CoreBus(steps=1)
-    play(engine, folder, bus, env_of(Endless), env_knobs=InteractionKnobs(name="mine", max_turns=2))
+    play(engine, folder, bus, env_of(Endless), env_config=InteractionConfig(name="mine", max_turns=2))
     episodes = [one for row in bus.rows.values() for one in tree_of(row).episodes]
     assert {(one.ended, len(one.turns)) for one in episodes if one.ended != "turn_cut"} == {("max_turns", 2)}
 
@@ -216,8 +216,8 @@ def test_an_env_that_raises_ends_its_episode_without_a_reward(engine: Engine, fo
             if here == where and self.start.row["prompt"] == "rev 101":
                 raise OSError("the game server is gone")
 
-        def __init__(self, start: EpisodeStart, knobs: Any) -> None:
-            super().__init__(start, knobs)
+        def __init__(self, start: EpisodeStart, config: Any) -> None:
+            super().__init__(start, config)
             self.fails("open")
 
         def reset(self) -> Any:
@@ -262,7 +262,7 @@ def test_a_step_that_hangs_ends_its_episode_and_no_other(engine: Engine, folder:
 
     bus = CoreBus(steps=1)
     try:
-        play(engine, folder, bus, env_of(Hangs), env_knobs=InteractionKnobs(name="mine", step_timeout_s=0.5))
+        play(engine, folder, bus, env_of(Hangs), env_config=InteractionConfig(name="mine", step_timeout_s=0.5))
         assert hung.is_set() and sorted(bus.rows) == ["g00000000", "g00000002", "g00000003"]
         assert not closed.is_set()
     finally:
@@ -302,7 +302,7 @@ def test_an_opening_that_leaves_no_room_is_left_out(engine: Engine, folder: Path
 def test_number_guess_answers() -> None:
     async def scene() -> None:
         start = EpisodeStart(row={}, group_seed=3, episode_seed=0)
-        games = [NumberGuess(start, NumberGuessKnobs()) for _ in range(7)]
+        games = [NumberGuess(start, NumberGuessConfig()) for _ in range(7)]
         steps = [await game.step(Action(text=f"is it {place + 1}?", stopped=True)) for place, game in enumerate(games)]
         (found,) = [place for place, step in enumerate(steps) if step.reward == 1.0]
         assert all(step.done == (place == found) for place, step in enumerate(steps))
@@ -331,7 +331,9 @@ def test_a_group_that_the_bus_has_ended_gives_its_envs_up(engine: Engine, folder
                 ends.append("close")
 
     bus = CoreBus(steps=2, spare_groups=1, surplus="drop", on_step=renamed(engine))
-    play(engine, folder, bus, env_of(Waits), max_aborts=0, env_knobs=InteractionKnobs(name="mine", step_timeout_s=600))
+    play(
+        engine, folder, bus, env_of(Waits), max_aborts=0, env_config=InteractionConfig(name="mine", step_timeout_s=600)
+    )
     assert "g00000001" not in bus.rows and ends[-GROUP_SIZE:] == ["close"] * GROUP_SIZE
     assert set(ends[:-GROUP_SIZE]) <= {"step"}
     counts = bus.core.progress().ledger

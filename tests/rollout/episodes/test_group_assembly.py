@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from algorithms.grpo import SPEC as GRPO
-from algorithms.grpo import GrpoKnobs
+from algorithms.grpo import GrpoConfig
 from relax_core.bus.state.bus_state import BusCore
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import GroupRow, LeasedRow, LeaseRequest
@@ -213,8 +213,8 @@ def test_the_way_of_a_truncated_sample_from_the_engine_to_the_ledger(aggregation
     request = LeaseRequest(task="advantages", columns=(*c.FORWARD_COLUMNS, c.LOSS_MASK), max_groups=1, lease_s=60.0)
     lease = core.lease(request)
     assert lease is not None
-    knobs = GrpoKnobs(normalize_std="none", aggregation=aggregation, norm_length=8.0)
-    (made,) = advantage_extras([tree_of(lease.rows[0])], GRPO, knobs)
+    config = GrpoConfig(normalize_std="none", aggregation=aggregation, norm_length=8.0)
+    (made,) = advantage_extras([tree_of(lease.rows[0])], GRPO, config)
     payload = c.encode_column(c.ADVANTAGES, made[c.ADVANTAGES])
     core.write(lease.lease_id, {row.group_uid: {c.ADVANTAGES: payload}})
     columns = (*c.ROLLOUT_COLUMNS, c.ADVANTAGES)
@@ -223,7 +223,7 @@ def test_the_way_of_a_truncated_sample_from_the_engine_to_the_ledger(aggregation
     group, masked = decode_train_tree(lease.rows[0], step=0, oldest_version=0)
     trained = of_tokens(group, group.loss_mask)
     assert group.extras["advantages"][trained].tolist() == [1.0] * 7  # the mean is 0
-    assert GRPO.denominator(micro_batch_totals([group]), knobs) == denominator
+    assert GRPO.denominator(micro_batch_totals([group]), config) == denominator
     core.ack([lease.lease_id], step=0, dropped=masked)
     counts = core.progress().ledger
     assert (counts.issued, counts.trained, counts.dropped, counts.lost) == (3, 2, {"truncated": 1}, 0)

@@ -15,6 +15,7 @@ from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.engine_process import EngineLaunch
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.registry import find_env, find_reward
+from relax_core.rollout.evaluation import evaluator as evaluation
 from relax_core.rollout.evaluation.eval_metrics import Answer
 from relax_core.rollout.evaluation.evaluator import (
     PreparedSet,
@@ -24,7 +25,6 @@ from relax_core.rollout.evaluation.evaluator import (
     evaluation_values,
     prepare,
 )
-from relax_core.rollout.evaluation.evaluator import evaluator as evaluation
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.tools.make_tiny import tiny_model_folder
@@ -62,8 +62,8 @@ def rows(start: int, count: int) -> list[DataRow]:
 
 def maker(folder: Path) -> PromptMaker:
     env = find_env("single_turn")
-    knobs = env.knobs(name="single_turn")
-    return PromptMaker(env=env, env_knobs=knobs, tokenizer=PromptTokenizer(folder), max_prompt_tokens=CONTEXT - 8)
+    config = env.config(name="single_turn")
+    return PromptMaker(env=env, env_config=config, tokenizer=PromptTokenizer(folder), max_prompt_tokens=CONTEXT - 8)
 
 
 def asked(
@@ -71,7 +71,7 @@ def asked(
 ) -> list[SetAnswers]:
     client = engine.new_client()
 
-    async def client_for(place: int, fresh: bool) -> Any:
+    async def client_for(place: int, on_policy: bool) -> Any:
         return client
 
     async def scene(rewards: RewardPool) -> list[SetAnswers]:
@@ -82,7 +82,7 @@ def asked(
             await client.aclose()
 
     spec = reward or find_reward("reverse_digits")
-    with RewardPool(spec, spec.knobs(name=spec.name, timeout_s=5.0), workers=1) as rewards:
+    with RewardPool(spec, spec.config(name=spec.name, timeout_s=5.0), workers=1) as rewards:
         return asyncio.run(scene(rewards))
 
 
@@ -113,7 +113,7 @@ def test_sets_answers_and_what_is_left_out(
     assert values["second/rows"] == values["rows"] == 5 and values["second/bad_rows"] == values["bad_rows"] == 2
     assert {"exact", "exact/low", "exact/high", "reward", "pass@2", "pass@4", "maj@4", "unscored"} <= values.keys()
 
-    def none_of_the_first(given: RewardInput, knobs: Any) -> RewardOutput:
+    def none_of_the_first(given: RewardInput, config: Any) -> RewardOutput:
         return RewardOutput(reward=None if given.row["prompt"] == "rev 100" else 0.5)
 
     unscored = asked(

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput
+from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput
 from relax_core.contracts.stop_signals import STOP_SIGNALS
 from relax_core.registry import find_reward
 from relax_core.rollout.rewards import reward_worker
@@ -29,15 +29,15 @@ LONG_S = 120.0  # a time limit, or a deadline, that nothing here comes near
 PLUGIN = """
 import os, signal, subprocess, sys, time
 from dataclasses import dataclass
-from relax_core.contracts.reward import RewardKnobs, RewardOutput, RewardSpec
+from relax_core.contracts.reward import RewardConfig, RewardOutput, RewardSpec
 
 @dataclass(frozen=True)
-class Knobs(RewardKnobs):
+class Config(RewardConfig):
     name: str = "odd"
     timeout_s: float = 120.0
     scale: float = 1.0
 
-def score(given, knobs):
+def score(given, config):
     what, _, argument = given.response.partition(" ")
     if what == "sleep":
         time.sleep(float(argument))
@@ -67,9 +67,9 @@ def score(given, knobs):
     if what == "child":
         subprocess.Popen(["sleep", "600"])
         time.sleep(600)
-    return RewardOutput(reward=knobs.scale * len(given.response), parts={"pid": float(os.getpid())})
+    return RewardOutput(reward=config.scale * len(given.response), parts={"pid": float(os.getpid())})
 
-SPEC = RewardSpec(name="odd", summary="odd", knobs=Knobs, score=score, isolated=ISOLATED)
+SPEC = RewardSpec(name="odd", summary="odd", config=Config, score=score, isolated=ISOLATED)
 """
 
 
@@ -77,11 +77,11 @@ SPEC = RewardSpec(name="odd", summary="odd", knobs=Knobs, score=score, isolated=
 def make_pool(tmp_path: Path) -> Any:
     pools: list[RewardPool] = []
 
-    def make(*, workers: int = 1, isolated: bool = True, code: str = PLUGIN, **knobs: Any) -> RewardPool:
+    def make(*, workers: int = 1, isolated: bool = True, code: str = PLUGIN, **config: Any) -> RewardPool:
         path = tmp_path / f"odd{len(pools)}.py"
         path.write_text(code.replace("ISOLATED", str(isolated)))
         spec = find_reward(str(path))
-        pools.append(RewardPool(spec, spec.knobs(name=str(path), **knobs), workers=workers))
+        pools.append(RewardPool(spec, spec.config(name=str(path), **config), workers=workers))
         return pools[-1]
 
     yield make
@@ -238,7 +238,7 @@ def test_a_reward_that_hangs_where_nobody_can_end_it_is_told(tmp_path: Path) -> 
     path.write_text(PLUGIN.replace("ISOLATED", "False"))
     spec = find_reward(str(path))
     told: list[Exception] = []
-    with RewardPool(spec, spec.knobs(name=str(path), timeout_s=0.2), workers=1, on_hang=told.append) as pool:
+    with RewardPool(spec, spec.config(name=str(path), timeout_s=0.2), workers=1, on_hang=told.append) as pool:
         score(pool, _given(*["ab"] * 50))
         scoring = threading.Thread(
             target=score,
@@ -260,7 +260,7 @@ def test_what_a_worker_prints_is_in_its_log(make_pool: Any, tmp_path: Path) -> N
     path.write_text(PLUGIN.replace("ISOLATED", "True").replace("        sys.stdout.flush()\n", ""))
     spec = find_reward(str(path))
     log = tmp_path / "reward.log"
-    with RewardPool(spec, spec.knobs(name=str(path)), workers=1, log_file=log) as pool:
+    with RewardPool(spec, spec.config(name=str(path)), workers=1, log_file=log) as pool:
         score(pool, _given("print"))
         assert log.read_text() == "noise\n"
 
@@ -301,7 +301,7 @@ def test_closing_ends_all_workers_also_in_the_middle_of_a_score(make_pool: Any) 
 def test_a_worker_that_cannot_start_says_why(tmp_path: Path) -> None:
     spec = find_reward("reverse_digits")
     gone = RewardPool(
-        dataclasses.replace(spec, isolated=True), RewardKnobs(name="no_such_reward", timeout_s=1.0), workers=1
+        dataclasses.replace(spec, isolated=True), RewardConfig(name="no_such_reward", timeout_s=1.0), workers=1
     )
     with gone, pytest.raises(RuntimeError, match=r"could not start: PluginError: .*no_such_reward"):
         score(gone, _given("a"))
@@ -322,7 +322,7 @@ def test_no_worker_outlives_an_owner_that_is_killed(tmp_path: Path, busy: str) -
             from relax_core.registry import find_reward
             from relax_core.rollout.rewards.reward_pool import RewardPool
             spec = find_reward({str(path)!r})
-            pool = RewardPool(spec, spec.knobs(name={str(path)!r}, timeout_s={limit_s}), workers=1)
+            pool = RewardPool(spec, spec.config(name={str(path)!r}, timeout_s={limit_s}), workers=1)
             def score(text):
                 given = RewardInput(response=text, stopped=True, answer="a", row={{}})
                 asyncio.run(pool.score([given]))
@@ -359,6 +359,6 @@ def _cpu_ticks(pid: int) -> int:
 
 def test_the_math_reward_runs_in_a_worker() -> None:
     spec = find_reward("math")
-    with RewardPool(spec, spec.knobs(name="math", timeout_s=LONG_S), workers=1) as pool:
+    with RewardPool(spec, spec.config(name="math", timeout_s=LONG_S), workers=1) as pool:
         given = [RewardInput(response=text, stopped=True, answer="42", row={}) for text in ("it is 42", "41")]
         assert [output.reward for output in score(pool, given)] == [1.0, 0.0]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from relax_core.contracts.checked import checked_reward
-from relax_core.contracts.reward import RewardInput, RewardKnobs, RewardOutput, RewardSpec
+from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
 from relax_core.registry import find_reward
 from relax_core.rollout.rewards.reward_failures import RewardsFailed
 from relax_core.rollout.rewards.reward_pool import RewardPool
@@ -25,9 +25,9 @@ def pool_of(
     score: Callable[..., Any], *, group: bool = False, timeout_s: float = LONG_S, **settings: Any
 ) -> RewardPool:
     functions = {"score_group": score} if group else {"score": score}
-    spec = checked_reward(RewardSpec(name="mine", summary="s", knobs=RewardKnobs, **functions))
+    spec = checked_reward(RewardSpec(name="mine", summary="s", config=RewardConfig, **functions))
     return RewardPool(
-        spec, RewardKnobs(name="mine", timeout_s=timeout_s), **{"workers": 1, "concurrency": 32} | settings
+        spec, RewardConfig(name="mine", timeout_s=timeout_s), **{"workers": 1, "concurrency": 32} | settings
     )
 
 
@@ -55,7 +55,7 @@ def test_groups_in_threads_are_under_way_at_once_and_the_event_loop_is_free() ->
     all_there = threading.Barrier(GROUPS)
     let_go = threading.Event()
 
-    def score(given: RewardInput, knobs: Any) -> float:
+    def score(given: RewardInput, config: Any) -> float:
         if all_there.wait(LONG_S) == 0:
             loop.call_soon_threadsafe(let_go.set)
         assert let_go.wait(LONG_S)
@@ -78,20 +78,20 @@ def test_groups_in_worker_processes_are_under_way_at_once(tmp_path: Path) -> Non
         f"""
 import time
 from pathlib import Path
-from relax_core.contracts.reward import RewardKnobs, RewardSpec
+from relax_core.contracts.reward import RewardConfig, RewardSpec
 
-def score(given, knobs):
+def score(given, config):
     begun = Path({str(tmp_path)!r})
     (begun / f"{{given.response}}.begun").touch()
     while len(list(begun.glob("*.begun"))) < {GROUPS}:
         time.sleep(0.01)
     return 1.0
 
-SPEC = RewardSpec(name="waits", summary="waits", knobs=RewardKnobs, score=score, isolated=True)
+SPEC = RewardSpec(name="waits", summary="waits", config=RewardConfig, score=score, isolated=True)
 """
     )
     spec = find_reward(str(path))
-    pool = RewardPool(spec, spec.knobs(name=str(path), timeout_s=LONG_S), workers=GROUPS)
+    pool = RewardPool(spec, spec.config(name=str(path), timeout_s=LONG_S), workers=GROUPS)
     assert scored(pool, *(group_of(str(place)) for place in range(GROUPS))) == [
         [RewardOutput(reward=1.0, exact=True)]
     ] * (GROUPS)
@@ -101,7 +101,7 @@ def test_a_quick_reward_is_scored_in_the_event_loop_and_a_slow_one_in_threads() 
     where: list[threading.Thread] = []
     slow = False
 
-    def score(given: RewardInput, knobs: Any) -> float:
+    def score(given: RewardInput, config: Any) -> float:
         where.append(threading.current_thread())
         if slow:
             time.sleep(0.05)
@@ -127,7 +127,7 @@ def test_a_quick_reward_is_scored_in_the_event_loop_and_a_slow_one_in_threads() 
 def test_an_async_reward_has_so_many_calls_under_way_and_no_more() -> None:
     under_way = most = 0
 
-    async def score(given: RewardInput, knobs: Any) -> float:
+    async def score(given: RewardInput, config: Any) -> float:
         nonlocal under_way, most
         under_way += 1
         most = max(most, under_way)
@@ -145,7 +145,7 @@ def test_an_async_reward_has_so_many_calls_under_way_and_no_more() -> None:
 def test_an_async_reward_that_hangs_is_cancelled_and_one_that_raises_says_why() -> None:
     ended: list[str] = []
 
-    async def score(given: RewardInput, knobs: Any) -> float:
+    async def score(given: RewardInput, config: Any) -> float:
         if given.response == "raise":
             raise KeyError("price")
         if given.response == "nan":
@@ -165,7 +165,7 @@ def test_an_async_reward_that_hangs_is_cancelled_and_one_that_raises_says_why() 
 def test_an_async_reward_that_keeps_the_event_loop_to_itself_is_told() -> None:
     told = threading.Event()
 
-    async def score(given: RewardInput, knobs: Any) -> float:
+    async def score(given: RewardInput, config: Any) -> float:
         assert told.wait(LONG_S)
         return 1.0
 
@@ -176,7 +176,7 @@ def test_an_async_reward_that_keeps_the_event_loop_to_itself_is_told() -> None:
 def test_a_reward_in_many_threads_at_once_has_the_time_that_it_would_have_alone() -> None:
     told: list[Exception] = []
 
-    def score(given: RewardInput, knobs: Any) -> float:
+    def score(given: RewardInput, config: Any) -> float:
         time.sleep(0.6)  # as long as one that computes for 0.02 s, while 31 others do
         return 1.0
 
@@ -186,11 +186,11 @@ def test_a_reward_in_many_threads_at_once_has_the_time_that_it_would_have_alone(
 
 @pytest.mark.parametrize("is_async", [False, True])
 def test_a_reward_of_whole_groups_gets_each_at_once(is_async: bool) -> None:
-    def score(given: Sequence[RewardInput], knobs: Any) -> list[float]:
+    def score(given: Sequence[RewardInput], config: Any) -> list[float]:
         return [len(given) + 0.1 * float(one.response) for one in given]
 
-    async def score_async(given: Sequence[RewardInput], knobs: Any) -> list[float]:
-        return score(given, knobs)
+    async def score_async(given: Sequence[RewardInput], config: Any) -> list[float]:
+        return score(given, config)
 
     pool = pool_of(score_async if is_async else score, group=True)
     assert [rewards(outputs) for outputs in scored(pool, group_of("1", "2"), group_of("3"))] == [[2.1, 2.2], [1.3]]
@@ -201,17 +201,17 @@ def test_an_isolated_reward_of_whole_groups_has_a_deadline_for_the_group(tmp_pat
     path.write_text(
         """
 import time
-from relax_core.contracts.reward import RewardKnobs, RewardSpec
+from relax_core.contracts.reward import RewardConfig, RewardSpec
 
-def score_group(given, knobs):
+def score_group(given, config):
     time.sleep(600 if given[0].response == "hang" else 0)
     return [len(given) for one in given]
 
-SPEC = RewardSpec(name="groups", summary="s", knobs=RewardKnobs, score_group=score_group, isolated=True)
+SPEC = RewardSpec(name="groups", summary="s", config=RewardConfig, score_group=score_group, isolated=True)
 """
     )
     spec = find_reward(str(path))
-    with RewardPool(spec, spec.knobs(name=str(path), timeout_s=0.5), workers=1) as pool:
+    with RewardPool(spec, spec.config(name=str(path), timeout_s=0.5), workers=1) as pool:
         hung = asyncio.run(pool.score(group_of("hang", "hang")))
         assert rewards(hung) == [None, None] and "no answer within 1 s" in hung[1].reason
         give_up = time.monotonic() + LONG_S
@@ -220,7 +220,7 @@ SPEC = RewardSpec(name="groups", summary="s", knobs=RewardKnobs, score_group=sco
 
 
 def test_a_list_of_the_wrong_length_is_no_reward_and_ends_it_with_sample_and_row() -> None:
-    def score(given: Sequence[RewardInput], knobs: Any) -> list[float]:
+    def score(given: Sequence[RewardInput], config: Any) -> list[float]:
         return [1.0]
 
     async def score_all() -> None:
@@ -242,16 +242,16 @@ def test_a_list_of_the_wrong_length_is_no_reward_and_ends_it_with_sample_and_row
 
 
 def test_what_a_spec_may_not_be_is_refused_with_its_name() -> None:
-    async def score_async(given: RewardInput, knobs: Any) -> float:
+    async def score_async(given: RewardInput, config: Any) -> float:
         return 1.0
 
-    def score(given: RewardInput, knobs: Any) -> float:
+    def score(given: RewardInput, config: Any) -> float:
         return 1.0
 
-    def score_group(given: Sequence[RewardInput], knobs: Any) -> list[float]:
+    def score_group(given: Sequence[RewardInput], config: Any) -> list[float]:
         return [1.0 for _ in given]
 
-    named: dict[str, Any] = {"name": "mine", "summary": "s", "knobs": RewardKnobs}
+    named: dict[str, Any] = {"name": "mine", "summary": "s", "config": RewardConfig}
     with pytest.raises(ValueError, match="reward mine: its SPEC has neither score nor score_group"):
         RewardSpec(**named)
     with pytest.raises(ValueError, match="reward mine: its SPEC has both score and score_group"):

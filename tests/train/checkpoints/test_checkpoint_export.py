@@ -90,11 +90,11 @@ def test_what_cannot_be_exported_is_told(
 
 
 def _refusal_of_other_family(checkpoint: Path, models: Path) -> str:
-    from relax_core.train.checkpoints.provenance import check_same_numbers, model_numbers, read_made_by
+    from relax_core.train.checkpoints.provenance import check_same_numbers, model_numbers, read_provenance
 
     here = model_numbers(folder_architecture(models / "untied"))
     with pytest.raises(ValueError, match="is of another model") as error:
-        check_same_numbers(read_made_by(checkpoint / "train").model, here, folder=checkpoint)
+        check_same_numbers(read_provenance(checkpoint / "train").model, here, folder=checkpoint)
     return str(error.value)
 
 

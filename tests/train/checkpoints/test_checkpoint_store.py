@@ -43,7 +43,7 @@ def test_write_then_read(tmp_path: Path) -> None:
     assert folder == tmp_path / "run" / "checkpoints" / "step_00000100" == newest(store)
     meta = store.verify(folder)
     assert (meta.step, meta.sequence, meta.run) == (100, 0, {"config_digest": "d1"})
-    assert meta.libraries["torch"].startswith("2.") and meta.made_by.startswith("relax-core ")
+    assert meta.libraries["torch"].startswith("2.") and meta.provenance.startswith("relax-core ")
     assert {name: file.bytes for name, file in meta.files.items()} == {"rank/weights": 3}
     assert (folder / "rank" / "weights").read_bytes() == b"abc"
     assert json.loads((folder / META).read_text())["content"]["step"] == 100  # plain JSON for other tools
@@ -304,6 +304,7 @@ def test_the_progress_of_a_write_is_what_came_to_the_disk(tmp_path: Path) -> Non
 
 
 def test_importing_the_store_does_not_import_torch() -> None:
-    code = "import sys, relax_core.train.checkpoints.checkpoint_store; sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
+    code = "import sys, relax_core.train.checkpoints.checkpoint_store\n"
+    code += "sys.exit('torch' in sys.modules or 'ray' in sys.modules)"
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)

@@ -22,7 +22,7 @@ from tiny_trainer import dp_groups, make_backend, make_critic, train_step
 
 from relax_core.train.checkpoints.checkpoint_shards import StoredFolder
 from relax_core.train.checkpoints.checkpoint_store import CheckpointStore
-from relax_core.train.checkpoints.provenance import read_made_by
+from relax_core.train.checkpoints.provenance import read_provenance
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +108,7 @@ def test_corrupt_file_is_a_valueerror(folder: Path, tmp_path: Path) -> None:
     """Also without the digests of CheckpointStore.verify, which name the very file."""
     backend = make_backend(folder)
     train(backend, range(1))
-    for name in (".metadata", "__0_0.distcp", "made_by.json"):
+    for name in (".metadata", "__0_0.distcp", "provenance.json"):
         checkpoint = tmp_path / name.strip(".")
         backend.save(checkpoint)
         path = checkpoint / name
@@ -150,12 +150,17 @@ def test_tells_what_made_it(folder: Path, tmp_path: Path) -> None:
     backend = make_backend(folder)
     train(backend, range(2))
     backend.save(tmp_path)
-    made_by = read_made_by(tmp_path)
-    assert (made_by.family, made_by.head, made_by.dtype, made_by.world_size) == ("qwen3", "policy", "float32", 1)
-    assert (made_by.step, made_by.updates) == (2, 2)
-    assert made_by.layout == {"dp": 1, "tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "etp": 1}
-    assert made_by.libraries["torch"] == torch.__version__
-    assert abs(datetime.fromisoformat(made_by.time) - datetime.now(UTC)) < timedelta(minutes=5)
+    provenance = read_provenance(tmp_path)
+    assert (provenance.family, provenance.head, provenance.dtype, provenance.world_size) == (
+        "qwen3",
+        "policy",
+        "float32",
+        1,
+    )
+    assert (provenance.step, provenance.updates) == (2, 2)
+    assert provenance.layout == {"dp": 1, "tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "etp": 1}
+    assert provenance.libraries["torch"] == torch.__version__
+    assert abs(datetime.fromisoformat(provenance.time) - datetime.now(UTC)) < timedelta(minutes=5)
 
 
 def test_a_copy_is_written_while_training_goes_on(folder: Path, tmp_path: Path) -> None:
@@ -224,7 +229,7 @@ def test_two_ranks_go_on_to_the_bit(folder: Path, tmp_path: Path) -> None:
 def test_a_rank_whose_disk_is_slow_is_waited_for(folder: Path, tmp_path: Path) -> None:
     ended = run_two(folder, tmp_path / "weights", 0, tmp_path / "checkpoint", "slow")
     assert [status for status, _ in ended] == [0, 0], ended
-    assert read_made_by(tmp_path / "checkpoint").world_size == 2
+    assert read_provenance(tmp_path / "checkpoint").world_size == 2
 
 
 def test_a_missing_rank_is_named(folder: Path, tmp_path: Path) -> None:

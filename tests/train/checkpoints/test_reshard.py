@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from gang_layouts import RANKS
 from rank_processes import run_ranks
 from reshard_rank import CHAINS
 from safetensors.torch import load_file
 from tiny_models import make_models
 from tiny_trainer import dp_groups, make_backend, train_step
+from worker_group_layouts import RANKS
 
 LINKS = [f"{name}-{step}" for name, (*_, layouts) in CHAINS.items() for step, _ in enumerate(pairwise(layouts))]
 

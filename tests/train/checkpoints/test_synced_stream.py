@@ -10,7 +10,7 @@ from tiny_models import make_model
 from tiny_trainer import dp_groups, make_backend, train_step
 
 from relax_core.train.checkpoints import synced_stream as steady_files
-from relax_core.train.checkpoints.synced_stream import SteadyFiles
+from relax_core.train.checkpoints.synced_stream import SyncedFiles
 
 
 @pytest.fixture
@@ -19,17 +19,17 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     sync = os.fdatasync
 
-    def noted(file: int) -> None:
+    def traced(file: int) -> None:
         sync(file)
         sizes.append(os.fstat(file).st_size)
 
-    monkeypatch.setattr(os, "fdatasync", noted)
+    monkeypatch.setattr(os, "fdatasync", traced)
     monkeypatch.setattr(steady_files, "SYNC_BYTES", 1000)
     return sizes
 
 
 def test_of_a_file(tmp_path: Path, synced: list[int]) -> None:
-    with SteadyFiles().create_stream(tmp_path / "file", "wb") as stream:
+    with SyncedFiles().create_stream(tmp_path / "file", "wb") as stream:
         for number in range(10):
             stream.write(bytes([number]) * 300)
     assert synced == [1200, 2400]

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gang_layouts import DENSE_LAYOUTS, MOE_LAYOUTS, RANKS
 from rank_processes import run_ranks
 from tiny_models import make_models
 from weights_rank import BUCKET_BYTES
+from worker_group_layouts import DENSE_LAYOUTS, MOE_LAYOUTS, RANKS
 
 CASES = [f"{model} {layout}" for model in ("untied", "tied", "biased") for layout in DENSE_LAYOUTS]
 CASES += [f"moe {layout}" for layout in MOE_LAYOUTS]

@@ -76,7 +76,7 @@ def test_an_unwritable_cache_only_warns(tmp_path: Path, caplog: pytest.LogCaptur
     assert "compiled Megatron code is not cached" in caplog.text
 
 
-def test_retargeting() -> None:
+def test_patching_cuda_calls() -> None:
     source = b"""
 import torch
 device = torch.cuda.current_device()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from relax_core.train.model import logprobs
-from relax_core.train.model.logprobs import chunked_logprobs, head_outputs, likeliest_tokens
+from relax_core.train.model.logprobs import chunked_logprobs, head_outputs, top_k_tokens
 
 torch.set_num_threads(1)
 
@@ -159,7 +159,7 @@ def test_bfloat16_factors_with_float32_sums(chunk_rows: int, monkeypatch: pytest
     for grad, exact in zip(got, torch.autograd.grad(exact_loss, [exact_hidden, exact_weight]), strict=True):
         assert grad.dtype == torch.bfloat16
         torch.testing.assert_close(grad.double(), exact, rtol=2**-7, atol=2**-7 * float(exact.abs().max()) / 8)
-    top = likeliest_tokens(hidden, weight, targets, inverse_temperature=0.7, chunk_rows=chunk_rows, top_k=2)
+    top = top_k_tokens(hidden, weight, targets, inverse_temperature=0.7, chunk_rows=chunk_rows, top_k=2)
     best = torch.log_softmax(exact_hidden @ exact_weight.t() * 0.7, dim=1).topk(2)
     assert torch.equal(top.top_ids, best.indices)
     torch.testing.assert_close(top.top_logprobs.double(), best.values, rtol=0, atol=1e-4)
@@ -317,9 +317,9 @@ def test_nothing_more_asked_for_is_the_plain_way_to_the_bit() -> None:
 
 
 @pytest.mark.parametrize("chunk_rows", [3, 64])
-def test_likeliest_tokens_are_those_of_the_whole_distribution(chunk_rows: int) -> None:
+def test_top_k_tokens_are_those_of_the_whole_distribution(chunk_rows: int) -> None:
     hidden, weight, targets, _ = problem(10, 37, 8)
-    got = likeliest_tokens(hidden, weight, targets, inverse_temperature=0.7, chunk_rows=chunk_rows, top_k=4)
+    got = top_k_tokens(hidden, weight, targets, inverse_temperature=0.7, chunk_rows=chunk_rows, top_k=4)
     logprobs = torch.log_softmax(hidden @ weight.t() * 0.7, dim=1).detach()
     order = logprobs.argsort(dim=1, descending=True)[:, :4]
     assert torch.equal(got.top_ids, order) and got.logprobs.grad_fn is None

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from logprobs_gang import RANKS, Answer, Gang, Problem, gang, solve
+from logprobs_worker_group import RANKS, Answer, Problem, WorkerGroup, solve, worker_group
 
 from relax_core.contracts.kept_tokens import OUTSIDE, KeptTokens
 
@@ -18,12 +18,12 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
-    with gang(tmp_path_factory.mktemp("gang")) as started:
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
+    with worker_group(tmp_path_factory.mktemp("worker_group")) as started:
         yield started
 
 
-def check(ranks: Gang, problem: Problem, *, rtol: float, atol: float) -> list[Answer]:
+def check(ranks: WorkerGroup, problem: Problem, *, rtol: float, atol: float) -> list[Answer]:
     """Every rank has the one-rank outputs and hidden gradient, to the bit those of the other; the shards of the weight
     gradient make up the whole."""
     alone, answers = solve(problem), ranks.solve(problem)
@@ -32,12 +32,12 @@ def check(ranks: Gang, problem: Problem, *, rtol: float, atol: float) -> list[An
             [*answer.outputs, answer.hidden_gradient], [*answers[0].outputs, answers[0].hidden_gradient], strict=True
         ):
             assert torch.equal(mine, first)
-        assert torch.equal(answer.likeliest[1], answers[0].likeliest[1])
+        assert torch.equal(answer.top_k[1], answers[0].top_k[1])
         for mine, whole in zip(answer.outputs, alone.outputs, strict=True):
             torch.testing.assert_close(mine, whole, rtol=rtol, atol=atol)
         torch.testing.assert_close(answer.hidden_gradient, alone.hidden_gradient, rtol=rtol, atol=atol)
         for place in (0, 2):
-            torch.testing.assert_close(answer.likeliest[place], alone.likeliest[place], rtol=rtol, atol=atol)
+            torch.testing.assert_close(answer.top_k[place], alone.top_k[place], rtol=rtol, atol=atol)
     joined = torch.cat([answer.weight_gradient for answer in answers])
     torch.testing.assert_close(joined, alone.weight_gradient, rtol=rtol, atol=atol)
     return answers
@@ -75,7 +75,7 @@ def make(
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_two_ranks_are_one(ranks: Gang, data: st.DataObject) -> None:
+def test_two_ranks_are_one(ranks: WorkerGroup, data: st.DataObject) -> None:
     """Padding included, up to a rank that has nothing else."""
     words = data.draw(st.integers(1, 300), label="words")
     pads = data.draw(st.integers(0, 40), label="pads")
@@ -96,7 +96,7 @@ def test_two_ranks_are_one(ranks: Gang, data: st.DataObject) -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(st.data())
-def test_two_ranks_leave_out_what_one_leaves_out(ranks: Gang, data: st.DataObject) -> None:
+def test_two_ranks_leave_out_what_one_leaves_out(ranks: WorkerGroup, data: st.DataObject) -> None:
     """Sets that lie in one rank's shard, or everywhere; places that name no token."""
     words = data.draw(st.integers(2, 200), label="words")
     pads = data.draw(st.integers(0, 20), label="pads")
@@ -128,10 +128,10 @@ def test_two_ranks_leave_out_what_one_leaves_out(ranks: Gang, data: st.DataObjec
     for answer in check(ranks, truncated, rtol=1e-11, atol=1e-11):
         for tensor in (*answer.outputs, answer.hidden_gradient, answer.weight_gradient):
             assert bool(tensor.isfinite().all())
-        assert torch.equal(answer.likeliest[1] == -1, answer.likeliest[2] == OUTSIDE)
+        assert torch.equal(answer.top_k[1] == -1, answer.top_k[2] == OUTSIDE)
 
 
-def test_a_rank_of_padding_alone(ranks: Gang) -> None:
+def test_a_rank_of_padding_alone(ranks: WorkerGroup) -> None:
     answers = check(
         ranks, make(rows=7, words=5, pads=9, width=4, k=2, entropy=True, chunk_rows=3, top_k=5), rtol=1e-12, atol=1e-12
     )
@@ -139,7 +139,7 @@ def test_a_rank_of_padding_alone(ranks: Gang) -> None:
     assert not answers[0].weight_gradient[5:].any()
 
 
-def test_a_shard_far_below_the_other(ranks: Gang) -> None:
+def test_a_shard_far_below_the_other(ranks: WorkerGroup) -> None:
     """Its probability is 0 in floating point, and everything stays finite."""
     problem = make(rows=6, words=8, pads=0, width=1, k=1, entropy=True, chunk_rows=4, top_k=8, dtype=torch.float32)
     problem.hidden.fill_(300.0)
@@ -149,7 +149,7 @@ def test_a_shard_far_below_the_other(ranks: Gang) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 2**-7)])
-def test_lower_precision(ranks: Gang, dtype: torch.dtype, tolerance: float) -> None:
+def test_lower_precision(ranks: WorkerGroup, dtype: torch.dtype, tolerance: float) -> None:
     problem = make(rows=40, words=500, pads=12, width=32, k=3, entropy=True, chunk_rows=16, top_k=4, dtype=dtype)
     answers = check(ranks, problem, rtol=tolerance, atol=tolerance)
     assert answers[0].outputs[0].dtype == torch.float32 and answers[0].hidden_gradient.dtype == dtype

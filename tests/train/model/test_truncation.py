@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from relax_core.contracts.kept_tokens import OUTSIDE, KeptTokens
-from relax_core.train.model.logprobs import HeadOutputs, head_outputs, likeliest_tokens
+from relax_core.train.model.logprobs import HeadOutputs, head_outputs, top_k_tokens
 from relax_core.train.model.truncation import KeptRows, Truncation
 
 torch.set_num_threads(1)
@@ -145,13 +145,13 @@ def test_a_set_of_one_token_has_log_prob_0_and_no_gradient(chunk_rows: int) -> N
 
 
 @pytest.mark.parametrize("chunk_rows", [3, 64])
-def test_the_likeliest_tokens_lie_within_the_set(chunk_rows: int) -> None:
+def test_the_top_k_tokens_lie_within_the_set(chunk_rows: int) -> None:
     random = torch.Generator().manual_seed(1)
     hidden, weight = torch.randn(40, 8, generator=random), torch.randn(90, 8, generator=random)
     targets = torch.randint(2, 90, (40,), generator=random)
     mask = left(40, 90, targets, banned=[0, 1], seed=5)
     truncation = Truncation.of(KeptTokens.of_mask(mask.numpy()), [0, 1], CPU)
-    got = likeliest_tokens(
+    got = top_k_tokens(
         hidden, weight, targets, inverse_temperature=0.7, chunk_rows=chunk_rows, top_k=6, truncation=truncation
     )
     exact = (hidden.double() @ weight.double().t() * 0.7).masked_fill(~mask, -torch.inf).log_softmax(1)

@@ -55,7 +55,7 @@ def test_everything_arrives_flat_and_in_order() -> None:
     assert of_tokens(tree, tree.logprobs).tolist() == [-0.5, -1.5, -1.5, -2.5, -3.5]
     assert tree.extras["advantages"].tolist() == [0, 1, 2, 3, 4]
     assert all(mask_of(tree)) and tree.loss_mask.dtype == bool
-    assert tree.extras.keys() == {"advantages", "fresh"}
+    assert tree.extras.keys() == {"advantages", "on_policy"}
     assert tree.computed_rows == 3 + 1 + 2
 
 
@@ -96,7 +96,7 @@ def test_a_sample_is_fresh_only_as_a_whole() -> None:
     """The second sample ended with the step's weights, but began with older ones."""
     leased = row(group([(2, 5)], [(1, 4), (2, 5)], [(1, 4)]))
     tree, _ = decode_train_tree(leased, step=5, oldest_version=0)
-    assert tree.extras["fresh"].tolist() == [True, True, False, False, False, False]
+    assert tree.extras["on_policy"].tolist() == [True, True, False, False, False, False]
 
 
 def test_old_tokens_are_masked_one_by_one_and_what_is_left_with_none_is_told() -> None:
@@ -136,7 +136,7 @@ def test_an_episodes_age_is_that_of_its_oldest_token_on_any_segment() -> None:
         found, masked = decode_train_tree(row(tree), step=2, oldest_version=1)
         assert np.array_equal(found.loss_mask, tree.loss_mask & (tree.versions >= 1))
         ages = tree.oldest_versions(trained=False)
-        assert np.array_equal(found.extras["fresh"], (ages == 2)[found.tokens[0]])
+        assert np.array_equal(found.extras["on_policy"], (ages == 2)[found.tokens[0]])
         for place, one in enumerate(tree.episodes):
             rows = tree.tokens[1][tree.tokens[0] == place]
             reason = None if found.loss_mask[rows].any() else "stale" if tree.loss_mask[rows].any() else "truncated"
@@ -158,7 +158,7 @@ def test_masked_tokens_of_older_weights_make_a_sample_old_for_the_gap() -> None:
     assert leased.versions == [5, 5]
     tree, masked = decode_train_tree(leased, step=5, oldest_version=5)
     assert masked == {} and mask_of(tree) == [False, False, True, True, True]
-    assert tree.extras["fresh"].tolist() == [False] * 3 + [True] * 2
+    assert tree.extras["on_policy"].tolist() == [False] * 3 + [True] * 2
 
 
 def test_a_sample_without_a_trained_token_was_truncated_whatever_its_age() -> None:

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import VOCABULARY, make_model
-from tiny_trainer import KNOBS, PPO_CLIP, clip_loss, make_backend, make_groups, train_step
+from tiny_trainer import CONFIG, PPO_CLIP, clip_loss, make_backend, make_groups, train_step
 
 from relax_core.contracts.algorithm import LossInputs, StepTotals
 from relax_core.contracts.tree import TokenTree
@@ -39,7 +39,7 @@ def test_layout_by_hand() -> None:
     assert [rows.tolist() for rows in layout.chosen] == [[2, 3, 4, 5], [1, 2]]
     assert layout.targets.tolist() == [20, 21, 22, 30, 40, 41]
     assert layout.predicting_rows.tolist() == [1, 2, 3, 1, 4, 5]
-    assert layout.token_places is None
+    assert layout.token_positions is None
     assert layout.sample_ids.tolist() == [0, 0, 0, 1, 2, 2]
     assert layout.num_samples == 3
 
@@ -49,7 +49,7 @@ def test_only_trained_rows_are_chosen_where_that_is_enough() -> None:
     assert [rows.tolist() for rows in layout.chosen] == [[3, 5], [1, 2]]
     assert layout.targets.tolist() == [21, 30, 40, 41]
     assert layout.predicting_rows.tolist() == [2, 1, 4, 5]
-    assert layout.token_places is not None and layout.token_places.tolist() == [-1, 0, -1, 1, 2, 3]
+    assert layout.token_positions is not None and layout.token_positions.tolist() == [-1, 0, -1, 1, 2, 3]
     tree = TreeBatch.of(layout, device=torch.device("cpu"), dtype=torch.float32)
     batch = MicroBatch(groups=[], layout=layout, tree=tree)
     column = batch.of_tokens(torch.tensor([1.0, 2.0, 3.0, 4.0]), otherwise=torch.full((6,), -9.0))
@@ -74,7 +74,7 @@ def test_a_sampled_row_of_two_episodes_is_predicted_once_and_is_a_token_of_each(
     layout = pack_tree([shared])
     assert layout.token_ids.tolist() == [12, 40, 41]
     assert layout.targets.tolist() == [40, 41, 50, 60] and layout.predicting_rows.tolist() == [0, 1, 2, 2]
-    assert layout.token_places is not None and layout.token_places.tolist() == [0, 1, 2, 0, 1, 3]
+    assert layout.token_positions is not None and layout.token_positions.tolist() == [0, 1, 2, 0, 1, 3]
     assert layout.sample_ids.tolist() == [0, 0, 0, 1, 1, 1]
 
 
@@ -169,7 +169,7 @@ def unpacked_loss(model: Any, tree: TokenTree) -> torch.Tensor:
         sample_ids=torch.tensor([place for place, _ in pairs]),
         num_samples=len(tree.episodes),
     )
-    return clip_loss(inputs, KNOBS).loss_sum
+    return clip_loss(inputs, CONFIG).loss_sum
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +177,7 @@ def trainer(model: tuple[Path, Any]) -> tuple[Any, list[StepTotals]]:
     """A back end whose updates change nothing, and the totals of its updates."""
     seen: list[StepTotals] = []
 
-    def tokens(totals: StepTotals, knobs: Any) -> float:
+    def tokens(totals: StepTotals, config: Any) -> float:
         seen.append(totals)
         return float(totals.tokens)
 

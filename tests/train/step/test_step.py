@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gang_layouts import parallel_config
 from rank_processes import run_dp_ranks
 from safetensors.torch import load_file
 from tiny_models import VOCABULARY, make_model
 from tiny_trainer import PPO_CLIP, dp_groups, make_backend, make_groups, train_step
+from worker_group_layouts import parallel_config
 
 from relax_core.config.schema import OptimizerConfig, Schedule
-from relax_core.contracts.algorithm import LossInputs, LossOutputs, Needs
+from relax_core.contracts.algorithm import LossInputs, LossOutputs, Requirements
 from tests.trees import answer_ids, of_tokens, with_tokens
 
 
@@ -91,10 +91,10 @@ def test_the_gap_counts_fresh_trained_tokens_only(folder: Path) -> None:
     (group,) = make_groups([[6, 4]], prompt_lengths=[5])
     rollout = of_tokens(group, backend.logprobs([group])[0])
     rollout[[1, 4, 8]] += [0.25, 0.5, 1.0]
-    mask, fresh = np.ones(10, dtype=bool), np.ones(10, dtype=bool)
-    fresh[4] = False
+    mask, on_policy = np.ones(10, dtype=bool), np.ones(10, dtype=bool)
+    on_policy[4] = False
     mask[8] = False
-    metrics = train_step(backend, [[with_tokens(group, logprobs=rollout, loss_mask=mask, fresh=fresh)]])
+    metrics = train_step(backend, [[with_tokens(group, logprobs=rollout, loss_mask=mask, on_policy=on_policy)]])
     assert metrics.logprob_gap_tokens == 8
     assert metrics.logprob_gap_max == pytest.approx(0.25, abs=1e-5)
     assert metrics.logprob_gap_mean == pytest.approx(0.25 / 8, abs=1e-5)
@@ -103,7 +103,7 @@ def test_the_gap_counts_fresh_trained_tokens_only(folder: Path) -> None:
 
 def test_samples_and_groups_without_trained_tokens_are_not_counted(folder: Path) -> None:
     totals = []
-    spec = dataclasses.replace(PPO_CLIP, denominator=lambda total, knobs: totals.append(total) or 1.0)
+    spec = dataclasses.replace(PPO_CLIP, denominator=lambda total, config: totals.append(total) or 1.0)
     first, second = make_groups([[2, 3], [4, 4]], prompt_lengths=[5, 5])
     masked = with_tokens(first, loss_mask=[False, False, True, False, True])
     gone = with_tokens(second, loss_mask=[False] * 8)
@@ -118,7 +118,7 @@ def test_a_step_without_trained_tokens_is_refused(folder: Path) -> None:
 
 
 def test_a_broken_gradient_stops_before_the_update(folder: Path) -> None:
-    def explode(inputs: LossInputs, knobs: Any) -> LossOutputs:
+    def explode(inputs: LossInputs, config: Any) -> LossOutputs:
         return LossOutputs(loss_sum=inputs.logprobs.sum() * math.inf)
 
     backend = make_backend(folder, algorithm=dataclasses.replace(PPO_CLIP, loss=explode))
@@ -153,7 +153,7 @@ def test_the_first_tensor_that_is_not_finite_is_named(folder: Path, name: str) -
 def test_a_loss_that_is_not_finite_ends_the_step(folder: Path) -> None:
     """Also where no gradient tells of it."""
 
-    def endless(inputs: LossInputs, knobs: Any) -> LossOutputs:
+    def endless(inputs: LossInputs, config: Any) -> LossOutputs:
         return LossOutputs(loss_sum=inputs.logprobs.sum() + math.inf)
 
     backend = make_backend(folder, algorithm=dataclasses.replace(PPO_CLIP, loss=endless))
@@ -194,9 +194,9 @@ def test_weights_that_were_broken_before_are_named_as_the_cause(folder: Path) ->
 def test_old_and_reference_logprobs_reach_the_loss(folder: Path) -> None:
     seen: list[LossInputs] = []
 
-    def spy(inputs: LossInputs, knobs: Any) -> LossOutputs:
+    def spy(inputs: LossInputs, config: Any) -> LossOutputs:
         seen.append(inputs)
-        return PPO_CLIP.loss(inputs, knobs)
+        return PPO_CLIP.loss(inputs, config)
 
     groups = make_groups([[2, 3], [1]], prompt_lengths=[5, 2])
     old, reference = (
@@ -221,7 +221,7 @@ def test_entropy_and_the_teachers_tokens_reach_the_loss_with_their_gradient(fold
     """Against the whole distribution of the model that made the folder."""
     seen: list[LossInputs] = []
 
-    def loss(inputs: LossInputs, knobs: Any) -> LossOutputs:
+    def loss(inputs: LossInputs, config: Any) -> LossOutputs:
         seen.append(inputs)
         assert inputs.entropy is not None and inputs.top_logprobs is not None
         return LossOutputs(loss_sum=inputs.entropy.sum() + inputs.top_logprobs.sum())
@@ -234,8 +234,10 @@ def test_entropy_and_the_teachers_tokens_reach_the_loss_with_their_gradient(fold
         teacher_top_ids=top_ids,
         teacher_top_logprobs=np.full((5, 3), -2.5, dtype=np.float32),
     )
-    needs = Needs(old_logprobs="rollout", entropy=True)
-    backend = make_backend(folder, algorithm=dataclasses.replace(PPO_CLIP, loss=loss, needs=lambda knobs: needs))
+    requirements = Requirements(old_logprobs="rollout", entropy=True)
+    backend = make_backend(
+        folder, algorithm=dataclasses.replace(PPO_CLIP, loss=loss, requirements=lambda config: requirements)
+    )
     whole = backend.top_logprobs([group], top_k=VOCABULARY)[0]
     ordered = np.take_along_axis(whole.top_logprobs, whole.top_ids.argsort(axis=1), axis=1)[group.sampled]
     train_step(backend, [[group]])
@@ -249,7 +251,7 @@ def test_entropy_and_the_teachers_tokens_reach_the_loss_with_their_gradient(fold
     assert inputs.teacher_top_logprobs is not None and inputs.teacher_top_logprobs.shape == (5, 3)
 
 
-def test_the_likeliest_tokens_are_cut_by_group(folder: Path) -> None:
+def test_the_top_k_tokens_are_cut_by_group(folder: Path) -> None:
     backend, groups = make_backend(folder), make_groups([[2, 3], [4]], prompt_lengths=[5, 7])
     found = backend.top_logprobs(groups, top_k=4)
     assert [one.top_ids.shape for one in found] == [(5 + 5, 4), (7 + 4, 4)]

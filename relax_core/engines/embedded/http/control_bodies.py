@@ -9,7 +9,7 @@ import msgspec
 
 from relax_core.contracts.engine import PauseMode
 from relax_core.engines.embedded.http.asgi import HttpError, clipped
-from relax_core.weights.transports.base import WeightGroupPlace
+from relax_core.weights.transports.base import WeightGroupAddress
 
 GROUP_TIMEOUT_S = 60.0  # how long a gloo group waits for its members and for a broadcast
 MAX_GROUP_TIMEOUT_S = 3600.0
@@ -104,7 +104,7 @@ def folder_of(body: DiskBody) -> str:
     return path
 
 
-def place_of(body: InitGroupBody) -> WeightGroupPlace:
+def place_of(body: InitGroupBody) -> WeightGroupAddress:
     """Raises HttpError 400 for a group that cannot be."""
     checks = {
         "backend": (body.backend, body.backend == "gloo", "gloo, for the embedded engine is on the CPU"),
@@ -120,7 +120,7 @@ def place_of(body: InitGroupBody) -> WeightGroupPlace:
     for key, (value, fits, words) in checks.items():
         if not fits:
             raise HttpError(400, f"{key}={clipped(repr(value))}: give {words}")
-    return WeightGroupPlace(
+    return WeightGroupAddress(
         name=body.group_name,
         address=body.master_address,
         port=body.master_port,

@@ -76,7 +76,7 @@ def parse_score(body: RequestBody, *, model: ModelConfig, limits: RequestLimits)
     if tops > MAX_TOPS:
         raise HttpError(
             400,
-            f"top_logprobs_num: {tops} likeliest tokens in all; send fewer prompts at once, for {MAX_TOPS} at most",
+            f"top_logprobs_num: {tops} top-k tokens in all; send fewer prompts at once, for {MAX_TOPS} at most",
         )
     versions = per_prompt("min_version", raw.min_version, count)
     return ScoreRequest(items=items, rids=body.rids, min_version=max(versions), single=body.single)

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from relax_core.engines.embedded.model.moe_layer import ExpertWeights, choose_experts, mix_experts
 from relax_core.engines.embedded.model.fused_weights import FusedWeights, LayerWeights
 from relax_core.engines.embedded.model.model_config import ModelConfig
+from relax_core.engines.embedded.model.moe_layer import ExpertWeights, choose_experts, mix_experts
 from relax_core.engines.embedded.model.products import add_product, product
 
 # (layer, q [rows, heads, dim], keys, then values [rows, 2 * kv_heads, dim]) -> [rows, heads * dim]; the product of q

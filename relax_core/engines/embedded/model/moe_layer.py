@@ -21,10 +21,10 @@ class ExpertWeights(NamedTuple):
 
 
 def choose_experts(rows: Tensor, router_t: Tensor, experts: Experts) -> tuple[Tensor, Tensor]:
-    """Qwen3-MoE's rule: softmax over all experts in float32, the ``per_token`` likeliest.
+    """Qwen3-MoE's rule: softmax over all experts in float32, the ``per_token`` most likely.
 
     ``rows`` ``[rows, hidden]`` → weights ``[rows, per_token]`` in their dtype, and the experts int64 of that shape,
-    likeliest first.
+    most likely first.
     """
     scores = product(rows, router_t).softmax(-1, dtype=torch.float32)
     weights, chosen = scores.topk(experts.per_token, -1)

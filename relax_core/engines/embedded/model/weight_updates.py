@@ -26,7 +26,7 @@ from relax_core.engines.embedded.scheduler.scheduler import NOTHING_ATTESTED, Sc
 from relax_core.weights.call_queues import CallQueues
 from relax_core.weights.folder_stream import read_safetensors
 from relax_core.weights.group import WeightGroup
-from relax_core.weights.transports.base import WeightGroupPlace
+from relax_core.weights.transports.base import WeightGroupAddress
 from relax_core.weights.version_file import DigestMismatch, cut_tensors, read_weights, tensors_digest
 
 MAX_GROUPS = 16
@@ -141,7 +141,7 @@ class WeightUpdates:
             await asyncio.wrap_future(self._scheduler.post(lambda: self._scheduler.replace_weights(None, version)))
             return {"success": True, "new_version": str(version)}
 
-    async def join_group(self, place: WeightGroupPlace, *, rank: int) -> dict[str, Any]:
+    async def join_group(self, place: WeightGroupAddress, *, rank: int) -> dict[str, Any]:
         """Waits for the group's other members, and meanwhile holds up no update."""
         if place.name in self._groups or place.name in self._joining:
             raise HttpError(400, f"group_name={place.name}: exists already; /destroy_weights_update_group first")

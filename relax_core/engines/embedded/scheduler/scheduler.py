@@ -186,8 +186,8 @@ class Scheduler(threading.Thread):
                 self._finish(self._with_stopped(finished))
 
     def _receive(self) -> None:
-        """Takes in what has arrived; where there is nothing to do, waits for it. A burst of requests needs no more:
-        what comes during the first one's prefill has the next one together."""
+        """Takes in what has arrived; where there is nothing to do, waits for it. A prompt batch of requests needs no
+        more: what comes during the first one's prefill has the next one together."""
         if self._idle():
             self._inbox.get()()
         while not self._inbox.empty():

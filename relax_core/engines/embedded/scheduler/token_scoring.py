@@ -21,7 +21,7 @@ _CHUNK_ELEMENTS = 1 << 22  # logits that exist at one time; bounds them to 16 Mi
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreItem:
     """``token_ids`` from place ``start`` + 1 on are scored under softmax(logits / ``temperature``), each with the
-    ``top_k`` likeliest tokens at its place. The softmax leaves out ``banned`` tokens, and those outside of a scored
+    ``top_k`` top-k tokens at its place. The softmax leaves out ``banned`` tokens, and those outside of a scored
     token's set in ``kept``."""
 
     token_ids: Sequence[int]
@@ -34,7 +34,7 @@ class ScoreItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """One entry a scored token; of the two tops ``top_k`` numbers each, likeliest first; fewer where fewer tokens are
+    """One entry a scored token; of the two tops ``top_k`` numbers each, most likely first; fewer where fewer tokens are
     left."""
 
     logprobs: list[float]

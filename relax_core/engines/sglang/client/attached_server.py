@@ -15,7 +15,7 @@ from relax_core.engines.sglang.version import version_problem
 RETRY_S = 0.5
 
 
-def meet_server(client: EngineClient, *, timeout_s: float, rollout: RolloutConfig) -> str:
+def check_server(client: EngineClient, *, timeout_s: float, rollout: RolloutConfig) -> str:
     """Waits until it answers and returns its version. Raises EngineError for one that is not supported, refuses our
     key, does not answer for ``timeout_s`` seconds, or cannot sample as ``rollout`` says."""
     deadline = time.monotonic() + timeout_s

@@ -1,4 +1,4 @@
-"""A burst of prompts as SGLang wants it: one request a sample, each with a seed of its own."""
+"""A prompt batch of prompts as SGLang wants it: one request a sample, each with a seed of its own."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """``prompt``: its place in the burst; ``sample``: 0..n-1; ``rid``: never used twice, as SGLang asks."""
+    """``prompt``: its place in the prompt batch; ``sample``: 0..n-1; ``rid``: never used twice, as SGLang asks."""
 
     prompt: int
     sample: int

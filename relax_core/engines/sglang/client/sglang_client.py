@@ -47,7 +47,7 @@ _info_decoder = msgspec.json.Decoder(_Info)
 class _Held:
     """Prompts of one call that wait for weights, and what is on its way of them after that."""
 
-    prompts: dict[int, PromptRequest]  # place in the caller's burst → prompt
+    prompts: dict[int, PromptRequest]  # place in the caller's prompt batch → prompt
     version: int = UNKNOWN_VERSION  # of the server when they were sent
     aborted: set[str] = field(default_factory=set)
     sent: list[SampleRequest] = field(default_factory=list)

@@ -24,7 +24,7 @@ from relax_core.engines.sglang.client.weight_orders import (
     Watch,
     order_payload,
 )
-from relax_core.weights.transports.base import WeightGroupPlace
+from relax_core.weights.transports.base import WeightGroupAddress
 
 LOADER = "relax_core.engines.sglang.server.weight_loader.follow"
 ALREADY_OPEN = "already open"  # SGLang's words
@@ -118,7 +118,7 @@ class SglangWeightCalls(WeightCalls):
             raise EngineError(f"engine {self.url} /update_weights_from_disk: {error}") from error
 
     # -- a collective group -------------------------------------------------------------------------------------------
-    def join_weight_group(self, place: WeightGroupPlace) -> dict[str, Any]:
+    def join_weight_group(self, place: WeightGroupAddress) -> dict[str, Any]:
         """SGLang knows no deadline of its own here; that of the call holds."""
         return self._call("POST", "/init_weights_update_group", group_body(place))
 

@@ -1,6 +1,6 @@
 """SGLang's server as a process of ours: a script for the interpreter of SGLang's own environment.
 
-    RELAX_ENGINE_SCRATCH=FOLDER python -P server.py --token-file FILE --port 0 [flags of sglang.launch_server]
+    RELAX_ENGINE_SCRATCH=FOLDER python -P sglang_process.py --token-file FILE --port 0 [flags of sglang.launch_server]
 
 It takes the token from the file, so that no command line has it, tells address and pid on stdout once it serves, keeps
 to the folder (scratch.py), and ends with all its processes when its stdin does. SGLang starts its own processes by
@@ -81,7 +81,7 @@ def keep_to_the_given_host() -> None:
 def prepare_process() -> None:
     """What every process of the server needs before it imports sglang."""
     sys.meta_path.append(OurPackageAlone())
-    from relax_core.engines.sglang.server.sglang_process import scheduler_changes, scratch
+    from relax_core.engines.sglang.server import scheduler_changes, scratch
 
     scratch.keep_to_scratch(Path(os.environ[scratch.VARIABLE]))
     scheduler_changes.install()
@@ -97,7 +97,7 @@ def end_with_stdin() -> None:
     """Waits for the owner's end of the pipe to close; then ends the server's processes and this one."""
     while os.read(0, 4096):
         pass
-    from relax_core.engines.sglang.server.sglang_process import scratch
+    from relax_core.engines.sglang.server import scratch
 
     try:
         end_children()

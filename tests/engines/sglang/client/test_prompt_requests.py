@@ -1,4 +1,4 @@
-"""A burst of prompts in SGLang's terms."""
+"""A prompt batch of prompts in SGLang's terms."""
 
 from __future__ import annotations
 

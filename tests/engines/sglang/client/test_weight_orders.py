@@ -81,10 +81,10 @@ def test_a_good_file_is_loaded_and_a_damaged_one_is_not_touched(manifest: Any, t
     data = bytearray(Path(manifest.path).read_bytes())
     data[-1] ^= 1
     Path(manifest.path).write_bytes(data)
-    fresh = Model()
-    told(LoadFile(manifest, str(tmp_path / "bad")), fresh)
+    on_policy = Model()
+    told(LoadFile(manifest, str(tmp_path / "bad")), on_policy)
     assert "version 3, bucket 0: digest" in (outcome(tmp_path / "bad") or "")
-    assert fresh.loaded == {}
+    assert on_policy.loaded == {}
 
 
 def test_a_tied_head_is_loaded_where_the_model_has_one_apart(manifest: Any, tmp_path: Path) -> None:

@@ -45,12 +45,12 @@ class Answer:
     outputs: list[Tensor]
     hidden_gradient: Tensor
     weight_gradient: Tensor
-    likeliest: list[Tensor]
+    top_k: list[Tensor]
 
 
 def solve(problem: Problem, *, rank: int = 0, group: dist.ProcessGroup | None = None) -> Answer:
     """With ``group`` as that rank of it, else alone."""
-    from relax_core.train.model.logprobs import head_outputs, likeliest_tokens
+    from relax_core.train.model.logprobs import head_outputs, top_k_tokens
     from relax_core.train.model.truncation import Truncation
 
     own = problem.settings | {"truncation": Truncation.of(problem.kept, problem.banned, problem.hidden.device)}
@@ -70,16 +70,16 @@ def solve(problem: Problem, *, rank: int = 0, group: dist.ProcessGroup | None = 
     ]
     values, flows = ([pair[side] for pair in pairs] for side in (0, 1))
     of_hidden, of_weight = torch.autograd.grad(values, [hidden, weight], [flow.to(values[0].dtype) for flow in flows])
-    top = likeliest_tokens(hidden, weight, problem.targets, top_k=problem.top_k, group=group, **own)
+    top = top_k_tokens(hidden, weight, problem.targets, top_k=problem.top_k, group=group, **own)
     return Answer(
         outputs=[out.detach() for out, _ in pairs],
         hidden_gradient=of_hidden,
         weight_gradient=of_weight,
-        likeliest=list(top),
+        top_k=list(top),
     )
 
 
-class Gang:
+class WorkerGroup:
     def __init__(self, pipes: list[Connection]) -> None:
         self._pipes = pipes
 
@@ -93,7 +93,7 @@ class Gang:
 
 
 @contextmanager
-def gang(folder: Path) -> Iterator[Gang]:
+def worker_group(folder: Path) -> Iterator[WorkerGroup]:
     """``folder``: an empty one, where the ranks find each other."""
     context = multiprocessing.get_context("spawn")
     pipes, ranks = [], []
@@ -105,7 +105,7 @@ def gang(folder: Path) -> Iterator[Gang]:
         pipes.append(ours)
         ranks.append(process)
     try:
-        yield Gang(pipes)
+        yield WorkerGroup(pipes)
     finally:
         for pipe in pipes:
             pipe.close()

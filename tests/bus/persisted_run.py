@@ -36,7 +36,7 @@ def generated_row(admission: Admission) -> GroupRow:
     )
 
 
-class BookedRun:
+class PersistedRun:
     """A bus core whose events go to a file."""
 
     def __init__(self, path: Path) -> None:
