@@ -80,11 +80,11 @@ REASONS = {
     ): "each call ends within reward.timeout_s an answer, or the watch ends the run",
     (
         "relax_core/rollout/rollout_loop.py",
-        "Sampler._burst",
+        "Sampler._prompt_batch",
     ): "its groups wait for rewards and the bus, which have deadlines",
     (
         "relax_core/rollout/rollout_loop.py",
-        "Sampler._played_burst",
+        "Sampler._played_prompt_batch",
     ): "its groups wait for engines, envs, rewards and the bus, which have deadlines",
     (
         "relax_core/rollout/rollout_loop.py",

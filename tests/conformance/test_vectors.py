@@ -39,11 +39,11 @@ def joined(rows: list[list[float]]) -> list[float]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize(("algorithm", "case"), LOSS_CASES)
 def test_loss_and_gradient(algorithm: str, case: dict[str, Any], dtype: torch.dtype) -> None:
-    spec, knobs, samples = find_algorithm(algorithm), cases.knobs_of(algorithm, case), case["samples"]
-    inputs = cases.loss_inputs(samples, knobs=knobs, dtype=dtype)
-    outputs = spec.loss(inputs, knobs)
+    spec, config, samples = find_algorithm(algorithm), cases.config_of(algorithm, case), case["samples"]
+    inputs = cases.loss_inputs(samples, config=config, dtype=dtype)
+    outputs = spec.loss(inputs, config)
     outputs.loss_sum.backward()
-    denominator = spec.denominator(cases.totals(samples), knobs)
+    denominator = spec.denominator(cases.totals(samples), config)
     assert outputs.per_token is not None and inputs.logprobs.grad is not None
     per_token = outputs.per_token.masked_fill(~inputs.loss_mask, 0.0)
     expected = case["expected"]
@@ -51,7 +51,7 @@ def test_loss_and_gradient(algorithm: str, case: dict[str, Any], dtype: torch.dt
     assert float(outputs.loss_sum.detach()) / denominator == pytest.approx(expected["loss"], **close)
     assert per_token.tolist() == pytest.approx(joined(expected["per_token"]), **close)
     assert (inputs.logprobs.grad / denominator).tolist() == pytest.approx(joined(expected["gradient"]), **close)
-    assert (inputs.entropy is not None) == ("entropy_gradient" in expected) == spec.needs(knobs).entropy
+    assert (inputs.entropy is not None) == ("entropy_gradient" in expected) == spec.requirements(config).entropy
     if inputs.entropy is not None:
         assert inputs.entropy.grad is not None
         of_entropy = (inputs.entropy.grad / denominator).tolist()
@@ -61,12 +61,12 @@ def test_loss_and_gradient(algorithm: str, case: dict[str, Any], dtype: torch.dt
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize(("algorithm", "case"), VALUE_CASES)
 def test_value_loss_and_gradient(algorithm: str, case: dict[str, Any], dtype: torch.dtype) -> None:
-    spec, knobs, samples = find_algorithm(algorithm), cases.knobs_of(algorithm, case), case["samples"]
+    spec, config, samples = find_algorithm(algorithm), cases.config_of(algorithm, case), case["samples"]
     assert spec.value_loss is not None
     inputs = cases.value_inputs(samples, dtype=dtype)
-    outputs = spec.value_loss(inputs, knobs)
+    outputs = spec.value_loss(inputs, config)
     outputs.loss_sum.backward()
-    denominator = spec.denominator(cases.totals(samples), knobs)
+    denominator = spec.denominator(cases.totals(samples), config)
     assert outputs.per_token is not None and inputs.values.grad is not None
     expected = case["expected"]
     close = {"rel": 1e-5, "abs": 2e-6} if dtype is torch.float32 else {"rel": 1e-8, "abs": 1e-9}
@@ -82,7 +82,7 @@ def test_value_loss_and_gradient(algorithm: str, case: dict[str, Any], dtype: to
 def test_masked_tokens_and_the_order_of_samples_have_no_say_in_the_value_loss(
     algorithm: str, case: dict[str, Any]
 ) -> None:
-    spec, knobs, samples = find_algorithm(algorithm), cases.knobs_of(algorithm, case), case["samples"]
+    spec, config, samples = find_algorithm(algorithm), cases.config_of(algorithm, case), case["samples"]
     assert spec.value_loss is not None
 
     def run(parts: list[list[int]], noise: float) -> tuple[float, dict[int, list[float]]]:
@@ -94,7 +94,7 @@ def test_masked_tokens_and_the_order_of_samples_have_no_say_in_the_value_loss(
                 for name in ("values", "old_values", "returns")
             }
             inputs = dataclasses.replace(inputs, **spoilt | {"values": spoilt["values"].requires_grad_()})
-            outputs = spec.value_loss(inputs, knobs)
+            outputs = spec.value_loss(inputs, config)
             outputs.loss_sum.backward()
             assert inputs.values.grad is not None
             assert not inputs.values.grad[~inputs.loss_mask].any()
@@ -114,29 +114,29 @@ def test_masked_tokens_and_the_order_of_samples_have_no_say_in_the_value_loss(
 @pytest.mark.parametrize(("algorithm", "case"), LOSS_CASES)
 def test_the_vectors_gradient_is_that_of_their_loss(algorithm: str, case: dict[str, Any]) -> None:
     """With another step and another order than the generator's."""
-    knobs, samples, step = case["knobs"], case["samples"], 2e-6
+    config, samples, step = case["config"], case["samples"], 2e-6
     for i, sample in enumerate(samples):
         for t, expected in enumerate(case["expected"]["gradient"][i]):
             ends = []
             for by in (step, -step):
                 live = [list(one["logprobs"]) for one in samples]
                 live[i][t] += by
-                per_token = reference.losses(algorithm, knobs, samples, live)
-                ends.append(reference.step_loss(knobs, samples, per_token))
+                per_token = reference.losses(algorithm, config, samples, live)
+                ends.append(reference.step_loss(config, samples, per_token))
             assert (ends[0] - ends[1]) / (2 * step) == pytest.approx(expected, rel=1e-6, abs=1e-8)
             assert sample["mask"][t] or expected == 0.0
 
 
 @pytest.mark.parametrize(("algorithm", "case"), ADVANTAGE_CASES)
 def test_advantages(algorithm: str, case: dict[str, Any]) -> None:
-    spec, knobs = find_algorithm(algorithm), cases.knobs_of(algorithm, case)
-    inputs = [cases.advantage_inputs(group, knobs=knobs) for group in case["groups"]]
-    got = [spec.advantages(one, knobs) for one in inputs]
+    spec, config = find_algorithm(algorithm), cases.config_of(algorithm, case)
+    inputs = [cases.advantage_inputs(group, config=config) for group in case["groups"]]
+    got = [spec.advantages(one, config) for one in inputs]
     for raw, one, wanted in zip(got, inputs, case.get("returns", []), strict=False):
         assert spec.returns is not None
-        assert spec.returns(one, raw, knobs).tolist() == pytest.approx(joined(wanted), rel=1e-5, abs=1e-6)
+        assert spec.returns(one, raw, config).tolist() == pytest.approx(joined(wanted), rel=1e-5, abs=1e-6)
     if spec.normalize is not None:
-        got = spec.normalize(got, inputs, knobs)
+        got = spec.normalize(got, inputs, config)
     for values, one, expected in zip(got, inputs, case["expected"], strict=True):
         assert values.dtype == torch.float32
         wanted = [a for row in expected for a in row]
@@ -173,9 +173,9 @@ def test_the_vectors_reach_every_branch(algorithm: str) -> None:
     """Vectors that never clip would let a wrong clip pass."""
     shares: dict[str, float] = {}
     for case in cases.read(algorithm)["loss"]:
-        knobs = cases.knobs_of(algorithm, case)
-        inputs = cases.loss_inputs(case["samples"], knobs=knobs, dtype=torch.float32)
-        for name, (total, _) in find_algorithm(algorithm).loss(inputs, knobs).metric_sums.items():
+        config = cases.config_of(algorithm, case)
+        inputs = cases.loss_inputs(case["samples"], config=config, dtype=torch.float32)
+        for name, (total, _) in find_algorithm(algorithm).loss(inputs, config).metric_sums.items():
             shares[name] = shares.get(name, 0.0) + float(total)
     unused = {"clip_low", "clip_high"} if algorithm == "sapo" else set()  # a ratio near e^±1 keeps half its weight
     assert all(
@@ -186,13 +186,13 @@ def test_the_vectors_reach_every_branch(algorithm: str) -> None:
 
 @pytest.mark.parametrize(("algorithm", "case"), LOSS_CASES)
 def test_micro_batches_in_any_order_add_up(algorithm: str, case: dict[str, Any]) -> None:
-    spec, knobs, samples = find_algorithm(algorithm), cases.knobs_of(algorithm, case), case["samples"]
+    spec, config, samples = find_algorithm(algorithm), cases.config_of(algorithm, case), case["samples"]
 
     def run(parts: list[list[int]]) -> tuple[float, dict[int, list[float]]]:
         total, gradients = 0.0, {}
         for part in parts:
-            inputs: LossInputs = cases.loss_inputs([samples[i] for i in part], knobs=knobs, dtype=torch.float32)
-            outputs = spec.loss(inputs, knobs)
+            inputs: LossInputs = cases.loss_inputs([samples[i] for i in part], config=config, dtype=torch.float32)
+            outputs = spec.loss(inputs, config)
             outputs.loss_sum.backward()
             assert inputs.logprobs.grad is not None
             total += float(outputs.loss_sum.detach())
@@ -210,8 +210,8 @@ def test_micro_batches_in_any_order_add_up(algorithm: str, case: dict[str, Any])
 @pytest.mark.parametrize("noise", [float("nan"), float("inf"), -7.0])
 @pytest.mark.parametrize(("algorithm", "case"), LOSS_CASES)
 def test_masked_tokens_have_no_influence(algorithm: str, case: dict[str, Any], noise: float) -> None:
-    spec, knobs = find_algorithm(algorithm), cases.knobs_of(algorithm, case)
-    clean = cases.loss_inputs(case["samples"], knobs=knobs, dtype=torch.float32)
+    spec, config = find_algorithm(algorithm), cases.config_of(algorithm, case)
+    clean = cases.loss_inputs(case["samples"], config=config, dtype=torch.float32)
     masked = ~clean.loss_mask
     spoilt = dataclasses.replace(
         clean,
@@ -224,7 +224,7 @@ def test_masked_tokens_have_no_influence(algorithm: str, case: dict[str, Any], n
     spoilt.logprobs.requires_grad_()
     results = []
     for inputs in (clean, spoilt):
-        outputs = spec.loss(inputs, knobs)
+        outputs = spec.loss(inputs, config)
         outputs.loss_sum.backward()
         assert inputs.logprobs.grad is not None
         metrics = {name: (float(total), float(count)) for name, (total, count) in outputs.metric_sums.items()}
@@ -235,10 +235,10 @@ def test_masked_tokens_have_no_influence(algorithm: str, case: dict[str, Any], n
 
 @pytest.mark.parametrize(("algorithm", "case"), LOSS_CASES)
 def test_a_batch_without_a_trained_token_is_zero(algorithm: str, case: dict[str, Any]) -> None:
-    spec, knobs = find_algorithm(algorithm), cases.knobs_of(algorithm, case)
-    inputs = cases.loss_inputs(case["samples"], knobs=knobs, dtype=torch.float32)
+    spec, config = find_algorithm(algorithm), cases.config_of(algorithm, case)
+    inputs = cases.loss_inputs(case["samples"], config=config, dtype=torch.float32)
     inputs = dataclasses.replace(inputs, loss_mask=torch.zeros_like(inputs.loss_mask))
-    outputs = spec.loss(inputs, knobs)
+    outputs = spec.loss(inputs, config)
     outputs.loss_sum.backward()
     assert inputs.logprobs.grad is not None
     assert float(outputs.loss_sum.detach()) == 0.0 and not inputs.logprobs.grad.any()
