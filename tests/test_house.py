@@ -1,0 +1,157 @@
+"""The tree of the repository tells the design: folders, sizes, names, words and links are held here."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+CODE = ("relax_core", "algorithms", "rewards", "envs", "launchers", "hydra_plugins")
+MOST_LINES, MOST_FUNCTION_LINES, MOST_MODULES = 400, 60, 16
+
+# Words that stood for something that the field has a name for. The pattern is what must not be found any more.
+REPLACED = {
+    "gang": "worker group",
+    "incarnation": "attempt",
+    "turnover": "weight-update handler",
+    "culprit": "blocker, wait graph",
+    "leftover": "stale run",
+    "laggard": "straggler",
+    "noted_": "traced_",
+    "knob": "config, setting or hyperparameter",
+    "likeliest": "top-k",
+    "made_by": "provenance",
+    "retarget": "patch_cuda_calls",
+    "row_cut": "context parallelism",
+    "steady_files": "synced stream",
+    "stored_pieces": "checkpoint shards",
+    "orphan": "subreaper",
+    "only_run": "run lock",
+    "owned_folder": "lock file",
+    "CatchUp": "weight reconciler",
+    "burst": "prompt batch",
+    "RoleFront": "Serve deployment",
+    "peer": "rank",
+    "patience_s": "timeout_s, retry policy",
+}
+# Where a replaced word may stand: this list, the page that explains the words, and what another library calls so.
+WORDS_ALLOWED = {"tests/test_house.py", "docs/glossary.md", "CHANGELOG.md"}
+
+
+@cache
+def files(*suffixes: str) -> tuple[Path, ...]:
+    """Files under version control, or about to be, with one of ``suffixes``."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    found = (ROOT / name for name in listed)
+    return tuple(file for file in found if file.suffix in suffixes and file.is_file())
+
+
+def packages() -> dict[str, Path]:
+    """Every folder of the code that holds modules, by its path from the root."""
+    return {
+        str(file.parent.relative_to(ROOT)): file
+        for file in files(".py")
+        if file.name == "__init__.py" and file.relative_to(ROOT).parts[0] in CODE
+    }
+
+
+def table(page: str, heading: str) -> list[list[str]]:
+    """The cells of the first table below ``heading`` of a page in docs/, without its head."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    below = text.split(f"\n{heading}\n", 1)[1].splitlines()
+    start = next(index for index, line in enumerate(below) if line.startswith("|"))
+    rows = []
+    for line in below[start:]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows[2:]
+
+
+def test_the_architecture_page_names_every_folder() -> None:
+    named = {cell.strip("`/ ") for row in table("architecture.md", "## The folders") for cell in row[:1]}
+    assert named == set(packages())
+
+
+def test_every_folder_says_what_it_is_for_and_where_to_start() -> None:
+    for folder, file in packages().items():
+        text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+        assert len(text.splitlines()) >= 2, f"{folder}: two lines: what the folder is for, and where to start reading"
+        start = re.search(r"`([\w/]+\.py)`", text)
+        assert start, f"{folder}: name the file to start with, such as `module.py`"
+        assert (file.parent / start[1]).is_file(), f"{folder}: {start[1]} is not there"
+
+
+def test_no_folder_is_crowded() -> None:
+    for folder, file in packages().items():
+        modules = [one for one in file.parent.glob("*.py") if not one.name.startswith("__")]
+        assert len(modules) <= MOST_MODULES, f"{folder} holds {len(modules)} modules: make sub-folders"
+
+
+@pytest.mark.parametrize("top", CODE)
+def test_files_and_functions_are_short(top: str) -> None:
+    for file in files(".py"):
+        if file.relative_to(ROOT).parts[0] != top:
+            continue
+        text = file.read_text(encoding="utf-8")
+        assert len(text.splitlines()) <= MOST_LINES, f"{file} has more than {MOST_LINES} lines"
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                assert lines <= MOST_FUNCTION_LINES, f"{file}: {node.name} has {lines} lines"
+
+
+def test_one_base_name_stands_for_one_thing() -> None:
+    """Two modules of relax_core with one base name are two things that a search for the name cannot tell apart."""
+    places: dict[str, list[str]] = {}
+    for file in files(".py"):
+        if file.relative_to(ROOT).parts[0] == "relax_core" and not file.name.startswith("__"):
+            places.setdefault(file.name, []).append(str(file.parent.relative_to(ROOT)))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
+@pytest.mark.parametrize("word", REPLACED)
+def test_a_replaced_word_is_gone(word: str) -> None:
+    pattern = re.compile(rf"(?<![A-Za-z]){word}(?![a-rt-z])", re.IGNORECASE if word.islower() else 0)
+    found = [
+        f"{file.relative_to(ROOT)}:{number}: {line.strip()[:120]}"
+        for file in files(".py", ".md", ".yaml", ".yml", ".toml")
+        if str(file.relative_to(ROOT)) not in WORDS_ALLOWED
+        for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1)
+        if pattern.search(line)
+    ]
+    assert not found, f"say {REPLACED[word]}:\n" + "\n".join(found)
+
+
+def test_a_search_finds_what_the_field_calls_by_name() -> None:
+    rows = table("where_is.md", "# Where is what")
+    assert len(rows) >= 20
+    for word, cell, *_ in rows:
+        paths = re.findall(r"`([\w./]+)`", cell)
+        assert paths, f"{word}: no path"
+        for path in paths:
+            assert (ROOT / path).exists(), f"{word}: {path} is not there"
+
+
+def test_links_and_paths_in_pages_lead_somewhere() -> None:
+    for page in files(".md"):
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
+            if "://" not in target and not target.startswith("mailto:"):
+                assert (page.parent / target).exists(), f"{page.relative_to(ROOT)}: {target} is not there"
+        for path in re.findall(r"`((?:relax_core|algorithms|rewards|envs|launchers|tests|docs|conf|examples|benchmarks)/[\w./]+)`", text):
+            assert (ROOT / path).exists(), f"{page.relative_to(ROOT)}: {path} is not there"
+
+
+def test_docstrings_name_files_that_exist() -> None:
+    for file in files(".py"):
+        if file.relative_to(ROOT).parts[0] not in (*CODE, "tests", "benchmarks", "examples"):
+            continue
+        for path in re.findall(r"\b((?:relax_core|launchers|tests|docs|benchmarks)/[\w/]+\.(?:py|md|yaml))\b", file.read_text(encoding="utf-8")):
+            assert (ROOT / path).exists(), f"{file.relative_to(ROOT)}: {path} is not there"
