@@ -1,4 +1,4 @@
-"""What docs/architecture.md says of a sample's forms and files is what one real step shows."""
+"""What docs/datum.md says of a sample's forms and files is what one real step shows."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def test_the_forms_and_files_of_a_sample_are_those_of_the_page() -> None:
     )
     assert traced.returncode == 0, traced.stderr
     met = json.loads(traced.stdout.splitlines()[-1])
-    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    section = page.split("### The forms of a sample")[1].split("\n## ")[0]
+    page = (ROOT / "docs/datum.md").read_text(encoding="utf-8")
+    section = page.split("## The forms of a sample")[1].split("\n## ")[0]
     told = re.findall(r"^\| \d+ \| `(\w+)` \|", section, flags=re.MULTILINE)
     assert sorted(told) == met["forms"] and len(told) <= MOST_FORMS
     files = re.search(r"(\d+) files meet", section)

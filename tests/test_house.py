@@ -30,7 +30,7 @@ REPLACED = {
     "row_cut": "context parallelism",
     "steady_files": "synced stream",
     "stored_pieces": "checkpoint shards",
-    "orphan": "subreaper",
+    "adopt_orphans": "become_subreaper",
     "only_run": "run lock",
     "owned_folder": "lock file",
     "CatchUp": "weight reconciler",
@@ -64,7 +64,7 @@ def packages() -> dict[str, Path]:
 def table(page: str, heading: str) -> list[list[str]]:
     """The cells of the first table below ``heading`` of a page in docs/, without its head."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    below = text.split(f"\n{heading}\n", 1)[1].splitlines()
+    below = f"\n{text}".split(f"\n{heading}\n", 1)[1].splitlines()
     start = next(index for index, line in enumerate(below) if line.startswith("|"))
     rows = []
     for line in below[start:]:
