@@ -54,6 +54,7 @@ lint: test-env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/codespell
 
 clean:
 	rm -rf $(VENV) $(SGLANG) build dist outputs multirun .pytest_cache .mypy_cache .ruff_cache .hypothesis
