@@ -1,4 +1,4 @@
-"""From the command line to a typed, validated `RelaxConfig`; Hydra stays in here."""
+"""Turns the words of a command line into a typed, validated `RelaxConfig`. Only this module uses Hydra."""
 
 from __future__ import annotations
 
@@ -28,26 +28,32 @@ from relax_core.registry import KINDS
 
 _VERSION_BASE = "1.3"
 SHOWN_PATH = 120  # characters
-Settle = Callable[[RelaxConfig], tuple[RelaxConfig, list[str]]]  # fills in derived values, and says what is wrong
+Settle = Callable[[RelaxConfig], tuple[RelaxConfig, list[str]]]  # fills in derived values and returns problems
 
 
 class SweepRuns(Protocol):
-    """What takes the runs of a sweep. ``overrides``: of this run, as its user would type them; ``swept``: those of
-    them in which the runs differ. ``folder``: the sweep's."""
+    """Receives the runs of a sweep one by one.
 
-    def take(self, config: RelaxConfig, overrides: Sequence[str], folder: Path, *, swept: Sequence[str]) -> object: ...
+    ``overrides`` are those of one run, as its user would type them. ``swept`` are those of them in which the runs
+    differ. ``folder`` is that of the sweep.
+    """
 
-    def refuse(self, overrides: Sequence[str], folder: Path, *, swept: Sequence[str], error: ConfigError) -> None: ...
+    def take(self, config: RelaxConfig, overrides: Sequence[str], folder: Path, *, swept: Sequence[str]) -> object:
+        """Accepts a valid run."""
 
-    def finish(self) -> int: ...
+    def refuse(self, overrides: Sequence[str], folder: Path, *, swept: Sequence[str], error: ConfigError) -> None:
+        """Records a run whose configuration is not valid."""
+
+    def finish(self) -> int:
+        """Starts the runs after the last one was taken, and returns the exit code."""
 
 
 class SweepFailed(RuntimeError):
-    """A run failed whose value the sweeper wants."""
+    """A run failed, and the sweeper needs its value."""
 
 
 def register_schema() -> None:
-    """Puts the types, and the plug-ins that have no YAML, into Hydra's ConfigStore."""
+    """Registers the types, and the plug-ins without a YAML file, in Hydra's ConfigStore."""
     from hydra.core.config_store import ConfigStore
 
     if not OmegaConf.has_resolver("examples"):
@@ -55,7 +61,7 @@ def register_schema() -> None:
     store = ConfigStore.instance()
     root = OmegaConf.structured(RelaxConfig)
     for kind in KINDS:
-        # Open until the plug-in's own settings type it: a file's settings are not known to any YAML.
+        # The mapping stays open until the plug-in's own type is applied: no YAML knows the settings of a plug-in file.
         root[kind] = DictConfig({}, flags={"struct": False})
         for name in plugin_options(kind):
             store.store(group=kind, name=name, node={"name": name})
@@ -65,12 +71,12 @@ def register_schema() -> None:
 
 
 def compose(overrides: Sequence[str]) -> DictConfig:
-    """The merged configuration, not yet typed. Raises `ConfigError`."""
+    """Returns the merged configuration, which is not typed yet. Raises `ConfigError`."""
     return _compose(overrides, with_hydra=False)
 
 
 def choices_of(overrides: Sequence[str]) -> dict[str, str]:
-    """Group → the option that is chosen, with these overrides. Raises `ConfigError`."""
+    """Maps each group to the option that is chosen with these overrides. Raises `ConfigError`."""
     choices = _compose(overrides, with_hydra=True).hydra.runtime.choices
     return {str(group): str(choice) for group, choice in choices.items() if choice is not None}
 
@@ -91,12 +97,12 @@ def _compose(overrides: Sequence[str], *, with_hydra: bool) -> DictConfig:
 def load_config(
     overrides: Sequence[str] = (), *, checks: Iterable[Check] = (), settle: Settle | None = None
 ) -> RelaxConfig:
-    """The typed and validated configuration of one run. Raises `ConfigError` with every problem found."""
+    """Returns the typed and validated configuration of one run. Raises `ConfigError` with every problem found."""
     return to_run_config(compose(overrides), checks=checks, settle=settle)
 
 
 def config_from_yaml(text: str, *, checks: Iterable[Check] = ()) -> RelaxConfig:
-    """What `relax_core.config.saved.to_whole_yaml` wrote, validated again. Raises `ConfigError`."""
+    """Reads what `relax_core.config.saved.to_whole_yaml` wrote, and validates it again. Raises `ConfigError`."""
     values = OmegaConf.create(text)
     root = OmegaConf.structured(RelaxConfig)
     for kind in KINDS:
@@ -112,10 +118,10 @@ def config_from_yaml(text: str, *, checks: Iterable[Check] = ()) -> RelaxConfig:
 
 
 def to_run_config(cfg: DictConfig, *, checks: Iterable[Check] = (), settle: Settle | None = None) -> RelaxConfig:
-    """Typed objects from a composed configuration: settings as instances, paths absolute, everything validated.
+    """Returns typed objects for a composed configuration, with absolute paths, after validating everything.
 
     Raises:
-        ConfigError: unknown keys, missing values, wrong settings; or, when all types fit, what `validate` finds.
+        ConfigError: for unknown keys, missing values and wrong types; if all types fit, for what `validate` finds.
     """
     config, found = settled(typed_config(cfg), checks=checks, settle=settle)
     if found:
@@ -126,7 +132,7 @@ def to_run_config(cfg: DictConfig, *, checks: Iterable[Check] = (), settle: Sett
 def settled(
     config: RelaxConfig, *, checks: Iterable[Check] = (), settle: Settle | None = None
 ) -> tuple[RelaxConfig, list[str]]:
-    """The configuration with its derived values, and every problem of it."""
+    """Returns the configuration with its derived values, and every problem of it."""
     found: list[str] = []
     if settle is not None:
         config, found = settle(config)
@@ -134,7 +140,7 @@ def settled(
 
 
 def typed_config(cfg: DictConfig) -> RelaxConfig:
-    """`to_run_config` before anything is validated."""
+    """Does the work of `to_run_config` that comes before the validation."""
     problems = _unknown_keys(cfg)
     by_time = "${now:" in str(cfg.run._get_node("dir"))
     try:
@@ -166,10 +172,12 @@ def run(
     show_plan: Callable[[RelaxConfig, Sequence[str]], int] | None = None,
     sweep: SweepRuns | None = None,
 ) -> int:
-    """Runs ``job`` for the configuration on the command line. ``show_plan`` is run in its place with plan=true, and is
-    told what the checks have found. ``sweep`` is given the runs of a sweep (-m), and starts them once all are known.
+    """Runs ``job`` for the configuration of the command line, and returns the exit code.
 
-    Returns the exit code: the job's own (of a sweep: the first that is not 0), or 2 for a user's mistake, which is
+    ``show_plan`` is called instead of ``job`` with plan=true and gets the problems that the checks found. ``sweep``
+    gets the runs of a sweep (-m) and starts them once all are known.
+
+    The exit code is that of the job (for a sweep, the first that is not 0), or 2 for a user's mistake, which is
     reported on stderr without a traceback.
     """
     import hydra
@@ -182,7 +190,7 @@ def run(
         def one(cfg: DictConfig) -> object:
             return jobs.take(cfg)
 
-        one.sweep = sweep  # type: ignore[attr-defined]  # for the launcher in hydra_plugins, which is given this function
+        one.sweep = sweep  # type: ignore[attr-defined]  # type: ignore[attr-defined]  # the launcher in hydra_plugins receives this function
         register_schema()
         decorated = hydra.main(version_base=_VERSION_BASE, config_path=str(conf_folder()), config_name="config")(one)
         with _hydra_raises(), _argv(line.hydra):
@@ -201,7 +209,7 @@ def run(
 
 
 class _Jobs:
-    """Takes each composed configuration of one command line. ``codes``: exit codes of what has ended."""
+    """Takes each composed configuration of one command line. ``codes`` are the exit codes of the finished jobs."""
 
     def __init__(
         self,
@@ -219,8 +227,10 @@ class _Jobs:
         self._kept: list[Callable[[], int]] = []
 
     def take(self, cfg: DictConfig) -> object:
-        """Gives a run of a sweep to the sweep. Keeps what is planned, and a single run, for `end`: what is raised in
-        here Hydra would tell in words of its own."""
+        """Passes a run of a sweep to the sweep, and keeps a plan or a single run for `end`.
+
+        Hydra would report an exception that is raised here in its own format.
+        """
         from hydra.core.hydra_config import HydraConfig
         from hydra.types import RunMode
 
@@ -242,7 +252,7 @@ class _Jobs:
         return self._sweep.take(config, overrides, folder.absolute(), swept=swept)
 
     def end(self) -> None:
-        """Does what was kept, and starts the sweep's runs."""
+        """Executes what was kept, and starts the runs of the sweep."""
         for one in self._kept:
             self.codes.append(one())
         if self._sweep is not None:
@@ -270,7 +280,7 @@ class _Jobs:
 
 @contextmanager
 def _hydra_raises() -> Iterator[None]:
-    """Hydra prints its errors itself, unless this variable tells it to raise them."""
+    """Makes Hydra raise its errors; without this variable it prints them itself."""
     before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
@@ -284,7 +294,7 @@ def _hydra_raises() -> Iterator[None]:
 
 @contextmanager
 def _argv(arguments: Sequence[str]) -> Iterator[None]:
-    """Hydra reads its words in sys.argv; a run tells in its summary what its user has typed."""
+    """Sets sys.argv, from which Hydra reads, and restores it for the summary, which shows what the user typed."""
     before = sys.argv
     sys.argv = ["relax", *arguments]
     try:
@@ -294,7 +304,7 @@ def _argv(arguments: Sequence[str]) -> Iterator[None]:
 
 
 def _unknown_keys(cfg: DictConfig) -> list[str]:
-    """Keys that were forced in with +key=value. The rest was refused while composing."""
+    """Returns the unknown keys that were added with +key=value. Hydra has refused all other unknown keys."""
     roots = {field.name for field in dataclasses.fields(RelaxConfig)}
     unknown = (dotted for key in map(str, cfg) if key not in roots for dotted in _dotted(key, cfg._get_node(key)))
     problems = [unknown_key(key) for key in unknown]
@@ -304,7 +314,7 @@ def _unknown_keys(cfg: DictConfig) -> list[str]:
 
 
 def _dotted(key: str, node: Any) -> Iterator[str]:
-    """The keys at the ends of what was forced in as one."""
+    """Returns the dotted leaf keys of a mapping that was added as one value."""
     if not isinstance(node, DictConfig):
         yield key
         return
@@ -313,7 +323,7 @@ def _dotted(key: str, node: Any) -> Iterator[str]:
 
 
 def _unknown_below(section: str, values: DictConfig) -> list[str]:
-    section_type: Any = OmegaConf.get_type(values)  # of `launcher` the chosen one's
+    section_type: Any = OmegaConf.get_type(values)  # only the keys of the chosen launcher
     kinds = {field.name: field.type for field in dataclasses.fields(section_type)}
     problems = [unknown_key(f"{section}.{key}") for key in map(str, values) if key not in kinds]
     for name in kinds:
@@ -323,16 +333,16 @@ def _unknown_below(section: str, values: DictConfig) -> list[str]:
 
 
 def _missing_values(cfg: DictConfig) -> list[str]:
-    """Keys still at ???; the plug-ins' are found when they are typed."""
+    """Returns the keys whose value is still ???. Those of plug-ins are found when plug-ins are typed."""
     missing = sorted(key for key in OmegaConf.missing_keys(cfg) if key.split(".", 1)[0] not in KINDS)
     return [f"{key} has no value: add {key}=..." for key in missing]
 
 
 def _absolute(config: RelaxConfig) -> RelaxConfig:
-    """Services have working folders of their own, so every path is made absolute here."""
+    """Makes every path absolute, because services have working folders of their own."""
     for section, key in (dotted.split(".") for dotted in PATHS):
         holder: Any = getattr(config, section)
-        if (path := getattr(holder, key, None)) is not None:  # token_file is of one launcher only
+        if (path := getattr(holder, key, None)) is not None:  # only one launcher has token_file
             if not path:  # `run.dir=$UNSET` would be this very folder
                 raise ConfigError([f"{section}.{key} is empty. Give a path, or leave it out."])
             setattr(holder, key, _path(f"{section}.{key}", path))
@@ -344,11 +354,14 @@ def _absolute(config: RelaxConfig) -> RelaxConfig:
 
 
 def _path(key: str, text: str) -> str:
-    """Raises `ConfigError` for what no file can be called, and for what this user may not look at."""
+    """Returns the absolute path.
+
+    Raises `ConfigError` if no file can have the name, or if this user may not access it.
+    """
     shown = text if len(text) <= SHOWN_PATH else f"{text[: SHOWN_PATH - 20]}…{text[-20:]}"
     try:
         path = Path(text).expanduser().absolute()
-        with suppress(FileNotFoundError, NotADirectoryError):  # where it must be there, another check tells
+        with suppress(FileNotFoundError, NotADirectoryError):  # another check reports a file that must exist
             path.stat()
     except OSError as error:
         raise ConfigError([f"{key}={shown}: {error.strerror}. Give another path."]) from error
@@ -358,8 +371,11 @@ def _path(key: str, text: str) -> str:
 
 
 def _absolute_each(paths: Any, *, key: str) -> Any:
-    """The same list or mapping of paths; what is no text is left to whoever checks it. `data.paths` has its paths as
-    keys, `eval.sets` as values."""
+    """Returns the same list or mapping with absolute paths.
+
+    Values that are no text are left to the checks. The paths of `data.paths` are its keys, those of `eval.sets` its
+    values.
+    """
     if isinstance(paths, dict) and key == "data.paths":
         return {_absolute_path(path, key=key): weight for path, weight in paths.items()}
     if isinstance(paths, dict):

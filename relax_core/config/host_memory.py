@@ -1,4 +1,4 @@
-"""Memory that this machine has left."""
+"""Measures the memory that this machine has left."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def available_bytes() -> int:
-    """What can still be used: of the machine, or of the container's limit where that is less."""
+    """Returns the bytes that can still be used: of the machine, or of the container's limit if that is less."""
     import psutil
 
     free = int(psutil.virtual_memory().available)

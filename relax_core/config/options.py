@@ -1,4 +1,4 @@
-"""Where conf/ lies and what options it offers."""
+"""Finds conf/ and the options that it offers."""
 
 from __future__ import annotations
 
@@ -10,48 +10,48 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def conf_folder() -> Path:
-    """conf/ of the checkout, or the copy inside the installed package."""
+    """Returns conf/ of the checkout, or the copy inside the installed package."""
     folder = shipped("conf")
     assert (folder / "config.yaml").is_file(), f"{folder} has no config.yaml: the installation is incomplete"
     return folder
 
 
 def shipped(folder: str) -> Path:
-    """A folder that the wheel has inside the package and a checkout beside it: conf or examples."""
+    """Returns a folder that the wheel has inside the package and a checkout has beside it: conf or examples."""
     inside = _PACKAGE / folder
     return inside if inside.is_dir() else _PACKAGE.parent / folder
 
 
 def groups() -> list[str]:
-    """Config groups, in alphabetical order."""
+    """Returns the config groups in alphabetical order."""
     return sorted(path.name for path in conf_folder().iterdir() if path.is_dir())
 
 
 def yaml_options(group: str) -> list[str]:
-    """Options of a group that have a YAML file."""
+    """Returns the options of a group that have a YAML file."""
     return sorted(path.stem for path in (conf_folder() / group).glob("*.yaml"))
 
 
 def first_comment(group: str, option: str) -> str:
-    """An option's first comment: what it is, in one line. Hydra's own directives aside."""
+    """Returns an option's first comment, which describes it in one line. Hydra's own directives are skipped."""
     text = (conf_folder() / group / f"{option}.yaml").read_text(encoding="utf-8")
     comments = [line.removeprefix("#").strip() for line in text.splitlines() if line.startswith("#")]
     return next(comment for comment in comments if not comment.startswith("@package"))
 
 
 def plugin_options(group: str) -> list[str]:
-    """Plug-ins of a group without a YAML: their settings keep their defaults."""
+    """Returns the plug-ins of a group that have no YAML file; their settings keep their defaults."""
     return sorted(name for kind in KINDS if kind == group for name in set(names(kind)) - set(yaml_options(group)))
 
 
 def group_options(group: str) -> list[str]:
-    """All options of a group; empty for what is not a group."""
+    """Returns all options of a group, or none for a name that is no group."""
     if not group or not (conf_folder() / group).is_dir():
         return []
     return sorted([*yaml_options(group), *plugin_options(group)])
 
 
-# What `relax WORD` is beside a run: how it is typed, and what it does.
+# Each command `relax WORD` beside the run itself: how it is typed, and what it does.
 COMMANDS = {
     "train": ("train [key=value ...]", "a run; the word may be left out"),
     "demo": ("demo [key=value ...]", "a tiny model learns to reverse digits, in a minute; the same as train alone"),

@@ -1,4 +1,4 @@
-"""Types `algo`, `reward` and `env` by the plug-in's own settings dataclass."""
+"""Types the sections of plug-ins by the plug-in's own settings dataclass."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from relax_core.registry import Kind, PluginError, find, is_file_plugin
 
 
 def typed_plugin(kind: Kind, node: DictConfig) -> Any:
-    """An instance of the plug-in's settings from the values in ``node``.
+    """Returns an instance of the plug-in's settings with the values in ``node``.
 
     Raises:
-        ConfigError: unknown plug-in, unknown key, wrong type or missing value; all of them at once.
+        ConfigError: for an unknown plug-in, an unknown key, a wrong type or a missing value; all of them at once.
     """
     if not isinstance(node, DictConfig) or OmegaConf.is_missing(node, "name") or node.get("name") is None:
         raise ConfigError([f"{kind}.name has no value: give a name, or the path of your file, {kind}.name=/path/my.py"])
@@ -34,7 +34,7 @@ def typed_plugin(kind: Kind, node: DictConfig) -> Any:
         raise ConfigError([str(error)]) from error
     except OmegaConfBaseException as error:
         raise ConfigError([f"{kind}.name={name}: its settings cannot be typed: {error.msg}"]) from error
-    OmegaConf.set_readonly(schema, False)  # a frozen dataclass comes read-only
+    OmegaConf.set_readonly(schema, False)  # the instance of a frozen dataclass is read-only
     problems = []
     fields = [field.name for field in dataclasses.fields(config)]
     for key in map(str, node):

@@ -1,10 +1,11 @@
-"""What makes a resumed run the same run, and what a user may change on the way.
+"""Decides whether a resumed run is the same run, and what a user may change when resuming.
 
-Refused: whatever the checkpoint's own state was made for. With another seed or other data its cursor points into
-another order, so prompts would come twice or never; its tensors belong to one model, its ledger to one group size; and
-a curve that changes its algorithm, reward or environment half-way shows neither. Told, and then done: settings that
-people tune on the way (learning rate, clip range, temperature, staleness). Not looked at: where and how long the run
-goes, and where its data lies: data is known by its content (relax_core/data/data_identity.py).
+Changes of anything that the checkpoint's own state depends on are refused. With another seed or other data the cursor
+points into another order, so prompts would come twice or never. The tensors belong to one model and the ledger to one
+group size. A curve that changes its algorithm, reward or environment half-way describes neither. Changes of settings
+that are often tuned during a run (learning rate, clip range, temperature, staleness) are reported and applied. Where
+the run executes, how long it lasts, and where its data lies are not compared, because data is identified by its content
+(relax_core/data/data_identity.py).
 """
 
 from __future__ import annotations
@@ -25,31 +26,35 @@ REFUSED = (
     "rollout.banned_token_ids",
 )
 TOLD = ("algo", "optimizer", "rollout", "mode", "reward", "env", "parallel", "data.overlong", "data.max_bad_rows")
-WHOLE = ("data.chat_template_kwargs", "data.paths")  # mappings whose keys are the user's: compared as one value
-DATA_PLACES = ("data.name", "data.path", "data.paths", "data.eval_path")  # where the content lies
+WHOLE = ("data.chat_template_kwargs", "data.paths")  # mappings whose keys belong to the user are compared as one value
+DATA_PLACES = ("data.name", "data.path", "data.paths", "data.eval_path")  # the path of the content
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A key whose value is not what the checkpoint was made with."""
+    """A key whose value differs from the checkpoint's."""
 
     key: str
     was: Any
     now: Any
 
     def words(self) -> str:
+        """Returns the change as text, with the old and the new value."""
         return f"{self.key} was {_word(self.was)}, is {_word(self.now)}"
 
     def as_it_was(self) -> str:
-        """The override that takes the change back."""
+        """Returns the override that restores the old value."""
         return f"{self.key}={_word(self.was)}"
 
 
 def changes(
     saved: Mapping[str, Any], now: Mapping[str, Any], *, keys: tuple[str, ...], but: tuple[str, ...] = ()
 ) -> list[Change]:
-    """The keys at or below one of ``keys`` that differ, but those at or below one of ``but``. Both are a configuration
-    as `relax_core.config.saved.plain` gives it; a key that only one has came or went with a version of Relax."""
+    """Returns the changed keys at or below one of ``keys``, without those at or below one of ``but``.
+
+    Both configurations have the form of `relax_core.config.saved.plain`. A key that only one of them has was added or
+    removed by a version of Relax.
+    """
     before, after = dict(_leaves(saved)), dict(_leaves(now))
     return [
         Change(key=key, was=before[key], now=value)
@@ -71,7 +76,7 @@ def _leaves(values: Mapping[str, Any], *, prefix: str = "") -> Iterator[tuple[st
 
 
 def _word(value: Any) -> str:
-    """As it is written on the command line."""
+    """Returns the value as it is written on the command line."""
     if value is None:
         return "null"
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""A configuration as YAML for the run's folder, without secrets."""
+"""Writes a configuration as YAML for the run's folder, without secrets."""
 
 from __future__ import annotations
 
@@ -17,19 +17,22 @@ _USER_INFO = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def to_yaml(config: RelaxConfig) -> str:
-    """YAML with the keys of conf/. Values of secret keys, and passwords in addresses, are redacted."""
+    """Returns YAML with the keys of conf/. Values of secret keys, and passwords in addresses, are redacted."""
     text: str = yaml.safe_dump(plain(config), sort_keys=False, allow_unicode=True)
     return text
 
 
 def to_whole_yaml(config: RelaxConfig) -> str:
-    """The same with its secrets: for a file that only this user can read, and for `config_from_yaml`."""
+    """Returns YAML with its secrets, for a file that only this user can read, and for `config_from_yaml`."""
     text: str = yaml.safe_dump(plain(config, redact=False), sort_keys=False, allow_unicode=True)
     return text
 
 
 def plain(value: Any, *, key: str = "", redact: bool = True) -> Any:
-    """The same as dicts, lists and scalars; enums by name, as YAML gives them. ``redact``: without secrets."""
+    """Returns the configuration as dicts, lists and scalars, with enums by name.
+
+    With ``redact``, secrets are removed.
+    """
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {
             field.name: plain(getattr(value, field.name), key=field.name, redact=redact)

@@ -1,7 +1,7 @@
-"""The types of every key in conf/. Values and their documentation live in the YAML beside them.
+"""Defines the type of every key in conf/. Values and their documentation stand in the YAML files.
 
-`algo`, `reward` and `env` are typed by their plug-in's own `config` dataclass (config/plugin_types.py), so that a
-newcomer's file brings its settings along. OmegaConf 2.3 has no Literal: enums stand for choices.
+`algo`, `reward` and `env` have the type of their plug-in's own `config` dataclass (config/plugin_types.py), so a new
+plug-in file brings its own settings. OmegaConf 2.3 has no Literal, so enums stand for choices.
 """
 
 from __future__ import annotations
@@ -15,37 +15,51 @@ from omegaconf import MISSING
 
 
 class ModeName(Enum):
+    """Names the ways in which rollout and trainer share time."""
+
     colocate = "colocate"
     asynchronous = "async"
 
 
 class OnStale(Enum):
+    """Says what happens to a group outside of the staleness window."""
+
     drop = "drop"
     mask = "mask"
 
 
 class Surplus(Enum):
+    """Says what happens to over-sampled groups that a step does not need."""
+
     drop = "drop"
     keep = "keep"
 
 
 class Partial(Enum):
+    """Says what happens to unfinished samples when the weights change."""
+
     in_place = "in_place"
     abort = "abort"
 
 
 class AdvantagesPlace(Enum):
+    """Says which process computes advantages: the rollout if it can (auto), or always the role."""
+
     auto = "auto"
     role = "role"
 
 
 class Schedule(Enum):
+    """Names the learning-rate schedules."""
+
     constant = "constant"
     cosine = "cosine"
     linear = "linear"
 
 
 class Overlong(Enum):
+    """Says what happens to a prompt that is too long."""
+
     drop = "drop"
     truncate_left = "truncate_left"
     truncate_middle = "truncate_middle"
@@ -53,12 +67,16 @@ class Overlong(Enum):
 
 
 class Recompute(Enum):
+    """Says which activations the backward pass computes again."""
+
     none = "none"
     selective = "selective"
     full = "full"
 
 
 class WeightTransportName(Enum):
+    """Names the ways in which a weight version reaches an engine."""
+
     auto = "auto"
     shared_memory = "shared_memory"
     gloo = "gloo"
@@ -68,6 +86,8 @@ class WeightTransportName(Enum):
 
 
 class LauncherKind(Enum):
+    """Names the launchers."""
+
     local = "local"
     slurm = "slurm"
     ray_job = "ray_job"
@@ -75,24 +95,28 @@ class LauncherKind(Enum):
 
 @dataclass
 class ModelConfig:
+    """Holds the keys of `model`."""
+
     name: str = MISSING
     family: str = MISSING  # of relax_core/families/table.py
     path: str | None = None  # a Hugging Face folder
     builtin: str | None = None  # a tiny model that Relax makes itself
-    task: str | None = None  # generated task of the builtin model's warm start
+    task: str | None = None  # the generated task of the builtin model's warm start
     shape: str | None = None  # published dimensions to plan with while there is no path
     dtype: str = MISSING  # float32 | bfloat16
-    moe_aux_loss_coef: float = 0.0  # of a mixture of experts
+    moe_aux_loss_coef: float = 0.0  # only for a mixture of experts
 
 
 @dataclass
 class ModalityConfig:
+    """Holds the keys of `modality`."""
+
     name: str = MISSING
 
 
 @dataclass
 class ForwardLayout:
-    """How a role that only computes log-probs is cut into ranks; the sizes mean what they mean in `ParallelConfig`."""
+    """Holds the parallel sizes of a role that only computes log-probs, with the meaning of `ParallelConfig`."""
 
     dp: int = MISSING
     tp: int = MISSING
@@ -107,6 +131,8 @@ FORWARD_SIZES = tuple(size.name for size in fields(ForwardLayout))
 
 @dataclass
 class ParallelConfig:
+    """Holds the keys of `parallel`."""
+
     name: str = MISSING
     dp: int = MISSING
     tp: int = MISSING
@@ -119,8 +145,8 @@ class ParallelConfig:
     recompute: Recompute = MISSING
     distributed_optimizer: bool = MISSING
     overlap: bool = MISSING
-    micro_batch_tokens: int = MISSING  # packed token rows a micro-batch holds at most
-    logprob_chunk_tokens: int = MISSING  # token rows whose logits exist at one time
+    micro_batch_tokens: int = MISSING  # largest number of packed token rows in a micro-batch
+    logprob_chunk_tokens: int = MISSING  # number of token rows whose logits exist at one time
     threads_per_rank: int = MISSING
     actor_fwd: ForwardLayout = field(default_factory=ForwardLayout)
     reference: ForwardLayout = field(default_factory=ForwardLayout)
@@ -128,15 +154,19 @@ class ParallelConfig:
 
 @dataclass
 class PlacementConfig:
+    """Holds the keys of `placement`."""
+
     name: str = MISSING
     nodes: int = MISSING
-    gpus_per_node: int = MISSING  # 0: CPU cores
+    gpus_per_node: int = MISSING  # 0 means CPU cores
     gpu_memory_gib: float = MISSING
-    roles: dict[str, int] = field(default_factory=dict)  # role → GPUs; empty: all roles share all GPUs
+    roles: dict[str, int] = field(default_factory=dict)  # role → GPUs; empty means that all roles share all GPUs
 
 
 @dataclass
 class ModeConfig:
+    """Holds the keys of `mode`."""
+
     name: ModeName = MISSING
     max_staleness: int = MISSING
     on_stale: OnStale = MISSING
@@ -144,10 +174,12 @@ class ModeConfig:
 
 @dataclass
 class EngineConfig:
+    """Holds the keys of `engine`."""
+
     name: str = MISSING
-    dtype: str | None = None  # None: model.dtype
+    dtype: str | None = None  # None means model.dtype
     count: int = MISSING
-    tp: int = MISSING  # GPUs that one engine spans
+    tp: int = MISSING  # number of GPUs of one engine
     host: str = MISSING
     port: int = MISSING
     max_running_samples: int = MISSING
@@ -159,7 +191,7 @@ class EngineConfig:
     sync_timeout_s: float = MISSING
     silent_s: float = MISSING
     weight_transport: WeightTransportName = MISSING
-    # Of engine=sglang only; with another engine they stay at these values.
+    # Only engine=sglang reads these; with another engine they keep these values.
     python: str | None = None
     urls: list[str] = field(default_factory=list)
     token_file: str | None = None
@@ -169,23 +201,27 @@ class EngineConfig:
 
     @property
     def context_tokens(self) -> int:
-        """Prompt and response tokens of one sample at most, of a configuration that is about to run."""
+        """Returns the largest number of prompt and response tokens of one sample, once it is derived."""
         assert self.context_length is not None, "preflight derives it"
         return self.context_length
 
 
 @dataclass
 class BusConfig:
+    """Holds the keys of `bus`."""
+
     name: str = MISSING
     lease_s: float = MISSING
     call_timeout_s: float = MISSING
     inline_bytes: int = MISSING
     max_row_bytes: int = MISSING
-    storage_units: int | None = None  # of bus=transfer_queue only
+    storage_units: int | None = None  # only for bus=transfer_queue
 
 
 @dataclass
 class DataConfig:
+    """Holds the keys of `data`."""
+
     name: str = MISSING
     path: str | None = None
     paths: Any = None  # a list of files, or a mapping from files to weights, instead of path
@@ -203,6 +239,8 @@ class DataConfig:
 
 @dataclass
 class TrackerConfig:
+    """Holds the keys of `tracker`."""
+
     name: str = MISSING
     tensorboard: bool = MISSING
     jsonl: bool = MISSING
@@ -210,10 +248,10 @@ class TrackerConfig:
 
 @dataclass
 class LauncherConfig:
-    """launcher=local, and what a run reads wherever it is. The other launchers' keys are in the classes below."""
+    """Holds the keys of launcher=local, and those that a run reads with every launcher."""
 
     name: LauncherKind = MISSING
-    ray_address: str | None = None  # of launcher=local; the other launchers set it themselves
+    ray_address: str | None = None  # only for launcher=local; the other launchers set it themselves
     nodes: int = MISSING
     ray_logical_cpus: int = MISSING
     object_store_mb: int = MISSING
@@ -221,6 +259,8 @@ class LauncherConfig:
 
 @dataclass
 class SlurmLauncherConfig(LauncherConfig):
+    """Holds the keys of launcher=slurm."""
+
     partition: str | None = None
     account: str | None = None
     qos: str | None = None
@@ -242,6 +282,8 @@ class SlurmLauncherConfig(LauncherConfig):
 
 @dataclass
 class RayJobLauncherConfig(LauncherConfig):
+    """Holds the keys of launcher=ray_job."""
+
     address: str = MISSING
     token_file: str | None = None
     working_dir: str | None = None
@@ -270,11 +312,13 @@ DEFAULT_WARMUP_STEPS = 10
 
 @dataclass
 class OptimizerConfig:
+    """Holds the keys of `optimizer`."""
+
     lr: float = MISSING
-    critic_lr: float | None = None  # of the critic; None: lr
+    critic_lr: float | None = None  # learning rate of the critic; None means lr
     min_lr_ratio: float = MISSING
     schedule: Schedule = MISSING
-    warmup_steps: int | None = None  # None: DEFAULT_WARMUP_STEPS, or all steps where these are fewer
+    warmup_steps: int | None = None  # None means DEFAULT_WARMUP_STEPS, or all steps if there are fewer
     beta1: float = MISSING
     beta2: float = MISSING
     eps: float = MISSING
@@ -284,6 +328,8 @@ class OptimizerConfig:
 
 @dataclass
 class RolloutConfig:
+    """Holds the keys of `rollout`."""
+
     workers: int = MISSING
     prompts_per_step: int = MISSING
     max_new_tokens: int = MISSING
@@ -291,7 +337,7 @@ class RolloutConfig:
     top_p: float = MISSING
     top_k: int = MISSING
     min_p: float = MISSING
-    banned_token_ids: list[int] | None = None  # None: found when the configuration is composed
+    banned_token_ids: list[int] | None = None  # None until the configuration is composed
     reward_workers: int = MISSING
     reward_concurrency: int = MISSING
     over_sampling: float = MISSING
@@ -305,28 +351,31 @@ class RolloutConfig:
 
     @property
     def truncates(self) -> bool:
-        """Whether samples are drawn from a part of the distribution, so that kept sets travel with them."""
+        """Is True if samples are drawn from a part of the distribution, so that kept sets travel with them."""
         return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
 
     def banned(self) -> list[int]:
-        """The tokens that no role counts, of a composed configuration."""
+        """Returns the token ids that no role counts, once the configuration is composed."""
         assert self.banned_token_ids is not None, "config/compose.py has found them"
         return self.banned_token_ids
 
     @property
     def spare_prompts(self) -> int:
-        """Prompts that are let in beyond those that a step needs."""
+        """Returns how many prompts are admitted beyond those that a step needs."""
         return math.ceil(round((self.over_sampling - 1.0) * self.prompts_per_step, 6))
 
 
 class FolderByTime(str):
-    """A ``run.dir`` with the time in its name, as conf/ has it: each start has one of its own. A run that goes on finds
-    its folder beside it, by the ``label`` at its end; a ``run.dir`` without the time is that of one run alone."""
+    """A ``run.dir`` with the time in its name, as conf/ has it, so each start has a folder of its own.
+
+    A resumed run finds its folder among the siblings by the ``label`` at its end. A ``run.dir`` without the time
+    belongs to one run.
+    """
 
     label: str = ""
 
     def labelled(self, label: str) -> FolderByTime:
-        """The same with a label at its end."""
+        """Returns the same folder name with a label at its end."""
         folder = FolderByTime(f"{self}{label}")
         folder.label = label
         return folder
@@ -334,6 +383,8 @@ class FolderByTime(str):
 
 @dataclass
 class RunSettings:
+    """Holds the keys of `run`."""
+
     steps: int = MISSING
     epochs: float | None = None
     dir: str = MISSING
@@ -357,16 +408,18 @@ class RunSettings:
 
 @dataclass
 class EvalConfig:
+    """Holds the keys of `eval`."""
+
     every: int = MISSING
     rows: int = MISSING
     samples: int = 1
     temperature: float = 0.0
-    sets: dict[str, str | None] = field(default_factory=dict)  # name → file; None: the held-out rows of data
+    sets: dict[str, str | None] = field(default_factory=dict)  # name → file; None means the held-out rows of data
 
 
 @dataclass
 class RelaxConfig:
-    """The root. Its keys are frozen by tests/config/test_root_keys.py."""
+    """Holds the whole configuration. tests/config/test_root_keys.py freezes its keys."""
 
     name: str = MISSING
     seed: int = MISSING
@@ -392,11 +445,11 @@ class RelaxConfig:
 
     @property
     def in_order(self) -> bool:
-        """Whether prompts, evaluations and complete groups follow each other in the same order in every run."""
+        """Is True if prompts, evaluations and complete groups have the same order in every run."""
         return self.mode.max_staleness == 0 and self.rollout.workers == 1
 
     @property
     def repeatable(self) -> bool:
-        """Whether the same seed gives the same run again, on a CPU to the bit: where no batch depends on timing."""
+        """Is True if the same seed repeats the run, on a CPU to the bit, because no batch depends on timing."""
         timed = self.rollout.over_sampling > 1.0 or self.engine.deterministic is False
         return self.in_order and not timed

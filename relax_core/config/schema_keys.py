@@ -1,4 +1,4 @@
-"""Which keys exist, read from the schema: for unknown-key messages."""
+"""Reads from the schema which keys exist, for messages about unknown keys."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from relax_core.config.schema import LAUNCHERS, RelaxConfig
 
 @cache
 def section_types() -> dict[str, type]:
-    """Root key → its dataclass, for the keys that have one."""
+    """Maps each root key that has a dataclass to that dataclass."""
     hints = typing.get_type_hints(RelaxConfig)
     return {key: hint for key, hint in hints.items() if dataclasses.is_dataclass(hint) and isinstance(hint, type)}
 
 
 @cache
 def known_keys() -> tuple[str, ...]:
-    """Every dotted key of the schema. Settings of plug-ins are not among them."""
+    """Returns every dotted key of the schema. Settings of plug-ins are not among them."""
     keys: list[str] = []
     for root in dataclasses.fields(RelaxConfig):
         keys += section_keys(root.name) if root.name in section_types() else [root.name]
@@ -29,7 +29,7 @@ def known_keys() -> tuple[str, ...]:
 
 
 def section_keys(section: str) -> list[str]:
-    """Dotted keys of one section, and of the sections in it."""
+    """Returns the dotted keys of one section and of its subsections."""
     return list(_keys_below(section, section_types()[section]))
 
 
@@ -43,7 +43,7 @@ def _keys_below(key: str, section: type) -> Iterator[str]:
 
 @cache
 def launcher_keys() -> dict[str, tuple[str, ...]]:
-    """Dotted key of `launcher` → the launchers that have it."""
+    """Maps each dotted key of `launcher` to the launchers that have it."""
     found: dict[str, tuple[str, ...]] = {}
     for name, launcher in LAUNCHERS.items():
         for field in dataclasses.fields(launcher):
@@ -52,12 +52,12 @@ def launcher_keys() -> dict[str, tuple[str, ...]]:
 
 
 def unknown_key(key: str) -> str:
-    """The message for a key that the schema does not have."""
+    """Returns the message for a key that the schema does not have."""
     leaf = key.rsplit(".", 1)[-1]
     if key.startswith("launcher."):
         return _unknown_launcher_key(key)
     parent = key.rpartition(".")[0]
-    if "." in parent and parent in known_keys():  # a dict, as placement.roles is
+    if "." in parent and parent in known_keys():  # a dict, such as placement.roles
         return f"{key} is not set yet. Add it with a plus: +{key}=..."
     if (here := synonym(key)) is not None:
         return f"{key} is not a key. {here}"

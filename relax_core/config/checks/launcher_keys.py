@@ -1,4 +1,4 @@
-"""What a launcher's keys must be to each other. Numbers by themselves are in ranges.py."""
+"""Checks combinations of a launcher's keys. Single numbers are checked in ranges.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from relax_core.config.schema import (
 )
 
 _NAMES_OF_OURS = ("job-name", "output", "error", "signal", "nodes", "ntasks-per-node", "time", "open-mode", "array")
-_KEYS_OF_OURS = {  # what has a key of its own
+_KEYS_OF_OURS = {  # options that have a key of their own
     "partition": "partition",
     "account": "account",
     "qos": "qos",
@@ -29,18 +29,21 @@ _KEYS_OF_OURS = {  # what has a key of its own
 
 
 def sbatch_arguments(words: list[str]) -> dict[str, str | bool]:
-    """``["--exclusive", "--reservation=mine"]`` → ``{"exclusive": True, "reservation": "mine"}``."""
+    """Turns ``["--exclusive", "--reservation=mine"]`` into ``{"exclusive": True, "reservation": "mine"}``."""
     split = [word.removeprefix("--").partition("=") for word in words]
     return {name: value if equals else True for name, equals, value in split}
 
 
 def environment(words: list[str]) -> dict[str, str]:
-    """``["NAME=value"]`` → ``{"NAME": "value"}``."""
+    """Turns ``["NAME=value"]`` into ``{"NAME": "value"}``."""
     return dict(word.split("=", 1) for word in words)
 
 
 def launcher_problems(config: RelaxConfig) -> Iterator[str]:
-    """One sentence for each impossible combination. First the type: what follows reads the launcher's own keys."""
+    """Returns one sentence for each impossible combination.
+
+    The type is checked first, because the other checks read the launcher's own keys.
+    """
     launcher = config.launcher
     if type(launcher) is not LAUNCHERS[launcher.name.value]:
         yield f"launcher.name={launcher.name.value}: choose it with launcher={launcher.name.value}."

@@ -1,5 +1,7 @@
-"""What a model folder must hold before anything is started, and its media tokens. Reads JSON and names of files, no
-weights."""
+"""Checks what a model folder must contain before anything is started, and finds its media tokens.
+
+The module reads JSON and file names, and no weights.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,13 @@ class _AddedToken(msgspec.Struct):
 
 
 class _TokenizerFile(msgspec.Struct):
-    """All else in tokenizer.json, which may have 10 MB, is skipped."""
+    """Skips everything else in tokenizer.json, which may have 10 MB."""
 
     added_tokens: list[_AddedToken] = []
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """config.json of a Hugging Face folder. Raises ValueError for one that is not a JSON object."""
+    """Returns config.json of a Hugging Face folder. Raises ValueError if it is no JSON object."""
     file = folder / "config.json"
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
@@ -46,8 +48,10 @@ def read_model_config(folder: Path) -> dict[str, Any]:
 
 
 def media_token_ids(folder: Path) -> list[int]:
-    """Placeholders for images, audio and video that a Hugging Face folder names, sorted: a text response must never
-    contain one. Raises ValueError for a file that is not what its name says, OSError for one that cannot be read."""
+    """Returns the sorted placeholder ids for images, audio and video, which a text response must never contain.
+
+    Raises ValueError for a file with unexpected content, and OSError for a file that cannot be read.
+    """
     file = folder / "tokenizer.json"
     try:
         added = msgspec.json.decode(file.read_bytes(), type=_TokenizerFile).added_tokens
@@ -60,20 +64,23 @@ def media_token_ids(folder: Path) -> list[int]:
 
 
 def set_banned_tokens(config: RelaxConfig) -> None:
-    """Where the user named no banned tokens, they are the media tokens of the model's folder; a built-in model has
-    none. They stay null for a folder that cannot be read, or that only another machine has."""
+    """Sets the media tokens of the model's folder as banned tokens if the user named none.
+
+    A built-in model has no media tokens. The value stays null for a folder that cannot be read, or that only another
+    machine has.
+    """
     model, rollout = config.model, config.rollout
     if rollout.banned_token_ids is not None:
         rollout.banned_token_ids = sorted(set(rollout.banned_token_ids))
     elif model.path is None:
         rollout.banned_token_ids = []
     else:
-        with suppress(ValueError, OSError):  # the checks of the folder say what is wrong with it
+        with suppress(ValueError, OSError):  # the checks of the folder report what is wrong with it
             rollout.banned_token_ids = media_token_ids(Path(model.path))
 
 
 def model_problems(config: RelaxConfig) -> Iterator[str]:
-    """One sentence for everything about the model that cannot work."""
+    """Returns one sentence for everything about the model that cannot work."""
     model = config.model
     if model.dtype not in DTYPES:
         yield f"model.dtype={model.dtype}: expected one of {', '.join(DTYPES)}."
@@ -90,7 +97,7 @@ def model_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def _option(folder: Path) -> str:
-    """The option of the group ``model`` that fits a folder, or all that take one."""
+    """Returns the option of the group ``model`` that fits a folder, or all options that take one."""
     try:
         family = read_model_config(folder).get("model_type")
     except (OSError, ValueError):
@@ -99,7 +106,7 @@ def _option(folder: Path) -> str:
 
 
 def folder_problems(config: RelaxConfig, folder: Path, *, key: str) -> Iterator[str]:
-    """What a Hugging Face folder lacks; ``key``: where the configuration names it."""
+    """Returns what a Hugging Face folder lacks. ``key`` is the key of the configuration that names it."""
     key = f"{key}={folder}"
     if not folder.exists():
         yield f"{key}: no such folder."

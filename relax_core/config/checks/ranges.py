@@ -1,4 +1,4 @@
-"""The range of every number in the schema."""
+"""Defines the range of every number in the schema."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from relax_core.contracts.engine import MAX_TEMPERATURE, MAX_TOP_K, MIN_TEMPERAT
 
 @dataclass(frozen=True)
 class Range:
-    """``low <= value <= high``; ``above``: strictly more than ``low``; ``below``: strictly less than ``high``."""
+    """A closed interval from ``low`` to ``high``; ``above`` excludes ``low``, and ``below`` excludes ``high``."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -21,11 +21,13 @@ class Range:
     why: str = ""
 
     def holds(self, value: float) -> bool:
+        """Is True if the value is finite and within the range."""
         over = value > self.low if self.above else value >= self.low
         under = value < self.high if self.below else value <= self.high
         return math.isfinite(value) and over and under
 
     def words(self) -> str:
+        """Returns the range as text for an error."""
         parts = []
         if self.low > -math.inf:
             parts.append(f"more than {self.low:.10g}" if self.above else f"at least {self.low:.10g}")
@@ -115,14 +117,14 @@ RANGES: dict[str, Range] = {
     "eval.temperature": Range(0, why="0 is greedy"),
 }
 
-# Of keys whose value may be null; ``why`` says what null means.
+# These keys may be null; ``why`` says what null means.
 OPTIONAL: dict[str, Range] = {
     "optimizer.critic_lr": Range(0, above=True, why="null takes optimizer.lr"),
     "optimizer.warmup_steps": Range(0, why="null takes 10, or run.steps where that is less"),
     "run.epochs": Range(0, above=True, why="null leaves run.steps as it is"),
 }
 
-_NULL = ("launcher.memory_gb", "engine.context_length")  # null is a value of theirs
+_NULL = ("launcher.memory_gb", "engine.context_length")  # null is a valid value of these keys
 
 OF_LAUNCHER: dict[str, dict[str, Range]] = {
     "local": {},
@@ -144,7 +146,7 @@ OF_LAUNCHER: dict[str, dict[str, Range]] = {
 
 
 def value_of(config: RelaxConfig, key: str) -> object:
-    """The value at a dotted key."""
+    """Returns the value at a dotted key."""
     value: object = config
     for part in key.split("."):
         value = getattr(value, part)
@@ -152,7 +154,7 @@ def value_of(config: RelaxConfig, key: str) -> object:
 
 
 def range_problems(config: RelaxConfig) -> Iterator[str]:
-    """One sentence for every number out of its range."""
+    """Returns one sentence for every number out of its range."""
     for key, allowed in (RANGES | OF_LAUNCHER[config.launcher.name.value]).items():
         value = value_of(config, key)
         if value is None and key in _NULL:

@@ -1,4 +1,4 @@
-"""What engine=sglang cannot be, beside the other keys; and its keys with another engine."""
+"""Checks the keys of engine=sglang against the other keys, and refuses these keys with another engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _UNSET: dict[str, object] = {
     "flags": {},
 }
 
-# Flags of the server that engine.flags may not set, since we do → what does.
+# Maps each server flag that engine.flags may not set to the key of Relax that sets it.
 OWN_FLAGS = {
     "model-path": "model.path",
     "model": "model.path",
@@ -54,7 +54,7 @@ OWN_FLAGS = {
 
 
 def sglang_problems(config: RelaxConfig) -> Iterator[str]:
-    """One sentence for each problem that needs no look at a file."""
+    """Returns one sentence for each problem that can be seen without reading a file."""
     engine = config.engine
     if engine.name != SGLANG:
         for own, unset in _UNSET.items():
@@ -75,13 +75,13 @@ def _flag(name: str) -> str:
 
 
 def _own_flag(name: str) -> str | None:
-    """The flag of ours that the server would read here: it takes every beginning of a flag for the flag."""
+    """Returns the flag of Relax that the server would read for ``name``, because it accepts every prefix of a flag."""
     flag = _flag(name)
     return flag if flag in OWN_FLAGS else next((own for own in OWN_FLAGS if own.startswith(flag)), None)
 
 
 def _truncation_problems(config: RelaxConfig) -> Iterator[str]:
-    """Where SGLang cannot tell which tokens top_k, top_p and min_p left, or its scores are of another distribution."""
+    """Returns settings with which SGLang cannot report kept sets, or scores another distribution."""
     engine, rollout = config.engine, config.rollout
     flags = {_flag(name): (name, value) for name, value in engine.flags.items()}
     written, most = flags.get("sampling-mask-max-tokens", ("", MASK_TOKENS))
@@ -138,7 +138,7 @@ def _url_problems(engine: EngineConfig) -> Iterator[str]:
 
 
 def sglang_file_problems(config: RelaxConfig) -> Iterator[str]:
-    """The interpreter and the key's file."""
+    """Returns what is wrong with the interpreter and the token file."""
     engine = config.engine
     if engine.name != SGLANG:
         return

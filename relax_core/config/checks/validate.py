@@ -1,6 +1,6 @@
-"""Every check of a typed configuration that needs no other room: ranges, combinations, paths.
+"""Runs every check of a typed configuration that needs no other part of Relax: ranges, combinations, paths.
 
-Each problem is one sentence with the key, the value and the fix. All are found at once.
+Each problem is one sentence with the key, the value and the fix. All problems are found at once.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _BUILT = {
     "placement": ("cpu", "gpu"),
 }
 PLANS = (False, True, "json")
-MOST_STOP_STRINGS, MOST_STOP_BYTES = 16, 1024  # that an engine takes
+MOST_STOP_STRINGS, MOST_STOP_BYTES = 16, 1024  # the prefixes that an engine accepts
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def problems_of(config: RelaxConfig, checks: Iterable[Check] = ()) -> list[str]:
-    """Every problem of the configuration; ``checks`` are those of other rooms. Empty when it can run."""
+    """Returns every problem of the configuration, or none if it can run. ``checks`` are those of other folders."""
     if problems := list(launcher_problems(config)):
         return problems
-    here = (*_FILE_CHECKS, *checks) if config.launcher.name is not LauncherKind.ray_job else ()  # its files are there
+    here = (*_FILE_CHECKS, *checks) if config.launcher.name is not LauncherKind.ray_job else ()  # the files exist
     return [problem for check in (range_problems, *_CHECKS, *here) for problem in check(config)]
 
 
@@ -98,7 +98,7 @@ def _check_plugins(config: RelaxConfig) -> Iterator[str]:
 
 
 def _check_turns(config: RelaxConfig) -> Iterator[str]:
-    """Of an env with turns."""
+    """Checks the keys of an environment with several turns."""
     env, plugin_config = find_env(config.env.name), config.env
     if not env.has_turns:
         return
@@ -256,7 +256,7 @@ def _check_run_folder(config: RelaxConfig) -> Iterator[str]:
         yield f"resume={config.resume}: no such folder. Use resume=auto for the newest checkpoint."
     folder = Path(config.run.dir)
     for existing in (folder, *folder.parents):
-        # Looked at through one descriptor: another run may make or remove it meanwhile, and that is no mistake.
+        # One descriptor is used for all checks, because another run may create or remove the file meanwhile.
         try:
             descriptor = os.open(existing, os.O_PATH)
         except (FileNotFoundError, NotADirectoryError):

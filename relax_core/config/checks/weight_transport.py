@@ -1,4 +1,4 @@
-"""What engine.weight_transport cannot be, beside the other keys."""
+"""Checks engine.weight_transport against the other keys."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ EMBEDDED = "embedded"
 
 
 def transport_problems(config: RelaxConfig) -> Iterator[str]:
-    """One sentence for each."""
+    """Returns one sentence for each problem."""
     wanted, engine = config.engine.weight_transport, config.engine.name
     words = f"engine.weight_transport={wanted.value}"
     if wanted is WeightTransportName.cuda_ipc:

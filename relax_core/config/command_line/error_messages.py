@@ -1,4 +1,4 @@
-"""Turns Hydra's and OmegaConf's errors into one sentence each: key, value, fix."""
+"""Turns each error of Hydra and OmegaConf into one sentence with key, value and fix."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from relax_core.config.errors import ConfigError, nearest
 from relax_core.config.options import COMMANDS, group_options
 from relax_core.config.schema_keys import section_keys, section_types, unknown_key
 
-# Names that appear in the presets of conf/experiment, or that the issues promise.
+# Names that appear in the presets of conf/experiment, or that are planned.
 _PLANNED = {
     "model": ("qwen3_omni", "qwen3_vl", "qwen3_5"),
     "modality": ("vision", "audio", "omni"),
@@ -36,7 +36,7 @@ _TYPE_WORDS = {
 
 
 def explain(error: HydraException | OmegaConfBaseException | MarkedYAMLError) -> ConfigError:
-    """The same error in Relax's words."""
+    """Returns Hydra's error as a `ConfigError` in Relax's form."""
     if isinstance(error, MarkedYAMLError):
         mark = error.problem_mark
         where = f"{mark.name}, line {mark.line + 1}" if mark else "a YAML file"
@@ -63,7 +63,7 @@ def explain(error: HydraException | OmegaConfBaseException | MarkedYAMLError) ->
 
 
 def explain_value(error: OmegaConfBaseException, *, key: str) -> str:
-    """A value of the wrong type, or not among the choices."""
+    """Returns the message for a value of the wrong type, or one that is not among the choices."""
     text = _first_line(error)
     section = key.split(".", 1)[0]
     chooser = ""
@@ -85,7 +85,7 @@ def explain_value(error: OmegaConfBaseException, *, key: str) -> str:
 
 
 def missing_name(what: str, choice: str, options: Iterable[str]) -> str:
-    """The message for a choice that does not exist; ``what``: as it is typed, such as algo or engine.name."""
+    """Returns the message for a choice that does not exist. ``what`` is the typed key, such as algo or engine.name."""
     group = what.removesuffix(".name")
     if is_planned(group, choice):
         return f"{what}={choice} is not built yet. What exists for {group}: {', '.join(options)}."
@@ -95,12 +95,15 @@ def missing_name(what: str, choice: str, options: Iterable[str]) -> str:
 
 
 def is_planned(group: str, choice: str) -> bool:
-    """Whether Relax is to have it: a value that is no mistake, but cannot start yet."""
+    """Is True if the choice is planned: it is no mistake, but cannot start yet."""
     return choice in _PLANNED.get(group, ())
 
 
 def _missing_option(config_file: str, *, also: Iterable[str]) -> str:
-    """``also``: options of the user's own folder, which Hydra has seen."""
+    """Returns the message for a missing option.
+
+    ``also`` are the options of the user's own folder, which Hydra found.
+    """
     group, _, choice = config_file.partition("/")
     if options := sorted({*group_options(group), *also}):
         return missing_name(group, choice, options)
@@ -108,7 +111,7 @@ def _missing_option(config_file: str, *, also: Iterable[str]) -> str:
 
 
 def _unknown_key(error: Exception, key: str) -> str:
-    """Hydra's own text has the whole key, where OmegaConf's cause has its first part alone."""
+    """Returns the whole key from Hydra's own text, because OmegaConf's cause has only its first part."""
     file = _in_file(error)
     if file and key == file.split("/")[0].removeprefix("in "):
         return f"{file}its first line must be '# @package _global_', so that its keys are those of the whole run."
@@ -118,7 +121,7 @@ def _unknown_key(error: Exception, key: str) -> str:
 
 
 def _in_file(error: Exception) -> str:
-    """The YAML file that Hydra was reading, as a prefix."""
+    """Returns the YAML file that Hydra was reading, as a prefix of the message."""
     place = re.match(r"In '([^']+)': \w+ raised while composing config", str(error))
     if place is None:
         return ""
@@ -137,7 +140,7 @@ def _bad_syntax(override: str) -> str:
 
 
 def _in_quotes(override: str) -> str:
-    """As it is typed in a shell: Hydra's quotes inside of the shell's."""
+    """Returns the override as it is typed in a shell, with Hydra's quotes inside of the shell's."""
     key, _, value = override.partition("=")
     return shlex.quote(f"{key}={quoted(value, mark=DOUBLE)}")
 

@@ -1,4 +1,4 @@
-"""What `python -m relax_core --help` prints; options and their one-liners come from conf/."""
+"""Builds the text of `python -m relax_core --help`; options and their descriptions come from conf/."""
 
 from __future__ import annotations
 
@@ -87,8 +87,10 @@ algo.name=/path/my_algo.py (CONTRIBUTING.md).
 
 
 def help_text(chosen: Sequence[str] = ()) -> str:
-    """The whole help page; or, where options are chosen (``algo=ppo``), the keys that each has. Raises `ConfigError`
-    for an option that does not exist."""
+    """Returns the help page, or the keys of each chosen option (``algo=ppo``).
+
+    Raises `ConfigError` for an option that does not exist.
+    """
     options = [word.partition("=") for word in chosen if word.partition("=")[0].removesuffix(".name") in groups()]
     if options:
         return "\n".join(_option_help(key, choice) for key, _, choice in options)
@@ -96,7 +98,7 @@ def help_text(chosen: Sequence[str] = ()) -> str:
 
 
 def _option_help(key: str, choice: str) -> str:
-    """``key``: a group, or the name of its plug-in, such as algo.name."""
+    """Returns the help of one option. ``key`` is a group, or the name of its plug-in, such as algo.name."""
     group = key.removesuffix(".name")
     if key == group and choice not in group_options(group):
         raise ConfigError([missing_name(group, choice, group_options(group))])

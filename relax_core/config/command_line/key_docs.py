@@ -1,4 +1,4 @@
-"""What conf/ says beside each value: key, value as it is written, comment, file and line."""
+"""Reads from conf/ what stands beside each value: key, value as written, comment, file and line."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from relax_core.config.options import conf_folder
 from relax_core.registry import Kind, find
 
 _LINE = re.compile(r"(?P<indent> *)(?P<key>[\w-]+):(?: +(?P<value>[^#\s].*?))?(?:\s+# (?P<comment>.*))?\s*")
-_NO_KEYS = ("defaults", "hydra")  # Hydra's own
+_NO_KEYS = ("defaults", "hydra")  # keys of Hydra itself
 
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentedKey:
-    """``line``: from 1. ``comment``: empty where the value has none."""
+    """A key of conf/ with its comment.
+
+    ``line`` counts from 1. ``comment`` is empty if the value has none.
+    """
 
     key: str
     value: str
@@ -27,26 +30,29 @@ class DocumentedKey:
     line: int
 
     def place(self) -> str:
-        """File and line; the file as it is called below conf/ where it lies there."""
+        """Returns file and line; a file in conf/ is named by its path below conf/."""
         folder = conf_folder()
         inside = self.file.is_relative_to(folder)
         return f"{Path('conf') / self.file.relative_to(folder) if inside else self.file}, line {self.line}"
 
 
 def keys_of_root() -> list[DocumentedKey]:
-    """Of conf/config.yaml."""
+    """Returns the keys of conf/config.yaml."""
     return list(_keys_in(conf_folder() / "config.yaml", prefix=""))
 
 
 def keys_of_option(group: str, file: Path) -> list[DocumentedKey]:
-    """Of one option's YAML. An experiment's keys are those of the whole run."""
+    """Returns the keys of one option's YAML file. An experiment's keys are those of the whole run."""
     text = file.read_text(encoding="utf-8")
     whole = re.search(r"^#\s*@package\s+_global_", text, re.MULTILINE)
     return list(_keys_in(file, prefix="" if whole else f"{group}."))
 
 
 def keys_of_plugin(kind: Kind, name: str) -> list[DocumentedKey]:
-    """The settings of a plug-in without a YAML, with their defaults. Raises `relax_core.registry.PluginError`."""
+    """Returns the settings of a plug-in without a YAML file, with their defaults.
+
+    Raises `relax_core.registry.PluginError`.
+    """
     config = find(kind, name).config
     file = Path(sys.modules[config.__module__].__file__ or config.__module__)
     lines = file.read_text(encoding="utf-8").splitlines()
@@ -64,7 +70,7 @@ def keys_of_plugin(kind: Kind, name: str) -> list[DocumentedKey]:
 
 
 def _keys_in(file: Path, *, prefix: str) -> Iterator[DocumentedKey]:
-    """conf/ writes a mapping over several lines in block style, so that indentation tells the section."""
+    """Yields the keys of a file. conf/ writes mappings in block style, so the indentation tells the section."""
     sections: list[tuple[int, str]] = []
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
         match = _LINE.fullmatch(line)

@@ -1,4 +1,4 @@
-"""The words of the command line as Hydra is to read them: traps are refused, paths quoted, plug-in groups added."""
+"""Prepares the words of the command line for Hydra: refuses traps, quotes paths, adds plug-in groups."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from relax_core.config.options import groups, yaml_options
 from relax_core.config.schema_keys import known_keys
 from relax_core.registry import KINDS, is_file_plugin
 
-# Keys whose value is one path. Relax makes them absolute, since services have working folders of their own.
+# Keys whose value is one path. Relax makes them absolute, because services have working folders of their own.
 PATHS = (
     "model.path",
     "data.path",
@@ -24,10 +24,10 @@ PATHS = (
     "engine.token_file",
 )
 _QUOTED = (*PATHS, "resume", "launcher.working_dir", "launcher.volume_path", "hydra.sweep.dir")
-_OPEN = ("eval.sets", "data.chat_template_kwargs")  # whose keys are the user's own
+_OPEN = ("eval.sets", "data.chat_template_kwargs")  # sections whose keys belong to the user
 _PLUGINS = tuple(f"{kind}.name" for kind in KINDS)
 SINGLE, DOUBLE = "'", '"'
-_PLAIN_PATH = re.compile(r"[A-Za-z_/.][\w/.-]*")  # Hydra reads it as text with or without quotes
+_PLAIN_PATH = re.compile(r"[A-Za-z_/.][\w/.-]*")  # Hydra reads such a path as text with or without quotes
 _LEFT_ALONE = re.compile(r"null|['\"\[{].*|.*\$\{.*|(choice|range|interval|glob|shuffle|sort|tag)\(.*\)", re.DOTALL)
 
 _OWN_YAML = (
@@ -55,8 +55,11 @@ _REFUSED_HYDRA = {
 
 @dataclass(frozen=True, kw_only=True)
 class CommandLine:
-    """``typed``: the user's own words. ``hydra``: those that Hydra reads. ``command``: what `as_typed` puts before the
-    overrides of a run, such as ``rerun RUN``."""
+    """The words of one command line.
+
+    ``typed`` are the user's own words. ``hydra`` are those that Hydra reads. ``command`` is what `as_typed` puts before
+    the overrides of a run, such as ``rerun RUN``.
+    """
 
     typed: tuple[str, ...]
     hydra: tuple[str, ...]
@@ -64,19 +67,23 @@ class CommandLine:
 
     @classmethod
     def of(cls, words: Sequence[str], *, typed: Sequence[str] | None = None) -> CommandLine:
-        """Of words without a command; ``typed``: with one, where there is one. Raises `ConfigError` as `hydra_words`
-        does."""
+        """Makes a command line of words without a command; ``typed`` are the words with their command, if there is one.
+
+        Raises `ConfigError` as `hydra_words` does.
+        """
         return cls(typed=tuple(words if typed is None else typed), hydra=tuple(hydra_words(words)))
 
     def as_typed(self, overrides: Sequence[str]) -> list[str]:
-        """The overrides of one run, as Hydra tells them, in the user's words: a word that Relax has quoted as it was,
-        one that Relax has added left out."""
+        """Returns the overrides of one run, which Hydra reports, in the user's words.
+
+        A word that Relax quoted is returned as it was, and a word that Relax added is left out.
+        """
         words = {_for_hydra(word, several=False): word for word in self.typed}
         added = set(self.hydra) - {_for_hydra(word, several=_is_sweep(self.typed)) for word in self.typed}
         return [*self.command, *(words.get(override, override) for override in overrides if override not in added)]
 
     def swept(self, overrides: Sequence[str]) -> list[str]:
-        """Those of `as_typed` in which the runs of a sweep differ: by the command line, or by what a sweeper draws."""
+        """Returns the overrides of `as_typed` in which the runs of a sweep differ."""
         from hydra.core.override_parser.overrides_parser import OverridesParser
 
         words = [word for word in self.hydra if "=" in word and not word.startswith("-")]
@@ -87,7 +94,7 @@ class CommandLine:
 
 
 def hydra_words(words: Sequence[str]) -> list[str]:
-    """The same words for Hydra. Raises `ConfigError` for those that Hydra would take for something else."""
+    """Returns the words for Hydra. Raises `ConfigError` for words that Hydra would interpret as something else."""
     if problems := [*_wrong_flags(words), *(problem for word in words for problem in _wrong_override(word))]:
         raise ConfigError(problems)
     flags, overrides = _flags_and_overrides(words)
@@ -96,7 +103,7 @@ def hydra_words(words: Sequence[str]) -> list[str]:
 
 
 def _flags_and_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Hydra takes all overrides in one piece."""
+    """Puts flags first, because Hydra takes all overrides in one sequence."""
     flags: list[str] = []
     overrides: list[str] = []
     for place, word in enumerate(words):
@@ -111,8 +118,11 @@ def _is_sweep(words: Sequence[str]) -> bool:
 
 
 def with_plugin_groups(overrides: Sequence[str]) -> list[str]:
-    """``algo.name=x`` alone means ``algo=x`` where there is such an option, whose values may follow other keys.
-    Elsewhere it means ``algo=plugin algo.name=x``: another plug-in must not inherit grpo.yaml's values."""
+    """Adds the group of a plug-in that is only named, such as ``algo=x`` for ``algo.name=x``.
+
+    If there is no such option, ``algo.name=x`` means ``algo=plugin algo.name=x``: another plug-in must not inherit the
+    values of grpo.yaml.
+    """
     given = dict(override.split("=", 1) for override in overrides if "=" in override)
     named = [(kind, given[f"{kind}.name"]) for kind in KINDS if f"{kind}.name" in given and kind not in given]
     return [*overrides, *(f"{kind}={name if name in yaml_options(kind) else 'plugin'}" for kind, name in named)]
@@ -142,7 +152,7 @@ def _wrong_config_dir(folder: str) -> Iterator[str]:
 
 
 def _unknown_flag(flag: str, value: str | None) -> str:
-    """Other trainers' settings are flags; here they are keys."""
+    """Returns the message for a flag; other trainers have flags where Relax has keys."""
     name = flag.removeprefix("--").replace("-", "_")
     told = f"{flag} is not a flag of relax"
     if name in known_keys():
@@ -185,14 +195,16 @@ def _option_by_path(group: str, value: str) -> str:
 
 
 def _for_hydra(word: str, *, several: bool) -> str:
-    """``word`` as Hydra reads it: quoted, and with two pluses before a key that may be there or not."""
+    """Returns ``word`` for Hydra: quoted, and with two pluses before a key that may or may not exist."""
     opens = word.startswith(tuple(f"{key}{end}" for key in _OPEN for end in ".="))
     return "++" * opens + _quoted(word, several=several)
 
 
 def _quoted(word: str, *, several: bool) -> str:
-    """``word`` with quotes around a path that Hydra's grammar would trip over. ``several``: commas separate the values
-    of a sweep."""
+    """Returns ``word`` with quotes around a path that Hydra's grammar cannot read.
+
+    With ``several``, commas separate the values of a sweep.
+    """
     key, equals, value = word.partition("=")
     name = key.lstrip("+")
     is_path = name in _QUOTED or name.startswith("eval.sets.") or (name in _PLUGINS and is_file_plugin(value))
@@ -203,6 +215,6 @@ def _quoted(word: str, *, several: bool) -> str:
 
 
 def quoted(text: str, *, mark: str = SINGLE) -> str:
-    r"""``text`` in Hydra's quotes: a mark inside is escaped, and the backslashes right before a mark are doubled."""
+    r"""Returns ``text`` in Hydra's quotes: a mark inside is escaped, and backslashes before a mark are doubled."""
     escaped = re.sub(rf"(\\*){mark}", rf"\1\1\\{mark}", text)
     return mark + re.sub(r"(\\+)$", r"\1\1", escaped) + mark

@@ -1,4 +1,4 @@
-"""`relax rerun RUN [key=value …]`: a run's own config.yaml as the start of another run, with overrides on top."""
+"""`relax rerun RUN [key=value …]` starts another run from a run's own config.yaml, with overrides."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from relax_core.config.saved import REDACTED
 from relax_core.registry import KINDS
 
 CONFIG_FILE = "config.yaml"
-OPTION = "saved_run"  # of the group experiment, which Hydra composes last
+OPTION = "saved_run"  # the key of the group experiment, which Hydra composes last
 USAGE = "relax rerun RUN [key=value ...], where RUN is a run's folder"
-_OF_ITS_START = ("resume", "plan")  # and run.dir: the next start says its own
+_OF_ITS_START = ("resume", "plan")  # and run.dir, because the next start sets its own
 
 
 def rerun_line(words: Sequence[str]) -> CommandLine:
-    """The command line for Hydra. ``words``: the run's folder, then overrides and flags. A group that is chosen anew
-    takes nothing from the saved run. Raises `ConfigError` for a folder that is no run's, and for a secret that its
-    config.yaml does not hold."""
+    """Returns the command line for Hydra. ``words`` are the run's folder, then overrides and flags.
+
+    A newly chosen group takes nothing from the saved run. Raises `ConfigError` for a folder that is no run's, and for a
+    secret that its config.yaml does not contain.
+    """
     if not words or words[0].startswith("-") or "=" in words[0].split("/")[0]:
         raise ConfigError([USAGE + "."])
     folder, overrides = Path(words[0]).expanduser(), list(words[1:])
@@ -37,7 +39,7 @@ def rerun_line(words: Sequence[str]) -> CommandLine:
         file = folder / CONFIG_FILE
         raise ConfigError([f"{key} is a secret that {file} does not hold. Add {key}=..." for key in missing])
     _store(values)
-    # A plug-in's values must not meet those of the default one; a launcher has a type of its own.
+    # A plug-in's values must not be merged with those of the default one; a launcher has its own type.
     own = [f"{kind}=plugin" for kind in KINDS if kind in values]
     own += [f"launcher={values['launcher']['name']}"] if "launcher" in values else []
     return CommandLine(
@@ -61,14 +63,14 @@ def _read(folder: Path) -> dict[str, Any]:
 
 
 def _chosen(overrides: Sequence[str]) -> dict[str, str]:
-    """Group → option, of the groups that are chosen anew; a plug-in that is named is one."""
+    """Maps each newly chosen group to its option; naming a plug-in counts as choosing."""
     pairs = [word.partition("=") for word in overrides if not word.startswith("-")]
     chosen = {key: value for key, _, value in pairs if key in groups()}
     return chosen | {key.removesuffix(".name"): value for key, _, value in pairs if key in {f"{k}.name" for k in KINDS}}
 
 
 def _drop_what_follows(values: dict[str, Any], chosen: Mapping[str, str]) -> None:
-    """Takes out what the new run says itself. The name goes where it was made from the model and the data."""
+    """Removes values that the new run sets itself. The run's name is removed if it was made from model and data."""
     if values.get("name") == f"{values['model']['name']}-{values['data']['name']}":
         del values["name"]
     for key in (*_OF_ITS_START, *chosen):

@@ -1,6 +1,7 @@
-"""Names of settings in TRL (`GRPOConfig`) and verl (`ppo_trainer.yaml`) → the keys that mean the same here.
+"""Maps names of settings in TRL (`GRPOConfig`) and verl (`ppo_trainer.yaml`) to the equivalent keys of Relax.
 
-One line for each meaning: our keys, what differs if anything does, and the others' names. A dotted name is verl's.
+There is one line for each meaning: Relax's keys, the difference if there is one, and the names elsewhere. A dotted name
+is verl's.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Meaning:
-    """``keys``: ours, with a value where one value of theirs is one of ours."""
+    """The keys of Relax for one meaning.
+
+    ``keys`` are Relax's, with a value if one value there corresponds to one value here.
+    """
 
     keys: tuple[str, ...]
     names: tuple[str, ...]
@@ -155,8 +159,10 @@ _BY_NAME = {name: meaning for meaning in MEANINGS for name in meaning.names}
 
 
 def synonym(name: str) -> str | None:
-    """One sentence with the keys that mean what ``name`` means elsewhere; None for a name that is in no list. Of a
-    dotted name that is in none, its last part counts, and then its first."""
+    """Returns one sentence with the keys that mean what ``name`` means elsewhere, or None for an unknown name.
+
+    Of an unknown dotted name, its last part is looked up, and then its first.
+    """
     meaning = next((_BY_NAME[one] for one in (name, name.split(".")[-1], name.split(".")[0]) if one in _BY_NAME), None)
     if meaning is None:
         return None
