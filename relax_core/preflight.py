@@ -1,6 +1,6 @@
-"""Checks that belong to other rooms, run before anything starts: layout, model, data, free port.
+"""Collects checks that need several folders, run before anything starts: layout, model, data, free port.
 
-config/ may not look upward, so the entry point hands these to it.
+config/ may not import upward, so the entry point passes these checks to it.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from relax_core.train.parallel.layout_arithmetic import (
     trainer_faults,
 )
 
-ADDRESS_S = 5.0  # for a connection to a Ray head
-PYTHON_S = 60.0  # for an interpreter to say which SGLang it has
+ADDRESS_S = 5.0  # seconds for a connection to a Ray head
+PYTHON_S = 60.0  # seconds for an interpreter to report its version of SGLang
 
-SHOWN = 3  # problems with a folder's weights; a wrong folder has thousands
+SHOWN = 3  # reported problems with a folder's weights; a wrong folder has thousands
 
 
 def layout_problems(config: RelaxConfig) -> Iterator[str]:
-    """Layouts whose sizes do not go together, or do not divide the model where it is known."""
+    """Returns layouts whose sizes do not fit together, or do not divide the model if it is known."""
     layouts = {layout_key(role): layout for role, layout in worker_group_layouts(config).items()}
     sizes = [getattr(layout, size) for layout in layouts.values() for size in FORWARD_SIZES]
     if min(*sizes, config.parallel.vpp) < 1:
-        return  # config/ has said so
+        return  # config/ has reported it
     yield from switch_faults(config.parallel)
     for key, layout in layouts.items():
         yield from combination_faults(layout, key=key)
@@ -66,7 +66,7 @@ def layout_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def _known_shape(config: RelaxConfig) -> LayoutShape | None:
-    """None where there is no model yet, or something is wrong with it, which is told with the model."""
+    """Returns None if there is no model yet, or if another check refuses it."""
     if config.model.builtin is not None and config.model.builtin not in MODEL_NAMES:
         return None
     try:
@@ -76,7 +76,7 @@ def _known_shape(config: RelaxConfig) -> LayoutShape | None:
 
 
 def family_problems(config: RelaxConfig) -> Iterator[str]:
-    """A model family that is not built, or a model folder that is not of it."""
+    """Returns a model family that is not built, or a model folder of another family."""
     try:
         planned = shape_dimensions(config.model.shape).family if config.model.shape is not None else None
     except ValueError as error:
@@ -93,7 +93,7 @@ def family_problems(config: RelaxConfig) -> Iterator[str]:
     try:
         read_model_config(folder)
     except ValueError:
-        return  # config/ has said so
+        return  # config/ has reported it
     try:
         architecture = folder_architecture(folder, family=config.model.family)
     except ValueError as error:
@@ -107,7 +107,7 @@ def family_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def experts_problems(config: RelaxConfig) -> Iterator[str]:
-    """What is asked of a mixture of experts, of a model that has none."""
+    """Returns settings for a mixture of experts if the model has none."""
     asked = {}
     if config.algo.routing_replay:
         asked["algo.routing_replay"] = "true"
@@ -119,7 +119,7 @@ def experts_problems(config: RelaxConfig) -> Iterator[str]:
         try:
             values = read_model_config(Path(config.model.path))
         except (ValueError, OSError):
-            return  # config/ has said so
+            return  # config/ has reported it
     elif config.model.builtin in MODEL_NAMES:
         values = tiny_config(config.model.builtin)
     else:
@@ -130,7 +130,7 @@ def experts_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def builtin_model_problems(config: RelaxConfig) -> Iterator[str]:
-    """A built-in model, or a task for its warm start, that does not exist; a context longer than its positions."""
+    """Returns an unknown built-in model or warm-start task, or a context longer than the model's positions."""
     model = config.model
     if model.builtin is None or model.path is not None:
         return
@@ -148,7 +148,7 @@ def builtin_model_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def banned_token_problems(config: RelaxConfig) -> Iterator[str]:
-    """Banned tokens that the model does not have, or a folder that does not tell its media tokens."""
+    """Returns banned tokens that the model lacks, or a folder whose media tokens cannot be read."""
     model = config.model
     try:
         if model.path is not None:
@@ -158,7 +158,7 @@ def banned_token_problems(config: RelaxConfig) -> Iterator[str]:
         else:
             return  # there is no model yet
     except (ValueError, OSError):
-        return  # config/ has said so
+        return  # config/ has reported it
     if config.rollout.banned_token_ids is None:
         try:
             media_token_ids(Path(str(model.path)))
@@ -174,15 +174,15 @@ def banned_token_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def data_problems(config: RelaxConfig) -> Iterator[str]:
-    """A task or files that cannot serve, or with too many rows that cannot be used (`look_at_data`)."""
+    """Returns a task or files that cannot be used, or with too many unusable rows (`look_at_data`)."""
     data, new_tokens = config.data, config.rollout.max_new_tokens
     given = sum(one is not None for one in (data.task, data.path, data.paths))
     if given != 1 or min(data.size, data.eval_size, config.eval.rows, new_tokens, data.max_bad_rows) < 0:
-        return  # config/ has said so
+        return  # config/ has reported it
     if config.engine.context_length is not None and config.engine.context_length <= new_tokens:
         return
     if plugin_problems(config):
-        return  # `settle` has told them, and an env that hangs would do so here
+        return  # `settle` has reported them, and an environment that hangs would hang here
     try:
         refused = look_at_data(config).refused
     except (ValueError, OSError) as error:
@@ -192,7 +192,7 @@ def data_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def evaluation_problems(config: RelaxConfig) -> Iterator[str]:
-    """Names of evaluation sets that cannot be, and a best checkpoint by a figure that no evaluation has."""
+    """Returns invalid names of evaluation sets, and a best checkpoint by a figure that no evaluation has."""
     yield from name_problems(config)
     best, samples = config.run.keep_best, config.eval.samples
     if best is None or not 1 <= samples <= MOST_SAMPLES:
@@ -203,7 +203,7 @@ def evaluation_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def port_problems(config: RelaxConfig) -> Iterator[str]:
-    """A fixed engine port that another process holds."""
+    """Returns a fixed engine port that another process uses."""
     if not 0 < config.engine.port <= 65536 - config.engine.count:
         return  # any port, or one that config/ has refused
     family = socket.AF_INET6 if ":" in config.engine.host else socket.AF_INET
@@ -217,7 +217,7 @@ def port_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def ray_address_problems(config: RelaxConfig) -> Iterator[str]:
-    """A Ray address where nobody listens: Ray itself would try for minutes, and end the process."""
+    """Returns a Ray address without a listener: Ray itself would try for minutes, and end the process."""
     address = config.launcher.ray_address
     if address is None or address == "auto":
         return
@@ -233,10 +233,10 @@ def ray_address_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def sglang_version_problems(config: RelaxConfig) -> Iterator[str]:
-    """An interpreter without SGLang, or with one that is not supported."""
+    """Returns an interpreter without SGLang, or with an unsupported version."""
     engine = config.engine
     if engine.name != "sglang" or engine.urls or (engine.python is not None and not os.access(engine.python, os.X_OK)):
-        return  # nothing is started, or config/ has said so
+        return  # nothing is started, or config/ has reported it
     python = engine.python or sys.executable
     ask = "from importlib.metadata import version; print(version('sglang'))"
     found = subprocess.run([python, "-P", "-c", ask], capture_output=True, text=True, timeout=PYTHON_S, check=False)
@@ -250,7 +250,7 @@ def sglang_version_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def teacher_problems(config: RelaxConfig) -> Iterator[str]:
-    """Teachers that are not there or do not fit the model, and data that does not say which is whose."""
+    """Returns teachers that are missing or do not fit the model, and data that does not name a teacher."""
     teachers = find_algorithm(config.algo.name).requirements(config.algo).teacher
     if teachers is None:
         return
@@ -262,7 +262,7 @@ def teacher_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def eval_engine_problems(config: RelaxConfig) -> Iterator[str]:
-    """What an evaluation without training cannot do."""
+    """Returns what an evaluation without training cannot do."""
     if config.engine.urls:
         yield "engine.urls: relax eval starts engines of its own, with the weights that it evaluates. Drop engine.urls."
     context, new_tokens = config.engine.context_length, config.rollout.max_new_tokens
@@ -274,16 +274,18 @@ def eval_engine_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def settle(config: RelaxConfig) -> tuple[RelaxConfig, list[str]]:
-    """What the entry point runs before the checks: the configuration with its derived values, and what is wrong with
-    the model's tokenizer. The plug-ins are tried first, in a process that can be killed, since what follows calls the
-    env in this one."""
+    """Returns the configuration with its derived values, and what is wrong with the model's tokenizer.
+
+    The entry point calls it before the checks. The plug-ins are tried first, in a process that can be killed, because
+    what follows calls the environment in this process.
+    """
     config = settle_steps(config)
     if problems := plugin_problems(config):
         return config, problems
     return settle_context(config)
 
 
-settle_evaluation = settle_evaluation_context  # the same for an evaluation without training
+settle_evaluation = settle_evaluation_context  # the checks of an evaluation without training
 
 EVAL_CHECKS = (
     family_problems,

@@ -1,1 +1,4 @@
-"""What a run would be, computed before anything starts: processes, placement, batches, memory. No torch, no Ray."""
+"""Computes what a run would be before anything starts: processes, placement, batches, memory.
+
+Start reading in `build_plan.py`. Nothing here imports torch or Ray.
+"""

@@ -1,4 +1,4 @@
-"""The arithmetic of a train step, in words: prompts to samples, groups, updates and micro-batches; credits."""
+"""Describes the arithmetic of a train step: prompts, samples, groups, updates, micro-batches and credits."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from relax_core.plan.workload import Workload
 
 
 def plural(count: int, noun: str) -> str:
-    """``plural(2, "update")`` → "2 updates"."""
+    """Returns count and noun, such as "2 updates" for ``plural(2, "update")``."""
     if count == 1:
         return f"1 {noun}"
     return f"{count} {noun}es" if noun.endswith("batch") else f"{count} {noun}s"
 
 
 def batch_words(config: RelaxConfig, work: Workload) -> list[str]:
-    """One sentence a fact. What does not divide has been refused before."""
+    """Returns one sentence for each fact. Sizes that do not divide have been refused before."""
     groups, size, ranks = work.groups, work.group_size, config.parallel.dp
     mini_batches, epochs = config.algo.mini_batches, config.algo.epochs
     words = [
@@ -61,13 +61,13 @@ def _micro_batch_words(config: RelaxConfig, work: Workload) -> Iterator[str]:
 
 
 def context_words(config: RelaxConfig, work: Workload) -> list[str]:
-    """What one sample may have, prompt and response together."""
+    """Returns how many tokens one sample may have, prompt and response together."""
     context, new = config.engine.context_tokens, config.rollout.max_new_tokens
     return [f"engine.context_length={context} tokens a sample: {context - new} for the prompt, {new} for the response."]
 
 
 def credit_words(config: RelaxConfig, work: Workload) -> list[str]:
-    """How much may be under way, and how old a trained token may be."""
+    """Returns how many groups may be in flight, and how old a trained token may be."""
     staleness, groups = config.mode.max_staleness, work.groups
     spares = config.rollout.spare_prompts
     kept = config.rollout.surplus is Surplus.keep
@@ -82,7 +82,7 @@ def credit_words(config: RelaxConfig, work: Workload) -> list[str]:
 
 
 def _spare_words(spares: int, kept: bool) -> str:
-    """What over-sampling lets in beside the groups that the steps need."""
+    """Returns how many groups over-sampling admits beyond those that the steps need."""
     if not spares:
         return ""
     return f" + {spares} spare, kept over the steps" if kept else f", each step's with {spares} spare"

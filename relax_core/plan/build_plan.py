@@ -1,4 +1,4 @@
-"""The plan: everything that is known about a run before anything starts."""
+"""Builds the plan: everything that is known about a run before anything starts."""
 
 from __future__ import annotations
 
@@ -30,11 +30,15 @@ from relax_core.roles.process.process_placement import engines_take_gpus
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """``roles``: role → workers. ``free_bytes``: memory of this machine that is left, where the run would use it; else
-    None. ``cache_tokens_fit``: of one engine's GPUs, else None. ``data``: what a look at the data found; ``left_out``:
-    the part of that which is not used as it is; both empty where no data is here. ``warnings``: what a start tells in
-    front of all else. ``refused``: why it cannot work, each with the fix. ``not_yet``: why it cannot start today,
-    though it could work. Memory, places and transfers are empty where the layout itself is refused."""
+    """Holds everything that is known about a run before it starts.
+
+    ``roles`` maps each role to its number of workers. ``free_bytes`` is this machine's free memory if the run would use
+    it, else None. ``cache_tokens_fit`` is the room for KV-cache tokens on one engine's GPUs, else None. ``data`` is the
+    result of the data check, and ``left_out`` the part of it that is not used as it is; both are empty if no data is
+    available. ``warnings`` are printed first at a start. ``refused`` says why the run cannot work, each with the fix.
+    ``not_yet`` says why it cannot start today although it could work. Memory, placement and transfers are empty if the
+    layout itself is refused.
+    """
 
     name: str
     model: ModelDimensions
@@ -58,13 +62,16 @@ class Plan:
 
     @property
     def total_bytes(self) -> int:
-        """All processes of a CPU run at their peaks at the same time."""
+        """Returns the sum of all processes of a CPU run at their peaks."""
         return sum(holder.count * holder.peak.bytes for holder in self.memory)
 
 
 def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
-    """For a configuration whose checks found nothing but ``not_yet``. Raises ValueError for a model that cannot be
-    planned; everything else that cannot work is in ``refused``. A context that is not derived yet is derived here."""
+    """Returns the plan for a configuration whose checks found only ``not_yet``.
+
+    Raises ValueError for a model that cannot be planned; everything else that cannot work is in ``refused``. A context
+    that is not derived yet is derived here.
+    """
     model = find_dimensions(config)
     if config.engine.context_length is None:
         config = planned_context(config)
@@ -107,7 +114,7 @@ def make_plan(config: RelaxConfig, not_yet: Sequence[str] = ()) -> Plan:
 
 
 def as_json_values(plan: Plan) -> dict[str, Any]:
-    """Plain dicts and lists; each phase with its sum, each holder with its peak."""
+    """Returns plain dicts and lists, with the sum of each phase and the peak of each holder."""
     values = dataclasses.asdict(plan)
     values["model"]["parameters"] = plan.model.parameters
     for holder, of_holder in zip(plan.memory, values["memory"], strict=True):
@@ -128,7 +135,7 @@ def _look(config: RelaxConfig) -> DataLook | None:
 
 
 def _order_words(config: RelaxConfig) -> Iterator[str]:
-    """Of a run without staleness, which several rollout workers keep from being the same one each time."""
+    """Warns that several rollout workers make a run without staleness unrepeatable."""
     if config.mode.max_staleness == 0 and not config.in_order:
         yield (
             f"mode.max_staleness=0 with rollout.workers={config.rollout.workers}: which worker rolls a group out "
@@ -141,7 +148,7 @@ def _runs_here(config: RelaxConfig) -> bool:
 
 
 def _context_faults(config: RelaxConfig, model: ModelDimensions) -> Iterator[str]:
-    """Of a published shape; a folder's and the built-in model's have been checked before."""
+    """Checks the context of a published shape; a folder's and the built-in model's were checked before."""
     context = config.engine.context_tokens
     if config.model.path is None and config.model.builtin is None and context > model.positions:
         yield (
@@ -161,7 +168,7 @@ def _gpu_faults(memory: Sequence[Holder]) -> Iterator[str]:
 
 
 def _cpu_faults(config: RelaxConfig, memory: Sequence[Holder], free: int | None) -> Iterator[str]:
-    """One sentence with the largest sums, where the run would not fit into this machine."""
+    """Returns one sentence with the largest sums if the run does not fit into this machine."""
     store = config.launcher.object_store_mb << 20
     need = sum(holder.count * holder.peak.bytes for holder in memory) + store
     if free is None or need <= free:

@@ -1,4 +1,4 @@
-"""Which rank and which engine is on which GPU of which machine."""
+"""Assigns ranks and engines to GPUs and nodes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from relax_core.roles.process.role_context import TEACHER_ENGINE
 from relax_core.train.parallel.layout_arithmetic import rank_faults, rank_place
 
 MODEL_ROLES = ("actor", "rollout", "critic", "reference", "actor_fwd", "teacher", TEACHER_ENGINE)
-ROLLOUT = "rollout"  # its GPUs are the engines'
-_COORDINATES = ("pp", "dp", "cp", "tp", "ep", "etp")  # in the order in which they are told
+ROLLOUT = "rollout"  # it uses the GPUs of the engines
+_COORDINATES = ("pp", "dp", "cp", "tp", "ep", "etp")  # in the order in which they are printed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """``name``: of a rank or an engine. ``gpus``: on that node, counted from 0; empty: CPU cores. ``coordinates``: of a
-    trainer rank in its parallel layout."""
+    """The GPUs of one rank or engine.
+
+    ``name`` is that of the rank or engine. ``gpus`` are numbers on that node, from 0; empty means CPU cores.
+    ``coordinates`` are those of a trainer rank in its parallel layout.
+    """
 
     name: str
     node: int
@@ -29,7 +32,7 @@ class Place:
 
 
 def gpus_of(config: RelaxConfig, roles: Mapping[str, int]) -> dict[str, int]:
-    """Role → GPUs, of the roles that hold a model. Time-sharing roles have all of them each."""
+    """Maps each role that holds a model to its number of GPUs. Time-sharing roles have all GPUs each."""
     placement = config.placement
     if config.mode.name is ModeName.colocate:
         return dict.fromkeys(needed_roles(config, roles), placement.nodes * placement.gpus_per_node)
@@ -37,13 +40,16 @@ def gpus_of(config: RelaxConfig, roles: Mapping[str, int]) -> dict[str, int]:
 
 
 def needed_roles(config: RelaxConfig, roles: Mapping[str, int]) -> list[str]:
-    """The roles of a run that need GPUs, in the order in which they take them. The engines count as rollout."""
+    """Returns the roles that need GPUs, in the order in which they take them. The engines count as rollout."""
     of_engines = () if engines_take_gpus(config) else (ROLLOUT, TEACHER_ENGINE)
     return [role for role in MODEL_ROLES if role in roles and role not in of_engines]
 
 
 def placement_faults(config: RelaxConfig, roles: Mapping[str, int], model: ModelDimensions) -> Iterator[str]:
-    """One sentence for each thing that cannot be placed. What the layouts have to divide has been checked before."""
+    """Returns one sentence for each rank or engine that has no GPU.
+
+    What the layouts must divide has been checked before.
+    """
     placement = config.placement
     total = placement.nodes * placement.gpus_per_node
     if total == 0:
@@ -115,7 +121,10 @@ def _engine_faults(config: RelaxConfig, gpus: int, model: ModelDimensions) -> It
 
 
 def place(config: RelaxConfig, roles: Mapping[str, int]) -> list[Place]:
-    """Every rank and engine, for a configuration without faults. Roles take GPUs one after the other."""
+    """Returns the GPUs of every rank and engine of a configuration without faults.
+
+    Roles take GPUs one after the other.
+    """
     if config.placement.gpus_per_node == 0:
         return [
             Place(name=f"{role}-{rank}", node=0, coordinates=_coordinates(config, role, rank))
@@ -141,7 +150,7 @@ def _of_role(config: RelaxConfig, role: str, *, start: int, count: int) -> Itera
 
 
 def _coordinates(config: RelaxConfig, role: str, rank: int) -> str:
-    """Where a rank stands in its worker group, in the sizes that are more than 1."""
+    """Returns a rank's position in its worker group, for the sizes above 1."""
     layout = worker_group_layouts(config).get(role)
     if layout is None:
         return ""

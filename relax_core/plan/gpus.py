@@ -1,4 +1,4 @@
-"""Whether the GPUs of a placement are there: what is looked for on this machine."""
+"""Checks whether this machine has the GPUs of a placement."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from relax_core.config.schema import (
     SlurmLauncherConfig,
 )
 
-TORCH_S = 60.0  # for an interpreter to import torch and to ask the driver
-DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dxg")  # of NVIDIA, AMD, and either of them under Windows
-SMALLER = 0.97  # of placement.gpu_memory_gib: torch tells a little less than the driver does
+TORCH_S = 60.0  # seconds for an interpreter to import torch and to ask the driver
+DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dxg")  # files of NVIDIA, AMD, and either of them under Windows
+SMALLER = 0.97  # share of placement.gpu_memory_gib: torch reports slightly less than the driver
 UNSEEN = (
     "placement=gpu: nobody has run Relax on a GPU yet. Training, attention over token trees, SGLang and the weights "
     "on their way to it have been tested on CPU cores alone, and the plan's memory figures for a GPU are assumptions. "
@@ -36,8 +36,11 @@ print(json.dumps({"torch": torch.__version__, "sizes": sizes}))
 
 @dataclass(frozen=True, kw_only=True)
 class FoundGpus:
-    """What this machine has. ``device_files``: the drivers' files in /dev. ``sizes``: bytes of memory of each GPU that
-    torch can use. ``torch``: its version, or why it could not be asked; empty where there was no driver to ask for."""
+    """Describes the GPUs of this machine.
+
+    ``device_files`` are the drivers' files in /dev. ``sizes`` are the bytes of memory of each GPU that torch can use.
+    ``torch`` is its version, or why it could not be asked; it is empty if no driver was found.
+    """
 
     device_files: Sequence[str] = ()
     sizes: Sequence[int] = ()
@@ -45,7 +48,7 @@ class FoundGpus:
 
 
 def find_gpus(devices: Path = Path("/dev")) -> FoundGpus:
-    """Looks for the drivers' files below ``devices``; where there are any, asks torch in a process of its own."""
+    """Looks for the drivers' files below ``devices``; if there are any, asks torch in a process of its own."""
     files = sorted(str(file) for pattern in DEVICE_FILES for file in devices.glob(pattern))
     if not files:
         return FoundGpus()
@@ -63,8 +66,11 @@ def find_gpus(devices: Path = Path("/dev")) -> FoundGpus:
 
 
 def gpu_problems(config: RelaxConfig) -> Iterator[str]:
-    """What keeps a start on GPUs from working, as far as this machine can tell. The GPUs of a joined Ray are counted
-    once it is joined, by `relax_core.roles.process.process_placement.cluster_fault`."""
+    """Returns what keeps a start on GPUs from working, as far as this machine can tell.
+
+    The GPUs of a joined Ray cluster are counted once it is joined, by
+    `relax_core.roles.process.process_placement.cluster_fault`.
+    """
     placement, launcher = config.placement, config.launcher
     if not placement.gpus_per_node:
         return
@@ -80,7 +86,7 @@ def gpu_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def machine_faults(placement: PlacementConfig, found: FoundGpus) -> Iterator[NotYet]:
-    """Of a run with a Ray of its own, which is this machine alone. It can be planned all the same."""
+    """Returns what this machine lacks for a run with its own Ray. Such a run can still be planned."""
     wanted = f"placement.gpus_per_node={placement.gpus_per_node}"
     have = len(found.sizes)
     if placement.nodes > 1:

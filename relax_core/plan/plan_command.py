@@ -1,4 +1,4 @@
-"""plan=true and plan=json; and the plan that every run starts with."""
+"""Executes plan=true and plan=json, and makes the plan with which every run starts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ PLAN_FILE = "plan.json"
 
 
 def show_plan(config: RelaxConfig, problems: Sequence[str]) -> int:
-    """Prints the plan. ``problems``: what the checks of a start have found.
+    """Prints the plan, and returns the exit code. ``problems`` are those that the checks of a start found.
 
-    Returns 0 for a layout that works, also where it cannot start yet, which the plan then says first; 1 for one that
-    cannot work, with what to change.
+    The code is 0 for a layout that works, also if it cannot start yet, which the plan then says first. It is 1 for one
+    that cannot work, and the plan says what to change.
     """
     mistakes = [problem for problem in problems if not isinstance(problem, NotYet)]
     if not mistakes:
@@ -39,7 +39,7 @@ def show_plan(config: RelaxConfig, problems: Sequence[str]) -> int:
 
 
 def plan_run(config: RelaxConfig) -> Plan:
-    """The plan of a run that is about to start. Raises `ConfigError` for one that cannot work."""
+    """Returns the plan of a run that is about to start. Raises `ConfigError` for one that cannot work."""
     try:
         plan = make_plan(config)
     except ValueError as error:
@@ -50,7 +50,7 @@ def plan_run(config: RelaxConfig) -> Plan:
 
 
 def save_plan(plan: Plan, folder: Path) -> None:
-    """Writes plan.json, complete or not at all; a resumed run's takes the place of the earlier one."""
+    """Writes plan.json, completely or not at all, and replaces the one of an earlier start."""
     partial = folder / f".{PLAN_FILE}.partial"
     partial.write_text(json.dumps(as_json_values(plan), indent=2) + "\n", encoding="utf-8")
     os.replace(partial, folder / PLAN_FILE)

@@ -1,4 +1,4 @@
-"""The plan as a person reads it."""
+"""Formats the plan for people."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ _WIDTH = 118
 
 
 def as_text(plan: Plan) -> str:
-    """Several screens at most; the verdict first."""
+    """Returns the plan as text of a few screens, with the verdict first."""
     return "\n".join(_lines(plan)) + "\n"
 
 
 def size_words(size: int) -> str:
+    """Returns a number of bytes in MiB or GiB."""
     if size >= GIB:
         return f"{size / GIB:.1f} GiB"
     return f"{size / MIB:.1f} MiB" if size < 100 * MIB else f"{size / MIB:.0f} MiB"

@@ -1,4 +1,4 @@
-"""Settings that nothing reads in this very configuration: changing them changes nothing."""
+"""Finds settings that nothing reads in this configuration, so changing them changes nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from relax_core.train.parallel.layout_arithmetic import FORWARD_ROLES, world_siz
 
 
 def unused_keys(config: RelaxConfig) -> Iterator[str]:
-    """ "key: why", for a validated configuration."""
+    """Yields "key: why" for a validated configuration."""
     algo: Any = config.algo
     if getattr(algo, "kl_coef", None) == 0.0:
         yield "algo.kl_estimator, algo.kl_placement: algo.kl_coef=0 asks for no reference model"

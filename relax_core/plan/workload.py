@@ -1,6 +1,6 @@
-"""How much goes through a step: tokens of a prompt, rows of a micro-batch, samples at an engine at one time.
+"""Computes the sizes of a step: tokens of a prompt, rows of a micro-batch, concurrent samples of an engine.
 
-Responses count at their longest, rollout.max_new_tokens; prompts as the data has them.
+Responses count with their maximal length, rollout.max_new_tokens; prompts count as they are in the data.
 """
 
 from __future__ import annotations
@@ -15,22 +15,26 @@ from relax_core.data import generated
 from relax_core.data.sources import file_rows
 from relax_core.plan.data.data_check import look_at_data
 
-_LOOKED_AT = 256  # rows of the data
-_TEMPLATE_TOKENS = 8  # what a chat template puts around one message
-_CHARACTERS_A_TOKEN = 3  # of a real vocabulary, on the low side; a small one has a token a character
+_LOOKED_AT = 256  # rows of the data that are read
+_TEMPLATE_TOKENS = 8  # characters that a chat template adds around one message
+_CHARACTERS_A_TOKEN = (
+    3  # characters of a token of a real vocabulary, a low estimate; a small vocabulary has a token for each character
+)
 _SMALL_VOCABULARY = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """``prompt_source``: where the prompt's length is from, in words.
+    """The sizes of a step.
 
-    Rows are token rows that the trainer computes: the prompt once, each response without its last token.
-    ``group_rows``: of a whole group; ``episode_rows``: of one episode alone. ``busy_ranks``: data-parallel ranks that
-    have work in a micro-batch; ``micro_batch_rows`` and ``micro_batch_tokens`` (response tokens) are the most that one
-    of them has. ``groups_together``: groups of a micro-batch over all ranks, 0 where a group is cut into
-    ``group_pieces`` pieces, each with the prompt. ``micro_batches``: of a pass over the step. ``repeated_share``: the
-    part of all computed rows that are prompts computed once more, at most.
+    ``prompt_source`` says where the length of the prompt comes from.
+
+    Rows are token rows that the trainer computes: the prompt once, and each response without its last token.
+    ``group_rows`` are those of a whole group, ``episode_rows`` those of a single episode. ``busy_ranks`` is the number
+    of data-parallel ranks with work in a micro-batch; ``micro_batch_rows`` and ``micro_batch_tokens`` (response tokens)
+    are the most that one of them has. ``groups_together`` is the number of groups in a micro-batch over all ranks, 0 if
+    a group is cut into ``group_pieces`` pieces, each with the prompt. ``micro_batches`` counts one pass over the step.
+    ``repeated_share`` is the largest share of all computed rows that are repeated prompts.
     """
 
     prompt_tokens: int
@@ -52,7 +56,7 @@ class Workload:
 
 
 def find_workload(config: RelaxConfig, *, vocabulary: int) -> Workload:
-    """For a validated configuration."""
+    """Returns the sizes of a step for a validated configuration."""
     prompt, source = _prompt_tokens(config, vocabulary=vocabulary)
     group_size, groups, new = config.algo.group_size, config.rollout.prompts_per_step, config.rollout.max_new_tokens
     branch, ranks = new - 1, config.parallel.dp
@@ -64,7 +68,7 @@ def find_workload(config: RelaxConfig, *, vocabulary: int) -> Workload:
     )
     episodes, rows = _largest_share(of_update, group_size, prompt=prompt, branch=branch, ranks=busy)
     if packed.micro_batches > 1:
-        # Responses that are shorter than the longest let more of them in, up to the budget.
+        # Shorter responses let more of them in, up to the budget.
         rows = min(rows, max(config.parallel.micro_batch_tokens, episode_rows))
         episodes = min(episodes, max(1, rows // branch))
     computed = of_update * group_rows + packed.repeated_prompts * prompt
@@ -96,9 +100,11 @@ def find_workload(config: RelaxConfig, *, vocabulary: int) -> Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedUpdate:
-    """How the groups of one update become micro-batches, where all are equally long. ``groups_together`` and
-    ``group_pieces`` as in `Workload`; ``repeated_prompts``: how often a prompt is computed once more, at
-    most."""
+    """Says how the groups of one update become micro-batches if all are equally long.
+
+    ``groups_together`` and ``group_pieces`` are as in `Workload`; ``repeated_prompts`` is the largest number of prompts
+    that are computed once more.
+    """
 
     groups_together: int
     group_pieces: int
@@ -107,8 +113,11 @@ class PackedUpdate:
 
 
 def pack_update(groups: int, group_size: int, *, prompt: int, branch: int, budget: int, ranks: int) -> PackedUpdate:
-    """What `relax_core.train.packing.micro_batches` makes of ``groups`` groups with ``group_size`` episodes, each of
-    them ``prompt`` shared rows and ``branch`` rows of its own. A rank holds ``budget`` rows, or one longer episode."""
+    """Returns the micro-batches of `relax_core.train.packing.micro_batches` for ``groups`` equal groups.
+
+    Each group has ``group_size`` episodes with ``prompt`` shared rows and ``branch`` rows of their own. A rank holds
+    ``budget`` rows, or one longer episode.
+    """
     together = 0
     pieces = 1
     for number, bins in enumerate(_filled_bins(groups, group_size, prompt=prompt, branch=branch, budget=budget), 1):
@@ -121,12 +130,12 @@ def pack_update(groups: int, group_size: int, *, prompt: int, branch: int, budge
         micro_batches = -(-pieces // ranks)
         return PackedUpdate(
             groups_together=0,
-            group_pieces=min(group_size, micro_batches * ranks),  # every rank gets a piece where there are enough
+            group_pieces=min(group_size, micro_batches * ranks),  # every rank gets a piece if there are enough
             micro_batches=groups * micro_batches,
             repeated_prompts=groups * (min(group_size, micro_batches * ranks) - 1),
         )
     repeated = 0
-    for first in range(0, groups, together):  # at most one cut between each two ranks, none where groups divide
+    for first in range(0, groups, together):  # at most one cut between each two ranks, none if groups divide evenly
         share = min(together, groups - first)
         repeated += 0 if share % ranks == 0 else min(ranks, share * group_size) - 1
     return PackedUpdate(
@@ -138,7 +147,7 @@ def pack_update(groups: int, group_size: int, *, prompt: int, branch: int, budge
 
 
 def _filled_bins(groups: int, group_size: int, *, prompt: int, branch: int, budget: int) -> Iterator[int]:
-    """After each group: how many bins of ``budget`` rows the episodes so far take, one after the other."""
+    """Returns, after each group, how many bins of ``budget`` rows the episodes so far fill one after the other."""
     bins, room = 0, 0
     for _ in range(groups):
         has_prompt = False
@@ -152,7 +161,7 @@ def _filled_bins(groups: int, group_size: int, *, prompt: int, branch: int, budg
 
 
 def _largest_share(groups: int, group_size: int, *, prompt: int, branch: int, ranks: int) -> tuple[int, int]:
-    """Episodes and rows of the data-parallel rank that has most, where an update is one micro-batch."""
+    """Returns episodes and rows of the data-parallel rank with the most rows if an update is one micro-batch."""
     if groups % ranks == 0:
         return groups // ranks * group_size, groups // ranks * (prompt + group_size * branch)
     episodes = -(-groups * group_size // ranks)
@@ -161,7 +170,7 @@ def _largest_share(groups: int, group_size: int, *, prompt: int, branch: int, ra
 
 
 def _prompt_tokens(config: RelaxConfig, *, vocabulary: int) -> tuple[int, str]:
-    """Tokens of a long prompt, at most what the context leaves beside the response; and how they were found."""
+    """Returns the tokens of a long prompt, at most what the context leaves beside the response, and their source."""
     room = config.engine.context_tokens - config.rollout.max_new_tokens
     data = config.data
     if data.task is not None:
@@ -184,7 +193,7 @@ def _prompt_tokens(config: RelaxConfig, *, vocabulary: int) -> tuple[int, str]:
 
 
 def _prompts(config: RelaxConfig) -> Iterator[object]:
-    """Those of the first rows that can be used."""
+    """Yields the prompts of the first rows that can be used."""
     rows, count = file_rows(config.data)
     for number in range(min(_LOOKED_AT, count)):
         with suppress(BadRow):
@@ -192,7 +201,7 @@ def _prompts(config: RelaxConfig) -> Iterator[object]:
 
 
 def _characters(prompt: object) -> int:
-    """Of a text, or of chat messages."""
+    """Counts the characters of a text or of chat messages."""
     if isinstance(prompt, str):
         return len(prompt)
     assert isinstance(prompt, list), "checked when the file was opened"

@@ -1,4 +1,4 @@
-"""`engine.context_length` where it is not set: the context that holds the longest prompt and a response."""
+"""Derives `engine.context_length` if it is not set: the context that holds the longest prompt and a response."""
 
 from __future__ import annotations
 
@@ -16,28 +16,30 @@ from relax_core.registry import find_env
 from relax_core.rollout.evaluation.evaluator import prepare
 from relax_core.rollout.prompt_tokens import PromptMaker
 
-ROUND_TO = 64  # tokens of a derived context: the embedded engine's cache begins with as many
-UNKNOWN_PROMPT = 512  # tokens, where there is no data or no tokenizer yet: such a run plans, and cannot start
+ROUND_TO = 64  # tokens; a derived context is a multiple of it, as is the embedded engine's cache
+UNKNOWN_PROMPT = 512  # tokens if there is no data or no tokenizer yet: such a run can be planned and cannot start
 
-Longest = Callable[[RelaxConfig, PromptMaker], int]  # tokens of a prompt; raises ValueError or OSError
+Longest = Callable[[RelaxConfig, PromptMaker], int]  # returns the tokens of a prompt; raises ValueError or OSError
 
 
 def settle_context(config: RelaxConfig) -> tuple[RelaxConfig, list[str]]:
-    """The configuration with the context that its prompts need, where ``engine.context_length`` is null; and what is
-    wrong with the model's tokenizer. What other checks tell of is left to them, the data among it. A job on another
-    cluster is looked at there, where its files are."""
+    """Returns the configuration with the derived context, and what is wrong with the model's tokenizer.
+
+    Problems that other checks report, among them those of the data, are left to them. For a job on another cluster this
+    happens there, where its files are.
+    """
     settled, problems = _settle(config, lambda unsettled, _: look_at_data(unsettled).bound)
     keep_look(config, settled)
     return settled, problems
 
 
 def settle_evaluation_context(config: RelaxConfig) -> tuple[RelaxConfig, list[str]]:
-    """`settle_context` for an evaluation without training, whose prompts are those of its sets."""
+    """Does the work of `settle_context` for an evaluation without training, whose prompts are those of its sets."""
     return _settle(config, _longest_asked)
 
 
 def planned_context(config: RelaxConfig) -> RelaxConfig:
-    """`settle_context` for a plan alone: a job whose files lie on another cluster is planned with a guess."""
+    """Does the work of `settle_context` for a plan only; files on another cluster are planned with a guess."""
     return _with_context(settle_context(config)[0], UNKNOWN_PROMPT)
 
 
@@ -62,7 +64,7 @@ def _settle(config: RelaxConfig, longest: Longest) -> tuple[RelaxConfig, list[st
         return config, problems
     try:
         tokens = longest(config, prompts)
-    except (ValueError, OSError):  # which the check of the data tells
+    except (ValueError, OSError):  # the check of the data reports it
         tokens = 0
     return _with_context(config, tokens or UNKNOWN_PROMPT), problems
 

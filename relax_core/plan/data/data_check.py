@@ -1,9 +1,9 @@
-"""A look at the data before a start: which rows cannot be used, and how long the prompts are.
+"""Checks the data before a start: which rows cannot be used, and how long the prompts are.
 
-All rows are looked at where that takes seconds: of more than `LOOKED_AT` rows as many, spread evenly over the files. Of
-these the longest are tokenized, up to `TOKENIZED_BYTES` of text. No prompt has more tokens than bytes, since every
-token stands for a byte of it or more, so the rest are known to be shorter than a bound. What is found follows from the
-data alone, never from how fast a machine is: the context is derived from it.
+All rows are checked if that takes seconds: of more than `LOOKED_AT` rows as many, spread evenly over the files. The
+longest of these are tokenized, up to `TOKENIZED_BYTES` of text. No prompt has more tokens than bytes, because every
+token stands for at least one byte of it, so the other prompts are known to be shorter than a bound. The result depends
+only on the data, and never on the speed of the machine, because the context is derived from it.
 """
 
 from __future__ import annotations
@@ -27,19 +27,23 @@ from relax_core.rollout.evaluation.evaluator import PreparedSet, prepare
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.teacher_choice import TeacherOf, teacher_chooser
 
-LOOKED_AT = 100_000  # rows
+LOOKED_AT = 100_000  # the largest number of rows that are all checked
 TOKENIZED_BYTES = 4 << 20
-GENERATED_ROWS = 64  # of a generated task, whose rows are all alike
-SETTLED_S = 0.1  # a file that was written this long ago has another time once it changes
+GENERATED_ROWS = 64  # rows of a generated task, whose rows are all alike
+SETTLED_S = 0.1  # a file that was written this many seconds ago has another time once it changes
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataLook:
-    """``rows``: that are trained on; ``generated``: by a task, so that a few speak for all. ``looked``: how many of
-    them were looked at, spread over the files. ``bad``: of these, reason → count; ``named``: the first of them in
-    words. ``longest``: tokens of the longest prompt that was tokenized, of the evaluation sets too; ``bound``: no
-    prompt that was looked at has more, and a generated task has none with more; both 0 without a tokenizer. ``cut``:
-    prompts that data.overlong shortens. ``refused``: why the run cannot start."""
+    """The result of a data check.
+
+    ``rows`` is the number of trained rows; ``generated`` says that a task generates them, so a few represent all.
+    ``looked`` is the number of checked rows, spread over the files. ``bad`` maps a reason to its count among these;
+    ``named`` describes the first of them. ``longest`` is the number of tokens of the longest tokenized prompt,
+    evaluation sets included; ``bound`` is a number of tokens that no checked prompt exceeds, and no prompt of a
+    generated task; both are 0 without a tokenizer. ``cut`` is the number of prompts that data.overlong shortens.
+    ``refused`` says why the run cannot start.
+    """
 
     rows: int
     generated: bool
@@ -53,7 +57,7 @@ class DataLook:
     refused: str | None
 
     def words(self, *, what: str) -> list[str]:
-        """What a user should know of it. ``what``: the data's name."""
+        """Returns what a user should know about the data. ``what`` is the data's name."""
         if self.generated:
             part = "generated"
         else:
@@ -66,7 +70,7 @@ class DataLook:
         return lines
 
     def left_out(self) -> list[str]:
-        """What is not used as it is, and the first of the rows that are not used at all; empty where all is well."""
+        """Returns what is not used as it is, and the first unused rows; empty if all rows are used."""
         lines = []
         if self.cut:
             lines.append(f"{self.cut:,} prompts are longer than the context leaves room for, and are shortened.")
@@ -81,14 +85,14 @@ class DataLook:
         return lines
 
 
-_newest: dict[str, DataLook] = {}  # of this process, one at most
+_newest: dict[str, DataLook] = {}  # results of this process, at most one
 
 
 def look_at_data(config: RelaxConfig) -> DataLook:
-    """Reads rows, and makes their prompts where a tokenizer is there.
+    """Reads rows, and makes their prompts if a tokenizer is available.
 
-    Raises ValueError (key, value, fix) for data that cannot serve at all. The same look at files that
-    nobody has changed is not done twice in one process.
+    Raises ValueError (key, value, fix) for data that cannot be used at all. One process does not repeat the check of
+    unchanged files.
     """
     key = _key(config)
     if key is None or key not in _newest:
@@ -101,7 +105,7 @@ def look_at_data(config: RelaxConfig) -> DataLook:
 
 
 def keep_look(config: RelaxConfig, settled: RelaxConfig) -> None:
-    """What a look for ``config`` found holds for ``settled``, whose context was derived from it."""
+    """Keeps the result for ``config`` for ``settled`` too, whose context was derived from it."""
     key, other = _key(config), _key(settled)
     if key is not None and other is not None and key in _newest:
         _newest[other] = _newest[key]
@@ -111,7 +115,7 @@ def _look(config: RelaxConfig) -> DataLook:
     source = make_source(config.data, seed=config.seed, eval_rows=held_out_count(config))
     try:
         prompts = prompt_maker(config)
-    except ValueError:  # which settle_context tells
+    except ValueError:  # settle_context reports it
         prompts = None
     teachers = find_algorithm(config.algo.name).requirements(config.algo).teacher
     generated, most = config.data.task is not None, config.data.max_bad_rows
@@ -122,7 +126,7 @@ def _look(config: RelaxConfig) -> DataLook:
         found.read(number)
     if prompts is not None:
         found.tokenize(prompts)
-    # Of a generated task all rows are what a few of them are.
+    # A few rows of a generated task represent all.
     rows = found.looked if generated else len(source)
     refused = _refused(config, found, rows=rows)
     sets = eval_sets(config, source) if config.eval.every and refused is None and prompts is not None else []
@@ -144,7 +148,7 @@ def _look(config: RelaxConfig) -> DataLook:
 
 
 def _spare(config: RelaxConfig) -> int:
-    """How many characters more than the rows that were looked at another row of a generated task may have."""
+    """Returns how many characters more than the checked rows another row of a generated task may have."""
     task = config.data.task
     assert task is not None
     rows = range(min(GENERATED_ROWS, config.data.size))
@@ -171,7 +175,7 @@ def _refused(config: RelaxConfig, found: _Found, *, rows: int) -> str | None:
 
 
 def _remedy(config: RelaxConfig, found: _Found) -> str:
-    """What would give the prompts that are too long room; empty where there are none."""
+    """Returns what would give the prompts that are too long room; empty if there are none."""
     if not found.too_long:
         return ""
     most, limit = found.longest + config.rollout.max_new_tokens, positions(config)
@@ -182,8 +186,12 @@ def _remedy(config: RelaxConfig, found: _Found) -> str:
 
 
 class _Found:
-    """What was seen so far. ``too_long``: number → tokens of the prompts that have no room. ``longest``: tokens of the
-    longest prompt that was tokenized; ``rest``: bytes of the longest that was not, where it may have more tokens."""
+    """What was found so far.
+
+    ``too_long`` maps the numbers of prompts without room to their tokens. ``longest`` is the number of tokens of the
+    longest tokenized prompt; ``rest`` the bytes of the longest prompt that was not tokenized, if it may have more
+    tokens.
+    """
 
     def __init__(
         self, source: PromptSource, prompts: PromptMaker | None, teacher_of: TeacherOf | None, *, room: int
@@ -193,7 +201,7 @@ class _Found:
         self.too_long: dict[int, int] = {}
         self._source, self._prompts, self._teacher_of, self._room = source, prompts, teacher_of, room
         self._texts: dict[int, str] = {}
-        self._sizes: list[tuple[int, int]] = []  # bytes of a prompt, less than 0 so that the longest is first; number
+        self._sizes: list[tuple[int, int]] = []  # negative bytes of a prompt, so that the longest comes first; number
 
     def read(self, number: int) -> None:
         self.looked += 1
@@ -207,8 +215,11 @@ class _Found:
             self._leave_out(number, error)
 
     def tokenize(self, prompts: PromptMaker) -> None:
-        """The longest texts first, until none that is left can have more tokens than the longest or than there is
-        room for, or so much text was tokenized as may be."""
+        """Tokenizes the longest texts first.
+
+        Stops when no remaining text can have more tokens than the longest one or than there is room for, or when the
+        limit of text is reached.
+        """
         left = TOKENIZED_BYTES
         for size, number in sorted(self._sizes):
             size = -size
@@ -232,7 +243,7 @@ class _Found:
             self.cut += 1
         except BadRow as error:
             self._leave_out(number, error)
-        except ValueError as error:  # data.overlong=error
+        except ValueError as error:  # only with data.overlong=error
             self._leave_out(number, BadRow(TOO_LONG, str(error)))
 
     def _leave_out(self, number: int, error: BadRow) -> None:
@@ -247,7 +258,7 @@ class _Found:
 
 
 def _key(config: RelaxConfig) -> str | None:
-    """What a look depends on; None where a file was written just now, so that its time says little."""
+    """Returns what a data check depends on, or None if a file was just written, so that its time is no proof."""
     try:
         parts = [] if config.data.task is not None else data_parts(config.data)
     except ValueError:

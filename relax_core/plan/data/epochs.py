@@ -1,4 +1,4 @@
-"""run.epochs: how many train steps so many passes over the training rows take."""
+"""Derives the number of train steps from run.epochs, the number of passes over the training rows."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from relax_core.data.sources import file_rows
 
 
 def settle_steps(config: RelaxConfig) -> RelaxConfig:
-    """The configuration with ``run.steps`` as ``run.epochs`` asks for it, where that is set. What is wrong with the
-    data is told by the check of the data. A job on another cluster is settled there, where its
-    files are."""
+    """Returns the configuration with ``run.steps`` derived from ``run.epochs`` if that is set.
+
+    The check of the data reports problems of the data. For a job on another cluster this happens there, where its files
+    are.
+    """
     epochs, prompts = config.run.epochs, config.rollout.prompts_per_step
     if epochs is None or not 0 < epochs < math.inf or prompts < 1 or config.launcher.name is LauncherKind.ray_job:
         return config
@@ -24,7 +26,7 @@ def settle_steps(config: RelaxConfig) -> RelaxConfig:
 
 
 def epoch_words(config: RelaxConfig) -> list[str]:
-    """Where the number of train steps comes from, of a settled configuration with ``run.epochs``."""
+    """Returns where the number of train steps comes from, for a settled configuration with ``run.epochs``."""
     if config.run.epochs is None:
         return []
     rows, prompts = _training_rows(config), config.rollout.prompts_per_step
@@ -32,7 +34,7 @@ def epoch_words(config: RelaxConfig) -> list[str]:
 
 
 def _training_rows(config: RelaxConfig) -> int | None:
-    """None where the data cannot be read."""
+    """Returns the number of training rows, or None if the data cannot be read."""
     data = config.data
     if data.task is not None:
         return data.size

@@ -1,4 +1,4 @@
-"""Which plug-ins are tried before a start, and on which rows: `relax_core.rollout.trial.plugin_trial` tries them."""
+"""Chooses the plug-ins that are tried before a start, and the rows for `relax_core.rollout.trial.plugin_trial`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from relax_core.data.sources import file_rows
 from relax_core.registry import Kind, find, is_builtin
 from relax_core.rollout.trial.plugin_trial import Request, try_plugins
 
-CALL_S = 10.0  # a first call may import something
+CALL_S = 10.0  # a first call may import libraries
 TRIED_ROWS = 3  # the first, the last and one between them
 
 
 def plugin_problems(config: RelaxConfig) -> list[str]:
-    """What is wrong with the env, the reward and the algorithm on rows of the data, a sentence each. Relax's own are
-    tried where the data is the user's, its algorithms never. What other checks tell of is left to them, and a job on
-    another cluster is looked at there, where its files are."""
+    """Returns what is wrong with the environment, the reward and the algorithm on rows of the data, in sentences.
+
+    Relax's own plug-ins are tried if the data belongs to the user, its algorithms never. Problems that other checks
+    report are left to them, and a job on another cluster is checked there, where its files are.
+    """
     if config.launcher.name is LauncherKind.ray_job:
         return []
     own_data = config.data.task is None
@@ -37,12 +39,12 @@ def plugin_problems(config: RelaxConfig) -> list[str]:
 
 @cache
 def _tried(request: bytes) -> tuple[str, ...]:
-    """The runs of a sweep have the same plug-ins and data, mostly."""
+    """Keeps results, because the runs of a sweep usually have the same plug-ins and data."""
     return tuple(try_plugins(msgspec.msgpack.decode(request, type=Request)))
 
 
 def _packed(config: RelaxConfig, kind: Kind) -> tuple[str, bytes] | None:
-    """Name and settings; None where the settings make no sense, which another check tells."""
+    """Returns name and settings, or None if another check refuses the settings."""
     plugin_config = getattr(config, kind)
     spec = find(kind, plugin_config.name)
     try:
@@ -54,7 +56,7 @@ def _packed(config: RelaxConfig, kind: Kind) -> tuple[str, bytes] | None:
 
 
 def _rows(config: RelaxConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Rows that are trained on; none where the data cannot be read."""
+    """Returns trained rows, or none if the data cannot be read."""
     data = config.data
     if data.task is not None:
         for index in range(TRIED_ROWS if data.task in task_names() else 0):
@@ -69,6 +71,6 @@ def _rows(config: RelaxConfig) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             row = dict(rows[number])
             msgspec.msgpack.encode(row)
-        except (ValueError, TypeError):  # a row that cannot be read, or holds what cannot cross to another process
+        except (ValueError, TypeError):  # a row that cannot be read, or that cannot be sent to another process
             continue
         yield rows.where(number), row

@@ -1,4 +1,4 @@
-"""What makes the prompts of a run, before it runs: the tokenizer, and the room that a prompt has in the context."""
+"""Makes the prompts of a run before it runs, with its tokenizer and the room that a prompt has in the context."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from relax_core.tools.make_tiny import MAX_POSITIONS, MODEL_NAMES, tiny_prompt_t
 
 
 def prompt_maker(config: RelaxConfig) -> PromptMaker | None:
-    """None where there is no model yet, or none that other checks let pass, and for an env with turns, whose episodes
-    open themselves. Raises ValueError (with what the key is
-    called) for a tokenizer or a chat template that cannot be used."""
+    """Returns a function from a data row to its prompt, or None if there is no usable model yet.
+
+    The result is also None for an environment with turns, whose episodes make their own prompts. Raises ValueError with
+    the key for a tokenizer or a chat template that cannot be used.
+    """
     tokenizer = _tokenizer(config)
     env = find_env(config.env.name)
     if tokenizer is None or env.has_turns:
@@ -32,14 +34,17 @@ def prompt_maker(config: RelaxConfig) -> PromptMaker | None:
 
 
 def prompt_room(config: RelaxConfig) -> int:
-    """The most tokens that a prompt may have: what the context leaves beside the response, or the model's positions do
-    where the context is still to be derived; without bound where these are not known."""
+    """Returns the largest number of tokens of a prompt.
+
+    It is what the context leaves beside the response, or what the model's positions leave if the context is not derived
+    yet, and unbounded if these are unknown.
+    """
     context = config.engine.context_length if config.engine.context_length is not None else positions(config)
     return sys.maxsize if context is None else context - config.rollout.max_new_tokens
 
 
 def positions(config: RelaxConfig) -> int | None:
-    """The most tokens that the model takes; None where that is not known, or where another check tells why not."""
+    """Returns the most tokens that the model takes, or None if unknown or if another check refuses it."""
     model = config.model
     if model.builtin is not None:
         return MAX_POSITIONS

@@ -1,4 +1,4 @@
-"""Which settings make a trainer fit into its GPUs: each that is named has been tried on the plan's own sum."""
+"""Finds settings that make a trainer fit into its GPUs; each named setting was evaluated on the plan's own sum."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 from relax_core.config.schema import Recompute, RelaxConfig
 from relax_core.plan.workload import Workload
 
-Peak = Callable[[RelaxConfig, Workload], int]  # bytes of a GPU in the trainer's largest phase
+Peak = Callable[[RelaxConfig, Workload], int]  # returns the bytes of a GPU in the trainer's largest phase
 _MORE_GPUS = "raise parallel.tp, parallel.cp or parallel.pp with more GPUs"
 
 
 def trainer_room(config: RelaxConfig, work: Workload, peak: Peak, *, limit: int) -> str:
-    """The fix, without its full stop, for a trainer whose peak is more than ``limit`` bytes: the first change of
-    settings that fits, or how many rows would."""
+    """Returns the fix, without its full stop, for a trainer whose peak exceeds ``limit`` bytes.
+
+    The fix is the first change of settings that fits, or how many rows would fit.
+    """
     parallel = config.parallel
     changes: list[dict[str, Any]] = [{}]
     if parallel.dp * parallel.cp > 1 and not parallel.distributed_optimizer:
@@ -40,7 +42,7 @@ def trainer_room(config: RelaxConfig, work: Workload, peak: Peak, *, limit: int)
 
 
 def _rows_that_fit(config: RelaxConfig, work: Workload, peak: Peak, limit: int) -> int:
-    """Rows of a micro-batch on one rank, fewer than there are now; 0 where not even one fits."""
+    """Returns how many rows of a micro-batch fit on one rank, fewer than now, or 0 if not even one fits."""
     fitting, too_many = 0, work.micro_batch_rows
     while too_many - fitting > 1:
         rows = (fitting + too_many) // 2

@@ -1,7 +1,7 @@
-"""Peak resident memory of every process of a run on CPU cores.
+"""Computes the peak resident memory of every process of a run on CPU cores.
 
-A process's base is what its imports take; it was measured with the versions of constraints.txt on x86-64 Linux
-(docs/plan.md says how). Memory mapped from files counts like any other, as `ps` counts it.
+A process's base value is what its imports take. It was measured with the versions of constraints.txt on x86-64 Linux
+(docs/plan.md says how). Memory that is mapped from files counts like any other, as `ps` counts it.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ BASES = {  # MiB
 }
 SIZED = ("Serve controller", "advantages", "rollout", "owner of an engine")  # by the configuration
 SERVE_DEPLOYMENT, REWARD_WORKER, QUEUE_PROCESS = 164, 65, 250
-TORCH = 188  # what the rollout gains by computing advantages with torch
-KEPT_BY_ALLOCATOR = 0.5  # of what a micro-batch allocates: pieces that glibc neither gives back nor fits into
+TORCH = 188  # for computing advantages with torch in the rollout
+KEPT_BY_ALLOCATOR = 0.5  # share of what a micro-batch allocates: pieces that glibc neither returns nor reuses
 SAMPLING_COPIES = 8  # float32 arrays [samples, vocabulary] of one decode step
-SLOT_BYTES = 256  # of the table of running samples, which is made at once
-FIRST_COLUMNS = 64  # of the engine's KV cache, which then doubles
+SLOT_BYTES = 256  # rows of the table of running samples, which is allocated at once
+FIRST_COLUMNS = 64  # first columns of the engine's KV cache, which then doubles
 
 
 def cpu_holders(
     config: RelaxConfig, requirements: Requirements, roles: Mapping[str, int], *, model: ModelDimensions, work: Workload
 ) -> list[Holder]:
-    """Every process of the run."""
+    """Returns the memory of every process of the run."""
     holders = [_plain(name, mib) for name, mib in BASES.items() if name not in SIZED]
     engines = roles["engine"] + roles.get("teacher_engine", 0)
     holders.append(_plain("owner of an engine", BASES["owner of an engine"], count=engines))
@@ -128,7 +128,7 @@ def _trainer(
 
 
 def _copy_bytes(parallel: ParallelConfig, state: Mapping[str, int]) -> int:
-    """Of what a rank writes, while the next step runs; what data-parallel ranks have alike they share out."""
+    """Returns the bytes that a rank writes during the next step; data-parallel ranks share equal parts."""
     alike = parallel.dp * parallel.cp
     adam = state["Adam states"] if parallel.distributed_optimizer else state["Adam states"] // alike
     return state["weights"] // alike + adam
@@ -143,7 +143,10 @@ def _forward(
     *,
     follows: bool,
 ) -> Holder:
-    """Of several teachers' models all stay loaded. ``follows``: it reads every published version."""
+    """Returns the memory of a forward role; the models of several teachers all stay loaded.
+
+    ``follows`` says that the role reads every published version.
+    """
     size = dtype_bytes(config)
     largest = max(models, key=lambda one: one.parameters)
     weights = sum(share_of(parallel, one).parameters for one in models) * size
@@ -180,10 +183,10 @@ def _engine(name: str, config: RelaxConfig, model: ModelDimensions, work: Worklo
 
 
 def cache_tokens(config: RelaxConfig, work: Workload) -> int:
-    """Tokens of the engine's KV cache once it has grown: a rectangle whose columns double, within its budget."""
+    """Returns the tokens of the engine's grown KV cache: a rectangle whose columns double, within its budget."""
     engine, columns = config.engine, FIRST_COLUMNS
     if engine.name == "sglang":
-        return engine.max_total_tokens  # it takes all of it at its start
+        return engine.max_total_tokens  # it allocates all of it at its start
     while columns < work.sample_tokens:
         columns *= 2
     return min(work.samples_in_flight * min(columns, engine.context_tokens), engine.max_total_tokens)

@@ -1,7 +1,7 @@
-"""Peak memory of every GPU of a placement, by phase.
+"""Computes the peak memory of every GPU of a placement, by phase.
 
-No run on GPUs exists to measure against: the bases are assumptions, named here and in docs/plan.md. Activations count
-as in the CPU build, in the model's dtype.
+No run on GPUs exists to compare with: the base values are assumptions, named here and in docs/plan.md. Activations
+count as in the CPU build, in the model's dtype.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ from relax_core.plan.workload import Workload
 from relax_core.train.parallel.layout_arithmetic import forward_parallel, one_rank
 
 PROCESS_BYTES = 2 * GIB  # assumed: CUDA context, NCCL buffers, cuBLAS workspaces of one process
-ENGINE_BYTES = 4 * GIB  # assumed: the same for an engine, with its CUDA graphs and prefill activations
-FRAGMENTS = 0.1  # assumed: of what a micro-batch allocates
-SYNC_BUCKET_BYTES = 2 * 64 * MIB  # one bucket is filled while the other travels
+ENGINE_BYTES = 4 * GIB  # assumed: as above for an engine, with its CUDA graphs and prefill activations
+FRAGMENTS = 0.1  # assumed: share of what a micro-batch allocates
+SYNC_BUCKET_BYTES = 2 * 64 * MIB  # one bucket is filled while the other is sent
 
 
 def gpu_holders(
     config: RelaxConfig, gpus: Mapping[str, int], *, model: ModelDimensions, work: Workload
 ) -> list[Holder]:
-    """One holder for each kind of GPU: of the trainer, the engines, the roles that only compute forward; or, where
-    roles share all GPUs, one for all."""
+    """Returns one holder for each kind of GPU: that of the trainer, the engines, and the forward roles.
+
+    If roles share all GPUs there is one holder for all of them.
+    """
     limit = round(config.placement.gpu_memory_gib * GIB)
     if config.mode.name is ModeName.colocate:
         return [_shared(config, gpus, model, work, limit=limit)]
@@ -54,7 +56,7 @@ def gpu_holders(
 
 
 def cache_tokens_that_fit(config: RelaxConfig, model: ModelDimensions, work: Workload) -> int:
-    """KV-cache tokens of one engine that a GPU has room for beside the weights."""
+    """Returns how many KV-cache tokens of one engine fit on a GPU beside the weights."""
     size, tp = engine_bytes(config), config.engine.tp
     free = round(config.placement.gpu_memory_gib * GIB) - ENGINE_BYTES - model.parameters * size // tp
     if config.mode.name is ModeName.colocate:
@@ -64,12 +66,12 @@ def cache_tokens_that_fit(config: RelaxConfig, model: ModelDimensions, work: Wor
 
 
 def _cache_bytes_a_token(config: RelaxConfig, model: ModelDimensions) -> int:
-    """On one GPU of an engine; with more GPUs than key-value heads the heads are copied."""
+    """Returns the bytes on one GPU of an engine; with more GPUs than key-value heads the heads are copied."""
     return model.cache_values_per_token * engine_bytes(config) // min(config.engine.tp, model.kv_heads)
 
 
 def _state(config: RelaxConfig, model: ModelDimensions) -> dict[str, int]:
-    """What a trainer's GPU holds between steps."""
+    """Returns what a trainer's GPU holds between steps."""
     return {"process": PROCESS_BYTES, **state_terms(config, config.parallel, model)}
 
 
@@ -125,7 +127,7 @@ def _engine_fix(config: RelaxConfig, model: ModelDimensions, work: Workload) -> 
 def _forward(
     role: str, config: RelaxConfig, model: ModelDimensions, work: Workload, *, count: int, limit: int
 ) -> Holder:
-    """A teacher is whole on its GPU."""
+    """Returns the memory of a forward role; a teacher is whole on its GPU."""
     layout = worker_group_layouts(config).get(role)
     parallel = one_rank(config.parallel) if layout is None else forward_parallel(config.parallel, layout)
     passing = forward_terms(config, parallel, model, work)
@@ -141,7 +143,7 @@ def _forward(
 def _shared(
     config: RelaxConfig, gpus: Mapping[str, int], model: ModelDimensions, work: Workload, *, limit: int
 ) -> Holder:
-    """Roles take turns: while engines generate, the trainer's weights, gradients and states are on the host."""
+    """Returns the phases of time sharing, in which the trainer's state is on the host while engines generate."""
     engine = _engine_terms(config, model, work)
     trainer = _beside_idle_engine(_trainer_phases(config, model, work))
     weights = {key: engine[key] for key in ("engine process", "engine weights")}
@@ -165,7 +167,7 @@ def _shared(
 
 
 def _beside_idle_engine(phases: Sequence[Phase]) -> list[Phase]:
-    """The trainer's own phases, while an engine that has given up weights and cache is on the same GPU."""
+    """Returns the trainer's phases while an engine without weights and cache is on the same GPU."""
     return [Phase(name=one.name, terms={**one.terms, "engine process": ENGINE_BYTES}) for one in phases[:3]]
 
 

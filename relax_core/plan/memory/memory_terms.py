@@ -1,4 +1,4 @@
-"""What takes memory, phase by phase: the terms that processes on a CPU and roles on a GPU have in common."""
+"""Computes the memory terms, phase by phase, that processes on a CPU and roles on a GPU have in common."""
 
 from __future__ import annotations
 
@@ -13,25 +13,29 @@ from relax_core.train.packing.tree_packing import MASKLESS_SAVES_PAIRS
 MIB, GIB = 1 << 20, 1 << 30
 FLOAT = 4  # bytes
 FLEX_BLOCK = 128  # rows of a block of FlexAttention
-MASK_BOOLS = 3  # bytes for each pair of places: the bool masks that the attention mask is made from
+MASK_BOOLS = 3  # bytes for each pair of rows: the bool masks from which the attention mask is made
 
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
-    """``terms``: what for → bytes."""
+    """One phase of a process. ``terms`` maps the purpose of the memory to its bytes."""
 
     name: str
     terms: Mapping[str, int]
 
     @property
     def bytes(self) -> int:
+        """Returns the sum of all terms."""
         return sum(self.terms.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Holder:
-    """What holds memory: ``count`` processes of one kind, or as many GPUs. ``limit``: bytes that each may have, 0 where
-    they share the machine's. ``room``: what the fix is, where it does not fit."""
+    """Holds memory: ``count`` processes of one kind, or as many GPUs.
+
+    ``limit`` is the bytes that each may have, 0 if they share the machine's memory. ``room`` is the fix if the memory
+    does not fit.
+    """
 
     name: str
     count: int
@@ -41,28 +45,30 @@ class Holder:
 
     @property
     def peak(self) -> Phase:
+        """Returns the phase with the most bytes."""
         return max(self.phases, key=lambda phase: phase.bytes)
 
 
 def dtype_bytes(config: RelaxConfig) -> int:
+    """Returns the bytes of a number of `model.dtype`."""
     return 2 if config.model.dtype == "bfloat16" else FLOAT
 
 
 def engine_bytes(config: RelaxConfig) -> int:
-    """Of a number in an engine."""
+    """Returns the bytes of a number in an engine."""
     return 2 if (config.engine.dtype or config.model.dtype) == "bfloat16" else FLOAT
 
 
 def optimizer_bytes_a_parameter(config: RelaxConfig) -> int:
-    """Adam's two moments in float32; a bfloat16 model has a float32 master copy too."""
+    """Returns the bytes of Adam's two moments in float32, plus a float32 master copy for a bfloat16 model."""
     return 12 if config.model.dtype == "bfloat16" else 8
 
 
 def activation_values(model: ModelDimensions) -> int:
-    """Numbers that one layer keeps of one token row for its backward pass, without recomputation.
+    """Returns how many numbers of one token row one layer keeps for its backward pass, without recomputation.
 
-    Counted from what autograd saves in the CPU build (docs/plan.md): two norms with input, normed input and output; the
-    query, key and value projections, the norms of query and key where there are any, and their rotations; the
+    They are counted from what autograd saves in the CPU build (docs/plan.md): two norms with input, normed input and
+    output; the query, key and value projections, the norms of query and key if there are any, and their rotations; the
     feed-forward network's five widths.
     """
     hidden, query, key, heads = model.hidden, model.query, model.key, model.heads + model.kv_heads
@@ -84,9 +90,11 @@ def activation_values(model: ModelDimensions) -> int:
 
 
 def mask_bytes(config: RelaxConfig, parallel: ParallelConfig, work: Workload) -> int:
-    """What says which row sees which, of a micro-batch on one rank: on a CPU a mask in the model's dtype; on a GPU a
-    plan of blocks, four int32 for each pair of blocks (FlexAttention's lists of partial and of full blocks, by query
-    and by key)."""
+    """Returns the bytes that say which row sees which, for a micro-batch on one rank.
+
+    On a CPU this is a mask in the model's dtype; on a GPU a plan of blocks with four int32 for each pair of blocks
+    (FlexAttention's lists of partial and of full blocks, by query and by key).
+    """
     if config.placement.gpus_per_node:
         blocks = -(-work.micro_batch_rows // FLEX_BLOCK)
         return 4 * 4 * blocks * -(-blocks // parallel.cp)
@@ -94,13 +102,16 @@ def mask_bytes(config: RelaxConfig, parallel: ParallelConfig, work: Workload) ->
 
 
 def mask_making_bytes(config: RelaxConfig, parallel: ParallelConfig, work: Workload) -> int:
-    """What exists beside a mask while it is made; a plan of blocks is made without a mask."""
+    """Returns the bytes of a mask's construction; a plan of blocks is made without a mask."""
     return 0 if config.placement.gpus_per_node else _mask_pairs(parallel, work) // parallel.cp * MASK_BOOLS
 
 
 def _mask_pairs(parallel: ParallelConfig, work: Workload) -> int:
-    """Pairs of rows that a mask on a CPU tells of, one square a group. With context parallelism there always is one;
-    otherwise only where leaving it out saves little (relax_core/train/attention/branch_attention.py)."""
+    """Returns the pairs of rows in the masks on a CPU, one square for each group.
+
+    With context parallelism there always is a mask; otherwise only if omitting it saves little
+    (relax_core/train/attention/branch_attention.py).
+    """
     rows, branch, prompt = work.micro_batch_rows, work.new_tokens - 1, work.prompt_tokens
     line = min(rows, work.group_rows)
     pairs, branches = rows * line, line - prompt
@@ -109,10 +120,13 @@ def _mask_pairs(parallel: ParallelConfig, work: Workload) -> int:
 
 
 def head_bytes(config: RelaxConfig, model: ModelDimensions, work: Workload, *, split: int = 1) -> int:
-    """Logits of one chunk in float32, and the gradient of the output weight; ``split``: over tp ranks. In bfloat16 a
-    CPU has a float32 copy of the weight too, a GPU a bfloat16 copy of the chunk for its products."""
+    """Returns the bytes of the logits of one chunk in float32, and of the output weight's gradient.
+
+    ``split`` is the number of tp ranks. In bfloat16 a CPU also has a float32 copy of the weight, and a GPU a bfloat16
+    copy of the chunk for its products.
+    """
     rows = min(work.micro_batch_tokens, config.parallel.logprob_chunk_tokens)
-    chunk = rows * model.vocabulary * (FLOAT + int(config.rollout.truncates))  # a bool beside each logit
+    chunk = rows * model.vocabulary * (FLOAT + int(config.rollout.truncates))  # a bool for each logit
     weight = model.vocabulary * model.hidden * FLOAT
     copy = 0
     if dtype_bytes(config) != FLOAT:

@@ -1,4 +1,4 @@
-"""What one rank of a model holds of it under a parallel layout, on a CPU core or on a GPU."""
+"""Computes what one rank holds of a model under a parallel layout, on a CPU core or on a GPU."""
 
 from __future__ import annotations
 
@@ -20,8 +20,11 @@ from relax_core.train.parallel.layout_arithmetic import Layout
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """Parameters of one rank: ``dense`` are shared out by tp and pp, ``experts`` by ep, etp and pp; ``whole`` (the
-    towers) are on every rank of the first stage."""
+    """The parameters of one rank.
+
+    ``dense`` parameters are divided by tp and pp, ``experts`` by ep, etp and pp; ``whole`` ones (the vision and audio
+    towers) are on every rank of the first stage.
+    """
 
     dense: int
     experts: int
@@ -29,11 +32,12 @@ class Share:
 
     @property
     def parameters(self) -> int:
+        """Returns the number of all parameters of the rank."""
         return self.dense + self.experts + self.whole
 
 
 def share_of(layout: Layout, model: ModelDimensions) -> Share:
-    """Of the rank that holds most."""
+    """Returns the share of the rank that holds most."""
     matrices = model.embedding_matrices if layout.pp == 1 else 1  # with stages, each end holds one matrix
     embeddings = matrices * model.vocabulary * model.hidden
     return Share(
@@ -44,7 +48,7 @@ def share_of(layout: Layout, model: ModelDimensions) -> Share:
 
 
 def state_terms(config: RelaxConfig, parallel: ParallelConfig, model: ModelDimensions) -> dict[str, int]:
-    """What a rank that trains holds between steps."""
+    """Returns what a training rank holds between steps."""
     share = share_of(parallel, model)
     copies = expert_copies = 1
     if parallel.distributed_optimizer:
@@ -61,7 +65,7 @@ def state_terms(config: RelaxConfig, parallel: ParallelConfig, model: ModelDimen
 def activation_terms(
     config: RelaxConfig, parallel: ParallelConfig, model: ModelDimensions, work: Workload
 ) -> dict[str, int]:
-    """What a rank keeps for its backward passes."""
+    """Returns what a rank keeps for its backward passes."""
     size, cp = dtype_bytes(config), parallel.cp
     in_flight = _in_flight(parallel, work)
     rows = work.micro_batch_rows // cp
@@ -76,8 +80,10 @@ def activation_terms(
 
 
 def row_values(parallel: ParallelConfig, model: ModelDimensions) -> int:
-    """Numbers that one layer keeps of one token row on one rank. Tensor parallelism cuts heads and widths; the norms'
-    rows are cut only where it is sequence parallel too."""
+    """Returns how many numbers one layer keeps of one token row on one rank.
+
+    Tensor parallelism divides heads and widths; the norms' rows are divided only with sequence parallelism.
+    """
     every, norms = activation_values(model), 6 * model.hidden
     return (every - norms) // parallel.tp + norms // (parallel.tp if parallel.sequence_parallel else 1)
 
@@ -85,7 +91,7 @@ def row_values(parallel: ParallelConfig, model: ModelDimensions) -> int:
 def forward_terms(
     config: RelaxConfig, parallel: ParallelConfig, model: ModelDimensions, work: Workload
 ) -> dict[str, int]:
-    """What a rank that only computes forward holds of a micro-batch at one time."""
+    """Returns what a rank that only computes forward holds of a micro-batch at a time."""
     return {
         "one layer": work.micro_batch_rows // parallel.cp * row_values(parallel, model) * dtype_bytes(config),
         "attention mask": mask_bytes(config, parallel, work) + mask_making_bytes(config, parallel, work),
@@ -93,7 +99,7 @@ def forward_terms(
 
 
 def _in_flight(parallel: ParallelConfig, work: Workload) -> float:
-    """Micro-batches whose activations the first stage holds: 1F1B's, or of the interleaved schedule."""
+    """Returns the micro-batches whose activations the first stage holds, with 1F1B or the interleaved schedule."""
     if parallel.vpp == 1:
         return min(parallel.pp, work.micro_batches)
     return min(parallel.pp * (1 + (parallel.pp - 1) / (parallel.pp * parallel.vpp)), work.micro_batches)

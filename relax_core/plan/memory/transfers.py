@@ -1,4 +1,4 @@
-"""Bytes that travel or stay: a weight sync, a checkpoint, the kept sets of a step."""
+"""Computes bytes that are sent or stored: a weight sync, a checkpoint, the kept sets of a step."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from relax_core.plan.model.dimensions import ModelDimensions
 from relax_core.plan.workload import Workload
 from relax_core.weights.transports.choice import choose_transport
 
-VERSIONS_KEPT = 2  # of published weights (weights/publisher.py)
+VERSIONS_KEPT = 2  # versions of published weights (weights/publisher.py)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Transfers:
-    """``sync_bytes``: one published version, which every receiver reads. ``published_bytes``: what the versions
-    kept take. ``checkpoint_bytes``: of one; ``checkpoints_kept`` stay. ``transport``: how a version reaches the
-    engines, and ``transport_reason``: why so. ``kept_set_bytes``: what the kept set of a sampled token takes at most,
-    ``kept_step_bytes`` those of all tokens of a train step; 0 where nothing is left out."""
+    """The bytes that a run sends and stores.
+
+    ``sync_bytes`` is one published version, which every receiver reads. ``published_bytes`` is what the kept versions
+    take. ``checkpoint_bytes`` is one checkpoint; ``checkpoints_kept`` are kept. ``transport`` says how a version
+    reaches the engines, and ``transport_reason`` why. ``kept_set_bytes`` is the most that the kept set of a sampled
+    token takes, and ``kept_step_bytes`` those of all tokens of a train step; both are 0 if nothing is left out.
+    """
 
     transport: str
     transport_reason: str
@@ -36,7 +39,7 @@ class Transfers:
 def find_transfers(
     config: RelaxConfig, requirements: Requirements, *, model: ModelDimensions, work: Workload
 ) -> Transfers:
-    """A checkpoint has the model's weights and Adam's states; with a critic twice that."""
+    """Returns the transfers. A checkpoint has the model's weights and Adam's states, and with a critic twice that."""
     sync = model.parameters * dtype_bytes(config)
     trained = 2 if requirements.critic else 1
     checkpoint = trained * model.parameters * (dtype_bytes(config) + optimizer_bytes_a_parameter(config))
@@ -50,7 +53,7 @@ def find_transfers(
         transport_reason=choice.reason,
         sync_bytes=sync,
         receivers=config.engine.count + (requirements.old_logprobs == "actor_fwd"),
-        published_bytes=(VERSIONS_KEPT + 1) * sync,  # the next is written before the oldest goes
+        published_bytes=(VERSIONS_KEPT + 1) * sync,  # the next one is written before the oldest is removed
         checkpoint_bytes=checkpoint,
         checkpoints_kept=config.run.keep_last,
         kept_set_bytes=kept,

@@ -1,4 +1,4 @@
-"""The dimensions of a model, read from its config.json, and how many parameters of which kind follow from them."""
+"""Reads the dimensions of a model from its config.json, and computes the number of parameters of each kind."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A mixture of experts in every layer. ``per_token``: experts that a token is routed to. ``shared_width``: of the
-    expert that every token goes through, 0 where there is none."""
+    """A mixture of experts in every layer.
+
+    ``per_token`` is the number of experts that a token is routed to. ``shared_width`` is that of the expert that every
+    token uses, 0 if there is none.
+    """
 
     count: int
     per_token: int
@@ -24,7 +27,7 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearAttention:
-    """Gated delta net in ``layers`` of the layers: its state has one size, however long the context."""
+    """A gated delta net in ``layers`` of the layers, whose state has one size for every length of the context."""
 
     layers: int
     key_heads: int
@@ -35,18 +38,24 @@ class LinearAttention:
 
     @property
     def keys(self) -> int:
+        """Returns the width of all key heads."""
         return self.key_heads * self.key_dim
 
     @property
     def values(self) -> int:
+        """Returns the width of all value heads."""
         return self.value_heads * self.value_dim
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDimensions:
-    """``family``: config.json's model_type. ``feed_forward``: width of a dense layer, 0 with experts. ``output_gate``:
-    the query projection also makes a gate of its own size. With ``qkv_bias`` query, key and value have a
-    bias; with ``qk_norm`` query and key heads have a norm. ``towers``: encoder of a modality → its parameters."""
+    """The dimensions of a model.
+
+    ``family`` is config.json's model_type. ``feed_forward`` is the width of a dense layer, 0 with experts. With
+    ``output_gate`` the query projection also computes a gate of its own size. With ``qkv_bias`` query, key and value
+    have a bias; with ``qk_norm`` query and key heads have a norm. ``towers`` maps a modality to the number of
+    parameters of its encoder.
+    """
 
     name: str
     family: str
@@ -68,35 +77,42 @@ class ModelDimensions:
 
     @property
     def query(self) -> int:
+        """Returns the width of all query heads."""
         return self.heads * self.head_dim
 
     @property
     def key(self) -> int:
+        """Returns the width of all key heads."""
         return self.kv_heads * self.head_dim
 
     @property
     def full_attention_layers(self) -> int:
+        """Returns the number of layers with full attention."""
         return self.layers - (self.linear.layers if self.linear else 0)
 
     @property
     def embedding_matrices(self) -> int:
+        """Returns 1 for tied embeddings, else 2."""
         return 1 if self.tied_embeddings else 2
 
     @property
     def embedding_parameters(self) -> int:
+        """Returns the number of parameters of the embeddings."""
         return self.embedding_matrices * self.vocabulary * self.hidden
 
     @property
     def expert_parameters(self) -> int:
+        """Returns the number of parameters of all routed experts."""
         return self.layers * self.experts.count * 3 * self.hidden * self.experts.width if self.experts else 0
 
     @property
     def tower_parameters(self) -> int:
+        """Returns the number of parameters of all encoders."""
         return sum(self.towers.values())
 
     @property
     def layer_parameters(self) -> int:
-        """All layers and the final norm, without the routed experts."""
+        """Returns the number of parameters of all layers and the final norm, without the routed experts."""
         attention = self.full_attention_layers * self._attention_parameters()
         if self.linear is not None:
             attention += self.linear.layers * self._linear_attention_parameters(self.linear)
@@ -104,16 +120,17 @@ class ModelDimensions:
 
     @property
     def parameters(self) -> int:
+        """Returns the number of all parameters."""
         return self.embedding_parameters + self.layer_parameters + self.expert_parameters + self.tower_parameters
 
     @property
     def cache_values_per_token(self) -> int:
-        """Numbers that an engine keeps of one token: keys and values of the layers with full attention."""
+        """Returns how many numbers an engine keeps of one token: keys and values of the layers with full attention."""
         return 2 * self.full_attention_layers * self.key
 
     @property
     def state_values_per_sample(self) -> int:
-        """Numbers that an engine keeps of one running sample, however long: the states of linear attention."""
+        """Returns how many numbers of linear-attention state an engine keeps of one running sample."""
         one = self.linear
         if one is None:
             return 0
@@ -138,8 +155,10 @@ class ModelDimensions:
 
 
 def read_dimensions(values: Values, *, name: str) -> ModelDimensions:
-    """Reads the content of a config.json. Raises ValueError for a family that is not known, for an option that is not
-    computed, and for a missing field."""
+    """Reads the content of a config.json.
+
+    Raises ValueError for an unknown family, for an option that is not computed, and for a missing field.
+    """
     family = str(values.get("model_type"))
     if family in FAMILIES:
         return _of_a_family_that_trains(values, name)
@@ -154,7 +173,7 @@ def read_dimensions(values: Values, *, name: str) -> ModelDimensions:
 
 
 def _language(values: Values, name: str, *, whole: Values) -> dict[str, Any]:
-    """What every such family's language model has. ``whole``: the outermost level of config.json."""
+    """Reads what the language model of every such family has. ``whole`` is the outermost level of config.json."""
     heads = values["num_attention_heads"]
     return {
         "name": name,
@@ -197,7 +216,7 @@ def _of_a_family_that_trains(values: Values, name: str) -> ModelDimensions:
 
 
 def _omni_mixture(values: Values, name: str) -> ModelDimensions:
-    """A mixture with encoders in front: of images, and in the omni family of sound."""
+    """Reads a mixture with encoders of images, and in the omni family of sound."""
     text = values["text_config"]
     towers = {"vision": vision_parameters(values["vision_config"])}
     if "audio_config" in values:
@@ -236,7 +255,7 @@ def _experts(values: Values) -> Experts:
 
 
 def vision_parameters(values: Values) -> int:
-    """A Qwen3-VL vision tower: patches, blocks, the merger and one more merger for each deepstack layer."""
+    """Counts a Qwen3-VL vision tower: patches, blocks, the merger and one more merger for each deepstack layer."""
     hidden, wide, out = values["hidden_size"], values["intermediate_size"], values["out_hidden_size"]
     patch = values["in_channels"] * values["temporal_patch_size"] * values["patch_size"] ** 2
     merged = hidden * values["spatial_merge_size"] ** 2
@@ -255,7 +274,7 @@ def vision_parameters(values: Values) -> int:
 
 
 def audio_parameters(values: Values) -> int:
-    """A Qwen3-Omni audio tower: three convolutions that halve the mel bins, encoder layers, two projections."""
+    """Counts a Qwen3-Omni audio tower: three convolutions that halve the mel bins, encoder layers, two projections."""
     hidden, wide, channels = values["d_model"], values["encoder_ffn_dim"], values["downsample_hidden_size"]
     bins = values["num_mel_bins"]
     for _ in range(3):
@@ -266,7 +285,7 @@ def audio_parameters(values: Values) -> int:
     return int(convolutions + values["encoder_layers"] * layer + projections)
 
 
-# These families can be planned and not yet be trained.
+# These families can be planned and cannot be trained yet.
 _READERS = {
     "qwen3_vl_moe": _omni_mixture,
     "qwen3_5_moe": _hybrid_mixture,

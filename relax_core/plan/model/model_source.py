@@ -1,4 +1,4 @@
-"""Where a configuration's dimensions come from: a model folder, the built-in model, or a published shape kept here."""
+"""Finds a configuration's dimensions: in a model folder, the built-in model, or a published shape of this folder."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ SHAPES = Path(__file__).parent / "shapes"
 
 
 def shape_names() -> list[str]:
-    """Published models whose dimensions are kept here."""
+    """Returns the published models whose dimensions are stored here."""
     return sorted(file.stem for file in SHAPES.glob("*.json"))
 
 
 def find_dimensions(config: RelaxConfig) -> ModelDimensions:
-    """Of the model that learns. Raises ValueError where there is nothing to read, or nothing that can be planned."""
+    """Returns the dimensions of the trained model. Raises ValueError if there is nothing that can be planned."""
     model = config.model
     if model.path is not None:
         return folder_dimensions(Path(model.path))
@@ -36,15 +36,18 @@ def find_dimensions(config: RelaxConfig) -> ModelDimensions:
 
 
 def folder_dimensions(folder: Path) -> ModelDimensions:
+    """Returns the dimensions of a Hugging Face folder."""
     return read_dimensions(read_model_config(folder), name=folder.name)
 
 
 def builtin_dimensions(name: str) -> ModelDimensions:
+    """Returns the dimensions of a built-in model."""
     assert name in MODEL_NAMES, "validated"
     return read_dimensions(tiny_config(name), name=name)
 
 
 def shape_dimensions(name: str) -> ModelDimensions:
+    """Returns the dimensions of a published model. Raises ValueError for an unknown name."""
     if name not in shape_names():
         near = nearest(name, shape_names(), count=1)
         hint = f" Nearest: {near[0]}." if near else ""
@@ -53,12 +56,12 @@ def shape_dimensions(name: str) -> ModelDimensions:
 
 
 def teacher_dimensions(model: str) -> ModelDimensions:
-    """Of a distillation's teacher: a built-in one's name, or a folder."""
+    """Returns the dimensions of a distillation's teacher, a built-in one's name or a folder."""
     return builtin_dimensions(model) if model in MODEL_NAMES else folder_dimensions(Path(model).expanduser().absolute())
 
 
 def layout_shape(model: ModelDimensions) -> LayoutShape:
-    """What a parallel layout has to divide."""
+    """Returns what a parallel layout must divide."""
     widths = {"hidden units": model.hidden}
     if model.feed_forward:
         widths["feed-forward units"] = model.feed_forward
