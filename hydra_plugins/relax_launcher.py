@@ -1,6 +1,7 @@
-"""`-m hydra/launcher=relax`: a sweep that waits for its runs and gives their values to the sweeper.
+"""Hydra's launcher plug-in `-m hydra/launcher=relax`: waits for the runs of a sweep and returns a metric of each.
 
-Hydra finds its plug-ins in the package hydra_plugins. What a sweeper chooses by results, such as Optuna's, needs this.
+A sweeper that chooses the next runs by results, such as Optuna's, needs it. Hydra finds its plug-ins in the package
+hydra_plugins.
 """
 
 from __future__ import annotations
@@ -17,21 +18,24 @@ from omegaconf import DictConfig, open_dict
 
 from relax_core.config.compose import SweepFailed
 
-# ``metric``: the value of a run, a dotted place in its summary.json. No dataclass: Hydra loads this file unregistered.
+# ``metric`` is the value of a run: a dotted path in its summary.json. This is no dataclass, because Hydra loads this
+# file without an entry in sys.modules.
 _CONFIG = {"_target_": "hydra_plugins.relax_launcher.RelaxLauncher", "metric": "reward.last"}
 ConfigStore.instance().store(group="hydra/launcher", name="relax", node=_CONFIG, provider="relax")
 
 
 class RelaxLauncher(Launcher):
-    """Starts all runs of a batch, waits for them, and returns the value of each."""
+    """Starts all runs of a batch, waits for them, and returns the metric of each."""
 
     def __init__(self, metric: str) -> None:
         self._metric = metric
 
     def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Stores what Hydra gives to each launcher."""
         self._context, self._task, self._config = hydra_context, task_function, config
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
+        """Executes one run for each list of overrides and returns their metrics; a failed run has status FAILED."""
         setup_globals()
         configure_log(self._config.hydra.hydra_logging, self._config.hydra.verbose)
         Path(str(self._config.hydra.sweep.dir)).mkdir(parents=True, exist_ok=True)

@@ -1,1 +1,4 @@
-"""Where one run executes."""
+"""Executes a run on this machine, in a Slurm job or on a Ray cluster, and executes the runs of a sweep.
+
+Start reading in `local.py`: every launcher ends there, on the machine that executes the run.
+"""

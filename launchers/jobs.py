@@ -1,4 +1,4 @@
-"""`python -m launchers.jobs`: looks after a run that nobody follows."""
+"""`python -m launchers.jobs`: prints the state of a submitted run, follows it, or stops it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from launchers.slurm import SlurmRun
-from launchers.slurm_state import job_state, slurm_call
+from launchers.slurm.job_state import SlurmRun, job_state, slurm_call
 from launchers.submitted import JOB_FILE
 
 USAGE = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0; for ``follow`` the run's own exit code; 2 for a mistake."""
+    """Executes the command and returns the exit code: the run's own for ``follow``, 2 for a mistake, else 0."""
     parser = argparse.ArgumentParser(prog="python -m launchers.jobs", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, what in (
-        ("status", "say in which state it is"),
+        ("status", "print its state"),
         ("follow", "print its output until it ends; the exit code is the run's own"),
         ("stop", "end it after the step under way, with a checkpoint"),
     ):
@@ -37,28 +36,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _act(command: str, folder: Path) -> int:
     file = folder / JOB_FILE
     if not file.is_file():
-        raise ValueError(f"{folder} has no {JOB_FILE}: it is no folder of a run that was submitted")
+        raise ValueError(f"{folder} has no {JOB_FILE}: it is not the folder of a submitted run")
     job = json.loads(file.read_text())
     if job["launcher"] == "slurm":
         return _slurm(command, SlurmRun(job_id=job["job_id"], run_dir=folder, output=Path(job["output"])))
-    from launchers import ray_job
+    from launchers.ray_job.job_client import execute_command
 
-    return ray_job.look_after(command, job)
+    return execute_command(command, job)
 
 
 def _slurm(command: str, run: SlurmRun) -> int:
-    from launchers.slurm_follow import follow
+    from launchers.slurm.follow import follow
 
     if command == "follow":
         return follow(run)
     state = job_state(run.job_id)
     print(f"relax: job {run.job_id} {state.words()}")
     if command == "stop" and not state.ended:
-        signal = ["--signal=USR1"] if state.state == "RUNNING" else []  # nothing to save before it runs
+        signal = ["--signal=USR1"] if state.state == "RUNNING" else []  # a job in the queue has nothing to save
         done = slurm_call("scancel", *signal, run.job_id)
         if done.returncode:
             raise RuntimeError(done.stderr.strip())
-        print(f"relax: job {run.job_id} was told to end{' with a checkpoint' if signal else ''}")
+        print(f"relax: job {run.job_id} was asked to end{' with a checkpoint' if signal else ''}")
     return 0
 
 

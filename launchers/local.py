@@ -1,4 +1,4 @@
-"""launcher=local: the run's services on this machine."""
+"""launcher=local: makes the run's folder and executes the run on this machine."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from relax_core.config.schema import FolderByTime, RelaxConfig
 from relax_core.train.checkpoints.checkpoint_store import has_checkpoint
 
 USAGE = 2
-LOST_S = 120.0  # a file server keeps the lock of a node that was lost for a while
+LOCK_WAIT_S = 120.0  # a file server keeps the lock of a lost node for a while
 
 
 def launch(config: RelaxConfig) -> int:
-    """Plans, makes the run's folder, writes config.yaml and plan.json into it, and runs. Returns the exit code: the
-    run's own, or 2 for a plan that cannot work, a checkpoint that cannot be resumed and a folder that cannot be
-    written; nothing was started then."""
+    """Plans the run, makes its folder, writes config.yaml and plan.json into it, and runs. Returns the exit code.
+
+    It is the run's own exit code, or 2, before anything is started, for a plan that cannot work, a checkpoint that
+    cannot be resumed, or a folder that cannot be written.
+    """
     return run_in_folder(
         config, make=lambda: make_run_folder(config), prepare=lambda folder: save_config(config, folder)
     )
@@ -30,8 +32,11 @@ def launch(config: RelaxConfig) -> int:
 def run_in_folder(
     config: RelaxConfig, *, make: Callable[[], Path], prepare: Callable[[Path], object], again: bool = False
 ) -> int:
-    """Runs in the folder that ``make`` returns, which is then ``prepare``d, unless another run is at work there.
-    ``again``: the newest checkpoint goes before what ``resume`` says. Returns as `launch` does."""
+    """Runs in the folder that ``make`` returns, after ``prepare`` wrote its files into it. Returns as `launch` does.
+
+    Returns 2 if another run uses the folder. With ``again`` the run resumes from the newest checkpoint of the folder
+    if there is one, whatever ``resume`` says.
+    """
     from relax_core.control.host.run_lock import run_lock
     from relax_core.control.run.local_run import run_local
     from relax_core.control.run.resume import find_resume_point
@@ -44,7 +49,7 @@ def run_in_folder(
             named = None if config.resume == "auto" else find_resume_point(config)
             folder = make()
             config = replace(config, run=replace(config.run, dir=str(folder)))
-            held.enter_context(run_lock(folder, wait_s=LOST_S if again else 0.0))
+            held.enter_context(run_lock(folder, wait_s=LOCK_WAIT_S if again else 0.0))
             newest = find_resume_point(replace(config, resume="auto")) if again or config.resume == "auto" else None
             prepare(folder)
             save_plan(plan, folder)
@@ -59,19 +64,19 @@ def run_in_folder(
         for note in (*resume.left, *resume.notes) if resume is not None else ():
             print(f"relax: resume: {note}", file=sys.stderr)
         if again:
-            print(f"relax: goes on from step {resume.step if resume is not None else 0}", flush=True)
+            print(f"relax: the run goes on from step {resume.step if resume is not None else 0}", flush=True)
         elif config.resume == "auto" and resume is None:
             print(f"relax: resume=auto: {folder} has no checkpoint yet, so the run starts at step 0", file=sys.stderr)
         return supervise(config, resume, run_local)
 
 
 def make_run_folder(config: RelaxConfig) -> Path:
-    """Makes the folder of this run, or takes the one in which it goes on, and returns it.
+    """Makes the folder of this run, or finds the folder in which it resumes, and returns it.
 
-    resume=auto goes on in ``run.dir`` itself, with or without a checkpoint there. Where ``run.dir`` has the time in its
-    name, as the default has, it goes on in the newest folder beside it that has a checkpoint. A fresh run never enters
-    a folder that another run wrote to, nor one of the same second: it takes the next free number. Raises ValueError,
-    with key and fix, for a folder that cannot be made.
+    With resume=auto the run resumes in ``run.dir`` itself, with or without a checkpoint there. If ``run.dir`` has the
+    time in its name, as by default, the run resumes in the newest folder beside it that has a checkpoint. A new run
+    never enters a folder that another run wrote to or made in the same second: it appends the next free number. Raises
+    ValueError, with key and fix, for a folder that cannot be made.
     """
     wanted, by_time = Path(config.run.dir), isinstance(config.run.dir, FolderByTime)
     if config.resume == "auto" and isinstance(config.run.dir, FolderByTime):
@@ -82,20 +87,20 @@ def make_run_folder(config: RelaxConfig) -> Path:
     numbered = (wanted.with_name(f"{wanted.name}-{number}") for number in itertools.count(2))
     for folder in itertools.chain([wanted], numbered):
         if not (folder / "config.yaml").exists() and not (by_time and folder.exists()):
-            with suppress(FileExistsError):  # another run of this second was faster
+            with suppress(FileExistsError):  # another run has just made it
                 return _made(folder, exist_ok=not by_time)
-    raise AssertionError("itertools.count ends never")
+    raise AssertionError("itertools.count does not end")
 
 
 def _newest_beside(folder: Path, *, label: str) -> Path | None:
-    """The folder beside this one that was written to last and has a checkpoint, of those with this end of the name."""
+    """Returns the newest folder beside ``folder`` whose name ends with ``label`` and which has a checkpoint."""
     labelled = [one for one in folder.parent.glob("*/") if one.name.endswith(label)]
     newest_first = sorted(labelled, key=lambda one: one.stat().st_mtime, reverse=True)
     return next((one for one in newest_first if has_checkpoint(one / "checkpoints")), None)
 
 
 def _made(folder: Path, *, exist_ok: bool) -> Path:
-    """Raises FileExistsError for one that exists and must not."""
+    """Makes the folder. Raises FileExistsError if it exists and ``exist_ok`` is False."""
     try:
         folder.mkdir(parents=True, exist_ok=exist_ok)
     except OSError as error:
@@ -106,7 +111,7 @@ def _made(folder: Path, *, exist_ok: bool) -> Path:
 
 
 def save_config(config: RelaxConfig, folder: Path) -> Path:
-    """Writes config.yaml, complete or not at all. A resumed run keeps the earlier one as config.1.yaml and so on."""
+    """Writes config.yaml, whole or not at all. A resumed run keeps the earlier file as config.1.yaml and so on."""
     target, text = folder / "config.yaml", to_yaml(config)
     if target.exists() and target.read_text(encoding="utf-8") != text:
         target.rename(next(path for n in itertools.count(1) if not (path := folder / f"config.{n}.yaml").exists()))

@@ -1,4 +1,4 @@
-"""`python -m launchers.saved_run`: a submitted run, where it was sent to. Slurm's first task and a Ray job use it."""
+"""`python -m launchers.saved_run`: executes a submitted run. The first task of a Slurm job and a Ray job call it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from relax_core.config.errors import ConfigError
 from relax_core.config.schema import LauncherConfig, LauncherKind, RelaxConfig
 from relax_core.preflight import CHECKS, settle
 
-CONFIG_VARIABLE = "RELAX_SUBMITTED"  # the text of submitted.yaml, where no file can be sent along
+CONFIG_VARIABLE = "RELAX_SUBMITTED"  # the text of submitted.yaml, for a launcher that cannot send a file
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs it to its end. Returns the exit code: the run's own, or 2 where it cannot run here; nothing started then."""
+    """Executes the run and returns its exit code, or 2, before anything is started, if it cannot run here."""
     parser = argparse.ArgumentParser(prog="python -m launchers.saved_run", description=__doc__)
     parser.add_argument("file", type=Path, nargs="?", help=f"submitted.yaml; left out: what ${CONFIG_VARIABLE} holds")
     parser.add_argument("--ray-address", help="join this Ray cluster; left out: start one on this machine")
@@ -38,29 +38,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(error.report(), file=sys.stderr)
         return USAGE
-    sys.argv = ["relax", *overrides]  # what the summary says the run was started with
+    sys.argv = ["relax", *overrides]  # the summary records them as the run's command line
     return run_saved(config, again=words.again)
 
 
 def as_run_here(config: RelaxConfig, *, ray_address: str | None) -> RelaxConfig:
-    """The same run with launcher=local."""
-    sent = config.launcher
+    """Returns the configuration with launcher=local. ``ray_address`` is the Ray cluster to join, None for a new one."""
+    submitted = config.launcher
     here = LauncherConfig(
         name=LauncherKind.local,
         ray_address=ray_address,
-        nodes=sent.nodes if ray_address is not None else 1,
-        ray_logical_cpus=sent.ray_logical_cpus,
-        object_store_mb=sent.object_store_mb,
+        nodes=submitted.nodes if ray_address is not None else 1,
+        ray_logical_cpus=submitted.ray_logical_cpus,
+        object_store_mb=submitted.object_store_mb,
     )
     return replace(config, launcher=here, run=replace(config.run, panel=False))
 
 
 def run_saved(config: RelaxConfig, *, again: bool) -> int:
-    """``again``: the newest checkpoint goes before what ``resume`` says."""
+    """Runs in ``run.dir``, with ``again`` from its newest checkpoint if it has one. Returns the exit code."""
     folder = Path(config.run.dir)
 
     def prepare(folder: Path) -> None:
-        if not (folder / "config.yaml").exists():  # sent from a machine that does not see it
+        if not (folder / "config.yaml").exists():  # the submitting machine does not see the folder
             save_config(config, folder)
 
     def make() -> Path:

@@ -1,7 +1,7 @@
-"""A run that another process starts later: what it is, in its folder, and how it ended.
+"""Files of a submitted run, which another process starts later: its configuration and how it ended.
 
-`submitted.yaml` is the whole configuration as it was when the run was submitted: what is edited meanwhile does not
-reach a job that waits in a queue. `end.json` is the run's last word, which needs no accounting of any cluster.
+`submitted.yaml` is the whole configuration at the time of submission, so later edits do not reach a job that waits in a
+queue. `end.json` holds the run's exit code, so that reading it needs no accounting database of the cluster.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ _OVERRIDES = "# overrides: "
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnd:
-    """``code``: the run's own exit code. ``cause``: in words where the run could not say it itself. ``attempt``: of
-    which job and which start of it this is the end."""
+    """How a submitted run ended. ``code`` is the run's own exit code.
+
+    ``cause`` says in words why the run ended if the run could not report it itself. ``attempt`` names the job, and the
+    start of that job, which ended.
+    """
 
     code: int
     cause: str
@@ -35,15 +38,17 @@ class RunEnd:
 
 
 def make_folder(config: RelaxConfig, overrides: Sequence[str]) -> RelaxConfig:
-    """Plans, and makes the run's folder with config.yaml, plan.json and `submitted.yaml` in it. Returns the
-    configuration with that folder. Raises ValueError for a plan that cannot work, OSError for a folder that cannot be
-    written."""
+    """Plans the run, makes its folder with config.yaml, plan.json and submitted.yaml, and returns the configuration.
+
+    ``run.dir`` of the returned configuration is that folder. Raises ValueError for a plan that cannot work, and OSError
+    for a folder that cannot be written.
+    """
     plan = plan_run(config)
     folder = make_run_folder(config)
     save_config(config, folder)
     save_plan(plan, folder)
-    config = replace(config, run=replace(config.run, dir=str(folder), panel=False))  # nobody looks at its terminal
-    (folder / END_FILE).unlink(missing_ok=True)  # of the run that this one goes on with
+    config = replace(config, run=replace(config.run, dir=str(folder), panel=False))  # the job has no terminal
+    (folder / END_FILE).unlink(missing_ok=True)  # an earlier run in this folder wrote it
     file = folder / CONFIG_FILE
     file.unlink(missing_ok=True)
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as out:
@@ -52,29 +57,29 @@ def make_folder(config: RelaxConfig, overrides: Sequence[str]) -> RelaxConfig:
 
 
 def submitted_text(config: RelaxConfig, overrides: Sequence[str]) -> str:
-    """What `submitted.yaml` holds. It has the configuration's secrets in it."""
+    """Returns the text of submitted.yaml, which contains the configuration's secrets."""
     return f"{_OVERRIDES}{json.dumps(list(overrides))}\n{to_whole_yaml(config)}"
 
 
 def read_submitted(text: str) -> tuple[RelaxConfig, list[str]]:
-    """The configuration in `submitted.yaml`, typed, and the overrides that it was made from."""
+    """Returns the typed configuration in the text of submitted.yaml, and the overrides that it was made from."""
     first = text.split("\n", 1)[0]
     overrides = json.loads(first.removeprefix(_OVERRIDES)) if first.startswith(_OVERRIDES) else []
     return config_from_yaml(text), overrides
 
 
 def write_end(folder: Path, end: RunEnd) -> None:
-    """Whole or not at all."""
-    put(folder / END_FILE, json.dumps({"code": end.code, "cause": end.cause, "attempt": end.attempt}))
+    """Writes end.json into the run's folder, whole or not at all."""
+    write_whole(folder / END_FILE, json.dumps({"code": end.code, "cause": end.cause, "attempt": end.attempt}))
 
 
 def read_end(folder: Path) -> RunEnd | None:
-    """None where the run has not ended, or could not say so."""
+    """Returns how the run ended, or None if it has not ended or could not write end.json."""
     file = folder / END_FILE
     return RunEnd(**json.loads(file.read_text())) if file.is_file() else None
 
 
-def put(file: Path, text: str) -> None:
+def write_whole(file: Path, text: str) -> None:
     """Writes a file whole or not at all."""
     partial = file.with_name(f".{file.name}.partial")
     partial.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The runs of a sweep (-m): on this machine one after the other; on a cluster submitted together."""
+"""Starts the runs of a sweep (-m): one after the other on this machine, or submitted together to a cluster."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launchers.choose import launch
 from launchers.local import make_run_folder
-from launchers.submitted import put
+from launchers.submitted import write_whole
 from relax_core.config.errors import ConfigError
 from relax_core.config.schema import FolderByTime, LauncherKind, RelaxConfig, SlurmLauncherConfig
 from relax_core.observe.results.summary import SUMMARY_FILE
@@ -24,15 +23,18 @@ from relax_core.plan.plan_command import plan_run
 
 SWEEP_FILE = "sweep.json"
 USAGE = 2
-STOPPED = (129, 130, 143)  # by SIGHUP, Ctrl-C or SIGTERM
-LABEL_BYTES = 100  # of a folder's name, which may have 255
+STOPPED = (129, 130, 143)  # exit codes of a run that SIGHUP, Ctrl-C or SIGTERM stopped
+LABEL_BYTES = 100  # of a folder's name, which may have 255 bytes
 
 
 @dataclass(kw_only=True)
 class SweepRun:
-    """``number``: in the sweep, from 0. ``swept``: the overrides in which it differs from the others. ``folder``: None
-    for a run that was refused. ``job_id``: None until it was submitted, and on this machine. ``code``: None until it
-    has ended. ``cause``: why it was refused."""
+    """One run of a sweep. ``number`` counts the runs from 0.
+
+    ``swept`` are the overrides that differ between the runs. ``folder`` is None for a run that was refused. ``job_id``
+    is None on this machine, and on a cluster until the run is submitted. ``code`` is the exit code, None until the run
+    has ended. ``cause`` says why the run was refused. ``handle`` is the submitted job.
+    """
 
     number: int
     overrides: tuple[str, ...]
@@ -45,13 +47,17 @@ class SweepRun:
     handle: Any = None
 
     def words(self) -> str:
+        """Returns the run's name in messages: its swept overrides, or its number."""
         return " ".join(self.swept) or f"number {self.number + 1}"
 
 
 class Sweep:
-    """Takes runs, and starts them together: none where one of them is refused. ``launch``: runs one here."""
+    """Collects the runs of a sweep and starts them together. If one of them is refused, none is started.
 
-    def __init__(self, launch: Callable[[RelaxConfig], int] = launch) -> None:
+    ``launch`` executes one run on this machine and returns its exit code.
+    """
+
+    def __init__(self, launch: Callable[[RelaxConfig], int]) -> None:
         self._launch = launch
         self._runs: list[SweepRun] = []
         self._folder: Path | None = None
@@ -59,10 +65,12 @@ class Sweep:
     def take(
         self, config: RelaxConfig, overrides: Sequence[str], folder: Path, *, swept: Sequence[str]
     ) -> SweepRun | None:
-        """Keeps a valid run until all that belong together are known; None for one whose plan cannot work. ``folder``:
-        Hydra's of this sweep."""
+        """Adds a run with a valid configuration. Returns None, and records the refusal, if its plan cannot work.
+
+        ``folder`` is Hydra's folder of this sweep.
+        """
         try:
-            if config.launcher.name is not LauncherKind.ray_job:  # its model and data are on the cluster
+            if config.launcher.name is not LauncherKind.ray_job:  # the model and the data of a Ray job are remote
                 plan_run(config)
         except ConfigError as error:
             self.refuse(overrides, folder, swept=swept, error=error)
@@ -70,7 +78,7 @@ class Sweep:
         return self._keep(SweepRun(number=0, overrides=tuple(overrides), swept=tuple(swept), config=config), folder)
 
     def refuse(self, overrides: Sequence[str], folder: Path, *, swept: Sequence[str], error: ConfigError) -> None:
-        """Tells of a run that cannot start, and keeps that."""
+        """Prints why a run cannot start, and records it."""
         run = SweepRun(number=0, overrides=tuple(overrides), swept=tuple(swept), config=None, code=USAGE)
         run.cause = error.problems[0]
         self._keep(run, folder)
@@ -86,13 +94,16 @@ class Sweep:
         return run
 
     def drop(self, runs: Sequence[SweepRun]) -> None:
-        """Leaves out runs that a sweeper asked for together with one that is refused."""
+        """Refuses runs that a sweeper requested together with a run that is refused."""
         for run in runs:
             run.code, run.cause = USAGE, "another run that was asked for together with it is refused"
 
     def settle(self, metric: str) -> dict[int, float | None]:
-        """Starts what was kept, waits for the end of all, and returns each run's ``metric``: a dotted place in its
-        summary.json, e.g. reward.last or eval.-1.exact. None for a run that was refused or failed."""
+        """Starts the collected runs, waits until all have ended, and returns each run's ``metric`` by its number.
+
+        ``metric`` is a dotted path in summary.json, e.g. reward.last or eval.-1.exact. The value is None for a run that
+        was refused or failed.
+        """
         self._start()
         for run in self._runs:
             if run.code is None and run.job_id is not None:
@@ -103,13 +114,17 @@ class Sweep:
         }
 
     def finish(self) -> int:
-        """Starts what was kept and prints a table; after runs on this machine their comparison. Returns the exit code:
-        the first that is not 0."""
+        """Starts the collected runs and returns the first exit code that is not 0, or 0.
+
+        It prints a table of the runs that it submitted, or a comparison of the runs that it executed on this machine.
+        """
         kept = [run for run in self._runs if run.code is None and run.job_id is None]
         refused = [run for run in self._runs if run.config is None]
         if refused and (kept or len(refused) == len(self._runs)):
-            told = f"{len(refused)} of the sweep's {len(self._runs)} runs are refused, so none was started"
-            print(f"relax: {told}", file=sys.stderr)
+            print(
+                f"relax: {len(refused)} of the sweep's {len(self._runs)} runs are refused, so none was started",
+                file=sys.stderr,
+            )
             self._remove_folder()
             return USAGE
         try:
@@ -127,17 +142,17 @@ class Sweep:
         return next((run.code for run in self._runs if run.code), 0)
 
     def _remove_folder(self) -> None:
-        """Hydra has made it, for a sweep that has nothing to write."""
+        """Removes the folder that Hydra made, because the sweep writes nothing into it."""
         assert self._folder is not None
         (self._folder / "multirun.yaml").unlink(missing_ok=True)
         with suppress(OSError):
             self._folder.rmdir()
 
     def _start(self) -> None:
-        """Runs what is kept for this machine, one after the other, and submits the rest together."""
+        """Executes the runs of this machine one after the other, and submits the others together."""
         kept = [run for run in self._runs if run.job_id is None and run.code is None]
         _name_folders(kept)
-        here = [run for run in kept if _config(run).launcher.name is LauncherKind.local or _only_shows(run)]
+        here = [run for run in kept if _config(run).launcher.name is LauncherKind.local or _only_prints(run)]
         for run in here:
             self._run_here(run, count=len(here))
         if len(here) < len(kept):
@@ -147,13 +162,13 @@ class Sweep:
         run.code = next((earlier.code for earlier in self._runs if earlier.code in STOPPED), None)
         if run.code is not None:
             run.cause = "the sweep was stopped before"
-            print(f"relax: run {run.words()} is not started, since the sweep was stopped", file=sys.stderr)
+            print(f"relax: run {run.words()} is not started, because the sweep was stopped", file=sys.stderr)
             return
         print(f"relax: run {run.number + 1} of the sweep's {max(count, run.number + 1)}: {run.words()}", flush=True)
         config = _config(run)
-        before, sys.argv = sys.argv, ["relax", *run.overrides]  # what its summary says it was started with
+        before, sys.argv = sys.argv, ["relax", *run.overrides]  # its summary records them as its command line
         try:
-            if _only_shows(run):
+            if _only_prints(run):
                 run.code = self._launch(config)
                 return
             run.folder = make_run_folder(config)
@@ -161,7 +176,7 @@ class Sweep:
             if run.code == USAGE:
                 run.cause = "refused at its start"
             with suppress(OSError):
-                run.folder.rmdir()  # it was refused, and wrote nothing
+                run.folder.rmdir()  # succeeds only for a refused run, which wrote nothing
         finally:
             sys.argv = before
             self._write()
@@ -171,16 +186,16 @@ class Sweep:
         if isinstance(_config(kept[0]).launcher, SlurmLauncherConfig):
             self._submit_to_slurm(kept, self._folder)
         else:
-            from launchers import ray_job
+            from launchers.ray_job import job_client
 
             for run in kept:
-                run.handle = ray_job.submit(_config(run), run.overrides)
+                run.handle = job_client.submit(_config(run), run.overrides)
                 run.job_id, run.folder = run.handle.job_id, run.handle.run_dir
         self._write()
 
     def _submit_to_slurm(self, kept: Sequence[SweepRun], folder: Path) -> None:
-        """One job array of all runs that ask Slurm for the same."""
-        from launchers import slurm
+        """Submits one job array for all runs with equal launcher configurations."""
+        from launchers.slurm import sbatch
 
         groups: list[list[SweepRun]] = []
         for run in kept:
@@ -191,24 +206,24 @@ class Sweep:
             else:
                 like.append(run)
         for number, group in enumerate(groups):
-            files = folder / (slurm.FOLDER if len(groups) == 1 else f"{slurm.FOLDER}-{number}")
-            jobs = slurm.submit([_config(run) for run in group], [run.overrides for run in group], folder=files)
+            files = folder / (sbatch.FOLDER if len(groups) == 1 else f"{sbatch.FOLDER}-{number}")
+            jobs = sbatch.submit([_config(run) for run in group], [run.overrides for run in group], folder=files)
             for run, job in zip(group, jobs, strict=True):
                 run.handle, run.job_id, run.folder = job, job.job_id, job.run_dir
 
     def _wait(self, run: SweepRun) -> int:
         if _config(run).launcher.name is LauncherKind.slurm:
-            from launchers.slurm_follow import follow
+            from launchers.slurm.follow import follow
 
             return follow(run.handle, output=False)
-        from launchers import ray_job
+        from launchers.ray_job import job_client
 
-        return ray_job.follow(run.handle, output=False)
+        return job_client.follow(run.handle, output=False)
 
     def _write(self) -> None:
         assert self._folder is not None
         self._folder.mkdir(parents=True, exist_ok=True)
-        rows = [
+        runs = [
             {
                 "number": run.number,
                 "overrides": list(run.overrides),
@@ -219,19 +234,22 @@ class Sweep:
             }
             for run in self._runs
         ]
-        put(self._folder / SWEEP_FILE, json.dumps({"runs": rows}, indent=2) + "\n")
+        write_whole(self._folder / SWEEP_FILE, json.dumps({"runs": runs}, indent=2) + "\n")
 
     def _print_table(self) -> None:
-        rows = [("run", "job", "folder")]
-        rows += [(run.words(), run.job_id or "", str(run.folder or run.cause)) for run in self._runs]
-        widths = [max(len(row[column]) for row in rows) for column in range(2)]
-        for what, job, folder in rows:
-            print(f"  {what:<{widths[0]}}  {job:<{widths[1]}}  {folder}")
+        lines = [("run", "job", "folder")]
+        lines += [(run.words(), run.job_id or "", str(run.folder or run.cause)) for run in self._runs]
+        widths = [max(len(cells[column]) for cells in lines) for column in range(2)]
+        for run, job, folder in lines:
+            print(f"  {run:<{widths[0]}}  {job:<{widths[1]}}  {folder}")
         print(f"relax: {len(self._runs)} runs submitted; compare them: relax compare {self._folder}")
 
 
 def read_metric(folder: Path, metric: str) -> float | None:
-    """A number of a run's summary.json; None where it has none there. Raises ValueError for what is no number."""
+    """Returns the number at the dotted path ``metric`` of summary.json, or None if it is null there.
+
+    Raises ValueError if the path does not exist or its value is not a number.
+    """
     value: Any = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
     for part in metric.split("."):
         try:
@@ -239,7 +257,7 @@ def read_metric(folder: Path, metric: str) -> float | None:
         except (KeyError, IndexError, TypeError, ValueError):
             raise ValueError(f"hydra.launcher.metric={metric}: {folder / SUMMARY_FILE} has no {part!r} there") from None
     if value is not None and not isinstance(value, int | float):
-        raise ValueError(f"hydra.launcher.metric={metric}: it is no number in {folder / SUMMARY_FILE}")
+        raise ValueError(f"hydra.launcher.metric={metric}: it is not a number in {folder / SUMMARY_FILE}")
     return value
 
 
@@ -249,7 +267,7 @@ def _config(run: SweepRun) -> RelaxConfig:
 
 
 def _name_folders(runs: Sequence[SweepRun]) -> None:
-    """Gives runs that would have one folder, or folders that only the time tells apart, their overrides in its name."""
+    """Appends the swept overrides to folder names that would be equal or would differ only in the time."""
     wanted = Counter(_config(run).run.dir for run in runs)
     for run in runs:
         config, label = _config(run), _label(run.swept)
@@ -261,13 +279,14 @@ def _name_folders(runs: Sequence[SweepRun]) -> None:
 
 
 def _label(swept: Sequence[str]) -> str:
-    """Overrides as the end of a folder's name; of many, the first and a digest of all."""
+    """Returns the end of a folder's name: the overrides, or their first `LABEL_BYTES` bytes and a digest of all."""
     text = re.sub(r"[^\w.,=+-]+", "-", ",".join(swept))
     if len(text) > LABEL_BYTES:
         text = f"{text[:LABEL_BYTES]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
     return f"_{text}" if text else ""
 
 
-def _only_shows(run: SweepRun) -> bool:
+def _only_prints(run: SweepRun) -> bool:
+    """Is True if the launcher prints a script or a manifest, and starts nothing."""
     launcher = _config(run).launcher
     return bool(getattr(launcher, "dry_run", False) or getattr(launcher, "manifest", False))

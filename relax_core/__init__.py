@@ -1,4 +1,7 @@
-"""Relax: reinforcement-learning post-training of language models. As a library: docs/api.md."""
+"""Relax post-trains language models by reinforcement learning. docs/api.md describes its use as a library.
+
+Start reading in `__main__.py` (the command line) or in `api/run.py` (the library).
+"""
 
 from __future__ import annotations
 
@@ -16,23 +19,24 @@ if TYPE_CHECKING:
     from relax_core.config.errors import ConfigError
     from relax_core.contracts.reward import RewardInput, RewardOutput
 
-__version__ = "0.1.0"  # pyproject.toml reads it here
+__version__ = "0.1.0"  # pyproject.toml reads the version from this line
 
 _ROOT = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-_BESIDE = ("algorithms", "rewards", "envs", "launchers")  # Relax's packages that lie beside this one
+_SIBLINGS = ("algorithms", "rewards", "envs", "launchers")  # Relax's packages that lie beside this one
 
 
 class _OwnPackages(MetaPathFinder):
-    """Finds Relax's own packages beside this one, before a folder of the same name in the user's project.
+    """Finds Relax's own packages beside this one before a folder of the same name in the user's project.
 
-    The project's folder is searched after ours, so that plug-in files in a package `rewards` of the user's own can
-    import each other.
+    The project's folder of that name is searched after Relax's, so that plug-in files in a package `rewards` of the
+    user's own can import each other.
     """
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in _BESIDE or (spec := PathFinder.find_spec(fullname, [_ROOT])) is None:
+        """Returns the spec of one of Relax's own packages, else None."""
+        if fullname not in _SIBLINGS or (spec := PathFinder.find_spec(fullname, [_ROOT])) is None:
             return None
         assert spec.submodule_search_locations is not None, f"{fullname} is a package"
         folders = (os.path.join(entry or os.getcwd(), fullname) for entry in sys.path)
@@ -44,7 +48,7 @@ class _OwnPackages(MetaPathFinder):
 if not any(isinstance(finder, _OwnPackages) for finder in sys.meta_path):
     sys.meta_path.insert(0, _OwnPackages())
 
-_EXPORTS = {  # name → its module, imported when it is asked for: `import relax_core` costs nothing
+_EXPORTS = {  # name → its module, which is imported at the first use of the name, so that `import relax_core` is fast
     "run": "relax_core.api.run",
     "RunFailed": "relax_core.api.run",
     "load_run": "relax_core.api.loaded_run",

@@ -1,4 +1,4 @@
-"""`python -m relax_core`: compose → validate → plan, or hand to a launcher. And the commands beside a run."""
+"""The command line `python -m relax_core`: starts, plans or sweeps runs, and executes the other `relax` commands."""
 
 from __future__ import annotations
 
@@ -16,15 +16,29 @@ USAGE = 2
 
 
 def launch(config: RelaxConfig) -> int:
-    """Runs a validated configuration where ``launcher`` says. Returns the exit code."""
-    from launchers import choose
+    """Hands a validated configuration to the launcher that it names. Returns the exit code."""
+    from relax_core.config.schema import LauncherKind
 
-    return choose.launch(config)
+    match config.launcher.name:
+        case LauncherKind.local:
+            from launchers import local
+
+            return local.launch(config)
+        case LauncherKind.slurm:
+            from launchers.slurm import sbatch
+
+            return sbatch.launch(config)
+        case LauncherKind.ray_job:
+            from launchers.ray_job import job_client
+
+            return job_client.launch(config)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns the exit code: 0, the run's own, 2 for a mistake in the configuration, or 130 for a
-    Ctrl-C while nothing ran yet: a run takes its own."""
+    """Executes the command line and returns the exit code: the run's own, or 2 for a mistake in the configuration.
+
+    It returns 130 for a Ctrl-C before a run has started. A run handles its own Ctrl-C.
+    """
     with unread_streams():
         try:
             return _main(list(sys.argv[1:] if arguments is None else arguments))
@@ -43,7 +57,11 @@ def _main(words: list[str]) -> int:
 
 
 def _run(words: Sequence[str], rest: Sequence[str], *, again: bool) -> int:
-    """A run or a sweep. ``words``: as they were typed. ``rest``: without the command. ``again``: from a saved run."""
+    """Starts a run or a sweep and returns its exit code.
+
+    ``words`` is the command line as it was typed, and ``rest`` is the command line without the command. With ``again``
+    it repeats a saved run.
+    """
     if "--version" in rest:
         from relax_core import __version__
 
@@ -65,12 +83,12 @@ def _run(words: Sequence[str], rest: Sequence[str], *, again: bool) -> int:
     except ConfigError as error:
         print(error.report(), file=sys.stderr)
         return USAGE
-    from launchers.sweep import Sweep  # these take a second, in which a Ctrl-C may come
+    from launchers.sweep import Sweep  # these imports take a second, in which a Ctrl-C may come
     from relax_core.config.compose import run
     from relax_core.plan.plan_command import show_plan
     from relax_core.preflight import CHECKS, settle
 
-    return run(line, launch, checks=CHECKS, settle=settle, show_plan=show_plan, sweep=Sweep())
+    return run(line, launch, checks=CHECKS, settle=settle, show_plan=show_plan, sweep=Sweep(launch))
 
 
 def _tool(command: str, words: list[str]) -> int:

@@ -1,7 +1,8 @@
-"""The process of a run that `relax_core.run` started: ``python -m relax_core.api.child STAGING PARENT``.
+"""The child process in which `relax_core.run` runs: ``python -m relax_core.api.child STAGING PARENT``.
 
-It is what the command line is, a supervisor; STAGING, a folder of the parent's alone, has the request, and takes the
-answers that a program needs: what is wrong with the configuration, and where the run is.
+The process is the run's supervisor, as on the command line. STAGING is a private folder of the parent process, whose
+id is PARENT. The child reads the request there, and writes what the parent needs to know: what is wrong with the
+configuration, or which folder the run uses.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from relax_core.control.host.subreaper import PR_SET_PDEATHSIG, prctl
 from relax_core.observe.service.sinks import METRICS_FILE
 from relax_core.registry import with_file
 
-REQUEST, PLACE, PROBLEMS = "request.json", "place.json", "problems.json"
+REQUEST, LOCATION, PROBLEMS = "request.json", "location.json", "problems.json"
 USAGE, INTERRUPTED = 2, 130
 
 
 def main() -> int:
-    """Returns the run's exit code, or 2 for a mistake in the configuration."""
+    """Executes the run and returns its exit code, or 2 for a mistake in the configuration."""
     staging, parent = Path(sys.argv[1]), int(sys.argv[2])
-    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # a parent that is killed stops its run
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # the run stops if the parent is killed
     if os.getppid() != parent:
         return INTERRUPTED
-    del os.environ["PYTHONUNBUFFERED"]  # of this process alone
+    del os.environ["PYTHONUNBUFFERED"]  # the child's own processes do not inherit it
     request = json.loads((staging / REQUEST).read_text(encoding="utf-8"))
-    sys.argv = ["relax", *request["words"]]  # which the summary tells
+    sys.argv = ["relax", *request["words"]]  # the summary records them as the run's command line
     try:
         config = _config(request, staging)
     except ConfigError as error:
@@ -50,17 +51,17 @@ def main() -> int:
         return folder
 
     def prepare(folder: Path) -> None:
-        """The folder is this run's now. It keeps the function, also for a run that goes on from it."""
+        """Writes the run's files. The folder keeps the reward function, so that a resumed run can load it."""
         if request["function"]:
             write_private(folder / FUNCTION_FILE, (staging / FUNCTION_FILE).read_text(encoding="utf-8"))
         save_config(config, folder)
-        _tell_place(staging / PLACE, folder)
+        _write_location(staging / LOCATION, folder)
 
     return run_in_folder(config, make=make, prepare=prepare)
 
 
 def _config(request: dict[str, Any], staging: Path) -> RelaxConfig:
-    """Raises `ConfigError`."""
+    """Composes and checks the configuration of the request. Raises `ConfigError`."""
     from relax_core.preflight import CHECKS, settle
 
     function = ["reward=plugin", f"reward.name={staging / FUNCTION_FILE}"] if request["function"] else []
@@ -79,11 +80,11 @@ def _config(request: dict[str, Any], staging: Path) -> RelaxConfig:
     return config
 
 
-def _tell_place(file: Path, folder: Path) -> None:
+def _write_location(file: Path, folder: Path) -> None:
     metrics = folder / METRICS_FILE
-    place = {"folder": str(folder), "metrics_bytes": metrics.stat().st_size if metrics.exists() else 0}
+    location = {"folder": str(folder), "metrics_bytes": metrics.stat().st_size if metrics.exists() else 0}
     partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps(place), encoding="utf-8")
+    partial.write_text(json.dumps(location), encoding="utf-8")
     os.replace(partial, file)
 
 

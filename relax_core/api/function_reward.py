@@ -1,7 +1,7 @@
-"""A reward that is a function of the user's program, as a plug-in file that every process of the run loads.
+"""Turns a reward function of the user's program into a plug-in file that every process of the run loads.
 
-The function crosses by value, pickled by the user's own process into a file that this user alone may read and write.
-The file is code, as every plug-in file is; one that others may have written to, or read, is refused.
+The user's process pickles the function by value into a file that only this user may read and write. The file is code,
+like every plug-in file, so it is refused if other users may read or write it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from relax_core.registry import MARK
 FUNCTION_FILE = "reward_function.py"
 RewardFunction = Callable[[RewardInput], RewardOutput | float]
 
-_TEXT = '''"""The function that relax_core.run was given as the reward; only its user may read or write this file."""
+_TEXT = '''"""Holds the reward function that relax_core.run was given. Only its user may read or write this file."""
 
 from dataclasses import dataclass
 
@@ -42,9 +42,10 @@ SPEC = function_spec(__file__, FunctionConfig, "{pickled}")
 
 
 def function_text(function: RewardFunction) -> str:
-    """The plug-in file of a function, lambda or callable object, also one of ``__main__`` or of a notebook's cell.
+    """Returns the text of the plug-in file for a function, lambda or callable object.
 
-    Raises `ConfigError` for what cannot be called with one argument, and for what cannot be pickled.
+    The function may be defined in ``__main__`` or in a notebook's cell. Raises `ConfigError` if it cannot be called
+    with one argument or cannot be pickled.
     """
     try:
         inspect.signature(function).bind(None)
@@ -58,8 +59,8 @@ def function_text(function: RewardFunction) -> str:
     if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
         raise ConfigError(
             [
-                f"reward={function!r}: it is async, but a function runs in worker processes, a call at a time. Give a "
-                "plain function, or a plug-in file whose SPEC has an async score."
+                f"reward={function!r}: it is async, but a worker process makes one call at a time. Give a plain "
+                "function, or a plug-in file whose SPEC has an async score."
             ]
         )
     import cloudpickle
@@ -67,11 +68,11 @@ def function_text(function: RewardFunction) -> str:
     try:
         with _by_value(function):
             pickled = cloudpickle.dumps(function)
-    except Exception as error:  # whatever the function holds may refuse in words of its own
+    except Exception as error:  # the objects that the function holds may raise any error when they are pickled
         raise ConfigError(
             [
                 f"reward={function!r}: it cannot be sent to the run's processes: {type(error).__name__}: {error}. Make "
-                "what it holds (an open file, a lock, a connection) inside of it."
+                "the objects that it holds (an open file, a lock, a connection) inside of it."
             ]
         ) from error
     return _TEXT.format(name=FUNCTION_FILE, pickled=base64.b64encode(pickled).decode())
@@ -79,7 +80,7 @@ def function_text(function: RewardFunction) -> str:
 
 @contextmanager
 def _by_value(function: Any) -> Iterator[None]:
-    """A function of the user's own module crosses with its code: the run's processes need not find that module."""
+    """Pickles functions of the user's own module by value, so that the run's processes need not find that module."""
     import cloudpickle
 
     name = getattr(function, "__module__", None) or type(function).__module__
@@ -97,7 +98,7 @@ def _by_value(function: Any) -> Iterator[None]:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Writes a file that only this user can read, whole or not at all."""
+    """Writes a file that only this user may read, whole or not at all."""
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
     with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
@@ -106,12 +107,14 @@ def write_private(path: Path, text: str) -> None:
 
 
 def function_spec(file: str, config: type[RewardConfig], pickled: str) -> RewardSpec:
-    """What the file of `function_text` says. Raises PermissionError for a file that another user owns or may read or
-    write, before anything of it is unpickled."""
+    """Returns the reward of the file that `function_text` wrote. The file calls this with its own path.
+
+    Raises PermissionError, before it unpickles anything, if another user owns the file or may read or write it.
+    """
     state = os.stat(file)
     if state.st_uid != os.getuid() or stat.S_IMODE(state.st_mode) & 0o077:
         raise PermissionError(
-            f"{file} holds a pickled function, and is loaded only where this user alone may read and write it: its "
+            f"{file} holds a pickled function, so it is loaded only if this user alone may read and write it: its "
             f"owner is {state.st_uid}, its mode {stat.S_IMODE(state.st_mode):o}. Use chmod 600, or a plug-in file with "
             "a SPEC."
         )
@@ -119,7 +122,7 @@ def function_spec(file: str, config: type[RewardConfig], pickled: str) -> Reward
 
     function = cloudpickle.loads(base64.b64decode(pickled))
     if hasattr(function, "__globals__"):
-        function.__globals__[MARK] = True  # its lines are named in errors
+        function.__globals__[MARK] = True  # errors then name the function's lines
     return RewardSpec(
         name=getattr(function, "__name__", type(function).__name__),
         summary="a function of the program that started the run",
@@ -130,7 +133,7 @@ def function_spec(file: str, config: type[RewardConfig], pickled: str) -> Reward
 
 
 class _Score:
-    """The function, which takes no settings, as a score. ``__wrapped__``: where an error finds its name and file."""
+    """Calls the function, which takes no settings, as a score. Errors find its name and file in ``__wrapped__``."""
 
     def __init__(self, function: RewardFunction) -> None:
         self.__wrapped__ = function

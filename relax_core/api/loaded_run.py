@@ -1,4 +1,4 @@
-"""What a run left in its folder, as plain lists and dicts, or as data frames."""
+"""Reads the files in a run's folder as plain lists and dicts, or as data frames."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONFIG = "config.yaml"
 
 
 class Summary(Mapping[str, Any]):
-    """summary.json of a run (docs/summary.md): a mapping, and its folder."""
+    """The content of a run's summary.json (docs/summary.md) as a mapping. ``folder`` is the run's folder."""
 
     def __init__(self, folder: Path, values: Mapping[str, Any]) -> None:
         self.folder = folder
@@ -26,12 +26,12 @@ class Summary(Mapping[str, Any]):
 
     @property
     def outcome(self) -> str:
-        """ "finished", "stopped", or "failed: " and the first cause."""
+        """Returns "finished", "stopped", or "failed: " and the first cause."""
         return str(self["outcome"])
 
     @property
     def steps(self) -> int:
-        """Train steps that are done."""
+        """Returns the number of train steps that are done."""
         return int(self["steps"])
 
     def __getitem__(self, key: str) -> Any:
@@ -48,44 +48,45 @@ class Summary(Mapping[str, Any]):
 
 
 class LoadedRun:
-    """A run's folder, also of a run under way. Everything is read when it is asked for."""
+    """A run's folder. The run may still go on. Each method reads its file when it is called."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     @cached_property
     def summary(self) -> Summary | None:
-        """None where the run has not ended, or had failed before there was anything to report."""
+        """Returns the summary, or None if the run goes on or failed before there was anything to report."""
         file = self.folder / SUMMARY_FILE
         return Summary(self.folder, json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
 
     def curves(self) -> list[dict[str, float]]:
-        """One row a step: "step", and every number of docs/metrics.md under its name there, such as "actor/reward".
+        """Returns one dict a step: "step", and every number of docs/metrics.md under its name, such as "actor/reward".
 
-        What a resume has undone is left out; of several records of one source at one step the last counts.
+        Records that a resume has undone are left out. Of several records of one source at one step the last counts.
         """
-        rows: dict[int, dict[str, float]] = {}
+        points: dict[int, dict[str, float]] = {}
         for record in without_undone(read_metrics(self.folder)):
-            row = rows.setdefault(record.step, {"step": record.step})
-            row.update({f"{record.source}/{name}": value for name, value in record.values.items()})
-        return [rows[step] for step in sorted(rows)]
+            point = points.setdefault(record.step, {"step": record.step})
+            point.update({f"{record.source}/{name}": value for name, value in record.values.items()})
+        return [points[step] for step in sorted(points)]
 
     def answers(self) -> list[dict[str, Any]]:
-        """Answers of the evaluations that were kept: step, prompt, answer (the reference), response, exact."""
+        """Returns the recorded answers of evaluations: step, prompt, answer (the reference), response, exact."""
         texts = [record for record in read_texts(self.folder) if record.kind == EVAL]
-        return [{"step": record.step, **row} for record in texts for row in record.rows]
+        return [{"step": record.step, **answer} for record in texts for answer in record.rows]
 
     def samples(self, **filters: str | int) -> list[dict[str, Any]]:
-        """One row a sample, in order of issue: uid, group, state ("trained", "dropped", …), step, version, reason,
-        reward, and its parts as "part/NAME". ``filters``: uid, group, step or reason, as `relax lineage` takes them.
+        """Returns one dict a sample, in order of issue, from the run's ledger.
 
-        Raises FileNotFoundError where the run has no ledger yet.
+        Its keys are uid, group, state ("trained", "dropped", …), step, version, reason, reward, finish_reason, and the
+        parts of the reward as "part/NAME". ``filters`` are uid, group, step or reason, as `relax lineage` takes them.
+        Raises FileNotFoundError if the run has no ledger yet.
         """
         with LedgerFile(self.folder / LEDGER) as ledger:
-            return [_sample_row(life) for life in ledger.lives(filters)]
+            return [_sample(history) for history in ledger.lives(filters)]
 
     def frame(self, what: str, **filters: str | int) -> Any:
-        """ "curves", "answers" or "samples" as a data frame. Raises ImportError where pandas is not installed."""
+        """Returns "curves", "answers" or "samples" as a data frame. Raises ImportError if pandas is not installed."""
         try:
             import pandas
         except ImportError as error:
@@ -100,21 +101,21 @@ class LoadedRun:
 
 
 def load_run(folder: str | Path) -> LoadedRun:
-    """The run in ``folder``. Raises FileNotFoundError for a folder that is no run's."""
+    """Returns the run in ``folder``. Raises FileNotFoundError if the folder is not that of a run."""
     path = Path(folder).expanduser().absolute()
     if not (path / CONFIG).is_file():
-        raise FileNotFoundError(f"{path}: it has no {CONFIG}, so it is no run's folder.")
+        raise FileNotFoundError(f"{path}: it has no {CONFIG}, so it is not the folder of a run.")
     return LoadedRun(path)
 
 
-def _sample_row(life: SampleLife) -> dict[str, Any]:
-    in_force = [event for event in life.events if not event.undone]
+def _sample(history: SampleLife) -> dict[str, Any]:
+    in_force = [event for event in history.events if not event.undone]
     last = in_force[-1] if in_force else None
-    made = next((event.made for event in reversed(life.events) if event.made is not None), None)
+    made = next((event.made for event in reversed(history.events) if event.made is not None), None)
     return {
-        "uid": life.uid,
-        "group": life.group,
-        "state": life.state,
+        "uid": history.uid,
+        "group": history.group,
+        "state": history.state,
         "step": last.step if last is not None else None,
         "version": last.version if last is not None else None,
         "reason": last.reason if last is not None else "",

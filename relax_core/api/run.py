@@ -1,4 +1,4 @@
-"""`relax_core.run`: a run from a script, a thread or a notebook, in a process of its own."""
+"""`relax_core.run`: starts a run from a script, a thread or a notebook, in a child process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from relax_core.api.child import PLACE, PROBLEMS, REQUEST, USAGE
+from relax_core.api.child import LOCATION, PROBLEMS, REQUEST, USAGE
 from relax_core.api.function_reward import FUNCTION_FILE, RewardFunction, function_text, write_private
 from relax_core.api.loaded_run import LoadedRun, Summary
 from relax_core.config.errors import ConfigError
@@ -25,16 +25,19 @@ from relax_core.observe.service.records import ACTOR
 from relax_core.observe.service.sinks import METRICS_FILE
 
 POLL_S = 0.2
-END_S = 600.0  # a stop writes a checkpoint; the run has shorter limits of its own
-KILLED_S = 10.0  # a killed process ends at once
-KEPT_LINES = 50  # of what the run says on stderr
+END_S = 600.0  # a stopped run writes a checkpoint; its own limits are shorter
+KILLED_S = 10.0  # a killed process ends within this time
+KEPT_LINES = 50  # lines of the run's stderr
 
 OnStep = Callable[[int, Mapping[str, float]], bool | None]
 
 
 class RunFailed(RuntimeError):
-    """A run failed; the text is the first cause. ``folder``: the run's, whose logs say more; None where it had none.
-    ``summary``: None where it failed before there was anything to report."""
+    """Says that a run failed. The text is the first cause.
+
+    ``folder`` is the run's folder, whose logs say more, or None if it had none. ``summary`` is None if the run failed
+    before there was anything to report.
+    """
 
     def __init__(self, cause: str, *, folder: Path | None, summary: Summary | None) -> None:
         super().__init__(cause)
@@ -45,19 +48,19 @@ class RunFailed(RuntimeError):
 def run(
     overrides: Sequence[str] = (), *, reward: RewardFunction | None = None, on_step: OnStep | None = None
 ) -> Summary:
-    """Runs to the end, in processes of its own, and returns the summary. May be called from any thread.
+    """Executes a run to its end in processes of its own, and returns the summary. It may be called from any thread.
 
-    ``overrides``: what the command line takes, such as ``["algo=grpo", "run.steps=20"]``. ``reward``: a function of one
-    `RewardInput` that returns a number or a `RewardOutput`; it runs in worker processes. ``on_step(step, numbers)`` is
-    called in this thread after each train step, with the numbers of docs/metrics.md; where it returns True the run
-    stops with a checkpoint, and its summary is returned.
+    ``overrides`` are those of the command line, such as ``["algo=grpo", "run.steps=20"]``. ``reward`` is a function of
+    one `RewardInput` that returns a number or a `RewardOutput`; it runs in worker processes. ``on_step(step, numbers)``
+    is called in this thread after each train step, with the numbers of docs/metrics.md. If it returns True, the run
+    stops with a checkpoint and its summary is returned.
 
-    Raises `ConfigError` for a mistake in the configuration, nothing was started then; `RunFailed` for a run that
-    failed; and what ``on_step`` raises, and KeyboardInterrupt, after the run has stopped with a checkpoint.
+    Raises `ConfigError`, before anything is started, for a mistake in the configuration, and `RunFailed` for a run that
+    failed. An error of ``on_step`` and KeyboardInterrupt are raised after the run has stopped with a checkpoint.
     """
     words = _checked_words(overrides, reward=reward)
     started = time.time()
-    with tempfile.TemporaryDirectory(prefix="relax-run-") as name:  # which this user alone may enter
+    with tempfile.TemporaryDirectory(prefix="relax-run-") as name:  # only this user may enter it
         staging = Path(name)
         if reward is not None:
             write_private(staging / FUNCTION_FILE, function_text(reward))
@@ -75,7 +78,7 @@ def run(
 
 
 def _checked_words(overrides: Sequence[str], *, reward: object) -> list[str]:
-    """Raises `ConfigError` for what is no list of overrides."""
+    """Returns the overrides as strings. Raises `ConfigError` if they are not a list of key=value."""
     if isinstance(overrides, str):
         raise ConfigError([f"relax_core.run({overrides!r}): give a list, [{overrides!r}]."])
     words = [str(word) for word in overrides]
@@ -85,26 +88,26 @@ def _checked_words(overrides: Sequence[str], *, reward: object) -> list[str]:
         )
     named = [word for word in words if word.partition("=")[0] in ("reward", "reward.name")]
     if reward is not None and named:
-        raise ConfigError([f"{named[0]} with reward=function: one of them is the reward. Drop the other."])
+        raise ConfigError([f"{named[0]} with reward=function: a run has one reward. Drop one of the two."])
     return words
 
 
 class _Child:
-    """The run's process. ``code``: its exit code, or the negative number of the signal that killed it."""
+    """The child process of the run. ``code`` is its exit code, or the negative number of the signal that killed it."""
 
     def __init__(self, staging: Path) -> None:
         self._staging = staging
         self._stopping = False
-        terminal = _is_terminal(sys.stdout)  # which the panel takes as it is
+        terminal = _is_terminal(sys.stdout)  # the child's panel then writes to it directly
         root = str(Path(__file__).resolve().parents[2])
         self._process = subprocess.Popen(
             [sys.executable, "-m", "relax_core.api.child", str(staging), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=None if terminal else subprocess.PIPE,
             stderr=subprocess.PIPE,
-            # What this program can import, its run can. What it says is read line by line.
+            # The run can import the modules that this program can import. Its output is read line by line.
             env=os.environ | {"PYTHONPATH": os.pathsep.join([root, *sys.path]), "PYTHONUNBUFFERED": "1"},
-            start_new_session=True,  # a Ctrl-C in the terminal is this process's, which hands it on once
+            start_new_session=True,  # a Ctrl-C in the terminal reaches this process alone, which passes it on once
         )
         self.last_lines: deque[str] = deque(maxlen=KEPT_LINES)
         self._readers = [_reader(self._process.stderr, sys.stderr, self.last_lines)]
@@ -117,13 +120,13 @@ class _Child:
         return self._process.returncode
 
     def follow(self, on_step: OnStep | None) -> None:
-        """Returns when the run has ended."""
+        """Waits until the run has ended, and calls ``on_step`` for each train step meanwhile."""
         steps: _Steps | None = None
         while True:
             ended = self._ended_within(POLL_S)
             if on_step is not None:
-                if steps is None and (place := self.place()) is not None:
-                    steps = _Steps(Path(place["folder"]) / METRICS_FILE, offset=place["metrics_bytes"])
+                if steps is None and (location := self.location()) is not None:
+                    steps = _Steps(Path(location["folder"]) / METRICS_FILE, offset=location["metrics_bytes"])
                 for step, numbers in steps.new() if steps is not None else ():
                     if on_step(step, numbers) and not self._stopping:
                         self._stopping = True
@@ -131,22 +134,21 @@ class _Child:
             if ended:
                 return
 
-    def place(self) -> Any:
-        """The run's folder, and how long its file of numbers was before; None where there is none yet."""
-        file = self._staging / PLACE
+    def location(self) -> Any:
+        """Returns the run's folder and the former size of its metrics file, in bytes; None before the run has one."""
+        file = self._staging / LOCATION
         return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
     def problems(self) -> list[str]:
-        """What was wrong with the configuration."""
+        """Returns what is wrong with the configuration."""
         file = self._staging / PROBLEMS
         if file.exists():
             return [str(problem) for problem in json.loads(file.read_text(encoding="utf-8"))]
-        told = [line.removeprefix("relax: ") for line in self.last_lines if line.startswith("relax: ")]
-        return told[-1:] or ["the run could not be started"]
+        messages = [line.removeprefix("relax: ") for line in self.last_lines if line.startswith("relax: ")]
+        return messages[-1:] or ["the run could not be started"]
 
     def stop(self, number: signal.Signals) -> None:
-        """Ends the run as that signal ends it on the command line, and waits for its end; another Ctrl-C while it
-        waits ends it at once."""
+        """Sends the signal and waits until the run has ended. Another Ctrl-C meanwhile ends the run at once."""
         self._signal(number)
         deadline = time.monotonic() + END_S
         while time.monotonic() < deadline:
@@ -159,7 +161,7 @@ class _Child:
         self._process.wait(KILLED_S)
 
     def close(self) -> None:
-        """Of a process that has ended."""
+        """Waits for the rest of the output of the ended process."""
         for reader in self._readers:
             reader.join(END_S)
 
@@ -176,7 +178,7 @@ class _Child:
 
 
 class _Steps:
-    """The train steps in a run's file of numbers, as they come. One that a recovery has undone comes again."""
+    """Reads the new train steps of a run's metrics file. A step that a recovery has undone is read again."""
 
     def __init__(self, file: Path, *, offset: int) -> None:
         self._file, self._offset = file, offset
@@ -197,10 +199,10 @@ def _numbers(values: Mapping[str, float | None]) -> dict[str, float]:
 
 
 def _reader(pipe: IO[bytes] | None, target: TextIO, kept: deque[str]) -> threading.Thread:
-    """Hands on what the run says, line by line, to what the program has as its stream: a notebook's too."""
+    """Starts a thread that copies the run's output line by line to the program's stream, which may be a notebook's."""
     assert pipe is not None
 
-    def hand_on() -> None:
+    def copy_lines() -> None:
         with pipe:
             for line in pipe:
                 text = line.decode(errors="replace")
@@ -208,10 +210,10 @@ def _reader(pipe: IO[bytes] | None, target: TextIO, kept: deque[str]) -> threadi
                 try:
                     target.write(text)
                     target.flush()
-                except (OSError, ValueError):  # nobody reads, or the stream is closed: the run goes on
+                except (OSError, ValueError):  # the stream has no reader or is closed; the run goes on
                     pass
 
-    thread = threading.Thread(target=hand_on, name="relax-output", daemon=True)
+    thread = threading.Thread(target=copy_lines, name="relax-output", daemon=True)
     thread.start()
     return thread
 
@@ -219,16 +221,16 @@ def _reader(pipe: IO[bytes] | None, target: TextIO, kept: deque[str]) -> threadi
 def _is_terminal(stream: TextIO) -> bool:
     try:
         return stream.fileno() == 1 and os.isatty(1)
-    except (OSError, ValueError, AttributeError):  # a stream of a notebook's or a test's
+    except (OSError, ValueError, AttributeError):  # the stream of a notebook or of a test has no descriptor
         return False
 
 
 def _outcome(child: _Child, *, started: float) -> Summary:
-    """The summary of a run that has ended. Raises `ConfigError` and `RunFailed`."""
+    """Returns the summary of the ended run. Raises `ConfigError` and `RunFailed`."""
     if child.code == USAGE:
         raise ConfigError(child.problems())
-    place = child.place()
-    folder = None if place is None else Path(place["folder"])
+    location = child.location()
+    folder = None if location is None else Path(location["folder"])
     file = None if folder is None else folder / SUMMARY_FILE
     summary = None
     if folder is not None and file is not None and file.exists() and file.stat().st_mtime >= started:
@@ -242,6 +244,6 @@ def _outcome(child: _Child, *, started: float) -> Summary:
     if summary is not None:
         cause = summary.outcome.removeprefix("failed: ")
     else:
-        told = [line for line in child.last_lines if line.startswith("relax: failed: ")]
-        cause = told[-1].removeprefix("relax: failed: ") if told else "\n".join(child.last_lines)
+        failures = [line for line in child.last_lines if line.startswith("relax: failed: ")]
+        cause = failures[-1].removeprefix("relax: failed: ") if failures else "\n".join(child.last_lines)
     raise RunFailed(cause, folder=folder, summary=summary)

@@ -64,7 +64,7 @@ def test_a_run_at_work_keeps_its_own_function(tmp_path: Path) -> None:
 
 
 def test_a_loaded_run_has_its_curves_and_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(FileNotFoundError, match="it is no run's folder"):
+    with pytest.raises(FileNotFoundError, match="it is not the folder of a run"):
         relax_core.load_run(tmp_path)
     (tmp_path / "config.yaml").touch()
     sink = JsonlSink(tmp_path)

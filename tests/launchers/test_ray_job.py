@@ -1,4 +1,4 @@
-"""What a Ray cluster is sent; tests/integration/test_ray_job.py sends it to one."""
+"""The job that a Ray cluster receives. tests/integration/test_ray_job.py sends one to a cluster."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launchers.kuberay import manifest
-from launchers.ray_job import refuse_secrets, submit, variables
+from launchers.ray_job.entrypoint import refuse_secrets, variables
+from launchers.ray_job.job_client import submit
+from launchers.ray_job.kuberay_manifest import manifest
 from launchers.submitted import read_submitted
 from relax_core.config.compose import load_config
 from relax_core.config.schema import RayJobLauncherConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 POD_SPEC = {"containers", "volumes"}
-# Fields of KubeRay's RayJob, ray.io/v1, as its API reference names them: those used here.
+# Fields of KubeRay's RayJob, ray.io/v1, as its API reference names them: those that the manifest uses.
 RAY_JOB = {"entrypoint", "runtimeEnvYAML", "shutdownAfterJobFinishes", "backoffLimit", "rayClusterSpec"}
 RAY_CLUSTER = {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs"}
 WORKER_GROUP = {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"}
@@ -28,7 +29,7 @@ FOR_KUBERAY = (
     "launcher.volume_claim=runs",
     "run.dir=/data/runs/one",
     "model=qwen3",
-    "model.path=/data/models/nowhere",  # it is there, not here
+    "model.path=/data/models/nowhere",  # the cluster has this folder, this machine does not
 )
 
 
@@ -76,11 +77,11 @@ def test_a_secret_is_not_sent() -> None:
 
 
 def test_variables_of_the_job() -> None:
-    told = variables(load_config(["launcher=ray_job", 'launcher.env=["A=b=c"]', "run.stop_timeout_s=90"]))
-    assert told["A"] == "b=c" and told["RAY_JOB_STOP_WAIT_TIME_S"] == "120" and told["OMP_NUM_THREADS"] == "1"
+    given = variables(load_config(["launcher=ray_job", 'launcher.env=["A=b=c"]', "run.stop_timeout_s=90"]))
+    assert given["A"] == "b=c" and given["RAY_JOB_STOP_WAIT_TIME_S"] == "120" and given["OMP_NUM_THREADS"] == "1"
 
 
-def test_nobody_there_is_said_in_one_line(tmp_path: Path) -> None:
+def test_an_unreachable_cluster_is_reported_in_one_line(tmp_path: Path) -> None:
     config = load_config(["launcher=ray_job", "launcher.address=http://127.0.0.1:9", f"run.dir={tmp_path}/run"])
     assert isinstance(config.launcher, RayJobLauncherConfig)
     with pytest.raises(ConnectionError, match=r"127\.0\.0\.1:9"):

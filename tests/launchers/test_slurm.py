@@ -1,4 +1,4 @@
-"""The batch script and Slurm's words, without a Slurm; tests/slurm has the real one."""
+"""The batch script and the parsing of Slurm's answers, without a Slurm. tests/slurm has tests with a real Slurm."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from launchers.slurm import script
-from launchers.slurm_follow import Output
-from launchers.slurm_place import TaskIdentity
-from launchers.slurm_state import JobState, job_state
+from launchers.slurm.follow import Output
+from launchers.slurm.job_state import JobState, job_state
+from launchers.slurm.sbatch import script
+from launchers.slurm.task_identity import TaskIdentity
 from relax_core.config.compose import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,8 +84,8 @@ def test_without_slurm_nothing_is_made(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def put_command(folder: Path, name: str, text: str) -> None:
-    """A command that answers as Slurm's own did on a cluster."""
+def write_command(folder: Path, name: str, text: str) -> None:
+    """Writes a command whose answers are those of Slurm's own command on a cluster."""
     file = folder / name
     file.write_text(f"#!/bin/sh\n{text}\n")
     file.chmod(0o755)
@@ -101,14 +101,14 @@ def put_command(folder: Path, name: str, text: str) -> None:
 def test_a_job_that_the_controller_has_forgotten(
     sacct: str, state: JobState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put_command(tmp_path, "scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
-    put_command(tmp_path, "sacct", sacct)
+    write_command(tmp_path, "scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    write_command(tmp_path, "sacct", sacct)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     assert job_state("12") == state and state.ended
 
 
 def test_a_controller_that_does_not_answer_is_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put_command(tmp_path, "scontrol", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    write_command(tmp_path, "scontrol", "echo 'Unable to contact slurm controller' >&2; exit 1")
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     with pytest.raises(RuntimeError, match="Unable to contact slurm controller"):
         job_state("12")
@@ -117,10 +117,10 @@ def test_a_controller_that_does_not_answer_is_no_end(tmp_path: Path, monkeypatch
 def test_states_in_words() -> None:
     assert JobState(state="PENDING", reason="Priority").words() == "waits in the queue (Priority)"
     assert JobState(state="RUNNING", nodes="n1", restarts=2).words() == "running on n1, started again 2 times"
-    assert JobState(state="TIMEOUT").words() == "met its time limit"
+    assert JobState(state="TIMEOUT").words() == "reached its time limit"
 
 
-def test_place_of_an_arrays_task(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_identity_of_a_task_in_a_job_array(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         "SLURM_JOB_ID": "15",
         "SLURM_ARRAY_JOB_ID": "12",
@@ -131,8 +131,8 @@ def test_place_of_an_arrays_task(monkeypatch: pytest.MonkeyPatch) -> None:
         "SLURM_RESTART_COUNT": "2",
     }.items():
         monkeypatch.setenv(name, value)
-    place = TaskIdentity.of_environment()
-    assert (place.job_id, place.raw_job_id, place.attempt) == ("12_3", "15", "12_3-r2")
+    identity = TaskIdentity.of_environment()
+    assert (identity.job_id, identity.raw_job_id, identity.attempt) == ("12_3", "15", "12_3-r2")
 
 
 def test_output_is_shown_once_line_by_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -143,6 +143,6 @@ def test_output_is_shown_once_line_by_line(tmp_path: Path, capsys: pytest.Captur
     output.show()
     file.write_text("submitit INFO\nstep 1\nstep 2\n")
     output.show()
-    file.write_text("new\n")  # queued again
+    file.write_text("new\n")  # the job was queued again
     output.show()
     assert capsys.readouterr().out == "  step 1\n  step 2\n  new\n"

@@ -1,4 +1,4 @@
-"""launcher=ray_job: a run on a Ray cluster that is there already, through its job API."""
+"""Submits a run to a Ray cluster that exists already, through Ray's job API, and follows or stops the job."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from launchers.ray_job.entrypoint import entrypoint, launcher_of, refuse_secrets, variables
 from launchers.saved_run import CONFIG_VARIABLE
-from launchers.submitted import JOB_FILE, put, submitted_text
-from relax_core.config.checks.launcher_keys import environment
-from relax_core.config.saved import REDACTED, to_yaml
-from relax_core.config.schema import RayJobLauncherConfig, RelaxConfig
-from relax_core.control.host.ray_session import ONE_THREAD
+from launchers.submitted import JOB_FILE, submitted_text, write_whole
+from relax_core.config.schema import RelaxConfig
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
@@ -25,13 +23,12 @@ USAGE = 2
 FAILED = 1
 INTERRUPTED = 130
 STOPPED = 128 + signal.SIGTERM
-LOOK_S = 1.0
-STOP_SPARE_S = 30  # beyond run.stop_timeout_s, before Ray kills a job that was told to stop
+POLL_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RayJob:
-    """A run that was submitted. ``token_file``: of the cluster."""
+    """A run that was submitted. ``token_file`` holds the cluster's token, and is None if the cluster has none."""
 
     job_id: str
     address: str
@@ -40,12 +37,15 @@ class RayJob:
 
 
 def launch(config: RelaxConfig) -> int:
-    """Submits the run and follows it to its end, or not (``launcher.follow``); or prints the KubeRay manifest. Returns
-    the exit code: the run's own, 0 where it was only submitted, or 2 where the cluster did not take it."""
+    """Submits the run, or prints its KubeRay manifest if ``launcher.manifest`` is set. Returns the exit code.
+
+    With ``launcher.follow`` it follows the run to its end and returns the run's own exit code. It returns 0 if the run
+    was only submitted or printed, and 2 if the cluster rejects the run.
+    """
     launcher = launcher_of(config)
     try:
         if launcher.manifest:
-            from launchers.kuberay import manifest
+            from launchers.ray_job.kuberay_manifest import manifest
 
             print(manifest(config, sys.argv[1:]), end="")
             return 0
@@ -57,51 +57,32 @@ def launch(config: RelaxConfig) -> int:
     return follow(job) if launcher.follow else 0
 
 
-def launcher_of(config: RelaxConfig) -> RayJobLauncherConfig:
-    assert isinstance(config.launcher, RayJobLauncherConfig), "validated"
-    return config.launcher
-
-
 def submit(config: RelaxConfig, overrides: Sequence[str]) -> RayJob:
-    """Sends it. Raises ConnectionError or RuntimeError where the cluster does not take it, ValueError for a secret."""
+    """Submits the run as a job and, if this machine sees the run's folder, writes job.json into it.
+
+    Raises ConnectionError or RuntimeError if the cluster rejects the job, and ValueError if the configuration has a
+    secret.
+    """
     launcher = launcher_of(config)
     refuse_secrets(config)
     job = RayJob(job_id="", address=launcher.address, token_file=launcher.token_file, run_dir=Path(config.run.dir))
     runtime: dict[str, Any] = {"env_vars": variables(config) | {CONFIG_VARIABLE: submitted_text(config, overrides)}}
     if launcher.working_dir is not None:
         runtime["working_dir"] = launcher.working_dir
-    job_id = _client(job).submit_job(entrypoint=command(launcher), runtime_env=runtime)
+    job_id = _client(job).submit_job(entrypoint=entrypoint(launcher), runtime_env=runtime)
     job = replace(job, job_id=job_id)
     if job.run_dir.parent.is_dir():  # this machine sees the run's folder too
         job.run_dir.mkdir(exist_ok=True)
         record = {"launcher": "ray_job", "job_id": job_id, "address": job.address, "token_file": job.token_file}
-        put(job.run_dir / JOB_FILE, json.dumps(record | {"run_dir": str(job.run_dir)}))
+        write_whole(job.run_dir / JOB_FILE, json.dumps(record | {"run_dir": str(job.run_dir)}))
     return job
 
 
-def command(launcher: RayJobLauncherConfig, *words: str) -> str:
-    """What runs on the cluster."""
-    return " ".join([launcher.python, "-u", "-m", "launchers.saved_run", "--ray-address=auto", *words])
-
-
-def variables(config: RelaxConfig) -> dict[str, str]:
-    """Environment of the job's processes. A stop gives the run its time for a checkpoint; Ray's default is 3 s."""
-    launcher, stop_s = launcher_of(config), int(config.run.stop_timeout_s) + STOP_SPARE_S
-    return {**ONE_THREAD, "RAY_JOB_STOP_WAIT_TIME_S": str(stop_s), **environment(launcher.env)}
-
-
-def refuse_secrets(config: RelaxConfig) -> None:
-    """Raises ValueError for a configuration with a secret: whoever sees the job would read it."""
-    if lines := [line.strip() for line in to_yaml(config).splitlines() if REDACTED in line]:
-        raise ValueError(
-            f"{lines[0]}: a job's configuration can be read in the cluster's dashboard. Set secrets as environment "
-            "variables of the cluster's nodes, or as a Kubernetes secret."
-        )
-
-
 def follow(job: RayJob, *, output: bool = True) -> int:
-    """Prints the job's states and output until it ends. Returns the run's exit code; 1 where it had none; 130 after
-    Ctrl-C, which leaves it running."""
+    """Prints the job's states, and its output if ``output`` is set, until the job ends. Returns the run's exit code.
+
+    Returns 1 if the run had no exit code, and 130 after Ctrl-C, which leaves the job running.
+    """
     from ray.job_submission import JobStatus
 
     client, shown, printed = _client(job), "", 0
@@ -117,15 +98,19 @@ def follow(job: RayJob, *, output: bool = True) -> int:
                 print(f"relax: job {job.job_id} {shown.lower()}", flush=True)
             if info.status.is_terminal():
                 return _end(job, info)
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
     except KeyboardInterrupt:
-        how = f"python -m launchers.jobs follow {job.run_dir}, or stop in its place"
-        print(f"\nrelax: job {job.job_id} goes on. Look after it: {how}", file=sys.stderr)
+        folder = job.run_dir
+        print(
+            f"\nrelax: job {job.job_id} goes on. Follow it: python -m launchers.jobs follow {folder}. End it with a "
+            f"checkpoint: python -m launchers.jobs stop {folder}",
+            file=sys.stderr,
+        )
         return INTERRUPTED
 
 
-def look_after(command: str, record: dict[str, Any]) -> int:
-    """`python -m launchers.jobs` for a job of this kind."""
+def execute_command(command: str, record: dict[str, Any]) -> int:
+    """Executes a command of `python -m launchers.jobs` for a Ray job. ``record`` is the content of its job.json."""
     job = RayJob(
         job_id=record["job_id"],
         address=record["address"],
@@ -139,23 +124,23 @@ def look_after(command: str, record: dict[str, Any]) -> int:
     print(f"relax: job {job.job_id} {status.value.lower()}")
     if command == "stop" and not status.is_terminal():
         client.stop_job(job.job_id)
-        print(f"relax: job {job.job_id} was told to end with a checkpoint")
+        print(f"relax: job {job.job_id} was asked to end with a checkpoint")
     return 0
 
 
 def _end(job: RayJob, info: Any) -> int:
-    """Ray's own command says 1 for whatever code a driver ends with."""
-    code = STOPPED if info.status.value == "STOPPED" else info.driver_exit_code  # Ray keeps no code of a stopped one
+    """Prints and returns the run's exit code. Ray's own command line returns 1 for every failure."""
+    code = STOPPED if info.status.value == "STOPPED" else info.driver_exit_code  # Ray keeps no code of a stopped job
     if code is None:
-        print(f"relax: the run said no exit code: {info.message}", file=sys.stderr)
+        print(f"relax: the run reported no exit code: {info.message}", file=sys.stderr)
         return FAILED
-    code = code if code >= 0 else 128 - code  # ended by a signal
+    code = code if code >= 0 else 128 - code  # a signal ended the run
     print(f"relax: the run ended with exit code {code}; all of it is in {job.run_dir}", flush=True)
     return int(code)
 
 
 def _client(job: RayJob) -> JobSubmissionClient:
-    """Raises ConnectionError where nothing answers, RuntimeError where the token is missing or wrong."""
+    """Raises ConnectionError if no server answers, and RuntimeError if the token is missing or wrong."""
     from ray.exceptions import AuthenticationError
     from ray.job_submission import JobSubmissionClient
 
@@ -165,8 +150,8 @@ def _client(job: RayJob) -> JobSubmissionClient:
     try:
         return JobSubmissionClient(job.address, headers=headers)
     except AuthenticationError as error:
-        told = f"launcher.token_file={'null' if job.token_file is None else job.token_file}"
-        raise RuntimeError(f"{told}: {job.address} says: {_first_line(error)}. Name a file with its token.") from error
+        key = f"launcher.token_file={'null' if job.token_file is None else job.token_file}"
+        raise RuntimeError(f"{key}: {job.address} says: {_first_line(error)}. Name a file with its token.") from error
 
 
 def _first_line(error: Exception) -> str:

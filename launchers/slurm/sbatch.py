@@ -1,4 +1,4 @@
-"""launcher=slurm: one job = one Ray cluster of its nodes = one run. Submission through submitit."""
+"""Submits runs to Slurm through submitit: one job for one run, or one job array for the runs of a sweep."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from launchers.slurm_task import SlurmTask
-from launchers.submitted import JOB_FILE, make_folder, put
+from launchers.slurm.follow import follow
+from launchers.slurm.job_state import SlurmRun
+from launchers.slurm.node_task import SlurmTask
+from launchers.submitted import JOB_FILE, make_folder, write_whole
 from relax_core.config.checks.launcher_keys import sbatch_arguments
 from relax_core.config.schema import RelaxConfig, SlurmLauncherConfig
 
@@ -19,23 +20,15 @@ if TYPE_CHECKING:
     from submitit import SlurmExecutor
 
 USAGE = 2
-FOLDER = "slurm"  # below the run's folder: script, output, logs of Ray
-
-
-@dataclass(frozen=True, kw_only=True)
-class SlurmRun:
-    """A run that was submitted. ``output``: what its first task prints."""
-
-    job_id: str
-    run_dir: Path
-    output: Path
+FOLDER = "slurm"  # in the run's folder; it holds the batch script, the job's output and Ray's logs
 
 
 def launch(config: RelaxConfig) -> int:
-    """Prints the batch script and submits it; then follows the run to its end, or not (``launcher.follow``). Returns
-    the exit code: the run's own, 0 where it was only submitted, or 2 where Slurm did not take it."""
-    from launchers.slurm_follow import follow
+    """Prints the batch script, submits it unless ``launcher.dry_run`` is set, and returns the exit code.
 
+    With ``launcher.follow`` it follows the run to its end and returns the run's own exit code. It returns 0 if the run
+    was only submitted or printed, and 2 if Slurm rejects the job.
+    """
     launcher = launcher_of(config)
     if launcher.dry_run:
         print(script(config, Path(config.run.dir) / FOLDER, jobs=1))
@@ -50,6 +43,7 @@ def launch(config: RelaxConfig) -> int:
 
 
 def launcher_of(config: RelaxConfig) -> SlurmLauncherConfig:
+    """Returns ``config.launcher``, typed. The configuration has launcher=slurm."""
     assert isinstance(config.launcher, SlurmLauncherConfig), "validated"
     return config.launcher
 
@@ -57,40 +51,44 @@ def launcher_of(config: RelaxConfig) -> SlurmLauncherConfig:
 def submit(
     configs: Sequence[RelaxConfig], overrides: Sequence[Sequence[str]], *, folder: Path | None = None
 ) -> list[SlurmRun]:
-    """Submits one job for each configuration; several, which must agree in their launcher, as one job array with its
-    files in ``folder``. Raises RuntimeError with Slurm's words where it refuses; nothing is left of them then."""
+    """Submits one job for one configuration, or one job array for several configurations with equal launchers.
+
+    The files of a job array lie in ``folder``. Raises RuntimeError with Slurm's words if Slurm rejects the job; the
+    folders that were made for it are then removed.
+    """
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
     if shutil.which("sbatch") is None:
         raise RuntimeError("launcher=slurm: there is no sbatch here. Submit on a login node of the cluster.")
-    placed: list[RelaxConfig] = []
+    prepared: list[RelaxConfig] = []
     made: list[Path] = []
     try:
-        for config, words in zip(configs, overrides, strict=True):
+        for config, own_overrides in zip(configs, overrides, strict=True):
             existed = Path(config.run.dir).exists()
-            placed.append(make_folder(config, words))
+            prepared.append(make_folder(config, own_overrides))
             if not existed:
-                made.append(Path(placed[-1].run.dir))
-        files = folder if folder is not None else Path(placed[0].run.dir) / FOLDER
-        print(script(placed[0], files, jobs=len(placed)), flush=True)
-        executor = _executor(placed[0], files)
+                made.append(Path(prepared[-1].run.dir))
+        files = folder if folder is not None else Path(prepared[0].run.dir) / FOLDER
+        print(script(prepared[0], files, jobs=len(prepared)), flush=True)
+        executor = _executor(prepared[0], files)
         with executor.batch():
-            jobs = [executor.submit(SlurmTask(config.run.dir)) for config in placed]
+            jobs = [executor.submit(SlurmTask(config.run.dir)) for config in prepared]
         ids = [job.job_id for job in jobs]
     except (FailedJobError, FailedSubmissionError) as error:
         for one in made:
             shutil.rmtree(one)
-        raise RuntimeError(f"Slurm did not take the job: {_slurms_words(error)}") from error
+        raise RuntimeError(f"Slurm did not take the job: {_slurm_error(error)}") from error
     runs = []
-    for config, job_id in zip(placed, ids, strict=True):
+    for config, job_id in zip(prepared, ids, strict=True):
         run = SlurmRun(job_id=job_id, run_dir=Path(config.run.dir), output=files / f"{job_id}_0_log.out")
-        put(run.run_dir / JOB_FILE, json.dumps({"launcher": "slurm", "job_id": job_id, "output": str(run.output)}))
+        record = {"launcher": "slurm", "job_id": job_id, "output": str(run.output)}
+        write_whole(run.run_dir / JOB_FILE, json.dumps(record))
         runs.append(run)
     return runs
 
 
 def script(config: RelaxConfig, files: Path, *, jobs: int) -> str:
-    """The batch script as submitit writes it."""
+    """Returns the batch script as submitit writes it, for one job or for a job array of ``jobs`` jobs."""
     executor = _executor(config, files)
     if jobs > 1:
         executor.parameters["map_count"] = jobs
@@ -103,7 +101,7 @@ def _executor(config: RelaxConfig, files: Path) -> SlurmExecutor:
     class Executor(SlurmExecutor):
         @classmethod
         def affinity(cls) -> int:
-            return 2  # a script can be printed where there is no Slurm
+            return 2  # so that a machine without Slurm can print the script
 
     launcher = launcher_of(config)
     executor = Executor(files, python=launcher.python)
@@ -112,7 +110,7 @@ def _executor(config: RelaxConfig, files: Path) -> SlurmExecutor:
 
 
 def _parameters(config: RelaxConfig, launcher: SlurmLauncherConfig) -> dict[str, Any]:
-    """submitit's words for what the configuration says; what is None is left to the cluster."""
+    """Returns submitit's parameters for the configuration. A value of None leaves the choice to the cluster."""
     optional = {
         "partition": launcher.partition,
         "account": launcher.account,
@@ -132,15 +130,15 @@ def _parameters(config: RelaxConfig, launcher: SlurmLauncherConfig) -> dict[str,
         "array_parallelism": launcher.array_parallelism,
         "stderr_to_stdout": True,
         "wckey": None,
-        # One task that ends badly ends the job: a run on fewer nodes is another run.
+        # A task that fails ends the job, because a run on fewer nodes is a different run.
         "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={launcher.cpus_per_node}", *launcher.srun],
         "additional_parameters": {"requeue": True} | sbatch_arguments(launcher.sbatch),
         **optional,
     }
 
 
-def _slurms_words(error: Exception) -> str:
-    """sbatch's own error line out of submitit's text."""
+def _slurm_error(error: Exception) -> str:
+    """Returns sbatch's own error line from submitit's text."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    said = [line.split("error: ", 1)[1] for line in lines if "error: " in line]
-    return "; ".join(said) or lines[-1]
+    errors = [line.split("error: ", 1)[1] for line in lines if "error: " in line]
+    return "; ".join(errors) or lines[-1]

@@ -1,4 +1,4 @@
-"""Processes that a Slurm task starts, and their certain end. Nothing here imports Ray."""
+"""Processes that a Slurm task starts, and their end. This module imports no Ray."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from relax_core.control.host.run_paths import SHARED_MEMORY
+from relax_core.control.host.run_paths import SHARED_MEMORY, WEIGHTS_PREFIX
 from relax_core.control.host.subreaper import PR_SET_PDEATHSIG, prctl
 
 
 class Child:
-    """A process in a session of its own. It ignores SIGUSR1 and SIGUSR2, which Slurm sends to every process of a job,
-    and is told to end when this process is gone."""
+    """A process in a session of its own, which receives SIGTERM when this process exits.
+
+    It ignores SIGUSR1 and SIGUSR2, because Slurm sends them to every process of a job. Its output is appended to the
+    file ``log`` if that is given.
+    """
 
     def __init__(self, command: Sequence[str], *, environment: Mapping[str, str], log: Path | None = None) -> None:
         out = log.open("ab") if log is not None else None
@@ -32,24 +35,26 @@ class Child:
 
     @property
     def pid(self) -> int:
+        """Returns the process id."""
         return self._process.pid
 
     def poll(self) -> int | None:
-        """The exit code, or None while it runs."""
+        """Returns the exit code, or None while the process runs."""
         return self._process.poll()
 
     def terminate(self) -> None:
+        """Sends SIGTERM."""
         self._process.terminate()
 
 
 def _as_child() -> None:
     for number in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # kept over exec, and by all that it starts
+        signal.signal(number, signal.SIG_IGN)  # exec keeps this, and the processes that it starts inherit it
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
-def remove_place(pid: int, run_dir: Path) -> None:
-    """What a run leaves outside of TMPDIR when it is killed: its published weights. ``pid``: of its supervisor."""
-    for holder in (SHARED_MEMORY, run_dir):
-        for folder in holder.glob(f"relax-{pid}-*"):
+def remove_weights_folders(pid: int, run_dir: Path) -> None:
+    """Removes the published weights that a killed run leaves outside of TMPDIR. ``pid`` is that of its supervisor."""
+    for parent in (SHARED_MEMORY, run_dir):
+        for folder in parent.glob(f"{WEIGHTS_PREFIX}{pid}-*"):
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""launcher=ray_job launcher.manifest=true: the same run as a RayJob of KubeRay."""
+"""Writes a run as a RayJob manifest for KubeRay (launcher=ray_job launcher.manifest=true)."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from typing import Any
 import ray
 import yaml
 
-from launchers.ray_job import command, launcher_of, refuse_secrets, variables
+from launchers.ray_job.entrypoint import entrypoint, launcher_of, refuse_secrets, variables
 from launchers.submitted import CONFIG_FILE, submitted_text
 from relax_core.config.schema import RayJobLauncherConfig, RelaxConfig
 
 CONFIG_FOLDER = "/etc/relax"
 SHARED_MEMORY = "/dev/shm"
-NAME_LENGTH = 47  # KubeRay's own limit: it appends to the name
+NAME_LENGTH = 47  # KubeRay limits the name, because it appends to it
 
 
 def manifest(config: RelaxConfig, overrides: Sequence[str]) -> str:
-    """YAML of a ConfigMap with the run's configuration and of the RayJob that runs it (ray.io/v1). The cluster's token
-    is KubeRay's own secret (authOptions); nothing secret is written here. Raises ValueError for a configuration that
-    has a secret in it."""
+    """Returns YAML with a ConfigMap, which holds the run's configuration, and the RayJob that executes it (ray.io/v1).
+
+    KubeRay makes the cluster's token as a secret of its own (authOptions), so the manifest holds no secret. Raises
+    ValueError if the configuration has a secret.
+    """
     refuse_secrets(config)
     launcher = launcher_of(config)
     name = _name(config.name)
@@ -37,10 +39,10 @@ def manifest(config: RelaxConfig, overrides: Sequence[str]) -> str:
         "kind": "RayJob",
         "metadata": metadata,
         "spec": {
-            "entrypoint": command(launcher, f"{CONFIG_FOLDER}/{CONFIG_FILE}"),
+            "entrypoint": entrypoint(launcher, f"{CONFIG_FOLDER}/{CONFIG_FILE}"),
             "runtimeEnvYAML": yaml.safe_dump({"env_vars": variables(config)}),
             "shutdownAfterJobFinishes": True,
-            "backoffLimit": 0,  # the run recovers by itself; a second one would enter the same folder
+            "backoffLimit": 0,  # the run recovers by itself; a second job would enter the same folder
             "rayClusterSpec": _cluster(config, launcher, name),
         },
     }
@@ -99,5 +101,5 @@ def _pod(launcher: RayJobLauncherConfig, name: str, container: str) -> dict[str,
 
 
 def _name(name: str) -> str:
-    """A name that Kubernetes takes: lower case letters, digits and dashes."""
+    """Returns a name that Kubernetes accepts: lower case letters, digits and dashes."""
     return re.sub(r"[^a-z0-9]+", "-", f"relax-{name}".lower())[:NAME_LENGTH].strip("-")

@@ -1,4 +1,4 @@
-"""Where a task of a Slurm job stands: its rank, its node, its attempt; and what dead jobs left on the node."""
+"""The identity of a task in its Slurm job (rank, node, attempt) and its temporary folder on the node."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from launchers.slurm_state import slurm_answer
+from launchers.slurm.job_state import slurm_answer
 
-PREFIX = "rs"  # and the job's number
-BASE_BYTES = 11  # a socket's path has 107 bytes, of which Ray and what is made here take the rest
+PREFIX = "rs"  # the job's number follows
+BASE_BYTES = 11  # a socket's path has at most 107 bytes; Ray's names and this module's folder take the rest
 LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
 class TaskIdentity:
-    """``rank``: of this task; one a node. ``job_id``: as the user knows it ("12", or "12_3" in an array);
-    ``raw_job_id``: Slurm's own number. ``restarts``: times that the job was queued again. ``address``: this node's."""
+    """One task of a Slurm job, which has one task a node. ``rank`` counts the tasks from 0.
+
+    ``job_id`` is the number that the user sees ("12", or "12_3" in an array); ``raw_job_id`` is Slurm's own number.
+    ``restarts`` counts how often the job was queued again. ``address`` is this node's IP address.
+    """
 
     rank: int
     nodes: int
@@ -35,12 +38,12 @@ class TaskIdentity:
 
     @property
     def attempt(self) -> str:
-        """Names one start of one job."""
+        """Returns the name of this start of this job."""
         return f"{self.job_id}-r{self.restarts}"
 
     @classmethod
     def of_environment(cls) -> TaskIdentity:
-        """As Slurm's variables say."""
+        """Reads the identity from Slurm's environment variables."""
         env = os.environ
         raw, node, nodes = env["SLURM_JOB_ID"], env["SLURMD_NODENAME"], int(env["SLURM_JOB_NUM_NODES"])
         array = env.get("SLURM_ARRAY_JOB_ID")
@@ -56,37 +59,39 @@ class TaskIdentity:
 
 
 def _address(node: str) -> str:
-    """The address by which Slurm's own daemons reach this node."""
-    told = slurm_answer("scontrol", "show", "node", node, "-o")
-    found = re.search(r"\bNodeAddr=(\S+)", told)
+    """Returns the IP address by which Slurm's own daemons reach this node."""
+    shown = slurm_answer("scontrol", "show", "node", node, "-o")
+    found = re.search(r"\bNodeAddr=(\S+)", shown)
     return socket.gethostbyname(found[1] if found else node)
 
 
 @contextmanager
 def task_folder(raw_job_id: str) -> Iterator[Path]:
-    """A folder of this task under TMPDIR, or under /tmp where that is too long for names of sockets. It goes with the
-    task, and what jobs left that were killed goes now."""
+    """Makes a folder for this task, and removes it when the block ends. It first removes the folders of killed jobs.
+
+    It lies under TMPDIR, or under /tmp if TMPDIR's path is too long for names of sockets.
+    """
     base = Path(tempfile.gettempdir())
     if len(str(base)) > BASE_BYTES:
         base = Path("/tmp")
-    _remove_dead(base)
+    _remove_stale_folders(base)
     folder = base / f"{PREFIX}{raw_job_id}-{secrets.token_hex(2)}"
     folder.mkdir(mode=0o700)
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)  # a daemon may be writing its last line
+        shutil.rmtree(folder, ignore_errors=True)  # a daemon may still write its last line
 
 
-def _remove_dead(base: Path) -> None:
-    left = {
+def _remove_stale_folders(base: Path) -> None:
+    found_folders = {
         folder: found[1]
         for folder in base.glob(f"{PREFIX}*-*")
         if (found := re.fullmatch(rf"{PREFIX}(\d+)-[0-9a-f]{{4}}", folder.name)) and folder.stat().st_uid == os.getuid()
     }
-    if not left:
+    if not found_folders:
         return
-    alive = set(slurm_answer("squeue", "--noheader", "--format=%A").split())
-    for folder, job in left.items():
-        if job not in alive:
-            shutil.rmtree(folder, ignore_errors=True)  # another task of this node may be at the same one
+    queued = set(slurm_answer("squeue", "--noheader", "--format=%A").split())
+    for folder, job in found_folders.items():
+        if job not in queued:
+            shutil.rmtree(folder, ignore_errors=True)  # another task on this node may remove the same folder

@@ -1,31 +1,44 @@
-"""What Slurm says of a job, on clusters with accounting and without."""
+"""Asks Slurm for the state of a job, on clusters with and without an accounting database."""
 
 from __future__ import annotations
 
 import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 
 WORDS = {
-    "COMPLETED": "ended well",
+    "COMPLETED": "completed",
     "FAILED": "failed",
     "CANCELLED": "was cancelled",
-    "TIMEOUT": "met its time limit",
+    "TIMEOUT": "reached its time limit",
     "NODE_FAIL": "lost a node",
-    "PREEMPTED": "was ended for another job",
+    "PREEMPTED": "was preempted by another job",
     "OUT_OF_MEMORY": "ran out of memory",
-    "BOOT_FAIL": "found a node that does not boot",
-    "DEADLINE": "could not start in time",
+    "BOOT_FAIL": "had a node that did not boot",
+    "DEADLINE": "could not start before its deadline",
     "LAUNCH_FAILED": "could not be started",
-    "GONE": "left the queue, and Slurm does not know it any more",
+    "GONE": "left the queue, and Slurm has no record of it any more",
 }
 ENDED = frozenset(WORDS)
 CALL_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
+class SlurmRun:
+    """A run that was submitted to Slurm. ``output`` is the file that holds the output of the job's first task."""
+
+    job_id: str
+    run_dir: Path
+    output: Path
+
+
+@dataclass(frozen=True, kw_only=True)
 class JobState:
-    """``state``: Slurm's word, or GONE for a job that it has forgotten. ``reason``: why it waits, or ended.
-    ``nodes``: where it runs. ``restarts``: times that it was queued again."""
+    """The state of a job. ``state`` is Slurm's word, or GONE if Slurm has no record of the job any more.
+
+    ``reason`` says why the job waits or ended. ``nodes`` are the nodes that it runs on. ``restarts`` counts how often
+    it was queued again.
+    """
 
     state: str
     reason: str = ""
@@ -34,10 +47,11 @@ class JobState:
 
     @property
     def ended(self) -> bool:
+        """Is True if the job does not run and does not wait any more."""
         return self.state in ENDED
 
     def words(self) -> str:
-        """For the screen."""
+        """Returns the state as a clause without its subject, such as "ran out of memory"."""
         again = f", started again {self.restarts} times" if self.restarts else ""
         if self.ended:
             return WORDS[self.state] + again
@@ -47,24 +61,26 @@ class JobState:
 
 
 def job_state(job_id: str) -> JobState:
-    """Asks the controller, which knows a job until some minutes after its end; then the accounting, where there is
-    one. Raises RuntimeError where Slurm does not answer."""
+    """Asks Slurm's controller, and then the accounting database if there is one. Raises RuntimeError without an answer.
+
+    The controller knows a job until some minutes after its end.
+    """
     shown = slurm_call("scontrol", "show", "job", "--oneliner", job_id)
     if shown.returncode == 0:
         return _of_controller(shown.stdout)
     if "Invalid job id" not in shown.stderr:
         raise RuntimeError(f"Slurm does not answer: {shown.stderr.strip()}")
-    told = slurm_call(
+    recorded = slurm_call(
         "sacct", "--jobs", job_id, "--allocations", "--noheader", "--parsable2", "--format=State,NodeList"
     )
-    if told.returncode == 0 and told.stdout.strip():
-        state, nodes = told.stdout.splitlines()[-1].split("|")
+    if recorded.returncode == 0 and recorded.stdout.strip():
+        state, nodes = recorded.stdout.splitlines()[-1].split("|")
         return JobState(state=state.split()[0], nodes=nodes)  # "CANCELLED by 0"
     return JobState(state="GONE")
 
 
 def _of_controller(text: str) -> JobState:
-    """One line of key=value a job; of a job array, whose elements are not apart yet, one for all of them."""
+    """Parses scontrol's line of key=value pairs. A pending job array has one line for all of its jobs."""
     fields = dict(word.split("=", 1) for word in text.splitlines()[0].split() if "=" in word)
     nodes = fields.get("NodeList", "")
     return JobState(
@@ -76,7 +92,7 @@ def _of_controller(text: str) -> JobState:
 
 
 def slurm_call(*command: str) -> subprocess.CompletedProcess[str]:
-    """Runs one of Slurm's commands; raises RuntimeError where it does not answer."""
+    """Executes one of Slurm's commands. Raises RuntimeError if it does not end within ``CALL_S`` seconds."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=CALL_S)
     except FileNotFoundError:
@@ -86,7 +102,7 @@ def slurm_call(*command: str) -> subprocess.CompletedProcess[str]:
 
 
 def slurm_answer(*command: str) -> str:
-    """What it prints; raises RuntimeError with its own words where it fails."""
+    """Returns what one of Slurm's commands prints. Raises RuntimeError with its error text if it fails."""
     done = slurm_call(*command)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")

@@ -1,0 +1,269 @@
+"""The task that a Slurm job executes on each of its nodes. It supervises child processes and never imports Ray.
+
+The first task executes the run. In a job of several nodes it also starts the head of a Ray cluster, which exists as
+long as the job, and each other task starts one Ray node. Tasks communicate by files in a folder of the attempt; each
+file is written whole.
+
+After SIGUSR2 (the time limit is near, or Slurm preempts the job) the run writes a checkpoint and the job is queued
+again. After SIGUSR1 the run writes a checkpoint and ends. After SIGTERM (scancel) everything ends at once. Slurm sends
+signals to every process of a job step, so the child processes ignore SIGUSR1 and SIGUSR2.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from launchers.slurm.child_process import Child, remove_weights_folders
+from launchers.slurm.job_state import slurm_call
+from launchers.slurm.task_identity import TaskIdentity, task_folder
+from launchers.submitted import CONFIG_FILE, RunEnd, read_submitted, write_end, write_whole
+from relax_core.config.schema import SlurmLauncherConfig
+from relax_core.control.host.ray_session import LOOPBACK_SWITCH, ONE_THREAD, QUIET, new_token_file
+from relax_core.control.host.subreaper import become_subreaper, end_children
+
+FAILED = 1
+POLL_S = 0.2
+HEAD_S = 60.0  # a Ray head listens within this time
+DONE_S = 20.0  # how long a task that lost its Ray node waits until the first task has ended the run
+REQUEUED_S = 60.0  # Slurm ends the processes of a requeued job within this time
+STOPPED = 128 + signal.SIGTERM
+JOINED = {name: value for name, value in QUIET.items() if name != LOOPBACK_SWITCH}
+JOINED["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"
+HEAD, DONE, LOST = "head", "done", "lost"
+
+
+@dataclass(frozen=True)
+class SlurmTask:
+    """The callable that submitit calls on every node. ``run_dir`` is the run's folder."""
+
+    run_dir: str
+
+    def __call__(self) -> None:
+        """Executes this node's task, and exits with its code if that is not 0."""
+        code = run_task(Path(self.run_dir), TaskIdentity.of_environment())
+        if code:
+            sys.exit(code)  # so that Slurm's state of the job is FAILED
+
+
+class Signals:
+    """Records the signals that this task receives: it shall queue the job again, stop the run, or end at once."""
+
+    def __init__(self) -> None:
+        self.requeue = self.stop = self.end = False
+        signal.signal(signal.SIGUSR2, self._take)
+        signal.signal(signal.SIGUSR1, self._take)
+        signal.signal(signal.SIGTERM, self._take)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        self.requeue |= number == signal.SIGUSR2
+        self.stop |= number in (signal.SIGUSR1, signal.SIGUSR2)
+        self.end |= number == signal.SIGTERM
+
+
+class Ended(Exception):
+    """The task received SIGTERM, so everything ends at once."""
+
+
+class NodeLost(Exception):
+    """A Ray node of the job has exited. The text names it."""
+
+
+def run_task(run_dir: Path, identity: TaskIdentity) -> int:
+    """Executes one task and returns its exit code. No process and no temporary folder of the task remains."""
+    signals = Signals()
+    config, _ = read_submitted((run_dir / CONFIG_FILE).read_text(encoding="utf-8"))
+    launcher = config.launcher
+    assert isinstance(launcher, SlurmLauncherConfig)
+    attempt = run_dir / "slurm" / identity.attempt
+    attempt.mkdir(parents=True, exist_ok=True)
+    become_subreaper()
+    with ExitStack() as undo:
+        folder = undo.enter_context(task_folder(identity.raw_job_id))
+        undo.callback(end_children)
+        task = _Task(run_dir, attempt, folder, launcher, identity, signals, undo)
+        try:
+            return task.lead() if identity.rank == 0 else task.follow()
+        except Ended:
+            return STOPPED
+        except NodeLost as lost:
+            print(f"relax: {lost}", file=sys.stderr, flush=True)
+            return FAILED
+
+
+class _Task:
+    def __init__(
+        self,
+        run_dir: Path,
+        attempt: Path,
+        folder: Path,
+        launcher: SlurmLauncherConfig,
+        identity: TaskIdentity,
+        signals: Signals,
+        undo: ExitStack,
+    ) -> None:
+        self._run_dir = run_dir
+        self._attempt = attempt
+        self._folder = folder
+        self._launcher = launcher
+        self._identity = identity
+        self._signals = signals
+        self._undo = undo
+        self._token = attempt / "ray-token"
+
+    # -- the first task -----------------------------------------------------------------------------------------------
+    def lead(self) -> int:
+        """Executes the run and records how it ended. In a job of several nodes it first starts the Ray head."""
+        address, head = None, None
+        try:
+            if self._identity.nodes > 1:
+                address, head = self._start_head()
+            code = self._await_run(self._start_run(address), head)
+        except NodeLost as lost:
+            print(f"relax: failed: {lost}; resume=auto goes on from the newest checkpoint", file=sys.stderr, flush=True)
+            return self._record_end(FAILED, str(lost))
+        if code == STOPPED and self._signals.requeue:
+            return self._requeue()
+        return self._record_end(code, "")
+
+    def _start_head(self) -> tuple[str, Child]:
+        new_token_file(self._token)
+        self._undo.callback(self._token.unlink, missing_ok=True)
+        port = _free_port(self._identity.address)
+        head = self._start_ray("head", "--head", f"--port={port}", "--include-dashboard=false")
+        self._await(lambda: _listens(self._identity.address, port), head, "the Ray head", HEAD_S)
+        address = f"{self._identity.address}:{port}"
+        write_whole(self._attempt / HEAD, f"{address} {self._folder}")
+        return address, head
+
+    def _start_run(self, address: str | None) -> Child:
+        command = [sys.executable, "-u", "-m", "launchers.saved_run", str(self._run_dir / CONFIG_FILE)]
+        if address is not None:
+            command.append(f"--ray-address={address}")
+        if self._identity.restarts:
+            command.append("--again")
+        run = Child(command, environment=self._environment(joined=address is not None))
+        self._undo.callback(remove_weights_folders, run.pid, self._run_dir)
+        self._undo.callback(end_children)
+        return run
+
+    def _await_run(self, run: Child, head: Child | None) -> int:
+        """Waits for the run and returns its exit code. Raises `NodeLost` if a Ray node exits meanwhile."""
+        terminated = False
+        while (code := run.poll()) is None:
+            self._raise_if_ended()
+            if self._signals.stop and not terminated:
+                terminated = True
+                run.terminate()
+            if head is not None and head.poll() is not None:
+                log = self._attempt / "head.log"
+                raise NodeLost(f"{self._identity.node}: its Ray head ended with {head.poll()}; see {log}")
+            if lost := sorted(file.read_text() for file in self._attempt.glob(f"{LOST}-*")):
+                raise NodeLost("; ".join(lost))
+            time.sleep(POLL_S)
+        return code
+
+    def _requeue(self) -> int:
+        limit = self._launcher.max_requeues
+        if self._identity.restarts >= limit:
+            return self._record_end(STOPPED, f"Slurm stopped it again (launcher.max_requeues={limit})")
+        print("relax: stopped by Slurm with a checkpoint; the job is queued again", flush=True)
+        (self._attempt / DONE).touch()
+        self._undo.close()  # before Slurm ends the remaining processes
+        done = slurm_call("scontrol", "requeue", self._identity.raw_job_id)
+        if done.returncode:
+            return self._record_end(STOPPED, f"stopped by Slurm, which does not queue it again: {done.stderr.strip()}")
+        deadline = time.monotonic() + REQUEUED_S
+        while not self._signals.end and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        return STOPPED
+
+    def _record_end(self, code: int, cause: str) -> int:
+        (self._attempt / DONE).touch()
+        write_end(self._run_dir, RunEnd(code=code, cause=cause, attempt=self._identity.attempt))
+        return code
+
+    # -- the other tasks ----------------------------------------------------------------------------------------------
+    def follow(self) -> int:
+        """Starts a Ray node and supervises it until the first task is done."""
+        wait_s = HEAD_S + 60.0  # the first task may start later than this one
+        self._await((self._attempt / HEAD).exists, None, "the Ray head's address", wait_s)
+        address, folder = (self._attempt / HEAD).read_text().split()
+        # A Ray node uses the path of the head's folder on its own machine.
+        self._undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        self._undo.callback(end_children)
+        rank = self._identity.rank
+        node = self._start_ray(f"node-{rank}", f"--address={address}")
+        while not (self._attempt / DONE).exists():
+            self._raise_if_ended()
+            if (code := node.poll()) is not None and not (self._attempt / DONE).exists():
+                return self._report_node_lost(code)
+            time.sleep(POLL_S)
+        return 0
+
+    def _report_node_lost(self, code: int) -> int:
+        rank, node = self._identity.rank, self._identity.node
+        report = f"{node}: its Ray node ended with {code}; see {self._attempt}/node-{rank}.log"
+        write_whole(self._attempt / f"{LOST}-{rank}", report)
+        deadline = time.monotonic() + DONE_S
+        while not (self._attempt / DONE).exists() and time.monotonic() < deadline:
+            self._raise_if_ended()
+            time.sleep(POLL_S)
+        return FAILED
+
+    # -- every task ---------------------------------------------------------------------------------------------------
+    def _start_ray(self, name: str, *arguments: str) -> Child:
+        """Starts `ray start --block`, whose log is in the attempt's folder."""
+        launcher = self._launcher
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]
+        command += [f"--node-ip-address={self._identity.address}", f"--num-cpus={launcher.ray_logical_cpus}"]
+        command += [f"--num-gpus={launcher.gpus_per_node}", f"--object-store-memory={launcher.object_store_mb << 20}"]
+        command += ["--min-worker-port=0", "--max-worker-port=0", *arguments]
+        if arguments[0] == "--head":
+            command.append(f"--temp-dir={self._folder / 'ray'}")
+        return Child(command, environment=self._environment(joined=True), log=self._attempt / f"{name}.log")
+
+    def _environment(self, *, joined: bool) -> dict[str, str]:
+        variables = {name: value for name, value in os.environ.items() if not name.startswith("SUBMITIT_")}
+        variables |= {"TMPDIR": str(self._folder), **ONE_THREAD}
+        if joined:
+            variables |= {**JOINED, "RAY_AUTH_TOKEN_PATH": str(self._token)}
+        return variables
+
+    def _raise_if_ended(self) -> None:
+        if self._signals.end:
+            raise Ended
+
+    def _await(self, exists: Callable[[], bool], child: Child | None, name: str, limit_s: float) -> None:
+        node = self._identity.node
+        deadline = time.monotonic() + limit_s
+        while not exists():
+            self._raise_if_ended()
+            if child is not None and child.poll() is not None:
+                raise NodeLost(f"{node}: {name} ended with {child.poll()}; see {self._attempt}")
+            if time.monotonic() > deadline:
+                raise NodeLost(f"{node}: {name} was not there within {limit_s:.0f} s; see {self._attempt}")
+            time.sleep(POLL_S)
+
+
+def _free_port(address: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
+def _listens(address: str, port: int) -> bool:
+    try:
+        with socket.create_connection((address, port), timeout=1.0):
+            return True
+    except OSError:
+        return False
