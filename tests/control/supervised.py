@@ -50,9 +50,9 @@ def controller_of(folder: Path) -> int:
 
 
 # -- the controllers' side --------------------------------------------------------------------------------------------
-def killed_once(folder: Path, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
-    (folder / f"place{attempt.number}").write_text(f"{place.folder}\n{place.weights_folder}")
-    (place.folder / "left").touch()
+def killed_once(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+    (folder / f"paths{attempt.number}").write_text(f"{paths.folder}\n{paths.weights_folder}")
+    (paths.folder / "left").touch()
     if attempt.number == 0:
         adopted = subprocess.Popen(["sleep", LONG_S], start_new_session=True)
         (folder / "adopted").write_text(str(adopted.pid))
@@ -61,12 +61,12 @@ def killed_once(folder: Path, place: RunPaths, attempt: Attempt, supervisor: Sup
     return 7
 
 
-def always_killed(folder: Path, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+def always_killed(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
     os.kill(os.getpid(), signal.SIGSEGV)
     return 0
 
 
-def exits_once(folder: Path, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+def exits_once(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
     """As Ray's own code does in a process that lost its GCS."""
     if attempt.number == 0:
         os._exit(1)
@@ -74,48 +74,48 @@ def exits_once(folder: Path, place: RunPaths, attempt: Attempt, supervisor: Supe
     return 7
 
 
-def loses_ray_once(folder: Path, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+def loses_ray_once(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
     if attempt.number == 0:
-        supervisor.say_ray_lost("Ray's GCS died")
+        supervisor.report_ray_lost("Ray's GCS died")
         os._exit(1)
     print(attempt.causes, flush=True)
     return 7
 
 
-def third_ray_starts(folder: Path, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+def third_ray_starts(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
     with (folder / "starts").open("a") as starts:
         starts.write(".")
     if (folder / "starts").stat().st_size == 3:
         print(f"attempt {attempt.number}", flush=True)
         return 7
-    supervisor.say_ray_unstarted("Ray did not start.")
+    supervisor.report_ray_unstarted("Ray did not start.")
     return 1
 
 
-def no_ray_starts(folder: Path, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
-    supervisor.say_ray_unstarted("Ray did not start.")
+def no_ray_starts(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+    supervisor.report_ray_unstarted("Ray did not start.")
     return 1
 
 
-def killed_after_two_recoveries(folder: Path, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
-    book = Recoveries(recoveries_file(folder), tell=print)
+def killed_after_two_recoveries(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+    recoveries = Recoveries(recoveries_file(folder), report=print)
     for step in range(2):
-        book.begin(FROM_CHECKPOINT, "the bus died", at_step=step, from_step=0)
+        recoveries.begin(FROM_CHECKPOINT, "the bus died", at_step=step, from_step=0)
     os.kill(os.getpid(), signal.SIGKILL)
     return 0
 
 
-def frozen_once(folder: Path, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+def frozen_once(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
     if attempt.number == 0:
         os.kill(os.getpid(), signal.SIGSTOP)
     return 0
 
 
-def fails(folder: Path, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+def fails(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
     raise RuntimeError("no such luck")
 
 
-def returns_3(folder: Path, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+def returns_3(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
     (folder / "ready").write_text(str(os.getpid()))
     with (folder / "own").open("w") as own:  # a stream that was closed must not get its number
         print("printed", flush=True)
@@ -125,8 +125,8 @@ def returns_3(folder: Path, place: RunPaths, attempt: Attempt, supervisor: Super
     return 3
 
 
-def trains_until_stopped(folder: Path, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
-    supervisor.say_trained()
+def trains_until_stopped(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+    supervisor.report_trained()
     code = _await_stop(folder, supervisor)
     for _ in range(1000):  # more than a pipe holds
         print("a long farewell " * 10)
@@ -135,15 +135,15 @@ def trains_until_stopped(folder: Path, place: RunPaths, attempt: Attempt, superv
     return code
 
 
-def has_not_trained(folder: Path, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+def has_not_trained(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
     subprocess.Popen(["sleep", LONG_S], start_new_session=True)
     _await_stop(folder, supervisor)
     _await(folder / "never")
     return 0
 
 
-def ends_when_interrupted(folder: Path, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
-    supervisor.say_trained()
+def ends_when_interrupted(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+    supervisor.report_trained()
     _await_stop(folder, supervisor)
     try:
         (folder / "heard").touch()
@@ -154,8 +154,8 @@ def ends_when_interrupted(folder: Path, place: RunPaths, attempt: Attempt, super
     return 0
 
 
-def ends_never(folder: Path, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
-    supervisor.say_trained()
+def ends_never(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+    supervisor.report_trained()
     _await_stop(folder, supervisor)
     while True:
         try:
@@ -165,14 +165,14 @@ def ends_never(folder: Path, place: RunPaths, attempt: Attempt, supervisor: Supe
             continue
 
 
-def dies_when_stopped(folder: Path, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
-    supervisor.say_trained()
+def dies_when_stopped(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+    supervisor.report_trained()
     _await_stop(folder, supervisor)
     os.kill(os.getpid(), signal.SIGKILL)
     return 0
 
 
-def killed_once_unread(folder: Path, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
+def killed_once_unread(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
     """Ends by a kill, once nobody reads what the supervisor says of it."""
     if attempt.number == 0:
         (folder / "ready").write_text(str(os.getpid()))
@@ -204,9 +204,9 @@ def main() -> int:
         controller_process.AT_ONCE_S = 0.0
 
     def run_once(
-        config: RelaxConfig, resume: ResumePoint | None, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe
+        config: RelaxConfig, resume: ResumePoint | None, paths: RunPaths, attempt: Attempt, supervisor: SupervisorPipe
     ) -> int:
-        return int(case(folder, place, attempt, supervisor))
+        return int(case(folder, paths, attempt, supervisor))
 
     config = load_config([f"run.dir={folder}", "run.max_recoveries=2", *sys.argv[3:]])
     assert "ray" not in sys.modules and "torch" not in sys.modules

@@ -105,5 +105,5 @@ def test_the_watchdog_names_who_stands_still(tmp_path: Path) -> None:
     first = next(report for report in log.read_text().split("no train step ended") if blocker in report)
     assert "actor-0: waits" in first and "on bus for" in first
     assert "in flight in rollout (oldest g0" in first and "owed by rollout" in first
-    assert f"rollout-0: pid {pid}, state T (stopped)" in first
+    assert f"rollout-0: pid {pid}, state stopped" in first
     assert "no train step ended" in run.output  # on stderr, too

@@ -1,4 +1,4 @@
-"""Keeps an eye on the bus from a thread of its own, so that a bus that hangs holds up nobody."""
+"""Polls the bus from a thread of its own, so that a bus that hangs does not block the controller."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ ASK_S = 0.25
 
 
 class BusWatch:
-    """Use as a context manager. ``progress``: the newest that the bus told, None before the first. ``lost``: how the
-    bus was lost, in words that follow "the bus"; None while it answers."""
+    """Polls the bus while it is used as a context manager. ``progress`` is the newest answer, None before the first.
+
+    ``lost`` says how the bus was lost, as a clause that follows "the bus"; it is None while the bus answers.
+    """
 
     def __init__(self, bus: RayBus, *, heartbeat_timeout_s: float) -> None:
         self.progress: BusProgress | None = None
         self.lost: str | None = None
         self._bus = bus
-        # The call answers at once, so the client's own patience counts towards the deadline.
+        # The bus answers this call at once, so the client's extra wait is part of the deadline.
         self._call_timeout_s = max(0.0, heartbeat_timeout_s - ANSWER_GRACE_S)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="bus-watch", daemon=True)
@@ -32,14 +34,14 @@ class BusWatch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._ended.set()  # not joined: it may be asking a bus that never answers; its call has a deadline
+        self._ended.set()  # the thread is not joined, because its last call may wait for its deadline
 
     def _watch(self) -> None:
         while not self._ended.wait(ASK_S):
             try:
                 self.progress = self._bus.progress(timeout_s=self._call_timeout_s)
             except BusLost as error:
-                # A loss that is not of its own process, such as a storage unit's, has a name that the user wants.
+                # If another process was lost, such as a storage unit, the error names it.
                 self.lost = "died" if str(error).startswith(PROCESS_GONE) else f"was lost: {error}"
                 return
             except BusTimeout as error:

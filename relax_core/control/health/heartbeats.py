@@ -1,4 +1,4 @@
-"""Signs of life: every worker is asked for its status, and nobody waits for one that does not answer."""
+"""Polls every worker for its status without waiting for a worker that does not answer."""
 
 from __future__ import annotations
 
@@ -13,23 +13,26 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 from relax_core.control.host.process_trees import LONGEST_GAP_S
 from relax_core.roles.process.worker import WorkerStatus
 
-Life = Literal["starting", "alive", "restarting", "dead"]
+Life = Literal["starting", "alive", "restarting", "dead"]  # Ray's names for the states of an actor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """What is known of a worker's process. ``status``: its newest answer, also of one that is gone now.
-    ``silent_s``: seconds without an answer of a process that has answered before. ``words``: how it died."""
+    """The state of a worker's process. ``status`` is its newest answer, which a process that has exited may have given.
+
+    ``silent_s`` counts the seconds without an answer of a process that has answered before. ``cause`` says how the
+    process died.
+    """
 
     name: str
     life: Life
     status: WorkerStatus | None
     silent_s: float = 0.0
-    words: str = ""
+    cause: str = ""
 
 
 class Heartbeats:
-    """One question at a time is under way to each worker. ``clock`` gives seconds and never goes back."""
+    """Sends one status call at a time to each worker. ``clock`` returns monotonic seconds."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -38,7 +41,7 @@ class Heartbeats:
         self._beats: dict[str, Beat] = {}
 
     def poll(self, workers: Mapping[str, Any], *, timeout_s: float) -> dict[str, Beat]:
-        """Asks ``workers`` (name → handle) and takes the answers that come within ``timeout_s``."""
+        """Calls ``workers`` (name → handle) and returns their states after at most ``timeout_s`` seconds."""
         for name, worker in workers.items():
             if name not in self._asked:
                 self._asked[name] = worker.status.remote()
@@ -61,6 +64,6 @@ class Heartbeats:
         except ActorUnavailableError:
             beat = Beat(name=name, life="restarting", status=last.status)
         except ActorDiedError as error:
-            beat = Beat(name=name, life="dead", status=last.status, words=str(error))
+            beat = Beat(name=name, life="dead", status=last.status, cause=str(error))
         del self._asked[name]
         return beat

@@ -1,4 +1,4 @@
-"""Watches the daemons of a run's own Ray: without its GCS or its raylet nothing of the run can be started or mended."""
+"""Watches the daemons of a run's own Ray. Without its GCS or its raylet, no process of the run can start or recover."""
 
 from __future__ import annotations
 
@@ -8,18 +8,22 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Self
 
+import psutil
+
 from relax_core.control.host.process_trees import GONE, LONGEST_GAP_S, process_state
 
-LOOK_S = 0.25
-STOPPED = "T"  # how a `process_state` begins where a process was stopped
+POLL_S = 0.25
 
 
 class RayWatch:
-    """Use as a context manager. A daemon that is gone, or stopped for ``frozen_after_s`` seconds, is told to ``lost``,
-    once, in a thread of its own: whoever waits for Ray then may wait for good."""
+    """Checks the daemons from a thread of its own while it is used as a context manager.
+
+    It calls ``lost`` once, in that thread, with the cause if a daemon has exited or was stopped for ``frozen_after_s``
+    seconds, because the main thread may then wait for Ray without end.
+    """
 
     def __init__(self, daemons: Mapping[str, int], *, frozen_after_s: float, lost: Callable[[str], None]) -> None:
-        """``daemons``: name → process id."""
+        """Takes the daemons as name → process id."""
         self._daemons = daemons
         self._frozen_after_s = frozen_after_s
         self._lost = lost
@@ -34,20 +38,20 @@ class RayWatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended.set()
-        self._thread.join(LONGEST_GAP_S)  # Ray's own end comes next, and is no loss
+        self._thread.join(LONGEST_GAP_S)  # the session then ends Ray, which is not a loss
 
     def _watch(self) -> None:
-        looked = time.monotonic()
+        checked = time.monotonic()
         stopped_s = dict.fromkeys(self._daemons, 0.0)
-        while not self._ended.wait(LOOK_S):
+        while not self._ended.wait(POLL_S):
             now = time.monotonic()
-            looked, passed = now, min(now - looked, LONGEST_GAP_S)
+            checked, passed = now, min(now - checked, LONGEST_GAP_S)
             for name, pid in self._daemons.items():
                 state = process_state(pid)
-                stopped_s[name] = stopped_s[name] + passed if state.startswith(STOPPED) else 0.0
-                if state.startswith(GONE):
+                stopped_s[name] = stopped_s[name] + passed if state == psutil.STATUS_STOPPED else 0.0
+                if state in GONE:
                     self._lost(f"Ray's {name} died")
                     return
                 if stopped_s[name] > self._frozen_after_s:
-                    self._lost(f"Ray's {name} froze (stopped for {stopped_s[name]:.0f} s, state {state})")
+                    self._lost(f"Ray's {name} froze (it was stopped for {stopped_s[name]:.0f} s)")
                     return

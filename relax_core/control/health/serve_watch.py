@@ -1,4 +1,4 @@
-"""Looks after Serve's controller. Nothing of a train step waits for it, and Ray starts it again in place."""
+"""Watches Serve's controller, which Ray restarts in place. No train step waits for it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutErro
 
 from relax_core.control.host.process_trees import LONGEST_GAP_S, kill, process_state
 
-CONTROLLER_ACTOR, NAMESPACE = "SERVE_CONTROLLER_ACTOR", "serve"  # Serve's own names
+CONTROLLER_ACTOR, NAMESPACE = "SERVE_CONTROLLER_ACTOR", "serve"  # Serve fixes these names
 
 
 class ServeLost(RuntimeError):
-    """Serve's controller is gone, and Ray does not start it again."""
+    """Says that Serve's controller has exited and Ray does not restart it."""
 
 
 class ServeWatch:
-    """Asks the controller of a Serve on this machine for its process id, again and again. One that answered once and
-    then nothing for ``frozen_after_s`` seconds is killed. ``restarts``: how often it was started again."""
+    """Polls the controller of Serve on this machine for its process id.
+
+    It kills a controller that has answered before and then gives no answer for ``frozen_after_s`` seconds. ``restarts``
+    counts how often the controller was restarted.
+    """
 
     def __init__(self, *, frozen_after_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.restarts = 0
@@ -28,22 +31,25 @@ class ServeWatch:
         self._clock = clock
         self._controller = ray.get_actor(CONTROLLER_ACTOR, namespace=NAMESPACE)
         self._asked: Any = None
-        self._looked = clock()
+        self._checked = clock()
         self._pid: int | None = None
         self._silent_s = 0.0
         self._killed = ""
 
-    def look(self) -> str | None:
-        """Takes an answer that is there. How the controller ended, in words that follow its name, where another one
-        answers now; else None. Raises ServeLost."""
+    def check(self) -> str | None:
+        """Takes an answer if there is one, without waiting. Raises ServeLost.
+
+        If another process of the controller answers than before, it returns how the earlier one ended, as a clause that
+        follows its name; else None.
+        """
         now = self._clock()
-        self._looked, passed = now, min(now - self._looked, LONGEST_GAP_S)
+        self._checked, passed = now, min(now - self._checked, LONGEST_GAP_S)
         if self._asked is None:
             self._asked = self._controller.get_pid.remote()
         try:
             pid = int(ray.get(self._asked, timeout=0))
         except GetTimeoutError:
-            self._note_silence(passed)
+            self._count_silence(passed)
             return None
         except ActorUnavailableError:
             self._asked = None
@@ -58,7 +64,7 @@ class ServeWatch:
         how, self._killed = self._killed or "died", ""
         return how
 
-    def _note_silence(self, passed: float) -> None:
+    def _count_silence(self, passed: float) -> None:
         if self._pid is None or self._killed:
             return
         self._silent_s += passed

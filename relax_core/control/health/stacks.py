@@ -1,4 +1,8 @@
-"""What a process is doing right now: its Python stacks, asked from inside, or looked at from outside."""
+"""Collects the Python stacks of a process: from the process itself, or with py-spy if it does not answer.
+
+A process that answers reports its own stacks, because py-spy needs the right to trace other processes, which containers
+often lack.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +24,15 @@ DUMP_S = 10.0
 
 
 def stacks_of(beat: Beat | None, handle: Any) -> list[str]:
-    """Lines about a worker: its threads' stacks; where it does not answer, what the kernel and py-spy know of it."""
+    """Returns lines with the stacks of a worker's threads.
+
+    If the worker does not answer, they come from `stacks_from_outside`.
+    """
     if beat is None or beat.status is None:
-        return ["it has not told anything yet"]
+        return ["it has not answered yet"]
     status = beat.status
     if beat.life != "alive":
-        return [f"it is {beat.life}: {beat.words}"]
+        return [f"it is {beat.life}: {beat.cause}"]
     try:
         stacks: dict[str, str] = ray.get(handle.stacks.remote(), timeout=ASK_S)
     except GetTimeoutError:
@@ -33,7 +40,7 @@ def stacks_of(beat: Beat | None, handle: Any) -> list[str]:
             return [f"pid {status.pid} on another host does not answer"]
         return stacks_from_outside(status.pid)
     except RayActorError as error:
-        return [f"pid {status.pid} is gone: {str(error).splitlines()[0]}"]
+        return [f"pid {status.pid} has exited: {str(error).splitlines()[0]}"]
     lines = [f"pid {status.pid}, {status.state}"]
     for thread, stack in stacks.items():
         lines += [f"thread {thread}:", *stack.splitlines()]
@@ -43,7 +50,7 @@ def stacks_of(beat: Beat | None, handle: Any) -> list[str]:
 
 
 def stacks_from_outside(pid: int) -> list[str]:
-    """The process's state, and py-spy's dump of it where py-spy is installed."""
+    """Returns lines with the state of a process and, if py-spy is installed, py-spy's dump of its stacks."""
     lines = [f"pid {pid}, state {process_state(pid)}"]
     spy = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
     if spy is None:

@@ -1,4 +1,4 @@
-"""When no train step ends for long: who waits for whom, printed as one chain, down to who waits for nobody."""
+"""Reports a stall: which worker waits for which worker, down to the worker that blocks the others, and its stacks."""
 
 from __future__ import annotations
 
@@ -19,31 +19,33 @@ if TYPE_CHECKING:
     from relax_core.control.run.services import Services
 
 LOG = "watchdog.log"
-BUS_S = 2.0  # a bus that answers does so in milliseconds
+BUS_S = 2.0  # timeout of the bus's answer, which takes milliseconds
 
 
 class Watchdog:
-    """Reports after ``run.watch_after_s`` seconds without a train step, then again after as many more. A report is made
-    in a thread of its own, since it asks processes that may not answer."""
+    """Reports every ``run.watch_after_s`` seconds without a train step.
+
+    A report is made in a thread of its own, because it calls processes that may not answer.
+    """
 
     def __init__(self, context: RunContext, services: Services) -> None:
         self._context = context
         self._services = services
-        self._since = self._told = time.monotonic()
+        self._since = self._reported = time.monotonic()
 
     def moved(self) -> None:
-        """A train step ended, or a checkpoint that it waits for was written further."""
-        self._since = self._told = time.monotonic()
+        """Restarts the time, because a train step ended or the trainer's checkpoint has made progress."""
+        self._since = self._reported = time.monotonic()
 
     def check(self, beats: Mapping[str, Beat], *, step: int) -> None:
-        """Reports if it is time."""
+        """Starts a report if it is due. ``step`` is the number of train steps done."""
         now = time.monotonic()
-        if now - self._told >= self._context.config.run.watch_after_s:
-            self._told = now
+        if now - self._reported >= self._context.config.run.watch_after_s:
+            self._reported = now
             arguments = (dict(beats), step, now - self._since)
             threading.Thread(target=self._report, args=arguments, name="watchdog", daemon=True).start()
 
-    def _report(self, beats: Mapping[str, Beat], step: int, still_s: float) -> None:
+    def _report(self, beats: Mapping[str, Beat], step: int, idle_s: float) -> None:
         waits: list[BusWait] | str
         try:
             waits = self._services.bus.waits(timeout_s=BUS_S)
@@ -53,7 +55,7 @@ class Watchdog:
         handles: Mapping[str, Any] = self._services.handles()
         now = f"{datetime.now():%Y-%m-%d %H:%M:%S}"
         lines = [
-            f"{now} no train step ended for {still_s:.0f} s at step {step}; who waits for whom:",
+            f"{now} no train step ended for {idle_s:.0f} s at step {step}; which worker waits for which:",
             *(f"  {line}" for line in found.lines),
             f"  blocker: {', '.join(found.blockers)}",
         ]

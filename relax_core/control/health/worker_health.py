@@ -1,4 +1,4 @@
-"""Who lives, who froze, who died: looks at each worker once a second and keeps the services going in place."""
+"""Polls every worker once a second and restarts dead or frozen ones in place."""
 
 from __future__ import annotations
 
@@ -13,32 +13,37 @@ from relax_core.control.run.recovery_log import IN_PLACE, Recoveries
 from relax_core.observe.terminal.role_states import RoleState
 from relax_core.roles.process.worker import WorkerStatus, process_host
 
-POLL_S = 0.2  # answers take milliseconds; longer is waited for nobody
+POLL_S = 0.2  # timeout of the answers, which take milliseconds
 
 
 class Killable(Protocol):
-    """What the health manager needs of the services."""
+    """The part of the services that the health manager uses."""
 
-    def handles(self) -> Mapping[str, Any]: ...
+    def handles(self) -> Mapping[str, Any]:
+        """Returns the Ray handle of every worker, by its name."""
 
-    def kill_frozen(self, name: str, status: WorkerStatus) -> None: ...
+    def kill_frozen(self, name: str, status: WorkerStatus) -> None:
+        """Kills a worker that does not answer."""
 
 
 class HealthManager:
-    """Watches one attempt's services. A worker that answered once and then nothing for ``heartbeat_timeout_s`` is
-    frozen (stopped, or its interpreter hangs): it is killed, so that Ray starts another. What a worker of this machine
-    owned, such as an engine, is ended once the worker is gone: it may be frozen too."""
+    """Watches the workers of one attempt of the services.
+
+    A worker that has answered before and then gives no answer for ``heartbeat_timeout_s`` seconds is frozen: it was
+    stopped, or its interpreter hangs. It is killed, so that Ray restarts it. If a worker on this machine has exited,
+    the processes that it owned, such as an engine, are killed, because they may be frozen too.
+    """
 
     def __init__(
         self,
         services: Killable,
-        book: Recoveries,
+        recoveries: Recoveries,
         *,
         heartbeat_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._services = services
-        self._book = book
+        self._recoveries = recoveries
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._heartbeats = Heartbeats(clock=clock)
         self._watch = RoleWatch()
@@ -52,15 +57,18 @@ class HealthManager:
         self.beats: dict[str, Beat] = {}
         self.roles: list[RoleState] = []
 
-    def look(self, *, bus_lost: str | None, step: int) -> None:
-        """Takes the signs of life. Raises `ServicesLost` where only a new start of the services helps, `RunFailed` for
-        what a role's own code raised. ``step``: train steps done."""
+    def check(self, *, bus_lost: str | None, step: int) -> None:
+        """Polls the workers and kills frozen ones. ``step`` is the number of train steps done.
+
+        Raises `ServicesLost` if all services have to start again, and `RunFailed` for an error that a role's own code
+        raised.
+        """
         self.beats = self._heartbeats.poll(self._services.handles(), timeout_s=POLL_S)
         self.roles = self._watch.roles(self.beats)
         for beat in self.beats.values():
             status = beat.status
             if beat.life == "alive" and status is not None and status.child_pids and status.host == process_host():
-                self._owned.note(beat.name, status.pid, status.child_pids)
+                self._owned.record(beat.name, status.pid, status.child_pids)
         self._owned.end_adopted_processes()
         for beat in self.beats.values():
             if beat.life == "alive" and beat.status is not None and beat.silent_s > self._heartbeat_timeout_s:
@@ -69,22 +77,22 @@ class HealthManager:
         if failure is not None:
             raise failure
         self._suspicious = any(role.state == "failed" for role in self.roles)
-        self._book_restarts(step)
+        self._record_restarts(step)
 
     def done(self, name: str) -> bool:
-        """Whether this worker has done its part of the run."""
+        """Is True if this worker has completed its part of the run."""
         beat = self.beats.get(name)
         return beat is not None and beat.status is not None and beat.status.state == "done"
 
     def progress(self, name: str) -> int:
-        """What this worker tells of a long work of its own (`WorkerStatus.progress`)."""
+        """Returns this worker's progress in a long operation (`WorkerStatus.progress`)."""
         beat = self.beats.get(name)
         return beat.status.progress if beat is not None and beat.status is not None else 0
 
     def _kill_frozen(self, beat: Beat, status: WorkerStatus) -> None:
         here = status.host == process_host()
         state = process_state(status.pid) if here else "on another host"
-        if status.pid in self._killed_pids or state.startswith(GONE):  # Ray has not noticed its end yet
+        if status.pid in self._killed_pids or state in GONE:  # Ray has not noticed its end yet
             return
         self._killed_pids.add(status.pid)
         self._killed_at[beat.name] = time.monotonic()
@@ -93,14 +101,14 @@ class HealthManager:
         )
         self._services.kill_frozen(beat.name, status)
 
-    def _book_restarts(self, step: int) -> None:
-        """Once each: when Ray is seen to start a process again, or where only its new pid or count tells of it."""
+    def _record_restarts(self, step: int) -> None:
+        """Records each restart once: when a worker is restarting, or when its process id or its count has changed."""
         for role in self.roles:
             more = role.restarts > self._restarts.get(role.name, 0)
             if (role.state == "restarting" or more) and role.name not in self._restarting:
                 how = self._killed.pop(role.name, "") or self._own_process(role.name) or "died"
                 noticed = self._killed_at.pop(role.name, None)
-                self._book.begin(IN_PLACE, f"{role.name} {how}", at_step=step, from_step=step, noticed=noticed)
+                self._recoveries.begin(IN_PLACE, f"{role.name} {how}", at_step=step, from_step=step, noticed=noticed)
             if role.state == "restarting":
                 self._restarting.add(role.name)
             elif more:
@@ -108,6 +116,6 @@ class HealthManager:
             self._restarts[role.name] = role.restarts
 
     def _own_process(self, name: str) -> str:
-        """How the process ended that a worker which lives itself has started again."""
+        """Returns how the process ended that a running worker has restarted, such as its engine."""
         beat = self.beats[name]
         return beat.status.last_restart if beat.life == "alive" and beat.status is not None else ""

@@ -1,4 +1,4 @@
-"""Who is how: from the workers' signs of life to what the panel shows, and to the cause that ends an attempt."""
+"""Derives the states that the panel shows, and the cause that ends an attempt, from the workers' heartbeats."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from relax_core.roles.process.failure import failure_line
 from relax_core.roles.process.worker import WorkerStatus
 
 if TYPE_CHECKING:
-    from relax_core.control.health.heartbeats import Beat  # imports Ray, which must first be told its token
+    from relax_core.control.health.heartbeats import Beat  # imports Ray, which then reads the path of its token
 
 STATES: Mapping[str, RoleStateName] = {"restarting": "restarting", "dead": "failed", "starting": "starting"}
 
 
 class RunFailed(RuntimeError):
-    """The run cannot go on; the text is the first cause in one line, with its role. ``log``: its traceback, for the
-    run's logs. ``worker``: whose own failure it is, by name."""
+    """Says that the run cannot go on. The text is the first cause in one line, with its role.
+
+    ``log`` is the traceback, for the run's logs. ``worker`` is the name of the worker that failed by itself.
+    """
 
     def __init__(self, text: str, *, log: str = "", worker: str | None = None) -> None:
         super().__init__(text)
@@ -28,23 +30,23 @@ class RunFailed(RuntimeError):
 
 
 class ServicesLost(RunFailed):
-    """The same, where the services can be started again from the newest checkpoint."""
+    """Says that the services were lost and can start again from the newest checkpoint."""
 
 
 def run_failed(what: str, error: BaseException) -> RunFailed:
-    """What a user reads of an error that ended the run outside of any worker."""
+    """Returns the failure for an error that ended the run outside of every worker. ``what`` begins its text."""
     return RunFailed(f"{what}: {failure_line(error)}", log="".join(traceback.format_exception(error)))
 
 
 class RoleWatch:
-    """Remembers each worker's process, so that restarts are counted."""
+    """Records each worker's process id, so that it can count restarts."""
 
     def __init__(self) -> None:
         self._pids: dict[str, int] = {}
         self._restarts: dict[str, int] = {}
 
     def roles(self, beats: Mapping[str, Beat]) -> list[RoleState]:
-        """The workers' states, as the panel shows them."""
+        """Returns the workers' states as the panel shows them."""
         return [self._role(beat) for beat in beats.values()]
 
     def _role(self, beat: Beat) -> RoleState:
@@ -66,16 +68,17 @@ class RoleWatch:
             state=STATES[beat.life],
             since_s=0.0,
             restarts=self._restarts.get(beat.name, 0),
-            detail="its process is gone" if beat.life == "dead" else "",
+            detail="its process has exited" if beat.life == "dead" else "",
         )
 
 
 def verdict(beats: Mapping[str, Beat], *, bus: str | None, killed: Mapping[str, str], sure: bool) -> RunFailed | None:
-    """The first cause for which these services cannot go on, or None.
+    """Returns the first cause for which these services cannot go on, or None.
 
-    ``bus``: how the bus was lost. ``killed``: workers that were killed because they froze, and how that showed.
-    A process that is gone comes before those that failed of it, and of those the earliest counts. What a role's own
-    code raised ends the run, but only when ``sure``: a death that is behind it may show a moment later.
+    ``bus`` says how the bus was lost. ``killed`` maps the workers that were killed because they froze to the evidence.
+    A process that has died comes before workers that failed because of it; among failed workers the earliest counts. An
+    error of a role's own code ends the run only if ``sure`` is True, because the death of another process, which may be
+    its cause, may be noticed a moment later.
     """
     if bus is not None:
         return ServicesLost(f"the bus {bus}")
@@ -84,7 +87,7 @@ def verdict(beats: Mapping[str, Beat], *, bus: str | None, killed: Mapping[str, 
         names = [beat.name for beat in dead]
         first = next((beat for beat in dead if beat.name in killed), dead[0])
         others = f" (and with it {', '.join(name for name in names if name != first.name)})" if names[1:] else ""
-        return ServicesLost(f"{first.name} {killed.get(first.name, 'died')}{others}", log=first.words)
+        return ServicesLost(f"{first.name} {killed.get(first.name, 'died')}{others}", log=first.cause)
     failed = sorted((status for beat in beats.values() if (status := _failed(beat))), key=lambda status: status.since)
     if not failed:
         return None

@@ -1,6 +1,6 @@
-"""A folder that tells whether its owner lives: by a lock that the kernel lets go with the owner's last process.
+"""Marks a folder with its owner by a file lock, which the kernel releases when the owner's last process exits.
 
-A number of a process would not tell: numbers come again, and a container that shares the folder has numbers of its own.
+A process id would not do: the kernel reuses process ids, and a container that shares the folder has its own ones.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ OWNER_FILE = "owner"
 
 
 @contextmanager
-def owned(folder: Path, words: str) -> Iterator[None]:
-    """Marks a new folder on a local disk as this process's, and its forks', until the block or the last of them ends.
+def owned(folder: Path, owner: str) -> Iterator[None]:
+    """Marks a new folder on a local disk as owned by this process and its forks, until the block or the last one ends.
 
-    ``words`` go into the owner file, for people. It appears once it is locked: a folder without it is being made.
+    ``owner`` is a text for people, written to the owner file. The file appears when it is locked already, so a folder
+    without it is still being made.
     """
     partial = folder / f".{OWNER_FILE}"
     with partial.open("x") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        file.write(f"{words}\n")
+        file.write(f"{owner}\n")
         file.flush()
         partial.rename(folder / OWNER_FILE)
         yield
@@ -33,7 +34,10 @@ def owned(folder: Path, words: str) -> Iterator[None]:
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[bool]:
-    """Whether ``folder`` is a dead owner's, of this user. While the block runs nobody else is told the same."""
+    """Yields True if the folder's owner, a process of this user, has exited. The block then holds the folder's lock.
+
+    Other processes that try to claim the folder meanwhile get False.
+    """
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
         yield False
@@ -48,8 +52,10 @@ def claimed(folder: Path) -> Iterator[bool]:
 
 
 def locked(file: IO[str]) -> bool:
-    """Takes the file's lock, for this process and its forks, unless somebody holds it. Raises OSError (ENOLCK and the
-    like) where the file system knows no locks."""
+    """Takes the file's lock for this process and its forks. Returns False if another process holds it.
+
+    Raises OSError (such as ENOLCK) if the file system has no locks.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -57,6 +63,6 @@ def locked(file: IO[str]) -> bool:
     return True
 
 
-def owner_words(folder: Path) -> str:
-    """What `owned` was told."""
+def read_owner(folder: Path) -> str:
+    """Returns the text that `owned` wrote to the owner file."""
     return (folder / OWNER_FILE).read_text().strip()

@@ -1,4 +1,7 @@
-"""Ends processes for good, also stopped ones: by signal, since Ray's own kill takes seconds where nobody listens."""
+"""Kills processes and all of their children, also stopped ones.
+
+It uses signals and psutil, because Ray's own kill takes seconds for a process that does not answer.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +10,25 @@ import signal
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 
-GONE_S = 10.0  # what not even SIGKILL ends by then hangs in the kernel
+EXIT_TIMEOUT_S = 10.0  # a process that SIGKILL does not end within this time hangs in the kernel
 POLL_S = 0.005
-LONGEST_GAP_S = 3.0  # between two looks at others; more was this process's own pause, and is held against nobody
-GONE = ("gone", "Z", "X")  # how a `process_state` begins where nothing runs any more
+LONGEST_GAP_S = 3.0  # between two polls; a longer gap was a pause of this process and does not count as silence
+GONE = ("exited", psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)  # each `process_state` of a process that has exited
 
 
 def kill(pid: int) -> None:
-    """SIGKILL; a process that has ended already is passed over."""
+    """Sends SIGKILL to a process, unless it has exited."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
 
 def kill_trees(pids: Iterable[int]) -> None:
-    """Kills these processes of this machine and all of their children, and waits until they are gone.
+    """Kills these processes of this machine and all of their children, and waits until they have exited.
 
-    Raises RuntimeError, naming those that are still there after ``GONE_S`` seconds.
+    Raises RuntimeError, which names the remaining processes, after ``EXIT_TIMEOUT_S`` seconds.
     """
     doomed: dict[int, psutil.Process] = {}
     for pid in pids:
@@ -37,17 +39,17 @@ def kill_trees(pids: Iterable[int]) -> None:
     for process in doomed.values():
         with suppress(psutil.NoSuchProcess):
             process.kill()
-    deadline = time.monotonic() + GONE_S
-    while left := [process.pid for process in doomed.values() if not _is_dead(process)]:
+    deadline = time.monotonic() + EXIT_TIMEOUT_S
+    while remaining := [process.pid for process in doomed.values() if not _has_exited(process)]:
         if time.monotonic() < deadline:
             time.sleep(POLL_S)
             continue
-        names = ", ".join(f"{pid} ({process_state(pid)})" for pid in left)
-        raise RuntimeError(f"processes of the run that SIGKILL does not end within {GONE_S:.0f} s: {names}")
+        names = ", ".join(f"{pid} ({process_state(pid)})" for pid in remaining)
+        raise RuntimeError(f"processes of the run that SIGKILL does not end within {EXIT_TIMEOUT_S:.0f} s: {names}")
 
 
-def _is_dead(process: psutil.Process) -> bool:
-    """A zombie is dead, too: its parent has not collected it yet."""
+def _has_exited(process: psutil.Process) -> bool:
+    """Is True also for a zombie, for which its parent has not waited yet."""
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -55,39 +57,43 @@ def _is_dead(process: psutil.Process) -> bool:
 
 
 class OwnedProcesses:
-    """Processes of this machine that end with their owners. Such a process hears of its owner's end by itself, unless
-    it is stopped or hangs."""
+    """Kills processes of this machine whose owners have exited.
+
+    Such a process notices its owner's end by itself, unless it is stopped or hangs.
+    """
 
     def __init__(self) -> None:
         self._owners: dict[str, tuple[psutil.Process, list[psutil.Process]]] = {}
 
-    def note(self, name: str, owner: int, owned: Iterable[int]) -> None:
-        """Owner ``name`` is process ``owner`` now, and owns these processes. What its predecessor owned is ended."""
+    def record(self, name: str, owner: int, owned: Iterable[int]) -> None:
+        """Records that process ``owner`` of the name ``name`` owns these processes.
+
+        If another process had that name before, the processes that it owned are killed.
+        """
         known = self._owners.get(name)
         if known is not None and known[0].pid != owner:
             self._end(name)
             known = None
         seen = {process.pid: process for process in known[1]} if known is not None else {}
-        with suppress(psutil.NoSuchProcess):  # it has just ended: it is looked at again
+        with suppress(psutil.NoSuchProcess):  # it has just exited; the next poll reports that
             process = known[0] if known is not None else psutil.Process(owner)
             self._owners[name] = process, [seen.get(pid) or psutil.Process(pid) for pid in owned]
 
     def end_adopted_processes(self) -> None:
-        """Kills what is left of owners that are gone."""
-        for name in [name for name, (owner, _) in self._owners.items() if _is_dead(owner)]:
+        """Kills the processes whose owners have exited."""
+        for name in [name for name, (owner, _) in self._owners.items() if _has_exited(owner)]:
             self._end(name)
 
     def _end(self, name: str) -> None:
         for process in self._owners.pop(name)[1]:
-            with suppress(psutil.NoSuchProcess):  # so is a process that got its number since
+            with suppress(psutil.NoSuchProcess):  # psutil raises it also if another process has the process id now
                 for one in (process, *process.children(recursive=True)):
                     one.kill()
 
 
 def process_state(pid: int) -> str:
-    """E.g. "T (stopped)", as /proc tells it; "gone" where there is none."""
+    """Returns psutil's name for the state of a process, such as "stopped", or "exited" if there is no such process."""
     try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except (FileNotFoundError, ProcessLookupError):
-        return "gone"
-    return next(line.split(None, 1)[1].strip() for line in lines if line.startswith("State:"))
+        return str(psutil.Process(pid).status())
+    except psutil.NoSuchProcess:
+        return GONE[0]

@@ -1,4 +1,4 @@
-"""Ray for one run: started on this machine with its own token and folder, or joined; ended without a trace."""
+"""Starts Ray for one run on this machine, with its own token and folder, or joins a cluster; and ends it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from relax_core.control.host.process_trees import kill_trees
 from relax_core.control.host.run_paths import RunPaths
 from relax_core.roles.process.process_placement import cluster_fault
 
-# Loopback only: the one switch that lets Ray keep 127.0.0.1, which it else swaps for the host's own address.
+# Ray replaces 127.0.0.1 by the host's own address unless this variable is set.
 LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 QUIET = {
     "RAY_AUTH_MODE": "token",
@@ -27,14 +27,14 @@ QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
     "RAY_prestart_worker_first_driver": "0",
-    "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed",  # the health manager says it in fewer words
-    "RAY_worker_niceness": "0",  # as urgent as what started the run: by default whatever else runs here goes first
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # a worker that asks for no GPU sees none
+    "RAY_DEDUP_LOGS_SKIP_REGEX": "A worker died or was killed",  # the health manager reports it in fewer words
+    "RAY_worker_niceness": "0",  # the priority of the process that started the run; Ray's default is a lower one
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # a worker that requests no GPU sees none
 }
-NODES_S = 0.2  # how often a joined cluster's nodes are counted
-DAEMONS = {"gcs_server": "GCS", "raylet": "raylet"}  # Ray's names of the processes that a run cannot do without → ours
+NODES_S = 0.2  # interval between two counts of a joined cluster's nodes
+DAEMONS = {"gcs_server": "GCS", "raylet": "raylet"}  # Ray's names of the daemons that a run needs → names in messages
 KEPT_LOGS = ("worker-*", "raylet.*", "gcs_server.*")
-ONE_THREAD = {  # every process says its own number later; this is what a library takes that nobody told
+ONE_THREAD = {  # the defaults of libraries; every process sets its own number of threads later
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -45,28 +45,29 @@ ONE_THREAD = {  # every process says its own number later; this is what a librar
 
 
 class RayUnstarted(RuntimeError):
-    """The run's own Ray did not come up; another try may."""
+    """Says that the run's own Ray did not start. Another try may succeed."""
 
 
 def new_token_file(path: Path) -> Path:
-    """Writes a fresh token that only this user can read."""
+    """Writes a new random token to a file that only this user can read. Returns the path."""
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secrets.token_hex(32))
     return path
 
 
 class RaySession:
-    """Use as a context manager, once a process: Ray reads its token's place when it is imported. Raises RayUnstarted,
-    or RuntimeError where a cluster cannot be joined.
+    """Starts or joins Ray while it is used as a context manager.
 
-    ``placement``: how many GPUs a node is to have; None: none. ``token_file``: the run's bearer token. ``daemons``:
-    name → process id of those of a Ray of the run's own.
+    A process can use it once, because Ray reads the path of its token when it is imported. Entering raises RayUnstarted
+    if the run's own Ray does not start, and RuntimeError if a cluster cannot be joined. ``placement`` says how many
+    GPUs a node has; None means no GPU. ``token_file`` holds the run's bearer token. ``daemons`` maps the names of the
+    daemons of the run's own Ray to their process ids.
     """
 
     def __init__(
         self,
         launcher: LauncherConfig,
-        place: RunPaths,
+        paths: RunPaths,
         *,
         log_dir: Path,
         placement: PlacementConfig | None = None,
@@ -75,8 +76,8 @@ class RaySession:
         self._launcher = launcher
         self._placement = placement
         self._start_timeout_s = start_timeout_s
-        self._place = place
-        self.token_file = place.token_folder / "token"
+        self._paths = paths
+        self.token_file = paths.token_folder / "token"
         self._log_dir = log_dir
         self._undo = ExitStack()
         self.daemons: dict[str, int] = {}
@@ -93,29 +94,29 @@ class RaySession:
         os.environ.update(ONE_THREAD)
         if own:
             assert "ray" not in sys.modules or os.environ.get("RAY_AUTH_MODE") == "token", "Ray reads it when imported"
-            # Where torch has it too, told before TMPDIR moves: what was compiled outlives the run.
+            # This is torch's own default. It is set before TMPDIR changes, so that later runs find compiled code.
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}")
-            os.environ.update(QUIET, RAY_AUTH_TOKEN_PATH=str(new_token_file(self._place.folder / "ray-token")))
-            os.environ["TMPDIR"] = str(self._place.folder)  # what lies there goes with the run
+            os.environ.update(QUIET, RAY_AUTH_TOKEN_PATH=str(new_token_file(self._paths.folder / "ray-token")))
+            os.environ["TMPDIR"] = str(self._paths.folder)  # temporary files are removed with the run's folder
         import ray
 
         where = {
-            "address": "local",  # whatever RAY_ADDRESS says
+            "address": "local",  # RAY_ADDRESS has no effect
             "num_cpus": self._launcher.ray_logical_cpus,
             "num_gpus": 0 if self._placement is None else self._placement.gpus_per_node,
             "object_store_memory": self._launcher.object_store_mb << 20,
             "include_dashboard": False,
-            "_temp_dir": str(self._place.folder / "ray"),
+            "_temp_dir": str(self._paths.folder / "ray"),
         }
         undo.callback(_end_ray)
         try:
             ray.init(
                 **(where if own else {"address": self._launcher.ray_address}),
-                namespace=self._place.namespace,
+                namespace=self._paths.namespace,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
-        except Exception as error:  # Ray's own time-outs are bare ones
+        except Exception as error:  # Ray raises a bare Exception after a timeout
             raise self._unstarted(error) if own else self._not_joined(error) from error
         if own:
             self.daemons = {DAEMONS[kind]: pid for kind, pid in _live_processes() if kind in DAEMONS}
@@ -127,7 +128,7 @@ class RaySession:
         return RayUnstarted(
             f"Ray did not start on this machine ({os.cpu_count()} cores, load {os.getloadavg()[0]:.0f}): "
             f"{_first_line(error)} End other work here, or join a Ray that runs already by launcher.ray_address=auto. "
-            f"Ray's own words are in {self._log_dir}."
+            f"Ray's logs are in {self._log_dir}."
         )
 
     def _not_joined(self, error: Exception) -> RuntimeError:
@@ -140,10 +141,10 @@ class RaySession:
         import ray
 
         deadline = time.monotonic() + self._start_timeout_s
-        while (there := sum(node["Alive"] for node in ray.nodes())) < self._launcher.nodes:
+        while (joined := sum(node["Alive"] for node in ray.nodes())) < self._launcher.nodes:
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"{there} of launcher.nodes={self._launcher.nodes} Ray nodes are there after run.start_timeout_s="
+                    f"{joined} of launcher.nodes={self._launcher.nodes} Ray nodes are there after run.start_timeout_s="
                     f"{self._start_timeout_s:.0f} s"
                 )
             time.sleep(NODES_S)
@@ -151,16 +152,15 @@ class RaySession:
             raise RuntimeError(fault)
 
     def keep_logs(self) -> None:
-        """Copies what the workers and the daemons wrote into the run's folder; for a run that failed, or lost its
-        Ray."""
-        logs = self._place.folder / "ray" / "session_latest" / "logs"
+        """Copies the logs of workers and daemons into the run's folder, for a run that failed or lost its Ray."""
+        logs = self._paths.folder / "ray" / "session_latest" / "logs"
         try:
             for file in (file for pattern in KEPT_LOGS for file in logs.glob(pattern)):
                 if file.stat().st_size:
                     self._log_dir.mkdir(parents=True, exist_ok=True)
                     shutil.copy(file, self._log_dir / file.name)
         except OSError as error:  # a full disk must not hide why the run failed
-            print(f"relax: not all logs were kept: {error}", file=sys.stderr)
+            print(f"relax: not all logs were copied: {error}", file=sys.stderr)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -171,7 +171,7 @@ class RaySession:
 
 
 def _live_processes() -> list[tuple[str, int]]:
-    """(Ray's name for its kind, process id) of the processes that Ray started below this one; none where it joined."""
+    """Returns (Ray's name of its kind, process id) for each process that Ray started below this one."""
     from ray._private import worker
 
     node = worker._global_node
@@ -179,8 +179,10 @@ def _live_processes() -> list[tuple[str, int]]:
 
 
 def _end_ray() -> None:
-    """Leaves Ray. A Ray of our own ends by SIGKILL: its processes do not take the SIGTERM that Ray would send to one
-    after the other, with a second's wait for each."""
+    """Leaves Ray, and kills the processes of the run's own Ray.
+
+    They ignore the SIGTERM that Ray would send to one after the other, with a wait of a second for each.
+    """
     import ray
     from ray._private import worker
 
@@ -191,6 +193,6 @@ def _end_ray() -> None:
 
 
 def _first_line(error: Exception) -> str:
-    """Of an error's words, as a sentence."""
-    words = str(error).strip().split("\n", 1)[0] or type(error).__name__
-    return words if words.endswith(".") else f"{words}."
+    """Returns the first line of an error's text as a sentence."""
+    line = str(error).strip().split("\n", 1)[0] or type(error).__name__
+    return line if line.endswith(".") else f"{line}."

@@ -1,4 +1,4 @@
-"""What a run has beside its own folder: one under /tmp, one for weights, and a name in Ray."""
+"""The temporary paths of a run: a folder under /tmp, a folder for weights, and its namespace in Ray."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ from relax_core.engines.sglang.server.scratch import remove_left_scratch
 
 SHARED_MEMORY = Path("/dev/shm")
 FOLDER_PREFIX, WEIGHTS_PREFIX = "rlx-", "relax-"
-BASE_BYTES = 26  # a socket's path has 107 bytes, of which Ray's names below a run's folder take the rest
+BASE_BYTES = 26  # a socket's path has at most 107 bytes; Ray's names below a run's folder take the rest
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunPaths:
-    """``folder``: Ray's files and its token, short because of socket names. ``weights_folder``: published weights.
-    ``token_folder``: for the run's bearer token, where every process of the run can read it. All are 0700.
-    ``namespace``: the run's own in Ray."""
+    """The temporary paths of one attempt of a run. All folders have mode 0700.
+
+    ``folder`` is for Ray's files and its token; its path is short because names of sockets are. ``weights_folder`` is
+    for published weights. ``token_folder`` is for the run's bearer token, and every process of the run can read it.
+    ``namespace`` is the run's namespace in Ray.
+    """
 
     folder: Path
     weights_folder: Path
@@ -33,17 +36,17 @@ class RunPaths:
 
 
 def temporary_folder() -> Path:
-    """Where runs of this environment make their folders: TMPDIR, or /tmp where its path is too long for sockets."""
+    """Returns the parent of the temporary folders: TMPDIR, or /tmp if TMPDIR's path is too long for sockets."""
     folder = Path(tempfile.gettempdir())
     return folder if len(os.fsencode(folder)) <= BASE_BYTES else Path("/tmp")
 
 
 @contextmanager
 def run_paths(*, run_dir: Path, shared: bool = False) -> Iterator[RunPaths]:
-    """Makes a place for one attempt of the run in ``run_dir``, and removes it afterwards. What a kill of the whole run
-    leaves tells whose it is: see `lock_file`.
+    """Makes the folders for one attempt of the run in ``run_dir``, and removes them when the block ends.
 
-    ``shared``: weights and token lie in ``run_dir``, which all nodes of the run see, else in this machine's memory.
+    If the whole run is killed, the remaining folders name their owner (`lock_file`). With ``shared``, weights and token
+    lie in ``run_dir``, which all nodes of the run see; else the weights lie in this machine's memory.
     """
     owner = f"the run in {run_dir} (process {os.getpid()} of {socket.gethostname()})"
     namespace = f"{WEIGHTS_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
@@ -55,7 +58,7 @@ def run_paths(*, run_dir: Path, shared: bool = False) -> Iterator[RunPaths]:
         undo.callback(remove_left_scratch, folder)
         weights_folder = (run_dir if shared else SHARED_MEMORY) / namespace
         weights_folder.mkdir(mode=0o700, parents=shared)
-        if not shared:  # a shared disk may know no locks
+        if not shared:  # a shared disk may have no locks
             undo.enter_context(owned(weights_folder, f"{owner}, beside {folder}"))
         undo.callback(shutil.rmtree, weights_folder)
         token_folder = weights_folder if shared else folder

@@ -1,7 +1,8 @@
-"""What runs leave that were killed with their supervisor: processes, folders under /tmp and in shared memory.
+"""Finds and removes stale runs: processes and temporary folders of runs that were killed with their supervisor.
 
-A folder says itself whether its run lives (`lock_file`); a process of a run has that folder in its environment, or
-writes its log there: Ray's agents outlive a killed raylet, as each holds the pipe that the other watches.
+The lock of a folder says whether its run still exists (`lock_file`). A process belongs to a run if it has the run's
+folder in its environment or writes its log there. Ray's agents outlive a killed raylet, because each agent holds the
+pipe that the other one watches.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from relax_core.control.host.lock_file import claimed, owner_words
+from relax_core.control.host.lock_file import claimed, read_owner
 from relax_core.control.host.process_trees import kill_trees
 from relax_core.control.host.run_paths import FOLDER_PREFIX, SHARED_MEMORY, WEIGHTS_PREFIX, temporary_folder
 from relax_core.engines.sglang.server.scratch import remove_left_scratch
@@ -22,7 +23,7 @@ from relax_core.engines.sglang.server.scratch import remove_left_scratch
 
 @dataclass(frozen=True, kw_only=True)
 class StaleRun:
-    """``folder``: of a dead run. ``owner``: in words. ``pids``: its processes that still run."""
+    """A temporary folder of a killed run. ``owner`` describes the run. ``pids`` are its processes that still exist."""
 
     folder: Path
     owner: str
@@ -34,12 +35,12 @@ class StaleRun:
 
 
 def find_stale_runs(*, temporary: Path | None = None, shared_memory: Path = SHARED_MEMORY) -> list[StaleRun]:
-    """Of this user's dead runs. ``temporary``: None is where runs of this environment make their folders."""
+    """Returns this user's stale runs. With ``temporary=None`` it searches `temporary_folder`."""
     return list(_each(temporary, shared_memory, lambda stale_run: None))
 
 
 def remove_stale_runs(*, temporary: Path | None = None, shared_memory: Path = SHARED_MEMORY) -> list[StaleRun]:
-    """Ends and removes them; returns what it was. Nothing of a living run or of another user is touched."""
+    """Kills and removes this user's stale runs, and returns them. It changes no other run."""
     return list(_each(temporary, shared_memory, _remove))
 
 
@@ -47,9 +48,9 @@ def _each(temporary: Path | None, shared_memory: Path, then: Callable[[StaleRun]
     temporary = temporary_folder() if temporary is None else temporary
     folders = [*sorted(temporary.glob(f"{FOLDER_PREFIX}*")), *sorted(shared_memory.glob(f"{WEIGHTS_PREFIX}*"))]
     for folder in folders:
-        with suppress(FileNotFoundError), claimed(folder) as dead:  # its run may be ending, and remove it
-            if dead:
-                stale_run = StaleRun(folder=folder, owner=owner_words(folder), pids=processes_of(folder))
+        with suppress(FileNotFoundError), claimed(folder) as stale:  # a run that is ending may remove the folder
+            if stale:
+                stale_run = StaleRun(folder=folder, owner=read_owner(folder), pids=processes_of(folder))
                 then(stale_run)
                 yield stale_run
 
@@ -58,24 +59,30 @@ def _remove(stale_run: StaleRun) -> None:
     pids = stale_run.pids
     while pids:
         kill_trees(pids)
-        pids = processes_of(stale_run.folder)  # what they had started meanwhile
+        pids = processes_of(stale_run.folder)  # the killed processes may have started others
     remove_left_scratch(stale_run.folder)
     shutil.rmtree(stale_run.folder)
 
 
 def processes_of(folder: Path) -> tuple[int, ...]:
-    """This user's processes that have ``folder`` in their environment, or write to a file in it."""
+    """Returns the ids of this user's processes that have ``folder`` in their environment or write to a file in it.
+
+    It reads /proc because psutil's environ() stops at the first empty entry, and a process that has set its own title
+    has empty entries in its environment.
+    """
     found = []
     for process in Path("/proc").iterdir():
-        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # ended meanwhile, or not ours to read
+        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):  # it has exited, or may not be read
             if process.name.isdecimal() and process.stat().st_uid == os.getuid() and _is_of(process, folder):
                 found.append(int(process.name))
     return tuple(sorted(found))
 
 
 def _is_of(process: Path, folder: Path) -> bool:
-    """``process``: its folder in /proc. What gives itself a title, as Ray's processes do, writes it over a part of its
-    environment, or over nearly all."""
+    """Is True if the process with the folder ``process`` in /proc belongs to the run with the temporary ``folder``.
+
+    A process that sets its own title, as Ray's processes do, overwrites a part of its environment, or nearly all of it.
+    """
     if str(folder).encode() in (process / "environ").read_bytes():
         return True
     written = (file for file in (process / "fd").iterdir() if file.lstat().st_mode & stat.S_IWUSR)

@@ -1,4 +1,7 @@
-"""A process that answers for everything below it: whatever loses its parent there becomes its child, and is ended."""
+"""Makes this process a subreaper: descendants that lose their parent become its children, and it can kill them all.
+
+Linux offers this through prctl(2), which neither the standard library nor psutil wraps.
+"""
 
 from __future__ import annotations
 
@@ -7,35 +10,35 @@ import os
 import time
 from contextlib import suppress
 
-GONE_S = 10.0  # what not even SIGKILL ends by then hangs in the kernel
+EXIT_TIMEOUT_S = 10.0  # a process that SIGKILL does not end within this time hangs in the kernel
 POLL_S = 0.02
 PR_SET_PDEATHSIG, PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def prctl(option: int, value: int | ctypes.c_char_p) -> None:
-    """Linux's own call; raises OSError where it refuses."""
+    """Sets an option of this process in the Linux kernel (man 2 prctl). Raises OSError if the kernel refuses it."""
     if _LIBC.prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option})")
 
 
 def become_subreaper() -> None:
-    """From now on whatever loses its parent below this process becomes its child, and `end_children` finds it."""
+    """Makes this process the parent of all its descendants that lose their own, so that `end_children` finds them."""
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def end_children() -> None:
-    """Kills everything below this process, and waits for its end.
+    """Kills all descendants of this process and waits until they have exited.
 
-    Raises RuntimeError, naming what not even SIGKILL ends within `GONE_S` seconds.
+    Raises RuntimeError, which names the processes that SIGKILL does not end within `EXIT_TIMEOUT_S` seconds.
     """
     import psutil
 
     began = time.monotonic()
     while children := psutil.Process().children(recursive=True):
-        if time.monotonic() - began > GONE_S:
+        if time.monotonic() - began > EXIT_TIMEOUT_S:
             names = ", ".join(f"{child.pid} ({child.name()})" for child in children)
-            raise RuntimeError(f"processes of the run that SIGKILL does not end within {GONE_S:.0f} s: {names}")
+            raise RuntimeError(f"processes of the run that SIGKILL does not end within {EXIT_TIMEOUT_S:.0f} s: {names}")
         for child in children:
             with suppress(psutil.NoSuchProcess):
                 child.kill()

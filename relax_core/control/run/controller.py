@@ -1,4 +1,4 @@
-"""The controller: watches one attempt of the services until it ends. It stands beside the step path."""
+"""The controller watches one attempt of the run's services until it ends. No train step waits for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from relax_core.control.health.worker_states import RunFailed, ServicesLost, run
 from relax_core.control.run.recovery_log import Recoveries
 from relax_core.roles.process.role_context import RunContext, worker_name
 
-if TYPE_CHECKING:  # these import Ray, which must first be told its token
+if TYPE_CHECKING:  # these modules import Ray, which reads the path of its token when it is imported
     from relax_core.control.health.bus_watch import BusWatch
     from relax_core.control.health.watchdog import Watchdog
     from relax_core.control.health.worker_health import HealthManager
@@ -20,22 +20,28 @@ if TYPE_CHECKING:  # these import Ray, which must first be told its token
     from relax_core.control.run.serve_deployments import ServeDeployments
     from relax_core.control.run.services import Services
 
-TICK_S = 0.25  # how late the end, a failure or a signal is noticed
+TICK_S = 0.25  # the longest delay after which the end, a failure or a signal is noticed
 STATUS_S = 1.0
 TRAINER = worker_name("actor", 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnd:
-    """``stopped``: the run was asked to end before its last step. ``progress``: the bus's last words."""
+    """How the services ended without a failure.
+
+    ``stopped`` is True if the run was asked to end before its last step. ``progress`` is the last answer of the bus.
+    """
 
     stopped: bool
     progress: BusProgress
 
 
 class Controller:
-    """``trained`` is told that a train step is done. ``stop_requested`` says whether the user or the machine asked for
-    an early end."""
+    """Watches the services, ends them in order, and shows their progress.
+
+    ``trained`` is called when a train step is done. ``stop_requested`` returns True once the user or the machine has
+    asked the run to end early.
+    """
 
     def __init__(
         self,
@@ -44,7 +50,7 @@ class Controller:
         *,
         bus: BusWatch,
         serve_deployments: ServeDeployments,
-        book: Recoveries,
+        recoveries: Recoveries,
         view: RunView,
         health: HealthManager,
         watchdog: Watchdog,
@@ -55,7 +61,7 @@ class Controller:
         self._services = services
         self._bus = bus
         self._serve_deployments = serve_deployments
-        self._book = book
+        self._recoveries = recoveries
         self._view = view
         self._health = health
         self._watchdog = watchdog
@@ -66,19 +72,22 @@ class Controller:
         self._moved = time.monotonic()
 
     def run(self) -> RunEnd:
-        """Returns when the trainer is done. Raises `ServicesLost` where the services have to start again, `RunFailed`
-        with the first cause of what that would not mend."""
+        """Returns when the trainer is done.
+
+        Raises `ServicesLost` if the services have to start again, and `RunFailed` with the first cause of a failure
+        that a new start would not repair.
+        """
         settings = self._context.config.run
         stopping_since: float | None = None
-        looked = 0.0
+        checked = 0.0
         while True:
             if self._stop_requested() and stopping_since is None:
                 stopping_since = time.monotonic()
                 self._services.request_stop()
-            due = time.monotonic() - looked >= STATUS_S or self._step >= settings.steps or self._bus.lost is not None
+            due = time.monotonic() - checked >= STATUS_S or self._step >= settings.steps or self._bus.lost is not None
             if due:
-                looked = time.monotonic()
-                self._look()
+                checked = time.monotonic()
+                self._check()
                 if self._health.done(TRAINER):
                     break
             self._show("stopping: a checkpoint is written" if stopping_since is not None else "")
@@ -91,7 +100,7 @@ class Controller:
         if finished and self._context.config.eval.every:
             self._await_last_evaluation()
         self._show("")
-        # A trainer that nobody stopped has ended by itself: all steps are done, or run.patience was used up.
+        # Without a stop request the trainer ended by itself: all steps are done, or run.patience is exhausted.
         return RunEnd(stopped=not finished and self._stop_requested(), progress=self._last_progress())
 
     def _last_progress(self) -> BusProgress:
@@ -101,26 +110,31 @@ class Controller:
             raise ServicesLost("the bus died", log=str(error)) from error
 
     def _await_last_evaluation(self) -> None:
-        """Returns when it is in, or at once where a stop was asked for; raises `RunFailed` where it does not come."""
+        """Waits for the last evaluation, or returns at once if a stop was requested.
+
+        Raises `RunFailed` if the evaluation does not end within run.stall_timeout_s.
+        """
         limit = self._context.config.run.stall_timeout_s
         deadline = time.monotonic() + limit
         while not (self._stop_requested() or self._services.wait_evaluated(STATUS_S)):
             if time.monotonic() > deadline:
                 raise RunFailed(f"the last evaluation did not come within run.stall_timeout_s={limit:.0f} s")
-            self._look()
+            self._check()
             self._show("the last evaluation is under way")
             time.sleep(TICK_S)
 
-    def _look(self) -> None:
-        """Takes the signs of life; a long work of the trainer's own that goes on is no stall. Serve's failure to start
-        ends the run too."""
-        self._health.look(bus_lost=self._bus.lost, step=self._step)
-        self._services.note({name: beat.status for name, beat in self._health.beats.items() if beat.status})
+    def _check(self) -> None:
+        """Polls the workers and Serve. Raises `RunFailed` if Serve did not start.
+
+        Progress of a long operation of the trainer, such as a checkpoint, counts against a stall.
+        """
+        self._health.check(bus_lost=self._bus.lost, step=self._step)
+        self._services.record_statuses({name: beat.status for name, beat in self._health.beats.items() if beat.status})
         progress = self._health.progress(TRAINER)
         if progress != self._progress:
             self._progress, self._moved = progress, time.monotonic()
             self._watchdog.moved()
-        self._serve_deployments.look(step=self._step)
+        self._serve_deployments.check(step=self._step)
         if (error := self._serve_deployments.error()) is not None:
             raise run_failed("Ray Serve did not start the roles' Serve deployments", error)
 
@@ -130,18 +144,18 @@ class Controller:
             self._step, self._moved = progress.version, time.monotonic()
             self._watchdog.moved()
             self._trained()
-            self._book.step_done()
+            self._recoveries.step_done()
             self._serve_deployments.follow(self._context.namespace)
         self._view.show(step=self._step, progress=progress, roles=self._health.roles, message=message)
 
     def _check_stall(self) -> None:
         settings = self._context.config.run
-        still_s = time.monotonic() - self._moved
+        idle_s = time.monotonic() - self._moved
         self._watchdog.check(self._health.beats, step=self._step)
         first = self._step == self._context.start_step
         limit = settings.start_timeout_s + settings.stall_timeout_s if first else settings.stall_timeout_s
-        if still_s > limit:
-            owed = "; ".join(
+        if idle_s > limit:
+            states = "; ".join(
                 f"{role.name} {role.state} {role.since_s:.0f} s {role.detail}" for role in self._health.roles
             )
-            raise ServicesLost(f"no train step ended for {limit:.0f} s at step {self._step}: {owed}")
+            raise ServicesLost(f"no train step ended for {limit:.0f} s at step {self._step}: {states}")

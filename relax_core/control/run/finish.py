@@ -1,4 +1,4 @@
-"""What a run leaves behind: summary.json, the curves, the table of answers."""
+"""Collects a run's records at its end and writes its results: summary.json, the curves and the final report."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from relax_core.observe.terminal.report import print_report, report_console
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecords:
-    """Everything that a run reported, taken while its services still answer. ``bad_rows``: data rows that were left
-    out, the first few (`relax_core.observe.service.records.TextRecord`)."""
+    """All records of a run.
+
+    ``bad_rows`` are the first few data rows that were skipped (`relax_core.observe.service.records.TextRecord`).
+    """
 
     records: list[MetricRecord]
     texts: list[TextRecord]
@@ -31,12 +33,14 @@ class RunRecords:
 
 
 def collect(metrics: MetricsClient, progress: BusProgress, *, run_dir: Path, rollout_workers: int) -> RunRecords:
-    """Takes the reports and closes the metrics service, so that every sink is on disk. Where the service is gone, the
-    reports are those on disk, and that is told as a problem."""
+    """Reads the records and closes the metrics service, so that every sink is on disk.
+
+    If the service does not answer, it reads the records in the run's files and adds that to the problems.
+    """
     kinds = [bad_rows_kind(worker) for worker in range(rollout_workers)]
     try:
         _, records = metrics.poll(0)
-        texts, bad_rows = metrics.texts("eval"), _left_out(metrics.texts(kind) for kind in kinds)
+        texts, bad_rows = metrics.texts("eval"), _bad_rows(metrics.texts(kind) for kind in kinds)
         health = metrics.close()
         return RunRecords(records=records, texts=texts, bad_rows=bad_rows, progress=progress, health=health)
     except MetricsUnavailable as error:
@@ -45,20 +49,20 @@ def collect(metrics: MetricsClient, progress: BusProgress, *, run_dir: Path, rol
         return RunRecords(
             records=read_metrics(run_dir),
             texts=[text for text in kept if text.kind == "eval"],
-            bad_rows=_left_out([text for text in kept if text.kind == kind] for kind in kinds),
+            bad_rows=_bad_rows([text for text in kept if text.kind == kind] for kind in kinds),
             progress=progress,
             health=MetricsHealth(problems=[problem], dropped={}),
         )
 
 
-def _left_out(told: Iterable[list[TextRecord]]) -> list[dict[str, TextCell]]:
-    """The rows that each rollout worker's newest texts name. A row that several workers left out comes once."""
-    rows = {row["row"]: row for texts in told if texts for row in texts[-1].rows}
+def _bad_rows(reported: Iterable[list[TextRecord]]) -> list[dict[str, TextCell]]:
+    """Returns the data rows in each rollout worker's newest texts. A row that several workers skipped appears once."""
+    rows = {row["row"]: row for texts in reported if texts for row in texts[-1].rows}
     return list(rows.values())
 
 
 def write_end(run_dir: Path, end: RunRecords, *, meta: Mapping[str, Any], started: float) -> dict[str, Any]:
-    """Writes summary.json and the curves. ``started``: Unix time at which the process began."""
+    """Writes summary.json and the curves, and returns the summary. ``started`` is the Unix time of the run's start."""
     steps = [record.time_s for record in end.records if record.source == ACTOR and record.time_s >= started]
     first_step_s = steps[0] - started if steps else None
     own = {"first_step_s": first_step_s, "records_dropped": end.health.dropped, "bad_rows": end.bad_rows}
@@ -70,7 +74,7 @@ def write_end(run_dir: Path, end: RunRecords, *, meta: Mapping[str, Any], starte
 
 
 def show_end(run_dir: Path, end: RunRecords, summary: Mapping[str, Any]) -> None:
-    """Prints the report, and what went wrong with the logs."""
+    """Prints the report, the skipped data rows and the problems of the metrics sinks."""
     first = end.texts[0].rows if end.texts else []
     newest = end.texts[-1].rows if end.texts else []
     print_report(report_console(), run_dir, summary, first, newest)

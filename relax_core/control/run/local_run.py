@@ -1,4 +1,4 @@
-"""One run on this machine, from a validated configuration to an exit code."""
+"""Executes one run on this machine, from a validated configuration to an exit code."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FAILURE_LOG = "failure.log"
 
 @dataclass(frozen=True, kw_only=True)
 class _Outcome:
-    """``failure``: why it failed. ``records``: None where it failed before there was anything to report."""
+    """How the run ended. ``records`` is None if the run failed before there was anything to report."""
 
     word: Literal["finished", "stopped", "failed"]
     failure: RunFailed | None = None
@@ -49,24 +49,27 @@ class _Outcome:
 
 
 def run_local(
-    config: RelaxConfig, resume: ResumePoint | None, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe
+    config: RelaxConfig, resume: ResumePoint | None, paths: RunPaths, attempt: Attempt, supervisor: SupervisorPipe
 ) -> int:
-    """Runs to the end, in its own process. Returns 0; 1 where the run failed; 128 + signal where it was stopped."""
+    """Executes the run in this process and returns its exit code.
+
+    The code is 0 for a finished run, 1 for a failed run, and 128 + N for a run that signal N stopped.
+    """
     started = attempt.started
     run_dir = Path(config.run.dir)
     try:
-        outcome = _in_session(config, resume, place, attempt, supervisor)
-    except KeyboardInterrupt:  # the supervisor wants the end at once
+        outcome = _in_session(config, resume, paths, attempt, supervisor)
+    except KeyboardInterrupt:  # the supervisor ends the run at once
         assert supervisor.stop_signal is not None
         print("relax: ended at once, without a checkpoint", file=sys.stderr)
         return 128 + supervisor.stop_signal
     except RayUnstarted as error:
-        supervisor.say_ray_unstarted(str(error))
+        supervisor.report_ray_unstarted(str(error))
         return FAILED
     except (ValueError, RuntimeError, OSError) as error:
         outcome = _Outcome(word="failed", failure=run_failed("the run did not start", error))
     if outcome.failure is not None:
-        _tell_failure(outcome, config, started=started)
+        _report_failure(outcome, config, started=started)
         return FAILED
     assert outcome.records is not None
     show_end(run_dir, outcome.records, _write_end(outcome, config, started=started))
@@ -82,8 +85,8 @@ def _write_end(outcome: _Outcome, config: RelaxConfig, *, started: float) -> dic
     return write_end(Path(config.run.dir), outcome.records, meta=meta, started=started)
 
 
-def _tell_failure(outcome: _Outcome, config: RelaxConfig, *, started: float) -> None:
-    """The cause on the screen, its traceback in the logs, and a summary; a disk that is full takes neither of them."""
+def _report_failure(outcome: _Outcome, config: RelaxConfig, *, started: float) -> None:
+    """Prints the cause, and writes its traceback to the logs and a summary unless the disk is full."""
     assert outcome.failure is not None
     log = Path(config.run.dir) / "logs" / FAILURE_LOG
     print(f"relax: failed: {outcome.failure}", file=sys.stderr)
@@ -98,19 +101,19 @@ def _tell_failure(outcome: _Outcome, config: RelaxConfig, *, started: float) -> 
 
 
 def _in_session(
-    config: RelaxConfig, resume: ResumePoint | None, place: RunPaths, attempt: Attempt, supervisor: SupervisorPipe
+    config: RelaxConfig, resume: ResumePoint | None, paths: RunPaths, attempt: Attempt, supervisor: SupervisorPipe
 ) -> _Outcome:
-    """The run between the start and the end of its Ray. Where that is lost meanwhile this process ends."""
+    """Starts Ray, executes the run and ends Ray. If Ray is lost meanwhile, this process exits."""
     run_dir = Path(config.run.dir)
 
     def ray_lost(cause: str) -> NoReturn:
         session.keep_logs()
-        supervisor.say_ray_lost(cause)
-        os._exit(FAILED)  # the main thread may wait for Ray for good
+        supervisor.report_ray_lost(cause)
+        os._exit(FAILED)  # the main thread may wait for Ray without end
 
     session = RaySession(
         config.launcher,
-        place,
+        paths,
         log_dir=run_dir / "logs",
         placement=config.placement,
         start_timeout_s=config.run.start_timeout_s,
@@ -128,11 +131,11 @@ def _in_session(
         ):
             context = RunContext(
                 config=config,
-                run_namespace=place.namespace,
-                namespace=place.namespace,
+                run_namespace=paths.namespace,
+                namespace=paths.namespace,
                 run_dir=run_dir,
                 model_folder=model.result(timeout=config.run.start_timeout_s),
-                weights_folder=place.weights_folder,
+                weights_folder=paths.weights_folder,
                 token_file=session.token_file,
                 resume_from=resume.folder if resume else None,
                 start_step=resume.step if resume else 0,
@@ -160,11 +163,11 @@ def _run_services(
     earlier = read_metrics(context.run_dir)
     metrics = _start_metrics(context)
     collected = partial(collect, metrics, run_dir=context.run_dir, rollout_workers=config.rollout.workers)
-    # Its process starts beside the others. From step 0 too, where a start before a first checkpoint had reported.
+    # The metrics process starts while the others start. A start from step 0 is marked too if earlier records exist.
     marked = metrics.send_mark(context.start_step) if context.start_step or earlier else lambda: None
     with ExitStack() as undo:
         undo.callback(metrics.end)
-        with panel:  # which closes before the services do
+        with panel:  # the panel closes before the services do
             view = RunView(
                 panel,
                 metrics,
@@ -173,20 +176,20 @@ def _run_services(
                 heartbeat_timeout_s=config.run.heartbeat_timeout_s,
                 signal_watch=SignalWatch(steps=config.run.watch_steps, max_new_tokens=config.rollout.max_new_tokens),
             )
-            book = Recoveries(recoveries_file(context.run_dir), tell=view.tell)
+            recoveries = Recoveries(recoveries_file(context.run_dir), report=view.report)
             if attempt.causes:
-                book.take_up()
+                recoveries.load()
                 at_step = max(last_step(earlier), context.start_step)
-                book.begin(FROM_CHECKPOINT, attempt.causes[-1], at_step=at_step, from_step=context.start_step)
-            serve_deployments = ServeDeployments(context, book=book, ray_lost=ray_lost)
+                recoveries.begin(FROM_CHECKPOINT, attempt.causes[-1], at_step=at_step, from_step=context.start_step)
+            serve_deployments = ServeDeployments(context, recoveries=recoveries, ray_lost=ray_lost)
             undo.callback(serve_deployments.close, timeout_s=config.run.stop_timeout_s)
             parts = RunParts(
                 metrics=metrics,
                 marked=marked,
                 serve_deployments=serve_deployments,
                 view=view,
-                book=book,
-                trained=supervisor.say_trained,
+                recoveries=recoveries,
+                trained=supervisor.report_trained,
                 stop_requested=supervisor.stop_requested,
                 ray_lost=ray_lost,
             )
@@ -195,11 +198,11 @@ def _run_services(
             except RunFailed as failure:
                 session.keep_logs()
                 records = collected(view.progress) if view.progress else None
-                return _Outcome(word="failed", failure=failure, records=records, recoveries=book.as_records())
+                return _Outcome(word="failed", failure=failure, records=records, recoveries=recoveries.as_records())
         return _Outcome(
             word="stopped" if end.stopped else "finished",
             records=collected(end.progress),
-            recoveries=book.as_records(),
+            recoveries=recoveries.as_records(),
         )
 
 

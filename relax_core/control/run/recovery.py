@@ -1,7 +1,7 @@
-"""Tier 2: when services are lost, all of them start again from the newest checkpoint, within the same Ray.
+"""Tier 2 of recovery: starts all services again from the newest checkpoint, within the same Ray.
 
-Each attempt has its own Ray namespace and its own folder of weights. Whoever is left of an earlier one finds nobody
-there, and versions that were rolled back never meet those that are trained anew.
+Each attempt has its own Ray namespace and its own folder of weights. A remaining process of an earlier attempt finds no
+service of the new one, and the weight versions of the two attempts do not mix.
 """
 
 from __future__ import annotations
@@ -37,21 +37,24 @@ RETRY_S = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class RunParts:
-    """What lives as long as the run, beside its services. ``marked`` waits until the metrics know where it began.
-    ``trained`` is told that a train step is done. ``ray_lost`` ends this process, so that another makes a new Ray."""
+    """The parts of a run that exist beside all attempts of its services.
+
+    ``marked`` waits until the metrics service has recorded the run's first step. ``trained`` is called when a train
+    step is done. ``ray_lost`` ends this process, so that the supervisor starts another one with a new Ray.
+    """
 
     metrics: MetricsClient
     marked: Callable[[], None]
     serve_deployments: ServeDeployments
     view: RunView
-    book: Recoveries
+    recoveries: Recoveries
     trained: Callable[[], None]
     stop_requested: Callable[[], bool]
     ray_lost: Callable[[str], NoReturn]
 
 
 def attempt(context: RunContext, number: int, point: ResumePoint | None) -> RunContext:
-    """The context of the run's services when they start for the ``number``-th time, counted from 0."""
+    """Returns the context of the services for their start number ``number``, counted from 0."""
     return replace(
         context,
         namespace=f"{context.run_namespace}-{number}",
@@ -62,8 +65,11 @@ def attempt(context: RunContext, number: int, point: ResumePoint | None) -> RunC
 
 
 def run_services(context: RunContext, resume: ResumePoint | None, parts: RunParts) -> RunEnd:
-    """Keeps services going until the trainer is done. ``resume``: where the run began. Raises `RunFailed` with the
-    first cause, once nothing more can be recovered. Of a loss during a stop they recover once, and the stop goes on."""
+    """Executes the services until the trainer is done, and restarts them from checkpoints when they are lost.
+
+    ``resume`` is the checkpoint from which the run began. Raises `RunFailed` with the first cause when the run cannot
+    recover any more. After a loss during a stop the services recover once, and the stop goes on.
+    """
     point = resume
     lost_in_stop = False
     for number in itertools.count():
@@ -75,30 +81,33 @@ def run_services(context: RunContext, resume: ResumePoint | None, parts: RunPart
                 raise RunFailed(f"{lost}, while the run was being stopped", log=lost.log) from lost
             lost_in_stop = parts.stop_requested()
             limit = context.config.run.max_recoveries
-            if parts.book.count(FROM_CHECKPOINT) >= limit:
-                raise _exhausted(lost, parts.book, limit=limit) from lost
+            if parts.recoveries.count(FROM_CHECKPOINT) >= limit:
+                raise _exhausted(lost, parts.recoveries, limit=limit) from lost
             point = _newest(context, lost) or resume
-            for left in point.left if point else ():
-                parts.view.tell(left)
+            for line in point.left if point else ():
+                parts.view.report(line)
             from_step = point.step if point else 0
-            at_step = max(parts.view.step, from_step)  # the last one before the loss may not have been seen
-            parts.book.begin(FROM_CHECKPOINT, str(lost), at_step=at_step, from_step=from_step)
+            at_step = max(parts.view.step, from_step)  # the view may lack the last step before the loss
+            parts.recoveries.begin(FROM_CHECKPOINT, str(lost), at_step=at_step, from_step=from_step)
             if one.weights_folder.exists():
                 shutil.rmtree(one.weights_folder)
             _mark_resume(parts, from_step)
-    raise AssertionError("itertools.count ends never")
+    raise AssertionError("itertools.count does not end")
 
 
 def _newest(context: RunContext, lost: ServicesLost) -> ResumePoint | None:
-    """The run's newest checkpoint; `RunFailed` where it cannot be read."""
+    """Returns the run's newest checkpoint. Raises `RunFailed` if it cannot be read."""
     try:
         return find_resume_point(replace(context.config, resume="auto"))
     except ValueError as error:
-        raise RunFailed(f"{lost}; nor can the run go on from its checkpoint: {error}", log=lost.log) from error
+        raise RunFailed(f"{lost}; the run cannot go on from its checkpoint either: {error}", log=lost.log) from error
 
 
 def _mark_resume(parts: RunParts, step: int) -> None:
-    """Metrics may be restarting too. Without the mark, figures of steps that are done again stay in files."""
+    """Marks the resume in the metrics, so that records of steps that are repeated do not count.
+
+    It retries for ``METRICS_S`` seconds, because the metrics service may be restarting too.
+    """
     deadline = time.monotonic() + METRICS_S
     while True:
         try:
@@ -106,16 +115,16 @@ def _mark_resume(parts: RunParts, step: int) -> None:
             return
         except MetricsUnavailable as error:
             if time.monotonic() > deadline:
-                parts.view.tell(str(error))
+                parts.view.report(str(error))
                 return
             time.sleep(RETRY_S)
 
 
-def _exhausted(lost: ServicesLost, book: Recoveries, *, limit: int) -> RunFailed:
-    """The first cause is what is told; what came after it may be its doing."""
-    if book.count(FROM_CHECKPOINT) == 0:
+def _exhausted(lost: ServicesLost, recoveries: Recoveries, *, limit: int) -> RunFailed:
+    """Returns the failure of a run that may not recover again. It names the first cause before the last one."""
+    if recoveries.count(FROM_CHECKPOINT) == 0:
         return RunFailed(f"{lost} (run.max_recoveries={limit})", log=lost.log)
-    text = f"{book.first_cause(FROM_CHECKPOINT)}; recovered, then: {lost} (run.max_recoveries={limit})"
+    text = f"{recoveries.first_cause(FROM_CHECKPOINT)}; recovered, then: {lost} (run.max_recoveries={limit})"
     return RunFailed(text, log=lost.log)
 
 
@@ -125,10 +134,10 @@ def _run_once(context: RunContext, point: ResumePoint | None, parts: RunParts, *
         services = Services(context, point.snapshot if point else None, before_rollout=parts.marked)
     except (BusLost, BusTimeout, RayError) as error:
         lost = ServicesLost(f"the services did not start: {error}")
-        if number > 0 and context.config.launcher.ray_address is None:  # they had to start again, and it was not enough
+        if number > 0 and context.config.launcher.ray_address is None:  # a new start in this Ray was not enough
             parts.ray_lost(str(lost))
         raise lost from error
-    if parts.book.count(FROM_CHECKPOINT) == 0:  # in a recovery the Serve deployments wait until training goes on
+    if parts.recoveries.count(FROM_CHECKPOINT) == 0:  # after a recovery, Serve deployments wait for the next train step
         parts.serve_deployments.follow(context.namespace)
     try:
         with BusWatch(services.bus, heartbeat_timeout_s=settings.heartbeat_timeout_s) as bus:
@@ -137,9 +146,9 @@ def _run_once(context: RunContext, point: ResumePoint | None, parts: RunParts, *
                 services,
                 bus=bus,
                 serve_deployments=parts.serve_deployments,
-                book=parts.book,
+                recoveries=parts.recoveries,
                 view=parts.view,
-                health=HealthManager(services, parts.book, heartbeat_timeout_s=settings.heartbeat_timeout_s),
+                health=HealthManager(services, parts.recoveries, heartbeat_timeout_s=settings.heartbeat_timeout_s),
                 watchdog=Watchdog(context, services),
                 trained=parts.trained,
                 stop_requested=parts.stop_requested,
@@ -147,13 +156,13 @@ def _run_once(context: RunContext, point: ResumePoint | None, parts: RunParts, *
     except ServicesLost:
         services.kill()
         raise
-    except KeyboardInterrupt:  # the user has asked twice
+    except KeyboardInterrupt:  # the user has sent a second stop signal
         with suppress(LedgerUnwritable, BusTimeout):
             services.close_at_once(reason="the run was ended at once")
         raise
     except BaseException as error:
         failed = error.worker if isinstance(error, RunFailed) else None
-        with suppress(LedgerUnwritable, BusTimeout):  # what ended the run is told, not what came of it
+        with suppress(LedgerUnwritable, BusTimeout):  # the first error is raised, not an error that follows from it
             services.close(reason="the run has ended", failed=failed)
         raise
     try:

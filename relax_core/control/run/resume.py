@@ -1,4 +1,4 @@
-"""Where a run goes on: the newest whole checkpoint of its folder, or the one that the user named."""
+"""Finds the checkpoint from which a run resumes: the newest whole one of its folder, or the one that the user named."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ from relax_core.train.checkpoints.checkpoint_store import (
     WholeCheckpoint,
 )
 
-TOLD_OF_DATA = tuple(key for key in TOLD if key.startswith("data."))
+REPORTED_DATA_KEYS = tuple(key for key in TOLD if key.startswith("data."))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
-    """``folder``: the checkpoint. ``step``: train steps it holds. ``snapshot``: the bus's part of the cut.
-    ``notes``: what the user should be told, e.g. of settings that have changed since. ``left``: which checkpoints that
-    are not whole resume=auto left, and why."""
+    """A checkpoint from which the run goes on. ``folder`` is its folder, and ``step`` its number of train steps.
+
+    ``snapshot`` is the state of the bus in the checkpoint. ``notes`` are lines for the user, e.g. about settings that
+    have changed. ``left`` says which newer checkpoints resume=auto skipped because they are not whole, and why.
+    """
 
     folder: Path
     step: int
@@ -39,9 +41,12 @@ class ResumePoint:
 
 
 def find_resume_point(config: RelaxConfig) -> ResumePoint | None:
-    """None for a fresh start (also with resume=auto where there is no checkpoint yet). Raises ValueError for a
-    checkpoint that is named and not whole, where none is whole, and for one that holds more steps than the run has, or
-    is of a run with other data, another model or another algorithm."""
+    """Returns the checkpoint that ``resume`` selects, or None if the run starts from step 0.
+
+    With resume=auto the result is None if there is no checkpoint yet. Raises ValueError if the named checkpoint, or
+    every checkpoint, is not whole, if it holds more steps than the run has, or if it belongs to a run with other data,
+    another model or another algorithm.
+    """
     if config.resume is None:
         return None
     found = _newest_whole(config) if config.resume == "auto" else _named(Path(config.resume))
@@ -50,7 +55,7 @@ def find_resume_point(config: RelaxConfig) -> ResumePoint | None:
     folder, step = found.folder, found.meta.step
     if found.meta.run.get(DATUM) != TOKEN_TREE:
         raise ValueError(
-            f"resume={folder}: it was written before groups were token trees, and its run's ledger has another form. "
+            f"resume={folder}: it was written before groups were token trees, and its run's ledger has another format. "
             f"Start a new run in another folder from its weights: relax export {folder} FOLDER, then "
             "model.path=FOLDER."
         )
@@ -69,7 +74,7 @@ def find_resume_point(config: RelaxConfig) -> ResumePoint | None:
 
 def _newest_whole(config: RelaxConfig) -> WholeCheckpoint | None:
     root = Path(config.run.dir) / "checkpoints"
-    recover_replaced(root)  # whoever wrote there is gone
+    recover_replaced(root)  # the process that wrote there has exited
     return CheckpointStore(root, keep_last=config.run.keep_last).newest_whole(requirements=(BUS_SNAPSHOT, CONFIG))
 
 
@@ -78,18 +83,20 @@ def _named(folder: Path) -> WholeCheckpoint:
 
 
 def _compare(found: WholeCheckpoint, config: RelaxConfig, *, what: str) -> tuple[str, ...]:
-    """Notes on the settings that differ from the checkpoint's; ValueError where it is another run. Data is compared by
-    its content where the checkpoint tells that of its own."""
+    """Returns notes on the settings that differ from the checkpoint's. Raises ValueError if it is of another run.
+
+    Data is compared by its content if the checkpoint records a digest of its own data.
+    """
     before, now = yaml.safe_load((found.folder / CONFIG).read_text(encoding="utf-8")), plain(config)
     digest, step = str(found.meta.run.get(DATA_DIGEST, "")), found.meta.step
     digest_now = data_digest(config.data) if digest else ""
     moved = DATA_PLACES if digest and digest_now == digest else ()
-    other = changes(before, now, keys=REFUSED, but=(*moved, *TOLD_OF_DATA))
+    other = changes(before, now, keys=REFUSED, but=(*moved, *REPORTED_DATA_KEYS))
     if other:
         raise ValueError(
             f"{what}: it was made by another run: {'; '.join(change.words() for change in other)}. "
-            f"Go on with {' '.join(change.as_it_was() for change in other)}, or start a new run with resume=null; it "
-            "may begin with these weights: model.path=FOLDER of an exported model."
+            f"Go on with {' '.join(change.as_it_was() for change in other)}, or start a new run with resume=null, "
+            "which may begin with these weights: model.path=FOLDER of an exported model."
         )
     if digest_now != digest:
         raise ValueError(
@@ -97,10 +104,10 @@ def _compare(found: WholeCheckpoint, config: RelaxConfig, *, what: str) -> tuple
             f"and data.eval_path name have {digest_now or 'none'}. Give the data as it was, or start a new run with "
             "resume=null."
         )
-    told = changes(before, now, keys=TOLD)
+    reported = changes(before, now, keys=TOLD)
     if moved:
-        told += changes(before, now, keys=DATA_PLACES)
-    return tuple(_note(change, step=step) for change in told)
+        reported += changes(before, now, keys=DATA_PLACES)
+    return tuple(_note(change, step=step) for change in reported)
 
 
 def _note(change: Change, *, step: int) -> str:

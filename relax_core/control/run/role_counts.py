@@ -1,4 +1,4 @@
-"""Which roles a run has, and how many workers each: asked by the services that start them, and by the plan."""
+"""Says which roles a run has and how many workers each role has. The services and the plan use it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from relax_core.train.parallel.layout_arithmetic import FORWARD_ROLES, Layout, w
 
 
 def roles_of(config: RelaxConfig) -> dict[str, int]:
-    """Role → how many workers it has, in the order in which they are started: the slowest to start first."""
+    """Returns role → number of workers, in the order in which they start. The role with the slowest start is first."""
     requirements: Requirements = find_algorithm(config.algo.name).requirements(config.algo)
     layouts = worker_group_layouts(config)
     roles = {"actor": world_size(layouts["actor"]), "engine": config.engine.count, "rollout": config.rollout.workers}
@@ -28,7 +28,7 @@ def roles_of(config: RelaxConfig) -> dict[str, int]:
 
 
 def worker_group_layouts(config: RelaxConfig) -> dict[str, Layout]:
-    """Role → its layout, of the run's roles whose workers are the ranks of one model."""
+    """Returns role → layout for the roles whose workers are the ranks of one model."""
     requirements: Requirements = find_algorithm(config.algo.name).requirements(config.algo)
     layouts: dict[str, Layout] = {"actor": config.parallel}
     if requirements.old_logprobs == "actor_fwd":
@@ -39,5 +39,5 @@ def worker_group_layouts(config: RelaxConfig) -> dict[str, Layout]:
 
 
 def layout_key(role: str) -> str:
-    """Where the configuration names the layout of a role of `worker_group_layouts`."""
+    """Returns the configuration key of the layout of a role of `worker_group_layouts`."""
     return "parallel" if role == "actor" else f"parallel.{role}"

@@ -1,4 +1,4 @@
-"""What the user sees of a run, over all attempts of its services: the panel, and lines about what happened."""
+"""Shows a run to the user over all attempts of its services: the panel, and lines about events."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from relax_core.observe.terminal.panel import Panel, PanelState
 from relax_core.observe.terminal.role_states import RoleState
 
 EVENTS_LOG = "recoveries.log"
-POLL_S = 2.0  # the controller has more to look at
-HEALTH_S = 5.0  # between two looks at the sinks
-LATE_S = 10.0  # the user hears of metrics that are silent for longer
+POLL_S = 2.0  # timeout of a metrics call; the controller has other work
+HEALTH_S = 5.0  # interval between two checks of the sinks
+LATE_S = 10.0  # the user sees a message when the metrics service is silent for longer
 
 
 class RunView:
-    """Feeds the panel. ``step``: train steps done; ``progress``: the newest that any attempt's bus told. Metrics
-    that give no answer for ``heartbeat_timeout_s`` seconds are started again; they take up what the files hold.
-    ``signal_watch``: says when the run trains on nothing."""
+    """Feeds the panel. ``step`` is the number of train steps done; ``progress`` is the newest answer of any bus.
+
+    A metrics service that gives no answer for ``heartbeat_timeout_s`` seconds is started again, and reads the records
+    in the run's files. ``signal_watch`` reports when the run trains without a learning signal.
+    """
 
     def __init__(
         self,
@@ -45,32 +47,32 @@ class RunView:
         self._answered = self._health_at = time.monotonic()
         self._health = MetricsHealth(problems=[], dropped={})
         self._signal_watch = signal_watch
-        self._reported_drops = -1  # at which step
+        self._reported_drops = -1  # the step of the last report
 
-    def tell(self, event: str) -> None:
-        """A line about the run itself, to the screen and to ``logs/recoveries.log``."""
-        self._panel.tell(event)
+    def report(self, event: str) -> None:
+        """Writes a line about the run to the screen and to ``logs/recoveries.log``."""
+        self._panel.print_line(event)
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("a", encoding="utf-8") as log:
             log.write(event + "\n")
 
     def show(self, *, step: int, progress: BusProgress | None, roles: Sequence[RoleState], message: str) -> None:
-        """Takes the newest state of the attempt that runs now."""
+        """Shows the newest state of the current attempt."""
         records: list[MetricRecord] = []
         try:
             self._cursor, records = self._metrics.poll(self._cursor, timeout_s=POLL_S)
             self._answered = time.monotonic()
-            self._look_at_sinks()
+            self._check_sinks()
         except MetricsUnavailable as error:
             silent_s = time.monotonic() - self._answered
             if silent_s > LATE_S:
                 message = message or str(error)
             if silent_s > self._heartbeat_timeout_s:
-                self.tell(f"the metrics actor gave no answer for {silent_s:.0f} s; started again in place")
+                self.report(f"the metrics actor gave no answer for {silent_s:.0f} s; started again in place")
                 self._metrics.restart()
-                self._answered = time.monotonic()  # the next one has as long
+                self._answered = time.monotonic()  # the new service has the whole timeout again
         for line in self._signal_watch.lines(records):
-            self.tell(line)
+            self.report(line)
         self.step = step
         self.progress = progress or self.progress
         if progress is not None:
@@ -86,16 +88,16 @@ class RunView:
             )
         )
 
-    def _look_at_sinks(self) -> None:
-        """Tells what went wrong with the sinks; raises `MetricsUnavailable`."""
+    def _check_sinks(self) -> None:
+        """Reports new problems of the sinks. Raises `MetricsUnavailable`."""
         if time.monotonic() - self._health_at > HEALTH_S:
             self._health_at = time.monotonic()
             self._health = self._metrics.health(timeout_s=POLL_S)
             for problem in self._health.problems:
-                self.tell(problem)
+                self.report(problem)
 
     def _report_drops(self, progress: BusProgress) -> None:
-        """The ledger's counts by reason, once a train step from the first dropped sample on."""
+        """Records the ledger's drop counts by reason, once a train step from the first dropped sample on."""
         if progress.ledger.dropped and progress.version != self._reported_drops:
             self._reported_drops = progress.version
             dropped = {f"dropped/{reason}": count for reason, count in progress.ledger.dropped.items()}

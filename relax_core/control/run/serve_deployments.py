@@ -1,4 +1,4 @@
-"""The roles' faces in Ray Serve, beside the workers: nothing of a step waits for them."""
+"""The Ray Serve deployments of the roles. They stand beside the workers; no train step waits for them."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from relax_core.control.run.recovery_log import IN_PLACE, Recoveries
 from relax_core.control.run.role_counts import roles_of
 from relax_core.roles.process.role_context import RunContext, worker_name
 
-DEPLOY_TRIES = 3  # Serve's controller may die in the middle of one
+DEPLOY_TRIES = 3  # Serve's controller may die during a deployment
 TRY_S = 1.0
 
 
 class ServeDeployments:
-    """One Serve app a role, from the run's start to its end; they are pointed at new workers by a new deployment.
-    Without ``run.serve`` there is none, and Serve does not start.
+    """Deploys one Serve app a role and, after a recovery, deploys it again for the new workers.
 
-    ``book`` gets each new start of Serve's controller in place. ``ray_lost`` is called where there is none.
+    Without ``run.serve`` there is no deployment and Serve does not start. Each restart of Serve's controller is
+    recorded in ``recoveries``. ``ray_lost`` is called if Ray does not restart it.
     """
 
-    def __init__(self, context: RunContext, *, book: Recoveries, ray_lost: Callable[[str], NoReturn]) -> None:
+    def __init__(self, context: RunContext, *, recoveries: Recoveries, ray_lost: Callable[[str], NoReturn]) -> None:
         config = context.config
         self._context = context
-        self._book = book
+        self._recoveries = recoveries
         self._ray_lost = ray_lost
         self._watch: ServeWatch | None = None
         self._roles = roles_of(config)
@@ -38,14 +38,16 @@ class ServeDeployments:
         self._deployed: Future[None] | None = None
 
     def follow(self, namespace: str) -> None:
-        """Points them at the workers of ``namespace``, where they do not already; returns at once."""
+        """Deploys the apps for the workers of ``namespace``, unless that is done already. Returns at once."""
         if self._context.config.run.serve and namespace != self._namespace:
             self._namespace = namespace
             self._deployed = self._pool.submit(self._deploy, namespace)
 
-    def look(self, *, step: int) -> None:
-        """Looks after the controller of a Serve of our own; that of a joined cluster is others' too. ``step``: train
-        steps done."""
+    def check(self, *, step: int) -> None:
+        """Checks Serve's controller, except in a joined cluster, which other users share.
+
+        ``step`` is the number of train steps done.
+        """
         run = self._context.config.run
         if self._context.config.launcher.ray_address is not None or self._deployed is None:
             return
@@ -54,21 +56,23 @@ class ServeDeployments:
         if self._watch is None:
             return
         try:
-            how = self._watch.look()
+            how = self._watch.check()
         except ServeLost as lost:
             self._ray_lost(str(lost))
         if how is not None:
-            self._book.begin(IN_PLACE, f"Serve's controller {how}", at_step=step, from_step=step)
+            self._recoveries.begin(IN_PLACE, f"Serve's controller {how}", at_step=step, from_step=step)
         if self._watch.restarts > run.max_restarts:
             self._ray_lost(f"Serve's controller ended more than run.max_restarts={run.max_restarts} times")
 
     def error(self) -> BaseException | None:
-        """Why Serve did not start them; None where it did, or is still at it."""
+        """Returns why the deployment failed, or None if it succeeded or goes on."""
         return self._deployed.exception() if self._deployed is not None and self._deployed.done() else None
 
     def close(self, *, timeout_s: float) -> None:
-        """On a joined cluster our apps end; a cluster of our own ends with Ray a moment later. Raises TimeoutError
-        where Serve is still not done."""
+        """Deletes the run's apps in a joined cluster. Serve in the run's own Ray ends with Ray a moment later.
+
+        Raises TimeoutError if a deployment does not end within ``timeout_s`` seconds.
+        """
         started = self._deployed is not None and self._deployed.exception(timeout=timeout_s) is None
         if started and self._context.config.launcher.ray_address is not None:
             from ray import serve

@@ -1,4 +1,4 @@
-"""The run's services: which roles an algorithm needs, their processes, their end."""
+"""Starts and ends the services of a run: the bus and the workers of the roles that the algorithm needs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from relax_core.roles.trainer.critic_trainer import CriticWorker
 from relax_core.roles.trainer.policy_trainer import ActorWorker
 from relax_core.roles.trainer.rank_worker import STATUS_GROUPS, ActorFwdRank, ActorRank, RankWorker, ReferenceRank
 
-WORKER_CALLS = 8  # calls that a worker answers beside its loop: status, stop, endpoint, waits
+WORKER_CALLS = 8  # concurrent calls that a worker answers beside its loop: status, stop, endpoint, waits
 
 WORKERS: dict[str, Any] = {
     "engine": EngineHost,
@@ -42,17 +42,17 @@ WORKERS: dict[str, Any] = {
     "teacher": TeacherWorker,
     TEACHER_ENGINE: TeacherEngineHost,
 }
-# What ranks > 0 are, of the roles that span several processes.
+# The classes of ranks > 0, for roles that span several processes.
 OTHER_RANKS: dict[str, type[RankWorker]] = {"actor": ActorRank, "actor_fwd": ActorFwdRank, "reference": ReferenceRank}
-AFTER_RESTORE = ("rollout",)  # what asks for admissions must not find a bus that is not what the checkpoint says yet
+AFTER_RESTORE = ("rollout",)  # roles that request admissions start when the bus has restored its checkpoint
 RESTARTED_IN_PLACE = ("engine", "rollout", "advantages", "actor_fwd", "reference", "teacher", TEACHER_ENGINE)
 
 
 class Services:
-    """The bus and the workers of one attempt. They start at the same time and find each other.
+    """The bus and the workers of one attempt. They start at the same time and discover each other.
 
-    Raises what the bus raises. Metrics and the Serve deployments are the run's, and outlive it. ``before_rollout``
-    waits for what must stand before the first report: without rows nobody reports.
+    Raises the errors of the bus's start. The metrics service and the Serve deployments belong to the run and exist
+    longer. ``before_rollout`` is called before the rollout workers start, because no worker reports metrics earlier.
     """
 
     def __init__(self, context: RunContext, snapshot: bytes | None, *, before_rollout: Callable[[], None]) -> None:
@@ -104,43 +104,43 @@ class Services:
 
     def _start(self, role: str, rank: int) -> Any:
         name = worker_name(role, rank)
-        # Ray's own types do not know concurrency groups.
+        # Ray's type annotations lack concurrency groups.
         other_rank: dict[str, Any] = {"concurrency_groups": STATUS_GROUPS, "num_cpus": 0}
         worker = self._worker_class(role)
         remote: Any = (
             ray.remote(**other_rank)(OTHER_RANKS[role]) if role in OTHER_RANKS and rank else ray.remote(worker)
         )
         if role in self._reserved:
-            place = rank_options(self._context.config.placement, self._reserved[role], rank)
+            options = rank_options(self._context.config.placement, self._reserved[role], rank)
         else:
             gpus = worker_gpus(self._context.config, role)
-            place = node_options(self._context.config.launcher, role, rank, gpus=gpus)
+            options = node_options(self._context.config.launcher, role, rank, gpus=gpus)
         if not (role in OTHER_RANKS and rank):
-            place["max_concurrency"] = WORKER_CALLS
+            options["max_concurrency"] = WORKER_CALLS
         return remote.options(
             name=name,
             namespace=self._context.namespace,
             max_restarts=self._context.config.run.max_restarts if role in RESTARTED_IN_PLACE else 0,
-            **place,
+            **options,
         ).remote(name, self._context, rank)
 
     def _worker_class(self, role: str) -> Any:
         return AttachedEngineHost if role == "engine" and self._context.config.engine.urls else WORKERS[role]
 
     def handles(self) -> Mapping[str, Any]:
-        """Every worker by its name."""
+        """Returns the Ray handle of every worker, by its name."""
         return self.workers
 
-    def note(self, statuses: Mapping[str, WorkerStatus]) -> None:
-        """Keeps which process is whose, for `kill`."""
+    def record_statuses(self, statuses: Mapping[str, WorkerStatus]) -> None:
+        """Records the process ids of the workers, which `kill` needs."""
         self._statuses |= statuses
 
     def request_stop(self) -> None:
-        """Asks the trainer to end after the step under way, with a checkpoint."""
+        """Asks the trainer to end after the current step, with a checkpoint."""
         self.workers[worker_name("actor", 0)].request_stop.remote()
 
     def wait_evaluated(self, timeout_s: float) -> bool:
-        """Waits for the last evaluation; False where it is not in, or the role restarts."""
+        """Waits for the last evaluation. Returns False if it has not ended or the role is restarting."""
         rollout = self.workers[worker_name("rollout", 0)]
         try:
             return bool(ray.get(rollout.wait_evaluated.remote(timeout_s), timeout=timeout_s + 5.0))
@@ -148,15 +148,17 @@ class Services:
             return False
 
     def kill_frozen(self, name: str, status: WorkerStatus) -> None:
-        """Kills a worker that does not answer; Ray starts it again where it may. On another host by Ray's own kill,
-        which takes seconds on a stopped process."""
+        """Kills a worker that does not answer. Ray restarts it if ``max_restarts`` allows.
+
+        On another host it uses Ray's own kill, which takes seconds for a stopped process.
+        """
         if status.host == process_host():
             kill(status.pid)
         else:
             ray.kill(self.handles()[name], no_restart=False)
 
     def close_at_once(self, reason: str) -> None:
-        """As `close`, but no worker is asked: one may be in the middle of a long work."""
+        """Closes the bus and kills all processes. It does not ask the workers, which may be in a long operation."""
         try:
             with suppress(BusLost):
                 self.bus.close(reason=reason, timeout_s=self._context.config.run.stop_timeout_s)
@@ -164,14 +166,17 @@ class Services:
             self.kill()
 
     def close(self, reason: str, *, failed: str | None = None) -> None:
-        """Ends every process in good order: the bus first, so that nobody waits; then the engines by their owners.
-        Of the role of ``failed``, a worker, nobody is asked: its ranks may wait for that one in a collective for good.
+        """Ends every process in order: the bus first, so that no worker waits on it, then the workers.
 
-        Raises LedgerUnwritable or BusTimeout where the ledger's last events did not reach its file; all ends the same.
+        The owners of engines end their engines. The ranks of the role of the worker ``failed`` are killed without being
+        asked, because they may wait without end for that worker in a collective.
+
+        Raises LedgerUnwritable or BusTimeout, after every process has ended, if the ledger's last events did not reach
+        its file.
         """
         timeout_s = self._context.config.run.stop_timeout_s
         try:
-            with suppress(BusLost):  # nobody waits on a bus that is gone
+            with suppress(BusLost):  # no worker waits on a bus that has exited
                 self.bus.close(reason=reason, timeout_s=timeout_s)
         finally:
             ranks = self._ranks_with(failed) if failed is not None else set()
@@ -184,12 +189,12 @@ class Services:
             self.bus.terminate()
 
     def _ranks_with(self, worker: str) -> set[str]:
-        """All ranks of the model of which this worker has one, itself among them; nobody of a role of other kind."""
+        """Returns the workers that are ranks of the same model as ``worker``, itself included; else an empty set."""
         role = worker.rpartition("-")[0]
         return {worker_name(role, rank) for rank in range(self.roles[role])} if role in OTHER_RANKS else set()
 
     def kill(self) -> None:
-        """Ends every process at once, and returns when they are gone: none of them can then reach the run's files.
+        """Kills every process and waits until all have exited, so that none of them can change the run's files.
 
         Raises RuntimeError for a process that does not end.
         """
@@ -197,7 +202,7 @@ class Services:
         self.bus.terminate()
         here = [status for status in self._statuses.values() if status.host == process_host()]
         pids = {pid for status in here for pid in (status.pid, *status.child_pids)}
-        if self._context.config.launcher.ray_address is None:  # else it may be on another host
+        if self._context.config.launcher.ray_address is None:  # otherwise the bus may be on another host
             pids.add(self.bus_pid)
         kill_trees(pids)
 
@@ -208,7 +213,7 @@ class Services:
             remove_placement_group(group)
 
     def _abandon(self) -> None:
-        """The bus did not come up."""
+        """Kills the actors that were started, because the services did not start."""
         self._kill_actors()
-        with suppress(ValueError):  # it was never there
+        with suppress(ValueError):  # the bus does not exist
             ray.kill(ray.get_actor(BUS, namespace=self._context.namespace))

@@ -1,4 +1,4 @@
-"""A distillation's teachers: from names and folders in the configuration to folders that fit the student."""
+"""Finds the model folders of a distillation's teachers, and checks that they fit the student."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from relax_core.tools.make_tiny import MODEL_NAMES, tiny_model_folder
 
 
 def teacher_folders(config: RelaxConfig, *, student: Path) -> dict[str, Path]:
-    """Name → folder, in the order of the configuration; a built-in teacher is made on first use (seconds).
+    """Returns name → folder, in the order of the configuration. It is empty for an algorithm without teachers.
 
-    ``student``: the folder of the model that learns. Empty for an algorithm without teachers. Raises ValueError for a
-    teacher that does not fit.
+    ``student`` is the folder of the model that learns. A built-in teacher is made on first use, which takes seconds.
+    Raises ValueError for a teacher that does not fit the student.
     """
     teachers = find_algorithm(config.algo.name).requirements(config.algo).teacher
     if teachers is None:
@@ -34,12 +34,12 @@ def teacher_folders(config: RelaxConfig, *, student: Path) -> dict[str, Path]:
 
 
 def teacher_model_problems(config: RelaxConfig, name: str, model: str, *, top_k: int) -> Iterator[str]:
-    """What can be said before any model is made."""
+    """Yields the problems of a teacher that can be found before any model is made."""
     if model in MODEL_NAMES:
         if _task(config) is None:
             yield (
-                f"{_key(name)}={model}: which task it was taught is not known. Set model.task, or give the teacher "
-                "as a Hugging Face folder."
+                f"{_key(name)}={model}: the task that it was trained on is not known. Set model.task, or give the "
+                "teacher as a Hugging Face folder."
             )
         return
     folder = _path(model)
@@ -50,7 +50,7 @@ def teacher_model_problems(config: RelaxConfig, name: str, model: str, *, top_k:
 
 
 def _misfits(config: RelaxConfig, folder: Path, *, student: Path, key: str, top_k: int) -> Iterator[str]:
-    """Why a teacher's numbers would mean nothing to the student."""
+    """Yields the reasons why a teacher's log-probs do not apply to the student's tokens."""
     try:
         folder_architecture(folder)
     except ValueError as error:
@@ -65,7 +65,7 @@ def _misfits(config: RelaxConfig, folder: Path, *, student: Path, key: str, top_
     if media[0] != media[1]:
         yield (
             f"{key}={folder}: its media tokens are {media[1]}, those of the model that learns are {media[0]}. All "
-            "roles leave out the same tokens, so a teacher must name the same ones in tokenizer.json and config.json."
+            "roles skip the same tokens, so a teacher must name the same ones in tokenizer.json and config.json."
         )
     sizes = [int(read_model_config(one)["vocab_size"]) for one in (student, folder)]
     if top_k and sizes[0] != sizes[1]:
@@ -74,7 +74,7 @@ def _misfits(config: RelaxConfig, folder: Path, *, student: Path, key: str, top_
             "algo.form=topk_... they must be equal; algo.form=pure takes this teacher."
         )
     if top_k > min(sizes):
-        yield f"algo.top_k={top_k}: the vocabulary has {min(sizes)} tokens. Use at most so many."
+        yield f"algo.top_k={top_k}: the vocabulary has {min(sizes)} tokens. Use at most {min(sizes)}."
 
 
 def _folder(config: RelaxConfig, model: str) -> Path:

@@ -1,4 +1,4 @@
-"""The stop signals as the supervisor hears them: the first one asks for an orderly end, a later one for an end now."""
+"""Records the stop signals of the supervisor: the first one asks for an orderly end, a later one for an end at once."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import Any, Self
 
 from relax_core.contracts.stop_signals import STOP_SIGNALS
 
-AGAIN_S = 1.0  # who stops a service may send it several signals for one stop
+AGAIN_S = 1.0  # a service manager may send several signals for one stop
 
 
 class StopSignals:
-    """Use as a context manager in the main thread. ``received``: the first signal's number. ``again``: another one came
-    a second later or more. SIGHUP stays ignored where it was, as under nohup."""
+    """Handles the stop signals while it is used as a context manager in the main thread.
+
+    ``received`` is the number of the first signal. ``again`` is True if another one came more than a second later. If
+    SIGHUP was ignored before, as under nohup, it stays ignored.
+    """
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -36,7 +39,7 @@ class StopSignals:
 
     @property
     def exit_code(self) -> int:
-        """Of a run that they ended."""
+        """Returns the exit code of a run that the signals ended."""
         assert self.received is not None
         return 128 + self.received
 

@@ -1,8 +1,8 @@
-"""The process that the user started: above the controller, so that a controller's death is not the run's.
+"""The supervisor is the process that the user started. It forks the controller, so that the run survives its death.
 
-It forks the controller, tells it of a stop, and knows each process that the run leaves, as all orphans become its
-children. A controller that died, froze or lost its Ray starts again from the newest checkpoint, with a new Ray. The
-supervisor never imports Ray.
+It passes stop signals on to the controller. A controller that died, froze or lost its Ray starts again from the newest
+checkpoint, with a new Ray. The supervisor is a subreaper, so it can kill every remaining process of the run. It never
+imports Ray.
 """
 
 from __future__ import annotations
@@ -26,18 +26,21 @@ from relax_core.control.run.resume import ResumePoint, find_resume_point
 from relax_core.control.supervision.controller_process import FAILED, ControllerProcess
 from relax_core.control.supervision.signals import StopSignals
 from relax_core.control.supervision.supervisor_pipe import SupervisorPipe
-from relax_core.observe.terminal.standard_streams import RUN_PATIENCE_S, unread_streams
+from relax_core.observe.terminal.standard_streams import RUN_TIMEOUT_S, unread_streams
 
-RAY_STARTS = 3  # times that Ray is started before the run fails of it
-SHOW_CURSOR = "\x1b[?25h"  # a panel hides it
+RAY_STARTS = 3  # how often Ray is started before the run fails
+SHOW_CURSOR = "\x1b[?25h"  # a live panel hides the cursor
 
 RunOnce = Callable[[RelaxConfig, ResumePoint | None, RunPaths, "Attempt", SupervisorPipe], int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """``number``: 0, or how many controllers died before. ``started``: Unix time at which the user's process began, or
-    a sweep's turn came. ``causes``: how the earlier controllers ended, one line each."""
+    """One controller of a run. ``number`` is the number of controllers that died before it.
+
+    ``started`` is the Unix time at which the user's process began, or at which this run of a sweep began. ``causes``
+    says how the earlier controllers ended, in one line each.
+    """
 
     number: int
     started: float
@@ -45,14 +48,16 @@ class Attempt:
 
 
 def supervise(config: RelaxConfig, resume: ResumePoint | None, run_once: RunOnce) -> int:
-    """Runs ``run_once`` in a child until it ends by itself; returns its exit code. One that died is repeated from the
-    newest checkpoint, as long as all recoveries of the run are at most ``run.max_recoveries``; then the code is 1. A
-    stop by signal N before a train step is done ends it at once, with 128 + N. Nothing of the run is left afterwards,
-    and what earlier ones left, killed with their supervisors, is removed first."""
-    with unread_streams(patience_s=RUN_PATIENCE_S):
+    """Executes ``run_once`` in a child process until it ends by itself, and returns its exit code.
+
+    If the child dies, it starts again from the newest checkpoint. When the run has used up ``run.max_recoveries``, the
+    exit code is 1. If signal N comes before a train step is done, the run ends at once with exit code 128 + N. No
+    process and no temporary folder of the run remains. Stale runs are removed first.
+    """
+    with unread_streams(timeout_s=RUN_TIMEOUT_S):
         _remove_stale_runs()
         become_subreaper()
-        recoveries_file(Path(config.run.dir)).unlink(missing_ok=True)  # of an earlier command
+        recoveries_file(Path(config.run.dir)).unlink(missing_ok=True)  # an earlier command wrote it
         with StopSignals() as signals:
             return _supervise(config, resume, run_once, signals)
 
@@ -61,8 +66,8 @@ def _supervise(config: RelaxConfig, resume: ResumePoint | None, run_once: RunOnc
     attempt = Attempt(number=0, started=next(_STARTS)())
     ray_starts = 0
     while True:
-        with run_paths(run_dir=Path(config.run.dir), shared=_is_shared(config)) as place:
-            main = partial(run_once, config, resume, place, attempt)
+        with run_paths(run_dir=Path(config.run.dir), shared=_is_shared(config)) as paths:
+            main = partial(run_once, config, resume, paths, attempt)
             controller = ControllerProcess(main, signals, has_own_ray=config.launcher.ray_address is None)
             end = controller.wait(frozen_after_s=config.run.heartbeat_timeout_s)
             _end_rest()
@@ -71,73 +76,72 @@ def _supervise(config: RelaxConfig, resume: ResumePoint | None, run_once: RunOnc
         if sys.stdout.isatty():
             print(SHOW_CURSOR, end="")
         if end.how == "stopped":
-            _tell(end.words)
+            _report(end.cause)
             return signals.exit_code
         if signals.received is not None:
-            _tell(f"{end.words}, while the run was being stopped; the newest checkpoint is what is kept")
+            _report(f"{end.cause}, while the run was being stopped; the newest checkpoint is kept")
             return signals.exit_code
         if end.how == "unstarted":
             ray_starts += 1
             if ray_starts == RAY_STARTS:
-                _tell(f"failed: {end.words}")
+                _report(f"failed: {end.cause}")
                 return FAILED
-            _tell(f"{end.words} Ray is started again, {ray_starts + 1} of {RAY_STARTS} times.")
+            _report(f"{end.cause} Ray is started again, {ray_starts + 1} of {RAY_STARTS} times.")
             continue
         if _recoveries_done(config, attempt) >= config.run.max_recoveries:
-            _tell(f"failed: {end.words}; run.max_recoveries={config.run.max_recoveries}")
+            _report(f"failed: {end.cause}; run.max_recoveries={config.run.max_recoveries}")
             return FAILED
         ray_starts = 0
-        attempt = replace(attempt, number=attempt.number + 1, causes=(*attempt.causes, end.words))
+        attempt = replace(attempt, number=attempt.number + 1, causes=(*attempt.causes, end.cause))
         try:
             resume = find_resume_point(replace(config, resume="auto")) or resume
         except ValueError as error:
-            _tell(f"failed: {end.words}, and its newest checkpoint is of no use: {error}")
+            _report(f"failed: {end.cause}, and its newest checkpoint cannot be resumed: {error}")
             return FAILED
-        for left in resume.left if resume is not None else ():
-            _tell(f"resume: {left}")
-        _tell(f"{end.words}; another goes on from step {resume.step if resume is not None else 0}")
+        for line in resume.left if resume is not None else ():
+            _report(f"resume: {line}")
+        _report(f"{end.cause}; another goes on from step {resume.step if resume is not None else 0}")
 
 
-def _tell(words: str) -> None:
-    print(f"relax: {words}", file=sys.stderr, flush=True)
+def _report(line: str) -> None:
+    print(f"relax: {line}", file=sys.stderr, flush=True)
 
 
 def _remove_stale_runs() -> None:
-    """Says what it was; what cannot be removed is said too, and keeps no run from starting."""
+    """Removes stale runs and reports them. A stale run that cannot be removed is reported too."""
     try:
         for stale_run in remove_stale_runs():
-            _tell(f"removed {stale_run}")
+            _report(f"removed {stale_run}")
     except (OSError, RuntimeError) as error:
-        _tell(f"what a killed run left cannot be removed: {error}")
+        _report(f"a stale run cannot be removed: {error}")
 
 
 def _end_rest() -> None:
-    """Whatever had to end well has ended: the rest is killed."""
+    """Kills the remaining processes. All processes that had to end in order have exited."""
     try:
         end_children()
     except RuntimeError as error:
-        _tell(str(error))
+        _report(str(error))
 
 
 def _recoveries_done(config: RelaxConfig, attempt: Attempt) -> int:
-    """How often all services have started again: the controllers keep a book, but one that died early wrote nothing."""
-    book = Recoveries(recoveries_file(Path(config.run.dir)), tell=_tell)
-    book.take_up()
-    return max(attempt.number, book.count(FROM_CHECKPOINT))
+    """Returns how often all services have started again. A controller that died early has recorded nothing."""
+    recoveries = Recoveries(recoveries_file(Path(config.run.dir)), report=_report)
+    recoveries.load()
+    return max(attempt.number, recoveries.count(FROM_CHECKPOINT))
 
 
 def _is_shared(config: RelaxConfig) -> bool:
-    """A cluster that was joined may have several nodes, and engines that were attached be on others: what all share is
-    the run's own folder."""
+    """Is True if other machines may take part in the run, which share only the run's own folder with this one."""
     return config.launcher.ray_address is not None or bool(config.engine.urls)
 
 
 def _process_start() -> float:
-    """Unix time at which this process began."""
+    """Returns the Unix time at which this process began."""
     import psutil
 
     return float(psutil.Process(os.getpid()).create_time())
 
 
-# A run's clock starts with its process; that of a sweep's later runs, which share it, when their turn comes.
+# The clock of a sweep's first run starts with this process; the clocks of later runs start when their turn comes.
 _STARTS: Any = itertools.chain([_process_start], itertools.repeat(time.time))

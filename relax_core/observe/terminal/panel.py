@@ -113,7 +113,7 @@ class Panel:
             self._drawn = now
             self._live.update(picture(self._view()), refresh=True)
 
-    def tell(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """A line that stays: plain, or above the live panel."""
         self._print(text)
 

@@ -18,19 +18,19 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-RUN_PATIENCE_S = 1.0  # a reader that takes nothing for so long misses what a run writes, until it reads again
+RUN_TIMEOUT_S = 1.0  # a reader that takes nothing for so long misses what a run writes, until it reads again
 PIECE_BYTES = 4096  # a pipe that is ready for writing takes so much without waiting (PIPE_BUF)
 GONE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)  # no reader, no terminal, no descriptor: for good
 
 
 class UnreadFile(io.RawIOBase):
     """A descriptor, of which `write` always says that all was written. It drops what cannot be written: all that
-    follows once the reader is gone, else what comes while the reader has taken nothing for ``patience_s`` seconds;
+    follows once the reader is gone, else what comes while the reader has taken nothing for ``timeout_s`` seconds;
     with None it waits for the reader."""
 
-    def __init__(self, descriptor: int, name: str, *, patience_s: float | None) -> None:
+    def __init__(self, descriptor: int, name: str, *, timeout_s: float | None) -> None:
         self.name = name  # libraries ask their standard streams for it
-        self.patience_s = patience_s
+        self.timeout_s = timeout_s
         self._descriptor = descriptor
         self._dropped = 0  # bytes since the reader took some
 
@@ -57,10 +57,10 @@ class UnreadFile(io.RawIOBase):
 
     def _take(self, piece: bytes | memoryview) -> bool:
         """Whether the reader took the piece, or its beginning. It is waited for once."""
-        patience_s = 0.0 if self._dropped else self.patience_s
+        timeout_s = 0.0 if self._dropped else self.timeout_s
         try:
             while piece:
-                if not select.select([], [self._descriptor], [], patience_s)[1]:
+                if not select.select([], [self._descriptor], [], timeout_s)[1]:
                     return False
                 piece = piece[os.write(self._descriptor, piece) :]
         except OSError as error:
@@ -71,8 +71,8 @@ class UnreadFile(io.RawIOBase):
 
 
 @contextmanager
-def unread_streams(*, patience_s: float | None = None) -> Iterator[None]:
-    """While the block runs, output that nobody reads raises nothing; `UnreadFile` tells what ``patience_s`` is.
+def unread_streams(*, timeout_s: float | None = None) -> Iterator[None]:
+    """While the block runs, output that nobody reads raises nothing; `UnreadFile` tells what ``timeout_s`` is.
 
     Descriptors 0, 1 and 2 that are closed are opened on /dev/null, so that no other file gets their numbers. A stream
     that somebody has put in the place of a standard one, as a notebook does, is left alone.
@@ -84,8 +84,8 @@ def unread_streams(*, patience_s: float | None = None) -> Iterator[None]:
             _point_to_null(descriptor)
     before = sys.stdout, sys.stderr
     with ExitStack() as undo:
-        sys.stdout = _unread(sys.stdout, sys.__stdout__, 1, patience_s, undo)
-        sys.stderr = _unread(sys.stderr, sys.__stderr__, 2, patience_s, undo)
+        sys.stdout = _unread(sys.stdout, sys.__stdout__, 1, timeout_s, undo)
+        sys.stderr = _unread(sys.stderr, sys.__stderr__, 2, timeout_s, undo)
         try:
             yield
         finally:
@@ -93,18 +93,18 @@ def unread_streams(*, patience_s: float | None = None) -> Iterator[None]:
 
 
 def _unread(
-    now: TextIO | None, original: TextIO | None, descriptor: int, patience_s: float | None, undo: ExitStack
+    now: TextIO | None, original: TextIO | None, descriptor: int, timeout_s: float | None, undo: ExitStack
 ) -> TextIO:
     raw = getattr(getattr(now, "buffer", None), "raw", None)
     if now is not None and isinstance(raw, UnreadFile):  # within another such block
-        undo.callback(setattr, raw, "patience_s", raw.patience_s)
-        raw.patience_s = patience_s
+        undo.callback(setattr, raw, "timeout_s", raw.timeout_s)
+        raw.timeout_s = timeout_s
         return now
     if now is not None and now is not original:
         return now
     if now is not None:
         now.flush()
-    file = UnreadFile(descriptor, "<stdout>" if descriptor == 1 else "<stderr>", patience_s=patience_s)
+    file = UnreadFile(descriptor, "<stdout>" if descriptor == 1 else "<stderr>", timeout_s=timeout_s)
     encoding = "utf-8" if now is None else now.encoding
     return io.TextIOWrapper(io.BufferedWriter(file), encoding=encoding, errors="backslashreplace", line_buffering=True)
 

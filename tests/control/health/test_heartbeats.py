@@ -66,7 +66,7 @@ def is_alive(beat: Beat) -> bool:
 def stop(heartbeats: Heartbeats, actor: Any, pid: int) -> None:
     """Stops the process; a question to it is under way then."""
     os.kill(pid, signal.SIGSTOP)
-    until(heartbeats, actor, lambda beat: process_state(pid).startswith("T") and "told-0" in heartbeats._asked)
+    until(heartbeats, actor, lambda beat: process_state(pid) == "stopped" and "told-0" in heartbeats._asked)
 
 
 def pid_of(beat: Beat) -> int:
@@ -102,7 +102,7 @@ def test_a_killed_process_is_dead_or_restarts(start: Callable[..., Any]) -> None
     assert second != first
     os.kill(second, signal.SIGKILL)
     dead = until(heartbeats, actor, lambda beat: beat.life == "dead")
-    assert dead.words and pid_of(dead) == second
+    assert dead.cause and pid_of(dead) == second
 
 
 def test_a_process_that_has_not_answered_yet_is_starting_and_never_silent(

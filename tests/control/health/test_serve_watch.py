@@ -36,7 +36,7 @@ def look_until(watch: ServeWatch, condition: Callable[[], bool]) -> list[str]:
     deadline, told = time.monotonic() + DEADLINE_S, []
     while not condition():
         assert time.monotonic() < deadline
-        if (how := watch.look()) is not None:
+        if (how := watch.check()) is not None:
             told.append(how)
         time.sleep(0.02)
     return told
@@ -57,16 +57,16 @@ def test_deaths_and_freezes_of_the_controller(watch: ServeWatch, clock: list[flo
     assert second != first
     os.kill(second, signal.SIGSTOP)
     deadline = time.monotonic() + DEADLINE_S
-    while not process_state(second).startswith("T"):
+    while not process_state(second).startswith("stopped"):
         assert time.monotonic() < deadline
-    watch.look()  # a question that it cannot answer
+    watch.check()  # a question that it cannot answer
 
     def time_passes() -> bool:
         clock[0] += 1.0
         return watch.restarts == 2
 
     (told,) = look_until(watch, time_passes)
-    assert told.startswith("froze (no answer for 6 s, state T (stopped)) and was killed by SIGKILL")
+    assert told.startswith("froze (no answer for 6 s, state stopped) and was killed by SIGKILL")
 
     import ray
 

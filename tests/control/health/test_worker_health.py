@@ -81,15 +81,15 @@ def clock() -> Clock:
 
 @pytest.fixture
 def health(services: Services, clock: Clock, tmp_path: Path) -> HealthManager:
-    book = Recoveries(tmp_path / "recoveries.json", tell=lambda text: None)
-    return HealthManager(services, book, heartbeat_timeout_s=HEARTBEAT_S, clock=clock)
+    recoveries = Recoveries(tmp_path / "recoveries.json", report=lambda text: None)
+    return HealthManager(services, recoveries, heartbeat_timeout_s=HEARTBEAT_S, clock=clock)
 
 
 def look_until(health: HealthManager, condition: Callable[[], bool], *, step: int = 5) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < deadline, health.beats
-        health.look(bus_lost=None, step=step)
+        health.check(bus_lost=None, step=step)
 
 
 def pid_of(health: HealthManager, name: str) -> int:
@@ -104,15 +104,15 @@ def freeze(health: HealthManager, clock: Clock, name: str) -> int:
     pid = pid_of(health, name)
     os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + DEADLINE_S
-    while not process_state(pid).startswith("T"):
+    while process_state(pid) != "stopped":
         assert time.monotonic() < deadline, process_state(pid)
-    health.look(bus_lost=None, step=5)
+    health.check(bus_lost=None, step=5)
     clock.now += 2 * HEARTBEAT_S
     return pid
 
 
 def persisted(health: HealthManager) -> list[dict[str, Any]]:
-    return health._book.as_records()
+    return health._recoveries.as_records()
 
 
 def test_a_stopped_worker_is_killed_and_comes_back(services: Services, health: HealthManager, clock: Clock) -> None:
@@ -122,7 +122,7 @@ def test_a_stopped_worker_is_killed_and_comes_back(services: Services, health: H
     assert pid_of(health, "advantages-0") != first
     (recovery,) = persisted(health)
     assert recovery["cause"].startswith("advantages-0 froze (no answer for ")
-    assert recovery["cause"].endswith("s, state T (stopped)) and was killed by SIGKILL")
+    assert recovery["cause"].endswith("s, state stopped) and was killed by SIGKILL")
     assert (recovery["tier"], recovery["at_step"], recovery["from_step"]) == (1, 5, 5)
     assert [role.restarts for role in health.roles] == [1]
 
@@ -161,7 +161,7 @@ def test_a_process_that_a_worker_owns_is_persisted_by_its_own_words(services: Se
     told = services.workers["engine-0"].tell.remote(restarts=1, last_restart="was killed by SIGSEGV")
     ray.get(told, timeout=DEADLINE_S)
     look_until(health, lambda: bool(persisted(health)))
-    health.look(bus_lost=None, step=6)
+    health.check(bus_lost=None, step=6)
     assert [recovery["cause"] for recovery in persisted(health)] == ["engine-0 was killed by SIGSEGV"]
 
 
@@ -177,7 +177,7 @@ def test_what_a_lost_worker_owned_is_ended_with_it(services: Services, health: H
             os.kill(engine.pid, signal.SIGSTOP)
             look_until(health, lambda: health.beats["engine-0"].status.child_pids == (engine.pid,))  # type: ignore[union-attr]
             kill(owner)
-            look_until(health, lambda: process_state(engine.pid).startswith(GONE))
+            look_until(health, lambda: process_state(engine.pid) in GONE)
         finally:
             engine.kill()
     look_until(health, lambda: pid_of(health, "engine-0") != owner)
@@ -192,10 +192,10 @@ def test_an_own_failure_ends_the_run_at_the_second_look(services: Services, heal
     ray.get(services.workers["rollout-0"].tell.remote(**told), timeout=DEADLINE_S)
     look_until(health, lambda: health.roles[0].state == "failed")
     with pytest.raises(RunFailed, match="rollout-0 failed: ValueError: row 3") as failure:
-        health.look(bus_lost=None, step=5)
+        health.check(bus_lost=None, step=5)
     assert not isinstance(failure.value, ServicesLost)
 
 
 def test_a_lost_bus_is_told_at_once(services: Services, health: HealthManager) -> None:
     with pytest.raises(ServicesLost, match=r"^the bus died$"):
-        health.look(bus_lost="died", step=5)
+        health.check(bus_lost="died", step=5)

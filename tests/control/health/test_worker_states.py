@@ -21,7 +21,7 @@ def alive(name: str, state: State = "running", *, silent_s: float = 0.0, **more:
 
 
 def dead(name: str) -> Beat:
-    return Beat(name=name, life="dead", status=status(name), words="The actor died\nclass_name: X")
+    return Beat(name=name, life="dead", status=status(name), cause="The actor died\nclass_name: X")
 
 
 def beats(*given: Beat) -> dict[str, Beat]:
@@ -59,7 +59,7 @@ def test_a_worker_that_restarts_keeps_its_count() -> None:
     (restarting,) = watch.roles(beats(Beat(name="rollout-0", life="restarting", status=status("rollout-0"))))
     assert (restarting.state, restarting.restarts) == ("restarting", 1)
     (gone,) = watch.roles(beats(dead("rollout-0")))
-    assert (gone.state, gone.detail) == ("failed", "its process is gone")
+    assert (gone.state, gone.detail) == ("failed", "its process has exited")
 
 
 def test_what_a_roles_own_code_raised_ends_the_run_once_that_is_sure() -> None:

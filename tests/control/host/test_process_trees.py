@@ -22,7 +22,7 @@ time.sleep(600)
 
 
 def is_gone(pid: int) -> bool:
-    return process_state(pid).startswith(GONE)
+    return process_state(pid) in GONE
 
 
 @pytest.mark.parametrize("stopped", [False, True])
@@ -45,9 +45,9 @@ def test_a_state_in_words() -> None:
     with subprocess.Popen(["sleep", "600"]) as process:
         os.kill(process.pid, signal.SIGSTOP)
         os.waitpid(process.pid, os.WUNTRACED)
-        assert process_state(process.pid) == "T (stopped)"
+        assert process_state(process.pid) == "stopped"
         process.kill()
-    assert process_state(process.pid) == "gone"
+    assert process_state(process.pid) == "exited"
     assert not Path(f"/proc/{process.pid}").exists()
 
 
@@ -57,12 +57,12 @@ def test_what_an_owner_leaves_is_ended_also_when_it_is_stopped() -> None:
         child = int(owner.stdout.readline())
         try:
             owned = OwnedProcesses()
-            owned.note("engine-0", owner.pid, [child])
+            owned.record("engine-0", owner.pid, [child])
             os.kill(child, signal.SIGSTOP)
-            wait_for(lambda: process_state(child).startswith("T"))
-            owned.note("engine-0", owner.pid, [child])
+            wait_for(lambda: process_state(child) == "stopped")
+            owned.record("engine-0", owner.pid, [child])
             owned.end_adopted_processes()
-            assert process_state(child).startswith("T"), "its owner lives"
+            assert process_state(child) == "stopped", "its owner lives"
             owner.kill()
             owner.wait()
             owned.end_adopted_processes()
@@ -81,8 +81,8 @@ def test_what_a_replaced_owner_had_is_ended_and_its_successors_stays() -> None:
     ):
         try:
             owned = OwnedProcesses()
-            owned.note("engine-0", first.pid, [left.pid])
-            owned.note("engine-0", os.getpid(), [new.pid])
+            owned.record("engine-0", first.pid, [left.pid])
+            owned.record("engine-0", os.getpid(), [new.pid])
             owned.end_adopted_processes()
             wait_for(lambda: is_gone(left.pid))
             assert not is_gone(new.pid)

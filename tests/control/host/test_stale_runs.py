@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.control.host import run_paths as place
+from relax_core.control.host import run_paths as paths
 from relax_core.control.host import stale_runs as stale_runs
 from relax_core.control.host.lock_file import OWNER_FILE, claimed, owned
 from relax_core.control.host.process_trees import GONE, process_state
@@ -28,9 +28,9 @@ END_S = 60.0
 RUN = """
 import os, subprocess, sys
 from pathlib import Path
-from relax_core.control.host import run_paths as place
-place.SHARED_MEMORY = Path(sys.argv[1])
-with place.run_paths(run_dir=Path("/runs/one")) as here:
+from relax_core.control.host import run_paths as paths
+paths.SHARED_MEMORY = Path(sys.argv[1])
+with paths.run_paths(run_dir=Path("/runs/one")) as here:
     if os.fork() == 0:
         worker = subprocess.Popen(["sleep", "600"], env={**os.environ, "TMPDIR": str(here.folder)})
         print(os.getpid(), worker.pid, here.folder, here.weights_folder, flush=True)
@@ -78,7 +78,7 @@ class Run:
 
 
 def gone(pid: int) -> bool:
-    return process_state(pid).startswith(GONE)
+    return process_state(pid) in GONE
 
 
 @contextmanager
@@ -151,7 +151,7 @@ def test_what_a_server_left_goes_with_its_dead_run(folder: Path, server_name: st
         assert removed(folder)
 
 
-def test_what_a_server_left_goes_with_the_place(
+def test_what_a_server_left_goes_with_the_paths(
     folder: Path, server_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was killed with its owner, as all services are that start again from a checkpoint."""
@@ -161,7 +161,7 @@ def test_what_a_server_left_goes_with_the_place(
 
 
 def test_a_place_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, "SHARED_MEMORY", folder / "s")
+    monkeypatch.setattr(paths, "SHARED_MEMORY", folder / "s")
     monkeypatch.setattr("tempfile.tempdir", str(folder / "t"))
     with run_paths(run_dir=folder / "run") as here:
         assert here.folder.parent == folder / "t" and here.weights_folder.parent == folder / "s"
@@ -193,7 +193,7 @@ def test_two_that_clean_at_one_time_do_not_meet(tmp_path: Path) -> None:
 
 
 def test_a_tmpdir_that_is_too_long_for_sockets_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", "/" + "t" * (place.BASE_BYTES - 1))
-    assert place.temporary_folder() == Path(tempfile.gettempdir())
-    monkeypatch.setattr("tempfile.tempdir", "/" + "t" * place.BASE_BYTES)
-    assert place.temporary_folder() == Path("/tmp")
+    monkeypatch.setattr("tempfile.tempdir", "/" + "t" * (paths.BASE_BYTES - 1))
+    assert paths.temporary_folder() == Path(tempfile.gettempdir())
+    monkeypatch.setattr("tempfile.tempdir", "/" + "t" * paths.BASE_BYTES)
+    assert paths.temporary_folder() == Path("/tmp")

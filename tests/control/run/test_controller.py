@@ -37,7 +37,7 @@ class Health:
         assert status is not None
         return status.progress
 
-    def look(self, *, bus_lost: str | None, step: int) -> None:
+    def check(self, *, bus_lost: str | None, step: int) -> None:
         """It is told."""
 
 
@@ -56,7 +56,7 @@ def controller(health: Any, folder: Path) -> Controller:
         nothing,
         bus=nothing,
         serve_deployments=nothing,
-        book=nothing,
+        recoveries=nothing,
         view=nothing,
         health=health,
         watchdog=nothing,

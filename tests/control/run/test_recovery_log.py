@@ -8,15 +8,15 @@ from relax_core.control.run.recovery_log import FROM_CHECKPOINT, IN_PLACE, Recov
 def test_each_is_told_when_it_begins_and_when_training_goes_on(tmp_path: Path) -> None:
     told: list[str] = []
     now = [100.0]
-    book = Recoveries(tmp_path / "logs" / "recoveries.json", tell=told.append, clock=lambda: now[0])
-    book.begin(IN_PLACE, "engine-0 was killed by SIGKILL", at_step=7, from_step=7)
+    recoveries = Recoveries(tmp_path / "logs" / "recoveries.json", report=told.append, clock=lambda: now[0])
+    recoveries.begin(IN_PLACE, "engine-0 was killed by SIGKILL", at_step=7, from_step=7)
     now[0] = 101.5
-    book.step_done()
-    book.step_done()
-    book.begin(FROM_CHECKPOINT, "the bus died", at_step=12, from_step=10, noticed=100.0)
+    recoveries.step_done()
+    recoveries.step_done()
+    recoveries.begin(FROM_CHECKPOINT, "the bus died", at_step=12, from_step=10, noticed=100.0)
     now[0] = 104.0
-    book.step_done()
-    book.begin(FROM_CHECKPOINT, "actor-0 died", at_step=15, from_step=10)
+    recoveries.step_done()
+    recoveries.begin(FROM_CHECKPOINT, "actor-0 died", at_step=15, from_step=10)
     assert told == [
         "tier 1 at step 7: engine-0 was killed by SIGKILL; started again in place",
         "tier 1 at step 7: engine-0 was killed by SIGKILL; training went on from step 7 after 1.5 s",
@@ -24,32 +24,32 @@ def test_each_is_told_when_it_begins_and_when_training_goes_on(tmp_path: Path) -
         "tier 2 at step 12: the bus died; training went on from step 10 after 4.0 s",
         "tier 2 at step 15: actor-0 died; all services start again from step 10",
     ]
-    assert book.as_records()[1:] == [
+    assert recoveries.as_records()[1:] == [
         {"tier": 2, "cause": "the bus died", "at_step": 12, "from_step": 10, "seconds": 4.0},
         {"tier": 2, "cause": "actor-0 died", "at_step": 15, "from_step": 10, "seconds": None},
     ]
-    assert book.count(FROM_CHECKPOINT) == 2
-    assert book.first_cause(FROM_CHECKPOINT) == "the bus died"
+    assert recoveries.count(FROM_CHECKPOINT) == 2
+    assert recoveries.first_cause(FROM_CHECKPOINT) == "the bus died"
 
 
 def test_the_book_on_disk_is_whole_at_every_moment(tmp_path: Path) -> None:
     """A controller may be killed while it writes; who has the file open reads the earlier book to its end."""
     file = tmp_path / "recoveries.json"
-    book = Recoveries(file, tell=lambda text: None)
-    book.begin(FROM_CHECKPOINT, "the bus died", at_step=12, from_step=10)
+    recoveries = Recoveries(file, report=lambda text: None)
+    recoveries.begin(FROM_CHECKPOINT, "the bus died", at_step=12, from_step=10)
     earlier = file.read_bytes()
     with file.open("rb") as reader:
-        book.begin(FROM_CHECKPOINT, "actor-0 died", at_step=15, from_step=10)
+        recoveries.begin(FROM_CHECKPOINT, "actor-0 died", at_step=15, from_step=10)
         assert reader.read() == earlier
     assert [path.name for path in tmp_path.iterdir()] == ["recoveries.json"]
 
 
 def test_a_controller_that_follows_a_killed_one_knows_the_earlier_ones(tmp_path: Path) -> None:
-    first = Recoveries(tmp_path / "recoveries.json", tell=lambda text: None)
+    first = Recoveries(tmp_path / "recoveries.json", report=lambda text: None)
     first.begin(FROM_CHECKPOINT, "the bus died", at_step=12, from_step=10)
-    second = Recoveries(tmp_path / "recoveries.json", tell=lambda text: None)
+    second = Recoveries(tmp_path / "recoveries.json", report=lambda text: None)
     assert second.as_records() == []
-    second.take_up()
+    second.load()
     assert second.as_records() == first.as_records()
     second.step_done()  # what the killed controller had open is not this one's
     assert second.as_records()[0]["seconds"] is None

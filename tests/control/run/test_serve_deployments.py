@@ -33,7 +33,9 @@ def deployments_of(context: RunContext) -> ServeDeployments:
     def ray_lost(cause: str) -> NoReturn:
         raise AssertionError(cause)
 
-    return ServeDeployments(context, book=Recoveries(context.run_dir / "recoveries", tell=print), ray_lost=ray_lost)
+    return ServeDeployments(
+        context, recoveries=Recoveries(context.run_dir / "recoveries", report=print), ray_lost=ray_lost
+    )
 
 
 def test_serve_starts_only_where_the_run_asks_for_it(ray_session: str, tmp_path: Path) -> None:
@@ -41,7 +43,7 @@ def test_serve_starts_only_where_the_run_asks_for_it(ray_session: str, tmp_path:
 
     plain = deployments_of(context_in(tmp_path))
     plain.follow("test-0")
-    plain.look(step=0)
+    plain.check(step=0)
     plain.close(timeout_s=DEADLINE_S)
     assert plain.error() is None
     with pytest.raises(ValueError, match=CONTROLLER_ACTOR):

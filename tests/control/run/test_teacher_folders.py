@@ -98,7 +98,7 @@ def test_a_builtin_teacher_of_an_unknown_task(student: Path, tmp_path: Path) -> 
     rows.write_text("".join(json.dumps({"prompt": f"{i}?", "answer": str(i)}) + "\n" for i in range(300)))
     found = problems("model=qwen3", f"model.path={student}", "data=file", f"data.path={rows}", "data.eval_size=256")
     assert any(
-        "algo.teachers.default=tiny_qwen3_teacher: which task it was taught is not known" in one for one in found
+        "algo.teachers.default=tiny_qwen3_teacher: the task that it was trained on is not known" in one for one in found
     )
 
 

@@ -36,10 +36,10 @@ def test_a_killed_controller_is_repeated_and_its_adopted_processes_and_folders_a
     out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 7, err
     assert "killed by SIGKILL" in out and "goes on from step 0" in err
-    places = [Path(line) for number in (0, 1) for line in (tmp_path / f"place{number}").read_text().splitlines()]
-    assert len(set(places)) == 4 and not any(place.exists() for place in places)
+    paths = [Path(line) for number in (0, 1) for line in (tmp_path / f"paths{number}").read_text().splitlines()]
+    assert len(set(paths)) == 4 and not any(path.exists() for path in paths)
     # The orphan sleeps for long in a session of its own: only a parent that adopted it can have ended it.
-    assert process_state(int((tmp_path / "adopted").read_text())) == "gone"
+    assert process_state(int((tmp_path / "adopted").read_text())) == "exited"
 
 
 def test_a_controller_that_is_repeated_goes_on_from_the_newest_whole_checkpoint(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_one_that_ends_without_a_word_has_died(tmp_path: Path) -> None:
     process = start(tmp_path, supervised.exits_once)
     out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 7, err
-    assert "the controller ended without a word, with exit code 1; another goes on from step 0" in err
+    assert "the controller ended without a report, with exit code 1; another goes on from step 0" in err
     assert "with exit code 1" in out, "the next one is told the cause"
 
 

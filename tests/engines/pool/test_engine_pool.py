@@ -250,7 +250,7 @@ def test_a_frozen_engine_is_looked_at_once(start_engine: Callable[..., Engine], 
         watch = EngineWatch(2, directory.client_for, patience_s=10.0, silent_s=60.0, max_lag=1, lag_s=60.0)
         os.kill(engine.process.pid, signal.SIGSTOP)
         try:
-            await until("it does not stop", lambda: process_state(engine.process.pid).startswith("T"))
+            await until("it does not stop", lambda: process_state(engine.process.pid) == "stopped")
             for _ in range(5):
                 watch.look(lambda number, samples: heard.append(number))
                 await asyncio.sleep(0)

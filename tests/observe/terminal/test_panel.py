@@ -315,7 +315,7 @@ def test_a_recovery_is_told_in_a_line_and_the_count_goes_on_from_its_checkpoint(
     out = io.StringIO()
     with Panel(40, Path("/runs/x"), "grpo", live=False, console=Console(file=out, width=200)) as panel:
         panel.update(PanelState(step=20))
-        panel.tell("tier 2 at step 20: the bus died")
+        panel.print_line("tier 2 at step 20: the bus died")
         panel.update(PanelState(step=10))
         panel.update(PanelState(step=20))
     lines = [line.split("  ")[0] for line in out.getvalue().splitlines()[1:]]

@@ -26,7 +26,7 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 def test_without_a_reader_all_is_taken_and_goes_nowhere(pipe: tuple[int, int]) -> None:
     reader, writer = pipe
-    file = UnreadFile(writer, "<stdout>", patience_s=None)
+    file = UnreadFile(writer, "<stdout>", timeout_s=None)
     os.close(reader)
     assert file.write(b"x" * 100_000) == 100_000
     assert os.fstat(writer).st_rdev == os.stat(os.devnull).st_rdev, "other writers meet no broken pipe either"
@@ -35,7 +35,7 @@ def test_without_a_reader_all_is_taken_and_goes_nowhere(pipe: tuple[int, int]) -
 
 def test_a_reader_that_stands_still_loses_what_does_not_fit_and_is_told(pipe: tuple[int, int]) -> None:
     reader, writer = pipe
-    file = UnreadFile(writer, "<stdout>", patience_s=0.05)
+    file = UnreadFile(writer, "<stdout>", timeout_s=0.05)
     for _ in range(100):
         assert file.write(b"x" * 4096) == 4096
     assert file.write(b"lost\n") == 5
@@ -57,7 +57,7 @@ def test_a_slow_reader_that_is_waited_for_gets_everything(pipe: tuple[int, int])
 
     thread = threading.Thread(target=read)
     thread.start()
-    assert UnreadFile(writer, "<stdout>", patience_s=None).write(data) == len(data)
+    assert UnreadFile(writer, "<stdout>", timeout_s=None).write(data) == len(data)
     thread.join(DEADLINE_S)
     os.close(reader)
     assert got == data
