@@ -1,4 +1,4 @@
-"""The run's curves as a picture."""
+"""Plots the reward and the accuracy of a run as curves.png."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ BLUE, ORANGE, GREY = "#1f5fa8", "#d9660a", "#5a5a5a"
 
 
 def plot_curves(records: Iterable[MetricRecord], path: Path) -> Path:
-    """Draws reward and share of exact answers, in training and on held-out prompts, over train steps: a PNG of
-    1320 x 528 pixels. Raises ValueError when no train step and no evaluation was recorded."""
+    """Plots reward and share of exact answers over train steps, in training and on held-out prompts; returns ``path``.
+
+    The picture is a PNG of 1320 x 528 pixels. Raises ValueError if no train step and no evaluation was recorded.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -26,7 +28,7 @@ def plot_curves(records: Iterable[MetricRecord], path: Path) -> Path:
     held = without_undone(records)
     training, evaluation = by_step(held, ACTOR), by_step(held, EVAL)
     if not training and not evaluation:
-        raise ValueError(f"{path}: nothing to draw, no train step was recorded")
+        raise ValueError(f"{path}: there is nothing to draw, because no train step was recorded")
     figure = Figure(figsize=(11, 4.4), dpi=120, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, 2)
@@ -76,6 +78,6 @@ def _draw(axis: Axes, *, training: tuple[list[int], list[float]], evaluation: tu
 
 
 def _moving_mean(values: Sequence[float], window: int) -> list[float]:
-    """Mean of the ``window`` values around every place; of fewer at the ends."""
+    """Returns the mean of the ``window`` values around each value; at the ends, of fewer values."""
     before, after = window // 2, window - window // 2
-    return [fmean(values[max(0, place - before) : place + after]) for place in range(len(values))]
+    return [fmean(values[max(0, index - before) : index + after]) for index in range(len(values))]

@@ -1,4 +1,4 @@
-"""What the numbers of a run that has ended say against it: one that did all its steps may still have learnt nothing."""
+"""Finds problems in the numbers of a run that has ended, because a run may finish all steps and learn nothing."""
 
 from __future__ import annotations
 
@@ -9,25 +9,29 @@ from statistics import fmean
 
 Values = Mapping[str, float]
 
-WINDOW = 10  # steps of which a mean is taken
-NOISE = 5.0  # so many standard errors of the difference of two windows
-LOST_SHARE = 1 / 3  # of what the reward had gained
-EVAL_NOISE = 3.0  # standard errors of the difference of two evaluations
+WINDOW = 10  # number of steps in a mean
+NOISE = 5.0  # a fall of the reward counts from this number of standard errors of the difference of two windows on
+LOST_SHARE = 1 / 3  # a fall of the reward counts from this share of the former gain on
+EVAL_NOISE = 3.0  # a fall of the accuracy counts from this number of standard errors on
 EVAL_FALL = 0.03
 MOST_GROUPS = MOSTLY_RIGHT = 0.5
 
 
 def findings(actor: Mapping[int, Values], evaluations: Mapping[int, Values]) -> list[str]:
-    """One sentence for each thing that a reader should know before "finished" is believed; none for a healthy run.
+    """Returns one sentence for each problem of the run; none for a healthy run.
 
-    ``actor``: the trainer's values by train step. ``evaluations``: those of the evaluations by weight version.
+    ``actor`` maps train steps to the trainer's values, and ``evaluations`` maps weight versions to those of
+    evaluations.
     """
     return [*_of_rewards(actor), *_of_evaluations(evaluations), *_of_the_last_steps(list(actor.values())[-WINDOW:])]
 
 
 def _of_rewards(actor: Mapping[int, Values]) -> Iterator[str]:
-    """The reward fell: the last window's mean is below the best one's by more than a third of what had been gained, and
-    by more than the noise from step to step can do."""
+    """Checks whether the reward fell.
+
+    The last window's mean must be below the best window's by more than a third of the gain until then, and by more than
+    the noise between steps explains.
+    """
     known = [
         (step, values["reward"]) for step, values in actor.items() if math.isfinite(values.get("reward", math.nan))
     ]
@@ -37,7 +41,7 @@ def _of_rewards(actor: Mapping[int, Values]) -> Iterator[str]:
     means = [fmean(rewards[start : start + WINDOW]) for start in range(len(rewards) - WINDOW + 1)]
     best = max(range(len(means)), key=means.__getitem__)
     first, highest, last = means[0], means[best], means[-1]
-    # Of independent noise the differences of neighbours have twice the variance.
+    # The differences of neighbouring steps have twice the variance of independent noise.
     noise = math.sqrt(fmean((after - before) ** 2 for before, after in pairwise(rewards)) / 2)
     lost = highest - last
     if lost > LOST_SHARE * (highest - first) and lost > NOISE * noise * math.sqrt(2 / WINDOW):
@@ -46,14 +50,14 @@ def _of_rewards(actor: Mapping[int, Values]) -> Iterator[str]:
 
 
 def _of_evaluations(evaluations: Mapping[int, Values]) -> Iterator[str]:
-    """The held-out accuracy fell by more than `EVAL_FALL`, and by more than so many prompts can tell apart."""
+    """Checks whether the held-out accuracy fell by more than `EVAL_FALL`, and by more than the sampling error."""
     if len(evaluations) < 2:
         return
     best = max(evaluations, key=lambda step: evaluations[step]["exact"])
     last = max(evaluations)
-    high, low, rows = evaluations[best]["exact"], evaluations[last]["exact"], evaluations[last]["rows"]
+    high, low, prompts = evaluations[best]["exact"], evaluations[last]["exact"], evaluations[last]["rows"]
     middle = (high + low) / 2
-    if high - low > max(EVAL_FALL, EVAL_NOISE * math.sqrt(2 * middle * (1 - middle) / max(1.0, rows))):
+    if high - low > max(EVAL_FALL, EVAL_NOISE * math.sqrt(2 * middle * (1 - middle) / max(1.0, prompts))):
         yield f"The held-out accuracy fell from {high:.3f} at step {best} to {low:.3f} at step {last}."
 
 
@@ -67,5 +71,5 @@ def _of_the_last_steps(newest: Sequence[Values]) -> Iterator[str]:
     if equal and fmean(equal) > MOST_GROUPS and exact < MOSTLY_RIGHT:
         yield (
             f"In {fmean(equal):.0%} of the groups of the last {len(newest)} steps all rewards were equal, with "
-            f"{exact:.0%} of the answers right: there was hardly anything to learn from."
+            f"{exact:.0%} of the answers right: there was almost no learning signal."
         )

@@ -1,4 +1,4 @@
-"""summary.json: what a run did, in figures. docs/summary.md says what each field means."""
+"""Builds and writes summary.json, the figures of a run. docs/summary.md says what each field means."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from relax_core.observe.results.findings import findings
 from relax_core.observe.service.records import ACTOR, EVAL, ROLLOUT, MetricRecord, by_step, without_undone
 
 SUMMARY_FILE = "summary.json"
-WARM_UP_STEPS = 5  # left out of medians: caches fill and pools grow in them
-STEP_PARTS = ("wait", "bus", "decode", "train", "sync", "checkpoint")  # one after the other, on the trainer's path
-OWN_PLACE = ("outcome", "wall_s", "first_step_s", "recoveries", "records_dropped", "bad_rows", "keep_best")
-MEAN_STEPS = 10  # how many steps "first" and "last" are means of
+WARM_UP_STEPS = 5  # medians leave these steps out, because caches fill and pools grow in them
+STEP_PARTS = ("wait", "bus", "decode", "train", "sync", "checkpoint")  # consecutive parts of the trainer's step
+OWN_FIELDS = ("outcome", "wall_s", "first_step_s", "recoveries", "records_dropped", "bad_rows", "keep_best")
+MEAN_STEPS = 10  # "first" and "last" are means of this number of steps
 QUANTILES = ("p10", "p50", "p90")
 
 Values = Mapping[str, float]
 
 
 def build_summary(records: Iterable[MetricRecord], *, progress: BusProgress, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """The run in figures, as docs/summary.md describes them. A figure without data is None.
+    """Returns the figures of a run as docs/summary.md describes them. A figure without data is None.
 
-    ``records``: everything reported, in order. ``meta`` has wall_s and first_step_s (seconds; first_step_s None when no
-    step was finished) and outcome ("finished", "stopped" or "failed: <first cause>"), and may have recoveries and
-    records_dropped (by sink); the rest of it goes under "run", where the report looks for overrides (the command
-    line's, a list).
+    ``records`` are all records, in order. ``meta`` has wall_s and first_step_s, in seconds (first_step_s is None if no
+    step was finished), and outcome ("finished", "stopped" or "failed: <first cause>"). It may have recoveries and
+    records_dropped (by sink). The other fields of ``meta`` go under "run", where the report reads the list of
+    overrides.
     """
     outcome = meta["outcome"]
     assert outcome in ("finished", "stopped") or outcome.startswith("failed: "), outcome
@@ -74,7 +74,7 @@ def build_summary(records: Iterable[MetricRecord], *, progress: BusProgress, met
         "step_ms": _step_ms(settled, prompt_batches[WARM_UP_STEPS:]),
         "recoveries": list(meta.get("recoveries", ())),
         "records_dropped": dict(meta.get("records_dropped", {})),
-        "run": {key: value for key, value in meta.items() if key not in OWN_PLACE},
+        "run": {key: value for key, value in meta.items() if key not in OWN_FIELDS},
         "versions": library_versions(),
     }
 
@@ -93,7 +93,7 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
 
 
 def library_versions() -> dict[str, str]:
-    """Version of Python and of every installed library, by its normalised name; Relax's own is "relax"."""
+    """Returns the versions of Python and of every installed library, by normalised name; Relax's own is "relax"."""
     found = {"python": platform.python_version()}
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"].lower().replace("_", "-")
@@ -119,13 +119,13 @@ def _first_and_last(actor: Sequence[Values], name: str) -> dict[str, float | Non
 
 
 def _last(actor: Sequence[Values], name: str) -> float | None:
-    """Mean of the last steps that have it."""
+    """Returns the mean over the last `MEAN_STEPS` steps that have the value."""
     known = [values[name] for values in actor if name in values]
     return fmean(known[-MEAN_STEPS:]) if known else None
 
 
 def _spread(actor: Sequence[Values], name: str) -> dict[str, float | None]:
-    """Least and largest of all samples of all steps."""
+    """Returns the least and the largest value of all samples of all steps."""
     return {
         "min": min((values[f"{name}/min"] for values in actor if f"{name}/min" in values), default=None),
         "max": max((values[f"{name}/max"] for values in actor if f"{name}/max" in values), default=None),
@@ -133,7 +133,7 @@ def _spread(actor: Sequence[Values], name: str) -> dict[str, float | None]:
 
 
 def _best(evaluations: Mapping[int, Values], metric: str | None) -> dict[str, Any] | None:
-    """The evaluation with the highest value of run.keep_best, the first of equals."""
+    """Returns the evaluation with the highest value of run.keep_best; of equal ones the first."""
     name = (metric or "").removeprefix(f"{EVAL}/")
     known = {step: values[name] for step, values in evaluations.items() if name in values}
     if not known:
@@ -143,7 +143,7 @@ def _best(evaluations: Mapping[int, Values], metric: str | None) -> dict[str, An
 
 
 def _evaluation(step: int, values: Values) -> dict[str, Any]:
-    """The figures that every evaluation has, and the others by their names."""
+    """Returns the figures that every evaluation has, and under "figures" the others by name."""
     counts = {name: int(values.get(name, 0)) for name in ("rows", "bad_rows", "unscored")}
     own = {"step": step, "exact": values["exact"], "reward": values["reward"], **counts}
     return {**own, "figures": {name: value for name, value in values.items() if name not in own}}
@@ -164,13 +164,13 @@ def _logprob_gap(actor: Sequence[Values]) -> dict[str, float | None]:
 
 
 def _step_ms(settled: Sequence[Values], prompt_batches: Sequence[Values]) -> dict[str, float | None]:
-    """Means, so that the parts and "other" are the total. Rollout runs beside the trainer and is no part of it."""
+    """Returns means, so that the parts and "other" add up to the total. Rollout runs beside it and is no part of it."""
     timed = [values for values in settled if "step_ms" in values]
     rollout = [values["generate_ms"] for values in prompt_batches if "generate_ms" in values]
     split: dict[str, float | None] = dict.fromkeys(("total", *STEP_PARTS, "other"))
     if timed:
         total = fmean(values["step_ms"] for values in timed)
-        # An older Relax did not tell every part: what it did not tell is under "other".
+        # An older Relax did not record every part; a part without a record is under "other".
         parts = {part: fmean(values.get(f"{part}_ms", 0.0) for values in timed) for part in STEP_PARTS}
         split = {"total": total, **parts, "other": total - sum(parts.values())}
     return {**split, "rollout": fmean(rollout) if rollout else None}

@@ -20,11 +20,14 @@ CALL_TIMEOUT_S = 10.0
 
 
 class MetricsUnavailable(RuntimeError):
-    """The metrics actor is gone, restarts, or does not answer; the text names the call. The run can go on."""
+    """Says that the metrics actor has exited, is restarting or does not answer. The text names the call.
+
+    The run can go on without it.
+    """
 
 
 class MetricsActor:
-    """`MetricsService` behind Ray. A restarted one, and one of a resumed run, takes up what the files hold."""
+    """`MetricsService` as a Ray actor. After a restart or a resume it reads the records in the run's files."""
 
     def __init__(self, tracker: TrackerConfig, run_dir: Path) -> None:
         self._name = secrets.token_hex(8)
@@ -33,24 +36,31 @@ class MetricsActor:
         )
 
     def take(self, records: list[Record], left_out: int) -> Receipt:
+        """Calls `MetricsService.take`."""
         return self._receipt(self._service.take(records, left_out=left_out))
 
     def mark_resume(self, step: int) -> None:
+        """Calls `MetricsService.mark_resume`."""
         self._service.mark_resume(step)
 
     def poll(self, since: int) -> tuple[int, list[MetricRecord]]:
+        """Calls `MetricsService.poll`."""
         return self._service.poll(since)
 
     def texts(self, kind: str) -> list[TextRecord]:
+        """Calls `MetricsService.texts`."""
         return self._service.texts(kind)
 
     def health(self) -> MetricsHealth:
+        """Calls `MetricsService.health`."""
         return self._service.health()
 
     def flush(self, timeout_s: float) -> Receipt:
+        """Calls `MetricsService.flush`."""
         return self._receipt(self._service.flush(timeout_s=timeout_s))
 
     def close(self, timeout_s: float) -> MetricsHealth:
+        """Calls `MetricsService.close`."""
         return self._service.close(timeout_s=timeout_s)
 
     def _receipt(self, counts: tuple[int, int]) -> Receipt:
@@ -58,12 +68,11 @@ class MetricsActor:
 
 
 class MetricsClient:
-    """Usable from any process of the run; thread-safe.
+    """The client of the metrics actor for any process of the run. It is thread-safe.
 
-    Reports are put into an `Outbox`, which keeps them until they are in the run's files, also while the actor is killed
-    and starts again. ``errors`` counts those that were left out; ``last_error`` has the words of the newest failure.
-    The other calls wait for an answer, and raise `MetricsUnavailable` when there is none; `mark_resume`, `flush` and
-    `close` first wait until the actor has taken what this process has reported.
+    Records go into an `Outbox`, which keeps them until they are in the run's files, also if the actor is killed and
+    starts again. The other calls wait for an answer and raise `MetricsUnavailable` if there is none. `mark_resume`,
+    `flush` and `close` first wait until the actor has taken the records of this process.
     """
 
     def __init__(self, handle: Any) -> None:
@@ -72,14 +81,16 @@ class MetricsClient:
 
     @property
     def errors(self) -> int:
+        """Returns the number of records that were left out."""
         return self._outbox.left_out
 
     @property
     def last_error(self) -> str:
+        """Returns the text of the newest failure, or "" if there was none."""
         return self._outbox.last_error
 
     def record(self, source: str, step: int, values: Mapping[str, float]) -> None:
-        """Reports numbers and returns at once. Raises TypeError or ValueError for what is not a number."""
+        """Reports numbers and returns at once. Raises TypeError or ValueError if a value is not a number."""
         self.put(metric_record(source, step, values))
 
     def record_texts(self, kind: str, step: int, rows: Sequence[Mapping[str, TextCell]]) -> None:
@@ -91,26 +102,31 @@ class MetricsClient:
         self._outbox.put(*records)
 
     def mark_resume(self, step: int, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """See `MetricsService.mark_resume`; waits, so that it stands before the first report after the resume."""
+        """Marks a resume (`MetricsService.mark_resume`) and waits for it, so that it precedes all later records."""
         self._call_in_order("mark_resume", step, timeout_s=timeout_s)
 
     def send_mark(self, step: int, *, timeout_s: float = CALL_TIMEOUT_S) -> Callable[[], None]:
-        """As `mark_resume`, but returns at once, with the call that waits."""
+        """Sends the mark of a resume and returns at once. Calling the returned function waits for the answer."""
         reference = self._handle.mark_resume.remote(step)
         return lambda: self._answer("mark_resume", reference, timeout_s=timeout_s)
 
     def poll(self, since: int, *, timeout_s: float = CALL_TIMEOUT_S) -> tuple[int, list[MetricRecord]]:
+        """Returns the next cursor and the records since cursor ``since`` (`MetricsService.poll`)."""
         return self._call("poll", since, timeout_s=timeout_s)
 
     def texts(self, kind: str, *, timeout_s: float = CALL_TIMEOUT_S) -> list[TextRecord]:
+        """Returns the first and the newest texts of ``kind`` (`MetricsService.texts`)."""
         return self._call("texts", kind, timeout_s=timeout_s)
 
     def health(self, *, timeout_s: float = CALL_TIMEOUT_S) -> MetricsHealth:
+        """Returns the state of the sinks (`MetricsHealth`)."""
         return self._call("health", timeout_s=timeout_s)
 
     def flush(self, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Waits until all that this process reported is in the run's own files; other sinks are not waited for. A file
-        that hangs counts as unavailable."""
+        """Waits until all records of this process are in the run's own files. It does not wait for other sinks.
+
+        Raises `MetricsUnavailable` if a file hangs.
+        """
         import ray
 
         deadline = time.monotonic() + timeout_s
@@ -124,18 +140,21 @@ class MetricsClient:
                 return
 
     def close(self, *, timeout_s: float = CALL_TIMEOUT_S) -> MetricsHealth:
-        """Closes the sinks and ends the service; returns what was not told yet. Nothing can be reported after it."""
+        """Closes the sinks, ends the service and returns the problems that were not returned before.
+
+        This process cannot report records any more.
+        """
         try:
             return self._call_in_order("close", timeout_s / 2, timeout_s=timeout_s)
         finally:
             self.end()
 
     def end(self) -> None:
-        """This process reports nothing any more; what it still keeps is given up."""
+        """Ends reporting from this process and drops the records that it still keeps."""
         self._outbox.end()
 
     def restart(self) -> None:
-        """Kills the actor, also a stopped one (seconds then); Ray starts another as often as it may."""
+        """Kills the actor; Ray restarts it if ``max_restarts`` allows. This takes seconds for a stopped process."""
         import ray
 
         ray.kill(self._handle, no_restart=False)
@@ -169,13 +188,15 @@ class MetricsClient:
         except ray.exceptions.GetTimeoutError as error:
             raise MetricsUnavailable(f"the metrics actor did not answer {name} within {timeout_s:g} s") from error
         except ray.exceptions.RayActorError as error:
-            raise MetricsUnavailable(f"the metrics actor is gone or restarts, {name} had no answer: {error}") from error
+            raise MetricsUnavailable(
+                f"the metrics actor has exited or is restarting, {name} had no answer: {error}"
+            ) from error
 
 
 def start_metrics(
     tracker: TrackerConfig, run_dir: Path, *, name: str, namespace: str, max_restarts: int
 ) -> MetricsClient:
-    """Starts the run's metrics actor under ``name``; it takes no logical CPU."""
+    """Starts the run's metrics actor under ``name``, without a logical CPU, and returns its client."""
     import ray
 
     options = {"name": name, "namespace": namespace, "max_restarts": max_restarts, "num_cpus": 0}
@@ -183,7 +204,7 @@ def start_metrics(
 
 
 def connect_metrics(name: str, *, namespace: str) -> MetricsClient:
-    """The client of the actor that `start_metrics` started. Raises ValueError when there is none."""
+    """Returns a client of the actor that `start_metrics` started. Raises ValueError if there is none."""
     import ray
 
     return MetricsClient(ray.get_actor(name, namespace=namespace))

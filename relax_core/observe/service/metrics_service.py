@@ -1,6 +1,6 @@
-"""Takes what the roles report, keeps it in memory for the panel and the summary, and hands it to the sinks.
+"""Receives the records of all roles, keeps them in memory for the panel and the summary, and passes them to the sinks.
 
-A sink that is slow, full, broken or hangs costs records in that sink alone, never a train step and no other sink.
+If a sink is slow, full, broken or hangs, only that sink loses records. No train step and no other sink waits for it.
 """
 
 from __future__ import annotations
@@ -28,27 +28,30 @@ from relax_core.observe.service.records import (
 from relax_core.observe.service.sink_thread import SinkThread
 from relax_core.observe.service.sinks import Sink
 
-HEAD_RECORDS = 1_000  # the first ones are never forgotten: a summary compares a run's end with its start
+HEAD_RECORDS = 1_000  # the first records stay in memory, because a summary compares a run's end with its start
 TAIL_RECORDS = 20_000  # some 40 MB
-QUEUE_RECORDS = 10_000  # that wait for one sink
-KNOWN_RECORDS = 50_000  # of which the service knows that it has them already
+QUEUE_RECORDS = 10_000  # the number of records that may wait for one sink
+KNOWN_RECORDS = 50_000  # the number of newest records whose repetition the service recognises
 BATCH_S = 0.5
-NOT_DELIVERED = "not delivered"  # stands beside the sinks' names: records that never reached the service
+NOT_DELIVERED = "not delivered"  # the name, beside the sinks' names, for records that never reached the service
 
 
 class MetricsHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """``problems``: what went wrong and was not told yet, a sentence each. ``dropped``: how many records each sink
-    lacks, by its name; a sink that lacks none is not in it."""
+    """The state of the sinks. ``problems`` holds one sentence for each problem that was not returned before.
+
+    ``dropped`` maps the name of each sink that lacks records to their number.
+    """
 
     problems: list[str]
     dropped: dict[str, int]
 
 
 class MetricsService:
-    """Thread-safe. ``history`` and ``texts``: what an earlier process of the same run had kept; not written again.
+    """Keeps records and passes them to the sinks. All methods are thread-safe.
 
-    In memory stay the first ``head_records`` and the newest ``tail_records`` records, and for each kind of text the
-    first and the newest.
+    ``history`` and ``texts`` are the records of an earlier process of the same run; they are not written again. The
+    first ``head_records`` and the newest ``tail_records`` records stay in memory, and for each kind of text the first
+    and the newest.
     """
 
     def __init__(
@@ -76,24 +79,25 @@ class MetricsService:
             self._keep(record)
         ordered = sorted(sinks, key=lambda sink: not sink.local)
         self._sinks = [SinkThread(sink, queue_records=queue_records, batch_s=batch_s) for sink in ordered]
-        self._taken = 0  # records that were handed to the sinks
+        self._taken = 0  # the number of records that the sinks were given
 
     def record(self, source: str, step: int, values: Mapping[str, float]) -> None:
-        """Takes numbers; never waits for a sink. Raises TypeError or ValueError for what is not a number, and
-        RuntimeError after `close`."""
+        """Takes numbers without waiting for a sink.
+
+        Raises TypeError or ValueError if a value is not a number, and RuntimeError after `close`.
+        """
         self.take([metric_record(source, step, values)])
 
     def record_texts(self, kind: str, step: int, rows: Sequence[Mapping[str, TextCell]]) -> None:
-        """Takes texts, such as an evaluation's answers; never waits for a sink."""
+        """Takes texts, such as an evaluation's answers, without waiting for a sink."""
         self.take([text_record(kind, step, rows)])
 
     def take(self, records: Iterable[Record], *, left_out: int = 0) -> tuple[int, int]:
-        """Takes records that their writer made. One that is here already, by source, step and time, is ignored, so that
-        a writer may send again what it had no answer for. ``left_out``: how many records the writer left out since
-        its last call.
+        """Takes records from a writer, which has left out ``left_out`` records since its last call.
 
-        Returns how many records were taken in all, these included, and how many of those are settled (written or
-        dropped) in every local sink. Raises RuntimeError after `close`.
+        A record that was taken before, by source, step and time, is ignored, so that a writer may send records again.
+        Returns the total number of records taken, and how many of them are settled (written or dropped) in every local
+        sink. Raises RuntimeError after `close`.
         """
         with self._lock:
             if self._closed:
@@ -108,23 +112,23 @@ class MetricsService:
             return self._taken, self._settled()
 
     def mark_resume(self, step: int) -> None:
-        """The run goes on from a checkpoint of ``step`` train steps: what was reported for later ones is undone."""
+        """Records that the run goes on from a checkpoint of ``step`` train steps, which undoes later records."""
         self.record(RUN, step, {RESUMED: 1.0})
 
     def poll(self, since: int) -> tuple[int, list[MetricRecord]]:
-        """Records that came after cursor ``since`` (0: all that are kept), and the cursor for the next call."""
+        """Returns the cursor for the next call, and the records after cursor ``since``; with 0, all kept records."""
         with self._lock:
             missing = max(0, self._count - since)
             newest = list(islice(reversed(self._tail), missing))[::-1]
             return self._count, self._head[since:] + newest
 
     def texts(self, kind: str) -> list[TextRecord]:
-        """The first and the newest texts of ``kind``: none, one or two."""
+        """Returns the first and the newest texts of ``kind``, which are none, one or two."""
         with self._lock:
             return list(self._texts.get(kind, ()))
 
     def health(self) -> MetricsHealth:
-        """How the sinks are doing; see `MetricsHealth`."""
+        """Returns the state of the sinks."""
         dropped = {sink.name: sink.dropped for sink in self._sinks} | {NOT_DELIVERED: self._not_delivered}
         return MetricsHealth(
             problems=[problem for sink in self._sinks for problem in sink.problems()],
@@ -132,8 +136,10 @@ class MetricsService:
         )
 
     def flush(self, *, timeout_s: float) -> tuple[int, int]:
-        """Waits until every local sink has what was taken so far, and looks at no other sink. Returns as `take` does.
-        Raises TimeoutError, which names the sink, where one hangs."""
+        """Waits until every local sink has settled all records that were taken so far. Returns as `take` does.
+
+        Raises TimeoutError, which names the sink, if a local sink hangs.
+        """
         deadline = time.monotonic() + timeout_s
         for sink in self._local():
             sink.flush(deadline=deadline)
@@ -141,8 +147,10 @@ class MetricsService:
             return self._taken, self._settled()
 
     def close(self, *, timeout_s: float) -> MetricsHealth:
-        """Writes what waits and closes the sinks, the local ones first. One that takes longer is left to itself, which
-        is one of the problems."""
+        """Writes the waiting records and closes the sinks, the local ones first.
+
+        A sink that does not end within ``timeout_s`` seconds is abandoned and reported as a problem.
+        """
         with self._lock:
             self._closed = True
         deadline = time.monotonic() + timeout_s
@@ -171,4 +179,4 @@ class MetricsService:
                 self._tail.append(record)
             self._count += 1
         else:
-            assert isinstance(record, HistogramRecord)  # a picture for the sinks: its figures are among the numbers
+            assert isinstance(record, HistogramRecord)  # only sinks use it; its figures are among the numbers too

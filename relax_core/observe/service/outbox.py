@@ -1,7 +1,7 @@
-"""What a process reports to the metrics service, kept until the service has it in the run's files.
+"""Keeps the records that a process reports until the metrics service has written them to the run's files.
 
-The service is another process, which may be killed and start again. What it had taken and not yet written would be lost
-then, and so would what is reported meanwhile. So every writer keeps its own records, in order and in bounds.
+The service is another process, which may be killed and start again. Records that it had taken and not yet written, and
+records that are reported meanwhile, would then be lost. So every writer keeps its own records, up to a limit.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ RETRY_S, LONGEST_RETRY_S = 0.1, 2.0
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
-    """What the service answers. ``service``: a name that each process of it has for itself. ``taken``: how many records
-    it has taken in all. ``settled``: how many of these are in the run's files, or will never be."""
+    """The answer of the service. ``service`` is a name that differs for each process of the service.
+
+    ``taken`` is the total number of records that it has taken. ``settled`` is the number of them that are written to
+    the run's files or were dropped.
+    """
 
     service: str
     taken: int
@@ -30,19 +33,20 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Undelivered(Exception):
-    """The service is away, and the records are to be sent again."""
+    """Says that the service does not answer, so that the records have to be sent again."""
 
 
 class Refused(Exception):
-    """The service takes no records any more."""
+    """Says that the service takes no records any more."""
 
 
 class Outbox:
     """Sends records from a thread of its own, in order. All methods are thread-safe.
 
-    ``send(records, left_out)`` hands records over, and how many were left out since its last call; it returns the
-    receipt, or raises `Undelivered` or `Refused`. While ``kept_records`` records are kept, newer ones are left out.
-    ``left_out``: how many were, or were refused. ``last_error``: the words of the newest failure.
+    ``send(records, left_out)`` sends records and the number of records that were left out since its last call. It
+    returns the receipt, or raises `Undelivered` or `Refused`. While ``kept_records`` records are kept, newer ones are
+    left out. ``left_out`` counts records that were left out or refused. ``last_error`` is the text of the newest
+    failure.
     """
 
     def __init__(self, send: Callable[[Sequence[Record], int], Receipt], *, kept_records: int = KEPT_RECORDS) -> None:
@@ -52,16 +56,16 @@ class Outbox:
         self._kept_records = kept_records
         self._wake = threading.Condition()
         self._kept: deque[Record] = deque()  # the oldest first
-        self._sent = 0  # how many of them the service has taken
-        self._calls: deque[tuple[int, int]] = deque()  # of each call: the receipt's ``taken``, and the records in it
+        self._sent = 0  # the number of kept records that the service has taken
+        self._calls: deque[tuple[int, int]] = deque()  # for each call: the receipt's ``taken``, and its records
         self._service = ""
-        self._round = self._batch_round = 0  # how often all was to be sent again: by now, and when the batch was made
-        self._told_left_out = 0
+        self._round = self._batch_round = 0  # how often all records had to be sent again: now, and for the batch
+        self._reported_left_out = 0
         self._ended = False
         self._thread: threading.Thread | None = None
 
     def put(self, *records: Record) -> None:
-        """Takes records, which go out with one call, and returns at once."""
+        """Takes records and returns at once."""
         with self._wake:
             room = 0 if self._ended else max(0, self._kept_records - len(self._kept))
             self._kept += records[:room]
@@ -75,18 +79,20 @@ class Outbox:
                 self._thread.start()
 
     def wait_sent(self, *, timeout_s: float) -> bool:
-        """Waits until the service has taken what is kept; False where it has not within ``timeout_s`` seconds."""
+        """Waits until the service has taken all kept records. Returns False after ``timeout_s`` seconds."""
         with self._wake:
             return self._wake.wait_for(lambda: self._sent == len(self._kept) or self._ended, timeout_s)
 
     def settle(self, receipt: Receipt) -> bool:
-        """Forgets what is settled by a receipt that came in another way than by ``send``. False where it is of another
-        process than took the records; they are sent again then."""
+        """Drops the records that a receipt of another call than ``send`` settles.
+
+        If the receipt comes from another process of the service, it returns False and the records are sent again.
+        """
         with self._wake:
             return self._settle(receipt)
 
     def end(self) -> None:
-        """Nothing is sent any more, and what is put counts as left out."""
+        """Stops sending. Records that are put later count as left out."""
         with self._wake:
             self._ended = True
             self.last_error = self.last_error or "reporting was closed"
@@ -95,7 +101,7 @@ class Outbox:
     def _main(self) -> None:
         pause_s = RETRY_S
         while batch := self._next_batch():
-            left_out = self.left_out - self._told_left_out
+            left_out = self.left_out - self._reported_left_out
             try:
                 receipt = self._send(batch, left_out)
             except Undelivered as away:
@@ -111,7 +117,7 @@ class Outbox:
             else:
                 pause_s = RETRY_S
                 with self._wake:
-                    self._told_left_out += left_out
+                    self._reported_left_out += left_out
                     if self._batch_round == self._round and self._settle(receipt):
                         self._sent += len(batch)
                         self._calls.append((receipt.taken, len(batch)))
@@ -119,7 +125,7 @@ class Outbox:
                     self._wake.notify_all()
 
     def _next_batch(self) -> list[Record]:
-        """Waits for records that the service has not taken; none: the end."""
+        """Waits for records that the service has not taken. Returns an empty list after `end`."""
         with self._wake:
             self._wake.wait_for(lambda: self._sent < len(self._kept) or self._ended)
             self._batch_round = self._round
@@ -137,8 +143,8 @@ class Outbox:
                 self._kept.popleft()
         return True
 
-    def _send_again(self, why: str) -> None:
-        self.last_error = why
+    def _send_again(self, cause: str) -> None:
+        self.last_error = cause
         self._sent, self._service, self._round = 0, "", self._round + 1
         self._calls.clear()
         self._wake.notify_all()

@@ -1,4 +1,4 @@
-"""What is reported while a run goes on: numbers a step, texts (answers of an evaluation), and histograms."""
+"""The records that a run reports: numbers of a step, texts such as an evaluation's answers, and histograms."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
-ACTOR = "actor"  # once a train step
-ROLLOUT = "rollout"  # once a prompt batch of generation
-EVAL = "eval"  # once an evaluation, step = weight version
-LEDGER = "ledger"  # what the data bus has persisted, once a train step as long as samples were dropped
-RUN = "run"  # what happened to the run itself
+ACTOR = "actor"  # source of one record a train step
+ROLLOUT = "rollout"  # source of one record a prompt batch of generation
+EVAL = "eval"  # source of one record an evaluation; its step is the weight version
+LEDGER = "ledger"  # source of the ledger's drop counts, one record a train step from the first dropped sample on
+RUN = "run"  # source of events of the run itself
 RESUMED = "resumed"
-BAD_ROWS = "bad_rows"  # texts: data rows that were left out
+BAD_ROWS = "bad_rows"  # kind of texts about data rows that were skipped
 
 
 def bad_rows_kind(worker: int) -> str:
-    """The kind of the texts in which a rollout worker names the data rows that it left out."""
+    """Returns the kind of the texts in which a rollout worker names the data rows that it skipped."""
     return f"{BAD_ROWS}-{worker}" if worker else BAD_ROWS
 
 
@@ -25,7 +25,7 @@ TextCell = str | int | float | bool | None
 
 
 class MetricRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers that ``source`` reported for ``step``. ``time_s``: Unix time, in seconds."""
+    """Numbers that ``source`` reported for ``step``. ``time_s`` is Unix time, in seconds."""
 
     source: str
     step: int
@@ -34,8 +34,11 @@ class MetricRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Texts of one ``kind`` at ``step``. Rows of kind "eval" have prompt, answer (expected), response and exact, and
-    the evaluation set's name where it has one; those of `bad_rows_kind` have row (its number), reason and text."""
+    """Texts of one ``kind`` at ``step``. Each row is a dict.
+
+    A row of kind "eval" has prompt, answer (the expected one), response and exact, and the name of the evaluation set
+    if the set has one. A row of `bad_rows_kind` has row (the number of the data row), reason and text.
+    """
 
     kind: str
     step: int
@@ -44,9 +47,11 @@ class TextRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HistogramRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """How the values of ``name`` that ``source`` had at ``step`` were distributed: ``counts[k]`` of them lie above
-    ``limits[k - 1]`` (any number, for k = 0) and up to ``limits[k]``. ``total`` and ``total_of_squares``: sums over the
-    values. ``time_s``: Unix time, in seconds."""
+    """The distribution of the values of ``name`` that ``source`` had at ``step``.
+
+    ``counts[k]`` values lie above ``limits[k - 1]`` (without a lower limit for k = 0) and up to ``limits[k]``.
+    ``total`` and ``total_of_squares`` are sums over the values. ``time_s`` is Unix time, in seconds.
+    """
 
     source: str
     step: int
@@ -64,18 +69,18 @@ Record = MetricRecord | TextRecord | HistogramRecord
 
 
 def metric_record(source: str, step: int, values: Mapping[str, float]) -> MetricRecord:
-    """A record of now. Raises TypeError or ValueError for what is not a number."""
+    """Makes a record with the current time. Raises TypeError or ValueError if a value is not a number."""
     numbers = {name: float(value) for name, value in values.items()}
     return MetricRecord(source=source, step=step, time_s=time.time(), values=numbers)
 
 
 def text_record(kind: str, step: int, rows: Sequence[Mapping[str, TextCell]]) -> TextRecord:
-    """A record of now."""
+    """Makes a record with the current time."""
     return TextRecord(kind=kind, step=step, time_s=time.time(), rows=[dict(row) for row in rows])
 
 
 def record_key(record: Record) -> tuple[str, int, float]:
-    """Tells a record from every other one of the run."""
+    """Returns a key that is unique among the records of the run."""
     match record:
         case MetricRecord():
             return record.source, record.step, record.time_s
@@ -86,12 +91,12 @@ def record_key(record: Record) -> tuple[str, int, float]:
 
 
 def is_resume(record: MetricRecord) -> bool:
-    """Says that the run went on from a checkpoint of ``record.step`` train steps."""
+    """Is True if the record marks that the run went on from a checkpoint of ``record.step`` train steps."""
     return record.source == RUN and RESUMED in record.values
 
 
 def without_undone(records: Iterable[MetricRecord]) -> list[MetricRecord]:
-    """The records that still hold: a resume at step s undoes whatever was reported before it for s and later steps."""
+    """Returns the valid records. A resume at step s undoes the earlier records for step s and later steps."""
     kept: list[MetricRecord] = []
     for record in records:
         if is_resume(record):
@@ -102,11 +107,11 @@ def without_undone(records: Iterable[MetricRecord]) -> list[MetricRecord]:
 
 
 def last_step(records: Iterable[MetricRecord]) -> int:
-    """Train steps that were reported as done, as the newest report has it; 0 where there was none."""
+    """Returns the largest number of train steps that were reported as done, or 0."""
     return max((record.step + 1 for record in records if record.source == ACTOR), default=0)
 
 
 def by_step(records: Iterable[MetricRecord], source: str) -> dict[int, dict[str, float]]:
-    """Values of ``source``, one entry a step in order of step; of a step told twice the later one."""
+    """Returns step → values of ``source``, in order of step. Of several records of a step the last counts."""
     values = {record.step: record.values for record in records if record.source == source}
     return dict(sorted(values.items()))

@@ -1,7 +1,7 @@
-"""Where records are kept: JSON lines for programs, TensorBoard event files for eyes.
+"""Writes records to files: JSON lines for programs, TensorBoard event files for people.
 
-A sink opens its file with its first batch. A batch enters a file whole or not at all, so that a disk that was full for
-a while leaves a file that can be read to its end.
+A sink opens its file with its first batch. A batch enters a file whole or not at all, so that a file can be read to its
+end even if the disk was full for a while.
 """
 
 from __future__ import annotations
@@ -27,35 +27,40 @@ TENSORBOARD_FOLDER = "tensorboard"
 
 
 class Sink(Protocol):
-    """Called by a thread of its own (`SinkThread`), so it may wait, and whatever it raises is told and counted: the
-    batch is then dropped, and the next one tried. A kind of record that it does not know it leaves out.
+    """A destination of records. A thread of its own calls it (`SinkThread`), so it may wait.
 
-    ``local``: it is the run's own record on disk, which a checkpoint waits for and a restarted service reads.
+    If it raises, the error is reported, the batch is dropped, and the next batch is tried. It ignores kinds of records
+    that it does not know. ``local`` is True for the run's own files, for which a checkpoint waits and which a restarted
+    service reads.
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Returns the sink's name in messages."""
 
     @property
-    def local(self) -> bool: ...
+    def local(self) -> bool:
+        """Is True for the run's own files."""
 
-    def write(self, batch: Sequence[Record]) -> None: ...
+    def write(self, batch: Sequence[Record]) -> None:
+        """Writes a batch of records."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Closes the sink after its last batch."""
 
 
 class AppendFile:
-    """A file that grows by whole batches. It goes on where an earlier process stopped. ``size``: bytes that hold."""
+    """A file that grows by whole batches, after those of an earlier process. ``size`` is its valid length in bytes."""
 
     def __init__(self, path: Path, *, lines: bool) -> None:
-        """``lines``: the file is text; a last line without an end (its writer was killed) is cut off."""
+        """Opens or makes the file. With ``lines`` it removes a last line without an end, whose writer was killed."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = io.FileIO(path, "r+" if path.exists() else "w+")
         self.size = _end_of_last_line(self._file) if lines else self._file.seek(0, os.SEEK_END)
         self._rewind()
 
     def append(self, data: bytes) -> None:
-        """Raises OSError, with the file as it was, when not all of ``data`` could be written."""
+        """Appends ``data``. If not all of it can be written, it restores the file and raises OSError."""
         view = memoryview(data)
         try:
             while view:
@@ -66,6 +71,7 @@ class AppendFile:
         self.size += len(data)
 
     def close(self) -> None:
+        """Closes the file."""
         self._file.close()
 
     def _rewind(self) -> None:
@@ -86,7 +92,7 @@ def _end_of_last_line(file: io.FileIO) -> int:
 
 
 class JsonlSink:
-    """One JSON object a line: numbers to ``metrics.jsonl``, texts to ``texts.jsonl``. NaN and infinities as null."""
+    """Writes numbers to ``metrics.jsonl`` and texts to ``texts.jsonl``, one JSON object a line; NaN becomes null."""
 
     name = METRICS_FILE
     local = True
@@ -97,6 +103,7 @@ class JsonlSink:
         self._encoder = msgspec.json.Encoder()
 
     def write(self, batch: Sequence[Record]) -> None:
+        """Appends the numbers and the texts of a batch to their files."""
         self._append(METRICS_FILE, [record for record in batch if isinstance(record, MetricRecord)])
         self._append(TEXTS_FILE, [record for record in batch if isinstance(record, TextRecord)])
 
@@ -108,15 +115,16 @@ class JsonlSink:
         self._files[name].append(self._encoder.encode_lines(records))
 
     def close(self) -> None:
+        """Closes the files."""
         for file in self._files.values():
             file.close()
 
 
 class TensorBoardSink:
-    """Scalars with tag ``<source>/<name>`` and histograms, through TensorBoard's own protobufs and framing.
+    """Writes scalars with the tag ``<source>/<name>`` and histograms as TensorBoard's own protobufs.
 
-    A resume is told as a session start, so that TensorBoard hides the steps that it undid. Texts are left to the
-    JSON lines. EventFileWriter is not used: it has a thread of its own, which a full disk kills.
+    A resume becomes a session start, so that TensorBoard hides the steps that it undid. Texts are not written. It does
+    not use EventFileWriter, because that has a thread of its own, which a full disk kills.
     """
 
     name = TENSORBOARD_FOLDER
@@ -127,6 +135,7 @@ class TensorBoardSink:
         self._file: AppendFile | None = None
 
     def write(self, batch: Sequence[Record]) -> None:
+        """Appends the numbers and the histograms of a batch to the event file."""
         from tensorboard.compat.proto.event_pb2 import Event
 
         events = [_event(record) for record in batch if not isinstance(record, TextRecord)]
@@ -140,6 +149,7 @@ class TensorBoardSink:
         self._file.append(_frame([event.SerializeToString() for event in events]))
 
     def close(self) -> None:
+        """Closes the files."""
         if self._file is not None:
             self._file.close()
 
@@ -179,7 +189,7 @@ def _frame(events: Sequence[bytes]) -> bytes:
 
 
 def make_sinks(tracker: TrackerConfig, run_dir: Path) -> list[Sink]:
-    """The sinks that ``tracker`` switches on. Nothing is opened yet."""
+    """Returns the sinks that ``tracker`` switches on. They have not opened a file yet."""
     sinks: list[Sink] = []
     if tracker.jsonl:
         sinks.append(JsonlSink(run_dir))
@@ -199,7 +209,7 @@ Line = TypeVar("Line")
 
 
 def _read_lines(path: Path, kind: type[Line]) -> list[Line]:
-    """Every whole line; a last one without an end was never finished. No file, no lines."""
+    """Returns every whole line of the file. It ignores a last line without an end, and a file that does not exist."""
     if not path.exists():
         return []
     decoder = msgspec.json.Decoder(kind)
@@ -218,7 +228,7 @@ def _read_lines(path: Path, kind: type[Line]) -> list[Line]:
 
 
 def read_metrics(run_dir: Path) -> list[MetricRecord]:
-    """The numbers that a run has kept so far; null reads as NaN. Raises ValueError for a broken line."""
+    """Returns the numbers that a run has recorded so far; null becomes NaN. Raises ValueError for a broken line."""
     nan = float("nan")
     return [
         MetricRecord(
@@ -232,5 +242,5 @@ def read_metrics(run_dir: Path) -> list[MetricRecord]:
 
 
 def read_texts(run_dir: Path) -> list[TextRecord]:
-    """The texts that a run has kept so far. Raises ValueError for a broken line."""
+    """Returns the texts that a run has recorded so far. Raises ValueError for a broken line."""
     return _read_lines(run_dir / TEXTS_FILE, TextRecord)

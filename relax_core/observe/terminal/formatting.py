@@ -1,4 +1,4 @@
-"""Numbers as people read them in a terminal."""
+"""Formats numbers, durations and curves for a terminal."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ UNKNOWN = "–"
 
 
 def sparkline(values: Sequence[float], *, width: int, low: float | None = None, high: float | None = None) -> str:
-    """``values`` as at most ``width`` blocks, each the mean of its share. ``low`` and ``high``: the scale's ends, by
-    default the smallest and the largest value."""
+    """Draws ``values`` as at most ``width`` blocks, each for the mean of its share of the values.
+
+    ``low`` and ``high`` are the ends of the scale, by default the smallest and the largest mean.
+    """
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return ""
     count = min(width, len(finite))
-    edges = [place * len(finite) // count for place in range(count + 1)]
+    edges = [index * len(finite) // count for index in range(count + 1)]
     means = [fmean(finite[start:end]) for start, end in pairwise(edges)]
     low = min(means) if low is None else low
     high = max(means) if high is None else high
@@ -26,15 +28,15 @@ def sparkline(values: Sequence[float], *, width: int, low: float | None = None, 
 
 
 def block(value: float, *, low: float, high: float) -> str:
-    """One block whose height is the place of ``value`` between ``low`` and ``high``."""
+    """Returns one block whose height shows where ``value`` lies between ``low`` and ``high``."""
     if high <= low:
         return BLOCKS[0]
-    place = int((value - low) / (high - low) * len(BLOCKS))
-    return BLOCKS[min(max(place, 0), len(BLOCKS) - 1)]
+    height = int((value - low) / (high - low) * len(BLOCKS))
+    return BLOCKS[min(max(height, 0), len(BLOCKS) - 1)]
 
 
 def staleness_shares(histogram: Mapping[int, int]) -> list[tuple[int, float]]:
-    """(staleness, share of the samples), in order; every staleness up to the largest seen."""
+    """Returns (staleness, share of the samples) for every staleness from 0 to the largest one, in order."""
     total = sum(histogram.values())
     if not total:
         return []
@@ -43,12 +45,12 @@ def staleness_shares(histogram: Mapping[int, int]) -> list[tuple[int, float]]:
 
 
 def number(value: float | None, spec: str) -> str:
-    """``value`` under format ``spec``, or a dash when it is not known."""
+    """Formats ``value`` by ``spec``, or returns a dash if it is None."""
     return UNKNOWN if value is None else format(value, spec)
 
 
 def duration(seconds: float | None) -> str:
-    """12 s, 3:05 min or 2:07 h."""
+    """Formats seconds as "12 s", "3:05 min" or "2:07 h"."""
     if seconds is None:
         return UNKNOWN
     whole = int(seconds)

@@ -1,4 +1,4 @@
-"""The run as it goes on: a live panel on a terminal, plain lines elsewhere."""
+"""Shows a run in progress: as a live panel on a terminal, as plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ from relax_core.observe.terminal.role_states import RoleState
 REFRESH_S = 0.5
 LINE_STEPS = 10
 LINE_S = 5.0
-STILL_S = 30.0
+STALL_S = 30.0
 STARTING = "starting"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PanelState:
-    """Where the run stands. ``step``: train steps done. ``records``: the newest ones, in order; they may repeat what an
-    earlier state had. ``message``: what the user should know now. ``records_dropped``: how many records each sink of
-    the metrics lacks."""
+    """The state of a run. ``step`` is the number of train steps done.
+
+    ``records`` are the newest ones, in order; they may repeat records of an earlier state. ``message`` is a line for
+    the user. ``records_dropped`` maps each metrics sink to the number of records that it lacks.
+    """
 
     step: int
     records: Sequence[MetricRecord] = ()
@@ -40,11 +42,11 @@ class PanelState:
 
 
 class Panel:
-    """Use as a context manager, from one thread. `update` may be called at any rate: it draws at most twice a second.
+    """Shows the states that `update` receives while it is used as a context manager, from one thread.
 
-    ``live``: False for plain lines even on a terminal (run.panel=false). Lines come every ``LINE_STEPS`` steps or
-    ``LINE_S`` seconds, whenever a role changes its state, and, when no step ends, every ``STILL_S`` seconds with what
-    each role waits for.
+    The live panel is drawn at most twice a second. With ``live=False`` (run.panel=false) there are plain lines even on
+    a terminal: every ``LINE_STEPS`` steps or ``LINE_S`` seconds, when a role changes its state, and every ``STALL_S``
+    seconds without a train step, with what each role waits for.
     """
 
     def __init__(
@@ -60,13 +62,13 @@ class Panel:
         self._is_open = False
         self._drawn = 0.0
         self._live: Live | None = None
-        # rich takes FORCE_COLOR for a terminal; a log in CI is none
+        # rich treats FORCE_COLOR as a terminal, but a log in CI is not one
         if live and self._console.is_interactive and self._console.file.isatty():
             self._live = Live(console=self._console, auto_refresh=False)
         self._line_step = 0
         self._line_time = self._opened
-        self._told_roles: dict[str, str] = {}
-        self._told_message = ""
+        self._printed_roles: dict[str, str] = {}
+        self._printed_message = ""
 
     def __enter__(self) -> Self:
         if self._is_open:
@@ -81,7 +83,7 @@ class Panel:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Leaves the last state on the screen. What was entered twice closes with the inner block."""
+        """Shows the last state. A panel that was entered twice closes with the inner block."""
         if not self._is_open:
             return
         self._is_open = False
@@ -93,9 +95,9 @@ class Panel:
         self._live.stop()
 
     def starting(self, roles: Sequence[str], *, first: str) -> None:
-        """Before any role can tell its state: ``first`` is starting, and the ``roles`` start after it."""
+        """Shows that ``first`` is starting and that the ``roles`` start after it, before any role has a state."""
         if self._live is None:
-            self._told_roles = dict.fromkeys(roles, STARTING)
+            self._printed_roles = dict.fromkeys(roles, STARTING)
             self._print(f"starting {first}, then {', '.join(roles)}")
             return
         waiting = [RoleState(name=name, state="starting", since_s=0.0) for name in roles]
@@ -103,7 +105,7 @@ class Panel:
         self._live.update(picture(self._view()), refresh=True)
 
     def update(self, state: PanelState) -> None:
-        """Takes the newest state and shows it, if it is time."""
+        """Takes the newest state, and shows it if that is due."""
         self._state = state
         self._numbers.merge(state.records)
         now = time.monotonic()
@@ -114,7 +116,7 @@ class Panel:
             self._live.update(picture(self._view()), refresh=True)
 
     def print_line(self, text: str) -> None:
-        """A line that stays: plain, or above the live panel."""
+        """Prints a line that stays on the screen, above the live panel if there is one."""
         self._print(text)
 
     def _view(self) -> PanelView:
@@ -135,20 +137,20 @@ class Panel:
         state = self._state
         changed: dict[str, list[str]] = {}
         for role in state.roles:
-            told = _told(role)
-            if self._told_roles.get(role.name) != told:
-                self._told_roles[role.name] = told
-                changed.setdefault(told, []).append(role.name)
-        for told, names in changed.items():
-            self._print(f"{', '.join(names)} {told}")
-        if state.message and state.message != self._told_message:
+            text = _state_text(role)
+            if self._printed_roles.get(role.name) != text:
+                self._printed_roles[role.name] = text
+                changed.setdefault(text, []).append(role.name)
+        for text, names in changed.items():
+            self._print(f"{', '.join(names)} {text}")
+        if state.message and state.message != self._printed_message:
             self._print(state.message)
-        self._told_message = state.message
-        self._line_step = min(self._line_step, state.step)  # a recovery went back to a checkpoint
+        self._printed_message = state.message
+        self._line_step = min(self._line_step, state.step)  # a recovery returns to an earlier step
         steps = state.step - self._line_step
         if steps >= LINE_STEPS or (steps > 0 and now - self._line_time >= LINE_S):
             self._print_figures()
-        elif steps == 0 and now - self._line_time >= STILL_S:
+        elif steps == 0 and now - self._line_time >= STALL_S:
             self._line_time = now
             roles = " · ".join(role_line(role) for role in state.roles)
             self._print(f"step {state.step}/{self._total_steps}, still  {roles}")
@@ -159,13 +161,16 @@ class Panel:
         self._print(line(self._view()))
 
     def _print(self, text: str) -> None:
-        """One line, whole, whatever the width: logs are searched by line."""
+        """Prints one line without wrapping it, because logs are searched by line."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def _told(role: RoleState) -> str:
-    """What a plain line says after the role's name. Between running and waiting it changes many times a second, and
-    while it starts its detail does; a line on a run that stands still has it."""
+def _state_text(role: RoleState) -> str:
+    """Returns what a plain line says after the role's name.
+
+    It merges states that change many times a second: running and waiting, and the details of a start. The line about a
+    stalled run shows them.
+    """
     if role.state in ("running", "waiting"):
         return "at work"
     return STARTING if role.state == "starting" else role_line(role).removeprefix(f"{role.name} ")

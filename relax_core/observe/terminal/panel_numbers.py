@@ -1,4 +1,4 @@
-"""The figures of a run in progress, from the records as they come."""
+"""Derives the figures of a run in progress from its records."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from collections.abc import Iterable, Mapping
 from relax_core.observe.service.records import ACTOR, EVAL, ROLLOUT, MetricRecord, is_resume
 
 KEPT_STEPS = 2_000
-RATE_STEPS = 20  # speed is told over so many of the newest steps
+RATE_STEPS = 20  # speed is the mean over this number of newest steps
 
 
 class RunningNumbers:
-    """Newest values and curves. Records may be given twice: a step counts once."""
+    """Holds the newest values and the curves. A record that is merged twice counts once."""
 
     def __init__(self) -> None:
         self._values: dict[str, dict[int, Mapping[str, float]]] = {ACTOR: {}, EVAL: {}, ROLLOUT: {}}
 
     def merge(self, records: Iterable[MetricRecord]) -> None:
+        """Takes records in order. A resume removes the later steps."""
         for record in records:
             if is_resume(record):
                 for values in self._values.values():
@@ -30,31 +31,33 @@ class RunningNumbers:
                     del values[next(iter(values))]
 
     def latest(self, name: str, *, source: str = ACTOR) -> float | None:
-        """The newest finite value, or None."""
+        """Returns the newest finite value, or None."""
         for values in reversed(self._values[source].values()):
             if name in values and math.isfinite(values[name]):
                 return values[name]
         return None
 
     def of_newest_step(self, name: str, *, source: str = ACTOR) -> float | None:
-        """The newest record's value; None where that has none, whatever earlier ones had."""
+        """Returns the newest record's value, or None if that record has none."""
         newest = next(reversed(self._values[source].values()), {})
         return newest[name] if name in newest and math.isfinite(newest[name]) else None
 
     def latest_step(self, source: str) -> int | None:
+        """Returns the step of the newest record, or None."""
         return next(reversed(self._values[source]), None)
 
     def curve(self, name: str, *, source: str = ACTOR) -> list[float]:
+        """Returns the value of each step that has one, in order."""
         return [values[name] for values in self._values[source].values() if name in values]
 
     def per_second(self, name: str) -> float | None:
-        """How much of ``name`` the newest steps did in a second of wall time."""
+        """Returns how much of ``name`` the newest steps did in a second of wall time."""
         timed = self._timed()
         milliseconds = sum(values["step_ms"] for values in timed)
         return 1e3 * sum(values.get(name, 0.0) for values in timed) / milliseconds if milliseconds else None
 
     def mean_step_ms(self) -> float | None:
-        """Wall time of a step, in ms, over the newest steps."""
+        """Returns the mean wall time of the newest steps, in milliseconds."""
         timed = self._timed()
         return sum(values["step_ms"] for values in timed) / len(timed) if timed else None
 

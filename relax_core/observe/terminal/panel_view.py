@@ -1,4 +1,4 @@
-"""How a run in progress looks: as a picture for a terminal, as a line for a log. Pure: state in, text out."""
+"""Draws a run in progress, as a panel for a terminal and as a line for a log, by functions without side effects."""
 
 from __future__ import annotations
 
@@ -32,9 +32,12 @@ STATE_STYLES = {
 }
 
 
+Figures = tuple[str, str, str, str, str]  # label, value and curve of one figure; label and value of another
+
+
 @dataclass(frozen=True, kw_only=True)
 class PanelView:
-    """Everything that one picture shows. ``elapsed_s``: since the panel opened."""
+    """The content of one picture. ``elapsed_s`` counts the seconds since the panel opened."""
 
     title: str
     run_dir: Path
@@ -49,14 +52,14 @@ class PanelView:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds that the steps ahead take at the pace of the newest ones."""
+        """Returns the seconds that the remaining steps take at the speed of the newest ones, or None."""
         step_ms = self.numbers.mean_step_ms()
         return None if step_ms is None else (self.total_steps - self.step) * step_ms / 1e3
 
 
 def picture(view: PanelView) -> RenderableType:
-    """The live panel; readable on 80 columns and 24 lines with five roles."""
-    parts: list[RenderableType] = [_progress_row(view), "", _figures(view), "", _roles(view.roles)]
+    """Draws the live panel. With five roles it fits into 80 columns and 24 lines."""
+    parts: list[RenderableType] = [_progress(view), "", _figures(view), "", _roles(view.roles)]
     if view.message:
         parts.append(Text(view.message, style="bold yellow", overflow="ellipsis", no_wrap=True))
     return Frame(
@@ -71,7 +74,7 @@ def picture(view: PanelView) -> RenderableType:
 
 
 def line(view: PanelView) -> str:
-    """One plain line of figures."""
+    """Returns the figures as one plain line."""
     numbers = view.numbers
     parts = [f"step {view.step}/{view.total_steps}"]
     for label, value, spec in (
@@ -100,101 +103,110 @@ def line(view: PanelView) -> str:
 
 
 def role_line(role: RoleState) -> str:
-    """One plain line on a role's state."""
+    """Returns a role's state as one plain line."""
     restarts = f" (restarted {role.restarts}x)" if role.restarts else ""
     detail = f": {role.detail}" if role.detail else ""
     return f"{role.name} {role.state}{restarts}{detail}"
 
 
-def _progress_row(view: PanelView) -> Table:
-    row = Table.grid(padding=(0, 1), expand=True)
-    row.add_column(no_wrap=True)
-    row.add_column(ratio=1)
-    row.add_column(no_wrap=True, justify="right")
+def _progress(view: PanelView) -> Table:
+    table = Table.grid(padding=(0, 1), expand=True)
+    table.add_column(no_wrap=True)
+    table.add_column(ratio=1)
+    table.add_column(no_wrap=True, justify="right")
     share = view.step / view.total_steps if view.total_steps else 1.0
-    row.add_row(
+    table.add_row(
         f"step [bold]{view.step}[/]/{view.total_steps}",
         ProgressBar(total=max(view.total_steps, 1), completed=view.step, complete_style="green"),
         f"{share:.0%} · {duration(view.elapsed_s)} · ETA [bold]{duration(view.eta_s)}[/]",
     )
-    return row
+    return table
 
 
 def _figures(view: PanelView) -> Table:
-    numbers = view.numbers
-    eval_step = numbers.latest_step(EVAL)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(no_wrap=True, min_width=6)
     table.add_column(no_wrap=True, style="green", min_width=SPARK_WIDTH)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(no_wrap=True)
-
-    def row(label: str, value: str, curve: str, other: str, other_value: str) -> None:
+    for label, value, curve, other, other_value in (*_results(view.numbers), *_diagnostics(view.numbers)):
         table.add_row(label, Text(value, style="bold"), curve, other, Text(other_value))
-
-    row(
-        "reward",
-        number(numbers.latest("reward"), ".3f"),
-        sparkline(numbers.curve("reward"), width=SPARK_WIDTH),
-        "samples/s",
-        number(numbers.per_second("samples"), ",.0f"),
-    )
-    row(
-        "exact",
-        number(numbers.latest("exact"), ".3f"),
-        sparkline(numbers.curve("exact"), width=SPARK_WIDTH, low=0.0, high=1.0),
-        "tokens/s",
-        number(numbers.per_second("tokens"), ",.0f"),
-    )
-    row(
-        "eval exact" if eval_step is None else f"eval at {eval_step}",
-        number(numbers.latest("exact", source=EVAL), ".3f"),
-        sparkline(numbers.curve("exact", source=EVAL), width=SPARK_WIDTH, low=0.0, high=1.0),
-        "step time",
-        _milliseconds(numbers.mean_step_ms()),
-    )
-    row(
-        "loss",
-        number(numbers.latest("loss"), ".4f"),
-        "",
-        "grad norm",
-        number(numbers.latest("grad_norm"), ".3g"),
-    )
-    row(
-        "log-prob gap",
-        number(numbers.of_newest_step("logprob_gap_max"), ".1e"),
-        "rollout ↔ trainer",
-        "learning rate",
-        number(numbers.latest("learning_rate"), ".2g"),
-    )
-    row(
-        "entropy",
-        number(numbers.latest("entropy"), ".3f"),
-        sparkline(numbers.curve("entropy"), width=SPARK_WIDTH),
-        "answers cut",
-        number(numbers.of_newest_step("truncated"), ".0%"),
-    )
-    row(
-        "reward ±",
-        number(numbers.latest("reward/std"), ".3f"),
-        _range(numbers, "reward", ".3g"),
-        "equal groups",
-        number(numbers.of_newest_step("groups_without_signal"), ".0%"),
-    )
     grid = Table.grid()
     grid.add_row(table)
-    grid.add_row(_bus_rows(view))
+    grid.add_row(_bus_figures(view))
     return grid
 
 
+def _results(numbers: RunningNumbers) -> list[Figures]:
+    """Returns rewards, accuracy and loss, each beside a figure of the step."""
+    eval_step = numbers.latest_step(EVAL)
+    return [
+        (
+            "reward",
+            number(numbers.latest("reward"), ".3f"),
+            sparkline(numbers.curve("reward"), width=SPARK_WIDTH),
+            "samples/s",
+            number(numbers.per_second("samples"), ",.0f"),
+        ),
+        (
+            "exact",
+            number(numbers.latest("exact"), ".3f"),
+            sparkline(numbers.curve("exact"), width=SPARK_WIDTH, low=0.0, high=1.0),
+            "tokens/s",
+            number(numbers.per_second("tokens"), ",.0f"),
+        ),
+        (
+            "eval exact" if eval_step is None else f"eval at {eval_step}",
+            number(numbers.latest("exact", source=EVAL), ".3f"),
+            sparkline(numbers.curve("exact", source=EVAL), width=SPARK_WIDTH, low=0.0, high=1.0),
+            "step time",
+            _milliseconds(numbers.mean_step_ms()),
+        ),
+        (
+            "loss",
+            number(numbers.latest("loss"), ".4f"),
+            "",
+            "grad norm",
+            number(numbers.latest("grad_norm"), ".3g"),
+        ),
+    ]
+
+
+def _diagnostics(numbers: RunningNumbers) -> list[Figures]:
+    """Returns the figures that show whether the run is healthy."""
+    return [
+        (
+            "log-prob gap",
+            number(numbers.of_newest_step("logprob_gap_max"), ".1e"),
+            "rollout ↔ trainer",
+            "learning rate",
+            number(numbers.latest("learning_rate"), ".2g"),
+        ),
+        (
+            "entropy",
+            number(numbers.latest("entropy"), ".3f"),
+            sparkline(numbers.curve("entropy"), width=SPARK_WIDTH),
+            "answers cut",
+            number(numbers.of_newest_step("truncated"), ".0%"),
+        ),
+        (
+            "reward ±",
+            number(numbers.latest("reward/std"), ".3f"),
+            _range(numbers, "reward", ".3g"),
+            "equal groups",
+            number(numbers.of_newest_step("groups_without_signal"), ".0%"),
+        ),
+    ]
+
+
 def _range(numbers: RunningNumbers, name: str, spec: str) -> str:
-    """Least to largest of the newest step's samples; empty before the first."""
+    """Returns the least and the largest value of the newest step's samples, or "" before the first step."""
     least, largest = numbers.of_newest_step(f"{name}/min"), numbers.of_newest_step(f"{name}/max")
     return "" if least is None or largest is None else f"{least:{spec}} to {largest:{spec}}"
 
 
-def _bus_rows(view: PanelView) -> Table:
+def _bus_figures(view: PanelView) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True, min_width=len("log-prob gap"))
     table.add_column(no_wrap=True)
@@ -218,13 +230,13 @@ def _bus_rows(view: PanelView) -> Table:
     if dropped:
         counts = Text(overflow="ellipsis")
         if failed := view.numbers.of_newest_step("reward_failed", source=ROLLOUT):
-            counts.append(f"{failed:.0%} lately without a reward", style="bold red").append(" · ")
+            counts.append(f"{failed:.0%} recently without a reward", style="bold red").append(" · ")
         table.add_row("dropped", counts.append(_counts(ledger.dropped)))
     return table
 
 
 def _counts(counts: Mapping[str, int]) -> str:
-    """The most frequent first."""
+    """Returns the counts and their names, the largest count first."""
     return " · ".join(f"{count:,} {name}" for name, count in sorted(counts.items(), key=lambda one: -one[1]))
 
 
@@ -265,5 +277,5 @@ def _milliseconds(value: float | None) -> str:
 
 
 def _short_path(path: Path) -> str:
-    """Relative to the working folder where it lies under it."""
+    """Returns the path relative to the working folder if it lies in it."""
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -1,4 +1,4 @@
-"""The end of a run on the terminal: what it reached, answers before and after, where things lie, what to try next."""
+"""Prints the end of a run: its results, answers before and after training, its files, and commands to try next."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from relax_core.observe.service.records import TextCell
 from relax_core.observe.service.sinks import METRICS_FILE, TENSORBOARD_FOLDER
 from relax_core.observe.terminal.formatting import UNKNOWN, duration, number, staleness_shares
 
-Row = Mapping[str, TextCell]
+Answer = Mapping[str, TextCell]
 
-SHOWN_ROWS = 8
+SHOWN_ANSWERS = 8
 CELL_WIDTH = 60
-NO_WIDTH = 1000  # columns; no line of the report has as many
+NO_WIDTH = 1000  # columns; every line of the report is shorter
 CHECKPOINTS_FOLDER = "checkpoints"
-PLACES = (
+RESULT_FILES = (
     ("reward curve", CURVES_FILE),
     ("checkpoints", CHECKPOINTS_FOLDER),
     ("best checkpoint", f"{CHECKPOINTS_FOLDER}/best"),
@@ -37,7 +37,7 @@ PLACES = (
 
 
 def report_console() -> Console:
-    """For stdout. A line in a file is as long as it is: logs are searched by line, and have no width."""
+    """Returns a console for stdout. It does not wrap lines in a file, because logs are searched by line."""
     return Console() if sys.stdout.isatty() else Console(width=NO_WIDTH)
 
 
@@ -45,10 +45,10 @@ def print_report(
     console: Console,
     run_dir: Path,
     summary: Mapping[str, Any],
-    texts_before: Sequence[Row],
-    texts_after: Sequence[Row],
+    texts_before: Sequence[Answer],
+    texts_after: Sequence[Answer],
 ) -> None:
-    """Prints the end of a run. The texts are rows of the first and of the newest evaluation (`TextRecord`)."""
+    """Prints the end of a run. The texts are the rows of the first and of the newest evaluation (`TextRecord`)."""
     console.print()
     console.print(_headline(summary))
     for finding in summary["findings"]:
@@ -59,8 +59,8 @@ def print_report(
         console.print()
         console.print(answers)
     console.print()
-    for place in _places(run_dir):
-        console.print(place, soft_wrap=True)
+    for file_line in _result_lines(run_dir):
+        console.print(file_line, soft_wrap=True)
     commands = next_commands(run_dir, summary)
     if commands:
         console.print()
@@ -69,32 +69,32 @@ def print_report(
         console.print(Text.assemble("  ", (command, "cyan"), ("  # " + purpose, "dim")), soft_wrap=True)
 
 
-def answers_table(before: Sequence[Row], after: Sequence[Row]) -> Table:
-    """Prompt, expected, answer before and after: the rows that both evaluations have, matched by prompt.
+def answers_table(before: Sequence[Answer], after: Sequence[Answer]) -> Table:
+    """Builds a table of the prompts that both evaluations have, with the expected answer and both answers.
 
-    Rows that changed come first, so that the table shows what training did.
+    Answers that changed come first, so that the table shows what training did.
     """
-    first = {row["prompt"]: row for row in before}
-    pairs = [(first[row["prompt"]], row) for row in after if row["prompt"] in first]
+    first = {answer["prompt"]: answer for answer in before}
+    pairs = [(first[answer["prompt"]], answer) for answer in after if answer["prompt"] in first]
     pairs.sort(key=lambda pair: (pair[0]["exact"] == pair[1]["exact"], not pair[1]["exact"]))
     table = Table(title="Held-out prompts, greedy answers", title_justify="left", title_style="bold", show_lines=False)
     for heading in ("prompt", "expected", "before", "after"):
         table.add_column(heading, overflow="fold")
-    for old, new in pairs[:SHOWN_ROWS]:
+    for old, new in pairs[:SHOWN_ANSWERS]:
         table.add_row(_cell(new["prompt"]), _cell(new["answer"]), _answer(old), _answer(new))
     return table
 
 
 def next_commands(run_dir: Path, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(command, what for): what somebody who has just seen this run may want.
+    """Returns (command, purpose) for commands that are useful after this run.
 
-    The run's own command line, ``summary["run"]["overrides"]``, is part of those that repeat it.
+    Commands that repeat the run contain its own command line, ``summary["run"]["overrides"]``.
     """
     overrides = summary["run"].get("overrides", [])
     finished = summary["outcome"] == "finished"
     commands = []
     if any((run_dir / CHECKPOINTS_FOLDER).glob("*")):
-        here = (f"run.dir={run_dir}", "resume=auto")  # without run.dir, resume=auto takes the newest of all runs
+        here = (f"run.dir={run_dir}", "resume=auto")  # without run.dir, resume=auto selects the newest of all runs
         if finished:
             commands.append((_command(overrides, *here, f"run.steps={2 * summary['steps']}"), "train on"))
         else:
@@ -113,7 +113,7 @@ def next_commands(run_dir: Path, summary: Mapping[str, Any]) -> list[tuple[str, 
 
 
 def _command(overrides: Sequence[str], *changes: str) -> str:
-    """The command line with ``changes``, which replace overrides of the same key or of a key below it."""
+    """Returns the command line with ``changes``, which replace overrides of the same key or of a key below it."""
     replaced = tuple(change.split("=")[0] for change in (*changes, "resume="))
     kept = [one for one in overrides if not any(_covers(key, one.split("=")[0]) for key in replaced)]
     return shlex.join(["python", "-m", "relax_core", *kept, *changes])
@@ -161,11 +161,11 @@ def _figures(summary: Mapping[str, Any]) -> Table:
     table.add_row("log-prob gap", _logprob_gap(summary["logprob_gap"]))
     table.add_row("samples", Text(_ledger(summary["ledger"])))
     if summary["records_dropped"]:
-        lacking = ", ".join(f"{count:,} in {sink}" for sink, count in summary["records_dropped"].items())
-        table.add_row("metrics", Text(f"records missing: {lacking}"))
+        missing = ", ".join(f"{count:,} in {sink}" for sink, count in summary["records_dropped"].items())
+        table.add_row("metrics", Text(f"records missing: {missing}"))
     if "repeatable" in summary["run"]:
-        again = "gives this run again" if summary["run"]["repeatable"] else "gives another run: it depends on timing"
-        table.add_row("seed", f"the same seed, {summary['run']['seed']}, {again}")
+        effect = "repeats this run" if summary["run"]["repeatable"] else "gives another run, which depends on timing"
+        table.add_row("seed", f"the same seed, {summary['run']['seed']}, {effect}")
     return table
 
 
@@ -203,20 +203,20 @@ def _ledger(ledger: Mapping[str, Any]) -> str:
     return " · ".join(counts)
 
 
-def _places(run_dir: Path) -> Iterator[Text]:
-    """A line each, never folded: a path is to be copied or clicked."""
+def _result_lines(run_dir: Path) -> Iterator[Text]:
+    """Yields one line for each result file. A line is never wrapped, so that a path can be copied or clicked."""
     shown = run_dir.relative_to(Path.cwd()) if run_dir.is_relative_to(Path.cwd()) else run_dir
-    width = max(len(label) for label, _ in PLACES)
-    for label, name in PLACES:
+    width = max(len(label) for label, _ in RESULT_FILES)
+    for label, name in RESULT_FILES:
         if (run_dir / name).exists():
             yield Text.assemble((f"{label:<{width}}  ", "dim"), str(shown / name))
 
 
-def _answer(row: Row) -> Text:
-    return Text.assemble(("✓ ", "green") if row["exact"] else ("✗ ", "red"), _cell(row["response"]))
+def _answer(answer: Answer) -> Text:
+    return Text.assemble(("✓ ", "green") if answer["exact"] else ("✗ ", "red"), _cell(answer["response"]))
 
 
 def _cell(value: TextCell) -> Text:
-    """One line of at most `CELL_WIDTH` characters; its end is kept, for that is where an answer stands."""
+    """Returns one line of at most `CELL_WIDTH` characters: the end of the text, where an answer usually is."""
     flat = " ".join(str(value).split())
     return Text(flat if len(flat) <= CELL_WIDTH else "… " + flat[2 - CELL_WIDTH :])

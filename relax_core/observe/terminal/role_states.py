@@ -1,4 +1,4 @@
-"""How a role is doing, as the panel shows it."""
+"""The state of a role's worker as the panel shows it. The controller reports it, so this module imports nothing."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ RoleStateName = Literal["starting", "ready", "running", "waiting", "restarting",
 
 @dataclass(frozen=True, kw_only=True)
 class RoleState:
-    """``since_s``: seconds in this state. ``restarts``: how often the role's process was replaced.
-    ``detail``: what it waits for, or why it failed."""
+    """The state of one worker. ``since_s`` is the number of seconds in this state.
+
+    ``restarts`` counts how often its process was replaced. ``detail`` says what it waits for, or why it failed.
+    """
 
     name: str
     state: RoleStateName

@@ -1,7 +1,7 @@
-"""Standard streams that never fail, and need not hold up a run: what nobody reads is dropped.
+"""Standard streams that never raise and do not block a run: output without a reader is dropped.
 
-A reader may end first (``… | head -1``, ``… | tee log`` after Ctrl-C), a terminal may close, a pager may stand still.
-Nothing here imports more than the standard library: the entry point uses it before anything else.
+A reader may exit first (``… | head -1``, ``… | tee log`` after Ctrl-C), a terminal may close, and a pager may stop
+reading. This module imports only the standard library, because the entry point uses it before any other import.
 """
 
 from __future__ import annotations
@@ -18,45 +18,51 @@ from typing import TYPE_CHECKING, TextIO
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-RUN_TIMEOUT_S = 1.0  # a reader that takes nothing for so long misses what a run writes, until it reads again
-PIECE_BYTES = 4096  # a pipe that is ready for writing takes so much without waiting (PIPE_BUF)
-GONE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)  # no reader, no terminal, no descriptor: for good
+RUN_TIMEOUT_S = 1.0  # a run drops its output while a reader has read nothing for so long
+PIECE_BYTES = 4096  # a pipe that is ready for writing takes this number of bytes without waiting (PIPE_BUF)
+UNWRITABLE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)  # the reader, terminal or descriptor has closed
 
 
 class UnreadFile(io.RawIOBase):
-    """A descriptor, of which `write` always says that all was written. It drops what cannot be written: all that
-    follows once the reader is gone, else what comes while the reader has taken nothing for ``timeout_s`` seconds;
-    with None it waits for the reader."""
+    """Writes to a file descriptor, and drops output that cannot be written.
+
+    `write` always returns as if all was written. When the reader has closed, it drops everything that follows. If the reader reads nothing for ``timeout_s`` seconds,
+    it drops output until the reader reads again. With ``timeout_s=None`` it waits for the reader.
+    """
 
     def __init__(self, descriptor: int, name: str, *, timeout_s: float | None) -> None:
-        self.name = name  # libraries ask their standard streams for it
+        self.name = name  # libraries read it from their standard streams
         self.timeout_s = timeout_s
         self._descriptor = descriptor
-        self._dropped = 0  # bytes since the reader took some
+        self._dropped = 0  # bytes since the last successful write
 
     def fileno(self) -> int:
+        """Returns the descriptor."""
         return self._descriptor
 
     def writable(self) -> bool:
+        """Returns True."""
         return True
 
     def isatty(self) -> bool:
+        """Is True if the descriptor is a terminal."""
         return os.isatty(self._descriptor)
 
     def write(self, data: Buffer) -> int:
+        """Writes or drops ``data`` and returns its size in bytes. It writes a note about dropped output first."""
         rest = memoryview(data)
         size = rest.nbytes
         if self._dropped:
-            note = f"relax: {self._dropped} bytes of output are left out here: nobody read them\n"
-            if self._take(note.encode()):
+            line = f"relax: {self._dropped} bytes of output are left out here, because they were not read\n"
+            if self._write_piece(line.encode()):
                 self._dropped = 0
-        while rest and self._take(rest[:PIECE_BYTES]):
+        while rest and self._write_piece(rest[:PIECE_BYTES]):
             rest = rest[PIECE_BYTES:]
         self._dropped += len(rest)
         return size
 
-    def _take(self, piece: bytes | memoryview) -> bool:
-        """Whether the reader took the piece, or its beginning. It is waited for once."""
+    def _write_piece(self, piece: bytes | memoryview) -> bool:
+        """Returns True if the reader took the piece or its beginning. It waits for the reader once."""
         timeout_s = 0.0 if self._dropped else self.timeout_s
         try:
             while piece:
@@ -64,18 +70,18 @@ class UnreadFile(io.RawIOBase):
                     return False
                 piece = piece[os.write(self._descriptor, piece) :]
         except OSError as error:
-            if error.errno in GONE:
-                _point_to_null(self._descriptor)  # also for whatever else writes there
+            if error.errno in UNWRITABLE:
+                _point_to_null(self._descriptor)  # other writers of the descriptor then do not fail either
             return False
         return True
 
 
 @contextmanager
 def unread_streams(*, timeout_s: float | None = None) -> Iterator[None]:
-    """While the block runs, output that nobody reads raises nothing; `UnreadFile` tells what ``timeout_s`` is.
+    """Replaces stdout and stderr by an `UnreadFile` each while the block runs, so that unread output raises no error.
 
-    Descriptors 0, 1 and 2 that are closed are opened on /dev/null, so that no other file gets their numbers. A stream
-    that somebody has put in the place of a standard one, as a notebook does, is left alone.
+    `UnreadFile` describes ``timeout_s``. If descriptor 0, 1 or 2 is closed, it is opened on /dev/null, so that no other
+    file gets its number. A stream that replaced a standard one before, as in a notebook, stays.
     """
     for descriptor in range(3):
         try:
@@ -96,7 +102,7 @@ def _unread(
     now: TextIO | None, original: TextIO | None, descriptor: int, timeout_s: float | None, undo: ExitStack
 ) -> TextIO:
     raw = getattr(getattr(now, "buffer", None), "raw", None)
-    if now is not None and isinstance(raw, UnreadFile):  # within another such block
+    if now is not None and isinstance(raw, UnreadFile):  # this block is nested in another one
         undo.callback(setattr, raw, "timeout_s", raw.timeout_s)
         raw.timeout_s = timeout_s
         return now
@@ -112,7 +118,7 @@ def _unread(
 def _point_to_null(descriptor: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     if null != descriptor:
-        os.dup2(null, descriptor)  # inheritable, as standard descriptors are
+        os.dup2(null, descriptor)  # child processes inherit it, like every standard descriptor
         os.close(null)
     else:
         os.set_inheritable(descriptor, True)

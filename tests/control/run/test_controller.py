@@ -71,9 +71,9 @@ def test_a_checkpoint_that_is_being_written_is_no_stall(tmp_path: Path) -> None:
     for progress in (1, 2, 3):  # no train step ends meanwhile
         run._moved -= LONG_S
         health.tell(progress=progress, detail="writes checkpoint of step 7")
-        run._look()
+        run._check()
         run._check_stall()
     run._moved -= LONG_S
-    run._look()
+    run._check()
     with pytest.raises(ServicesLost, match=r"no train step ended for .*actor-0 running .* writes checkpoint of step 7"):
         run._check_stall()

@@ -80,7 +80,7 @@ def test_answers_that_never_end_and_groups_without_signal_are_told() -> None:
     assert cut == ["No answer of the last 10 steps ended by itself: all were cut at rollout.max_new_tokens."]
     assert equal == [
         "In 75% of the groups of the last 10 steps all rewards were equal, with 10% of the answers right: there was "
-        "hardly anything to learn from."
+        "almost no learning signal."
     ]
     assert learnt == []
     almost = run([0.5] * 12, truncated=1.0)

@@ -127,7 +127,7 @@ def is_gone(client: MetricsClient) -> bool:
     try:
         client.poll(0)
     except MetricsUnavailable as error:
-        return "metrics actor is gone or restarts, poll had no answer" in str(error)
+        return "metrics actor has exited or is restarting, poll had no answer" in str(error)
     return False
 
 
@@ -141,7 +141,7 @@ def test_a_dead_actor_is_named_and_reports_to_it_are_kept(
     wait_until(lambda: is_gone(client), what="the end of the actor")
     client.record("actor", 0, {"reward": 0.5})
     wait_until(lambda: "gone or restarts, take had no answer" in client.last_error, what="a try to deliver it")
-    with pytest.raises(MetricsUnavailable, match="flush waits for earlier reports: the metrics actor is gone"):
+    with pytest.raises(MetricsUnavailable, match="flush waits for earlier reports: the metrics actor has exited"):
         client.flush(timeout_s=0.2)
     assert client.errors == 0
     client.end()

@@ -119,7 +119,7 @@ def test_a_sink_that_hangs_holds_up_neither_the_files_nor_the_checkpoint(
     end = service.close(timeout_s=0.1)
     assert end.dropped == {"hanging disk": 20}
     assert end.problems == [
-        "metrics: hanging disk did not end in time and is left to itself",
+        "metrics: hanging disk did not end in time and is abandoned",
         "metrics: hanging disk lacks up to 20 records",
     ]
     assert not hanging.closed

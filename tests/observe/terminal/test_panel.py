@@ -287,7 +287,7 @@ def test_the_share_of_answers_without_a_reward_is_shown_while_there_are_any(
         console.print(picture(view(numbers, progress, ())))
         assert isinstance(console.file, io.StringIO)
         text = console.file.getvalue()
-        assert ("dropped       12% lately without a reward · 3 stale · 1 reward timeout" in text) is shown, text
+        assert ("dropped       12% recently without a reward · 3 stale · 1 reward timeout" in text) is shown, text
         assert ("without reward 12%" in line(view(numbers, progress, ()))) is shown
 
 

@@ -43,7 +43,10 @@ def test_a_reader_that_stands_still_loses_what_does_not_fit_and_is_told(pipe: tu
     assert kept == b"x" * len(kept)
     file.write(b"back\n")
     left_out = 100 * 4096 + 5 - len(kept)
-    assert read_all(reader).decode() == f"relax: {left_out} bytes of output are left out here: nobody read them\nback\n"
+    assert (
+        read_all(reader).decode()
+        == f"relax: {left_out} bytes of output are left out here, because they were not read\nback\n"
+    )
     os.close(reader)
 
 
