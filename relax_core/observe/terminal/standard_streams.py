@@ -26,8 +26,9 @@ UNWRITABLE = (errno.EPIPE, errno.EIO, errno.EBADF, errno.ENXIO)  # the reader, t
 class UnreadFile(io.RawIOBase):
     """Writes to a file descriptor, and drops output that cannot be written.
 
-    `write` always returns as if all was written. When the reader has closed, it drops everything that follows. If the reader reads nothing for ``timeout_s`` seconds,
-    it drops output until the reader reads again. With ``timeout_s=None`` it waits for the reader.
+    `write` always returns as if all was written. When the reader has closed, it drops everything that follows. If the
+    reader reads nothing for ``timeout_s`` seconds, it drops output until the reader reads again. With
+    ``timeout_s=None`` it waits for the reader.
     """
 
     def __init__(self, descriptor: int, name: str, *, timeout_s: float | None) -> None:

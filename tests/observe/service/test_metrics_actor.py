@@ -123,7 +123,7 @@ def answers(client: MetricsClient) -> bool:
     return True
 
 
-def is_gone(client: MetricsClient) -> bool:
+def has_exited(client: MetricsClient) -> bool:
     try:
         client.poll(0)
     except MetricsUnavailable as error:
@@ -138,9 +138,9 @@ def test_a_dead_actor_is_named_and_reports_to_it_are_kept(
     client = start_metrics(tracker, tmp_path, name="short-lived", namespace=NAMESPACE, max_restarts=0)
     client.poll(0, timeout_s=180)
     ray.kill(ray.get_actor("short-lived", namespace=NAMESPACE))
-    wait_until(lambda: is_gone(client), what="the end of the actor")
+    wait_until(lambda: has_exited(client), what="the end of the actor")
     client.record("actor", 0, {"reward": 0.5})
-    wait_until(lambda: "gone or restarts, take had no answer" in client.last_error, what="a try to deliver it")
+    wait_until(lambda: "exited or is restarting, take had no answer" in client.last_error, what="a try to deliver it")
     with pytest.raises(MetricsUnavailable, match="flush waits for earlier reports: the metrics actor has exited"):
         client.flush(timeout_s=0.2)
     assert client.errors == 0

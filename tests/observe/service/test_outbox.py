@@ -58,7 +58,7 @@ class Service:
     def send(self, records: Sequence[Record], left_out: int) -> Receipt:
         self.calls += 1
         if self._service is None:
-            raise Undelivered("the metrics actor is gone")
+            raise Undelivered("the metrics actor has exited")
         return self._receipt(self._service.take(records, left_out=left_out))
 
     def flush(self) -> Receipt:
@@ -117,7 +117,7 @@ def test_what_is_reported_while_the_service_is_away_is_in_its_files_afterwards(
     assert not outbox.wait_sent(timeout_s=0.05)
     wait_until(lambda: service.calls > calls + 2, what="several tries")
     put(outbox, 4)
-    assert "is gone" in outbox.last_error and outbox.left_out == 0
+    assert "has exited" in outbox.last_error and outbox.left_out == 0
     service.start()
     flushed(outbox, service)
     assert steps_in(tmp_path) == [0, 1, 2, 3, 4]

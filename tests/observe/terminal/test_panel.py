@@ -156,7 +156,7 @@ def test_the_live_panel_shows_what_is_starting_at_once() -> None:
 
 def test_a_run_that_stands_still_names_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(panel_module, "LINE_S", 0.0)
-    monkeypatch.setattr(panel_module, "STILL_S", 0.0)
+    monkeypatch.setattr(panel_module, "STALL_S", 0.0)
     console = Console(file=io.StringIO(), width=80)
     with Panel(40, Path("/runs/x"), "grpo", console=console) as panel:
         role = RoleState(name="actor", state="waiting", since_s=31.0, detail="1 of 8 groups, from rollout")
