@@ -72,7 +72,7 @@ def follow(run: SlurmRun, *, output: bool = True) -> int:
 
 def _report_end(run: SlurmRun, state: JobState, output: Output) -> int:
     """Waits for the run's end.json if Slurm's state says that there must be one, and prints how the run ended."""
-    end = _await_end(run, expected=state.state in ("COMPLETED", "FAILED", "GONE"))
+    end = _await_end(run, expected=state.state in ("COMPLETED", "FAILED", "UNKNOWN"))
     output.show()
     if end is None:
         print(f"relax: the run reported no exit code: it {state.words()}; resume=auto resumes its newest checkpoint")

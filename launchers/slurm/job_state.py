@@ -17,7 +17,7 @@ WORDS = {
     "BOOT_FAIL": "had a node that did not boot",
     "DEADLINE": "could not start before its deadline",
     "LAUNCH_FAILED": "could not be started",
-    "GONE": "left the queue, and Slurm has no record of it any more",
+    "UNKNOWN": "left the queue, and Slurm has no record of it any more",
 }
 ENDED = frozenset(WORDS)
 CALL_S = 30.0
@@ -34,7 +34,7 @@ class SlurmRun:
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
-    """The state of a job. ``state`` is Slurm's word, or GONE if Slurm has no record of the job any more.
+    """The state of a job. ``state`` is Slurm's word, or UNKNOWN if Slurm has no record of the job any more.
 
     ``reason`` says why the job waits or ended. ``nodes`` are the nodes that it runs on. ``restarts`` counts how often
     it was queued again.
@@ -76,7 +76,7 @@ def job_state(job_id: str) -> JobState:
     if recorded.returncode == 0 and recorded.stdout.strip():
         state, nodes = recorded.stdout.splitlines()[-1].split("|")
         return JobState(state=state.split()[0], nodes=nodes)  # "CANCELLED by 0"
-    return JobState(state="GONE")
+    return JobState(state="UNKNOWN")
 
 
 def _of_controller(text: str) -> JobState:

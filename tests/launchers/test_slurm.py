@@ -95,7 +95,7 @@ def write_command(folder: Path, name: str, text: str) -> None:
     ("sacct", "state"),
     [
         ("echo 'CANCELLED by 1000|n[1-2]'", JobState(state="CANCELLED", nodes="n[1-2]")),
-        ("echo 'Slurm accounting storage is disabled' >&2; exit 1", JobState(state="GONE")),
+        ("echo 'Slurm accounting storage is disabled' >&2; exit 1", JobState(state="UNKNOWN")),
     ],
 )
 def test_a_job_that_the_controller_has_forgotten(

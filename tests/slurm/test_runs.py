@@ -107,7 +107,7 @@ def test_scancel(quiet: Cluster, tmp_path: Path) -> None:
     run.wait_step(3)
     quiet.call("scancel", run.job_id())
     code, output = run.finish()
-    assert code == 1 and "was cancelled" in output and "no last word" in output, output
+    assert code == 1 and "was cancelled" in output and "reported no exit code" in output, output
 
 
 def test_stop_ends_it_with_a_checkpoint(quiet: Cluster, tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_lost_task_ends_the_job(quiet: Cluster, tmp_path: Path) -> None:
     (lost,) = (pid for pid in tasks if rank_of(pid) == 1)
     os.kill(lost, signal.SIGKILL)
     code, output = run.finish()
-    assert code == 1 and "no last word" in output, output
+    assert code == 1 and "reported no exit code" in output, output
     quiet.wait_empty()
     # A folder of a task that was killed goes when the next job comes to its node.
     after = Submitted(quiet, tmp_path / "after", "run.steps=5", "launcher.nodes=2")
