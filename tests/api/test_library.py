@@ -1,4 +1,4 @@
-"""`import relax_core` and what it offers, without a run."""
+"""The names that `import relax_core` offers, without a run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_what_is_no_list_of_overrides_is_refused_at_once(overrides: list[str], t
 
 
 def test_mistakes_are_typed_and_leave_no_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The run's own process finds them: values out of range, a plan, a reward that returns text."""
+    """The run's own process finds values out of range, a plan, and a reward that returns text."""
     place = f"run.dir={tmp_path / 'run'}"
     with pytest.raises(relax_core.ConfigError) as error:
         relax_core.run(["optimizer.lr=-1", "seed=-1", place])
@@ -73,7 +73,7 @@ def test_a_loaded_run_has_its_curves_and_answers(tmp_path: Path, monkeypatch: py
             metric_record("actor", 0, {"reward": 0.25}),
             metric_record("rollout", 0, {"samples": 8.0}),
             metric_record("actor", 1, {"reward": 0.5}),
-            metric_record("run", 1, {"resumed": 1.0}),  # what was told of step 1 is undone
+            metric_record("run", 1, {"resumed": 1.0}),  # the earlier record of step 1 is undone
             metric_record("actor", 1, {"reward": 0.75}),
             text_record("eval", 1, [{"prompt": "p", "answer": "a", "response": "r", "exact": False}]),
         ]

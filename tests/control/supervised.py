@@ -29,7 +29,7 @@ Case = Callable[[Path, RunPaths, Attempt, SupervisorPipe], int]
 
 # -- the tests' side --------------------------------------------------------------------------------------------------
 def start(folder: Path, case: Case, *overrides: str, **how: Any) -> subprocess.Popen[str]:
-    """Starts it in a session of its own. ``how``: what `Popen` is told beside the defaults."""
+    """Starts the supervisor in a session of its own. ``how`` are further arguments of `Popen`."""
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     command = [sys.executable, "-m", "tests.control.supervised", str(folder), case.__name__, *overrides]
     return subprocess.Popen(command, cwd=ROOT, text=True, start_new_session=True, **(streams | how))
@@ -43,7 +43,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def controller_of(folder: Path) -> int:
-    """Waits until it is ready; its process id."""
+    """Waits until the controller is ready, and returns its process id."""
     ready = folder / "ready"
     wait_for(lambda: ready.exists() and bool(ready.read_text()))
     return int(ready.read_text())
@@ -67,7 +67,7 @@ def always_killed(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: S
 
 
 def exits_once(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
-    """As Ray's own code does in a process that lost its GCS."""
+    """Exits as Ray's own code does in a process that lost its GCS."""
     if attempt.number == 0:
         os._exit(1)
     print(attempt.causes, flush=True)
@@ -173,7 +173,7 @@ def dies_when_stopped(folder: Path, paths: RunPaths, attempt: Attempt, superviso
 
 
 def killed_once_unread(folder: Path, paths: RunPaths, attempt: Attempt, supervisor: SupervisorPipe) -> int:
-    """Ends by a kill, once nobody reads what the supervisor says of it."""
+    """Kills itself when the output of the supervisor has no reader."""
     if attempt.number == 0:
         (folder / "ready").write_text(str(os.getpid()))
         _await(folder / "unread")
@@ -189,7 +189,7 @@ def _await(file: Path) -> None:
 
 
 def _await_stop(folder: Path, supervisor: SupervisorPipe) -> int:
-    """The exit code that the stop asks for."""
+    """Waits for the stop and returns its exit code."""
     (folder / "ready").write_text(str(os.getpid()))
     deadline = time.monotonic() + DEADLINE_S
     while supervisor.stop_signal is None and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""What a launcher's configuration must be, and what is written for the machines that run it."""
+"""Checks of a launcher's configuration, and the files that it writes for the machines that execute the run."""
 
 from __future__ import annotations
 
@@ -103,5 +103,5 @@ def test_the_last_word(tmp_path: Path) -> None:
 def test_every_key_of_a_launcher_is_read() -> None:
     source = "".join(file.read_text() for file in (Path(launchers.__file__).parent).glob("*.py"))
     keys = {field.name for launcher in LAUNCHERS.values() for field in dataclasses.fields(launcher)}
-    shared = {field.name for field in dataclasses.fields(LauncherConfig)}  # tests/test_imports.py looks at these
+    shared = {field.name for field in dataclasses.fields(LauncherConfig)}  # tests/test_imports.py checks these
     assert [key for key in sorted(keys - shared) if f"launcher.{key}" not in source] == []

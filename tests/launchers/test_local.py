@@ -45,7 +45,7 @@ def test_resume_auto_looks_in_the_folder_that_was_named_and_nowhere_else(tmp_pat
     config = config_for(tmp_path / "new", resume="auto")
     assert make_run_folder(config) == tmp_path / "new"
     save_config(config, tmp_path / "new")
-    assert make_run_folder(config) == tmp_path / "new"  # the same line after a pre-emption before any checkpoint
+    assert make_run_folder(config) == tmp_path / "new"  # the same command line after a preemption before any checkpoint
 
 
 def test_resume_auto_finds_the_newest_folder_of_those_that_the_time_names(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_resume_auto_finds_the_newest_folder_of_those_that_the_time_names(tmp_pa
     os.utime(old, (1, 1))
     assert make_run_folder(config) == newest
     checkpoint = newest / "checkpoints" / "step_00000100"
-    checkpoint.rename(checkpoint.with_name(".step_00000100.replaced"))  # killed while another took its place
+    checkpoint.rename(checkpoint.with_name(".step_00000100.replaced"))  # killed while another checkpoint replaced it
     assert make_run_folder(config) == newest
 
 
@@ -81,7 +81,7 @@ def test_runs_of_one_second_get_folders_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("folder", ["/proc/nowhere", "/dev/null/x"])
-def test_a_folder_that_cannot_be_made_is_told_with_its_key(folder: str) -> None:
+def test_a_folder_that_cannot_be_made_is_reported_with_its_key(folder: str) -> None:
     with pytest.raises(ValueError, match=rf"run\.dir={folder} cannot be made: .*\. Choose another folder\."):
         make_run_folder(_unchecked(folder))
 

@@ -1,4 +1,4 @@
-"""Sweeps: the runs one after the other here, and their values for a sweeper that chooses by them."""
+"""Sweeps on this machine, and the metrics of their runs for a sweeper that chooses by them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from relax_core.config.schema import RelaxConfig
 
 
 def record(config: RelaxConfig) -> int:
-    """What a run leaves of itself; seed 3 fails."""
+    """Writes the files of a run. The run with seed 3 fails."""
     folder = Path(config.run.dir)
     folder.mkdir(parents=True, exist_ok=True)
     save_config(config, folder)

@@ -1,4 +1,4 @@
-"""Reporting must cost a process nothing that it does not use."""
+"""A process that reports imports only the libraries that it uses."""
 
 from __future__ import annotations
 

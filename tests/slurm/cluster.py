@@ -67,13 +67,16 @@ PartitionName=urgent Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=100 Preemp
 
 
 class Cluster:
-    """Use as a context manager. ``environment``: what a command needs to talk to it. ``scratch``: the nodes' /tmp."""
+    """A Slurm that exists while it is used as a context manager. ``environment`` is that of its commands.
+
+    ``scratch`` is the /tmp of the nodes.
+    """
 
     def __init__(self) -> None:
         self.root = Path(tempfile.mkdtemp(prefix="slurm-test-", dir="/tmp"))
-        self.scratch = Path(f"/tmp/st{secrets.token_hex(2)}")  # short, because of socket names
+        self.scratch = Path(f"/tmp/st{secrets.token_hex(2)}")  # names of sockets need a short path
         self.scratch.mkdir(mode=0o700)
-        self._owned = ExitStack()  # a later session removes what a killed one leaves
+        self._owned = ExitStack()  # a later session removes the files of a killed one
         for folder in (self.root, self.scratch):
             self._owned.enter_context(owned(folder, f"a test's Slurm, process {os.getpid()}"))
         self.environment = {**os.environ, "SLURM_CONF": str(self.root / "slurm.conf"), "TMPDIR": str(self.scratch)}
@@ -90,31 +93,31 @@ class Cluster:
         self._stop()
 
     def call(self, *command: str) -> str:
-        """Runs one of Slurm's commands; raises CalledProcessError where it fails."""
+        """Runs one of Slurm's commands; raises CalledProcessError if it fails."""
         done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60, check=True)
         return done.stdout
 
     def wait_empty(self) -> None:
-        """Until no job is there."""
+        """Waits until there is no job."""
         deadline = time.monotonic() + DEADLINE_S
         while queue := self.call("squeue", "--noheader"):
             assert time.monotonic() < deadline, f"the queue does not empty: {queue}"
             time.sleep(POLL_S)
 
     def wait_idle(self) -> None:
-        """Until every node takes jobs."""
+        """Waits until every node takes jobs."""
         deadline = time.monotonic() + DEADLINE_S
         while len(self.call("sinfo", "-h", "-N", "-t", "idle", "-p", "main", "-o", "%N").split()) < NODES:
             assert time.monotonic() < deadline, self.call("sinfo", "-N", "-l") + self._logs()
             time.sleep(POLL_S)
 
     def clean(self) -> None:
-        """Ends what a failed case left in the queue."""
+        """Ends the jobs that a failed test left in the queue."""
         self.call("scancel", "--user=root")
         self.wait_empty()
 
     def processes(self) -> dict[int, str]:
-        """Pid → command line of every living process of a job, by its environment."""
+        """Returns process id → command line of every process of a job, which it finds by its environment."""
         mark = f"SLURM_CONF={self.root}/slurm.conf".encode()
         found = {}
         for entry in Path("/proc").iterdir():
@@ -129,17 +132,17 @@ class Cluster:
         return found
 
     def assert_nothing_left(self) -> None:
-        """No process of a job, no folder of one, no published weights."""
+        """Asserts that there is no process of a job, no folder of a job, and no published weights."""
         deadline = time.monotonic() + DEADLINE_S
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         assert not left, f"left behind: {left}"
-        folders = [path for path in self.scratch.iterdir() if path.name.startswith("r")]  # a cache of torch's may stay
+        folders = [path for path in self.scratch.iterdir() if path.name.startswith("r")]  # torch's cache may stay
         assert not folders, f"left behind: {folders}"
 
     def _start(self) -> None:
         root = self.root
-        root.chmod(0o755)  # munged wants it so
+        root.chmod(0o755)  # munged requires it
         for name in ("log", "state", "spool"):
             (root / name).mkdir()
         key = root / "munge.key"
@@ -167,12 +170,12 @@ class Cluster:
         self.call("slurmd", "-N", f"n{number}")
 
     def daemons(self) -> list[int]:
-        """Process ids of what was started here, first the nodes."""
+        """Returns the process ids of the daemons, those of the nodes first."""
         files = [*self.root.glob("slurmd.*.pid"), self.root / "slurmctld.pid", self.root / "munged.pid"]
         return [int(text) for file in files if file.is_file() and (text := file.read_text().strip())]
 
     def _stop(self) -> None:
-        """Jobs first: what runs a job's step outlives its node's daemon by design."""
+        """Ends the jobs first, because a job step goes on without the daemon of its node."""
         with suppress(subprocess.CalledProcessError, AssertionError, FileNotFoundError):
             self.call("scancel", "--user=root")
             self.wait_empty()
@@ -201,14 +204,14 @@ def _is_alive(pid: int) -> bool:
 
 
 def _own_address() -> str:
-    """What Ray, too, takes as this machine's address: it never keeps loopback for a cluster of several nodes."""
+    """Returns the address that Ray uses for this machine, because Ray keeps no loopback address for several nodes."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 1))  # no packet is sent
         return str(probe.getsockname()[0])
 
 
 def _free_ports(count: int) -> list[int]:
-    """Below those that the kernel gives away by itself: nobody takes one by chance before its daemon does."""
+    """Returns ports below those that the kernel assigns, so that no other process takes one by chance."""
     given_away = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     free: list[int] = []
     for port in random.sample(range(10_000, given_away), 1000):

@@ -1,4 +1,4 @@
-"""One throw-away Slurm for all cases; without Slurm on the machine they are skipped."""
+"""One throw-away Slurm for all tests. They are skipped if the machine has no Slurm."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def quiet(cluster: Cluster) -> Iterator[Cluster]:
-    """The cluster with an empty queue, before and after; and no process, no folder left of what ran."""
+    """Yields the cluster with an empty queue, and asserts that no process and no folder of a job is left."""
     cluster.wait_idle()
     yield cluster
     cluster.clean()

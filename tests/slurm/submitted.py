@@ -1,4 +1,4 @@
-"""`python -m relax_core launcher=slurm …` on the throw-away cluster, watched from outside."""
+"""`python -m relax_core launcher=slurm …` on the throw-away cluster, seen from outside."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ FAST = ("eval.every=0", "launcher.cpus_per_node=2", "run.export_hf=false")
 
 
 def _hear_ctrl_c() -> None:
-    """A shell lets what it starts in the background ignore SIGINT, and that is inherited."""
+    """Resets SIGINT, because a shell lets background processes ignore it, and their children inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 class Submitted:
-    """The process that submits and follows. ``folder``: the run's."""
+    """The process that submits and follows a run. ``folder`` is the run's folder."""
 
     def __init__(self, cluster: Cluster, folder: Path, *overrides: str) -> None:
         self.cluster = cluster
@@ -45,7 +45,7 @@ class Submitted:
         )
 
     def finish(self) -> tuple[int, str]:
-        """Exit code and what was printed."""
+        """Waits for the end, and returns the exit code and the output."""
         output, _ = self._process.communicate(timeout=DEADLINE_S)
         return self._process.returncode, output
 
@@ -60,7 +60,7 @@ class Submitted:
             time.sleep(POLL_S)
 
     def wait_step(self, step: int) -> None:
-        """Until the trainer has reported train step ``step``."""
+        """Waits until the trainer has reported train step ``step``."""
         self.wait_for(f"step {step}", lambda: max(self.steps(), default=-1) >= step)
 
     def job_id(self) -> str:
@@ -69,7 +69,7 @@ class Submitted:
         return str(json.loads((self.folder / "job.json").read_text())["job_id"])
 
     def start_again(self) -> None:
-        """Waits until the job was queued again. It would stand two minutes then, by Slurm's default; here not."""
+        """Waits until the job was queued again, and starts it at once instead of after Slurm's two minutes."""
         job = self.job_id()
         self.wait_for(
             "its second turn", lambda: "Reason=BeginTime" in self.cluster.call("scontrol", "show", "job", job)
@@ -77,11 +77,11 @@ class Submitted:
         self.cluster.call("scontrol", "update", f"jobid={job}", "StartTime=now")
 
     def wait_stop_heard(self) -> None:
-        """Waits until the trainer was told to end after its step."""
+        """Waits until the trainer was asked to end after its step."""
         self.wait_for("the stop to be heard", lambda: STOPPING in self.logs())
 
     def steps(self) -> list[int]:
-        """Train steps in the order in which they were reported; one that was done again is there twice."""
+        """Returns the train steps in the order of their reports; a step that was repeated appears twice."""
         file = self.folder / "metrics.jsonl"
         lines = file.read_text().splitlines(keepends=True) if file.exists() else []
         records = [json.loads(line) for line in lines if line.endswith("\n")]

@@ -1,4 +1,4 @@
-"""Runs in a real Slurm: over two nodes, from an array, and with every way in which a job can end."""
+"""Runs in a real Slurm: over two nodes, in a job array, and with each way in which a job can end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.integration.held_training import HeldTraining
 from tests.slurm.cluster import Cluster
 from tests.slurm.submitted import FAST, ROOT, Submitted
 
-LONG = "run.steps=1000000"  # longer than any case looks at it
+LONG = "run.steps=1000000"  # longer than any test waits
 
 
 def relax(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -23,7 +23,7 @@ def relax(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]
 
 
 def task_of(cluster: Cluster, words: str) -> int:
-    """The Slurm task, one a node, that the process with these words in its command line belongs to."""
+    """Returns the Slurm task of the process that has these words in its command line; each node has one task."""
     (pid,) = (pid for pid, line in cluster.processes().items() if words in line)
     return rank_of(pid)
 
@@ -93,7 +93,7 @@ def test_the_time_limit_queues_it_again_until_that_is_too_often(quiet: Cluster, 
     began = time.monotonic()
     run = Submitted(quiet, tmp_path / "run", LONG, "run.save_every=0", *limits)
     run.wait_step(3)
-    minutes = int(time.monotonic() - began) // 60 + 2  # one to two from now
+    minutes = int(time.monotonic() - began) // 60 + 2  # in one to two minutes
     quiet.call("scontrol", "update", f"jobid={run.job_id()}", f"TimeLimit={minutes}")
     code, output = run.finish()
     assert code == 128 + signal.SIGTERM, output
@@ -139,7 +139,7 @@ def test_a_lost_task_ends_the_job(quiet: Cluster, tmp_path: Path) -> None:
     code, output = run.finish()
     assert code == 1 and "reported no exit code" in output, output
     quiet.wait_empty()
-    # A folder of a task that was killed goes when the next job comes to its node.
+    # The folder of a killed task is removed when the next job starts on its node.
     after = Submitted(quiet, tmp_path / "after", "run.steps=5", "launcher.nodes=2")
     assert after.finish()[0] == 0
 
@@ -159,7 +159,7 @@ def test_a_bad_partition_is_slurms_own_words_and_leaves_nothing(quiet: Cluster, 
     assert "Traceback" not in output and not (tmp_path / "run").exists()
 
 
-def test_a_full_queue_is_told_and_left_alone_after_ctrl_c(quiet: Cluster, tmp_path: Path) -> None:
+def test_a_full_queue_is_reported_and_ctrl_c_leaves_the_job(quiet: Cluster, tmp_path: Path) -> None:
     quiet.call("sbatch", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap=sleep 1000")
     run = Submitted(quiet, tmp_path / "run", LONG)
     job = run.job_id()

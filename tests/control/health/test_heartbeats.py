@@ -1,4 +1,4 @@
-"""Signs of life of real Ray actors: stopped, killed, restarted."""
+"""Heartbeats of real Ray actors that are stopped, killed and restarted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Clock:
 
 
 class Told:
-    """A worker's status without its work. ``gate``: a file that its start waits for."""
+    """A worker that only answers its status. Its start waits for the file ``gate``."""
 
     def __init__(self, gate: Path | None) -> None:
         while gate is not None and not gate.exists():
@@ -64,7 +64,7 @@ def is_alive(beat: Beat) -> bool:
 
 
 def stop(heartbeats: Heartbeats, actor: Any, pid: int) -> None:
-    """Stops the process; a question to it is under way then."""
+    """Stops the process while a call to it waits for an answer."""
     os.kill(pid, signal.SIGSTOP)
     until(heartbeats, actor, lambda beat: process_state(pid) == "stopped" and "told-0" in heartbeats._asked)
 
@@ -84,7 +84,7 @@ def test_a_stopped_process_is_silent_and_speaks_again(start: Callable[..., Any])
             clock.now += 1.0
             silent = heartbeats.poll({"told-0": actor}, timeout_s=0.05)["told-0"]
         assert (silent.life, silent.silent_s) == ("alive", 3.0)
-        clock.now += 3600.0  # this process itself was paused: held against nobody
+        clock.now += 3600.0  # this process itself was paused, which does not count as silence
         assert heartbeats.poll({"told-0": actor}, timeout_s=0.05)["told-0"].silent_s == 3.0 + LONGEST_GAP_S
     finally:
         os.kill(pid, signal.SIGCONT)
@@ -94,7 +94,7 @@ def test_a_stopped_process_is_silent_and_speaks_again(start: Callable[..., Any])
 def test_a_killed_process_is_dead_or_restarts(start: Callable[..., Any]) -> None:
     heartbeats, actor = Heartbeats(), start(1)
     first = pid_of(until(heartbeats, actor, is_alive))
-    stop(heartbeats, actor, first)  # so that a question is under way, whose failure tells of the restart
+    stop(heartbeats, actor, first)  # a call is then open, whose failure reports the restart
     os.kill(first, signal.SIGKILL)
     restarting = until(heartbeats, actor, lambda beat: beat.life == "restarting")
     assert pid_of(restarting) == first

@@ -1,4 +1,4 @@
-"""Daemons that die or freeze, as `RayWatch` sees them, with real processes in their place."""
+"""`RayWatch` on real processes that stand for daemons and die or freeze."""
 
 from __future__ import annotations
 
@@ -36,9 +36,7 @@ def daemons() -> Iterator[dict[str, subprocess.Popen[bytes]]]:
 
 
 @pytest.mark.parametrize("name", ["GCS", "raylet"])
-def test_a_death_is_told_also_of_one_that_nobody_has_waited_for(
-    name: str, daemons: dict[str, subprocess.Popen[bytes]]
-) -> None:
+def test_the_death_of_a_zombie_is_reported(name: str, daemons: dict[str, subprocess.Popen[bytes]]) -> None:
     lost = Lost()
     with RayWatch({one: process.pid for one, process in daemons.items()}, frozen_after_s=LONG_S, lost=lost):
         os.kill(daemons[name].pid, signal.SIGKILL)
@@ -46,7 +44,7 @@ def test_a_death_is_told_also_of_one_that_nobody_has_waited_for(
     assert lost.causes == [f"Ray's {name} died"]
 
 
-def test_a_freeze_is_told_after_its_time(daemons: dict[str, subprocess.Popen[bytes]]) -> None:
+def test_a_freeze_is_reported_after_its_timeout(daemons: dict[str, subprocess.Popen[bytes]]) -> None:
     lost = Lost()
     pid = daemons["GCS"].pid
     with RayWatch({"GCS": pid}, frozen_after_s=1.0, lost=lost):

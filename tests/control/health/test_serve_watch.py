@@ -1,4 +1,4 @@
-"""Serve's own controller dies, or freezes: Ray starts another in place, and the watch tells of it."""
+"""Serve's own controller dies or freezes: Ray restarts it in place, and the watch reports that."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FROZEN_S = 5.0
 
 @pytest.fixture
 def clock() -> list[float]:
-    """Seconds, of which a test alone adds some: a slow machine freezes nobody."""
+    """Seconds that only the test advances, so that a slow machine freezes no process."""
     return [0.0]
 
 
@@ -32,7 +32,7 @@ def watch(ray_session: str, clock: list[float]) -> Iterator[ServeWatch]:
 
 
 def look_until(watch: ServeWatch, condition: Callable[[], bool]) -> list[str]:
-    """What it tells until then."""
+    """Checks until the condition holds, and returns what the checks reported."""
     deadline, told = time.monotonic() + DEADLINE_S, []
     while not condition():
         assert time.monotonic() < deadline
@@ -59,7 +59,7 @@ def test_deaths_and_freezes_of_the_controller(watch: ServeWatch, clock: list[flo
     deadline = time.monotonic() + DEADLINE_S
     while not process_state(second).startswith("stopped"):
         assert time.monotonic() < deadline
-    watch.check()  # a question that it cannot answer
+    watch.check()  # a call that it cannot answer
 
     def time_passes() -> bool:
         clock[0] += 1.0

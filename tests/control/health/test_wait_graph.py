@@ -45,8 +45,8 @@ def test_a_role_stands_for_its_workers() -> None:
     assert blockers(*beats, bus=[in_bus("actor", "rollout")]) == ["engine-0", "engine-1"]
 
 
-def test_a_worker_is_known_in_the_bus_by_its_place() -> None:
-    """The second rollout worker waits for credit; the first one's call is on its way to a bus that does not answer."""
+def test_the_bus_knows_a_worker_by_its_number() -> None:
+    """The second rollout worker waits for credit; the call of the first one has not reached the bus yet."""
     waits_for_credit = msgspec.structs.replace(in_bus("rollout", "actor"), worker=1)
     beats = [beat("actor-0", "bus"), beat("rollout-0", "engine"), beat("rollout-1", "bus"), beat("engine-0")]
     assert blockers(*beats, bus=[in_bus("actor", "rollout-0"), waits_for_credit]) == ["engine-0"]
@@ -78,7 +78,7 @@ def test_a_bus_that_does_not_answer_is_the_blocker() -> None:
     assert "bus: it is stuck" in found.lines
 
 
-def test_a_trainer_that_has_not_started_waits_for_nobody() -> None:
+def test_a_trainer_that_has_not_started_waits_for_no_worker() -> None:
     starting = Beat(name="actor-0", life="starting", status=None)
     found = chain({"actor-0": starting, "rollout-0": beat("rollout-0", "bus")}, [], start="actor-0")
     assert found.blockers == ["actor-0"]

@@ -1,5 +1,4 @@
-"""The health manager on real Ray actors: what freezes is killed, what dies in place is persisted, what is lost is
-told."""
+"""The health manager on real Ray actors: frozen ones are killed, restarts are recorded, and losses are raised."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ HEARTBEAT_S = 1.0
 
 
 class Clock:
-    """Of the signs of life. The test alone moves it: a slow machine freezes nobody."""
+    """The clock of the heartbeats. Only the test advances it, so that a slow machine freezes no process."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -34,7 +33,7 @@ class Clock:
 
 
 class Role:
-    """A worker that can be told how it is."""
+    """A worker whose status the test sets."""
 
     def __init__(self, name: str) -> None:
         self.told: dict[str, Any] = {"name": name, "state": "running", "since": 0.0, "detail": "", "error": None}
@@ -42,12 +41,12 @@ class Role:
     def status(self) -> WorkerStatus:
         return WorkerStatus(pid=os.getpid(), host=process_host(), **self.told)
 
-    def tell(self, **told: Any) -> None:
+    def set_status(self, **told: Any) -> None:
         self.told |= told
 
 
 class Services:
-    """What the manager needs of the real ones."""
+    """The part of the services that the manager uses."""
 
     def __init__(self) -> None:
         self.workers: dict[str, Any] = {}
@@ -85,7 +84,7 @@ def health(services: Services, clock: Clock, tmp_path: Path) -> HealthManager:
     return HealthManager(services, recoveries, heartbeat_timeout_s=HEARTBEAT_S, clock=clock)
 
 
-def look_until(health: HealthManager, condition: Callable[[], bool], *, step: int = 5) -> None:
+def check_until(health: HealthManager, condition: Callable[[], bool], *, step: int = 5) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
         assert time.monotonic() < deadline, health.beats
@@ -93,14 +92,14 @@ def look_until(health: HealthManager, condition: Callable[[], bool], *, step: in
 
 
 def pid_of(health: HealthManager, name: str) -> int:
-    look_until(health, lambda: name in health.beats and health.beats[name].life == "alive")
+    check_until(health, lambda: name in health.beats and health.beats[name].life == "alive")
     status = health.beats[name].status
     assert status is not None
     return status.pid
 
 
 def freeze(health: HealthManager, clock: Clock, name: str) -> int:
-    """Stops it, and lets time pass behind a question that it cannot answer; its process id."""
+    """Stops a worker, advances the clock while a call is open, and returns its process id."""
     pid = pid_of(health, name)
     os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + DEADLINE_S
@@ -111,16 +110,16 @@ def freeze(health: HealthManager, clock: Clock, name: str) -> int:
     return pid
 
 
-def persisted(health: HealthManager) -> list[dict[str, Any]]:
+def recorded(health: HealthManager) -> list[dict[str, Any]]:
     return health._recoveries.as_records()
 
 
 def test_a_stopped_worker_is_killed_and_comes_back(services: Services, health: HealthManager, clock: Clock) -> None:
     services.start("advantages-0", max_restarts=1)
     first = freeze(health, clock, "advantages-0")
-    look_until(health, lambda: bool(persisted(health)))
+    check_until(health, lambda: bool(recorded(health)))
     assert pid_of(health, "advantages-0") != first
-    (recovery,) = persisted(health)
+    (recovery,) = recorded(health)
     assert recovery["cause"].startswith("advantages-0 froze (no answer for ")
     assert recovery["cause"].endswith("s, state stopped) and was killed by SIGKILL")
     assert (recovery["tier"], recovery["at_step"], recovery["from_step"]) == (1, 5, 5)
@@ -133,54 +132,54 @@ def test_a_stopped_worker_that_may_not_restart_is_a_loss(
     services.start("actor-0", max_restarts=0)
     freeze(health, clock, "actor-0")
     with pytest.raises(ServicesLost, match=r"^actor-0 froze \(no answer for .* killed by SIGKILL$"):
-        look_until(health, lambda: False)
-    assert persisted(health) == []
+        check_until(health, lambda: False)
+    assert recorded(health) == []
 
 
 def test_a_death_past_the_restarts_is_a_loss(services: Services, health: HealthManager) -> None:
     services.start("rollout-0", max_restarts=1)
     first = pid_of(health, "rollout-0")
     kill(first)
-    look_until(health, lambda: bool(persisted(health)))
-    assert persisted(health)[0]["cause"] == "rollout-0 died"
+    check_until(health, lambda: bool(recorded(health)))
+    assert recorded(health)[0]["cause"] == "rollout-0 died"
     second = pid_of(health, "rollout-0")
     assert second != first
-    look_until(health, lambda: health.roles[0].restarts == 1)
+    check_until(health, lambda: health.roles[0].restarts == 1)
     kill(second)
     with pytest.raises(ServicesLost, match=r"^rollout-0 died$"):
-        look_until(health, lambda: False)
-    # Ray may be slow to tell that the second death is the last one; until then it looks like one more restart.
-    assert {recovery["cause"] for recovery in persisted(health)} == {"rollout-0 died"}
+        check_until(health, lambda: False)
+    # Ray may report late that the second death is final; until then it looks like one more restart.
+    assert {recovery["cause"] for recovery in recorded(health)} == {"rollout-0 died"}
 
 
-def test_a_process_that_a_worker_owns_is_persisted_by_its_own_words(services: Services, health: HealthManager) -> None:
+def test_the_restart_of_an_owned_process_is_recorded_with_its_cause(services: Services, health: HealthManager) -> None:
     import ray
 
     services.start("engine-0", max_restarts=1)
     pid_of(health, "engine-0")
-    told = services.workers["engine-0"].tell.remote(restarts=1, last_restart="was killed by SIGSEGV")
+    told = services.workers["engine-0"].set_status.remote(restarts=1, last_restart="was killed by SIGSEGV")
     ray.get(told, timeout=DEADLINE_S)
-    look_until(health, lambda: bool(persisted(health)))
+    check_until(health, lambda: bool(recorded(health)))
     health.check(bus_lost=None, step=6)
-    assert [recovery["cause"] for recovery in persisted(health)] == ["engine-0 was killed by SIGSEGV"]
+    assert [recovery["cause"] for recovery in recorded(health)] == ["engine-0 was killed by SIGSEGV"]
 
 
 def test_what_a_lost_worker_owned_is_ended_with_it(services: Services, health: HealthManager) -> None:
-    """An engine that is frozen does not hear that its owner is gone, and would keep its callers for good."""
+    """A frozen engine does not notice that its owner has exited, and would block its callers without end."""
     import ray
 
     services.start("engine-0", max_restarts=1)
     owner = pid_of(health, "engine-0")
     with subprocess.Popen(["sleep", "600"]) as engine:
         try:
-            ray.get(services.workers["engine-0"].tell.remote(child_pids=(engine.pid,)), timeout=DEADLINE_S)
+            ray.get(services.workers["engine-0"].set_status.remote(child_pids=(engine.pid,)), timeout=DEADLINE_S)
             os.kill(engine.pid, signal.SIGSTOP)
-            look_until(health, lambda: health.beats["engine-0"].status.child_pids == (engine.pid,))  # type: ignore[union-attr]
+            check_until(health, lambda: health.beats["engine-0"].status.child_pids == (engine.pid,))  # type: ignore[union-attr]
             kill(owner)
-            look_until(health, lambda: process_state(engine.pid) in GONE)
+            check_until(health, lambda: process_state(engine.pid) in GONE)
         finally:
             engine.kill()
-    look_until(health, lambda: pid_of(health, "engine-0") != owner)
+    check_until(health, lambda: pid_of(health, "engine-0") != owner)
 
 
 def test_an_own_failure_ends_the_run_at_the_second_look(services: Services, health: HealthManager) -> None:
@@ -189,13 +188,13 @@ def test_an_own_failure_ends_the_run_at_the_second_look(services: Services, heal
     services.start("rollout-0", max_restarts=1)
     pid_of(health, "rollout-0")
     told = {"state": "failed", "detail": "ValueError: row 3", "error": "Traceback"}
-    ray.get(services.workers["rollout-0"].tell.remote(**told), timeout=DEADLINE_S)
-    look_until(health, lambda: health.roles[0].state == "failed")
+    ray.get(services.workers["rollout-0"].set_status.remote(**told), timeout=DEADLINE_S)
+    check_until(health, lambda: health.roles[0].state == "failed")
     with pytest.raises(RunFailed, match="rollout-0 failed: ValueError: row 3") as failure:
         health.check(bus_lost=None, step=5)
     assert not isinstance(failure.value, ServicesLost)
 
 
-def test_a_lost_bus_is_told_at_once(services: Services, health: HealthManager) -> None:
+def test_a_lost_bus_is_reported_at_once(services: Services, health: HealthManager) -> None:
     with pytest.raises(ServicesLost, match=r"^the bus died$"):
         health.check(bus_lost="died", step=5)

@@ -34,14 +34,14 @@ def test_a_process_and_its_children_are_gone_also_stopped_ones(stopped: bool) ->
             if stopped:
                 os.kill(parent.pid, signal.SIGSTOP)
                 os.kill(child, signal.SIGSTOP)
-            kill_trees([parent.pid, 2**22])  # no kernel gives the other one to anybody
+            kill_trees([parent.pid, 2**22])  # the kernel gives the other number to no process
             assert is_gone(parent.pid) and is_gone(child)
         finally:
             kill(child)
             kill(parent.pid)
 
 
-def test_a_state_in_words() -> None:
+def test_process_states() -> None:
     with subprocess.Popen(["sleep", "600"]) as process:
         os.kill(process.pid, signal.SIGSTOP)
         os.waitpid(process.pid, os.WUNTRACED)
@@ -72,8 +72,8 @@ def test_what_an_owner_leaves_is_ended_also_when_it_is_stopped() -> None:
             owner.kill()
 
 
-def test_what_a_replaced_owner_had_is_ended_and_its_successors_stays() -> None:
-    """The first one's end is not seen: its successor has come since the last look."""
+def test_processes_of_a_replaced_owner_are_killed_and_those_of_its_successor_stay() -> None:
+    """The end of the first owner was not noticed, because its successor started before the next check."""
     with (
         subprocess.Popen(["sleep", "600"]) as first,
         subprocess.Popen(["sleep", "600"]) as left,

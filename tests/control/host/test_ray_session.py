@@ -1,4 +1,4 @@
-"""Ray for one run, in a process of its own: private, behind a token, and gone without a trace."""
+"""A session of Ray in a process of its own: it is private, needs a token, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from relax_core.contracts.stop_signals import STOP_SIGNALS
 from relax_core.control.host.run_paths import run_paths
 from relax_core.control.host.ray_session import RaySession
 
-assert "ray" not in sys.modules, "Ray reads its token's place when it is imported"
+assert "ray" not in sys.modules, "Ray reads the path of its token when it is imported"
 logs = Path(sys.argv[1])
 config = load_config(["launcher.ray_logical_cpus=1"])
 config.placement.gpus_per_node = 1  # which Ray believes
@@ -94,7 +94,7 @@ def run_session(logs: Path, end: str, temporary: Path) -> dict:
 
 @pytest.mark.parametrize("end", ["well", "fail"])
 def test_a_session_is_private_and_leaves_nothing(tmp_path_factory: pytest.TempPathFactory, end: str) -> None:
-    with tempfile.TemporaryDirectory(prefix="rs") as name:  # not pytest's: names of sockets are short
+    with tempfile.TemporaryDirectory(prefix="rs") as name:  # pytest's own path is too long for names of sockets
         temporary, logs = Path(name), tmp_path_factory.mktemp("run") / "logs"
         told = run_session(logs, end, temporary)
         assert Path(told["folder"]).parent == temporary
@@ -132,7 +132,7 @@ with run_paths(run_dir=logs.parent) as paths:
 """
 
 
-def test_rays_own_time_out_is_told_in_words(tmp_path: Path) -> None:
+def test_a_timeout_of_ray_is_explained(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="ru") as name:
         with subprocess.Popen(
             [sys.executable, "-c", UNSTARTED, str(tmp_path / "logs")],

@@ -1,4 +1,4 @@
-"""A run's folder takes one run at a time, for as long as any process of it lives that may write there."""
+"""A run's folder is locked for other runs as long as any process of the run exists that may write there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from relax_core.control.host.run_lock import run_lock
 
 ROOT = Path(__file__).resolve().parents[3]
 
-# The supervisor ends at once; its fork, as the controller does, goes on until its stdin ends.
+# The supervisor exits at once; its fork goes on until its stdin ends, as the controller does.
 FORKED = """
 import os, sys
 from pathlib import Path
@@ -26,7 +26,7 @@ with run_lock(Path(sys.argv[1])):
 """
 
 
-def test_a_second_run_is_refused_and_told_who_is_there(tmp_path: Path) -> None:
+def test_a_second_run_is_refused_with_the_name_of_the_first(tmp_path: Path) -> None:
     refused = f"run.dir={tmp_path}: a run is at work there, process {os.getpid()} of "
     with run_lock(tmp_path), pytest.raises(ValueError, match=refused):
         run_lock(tmp_path).__enter__()

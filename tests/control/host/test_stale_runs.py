@@ -1,4 +1,4 @@
-"""What a run leaves that was killed as a whole is removed; what lives, or is somebody else's, is not touched."""
+"""Stale runs are removed; existing runs and runs of other users are not touched."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from relax_core.control.host.run_paths import run_paths
 ROOT = Path(__file__).resolve().parents[3]
 END_S = 60.0
 
-# A supervisor, its controller, and a process that the controller started. The first two end with their stdin.
+# A supervisor, its controller, and a process that the controller started. The first two exit when stdin ends.
 RUN = """
 import os, subprocess, sys
 from pathlib import Path
@@ -39,7 +39,7 @@ with paths.run_paths(run_dir=Path("/runs/one")) as here:
 
 
 class Run:
-    """Its processes and its two folders."""
+    """A run: its processes and its two folders."""
 
     def __init__(self, temporary: Path, shared_memory: Path) -> None:
         self._process = subprocess.Popen(
@@ -60,7 +60,7 @@ class Run:
         self._process.wait(END_S)
 
     def kill_controller(self) -> None:
-        """Returns when the kernel has closed its files."""
+        """Kills the controller and waits until the kernel has closed its files."""
         os.kill(self.controller, 9)
         deadline = time.monotonic() + END_S
         while not gone(self.controller):
@@ -92,7 +92,7 @@ def started(folder: Path) -> Iterator[Run]:
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Short, as names of sockets want it."""
+    """A folder with a short path, which names of sockets need."""
     with tempfile.TemporaryDirectory(prefix="r") as name:
         (Path(name) / "t").mkdir()
         (Path(name) / "s").mkdir()
@@ -133,7 +133,7 @@ def test_what_is_only_looked_at_stays(folder: Path) -> None:
 
 @pytest.fixture
 def server_name() -> Iterator[str]:
-    """Of an SGLang server's folder; it has a semaphore in shared memory, which a kill of all its processes leaves."""
+    """The name of an SGLang server's folder. Its semaphore in shared memory remains when its processes are killed."""
     name = f"relax-sglang-{secrets.token_hex(4)}"
     semaphore = Path(f"/dev/shm/sem.{name}-a")
     semaphore.touch()
@@ -154,13 +154,13 @@ def test_what_a_server_left_goes_with_its_dead_run(folder: Path, server_name: st
 def test_what_a_server_left_goes_with_the_paths(
     folder: Path, server_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was killed with its owner, as all services are that start again from a checkpoint."""
+    """The server was killed with its owner, as all services are that start again from a checkpoint."""
     monkeypatch.setattr("tempfile.tempdir", str(folder / "t"))
     with run_paths(run_dir=folder / "run") as here:
         (here.folder / server_name).mkdir()
 
 
-def test_a_place_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_paths_leave_nothing_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paths, "SHARED_MEMORY", folder / "s")
     monkeypatch.setattr("tempfile.tempdir", str(folder / "t"))
     with run_paths(run_dir=folder / "run") as here:

@@ -1,4 +1,4 @@
-"""When a run stands still: a trainer that writes, however slowly, does not."""
+"""A run stalls without train steps, but not while its trainer writes a checkpoint, however slowly."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ LONG_S = 1000.0  # more than run.start_timeout_s and run.stall_timeout_s togethe
 
 
 class Health:
-    """What the trainer told last."""
+    """A health manager whose trainer has the status that the test sets."""
 
     def __init__(self) -> None:
         self.beats: dict[str, Beat] = {}
         self._watch = RoleWatch()
 
-    def tell(self, *, progress: int, detail: str) -> None:
+    def set_status(self, *, progress: int, detail: str) -> None:
         status = WorkerStatus(
             name=TRAINER, state="running", since=time.time(), pid=1, detail=detail, error=None, progress=progress
         )
@@ -38,18 +38,17 @@ class Health:
         return status.progress
 
     def check(self, *, bus_lost: str | None, step: int) -> None:
-        """It is told."""
+        """Does nothing, because the test sets the status."""
 
 
 def controller(health: Any, folder: Path) -> Controller:
     context = context_in(folder)
     nothing: Any = SimpleNamespace(
         lost=None,
-        note=lambda statuses: None,
+        record_statuses=lambda statuses: None,
         error=lambda: None,
-        look=lambda *, step: None,
         moved=lambda: None,
-        check=lambda beats, *, step: None,
+        check=lambda *beats, step: None,
     )
     return Controller(
         context,
@@ -70,7 +69,7 @@ def test_a_checkpoint_that_is_being_written_is_no_stall(tmp_path: Path) -> None:
     run = controller(health, tmp_path)
     for progress in (1, 2, 3):  # no train step ends meanwhile
         run._moved -= LONG_S
-        health.tell(progress=progress, detail="writes checkpoint of step 7")
+        health.set_status(progress=progress, detail="writes checkpoint of step 7")
         run._check()
         run._check_stall()
     run._moved -= LONG_S

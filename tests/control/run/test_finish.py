@@ -1,4 +1,4 @@
-"""What the end of a run takes from the metrics service, and from the files where that is gone."""
+"""The end of a run reads the metrics service, or the files if the service does not answer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def left_out(*rows: int) -> list[dict[str, str]]:
 def test_the_rows_that_any_rollout_worker_left_out_are_named_once(ray_session: str, tmp_path: Path) -> None:
     tracker = TrackerConfig(name="local", tensorboard=False, jsonl=True)
     metrics = start_metrics(tracker, tmp_path, name=tmp_path.name, namespace=NAMESPACE, max_restarts=0)
-    for worker, rows in ((0, [3]), (1, [5]), (0, [3, 8]), (1, [5, 3])):  # all of them each time that one more is
+    for worker, rows in ((0, [3]), (1, [5]), (0, [3, 8]), (1, [5, 3])):  # each report holds all of them
         metrics.record_texts(bad_rows_kind(worker), 0, left_out(*rows))
     metrics.flush(timeout_s=120.0)
     progress = make_core().progress()

@@ -5,7 +5,7 @@ from pathlib import Path
 from relax_core.control.run.recovery_log import FROM_CHECKPOINT, IN_PLACE, Recoveries
 
 
-def test_each_is_told_when_it_begins_and_when_training_goes_on(tmp_path: Path) -> None:
+def test_each_recovery_is_reported_when_it_begins_and_when_training_goes_on(tmp_path: Path) -> None:
     told: list[str] = []
     now = [100.0]
     recoveries = Recoveries(tmp_path / "logs" / "recoveries.json", report=told.append, clock=lambda: now[0])
@@ -32,8 +32,8 @@ def test_each_is_told_when_it_begins_and_when_training_goes_on(tmp_path: Path) -
     assert recoveries.first_cause(FROM_CHECKPOINT) == "the bus died"
 
 
-def test_the_book_on_disk_is_whole_at_every_moment(tmp_path: Path) -> None:
-    """A controller may be killed while it writes; who has the file open reads the earlier book to its end."""
+def test_the_file_is_whole_at_every_moment(tmp_path: Path) -> None:
+    """A controller may be killed while it writes; a process that has the file open reads the earlier one to its end."""
     file = tmp_path / "recoveries.json"
     recoveries = Recoveries(file, report=lambda text: None)
     recoveries.begin(FROM_CHECKPOINT, "the bus died", at_step=12, from_step=10)
@@ -51,5 +51,5 @@ def test_a_controller_that_follows_a_killed_one_knows_the_earlier_ones(tmp_path:
     assert second.as_records() == []
     second.load()
     assert second.as_records() == first.as_records()
-    second.step_done()  # what the killed controller had open is not this one's
+    second.step_done()  # the open recoveries of the killed controller are not open for this one
     assert second.as_records()[0]["seconds"] is None

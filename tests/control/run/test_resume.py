@@ -1,4 +1,4 @@
-"""Where a run goes on, and why it cannot."""
+"""Checkpoints from which a run resumes, and those that are refused."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_all_steps_done_may_be_resumed_and_more_may_not(config: RelaxConfig) -> 
 
 
 def damage(file: Path, harm: str) -> None:
-    """flip: one bit. cut: its second half. remove: the file. another step: what a digit that flipped makes of it."""
+    """Damages a checkpoint: flips one bit, truncates a file to its half, removes it, or changes a digit of its step."""
     data = file.read_bytes()
     if harm == "remove":
         file.unlink()
@@ -102,7 +102,7 @@ def damage(file: Path, harm: str) -> None:
 def test_a_checkpoint_that_is_not_whole_is_left_for_the_newest_that_is(
     config: RelaxConfig, name: str, harm: str
 ) -> None:
-    """resume=auto says which one it leaves and why; the same checkpoint by its name is refused."""
+    """resume=auto reports which checkpoint it skips and why; the same checkpoint is refused if it is named."""
     write_checkpoint(Path(config.run.dir), 5)
     older = write_checkpoint(Path(config.run.dir), 10, snapshot=b"of 10")
     newest = write_checkpoint(Path(config.run.dir), 20)
@@ -123,7 +123,7 @@ def test_auto_never_starts_afresh_beside_damaged_checkpoints(config: RelaxConfig
         find_resume_point(replace(config, resume="auto"))
 
 
-def test_a_checkpoint_from_before_token_trees_is_refused_in_words(config: RelaxConfig) -> None:
+def test_a_checkpoint_from_before_token_trees_is_refused(config: RelaxConfig) -> None:
     folder = write_checkpoint(Path(config.run.dir), 2, token_tree=False)
     config.resume = "auto"
     with pytest.raises(ValueError, match=rf"resume={folder}: it was written before groups were token trees.*export"):
@@ -169,7 +169,7 @@ def test_a_checkpoint_of_another_run_is_refused(config: RelaxConfig, overrides: 
     assert str(folder) in str(refused.value)
 
 
-def test_config_that_are_tuned_on_the_way_are_told(config: RelaxConfig) -> None:
+def test_changed_settings_are_reported(config: RelaxConfig) -> None:
     write_checkpoint(Path(config.run.dir), 10)
     tuned = ["optimizer.lr=5e-4", "rollout.temperature=0.9", "mode.max_staleness=3", "algo.clip_high=0.3"]
     point = find_resume_point(load_config([f"run.dir={config.run.dir}", "resume=auto", *tuned]))
@@ -186,7 +186,7 @@ def test_where_and_how_long_a_run_goes_is_nobodys_business(config: RelaxConfig) 
     assert point is not None and point.notes == ()
 
 
-# -- data by its content ----------------------------------------------------------------------------------------------
+# -- the content of data ----------------------------------------------------------------------------------------------
 def on_file(run: Path, path: Path, *changes: str) -> RelaxConfig:
     keys = ("data=file", "data.prompt_key=q", "data.eval_size=2", "eval.rows=2", "reward=math", "model.task=arithmetic")
     return load_config([f"run.dir={run}", f"data.path={path}", "resume=auto", *keys, *changes])
@@ -211,7 +211,7 @@ def test_data_that_only_moved_is_the_same_data(tmp_path: Path, rows: Path) -> No
     assert point is not None and len(point.notes) == 2
 
 
-def test_data_that_changed_in_its_place_is_refused(tmp_path: Path, rows: Path) -> None:
+def test_data_whose_content_changed_is_refused(tmp_path: Path, rows: Path) -> None:
     made_with = on_file(tmp_path / "run", rows)
     folder = write_checkpoint(tmp_path / "run", 10, config=made_with, digest=data_digest(made_with.data))
     rows.write_text(rows.read_text().replace("8?", "8!"))

@@ -1,4 +1,4 @@
-"""The user's view of a run, with a real metrics process: one that freezes, and one that has troubles to tell."""
+"""The user's view of a run with a real metrics process, which freezes or reports problems."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DEADLINE_S = 120.0
 def answers(client: MetricsClient) -> bool:
     try:
         client.poll(0)
-    except MetricsUnavailable:  # it is on its way
+    except MetricsUnavailable:  # the process is starting
         return False
     return True
 
@@ -82,10 +82,10 @@ def progress_of(version: int, **dropped: int) -> BusProgress:
     )
 
 
-def test_drops_by_reason_are_reported_and_troubles_are_told_while_the_run_goes_on(
+def test_drops_by_reason_and_problems_are_reported_while_the_run_goes_on(
     ray_session: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait_until: Callable[..., None]
 ) -> None:
-    """What the ledger dropped, a sink that cannot be written, and steps in which every answer was cut."""
+    """The view reports dropped samples, a sink that cannot be written, and steps with only truncated answers."""
     monkeypatch.setattr(run_view, "HEALTH_S", 0.0)
     (tmp_path / "tensorboard").write_text("a file where the sink wants its folder")
     tracker = TrackerConfig(name="local", tensorboard=True, jsonl=True)

@@ -1,4 +1,4 @@
-"""The roles' faces in Ray Serve: none, and no Serve, unless the run asks for them."""
+"""The roles' Serve deployments. Without run.serve there is none, and Serve does not start."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEADLINE_S = 120.0
 
 @ray.remote(num_cpus=0)
 class Named:
-    """Stands for a worker: its status is its name."""
+    """A worker whose status is its name."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -55,7 +55,7 @@ def test_serve_starts_only_where_the_run_asks_for_it(ray_session: str, tmp_path:
     asked = deployments_of(context)
     try:
         asked.follow("test-0")
-        asked.close(timeout_s=DEADLINE_S)  # which waits until they are there; they end with Ray
+        asked.close(timeout_s=DEADLINE_S)  # this waits for the deployment, which ends with Ray
         for role in roles:
             face = serve.get_app_handle(f"test-{role}")
             assert face.status.remote().result(timeout_s=DEADLINE_S) == [f"{role}-0"]

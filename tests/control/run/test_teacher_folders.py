@@ -1,4 +1,4 @@
-"""Teachers are found, and those that cannot teach this student are refused in words before anything starts."""
+"""Teachers are found, and those that do not fit the student are refused before anything starts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def student() -> Path:
 
 @pytest.fixture
 def other(student: Path, tmp_path: Path) -> Path:
-    """A copy of the student, to be spoilt."""
+    """Copies the student, so that a test can change the copy."""
     folder = tmp_path / "other"
     shutil.copytree(student, folder)
     return folder
@@ -78,7 +78,7 @@ def test_another_tokenizer(other: Path, student: Path) -> None:
     (text,) = problems("model=qwen3", f"model.path={student}", f"algo.teachers.default={other}")
     assert "its token ids are not those of the model that learns" in text
     assert "'7' is 16 in the one (56 tokens) and 17 in the other (56)" in text
-    # With the built-in student it is seen when that is made.
+    # The built-in student is made first, so the problem is found then.
     with pytest.raises(ValueError, match="A teacher must have the student's tokenizer"):
         teacher_folders(load_config(["algo=distill", f"algo.teachers.default={other}"]), student=student)
 
@@ -126,7 +126,7 @@ def test_a_row_that_names_no_teacher_is_found_with_its_line(tmp_path: Path) -> N
 @pytest.mark.parametrize("served_by", ["forward", "engine"])
 @pytest.mark.parametrize("form", ["pure", "topk_forward"])
 def test_truncated_sampling_and_a_teacher_go_together(form: str, served_by: str) -> None:
-    """It normalises over the same kept sets as the student."""
+    """The teacher normalises over the same kept tokens as the student."""
     keys = ["algo=distill", f"algo.form={form}", f"algo.served_by={served_by}"]
     load_config([*keys, "rollout.top_p=0.9", "rollout.top_k=20"], checks=CHECKS)
 

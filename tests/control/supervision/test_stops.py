@@ -1,4 +1,4 @@
-"""Stops by signals, as the supervisor and its controller meet them: to one process, to all, early, twice; no Ray."""
+"""Stops by signals: to one process or to all, early, and twice. Ray is not started."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_hang_up_passes_a_run_by_that_was_started_with_nohup(tmp_path: Path) -
     process = start(tmp_path, supervised.trains_until_stopped, preexec_fn=_no_hang_up)
     controller_of(tmp_path)
     process.send_signal(signal.SIGHUP)
-    process.send_signal(signal.SIGTERM)  # in the order of their numbers, where both wait
+    process.send_signal(signal.SIGTERM)  # if both wait, they are delivered in the order of their numbers
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 128 + signal.SIGTERM, err
 
@@ -51,7 +51,7 @@ def test_before_a_train_step_is_done_a_stop_ends_everything_at_once(tmp_path: Pa
 
 
 def stop_twice(folder: Path, case: supervised.Case) -> tuple[int, str, str]:
-    """The second signal comes when the first one is heard, and too late to be the same stop."""
+    """Sends a second signal after the first one was received, late enough to be another stop."""
     process = start(folder, case)
     controller_of(folder)
     process.send_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""The process above the controller when controllers die, with real forks, kills and orphans; no Ray."""
+"""The supervisor when controllers die, with real forks and kills. Ray is not started."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.control.supervised import DEADLINE_S, controller_of, start
 
 
 def members(session: int) -> list[str]:
-    """Command lines of the processes of a session; a dead one's is empty."""
+    """Returns the command lines of the processes of a session; that of an exited process is empty."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -31,19 +31,19 @@ def members(session: int) -> list[str]:
     return found
 
 
-def test_a_killed_controller_is_repeated_and_its_adopted_processes_and_folders_are_gone(tmp_path: Path) -> None:
+def test_a_killed_controller_is_repeated_and_its_adopted_processes_and_folders_are_removed(tmp_path: Path) -> None:
     process = start(tmp_path, supervised.killed_once)
     out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 7, err
     assert "killed by SIGKILL" in out and "goes on from step 0" in err
     paths = [Path(line) for number in (0, 1) for line in (tmp_path / f"paths{number}").read_text().splitlines()]
     assert len(set(paths)) == 4 and not any(path.exists() for path in paths)
-    # The orphan sleeps for long in a session of its own: only a parent that adopted it can have ended it.
+    # The process sleeps for long in a session of its own: only a parent that adopted it can have ended it.
     assert process_state(int((tmp_path / "adopted").read_text())) == "exited"
 
 
 def test_a_controller_that_is_repeated_goes_on_from_the_newest_whole_checkpoint(tmp_path: Path) -> None:
-    """The newest is damaged: the screen says that it is left, and why."""
+    """The newest checkpoint is damaged: a message says that it is skipped, and why."""
     config = load_config([f"run.dir={tmp_path}", "run.max_recoveries=2"])
 
     def write(folder: Path) -> None:
@@ -87,7 +87,7 @@ def test_one_that_ends_without_a_word_has_died(tmp_path: Path) -> None:
     out, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 7, err
     assert "the controller ended without a report, with exit code 1; another goes on from step 0" in err
-    assert "with exit code 1" in out, "the next one is told the cause"
+    assert "with exit code 1" in out, "the next controller knows the cause"
 
 
 def test_one_that_lost_its_ray_is_repeated_with_that_cause(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_ray_that_does_not_start_is_tried_again_and_no_recovery(tmp_path: Path
     ]
 
 
-def test_a_ray_that_never_starts_is_told_in_words(tmp_path: Path) -> None:
+def test_a_ray_that_never_starts_is_reported(tmp_path: Path) -> None:
     process = start(tmp_path, supervised.no_ray_starts)
     _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 1
@@ -123,7 +123,7 @@ def test_an_exception_is_shown_and_not_repeated(tmp_path: Path) -> None:
     assert err.count("RuntimeError: no such luck") == 1
 
 
-def test_without_its_supervisor_the_controller_is_told_to_stop(tmp_path: Path) -> None:
+def test_without_its_supervisor_the_controller_stops(tmp_path: Path) -> None:
     process = start(tmp_path, supervised.trains_until_stopped)
     controller_of(tmp_path)
     process.kill()
@@ -131,11 +131,11 @@ def test_without_its_supervisor_the_controller_is_told_to_stop(tmp_path: Path) -
     assert (tmp_path / "checkpoint").exists()
     assert "".join(members(process.pid)) == ""
     assert any(f"process {process.pid} of" in stale_run.owner for stale_run in find_stale_runs())
-    remove_stale_runs()  # what the supervisor would have removed
+    remove_stale_runs()  # a supervisor that had not been killed would have removed it
 
 
 def test_what_a_killed_run_left_goes_when_the_next_one_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with tempfile.TemporaryDirectory(prefix="r") as name:  # short, as names of sockets want it
+    with tempfile.TemporaryDirectory(prefix="r") as name:  # names of sockets need a short path
         monkeypatch.setenv("TMPDIR", name)
         (Path(name) / "rlx-dead").mkdir()
         with owned(Path(name) / "rlx-dead", "the run in /runs/one"):

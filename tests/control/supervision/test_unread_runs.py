@@ -1,4 +1,4 @@
-"""Output that nobody reads changes nothing of a supervised run; no Ray."""
+"""Output without a reader does not change a supervised run. Ray is not started."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.control.supervised import DEADLINE_S, controller_of, start
 
 
 def test_ctrl_c_takes_the_reader_first(tmp_path: Path) -> None:
-    """As in ``… 2>&1 | tee log``, where all of the foreground group get the SIGINT, and tee ends at once."""
+    """In ``… 2>&1 | tee log`` all processes of the foreground group receive the SIGINT, and tee exits at once."""
     process = start(tmp_path, supervised.trains_until_stopped, stderr=subprocess.STDOUT)
     controller_of(tmp_path)
     assert process.stdout is not None
@@ -25,8 +25,8 @@ def test_ctrl_c_takes_the_reader_first(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoint").exists()
 
 
-def test_a_reader_that_stands_still_holds_nobody_up(tmp_path: Path) -> None:
-    """As a pager does, or a terminal after Ctrl-S."""
+def test_a_reader_that_stops_reading_blocks_no_process(tmp_path: Path) -> None:
+    """A pager does this, or a terminal after Ctrl-S."""
     process = start(tmp_path, supervised.trains_until_stopped)
     controller_of(tmp_path)
     process.terminate()
@@ -48,7 +48,7 @@ def test_a_controller_that_dies_while_nobody_reads_is_repeated(tmp_path: Path) -
 
 
 def test_a_terminal_that_closes_stops_the_run_in_order(tmp_path: Path) -> None:
-    """Its kernel sends SIGHUP to the processes in its foreground, and writing to it fails from then on."""
+    """The kernel sends SIGHUP to the processes in its foreground, and writing to it fails from then on."""
     ours, its = os.openpty()
     process = start(
         tmp_path, supervised.trains_until_stopped, stdin=its, stdout=its, stderr=its, preexec_fn=_take_terminal

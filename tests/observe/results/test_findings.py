@@ -1,4 +1,4 @@
-"""What the summary says against a run that "finished"; and that it says nothing against a healthy one."""
+"""The findings about a run that "finished", and that a healthy run has none."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_reward_that_fell_is_told_with_its_best_and_its_last_steps() -> None:
 @pytest.mark.parametrize("scale", [1.0, 100.0, 1e-3])
 @pytest.mark.parametrize("shape", ["flat", "climbs", "dips and comes back", "loses a little"])
 def test_noise_and_small_losses_are_no_fall(shape: str, scale: float) -> None:
-    """Over many seeds: a warning that comes with healthy runs is read by nobody."""
+    """Tries many seeds, because users ignore a warning that healthy runs show."""
     curve = {
         "flat": [0.5] * 200,
         "climbs": climbs(200, 0.3, 0.95),
@@ -38,7 +38,9 @@ def test_noise_and_small_losses_are_no_fall(shape: str, scale: float) -> None:
     }[shape]
     for seed in range(50):
         noise = np.random.default_rng(seed).normal(0, 0.04, len(curve))
-        rewards = [scale * (reward + one - 1.0) for reward, one in zip(curve, noise, strict=True)]  # negative ones, too
+        rewards = [
+            scale * (reward + one - 1.0) for reward, one in zip(curve, noise, strict=True)
+        ]  # some of them are negative
         assert findings(run(rewards), {}) == [], seed
 
 
@@ -68,7 +70,7 @@ def test_held_out_accuracy_that_fell_is_told_where_the_prompts_can_tell() -> Non
     assert findings({}, evaluations(1.0)) == []
 
 
-def test_answers_that_never_end_and_groups_without_signal_are_told() -> None:
+def test_answers_that_never_end_and_groups_without_signal_are_reported() -> None:
     cut, equal, learnt = (
         findings(run([0.5] * 12, **values), {})
         for values in (

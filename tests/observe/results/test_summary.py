@@ -1,4 +1,4 @@
-"""Every figure of the summary, worked out by hand from twelve steps."""
+"""Every figure of the summary is computed by hand from twelve steps."""
 
 from __future__ import annotations
 
@@ -118,9 +118,7 @@ def test_recoveries_have_a_place_of_their_own(progress: BusProgress) -> None:
     assert "recoveries" not in summary["run"]
 
 
-def test_what_speaks_against_a_run_and_what_its_files_lack_have_a_place(
-    make_record: MakeRecord, progress: BusProgress
-) -> None:
+def test_findings_and_missing_records_are_in_the_summary(make_record: MakeRecord, progress: BusProgress) -> None:
     records = [make_record("actor", step, reward=1.0 if step < 10 else 0.0) for step in range(20)]
     summary = build_summary(records, progress=progress, meta={**META, "records_dropped": {"tensorboard": 7}})
     assert summary["findings"] == ["The reward fell from 1.000 (steps 0 to 9) to 0.000 in the last 10 steps."]

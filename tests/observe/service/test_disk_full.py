@@ -1,4 +1,4 @@
-"""A disk without room: recording goes on, the trouble is told once, and the files stay readable to their ends."""
+"""A full disk: recording goes on, the problem is reported once, and the files stay readable to their ends."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_file_that_may_not_grow_does_not_stop_recording(tmp_path: Path) -> Non
     assert total == f"metrics: metrics.jsonl lacks up to {300 - written} records"
     assert told["dropped"] == {"metrics.jsonl": 300 - written}
     kept = (tmp_path / "metrics.jsonl").read_bytes()
-    assert len(kept) <= 4096 and len(kept.splitlines()) == written  # no half line
+    assert len(kept) <= 4096 and len(kept.splitlines()) == written  # there is no partial line
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def event_steps(folder: Path) -> list[int]:
-    """Steps of actor/reward as TensorBoard reads them; none before its file is there."""
+    """Returns the steps of actor/reward as TensorBoard reads them; none if the file does not exist yet."""
     if not (folder / "tensorboard").exists():
         return []
     reader = EventAccumulator(str(folder / "tensorboard"))

@@ -1,4 +1,4 @@
-"""The service behind a real Ray."""
+"""The metrics service as a real Ray actor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAMESPACE = "test-metrics"
 def client(ray_session: str, tmp_path: Path) -> Iterator[MetricsClient]:
     tracker = TrackerConfig(name="local", tensorboard=True, jsonl=True)
     client = start_metrics(tracker, tmp_path, name=tmp_path.name, namespace=NAMESPACE, max_restarts=1)
-    client.poll(0, timeout_s=180)  # it is up
+    client.poll(0, timeout_s=180)  # the actor has started
     yield client
     client.end()
     ray.kill(ray.get_actor(tmp_path.name, namespace=NAMESPACE))
@@ -66,13 +66,13 @@ def test_a_mark_that_was_waited_for_stands_before_the_reports_of_others(client: 
         ("run", 3),
         *(("rollout", step) for step in range(5)),
     ]
-    marked()  # the next attempt asks as well
+    marked()  # the next attempt calls it too
 
 
-def test_a_mark_whose_actor_dies_is_told(client: MetricsClient, tmp_path: Path) -> None:
+def test_a_mark_whose_actor_dies_raises(client: MetricsClient, tmp_path: Path) -> None:
     actor: Any = ray.get_actor(tmp_path.name, namespace=NAMESPACE)
     pid = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
-    os.kill(pid, signal.SIGSTOP)  # before it can take the mark
+    os.kill(pid, signal.SIGSTOP)  # before the actor can take the mark
     marked = client.send_mark(3, timeout_s=60.0)
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(MetricsUnavailable, match="mark_resume"):
@@ -91,7 +91,7 @@ def test_a_failed_report_is_counted_not_raised(client: MetricsClient, wait_until
 def test_a_killed_actor_takes_up_what_the_files_hold_and_its_writers_keep_the_rest(
     client: MetricsClient, tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:
-    """Three kinds of records: written before the kill, taken and not written, and reported while nobody is there."""
+    """Records were written before the kill, taken and not written, or reported while no actor runs."""
     client.record("actor", 0, {"reward": 0.5})
     client.record_texts("eval", 0, [{"response": "before"}])
     client.flush(timeout_s=120.0)

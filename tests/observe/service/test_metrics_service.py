@@ -1,4 +1,4 @@
-"""The service on real sinks, and on such as somebody else may write: slow, hanging, raising whatever they like."""
+"""The service on real sinks, and on sinks like those of plug-ins that are slow, hang or raise."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = 120.0
 
 
 class HangingSink:
-    """Takes one batch and does not come back before it is let go."""
+    """A sink that takes one batch and hangs until the test releases it."""
 
     name = "hanging disk"
 
@@ -39,7 +39,7 @@ class HangingSink:
 
 
 class RaisingSink:
-    """Raises ``error`` with every other batch, from the first on, and with `close`."""
+    """A sink that raises ``error`` with every other batch, beginning with the first, and with `close`."""
 
     name = "their SDK"
     local = False
@@ -101,7 +101,7 @@ def test_flush_names_the_local_sink_that_hangs() -> None:
 def test_a_sink_that_hangs_holds_up_neither_the_files_nor_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint waits for `flush`, which looks at the run's own files alone."""
+    """A checkpoint waits for `flush`, which waits for the run's own files alone."""
     monkeypatch.setattr(sink_thread, "HANGS_S", 0.0)
     hanging = HangingSink(local=False)
     service = MetricsService([hanging, JsonlSink(tmp_path)], queue_records=3, batch_s=0.0)
@@ -114,7 +114,7 @@ def test_a_sink_that_hangs_holds_up_neither_the_files_nor_the_checkpoint(
     health = service.health()
     (problem,) = health.problems
     assert "hanging disk is slow or hangs" in problem
-    assert health.dropped == {"hanging disk": 16}  # one is in the sink's hands, three wait
+    assert health.dropped == {"hanging disk": 16}  # the sink writes one, and three wait
     assert service.health().problems == []
     end = service.close(timeout_s=0.1)
     assert end.dropped == {"hanging disk": 20}
@@ -136,7 +136,7 @@ def test_whatever_a_sink_raises_is_told_once_counted_and_of_no_concern_to_others
     assert thread.name == "their SDK"
     for step in range(6):
         service.record("actor", step, {"reward": 0.5})
-        thread.flush(deadline=time.monotonic() + T)  # a batch each
+        thread.flush(deadline=time.monotonic() + T)  # each is a batch of its own
     assert sink.steps == [1, 3, 5]
     health = service.health()
     (problem,) = health.problems
@@ -151,7 +151,7 @@ def test_whatever_a_sink_raises_is_told_once_counted_and_of_no_concern_to_others
 
 
 def test_a_record_that_comes_again_is_kept_once(tmp_path: Path) -> None:
-    """A writer that had no answer sends it again: to the same process, or to the next one, which has read the file."""
+    """A writer without an answer sends a record again, to the same process or to the next one."""
     records: list[Record] = [metric_record("actor", step, {"reward": 0.1 * step}) for step in range(3)]
     first = MetricsService([JsonlSink(tmp_path)])
     assert first.take(records[:2])[0] == 2

@@ -1,4 +1,4 @@
-"""Reports on their way to a service that may be gone and come back, with real services and real files."""
+"""Records on their way to a service that may exit and start again, with real services and real files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = 120.0
 
 
 class HeldFile(JsonlSink):
-    """Writes while `may_write` is set; lost, it writes nothing any more, as a process that was killed."""
+    """A sink that writes while `may_write` is set. After `lost` it writes nothing, like a killed process."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -33,7 +33,7 @@ class HeldFile(JsonlSink):
 
 
 class Service:
-    """A metrics service in ``folder`` that can be lost, with all that it had taken and not written."""
+    """A metrics service in ``folder`` that can be lost with all records that it had taken and not written."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -43,7 +43,7 @@ class Service:
         self.start()
 
     def start(self) -> None:
-        """Another process, which reads what the file holds."""
+        """Starts another process, which reads the records in the file."""
         self._number += 1
         self.file = HeldFile(self._folder)
         self._service = MetricsService([self.file], history=read_metrics(self._folder), batch_s=0.0)
@@ -99,7 +99,7 @@ def steps_in(folder: Path) -> list[int]:
 
 
 def flushed(outbox: Outbox, service: Service) -> None:
-    """As the client does it."""
+    """Flushes as the client does."""
     assert outbox.wait_sent(timeout_s=T)
     while not outbox.settle(service.flush()):
         assert outbox.wait_sent(timeout_s=T)
@@ -126,7 +126,7 @@ def test_what_is_reported_while_the_service_is_away_is_in_its_files_afterwards(
 def test_what_was_taken_and_never_written_is_sent_again(
     service: Service, make_outbox: Callable[..., Outbox], tmp_path: Path
 ) -> None:
-    """Nobody calls while the service changes: only the receipt tells that another process answers."""
+    """No call is open while the service changes, so only the receipt shows that another process answers."""
     outbox = make_outbox(service.send)
     put(outbox, 0)
     flushed(outbox, service)
@@ -161,7 +161,7 @@ def test_a_flush_that_another_process_answers_does_not_count(
 def test_a_call_under_way_while_the_service_changes_does_not_stand_for_earlier_records(
     service: Service, make_outbox: Callable[..., Outbox], tmp_path: Path
 ) -> None:
-    """The earlier record was taken by the lost process alone; the call's own went to the next one."""
+    """Only the lost process took the earlier record; the record of the open call went to the next process."""
     arrived, may_go = threading.Event(), threading.Event()
     may_go.set()
 
@@ -196,7 +196,7 @@ def test_what_is_kept_is_bounded_and_what_is_left_out_is_counted_by_the_service(
         counted.append(left_out)
         return receipt
 
-    outbox = make_outbox(send, kept_records=300)  # more than go with one call
+    outbox = make_outbox(send, kept_records=300)  # more than one call sends
     service.lose()
     put(outbox, *range(307))
     assert outbox.left_out == 7 and "300 records wait" in outbox.last_error

@@ -1,4 +1,4 @@
-"""What the sinks write, read back by TensorBoard's own reader and by a plain JSON parser."""
+"""The files of the sinks are read back by TensorBoard's own reader and by a plain JSON parser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a run says that it trains on nothing, and in which words."""
+"""The warnings of a run that has no learning signal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MakeRecord = Callable[..., MetricRecord]
 
 
 def told(watch: SignalWatch, records: list[MetricRecord]) -> list[tuple[int, str]]:
-    """(step, line), one record at a time."""
+    """Returns (step, warning), from one record at a time."""
     return [(record.step, line) for record in records for line in watch.lines([record])]
 
 

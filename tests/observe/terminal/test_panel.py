@@ -1,4 +1,4 @@
-"""The panel on a real pseudo-terminal, into a pipe, and its price."""
+"""The panel on a real pseudo-terminal and into a pipe, and how much time it takes."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def run_on_terminal(*arguments: str) -> str:
     try:
         while chunk := os.read(ours, 65536):
             seen += chunk
-    except OSError:  # how Linux says that the other end was closed
+    except OSError:  # Linux reports with it that the other end was closed
         pass
     finally:
         os.close(ours)
@@ -89,9 +89,9 @@ def test_on_a_terminal_the_panel_is_drawn_at_most_twice_a_second() -> None:
     seconds = time.monotonic() - start
     screen = ESCAPE.sub("", seen)
     frames = screen.count("╭─ Relax")
-    # besides the timed ones: after the stray print, and the last one, when the panel closes
+    # beside the timed frames there is one after the stray print, and one when the panel closes
     assert 3 <= frames <= 2 * seconds + 4
-    assert "\x1b[?25l" in seen and "\x1b[?25h" in seen  # the cursor goes, and comes back
+    assert "\x1b[?25l" in seen and "\x1b[?25h" in seen  # the cursor is hidden and shown again
     last = screen[screen.rindex("╭─ Relax") :]
     assert "step 40/40" in last and "100%" in last and "ETA 0 s" in last
     assert "1.000" in last and "400" in last and "/runs/x" in last  # reward, samples/s: 8 in 20 ms
@@ -112,7 +112,7 @@ def test_into_a_pipe_go_plain_lines() -> None:
         text=True,
         check=True,
         timeout=300,
-        env=os.environ | {"FORCE_COLOR": "1"},  # as CI services set it
+        env=os.environ | {"FORCE_COLOR": "1"},  # CI services set it
     )
     assert done.stdout.splitlines() == [
         "Relax · grpo · 40 steps · /runs/x",
@@ -135,7 +135,7 @@ def test_what_is_starting_is_said_once_and_before_any_role_can_tell() -> None:
             starting = [RoleState(name=name, state="starting", since_s=1.0, detail=detail) for name in workers]
             panel.update(PanelState(step=0, roles=starting))
         panel.update(PanelState(step=0, roles=[replace(role, state="running") for role in starting]))
-        with panel:  # a block inside of the first
+        with panel:  # this block is inside of the first
             panel.update(PanelState(step=3))
     assert out.getvalue().splitlines() == [
         "Relax · grpo · 40 steps · /runs/x",
@@ -154,7 +154,7 @@ def test_the_live_panel_shows_what_is_starting_at_once() -> None:
         assert "starting Ray" in screen and screen.count("starting") == 3 and "engine-0" in screen
 
 
-def test_a_run_that_stands_still_names_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stalled_run_names_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(panel_module, "LINE_S", 0.0)
     monkeypatch.setattr(panel_module, "STALL_S", 0.0)
     console = Console(file=io.StringIO(), width=80)
@@ -171,7 +171,7 @@ def test_a_run_that_stands_still_names_what_it_waits_for(monkeypatch: pytest.Mon
 def test_a_frame_costs_so_little_that_two_a_second_are_no_load(
     make_record: MakeRecord, progress: BusProgress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In calls of functions, which no machine makes more or fewer: 52,000 took 7 ms of a core."""
+    """Counts calls of functions, which are equal on every machine: 52,000 took 7 ms of a core."""
     monkeypatch.setattr(panel_module, "REFRESH_S", 0.0)
     records = [
         make_record("actor", step, reward=0.5, exact=0.5, samples=8, tokens=64, step_ms=20.0) for step in range(2000)

@@ -1,4 +1,4 @@
-"""The end of a run as text and as a picture."""
+"""The report at the end of a run, and the plot of its curves."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_the_curves_are_a_picture_of_sensible_size(tmp_path: Path, make_record: 
         colours = picture.convert("RGB").getcolors(maxcolors=1 << 24)
     assert colours is not None
     counts = {colour: count for count, colour in colours}
-    assert counts[(0x1F, 0x5F, 0xA8)] > 500 and counts[(0xD9, 0x66, 0x0A)] > 200  # both curves are there
+    assert counts[(0x1F, 0x5F, 0xA8)] > 500 and counts[(0xD9, 0x66, 0x0A)] > 200  # the picture has both curves
     assert counts[(255, 255, 255)] > 0.8 * 1320 * 528
     assert 10_000 < path.stat().st_size < 200_000
 

@@ -1,5 +1,4 @@
-"""Standard streams without a reader, on real pipes. Whole runs without one:
-tests/control/supervision/test_unread_runs.py."""
+"""Standard streams without a reader, on real pipes; test_unread_runs.py has supervised runs."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ DEADLINE_S = 120.0
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, int]]:
-    """(the reader's end, the writer's); a test may close the reader's."""
+    """Yields the reader's and the writer's end of a pipe; a test may close the reader's."""
     ends = os.pipe()
     yield ends
     os.close(ends[1])
@@ -33,7 +32,7 @@ def test_without_a_reader_all_is_taken_and_goes_nowhere(pipe: tuple[int, int]) -
     assert file.write(b"more") == 4
 
 
-def test_a_reader_that_stands_still_loses_what_does_not_fit_and_is_told(pipe: tuple[int, int]) -> None:
+def test_a_reader_that_stops_reading_misses_output_and_learns_how_much(pipe: tuple[int, int]) -> None:
     reader, writer = pipe
     file = UnreadFile(writer, "<stdout>", timeout_s=0.05)
     for _ in range(100):
@@ -74,7 +73,7 @@ def test_a_stream_that_somebody_put_there_is_left_alone(capsys: pytest.CaptureFi
 
 
 def read_all(descriptor: int) -> bytes:
-    """What is there now."""
+    """Reads what the pipe holds now."""
     found = b""
     while select.select([descriptor], [], [], 0)[0]:
         found += os.read(descriptor, 1 << 16)
