@@ -1,4 +1,4 @@
-"""Hydra's launcher plug-in `-m hydra/launcher=relax`: waits for the runs of a sweep and returns a metric of each.
+"""Hydra's launcher plug-in `-m hydra/launcher=relax` waits for the runs of a sweep and returns a metric of each.
 
 A sweeper that chooses the next runs by results, such as Optuna's, needs it. Hydra finds its plug-ins in the package
 hydra_plugins.

@@ -1,4 +1,4 @@
-"""`python -m launchers.jobs`: prints the state of a submitted run, follows it, or stops it."""
+"""`python -m launchers.jobs` prints the state of a submitted run, follows it, or stops it."""
 
 from __future__ import annotations
 

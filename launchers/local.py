@@ -1,4 +1,4 @@
-"""launcher=local: makes the run's folder and executes the run on this machine."""
+"""Makes the run's folder and executes the run on this machine (launcher=local)."""
 
 from __future__ import annotations
 

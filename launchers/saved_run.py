@@ -1,4 +1,4 @@
-"""`python -m launchers.saved_run`: executes a submitted run. The first task of a Slurm job and a Ray job call it."""
+"""`python -m launchers.saved_run` executes a submitted run; the first task of a Slurm job and a Ray job call it."""
 
 from __future__ import annotations
 

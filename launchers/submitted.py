@@ -1,4 +1,4 @@
-"""Files of a submitted run, which another process starts later: its configuration and how it ended.
+"""Writes and reads the files of a submitted run, which another process starts: its configuration and how it ended.
 
 `submitted.yaml` is the whole configuration at the time of submission, so later edits do not reach a job that waits in a
 queue. `end.json` holds the run's exit code, so that reading it needs no accounting database of the cluster.
@@ -26,7 +26,7 @@ _OVERRIDES = "# overrides: "
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnd:
-    """How a submitted run ended. ``code`` is the run's own exit code.
+    """Says how a submitted run ended. ``code`` is the run's own exit code.
 
     ``cause`` says in words why the run ended if the run could not report it itself. ``attempt`` names the job, and the
     start of that job, which ended.

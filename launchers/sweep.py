@@ -29,7 +29,7 @@ LABEL_BYTES = 100  # of a folder's name, which may have 255 bytes
 
 @dataclass(kw_only=True)
 class SweepRun:
-    """One run of a sweep. ``number`` counts the runs from 0.
+    """Describes one run of a sweep. ``number`` counts the runs from 0.
 
     ``swept`` are the overrides that differ between the runs. ``folder`` is None for a run that was refused. ``job_id``
     is None on this machine, and on a cluster until the run is submitted. ``code`` is the exit code, None until the run

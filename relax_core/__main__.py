@@ -1,4 +1,4 @@
-"""The command line `python -m relax_core`: starts, plans or sweeps runs, and executes the other `relax` commands."""
+"""`python -m relax_core` is the command line: it starts, plans or sweeps runs and executes the other commands."""
 
 from __future__ import annotations
 

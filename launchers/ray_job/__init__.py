@@ -1,4 +1,4 @@
-"""launcher=ray_job: runs on a Ray cluster that exists already, through its job API, or through a manifest for KubeRay.
+"""Executes runs on a Ray cluster through its job API, or writes a manifest for KubeRay (launcher=ray_job).
 
 Start reading in `job_client.py`.
 """

@@ -1,4 +1,4 @@
-"""What a Ray job executes: the command, the environment variables, and the check that it carries no secret."""
+"""Defines what a Ray job executes: its command and environment variables, and the check that it has no secret."""
 
 from __future__ import annotations
 

@@ -28,7 +28,10 @@ POLL_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class RayJob:
-    """A run that was submitted. ``token_file`` holds the cluster's token, and is None if the cluster has none."""
+    """Describes a run that was submitted.
+
+    ``token_file`` holds the cluster's token, and is None if the cluster has none.
+    """
 
     job_id: str
     address: str

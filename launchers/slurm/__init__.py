@@ -1,4 +1,4 @@
-"""launcher=slurm: one Slurm job starts one Ray cluster on its nodes, which executes one run.
+"""Executes runs in Slurm: one job starts one Ray cluster on its nodes, for one run (launcher=slurm).
 
 Start reading in `sbatch.py`, which submits the job; `node_task.py` is what each node executes.
 """

@@ -1,4 +1,4 @@
-"""Processes that a Slurm task starts, and their end. This module imports no Ray."""
+"""Starts and ends the child processes of a Slurm task. This module imports no Ray."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from relax_core.control.host.subreaper import PR_SET_PDEATHSIG, prctl
 
 
 class Child:
-    """A process in a session of its own, which receives SIGTERM when this process exits.
+    """Starts a process in a session of its own, which receives SIGTERM when this process exits.
 
     It ignores SIGUSR1 and SIGUSR2, because Slurm sends them to every process of a job. Its output is appended to the
     file ``log`` if that is given.

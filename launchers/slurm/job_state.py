@@ -25,7 +25,7 @@ CALL_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmRun:
-    """A run that was submitted to Slurm. ``output`` is the file that holds the output of the job's first task."""
+    """Describes a run that was submitted to Slurm. ``output`` is the file with the output of the job's first task."""
 
     job_id: str
     run_dir: Path
@@ -34,7 +34,7 @@ class SlurmRun:
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
-    """The state of a job. ``state`` is Slurm's word, or UNKNOWN if Slurm has no record of the job any more.
+    """Holds the state of a job. ``state`` is Slurm's word, or UNKNOWN if Slurm has no record of the job any more.
 
     ``reason`` says why the job waits or ended. ``nodes`` are the nodes that it runs on. ``restarts`` counts how often
     it was queued again.

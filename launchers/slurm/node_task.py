@@ -1,4 +1,6 @@
-"""The task that a Slurm job executes on each of its nodes. It supervises child processes and never imports Ray.
+"""Defines the task that a Slurm job executes on each of its nodes.
+
+It supervises child processes and never imports Ray.
 
 The first task executes the run. In a job of several nodes it also starts the head of a Ray cluster, which exists as
 long as the job, and each other task starts one Ray node. Tasks communicate by files in a folder of the attempt; each
@@ -44,7 +46,7 @@ HEAD, DONE, LOST = "head", "done", "lost"
 
 @dataclass(frozen=True)
 class SlurmTask:
-    """The callable that submitit calls on every node. ``run_dir`` is the run's folder."""
+    """Is called by submitit on every node. ``run_dir`` is the run's folder."""
 
     run_dir: str
 
@@ -71,11 +73,11 @@ class Signals:
 
 
 class Ended(Exception):
-    """The task received SIGTERM, so everything ends at once."""
+    """Says that the task received SIGTERM, so everything ends at once."""
 
 
 class NodeLost(Exception):
-    """A Ray node of the job has exited. The text names it."""
+    """Says that a Ray node of the job has exited. The text names it."""
 
 
 def run_task(run_dir: Path, identity: TaskIdentity) -> int:

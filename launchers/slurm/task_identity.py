@@ -1,4 +1,4 @@
-"""The identity of a task in its Slurm job (rank, node, attempt) and its temporary folder on the node."""
+"""Finds the identity of a task in its Slurm job (rank, node, attempt) and makes its temporary folder on the node."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, kw_only=True)
 class TaskIdentity:
-    """One task of a Slurm job, which has one task a node. ``rank`` counts the tasks from 0.
+    """Identifies one task of a Slurm job, which has one task a node. ``rank`` counts the tasks from 0.
 
     ``job_id`` is the number that the user sees ("12", or "12_3" in an array); ``raw_job_id`` is Slurm's own number.
     ``restarts`` counts how often the job was queued again. ``address`` is this node's IP address.

@@ -18,7 +18,7 @@ CONFIG = "config.yaml"
 
 
 class Summary(Mapping[str, Any]):
-    """The content of a run's summary.json (docs/summary.md) as a mapping. ``folder`` is the run's folder."""
+    """Is the content of a run's summary.json (docs/summary.md) as a mapping. ``folder`` is the run's folder."""
 
     def __init__(self, folder: Path, values: Mapping[str, Any]) -> None:
         self.folder = folder
@@ -48,7 +48,7 @@ class Summary(Mapping[str, Any]):
 
 
 class LoadedRun:
-    """A run's folder. The run may still go on. Each method reads its file when it is called."""
+    """Reads a run's folder. The run may still go on, because each method reads its file when it is called."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

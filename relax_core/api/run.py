@@ -1,4 +1,4 @@
-"""`relax_core.run`: starts a run from a script, a thread or a notebook, in a child process."""
+"""Defines `relax_core.run`, which starts a run from a script, a thread or a notebook, in a child process."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _checked_words(overrides: Sequence[str], *, reward: object) -> list[str]:
 
 
 class _Child:
-    """The child process of the run. ``code`` is its exit code, or the negative number of the signal that killed it."""
+    """Starts the child process of the run. ``code`` is its exit code, or -N if signal N killed it."""
 
     def __init__(self, staging: Path) -> None:
         self._staging = staging

@@ -18,7 +18,9 @@ Life = Literal["starting", "alive", "restarting", "dead"]  # Ray's names for the
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """The state of a worker's process. ``status`` is its newest answer, which a process that has exited may have given.
+    """Holds the state of a worker's process.
+
+    ``status`` is its newest answer, which a process that has exited may have given.
 
     ``silent_s`` counts the seconds without an answer of a process that has answered before. ``cause`` says how the
     process died.
@@ -36,7 +38,7 @@ class Heartbeats:
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._looked: float | None = None
+        self._polled: float | None = None
         self._asked: dict[str, Any] = {}
         self._beats: dict[str, Beat] = {}
 
@@ -47,8 +49,8 @@ class Heartbeats:
                 self._asked[name] = worker.status.remote()
         ray.wait(list(self._asked.values()), num_returns=len(self._asked), timeout=timeout_s)
         now = self._clock()
-        passed = 0.0 if self._looked is None else min(now - self._looked, LONGEST_GAP_S)
-        self._looked = now
+        passed = 0.0 if self._polled is None else min(now - self._looked, LONGEST_GAP_S)
+        self._polled = now
         for name in workers:
             self._beats[name] = self._take(name, passed)
         return dict(self._beats)

@@ -1,4 +1,4 @@
-"""The wait graph: which worker waits for which worker, from the statuses of the workers and of the bus."""
+"""Builds the wait graph, which says which worker waits for which worker, from the statuses of workers and bus."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SILENT_S = 3.0  # the waits of a worker that has not answered for so long are un
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """The chain of waits from one worker. ``lines`` describes all workers and the bus.
+    """Holds the chain of waits from one worker. ``lines`` describes all workers and the bus.
 
     ``blockers`` are the workers that do not answer and the workers at which the chain ends. If the chain is a cycle,
     they are all of its members.

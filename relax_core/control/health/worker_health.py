@@ -17,7 +17,7 @@ POLL_S = 0.2  # timeout of the answers, which take milliseconds
 
 
 class Killable(Protocol):
-    """The part of the services that the health manager uses."""
+    """Declares the part of the services that the health manager uses."""
 
     def handles(self) -> Mapping[str, Any]:
         """Returns the Ray handle of every worker, by its name."""

@@ -23,7 +23,10 @@ from relax_core.engines.sglang.server.scratch import remove_left_scratch
 
 @dataclass(frozen=True, kw_only=True)
 class StaleRun:
-    """A temporary folder of a killed run. ``owner`` describes the run. ``pids`` are its processes that still exist."""
+    """Describes a temporary folder of a killed run.
+
+    ``owner`` describes the run. ``pids`` are its processes that still exist.
+    """
 
     folder: Path
     owner: str

@@ -27,7 +27,7 @@ TRAINER = worker_name("actor", 0)
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnd:
-    """How the services ended without a failure.
+    """Says how the services ended without a failure.
 
     ``stopped`` is True if the run was asked to end before its last step. ``progress`` is the last answer of the bus.
     """
@@ -126,7 +126,7 @@ class Controller:
     def _check(self) -> None:
         """Polls the workers and Serve. Raises `RunFailed` if Serve did not start.
 
-        Progress of a long operation of the trainer, such as a checkpoint, counts against a stall.
+        A run is not stalled while the trainer makes progress in a long operation, such as a checkpoint.
         """
         self._health.check(bus_lost=self._bus.lost, step=self._step)
         self._services.record_statuses({name: beat.status for name, beat in self._health.beats.items() if beat.status})

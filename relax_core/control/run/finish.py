@@ -20,7 +20,7 @@ from relax_core.observe.terminal.report import print_report, report_console
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecords:
-    """All records of a run.
+    """Holds all records of a run.
 
     ``bad_rows`` are the first few data rows that were skipped (`relax_core.observe.service.records.TextRecord`).
     """

@@ -1,4 +1,4 @@
-"""Tier 2 of recovery: starts all services again from the newest checkpoint, within the same Ray.
+"""Recovers a run in tier 2: all services start again from the newest checkpoint, within the same Ray.
 
 Each attempt has its own Ray namespace and its own folder of weights. A remaining process of an earlier attempt finds no
 service of the new one, and the weight versions of the two attempts do not mix.
@@ -37,7 +37,7 @@ RETRY_S = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class RunParts:
-    """The parts of a run that exist beside all attempts of its services.
+    """Holds the parts of a run that exist beside all attempts of its services.
 
     ``marked`` waits until the metrics service has recorded the run's first step. ``trained`` is called when a train
     step is done. ``ray_lost`` ends this process, so that the supervisor starts another one with a new Ray.

@@ -27,7 +27,9 @@ REPORTED_DATA_KEYS = tuple(key for key in TOLD if key.startswith("data."))
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
-    """A checkpoint from which the run goes on. ``folder`` is its folder, and ``step`` its number of train steps.
+    """Describes a checkpoint from which the run goes on.
+
+    ``folder`` is its folder, and ``step`` is its number of train steps.
 
     ``snapshot`` is the state of the bus in the checkpoint. ``notes`` are lines for the user, e.g. about settings that
     have changed. ``left`` says which newer checkpoints resume=auto skipped because they are not whole, and why.

@@ -1,4 +1,4 @@
-"""The Ray Serve deployments of the roles. They stand beside the workers; no train step waits for them."""
+"""Deploys the roles in Ray Serve. The deployments stand beside the workers, and no train step waits for them."""
 
 from __future__ import annotations
 

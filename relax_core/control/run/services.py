@@ -49,7 +49,7 @@ RESTARTED_IN_PLACE = ("engine", "rollout", "advantages", "actor_fwd", "reference
 
 
 class Services:
-    """The bus and the workers of one attempt. They start at the same time and discover each other.
+    """Holds the bus and the workers of one attempt, which start at the same time and discover each other.
 
     Raises the errors of the bus's start. The metrics service and the Serve deployments belong to the run and exist
     longer. ``before_rollout`` is called before the rollout workers start, because no worker reports metrics earlier.

@@ -1,4 +1,4 @@
-"""The supervisor process, which forks the controller of a run and starts it again when it dies.
+"""Contains the supervisor process, which forks the controller of a run and starts it again when it dies.
 
 Start reading in `supervisor.py`.
 """

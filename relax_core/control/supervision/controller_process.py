@@ -1,4 +1,4 @@
-"""The controller as its supervisor sees it: a forked child that sends heartbeats and reports how it ends."""
+"""Forks the controller as a child process of the supervisor, receives its heartbeats, and learns how it ends."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CONTROLLER = "relax-control"  # its name in `ps` and `top`, of at most 15 charac
 
 @dataclass(frozen=True, kw_only=True)
 class ControllerEnd:
-    """How the controller ended.
+    """Says how the controller ended.
 
     ``how`` is "ended" if it reported its exit code ``code``, "died" if it did not, "unstarted" if its Ray did not
     start, and "stopped" if it has to be killed after a stop. ``cause`` says why, for the user.
@@ -50,7 +50,7 @@ class ControllerEnd:
 
 
 class ControllerProcess:
-    """A child process that calls ``main`` and exits with its result.
+    """Starts a child process that calls ``main`` and exits with its result.
 
     The stop signals are blocked in the child and in all processes that it starts. With ``has_own_ray`` all processes of
     the run are descendants of the child, so a run that has done no train step is stopped by killing them.

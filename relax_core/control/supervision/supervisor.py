@@ -36,7 +36,7 @@ RunOnce = Callable[[RelaxConfig, ResumePoint | None, RunPaths, "Attempt", Superv
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One controller of a run. ``number`` is the number of controllers that died before it.
+    """Describes one controller of a run. ``number`` is the number of controllers that died before it.
 
     ``started`` is the Unix time at which the user's process began, or at which this run of a sweep began. ``causes``
     says how the earlier controllers ended, in one line each.

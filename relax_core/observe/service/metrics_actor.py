@@ -1,4 +1,4 @@
-"""The metrics service as a Ray actor, and the client with which any process reports to it."""
+"""Defines the metrics service as a Ray actor, and the client with which any process reports to it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class MetricsUnavailable(RuntimeError):
 
 
 class MetricsActor:
-    """`MetricsService` as a Ray actor. After a restart or a resume it reads the records in the run's files."""
+    """Is `MetricsService` as a Ray actor. After a restart or a resume it reads the records in the run's files."""
 
     def __init__(self, tracker: TrackerConfig, run_dir: Path) -> None:
         self._name = secrets.token_hex(8)
@@ -68,7 +68,7 @@ class MetricsActor:
 
 
 class MetricsClient:
-    """The client of the metrics actor for any process of the run. It is thread-safe.
+    """Calls the metrics actor from any process of the run. It is thread-safe.
 
     Records go into an `Outbox`, which keeps them until they are in the run's files, also if the actor is killed and
     starts again. The other calls wait for an answer and raise `MetricsUnavailable` if there is none. `mark_resume`,

@@ -37,7 +37,7 @@ NOT_DELIVERED = "not delivered"  # the name, beside the sinks' names, for record
 
 
 class MetricsHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of the sinks. ``problems`` holds one sentence for each problem that was not returned before.
+    """Holds the state of the sinks. ``problems`` holds one sentence for each problem that was not returned before.
 
     ``dropped`` maps the name of each sink that lacks records to their number.
     """

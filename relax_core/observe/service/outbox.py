@@ -21,7 +21,7 @@ RETRY_S, LONGEST_RETRY_S = 0.1, 2.0
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of the service. ``service`` is a name that differs for each process of the service.
+    """Is the answer of the service. ``service`` is a name that differs for each process of the service.
 
     ``taken`` is the total number of records that it has taken. ``settled`` is the number of them that are written to
     the run's files or were dropped.

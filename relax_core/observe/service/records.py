@@ -1,4 +1,4 @@
-"""The records that a run reports: numbers of a step, texts such as an evaluation's answers, and histograms."""
+"""Defines the records that a run reports: numbers of a step, texts such as an evaluation's answers, and histograms."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TextCell = str | int | float | bool | None
 
 
 class MetricRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers that ``source`` reported for ``step``. ``time_s`` is Unix time, in seconds."""
+    """Holds the numbers that ``source`` reported for ``step``. ``time_s`` is Unix time, in seconds."""
 
     source: str
     step: int
@@ -34,7 +34,7 @@ class MetricRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Texts of one ``kind`` at ``step``. Each row is a dict.
+    """Holds texts of one ``kind`` at ``step``. Each row is a dict.
 
     A row of kind "eval" has prompt, answer (the expected one), response and exact, and the name of the evaluation set
     if the set has one. A row of `bad_rows_kind` has row (the number of the data row), reason and text.
@@ -47,7 +47,7 @@ class TextRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HistogramRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The distribution of the values of ``name`` that ``source`` had at ``step``.
+    """Holds the distribution of the values of ``name`` that ``source`` had at ``step``.
 
     ``counts[k]`` values lie above ``limits[k - 1]`` (without a lower limit for k = 0) and up to ``limits[k]``.
     ``total`` and ``total_of_squares`` are sums over the values. ``time_s`` is Unix time, in seconds.

@@ -1,4 +1,4 @@
-"""The terminal of a run: the panel while it goes on, the report at its end, and standard streams that do not block.
+"""Shows a run on the terminal: the panel, the report at its end, and standard streams that do not block.
 
 Start reading in `panel.py`.
 """

@@ -1,4 +1,4 @@
-"""The state of a role's worker as the panel shows it. The controller reports it, so this module imports nothing."""
+"""Defines the state of a role's worker as the panel shows it, without imports, because the controller reports it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ RoleStateName = Literal["starting", "ready", "running", "waiting", "restarting",
 
 @dataclass(frozen=True, kw_only=True)
 class RoleState:
-    """The state of one worker. ``since_s`` is the number of seconds in this state.
+    """Holds the state of one worker. ``since_s`` is the number of seconds in this state.
 
     ``restarts`` counts how often its process was replaced. ``detail`` says what it waits for, or why it failed.
     """

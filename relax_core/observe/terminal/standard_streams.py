@@ -1,4 +1,4 @@
-"""Standard streams that never raise and do not block a run: output without a reader is dropped.
+"""Makes standard streams that never raise and do not block a run, because they drop output without a reader.
 
 A reader may exit first (``… | head -1``, ``… | tee log`` after Ctrl-C), a terminal may close, and a pager may stop
 reading. This module imports only the standard library, because the entry point uses it before any other import.
