@@ -19,10 +19,10 @@ LOCK_WAIT_S = 120.0  # a file server keeps the lock of a lost node for a while
 
 
 def launch(config: RelaxConfig) -> int:
-    """Plans the run, makes its folder, writes config.yaml and plan.json into it, and runs. Returns the exit code.
+    """Plans the run, makes its folder, writes config.yaml and plan.json into it, and runs.
 
-    It is the run's own exit code, or 2, before anything is started, for a plan that cannot work, a checkpoint that
-    cannot be resumed, or a folder that cannot be written.
+    Returns the exit code. It is the run's own exit code, or 2, before anything is started, for a plan that cannot work,
+    a checkpoint that cannot be resumed, or a folder that cannot be written.
     """
     return run_in_folder(
         config, make=lambda: make_run_folder(config), prepare=lambda folder: save_config(config, folder)
@@ -32,10 +32,10 @@ def launch(config: RelaxConfig) -> int:
 def run_in_folder(
     config: RelaxConfig, *, make: Callable[[], Path], prepare: Callable[[Path], object], again: bool = False
 ) -> int:
-    """Runs in the folder that ``make`` returns, after ``prepare`` wrote its files into it. Returns as `launch` does.
+    """Runs in the folder that ``make`` returns, after ``prepare`` wrote its files into it.
 
-    Returns 2 if another run uses the folder. With ``again`` the run resumes from the newest checkpoint of the folder
-    if there is one, whatever ``resume`` says.
+    Returns as `launch` does. Returns 2 if another run uses the folder. With ``again`` the run resumes from the newest
+    checkpoint of the folder if there is one, whatever ``resume`` says.
     """
     from relax_core.control.host.run_lock import run_lock
     from relax_core.control.run.local_run import run_local

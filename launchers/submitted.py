@@ -26,10 +26,10 @@ _OVERRIDES = "# overrides: "
 
 @dataclass(frozen=True, kw_only=True)
 class RunEnd:
-    """Says how a submitted run ended. ``code`` is the run's own exit code.
+    """Says how a submitted run ended.
 
-    ``cause`` says in words why the run ended if the run could not report it itself. ``attempt`` names the job, and the
-    start of that job, which ended.
+    ``code`` is the run's own exit code. ``cause`` says in words why the run ended if the run could not report it
+    itself. ``attempt`` names the job, and the start of that job, which ended.
     """
 
     code: int

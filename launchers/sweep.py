@@ -29,11 +29,12 @@ LABEL_BYTES = 100  # of a folder's name, which may have 255 bytes
 
 @dataclass(kw_only=True)
 class SweepRun:
-    """Describes one run of a sweep. ``number`` counts the runs from 0.
+    """Describes one run of a sweep.
 
-    ``swept`` are the overrides that differ between the runs. ``folder`` is None for a run that was refused. ``job_id``
-    is None on this machine, and on a cluster until the run is submitted. ``code`` is the exit code, None until the run
-    has ended. ``cause`` says why the run was refused. ``handle`` is the submitted job.
+    ``number`` counts the runs from 0. ``swept`` are the overrides that differ between the runs. ``folder`` is None for
+    a run that was refused. ``job_id`` is None on this machine, and on a cluster until the run is submitted. ``code`` is
+    the exit code, None until the run has ended. ``cause`` says why the run was refused. ``handle`` is the submitted
+    job.
     """
 
     number: int
@@ -52,9 +53,9 @@ class SweepRun:
 
 
 class Sweep:
-    """Collects the runs of a sweep and starts them together. If one of them is refused, none is started.
+    """Collects the runs of a sweep and starts them together.
 
-    ``launch`` executes one run on this machine and returns its exit code.
+    If one of them is refused, none is started. ``launch`` executes one run on this machine and returns its exit code.
     """
 
     def __init__(self, launch: Callable[[RelaxConfig], int]) -> None:
@@ -65,9 +66,9 @@ class Sweep:
     def take(
         self, config: RelaxConfig, overrides: Sequence[str], folder: Path, *, swept: Sequence[str]
     ) -> SweepRun | None:
-        """Adds a run with a valid configuration. Returns None, and records the refusal, if its plan cannot work.
+        """Adds a run with a valid configuration.
 
-        ``folder`` is Hydra's folder of this sweep.
+        Returns None, and records the refusal, if its plan cannot work. ``folder`` is Hydra's folder of this sweep.
         """
         try:
             if config.launcher.name is not LauncherKind.ray_job:  # the model and the data of a Ray job are remote

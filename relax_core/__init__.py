@@ -1,6 +1,7 @@
-"""Relax post-trains language models by reinforcement learning. docs/api.md describes its use as a library.
+"""Relax post-trains language models by reinforcement learning.
 
-Start reading in `__main__.py` (the command line) or in `api/run.py` (the library).
+docs/api.md describes its use as a library. Start reading in `__main__.py` (the command line) or in `api/run.py` (the
+library).
 """
 
 from __future__ import annotations

@@ -40,10 +40,10 @@ class RayJob:
 
 
 def launch(config: RelaxConfig) -> int:
-    """Submits the run, or prints its KubeRay manifest if ``launcher.manifest`` is set. Returns the exit code.
+    """Submits the run, or prints its KubeRay manifest if ``launcher.manifest`` is set.
 
-    With ``launcher.follow`` it follows the run to its end and returns the run's own exit code. It returns 0 if the run
-    was only submitted or printed, and 2 if the cluster rejects the run.
+    Returns the exit code. With ``launcher.follow`` it follows the run to its end and returns the run's own exit code.
+    It returns 0 if the run was only submitted or printed, and 2 if the cluster rejects the run.
     """
     launcher = launcher_of(config)
     try:
@@ -82,9 +82,10 @@ def submit(config: RelaxConfig, overrides: Sequence[str]) -> RayJob:
 
 
 def follow(job: RayJob, *, output: bool = True) -> int:
-    """Prints the job's states, and its output if ``output`` is set, until the job ends. Returns the run's exit code.
+    """Prints the job's states, and its output if ``output`` is set, until the job ends.
 
-    Returns 1 if the run had no exit code, and 130 after Ctrl-C, which leaves the job running.
+    Returns the run's exit code. Returns 1 if the run had no exit code, and 130 after Ctrl-C, which leaves the job
+    running.
     """
     from ray.job_submission import JobStatus
 

@@ -1,4 +1,7 @@
-"""Starts and ends the child processes of a Slurm task. This module imports no Ray."""
+"""Starts and ends the child processes of a Slurm task.
+
+This module imports no Ray.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Follows a run in Slurm: prints its states, its output and its end. Ctrl-C leaves the run running."""
+"""Follows a run in Slurm: prints its states, its output and its end.
+
+Ctrl-C leaves the run running.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +46,10 @@ class Output:
 
 
 def follow(run: SlurmRun, *, output: bool = True) -> int:
-    """Prints the job's states, and its output if ``output`` is set, until the job ends. Returns the run's exit code.
+    """Prints the job's states, and its output if ``output`` is set, until the job ends.
 
-    Returns 1 if the run reported none, and 130 after Ctrl-C, which leaves the job running. It has no timeout while the
-    job waits in the queue, because Slurm decides how long that is.
+    Returns the run's exit code. Returns 1 if the run reported none, and 130 after Ctrl-C, which leaves the job running.
+    It has no timeout while the job waits in the queue, because Slurm decides how long that is.
     """
     printed, shown = Output(run.output if output else None), ""
     since = time.monotonic()

@@ -25,7 +25,10 @@ CALL_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmRun:
-    """Describes a run that was submitted to Slurm. ``output`` is the file with the output of the job's first task."""
+    """Describes a run that was submitted to Slurm.
+
+    ``output`` is the file with the output of the job's first task.
+    """
 
     job_id: str
     run_dir: Path
@@ -34,10 +37,10 @@ class SlurmRun:
 
 @dataclass(frozen=True, kw_only=True)
 class JobState:
-    """Holds the state of a job. ``state`` is Slurm's word, or UNKNOWN if Slurm has no record of the job any more.
+    """Holds the state of a job.
 
-    ``reason`` says why the job waits or ended. ``nodes`` are the nodes that it runs on. ``restarts`` counts how often
-    it was queued again.
+    ``state`` is Slurm's word, or UNKNOWN if Slurm has no record of the job any more. ``reason`` says why the job waits
+    or ended. ``nodes`` are the nodes that it runs on. ``restarts`` counts how often it was queued again.
     """
 
     state: str
@@ -61,9 +64,9 @@ class JobState:
 
 
 def job_state(job_id: str) -> JobState:
-    """Asks Slurm's controller, and then the accounting database if there is one. Raises RuntimeError without an answer.
+    """Asks Slurm's controller, and then the accounting database if there is one.
 
-    The controller knows a job until some minutes after its end.
+    Raises RuntimeError without an answer. The controller knows a job until some minutes after its end.
     """
     shown = slurm_call("scontrol", "show", "job", "--oneliner", job_id)
     if shown.returncode == 0:

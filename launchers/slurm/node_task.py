@@ -46,7 +46,10 @@ HEAD, DONE, LOST = "head", "done", "lost"
 
 @dataclass(frozen=True)
 class SlurmTask:
-    """Is called by submitit on every node. ``run_dir`` is the run's folder."""
+    """Is called by submitit on every node.
+
+    ``run_dir`` is the run's folder.
+    """
 
     run_dir: str
 
@@ -77,7 +80,10 @@ class Ended(Exception):
 
 
 class NodeLost(Exception):
-    """Says that a Ray node of the job has exited. The text names it."""
+    """Says that a Ray node of the job has exited.
+
+    The text names it.
+    """
 
 
 def run_task(run_dir: Path, identity: TaskIdentity) -> int:

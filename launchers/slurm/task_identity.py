@@ -22,10 +22,11 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, kw_only=True)
 class TaskIdentity:
-    """Identifies one task of a Slurm job, which has one task a node. ``rank`` counts the tasks from 0.
+    """Identifies one task of a Slurm job, which has one task a node.
 
-    ``job_id`` is the number that the user sees ("12", or "12_3" in an array); ``raw_job_id`` is Slurm's own number.
-    ``restarts`` counts how often the job was queued again. ``address`` is this node's IP address.
+    ``rank`` counts the tasks from 0. ``job_id`` is the number that the user sees ("12", or "12_3" in an array);
+    ``raw_job_id`` is Slurm's own number. ``restarts`` counts how often the job was queued again. ``address`` is this
+    node's IP address.
     """
 
     rank: int
@@ -67,9 +68,10 @@ def _address(node: str) -> str:
 
 @contextmanager
 def task_folder(raw_job_id: str) -> Iterator[Path]:
-    """Makes a folder for this task, and removes it when the block ends. It first removes the folders of killed jobs.
+    """Makes a folder for this task, and removes it when the block ends.
 
-    It lies under TMPDIR, or under /tmp if TMPDIR's path is too long for names of sockets.
+    It first removes the folders of killed jobs. The folder lies under TMPDIR, or under /tmp if TMPDIR's path is too
+    long for names of sockets.
     """
     base = Path(tempfile.gettempdir())
     if len(str(base)) > BASE_BYTES:

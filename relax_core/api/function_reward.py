@@ -107,7 +107,9 @@ def write_private(path: Path, text: str) -> None:
 
 
 def function_spec(file: str, config: type[RewardConfig], pickled: str) -> RewardSpec:
-    """Returns the reward of the file that `function_text` wrote. The file calls this with its own path.
+    """Returns the reward of the file that `function_text` wrote.
+
+    The file calls this with its own path.
 
     Raises PermissionError, before it unpickles anything, if another user owns the file or may read or write it.
     """
@@ -133,7 +135,10 @@ def function_spec(file: str, config: type[RewardConfig], pickled: str) -> Reward
 
 
 class _Score:
-    """Calls the function, which takes no settings, as a score. Errors find its name and file in ``__wrapped__``."""
+    """Calls the function, which takes no settings, as a score.
+
+    Errors find its name and file in ``__wrapped__``.
+    """
 
     def __init__(self, function: RewardFunction) -> None:
         self.__wrapped__ = function

@@ -18,7 +18,10 @@ CONFIG = "config.yaml"
 
 
 class Summary(Mapping[str, Any]):
-    """Is the content of a run's summary.json (docs/summary.md) as a mapping. ``folder`` is the run's folder."""
+    """Is the content of a run's summary.json (docs/summary.md) as a mapping.
+
+    ``folder`` is the run's folder.
+    """
 
     def __init__(self, folder: Path, values: Mapping[str, Any]) -> None:
         self.folder = folder
@@ -48,7 +51,10 @@ class Summary(Mapping[str, Any]):
 
 
 class LoadedRun:
-    """Reads a run's folder. The run may still go on, because each method reads its file when it is called."""
+    """Reads a run's folder.
+
+    The run may still go on, because each method reads its file when it is called.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -33,10 +33,10 @@ OnStep = Callable[[int, Mapping[str, float]], bool | None]
 
 
 class RunFailed(RuntimeError):
-    """Says that a run failed. The text is the first cause.
+    """Says that a run failed.
 
-    ``folder`` is the run's folder, whose logs say more, or None if it had none. ``summary`` is None if the run failed
-    before there was anything to report.
+    The text is the first cause. ``folder`` is the run's folder, whose logs say more, or None if it had none.
+    ``summary`` is None if the run failed before there was anything to report.
     """
 
     def __init__(self, cause: str, *, folder: Path | None, summary: Summary | None) -> None:
@@ -48,12 +48,12 @@ class RunFailed(RuntimeError):
 def run(
     overrides: Sequence[str] = (), *, reward: RewardFunction | None = None, on_step: OnStep | None = None
 ) -> Summary:
-    """Executes a run to its end in processes of its own, and returns the summary. It may be called from any thread.
+    """Executes a run to its end in processes of its own, and returns the summary.
 
-    ``overrides`` are those of the command line, such as ``["algo=grpo", "run.steps=20"]``. ``reward`` is a function of
-    one `RewardInput` that returns a number or a `RewardOutput`; it runs in worker processes. ``on_step(step, numbers)``
-    is called in this thread after each train step, with the numbers of docs/metrics.md. If it returns True, the run
-    stops with a checkpoint and its summary is returned.
+    It may be called from any thread. ``overrides`` are those of the command line, such as ``["algo=grpo",
+    "run.steps=20"]``. ``reward`` is a function of one `RewardInput` that returns a number or a `RewardOutput`; it runs
+    in worker processes. ``on_step(step, numbers)`` is called in this thread after each train step, with the numbers of
+    docs/metrics.md. If it returns True, the run stops with a checkpoint and its summary is returned.
 
     Raises `ConfigError`, before anything is started, for a mistake in the configuration, and `RunFailed` for a run that
     failed. An error of ``on_step`` and KeyboardInterrupt are raised after the run has stopped with a checkpoint.
@@ -93,7 +93,10 @@ def _checked_words(overrides: Sequence[str], *, reward: object) -> list[str]:
 
 
 class _Child:
-    """Starts the child process of the run. ``code`` is its exit code, or -N if signal N killed it."""
+    """Starts the child process of the run.
+
+    ``code`` is its exit code, or -N if signal N killed it.
+    """
 
     def __init__(self, staging: Path) -> None:
         self._staging = staging
@@ -178,7 +181,10 @@ class _Child:
 
 
 class _Steps:
-    """Reads the new train steps of a run's metrics file. A step that a recovery has undone is read again."""
+    """Reads the new train steps of a run's metrics file.
+
+    A step that a recovery has undone is read again.
+    """
 
     def __init__(self, file: Path, *, offset: int) -> None:
         self._file, self._offset = file, offset

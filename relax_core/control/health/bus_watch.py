@@ -13,9 +13,10 @@ ASK_S = 0.25
 
 
 class BusWatch:
-    """Polls the bus while it is used as a context manager. ``progress`` is the newest answer, None before the first.
+    """Polls the bus while it is used as a context manager.
 
-    ``lost`` says how the bus was lost, as a clause that follows "the bus"; it is None while the bus answers.
+    ``progress`` is the newest answer, None before the first. ``lost`` says how the bus was lost, as a clause that
+    follows "the bus"; it is None while the bus answers.
     """
 
     def __init__(self, bus: RayBus, *, heartbeat_timeout_s: float) -> None:

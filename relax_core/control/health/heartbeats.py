@@ -34,7 +34,10 @@ class Beat:
 
 
 class Heartbeats:
-    """Sends one status call at a time to each worker. ``clock`` returns monotonic seconds."""
+    """Sends one status call at a time to each worker.
+
+    ``clock`` returns monotonic seconds.
+    """
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -1,4 +1,7 @@
-"""Watches the daemons of a run's own Ray. Without its GCS or its raylet, no process of the run can start or recover."""
+"""Watches the daemons of a run's own Ray.
+
+Without its GCS or its raylet, no process of the run can start or recover.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Watches Serve's controller, which Ray restarts in place. No train step waits for it."""
+"""Watches Serve's controller, which Ray restarts in place.
+
+No train step waits for it.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +40,10 @@ class ServeWatch:
         self._killed = ""
 
     def check(self) -> str | None:
-        """Takes an answer if there is one, without waiting. Raises ServeLost.
+        """Takes an answer if there is one, without waiting.
 
-        If another process of the controller answers than before, it returns how the earlier one ended, as a clause that
-        follows its name; else None.
+        Raises ServeLost. If another process of the controller answers than before, it returns how the earlier one
+        ended, as a clause that follows its name; else None.
         """
         now = self._clock()
         self._checked, passed = now, min(now - self._checked, LONGEST_GAP_S)

@@ -15,10 +15,10 @@ SILENT_S = 3.0  # the waits of a worker that has not answered for so long are un
 
 @dataclass(frozen=True, kw_only=True)
 class Chain:
-    """Holds the chain of waits from one worker. ``lines`` describes all workers and the bus.
+    """Holds the chain of waits from one worker.
 
-    ``blockers`` are the workers that do not answer and the workers at which the chain ends. If the chain is a cycle,
-    they are all of its members.
+    ``lines`` describes all workers and the bus. ``blockers`` are the workers that do not answer and the workers at
+    which the chain ends. If the chain is a cycle, they are all of its members.
     """
 
     lines: list[str]

@@ -58,7 +58,9 @@ class HealthManager:
         self.roles: list[RoleState] = []
 
     def check(self, *, bus_lost: str | None, step: int) -> None:
-        """Polls the workers and kills frozen ones. ``step`` is the number of train steps done.
+        """Polls the workers and kills frozen ones.
+
+        ``step`` is the number of train steps done.
 
         Raises `ServicesLost` if all services have to start again, and `RunFailed` for an error that a role's own code
         raised.

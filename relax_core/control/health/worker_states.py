@@ -18,9 +18,10 @@ STATES: Mapping[str, RoleStateName] = {"restarting": "restarting", "dead": "fail
 
 
 class RunFailed(RuntimeError):
-    """Says that the run cannot go on. The text is the first cause in one line, with its role.
+    """Says that the run cannot go on.
 
-    ``log`` is the traceback, for the run's logs. ``worker`` is the name of the worker that failed by itself.
+    The text is the first cause in one line, with its role. ``log`` is the traceback, for the run's logs. ``worker`` is
+    the name of the worker that failed by itself.
     """
 
     def __init__(self, text: str, *, log: str = "", worker: str | None = None) -> None:

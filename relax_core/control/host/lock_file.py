@@ -34,9 +34,9 @@ def owned(folder: Path, owner: str) -> Iterator[None]:
 
 @contextmanager
 def claimed(folder: Path) -> Iterator[bool]:
-    """Yields True if the folder's owner, a process of this user, has exited. The block then holds the folder's lock.
+    """Yields True if the folder's owner, a process of this user, has exited.
 
-    Other processes that try to claim the folder meanwhile get False.
+    The block then holds the folder's lock. Other processes that try to claim the folder meanwhile get False.
     """
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
@@ -52,7 +52,9 @@ def claimed(folder: Path) -> Iterator[bool]:
 
 
 def locked(file: IO[str]) -> bool:
-    """Takes the file's lock for this process and its forks. Returns False if another process holds it.
+    """Takes the file's lock for this process and its forks.
+
+    Returns False if another process holds it.
 
     Raises OSError (such as ENOLCK) if the file system has no locks.
     """

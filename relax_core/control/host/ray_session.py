@@ -45,7 +45,10 @@ ONE_THREAD = {  # the defaults of libraries; every process sets its own number o
 
 
 class RayUnstarted(RuntimeError):
-    """Says that the run's own Ray did not start. Another try may succeed."""
+    """Says that the run's own Ray did not start.
+
+    Another try may succeed.
+    """
 
 
 def new_token_file(path: Path) -> Path:

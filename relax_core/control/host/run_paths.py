@@ -22,11 +22,11 @@ BASE_BYTES = 26  # a socket's path has at most 107 bytes; Ray's names below a ru
 
 @dataclass(frozen=True, kw_only=True)
 class RunPaths:
-    """Holds the temporary paths of one attempt of a run. All folders have mode 0700.
+    """Holds the temporary paths of one attempt of a run.
 
-    ``folder`` is for Ray's files and its token; its path is short because names of sockets are. ``weights_folder`` is
-    for published weights. ``token_folder`` is for the run's bearer token, and every process of the run can read it.
-    ``namespace`` is the run's namespace in Ray.
+    All folders have mode 0700. ``folder`` is for Ray's files and its token; its path is short because names of sockets
+    are. ``weights_folder`` is for published weights. ``token_folder`` is for the run's bearer token, and every process
+    of the run can read it. ``namespace`` is the run's namespace in Ray.
     """
 
     folder: Path

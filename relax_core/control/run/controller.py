@@ -1,4 +1,7 @@
-"""The controller watches one attempt of the run's services until it ends. No train step waits for it."""
+"""The controller watches one attempt of the run's services until it ends.
+
+No train step waits for it.
+"""
 
 from __future__ import annotations
 
@@ -124,9 +127,10 @@ class Controller:
             time.sleep(TICK_S)
 
     def _check(self) -> None:
-        """Polls the workers and Serve. Raises `RunFailed` if Serve did not start.
+        """Polls the workers and Serve.
 
-        A run is not stalled while the trainer makes progress in a long operation, such as a checkpoint.
+        Raises `RunFailed` if Serve did not start. A run is not stalled while the trainer makes progress in a long
+        operation, such as a checkpoint.
         """
         self._health.check(bus_lost=self._bus.lost, step=self._step)
         self._services.record_statuses({name: beat.status for name, beat in self._health.beats.items() if beat.status})

@@ -40,7 +40,10 @@ FAILURE_LOG = "failure.log"
 
 @dataclass(frozen=True, kw_only=True)
 class _Outcome:
-    """Says how the run ended. ``records`` is None if the run failed before there was anything to report."""
+    """Says how the run ended.
+
+    ``records`` is None if the run failed before there was anything to report.
+    """
 
     word: Literal["finished", "stopped", "failed"]
     failure: RunFailed | None = None

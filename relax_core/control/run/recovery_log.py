@@ -22,10 +22,11 @@ def recoveries_file(run_dir: Path) -> Path:
 
 @dataclass(kw_only=True)
 class Recovery:
-    """Describes one recovery. In tier 1 one process starts again in place; in tier 2 all services start from a checkpoint.
+    """Describes one recovery.
 
-    ``at_step`` is the number of train steps that were done when the loss was noticed. ``from_step`` is the step from
-    which the run went on. ``seconds`` is the time until the next train step was done, None before that.
+    In tier 1 one process starts again in place; in tier 2 all services start from a checkpoint. ``at_step`` is the
+    number of train steps that were done when the loss was noticed. ``from_step`` is the step from which the run went
+    on. ``seconds`` is the time until the next train step was done, None before that.
     """
 
     tier: int

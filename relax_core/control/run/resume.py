@@ -85,9 +85,10 @@ def _named(folder: Path) -> WholeCheckpoint:
 
 
 def _compare(found: WholeCheckpoint, config: RelaxConfig, *, what: str) -> tuple[str, ...]:
-    """Returns notes on the settings that differ from the checkpoint's. Raises ValueError if it is of another run.
+    """Returns notes on the settings that differ from the checkpoint's.
 
-    Data is compared by its content if the checkpoint records a digest of its own data.
+    Raises ValueError if it is of another run. Data is compared by its content if the checkpoint records a digest of its
+    own data.
     """
     before, now = yaml.safe_load((found.folder / CONFIG).read_text(encoding="utf-8")), plain(config)
     digest, step = str(found.meta.run.get(DATA_DIGEST, "")), found.meta.step

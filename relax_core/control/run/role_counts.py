@@ -1,4 +1,7 @@
-"""Says which roles a run has and how many workers each role has. The services and the plan use it."""
+"""Says which roles a run has and how many workers each role has.
+
+The services and the plan use it.
+"""
 
 from __future__ import annotations
 

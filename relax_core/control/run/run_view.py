@@ -21,10 +21,11 @@ LATE_S = 10.0  # the user sees a message when the metrics service is silent for 
 
 
 class RunView:
-    """Feeds the panel. ``step`` is the number of train steps done; ``progress`` is the newest answer of any bus.
+    """Feeds the panel.
 
-    A metrics service that gives no answer for ``heartbeat_timeout_s`` seconds is started again, and reads the records
-    in the run's files. ``signal_watch`` reports when the run trains without a learning signal.
+    ``step`` is the number of train steps done; ``progress`` is the newest answer of any bus. A metrics service that
+    gives no answer for ``heartbeat_timeout_s`` seconds is started again, and reads the records in the run's files.
+    ``signal_watch`` reports when the run trains without a learning signal.
     """
 
     def __init__(

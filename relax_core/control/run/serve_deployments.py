@@ -1,4 +1,7 @@
-"""Deploys the roles in Ray Serve. The deployments stand beside the workers, and no train step waits for them."""
+"""Deploys the roles in Ray Serve.
+
+The deployments stand beside the workers, and no train step waits for them.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,9 @@ class ServeDeployments:
         return self._deployed.exception() if self._deployed is not None and self._deployed.done() else None
 
     def close(self, *, timeout_s: float) -> None:
-        """Deletes the run's apps in a joined cluster. Serve in the run's own Ray ends with Ray a moment later.
+        """Deletes the run's apps in a joined cluster.
+
+        Serve in the run's own Ray ends with Ray a moment later.
 
         Raises TimeoutError if a deployment does not end within ``timeout_s`` seconds.
         """

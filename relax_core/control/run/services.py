@@ -148,9 +148,10 @@ class Services:
             return False
 
     def kill_frozen(self, name: str, status: WorkerStatus) -> None:
-        """Kills a worker that does not answer. Ray restarts it if ``max_restarts`` allows.
+        """Kills a worker that does not answer.
 
-        On another host it uses Ray's own kill, which takes seconds for a stopped process.
+        Ray restarts it if ``max_restarts`` allows. On another host it uses Ray's own kill, which takes seconds for a
+        stopped process.
         """
         if status.host == process_host():
             kill(status.pid)

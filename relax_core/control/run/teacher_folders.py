@@ -14,10 +14,10 @@ from relax_core.tools.make_tiny import MODEL_NAMES, tiny_model_folder
 
 
 def teacher_folders(config: RelaxConfig, *, student: Path) -> dict[str, Path]:
-    """Returns name → folder, in the order of the configuration. It is empty for an algorithm without teachers.
+    """Returns name → folder, in the order of the configuration.
 
-    ``student`` is the folder of the model that learns. A built-in teacher is made on first use, which takes seconds.
-    Raises ValueError for a teacher that does not fit the student.
+    It is empty for an algorithm without teachers. ``student`` is the folder of the model that learns. A built-in
+    teacher is made on first use, which takes seconds. Raises ValueError for a teacher that does not fit the student.
     """
     teachers = find_algorithm(config.algo.name).requirements(config.algo).teacher
     if teachers is None:

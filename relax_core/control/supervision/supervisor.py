@@ -1,8 +1,8 @@
-"""The supervisor is the process that the user started. It forks the controller, so that the run survives its death.
+"""The supervisor is the process that the user started.
 
-It passes stop signals on to the controller. A controller that died, froze or lost its Ray starts again from the newest
-checkpoint, with a new Ray. The supervisor is a subreaper, so it can kill every remaining process of the run. It never
-imports Ray.
+It forks the controller, so that the run survives its death. It passes stop signals on to the controller. A controller
+that died, froze or lost its Ray starts again from the newest checkpoint, with a new Ray. The supervisor is a subreaper,
+so it can kill every remaining process of the run. It never imports Ray.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ RunOnce = Callable[[RelaxConfig, ResumePoint | None, RunPaths, "Attempt", Superv
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """Describes one controller of a run. ``number`` is the number of controllers that died before it.
+    """Describes one controller of a run.
 
-    ``started`` is the Unix time at which the user's process began, or at which this run of a sweep began. ``causes``
-    says how the earlier controllers ended, in one line each.
+    ``number`` is the number of controllers that died before it. ``started`` is the Unix time at which the user's
+    process began, or at which this run of a sweep began. ``causes`` says how the earlier controllers ended, in one line
+    each.
     """
 
     number: int

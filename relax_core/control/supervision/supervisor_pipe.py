@@ -23,10 +23,10 @@ STOP, AT_ONCE = "stop", "at-once"  # messages of the supervisor
 
 
 class SupervisorPipe:
-    """Is the controller's side of the pipes. It may be used from any thread.
+    """Is the controller's side of the pipes.
 
-    ``stop_signal`` is the number of the signal that stops the run, or None. It is SIGTERM if the supervisor has exited.
-    ``write_to`` and ``read_from`` are file descriptors.
+    It may be used from any thread. ``stop_signal`` is the number of the signal that stops the run, or None. It is
+    SIGTERM if the supervisor has exited. ``write_to`` and ``read_from`` are file descriptors.
     """
 
     def __init__(self, *, write_to: int, read_from: int) -> None:

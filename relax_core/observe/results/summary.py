@@ -27,12 +27,12 @@ Values = Mapping[str, float]
 
 
 def build_summary(records: Iterable[MetricRecord], *, progress: BusProgress, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the figures of a run as docs/summary.md describes them. A figure without data is None.
+    """Returns the figures of a run as docs/summary.md describes them.
 
-    ``records`` are all records, in order. ``meta`` has wall_s and first_step_s, in seconds (first_step_s is None if no
-    step was finished), and outcome ("finished", "stopped" or "failed: <first cause>"). It may have recoveries and
-    records_dropped (by sink). The other fields of ``meta`` go under "run", where the report reads the list of
-    overrides.
+    A figure without data is None. ``records`` are all records, in order. ``meta`` has wall_s and first_step_s, in
+    seconds (first_step_s is None if no step was finished), and outcome ("finished", "stopped" or "failed: <first
+    cause>"). It may have recoveries and records_dropped (by sink). The other fields of ``meta`` go under "run", where
+    the report reads the list of overrides.
     """
     outcome = meta["outcome"]
     assert outcome in ("finished", "stopped") or outcome.startswith("failed: "), outcome

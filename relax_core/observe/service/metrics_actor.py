@@ -20,14 +20,17 @@ CALL_TIMEOUT_S = 10.0
 
 
 class MetricsUnavailable(RuntimeError):
-    """Says that the metrics actor has exited, is restarting or does not answer. The text names the call.
+    """Says that the metrics actor has exited, is restarting or does not answer.
 
-    The run can go on without it.
+    The text names the call. The run can go on without it.
     """
 
 
 class MetricsActor:
-    """Is `MetricsService` as a Ray actor. After a restart or a resume it reads the records in the run's files."""
+    """Is `MetricsService` as a Ray actor.
+
+    After a restart or a resume it reads the records in the run's files.
+    """
 
     def __init__(self, tracker: TrackerConfig, run_dir: Path) -> None:
         self._name = secrets.token_hex(8)
@@ -68,11 +71,11 @@ class MetricsActor:
 
 
 class MetricsClient:
-    """Calls the metrics actor from any process of the run. It is thread-safe.
+    """Calls the metrics actor from any process of the run.
 
-    Records go into an `Outbox`, which keeps them until they are in the run's files, also if the actor is killed and
-    starts again. The other calls wait for an answer and raise `MetricsUnavailable` if there is none. `mark_resume`,
-    `flush` and `close` first wait until the actor has taken the records of this process.
+    It is thread-safe. Records go into an `Outbox`, which keeps them until they are in the run's files, also if the
+    actor is killed and starts again. The other calls wait for an answer and raise `MetricsUnavailable` if there is
+    none. `mark_resume`, `flush` and `close` first wait until the actor has taken the records of this process.
     """
 
     def __init__(self, handle: Any) -> None:
@@ -123,7 +126,9 @@ class MetricsClient:
         return self._call("health", timeout_s=timeout_s)
 
     def flush(self, *, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Waits until all records of this process are in the run's own files. It does not wait for other sinks.
+        """Waits until all records of this process are in the run's own files.
+
+        It does not wait for other sinks.
 
         Raises `MetricsUnavailable` if a file hangs.
         """

@@ -37,9 +37,10 @@ NOT_DELIVERED = "not delivered"  # the name, beside the sinks' names, for record
 
 
 class MetricsHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds the state of the sinks. ``problems`` holds one sentence for each problem that was not returned before.
+    """Holds the state of the sinks.
 
-    ``dropped`` maps the name of each sink that lacks records to their number.
+    ``problems`` holds one sentence for each problem that was not returned before. ``dropped`` maps the name of each
+    sink that lacks records to their number.
     """
 
     problems: list[str]
@@ -47,11 +48,11 @@ class MetricsHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MetricsService:
-    """Keeps records and passes them to the sinks. All methods are thread-safe.
+    """Keeps records and passes them to the sinks.
 
-    ``history`` and ``texts`` are the records of an earlier process of the same run; they are not written again. The
-    first ``head_records`` and the newest ``tail_records`` records stay in memory, and for each kind of text the first
-    and the newest.
+    All methods are thread-safe. ``history`` and ``texts`` are the records of an earlier process of the same run; they
+    are not written again. The first ``head_records`` and the newest ``tail_records`` records stay in memory, and for
+    each kind of text the first and the newest.
     """
 
     def __init__(
@@ -136,7 +137,9 @@ class MetricsService:
         )
 
     def flush(self, *, timeout_s: float) -> tuple[int, int]:
-        """Waits until every local sink has settled all records that were taken so far. Returns as `take` does.
+        """Waits until every local sink has settled all records that were taken so far.
+
+        Returns as `take` does.
 
         Raises TimeoutError, which names the sink, if a local sink hangs.
         """

@@ -21,10 +21,10 @@ RETRY_S, LONGEST_RETRY_S = 0.1, 2.0
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True):
-    """Is the answer of the service. ``service`` is a name that differs for each process of the service.
+    """Is the answer of the service.
 
-    ``taken`` is the total number of records that it has taken. ``settled`` is the number of them that are written to
-    the run's files or were dropped.
+    ``service`` is a name that differs for each process of the service. ``taken`` is the total number of records that it
+    has taken. ``settled`` is the number of them that are written to the run's files or were dropped.
     """
 
     service: str
@@ -41,12 +41,12 @@ class Refused(Exception):
 
 
 class Outbox:
-    """Sends records from a thread of its own, in order. All methods are thread-safe.
+    """Sends records from a thread of its own, in order.
 
-    ``send(records, left_out)`` sends records and the number of records that were left out since its last call. It
-    returns the receipt, or raises `Undelivered` or `Refused`. While ``kept_records`` records are kept, newer ones are
-    left out. ``left_out`` counts records that were left out or refused. ``last_error`` is the text of the newest
-    failure.
+    All methods are thread-safe. ``send(records, left_out)`` sends records and the number of records that were left out
+    since its last call. It returns the receipt, or raises `Undelivered` or `Refused`. While ``kept_records`` records
+    are kept, newer ones are left out. ``left_out`` counts records that were left out or refused. ``last_error`` is the
+    text of the newest failure.
     """
 
     def __init__(self, send: Callable[[Sequence[Record], int], Receipt], *, kept_records: int = KEPT_RECORDS) -> None:

@@ -25,7 +25,10 @@ TextCell = str | int | float | bool | None
 
 
 class MetricRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds the numbers that ``source`` reported for ``step``. ``time_s`` is Unix time, in seconds."""
+    """Holds the numbers that ``source`` reported for ``step``.
+
+    ``time_s`` is Unix time, in seconds.
+    """
 
     source: str
     step: int
@@ -34,10 +37,11 @@ class MetricRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds texts of one ``kind`` at ``step``. Each row is a dict.
+    """Holds texts of one ``kind`` at ``step``.
 
-    A row of kind "eval" has prompt, answer (the expected one), response and exact, and the name of the evaluation set
-    if the set has one. A row of `bad_rows_kind` has row (the number of the data row), reason and text.
+    Each row is a dict. A row of kind "eval" has prompt, answer (the expected one), response and exact, and the name of
+    the evaluation set if the set has one. A row of `bad_rows_kind` has row (the number of the data row), reason and
+    text.
     """
 
     kind: str

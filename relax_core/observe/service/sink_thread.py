@@ -13,10 +13,11 @@ HANGS_S = 30.0  # a sink that takes longer for one batch is reported
 
 
 class SinkThread:
-    """Passes records to ``sink`` in batches. All methods are thread-safe.
+    """Passes records to ``sink`` in batches.
 
-    A record waits at most ``batch_s`` seconds for other records of its batch. While ``queue_records`` records wait,
-    newer ones are dropped. ``dropped`` is the number of records that the sink will never receive.
+    All methods are thread-safe. A record waits at most ``batch_s`` seconds for other records of its batch. While
+    ``queue_records`` records wait, newer ones are dropped. ``dropped`` is the number of records that the sink will
+    never receive.
     """
 
     def __init__(self, sink: Sink, *, queue_records: int, batch_s: float) -> None:

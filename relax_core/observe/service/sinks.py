@@ -27,11 +27,11 @@ TENSORBOARD_FOLDER = "tensorboard"
 
 
 class Sink(Protocol):
-    """Declares a destination of records. A thread of its own calls it (`SinkThread`), so it may wait.
+    """Declares a destination of records.
 
-    If it raises, the error is reported, the batch is dropped, and the next batch is tried. It ignores kinds of records
-    that it does not know. ``local`` is True for the run's own files, for which a checkpoint waits and which a restarted
-    service reads.
+    A thread of its own calls it (`SinkThread`), so it may wait. If it raises, the error is reported, the batch is
+    dropped, and the next batch is tried. It ignores kinds of records that it does not know. ``local`` is True for the
+    run's own files, for which a checkpoint waits and which a restarted service reads.
     """
 
     @property
@@ -50,7 +50,10 @@ class Sink(Protocol):
 
 
 class AppendFile:
-    """Appends whole batches to a file, after those of an earlier process. ``size`` is its valid length in bytes."""
+    """Appends whole batches to a file, after those of an earlier process.
+
+    ``size`` is its valid length in bytes.
+    """
 
     def __init__(self, path: Path, *, lines: bool) -> None:
         """Opens or makes the file. With ``lines`` it removes a last line without an end, whose writer was killed."""

@@ -27,10 +27,11 @@ STARTING = "starting"
 
 @dataclass(frozen=True, kw_only=True)
 class PanelState:
-    """Holds the state of a run. ``step`` is the number of train steps done.
+    """Holds the state of a run.
 
-    ``records`` are the newest ones, in order; they may repeat records of an earlier state. ``message`` is a line for
-    the user. ``records_dropped`` maps each metrics sink to the number of records that it lacks.
+    ``step`` is the number of train steps done. ``records`` are the newest ones, in order; they may repeat records of an
+    earlier state. ``message`` is a line for the user. ``records_dropped`` maps each metrics sink to the number of
+    records that it lacks.
     """
 
     step: int

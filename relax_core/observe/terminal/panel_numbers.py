@@ -12,7 +12,10 @@ RATE_STEPS = 20  # speed is the mean over this number of newest steps
 
 
 class RunningNumbers:
-    """Holds the newest values and the curves. A record that is merged twice counts once."""
+    """Holds the newest values and the curves.
+
+    A record that is merged twice counts once.
+    """
 
     def __init__(self) -> None:
         self._values: dict[str, dict[int, Mapping[str, float]]] = {ACTOR: {}, EVAL: {}, ROLLOUT: {}}

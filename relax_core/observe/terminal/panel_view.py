@@ -37,7 +37,10 @@ Figures = tuple[str, str, str, str, str]  # label, value and curve of one figure
 
 @dataclass(frozen=True, kw_only=True)
 class PanelView:
-    """Holds the content of one picture. ``elapsed_s`` counts the seconds since the panel opened."""
+    """Holds the content of one picture.
+
+    ``elapsed_s`` counts the seconds since the panel opened.
+    """
 
     title: str
     run_dir: Path

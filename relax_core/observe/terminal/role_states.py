@@ -10,9 +10,10 @@ RoleStateName = Literal["starting", "ready", "running", "waiting", "restarting",
 
 @dataclass(frozen=True, kw_only=True)
 class RoleState:
-    """Holds the state of one worker. ``since_s`` is the number of seconds in this state.
+    """Holds the state of one worker.
 
-    ``restarts`` counts how often its process was replaced. ``detail`` says what it waits for, or why it failed.
+    ``since_s`` is the number of seconds in this state. ``restarts`` counts how often its process was replaced.
+    ``detail`` says what it waits for, or why it failed.
     """
 
     name: str
