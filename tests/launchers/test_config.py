@@ -93,7 +93,7 @@ def test_a_mistyped_submitted_file_is_the_users_error() -> None:
         config_from_yaml(text.replace("steps: 320", "steps: many"))
 
 
-def test_the_last_word(tmp_path: Path) -> None:
+def test_the_end_of_a_run_is_read_back(tmp_path: Path) -> None:
     assert read_end(tmp_path) is None
     end = RunEnd(code=143, cause="Slurm stopped it", attempt="12_3-r1")
     write_end(tmp_path, end)
@@ -101,7 +101,7 @@ def test_the_last_word(tmp_path: Path) -> None:
 
 
 def test_every_key_of_a_launcher_is_read() -> None:
-    source = "".join(file.read_text() for file in (Path(launchers.__file__).parent).glob("*.py"))
+    source = "".join(file.read_text() for file in Path(launchers.__file__).parent.rglob("*.py"))
     keys = {field.name for launcher in LAUNCHERS.values() for field in dataclasses.fields(launcher)}
     shared = {field.name for field in dataclasses.fields(LauncherConfig)}  # tests/test_imports.py checks these
     assert [key for key in sorted(keys - shared) if f"launcher.{key}" not in source] == []

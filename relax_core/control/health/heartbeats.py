@@ -52,7 +52,7 @@ class Heartbeats:
                 self._asked[name] = worker.status.remote()
         ray.wait(list(self._asked.values()), num_returns=len(self._asked), timeout=timeout_s)
         now = self._clock()
-        passed = 0.0 if self._polled is None else min(now - self._looked, LONGEST_GAP_S)
+        passed = 0.0 if self._polled is None else min(now - self._polled, LONGEST_GAP_S)
         self._polled = now
         for name in workers:
             self._beats[name] = self._take(name, passed)
