@@ -19,7 +19,7 @@ from relax_core.config.schema import Recompute
 from relax_core.train.hf.check_weights import weight_problems
 from relax_core.train.hf.hf_export import export_hf_folder
 from relax_core.train.hf.weight_rules import tensor_shape, weight_rules
-from relax_core.train.parallel.check_layout import check_layout
+from relax_core.train.parallel.layout_arithmetic import check_layout
 from tests.trees import prompt_of
 
 

@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from worker_group_layouts import DENSE_LAYOUTS, MOE_LAYOUTS, RANKS, parallel_config
 
 from relax_core.families.folder import folder_architecture
-from relax_core.train.hf.folder_tensors import StoredTensor, open_safetensors
 from relax_core.train.hf.hf_weights import HfWeights
 from relax_core.train.hf.weight_rules import weight_rules
 from relax_core.train.model.gpt import build_chunks
 from relax_core.train.parallel import process_group
+from relax_core.weights.folder_stream import StoredTensor, open_safetensors
 
 BUCKET_BYTES = 80_000  # a few tensors of these models, so that buckets are many
 

@@ -14,7 +14,7 @@ import torch
 from relax_core.contracts.engine import EngineError, WeightManifest
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.weights.publisher import WeightPublisher
-from relax_core.weights.transports.file_transports import SharedMemoryTransport
+from relax_core.weights.transports.choice import SharedMemoryTransport
 from relax_core.weights.version_file import read_weights
 from relax_core.weights.version_folder import (
     KEPT_VERSIONS,

@@ -12,8 +12,7 @@ from safetensors import numpy as numpy_library
 from safetensors import torch as library
 from torch import Tensor
 
-from relax_core.weights.safetensors_header import DTYPES
-from relax_core.weights.safetensors_stream import library_layout, write_safetensors
+from relax_core.weights.safetensors_stream import DTYPES, library_layout, write_safetensors
 
 FOR_NUMPY = [dtype for dtype in DTYPES if not dtype.startswith(("bfloat", "float8"))]
 

@@ -18,7 +18,7 @@ from relax_core.config.schema import WeightTransportName
 from relax_core.contracts.engine import SamplingParams, TensorSpec, WeightManifest
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.weights.publisher import WEIGHTS, SyncReport, WeightPublisher
-from relax_core.weights.transports.build_transport import build_transport
+from relax_core.weights.transports.choice import build_transport
 from relax_core.weights.transports.collective import buckets
 from relax_core.weights.version_folder import read_latest
 from tests.contracts.engine.harness import (

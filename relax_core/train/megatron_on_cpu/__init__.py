@@ -1,0 +1,1 @@
+"""Runs unmodified megatron.core on a CPU. Start with device_loader.py."""

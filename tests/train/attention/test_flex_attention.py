@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask, fl
 
 from relax_core.train.attention import flex_attention as ours
 from relax_core.train.attention.flex_attention import BLOCK, FlexBlocks
-from relax_core.train.parallel.context_parallel import WHOLE, RowCut
+from relax_core.train.parallel.context_parallel import WHOLE, RowSharding
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -56,10 +56,10 @@ def test_the_blocks_are_those_that_torch_finds_from_every_pair(forest: Forest, p
 def test_no_block_of_a_context_parallel_rank_is_forgotten(forest: Forest, ranks: int) -> None:
     """A block may hold rows of two chunks: then it may be computed without need, but never taken for a whole one."""
     for rank in range(ranks):
-        cut = RowCut(multiple=2 * ranks, ranks=ranks, rank=rank)
-        padded = cut.padded(len(forest.parents))
-        mask = FlexBlocks.of(forest.end, cut, padded=padded, device=CPU).mask
-        mine, order = cut.rows_of_rank(padded), np.argsort(cut.gathered_order(padded))
+        sharding = RowSharding(multiple=2 * ranks, ranks=ranks, rank=rank)
+        padded = sharding.padded(len(forest.parents))
+        mask = FlexBlocks.of(forest.end, sharding, padded=padded, device=CPU).mask
+        mine, order = sharding.rows_of_rank(padded), np.argsort(sharding.gathered_order(padded))
         pairs = create_mask(mask.mask_mod, None, None, len(mine), padded, device="cpu")[0, 0].numpy()
         assert np.array_equal(pairs, padded_sees(forest, padded)[np.ix_(mine, order)])
         some = listed(mask.kv_num_blocks, mask.kv_indices)
