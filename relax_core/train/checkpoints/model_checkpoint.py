@@ -129,8 +129,9 @@ class RankCheckpoint:
             set_random_state({name: stream.blocks[0].data for name, stream in streams.items()})
         elif self._setup.rank == 0:
             logger.warning(
-                "%s was written by %d train rank(s) in the layout %s, and %d rank(s) in the layout %s read it. Their random "
-                "streams start from the seed.", folder, saved.world_size, saved.layout, now.world_size, now.layout,
+                "%s was written by %d train rank(s) in the layout %s, and %d rank(s) in the layout %s read it: their "
+                "random streams start anew from the seed",
+                folder, saved.world_size, saved.layout, now.world_size, now.layout,
             )  # fmt: skip
 
     # -- Helpers ------------------------------------------------------------------------------------------------

@@ -53,7 +53,9 @@ def test_owners_own_their_rows(ranks: int, rows: int) -> None:
 def test_tokens_find_back_into_order(owners: list[int]) -> None:
     """The gather itself is held by the parity of cp=2; here its bookkeeping, for any owners."""
     ranks, token = 3, torch.arange(len(owners)) + 100
-    shardings = [TokenSharding.of(np.array(owners), RowSharding(ranks=ranks, rank=rank), torch.device("cpu")) for rank in range(ranks)]
+    device = torch.device("cpu")
+    row_shardings = [RowSharding(ranks=ranks, rank=rank) for rank in range(ranks)]
+    shardings = [TokenSharding.of(np.array(owners), one, device) for one in row_shardings]
     parts = torch.zeros(ranks, shardings[0].longest, dtype=torch.int64)
     for part, sharding in zip(parts, shardings, strict=True):
         part[: len(sharding.mine)] = token[sharding.mine]

@@ -134,7 +134,7 @@ def test_a_dense_model_has_no_experts_to_spread() -> None:
 
 
 def test_switches_that_do_not_go_together() -> None:
-    assert "parallel.tp=1: there is nobody to share rows with" in faults(layout(sequence_parallel=True))[0]
+    assert "parallel.tp=1: there is no other rank to share rows with" in faults(layout(sequence_parallel=True))[0]
     assert "Set parallel.sequence_parallel=true." in faults(layout(tp=2, sequence_parallel=False))[0]
     assert faults(layout(tp=2, sequence_parallel=False), DENSE) == []
     overlapping = dataclasses.replace(layout(dp=2), overlap=True)
