@@ -1,4 +1,4 @@
-"""`python -m relax_core.tools.export` and `check_model`: a checkpoint as a folder that transformers loads, and back."""
+"""Tests `python -m relax_core.tools.export` and `check_model`: transformers loads an exported checkpoint."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def save_run(backend: Any, folder: Path, *, model: Path, part: str = "train") -> Path:
-    """A checkpoint as a run leaves it, after one step."""
+    """Writes a checkpoint as a run does after one step."""
     train_step(backend, dp_groups())
 
     def write(partial: Path) -> None:
@@ -42,7 +42,7 @@ def save_run(backend: Any, folder: Path, *, model: Path, part: str = "train") ->
 
 @pytest.fixture(scope="module")
 def trained(models: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A checkpoint of the MoE model, and the weights in it."""
+    """Returns a checkpoint of the MoE model and the weights in it."""
     backend = make_backend(models / "moe", family="qwen3_moe")
     checkpoint = save_run(backend, tmp_path_factory.mktemp("run"), model=models / "moe")
     return checkpoint, {name: tensor.clone() for name, tensor in backend.export()}
@@ -132,7 +132,7 @@ def test_a_wrong_folder_is_told_in_words(models: Path, tmp_path: Path, capsys: p
 
 
 def test_checking_reads_no_tensor(models: Path, tmp_path: Path) -> None:
-    """A folder of headers alone passes: bytes of tensors are never touched."""
+    """A folder that has only headers passes, so no bytes of tensors are read."""
     whole = (models / "untied" / "model.safetensors").read_bytes()
     size = 8 + int.from_bytes(whole[:8], "little")
     (tmp_path / "model.safetensors").write_bytes(whole[:size] + b"\xff" * (len(whole) - size))

@@ -1,4 +1,4 @@
-"""Bytes go to disk while a file is written, not all at its end."""
+"""Tests that bytes reach the disk while a file is written and not all at its end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from relax_core.train.checkpoints.synced_stream import SyncedFiles
 
 @pytest.fixture
 def synced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The size of a file each time that it was put to disk, as it does after 1000 bytes here."""
+    """Records a file's size at each sync, which happens after 1000 bytes in this test."""
     sizes: list[int] = []
     sync = os.fdatasync
 

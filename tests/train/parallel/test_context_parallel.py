@@ -1,4 +1,4 @@
-"""The rows of context-parallel ranks: every row once, equally many, early and late ones together."""
+"""Tests the rows of context-parallel ranks: each row has one rank, and ranks have equal work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from relax_core.train.attention.tree_attention import MaskedGrid, TreeBatch
 from relax_core.train.packing.tree_packing import pack_tree
 from relax_core.train.parallel.context_parallel import RowSharding, TokenSharding
 
-CUTS = st.tuples(st.integers(1, 5), st.sampled_from([1, 2, 4]))  # context-parallel ranks; tensor-parallel ones with SP
+# Numbers of context-parallel ranks and of tensor-parallel ranks with sequence parallelism.
+CUTS = st.tuples(st.integers(1, 5), st.sampled_from([1, 2, 4]))
 
 
 def all_shardings(ranks: int, parts: int) -> list[RowSharding]:
@@ -35,7 +36,7 @@ def test_every_row_is_on_one_rank(sizes: tuple[int, int], rows: int) -> None:
 
 @given(st.integers(2, 5), st.integers(1, 20))
 def test_ranks_see_equally_much(ranks: int, chunk: int) -> None:
-    """Causally a row sees as many rows as its number says, and one."""
+    """A causal row sees as many rows as its number plus one."""
     padded = 2 * ranks * chunk
     seen = {int((sharding.rows_of_rank(padded) + 1).sum()) for sharding in all_shardings(ranks, 1)}
     assert len(seen) == 1
@@ -51,7 +52,7 @@ def test_owners_own_their_rows(ranks: int, rows: int) -> None:
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40))
 def test_tokens_find_back_into_order(owners: list[int]) -> None:
-    """The gather itself is held by the parity of cp=2; here its bookkeeping, for any owners."""
+    """The parity test of cp=2 covers the gather itself; this test covers its indexes for any owners."""
     ranks, token = 3, torch.arange(len(owners)) + 100
     device = torch.device("cpu")
     row_shardings = [RowSharding(ranks=ranks, rank=rank) for rank in range(ranks)]
