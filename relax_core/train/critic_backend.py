@@ -1,4 +1,4 @@
-"""The critic's training back end: the policy's layers with a value head, its forward pass and its updates."""
+"""Implements the critic's training back end: the policy's layers with a value head."""
 
 from __future__ import annotations
 

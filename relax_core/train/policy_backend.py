@@ -1,4 +1,4 @@
-"""The policy's training back end: one rank's part of the trainer (contracts/train.py)."""
+"""Implements the policy's training back end, which is one rank's part of the trainer (contracts/train.py)."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from relax_core.train.step.step_sums import micro_batch_sums
 class TopLogprobs(NamedTuple):
     """Holds the log-probs of a group's rows, with 0 at rows that were not sampled.
 
-    ``logprobs`` are the rows' own log-probs, float32 ``[rows]``. ``top_ids`` are the most likely tokens in their place,
-    int64 ``[rows, top_k]``, most likely first. ``top_logprobs`` are their log-probs, float32 ``[rows, top_k]``. If a
+    ``logprobs`` are the rows' own log-probs, float32 ``[rows]``. ``top_ids`` are the most likely tokens there, int64
+    ``[rows, top_k]``, most likely first. ``top_logprobs`` are their log-probs, float32 ``[rows, top_k]``. If a
     kept set has fewer than top_k tokens, the remaining ids are -1 and the remaining log-probs are `OUTSIDE`.
     """
 

@@ -1,4 +1,4 @@
-"""One rank of a Megatron model in any layout: its part of the weights, its gradients, its updates and its files.
+"""Runs one rank of a Megatron model in any layout: its part of the weights, its gradients, updates and files.
 
 The policy (policy_backend.py) and the critic (critic_backend.py) share this class. Each adds its own head and loss.
 """

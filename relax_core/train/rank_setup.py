@@ -1,4 +1,4 @@
-"""The settings from which one rank of a model is built, taken from a run's configuration."""
+"""Takes the settings from which one rank of a model is built from a run's configuration."""
 
 from __future__ import annotations
 

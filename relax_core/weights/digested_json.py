@@ -1,4 +1,6 @@
-"""Encodes JSON files that carry a digest of their own content. It has no heavy imports.
+"""Encodes JSON files that carry a digest of their own content.
+
+It has no heavy imports.
 
 A file is ``{"digest": …, "content": …}``. The digest is xxh3-128, in hex, of the content's bytes in the file. It
 detects damage but does not protect against an attacker.

@@ -13,7 +13,7 @@ from relax_core.families.folder import weight_files
 
 
 class StoredTensor:
-    """A tensor in a file; indexing it reads only that slice. ``dtype`` is safetensors' own name."""
+    """Reads only the indexed slice of a tensor in a file; ``dtype`` is safetensors' own name."""
 
     def __init__(self, slices: Any) -> None:
         self.shape: tuple[int, ...] = tuple(slices.get_shape())

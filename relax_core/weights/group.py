@@ -1,4 +1,4 @@
-"""A collective group of the trainer (rank 0) and one engine, separate from torch's default group, that sends weights.
+"""Sends weights in a collective group of the trainer (rank 0) and one engine, apart from torch's default group.
 
 The names in the stores are those of ``init_custom_process_group`` in SGLang and its trainers, so either end can be
 theirs.

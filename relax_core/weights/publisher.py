@@ -47,7 +47,7 @@ class SyncReport:
 
 @dataclass(frozen=True, kw_only=True)
 class _Outcome:
-    """The result of a push to one engine: ``stall_ms``, or the reason why the engine does not serve the version."""
+    """Holds the result of a push to one engine: ``stall_ms``, or why the engine does not serve the version."""
 
     url: str
     push_ms: float
@@ -56,7 +56,7 @@ class _Outcome:
 
 
 class Push:
-    """A version that is being pushed to the engines."""
+    """Is a version that is being pushed to the engines."""
 
     def __init__(self, publisher: WeightPublisher, manifest: WeightManifest, *, write_ms: float) -> None:
         self.manifest = manifest

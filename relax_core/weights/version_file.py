@@ -1,4 +1,4 @@
-"""A weight version as one safetensors file with a digest for each bucket: the trainer writes it and receivers read it.
+"""Writes and reads a weight version as one safetensors file with a digest for each bucket.
 
 On one host the file is in shared memory, so publishing takes one copy and receiving another one.
 """
@@ -26,7 +26,7 @@ MAX_DIMENSIONS = 8  # the most axes that a tensor in a manifest may have
 
 
 class DigestMismatch(RuntimeError):
-    """The bytes are not those that were published; the text names the version and the bucket."""
+    """Says that bytes are not those that were published, and names the version and the bucket."""
 
 
 def _names_digest(tensors: Iterable[TensorSpec], digests: Iterable[str]) -> str:

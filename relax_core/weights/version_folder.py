@@ -1,4 +1,4 @@
-"""The folder of published weight versions: the trainer writes and removes versions there, and others read them."""
+"""Manages the folder of published weight versions, in which the trainer writes and others read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Content = TypeVar("Content")
 
 
 class PublishedUnreadable(RuntimeError):
-    """A file of the folder of published weights is damaged; the text names it."""
+    """Says that a file of the folder of published weights is damaged, and names it."""
 
 
 def read_latest(folder: Path) -> WeightManifest | None:

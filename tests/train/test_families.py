@@ -89,7 +89,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
     name, tensor = good[3]
     with pytest.raises(ValueError, match=r"1 weight\(s\) missing: model.norm.weight"):
         backend.load_weights(iter(good[:-1]))
-    with pytest.raises(ValueError, match=r"weight model.nonsense is no weight of family qwen3"):
+    with pytest.raises(ValueError, match=r"weight model.nonsense is not a weight of family qwen3"):
         backend.load_weights(iter([*good, ("model.nonsense", tensor)]))
     with pytest.raises(ValueError, match=f"weight {name} comes twice"):
         backend.load_weights(iter([*good, (name, tensor)]))

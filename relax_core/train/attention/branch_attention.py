@@ -1,4 +1,4 @@
-"""Attention over a tree-packed stream without a mask on a CPU: causal runs, and full attention to the runs above.
+"""Computes attention over a tree-packed stream on a CPU without a mask, run by run.
 
 A run is a chain of adjacent rows with the same ``end``: each row is the only child of the row before it. A row attends
 causally to its own run and fully to every run above it. The stream is depth-first, so all rows of a run's subtree that
@@ -30,7 +30,7 @@ _CALL_PAIRS = 2**13  # The cost of one more call, in pairs of rows.
 
 @dataclass(frozen=True, slots=True)
 class _Lines:
-    """Row ranges of the stream, each on a line of one common width, with zeros after the shorter ones."""
+    """Holds row ranges of the stream, each on a line of one common width, with zeros after the shorter ones."""
 
     count: int
     width: int
@@ -74,7 +74,7 @@ class _Lines:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One attention call: causal if a line's queries are its keys, otherwise full attention to all keys but pads."""
+    """Is one attention call: causal if a line's queries are its keys, and otherwise full except for pads."""
 
     queries: _Lines
     keys: _Lines
@@ -144,7 +144,7 @@ class BranchPlan:
 
     @property
     def pairs(self) -> float:
-        """The number of computed pairs of rows, with pads and with the cost of the calls."""
+        """Returns the number of computed pairs of rows, with pads and with the cost of the calls."""
         parts = [*self.causal, *self.above]
         computed = sum(p.queries.count * p.queries.width * p.keys.width * (0.5 if p.causal else 1.0) for p in parts)
         return computed + _CALL_PAIRS * len(parts)

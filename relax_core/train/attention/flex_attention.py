@@ -1,4 +1,4 @@
-"""Attention over a tree-packed stream on a GPU with FlexAttention, planned in blocks from ``end`` without a mask.
+"""Computes attention over a tree-packed stream on a GPU with FlexAttention, planned in blocks without a mask.
 
 A row q sees a row k if and only if k <= q < end[k]. FlexAttention skips every block of 128 queries and 128 keys in
 which no query sees a key. It computes a block without the rule if every query sees every key, and applies the rule to

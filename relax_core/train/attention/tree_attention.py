@@ -1,4 +1,4 @@
-"""A packed stream as this rank computes it, and attention over it, in which a row sees only the rows of its own path.
+"""Prepares this rank's rows of a packed stream and their attention, in which a row sees only its own path.
 
 Attention reads only ``end`` of a layout. On a GPU it uses FlexAttention over blocks (flex_attention.py). On a CPU it
 uses causal runs without a mask if that is cheaper (branch_attention.py), and one masked call (`MaskedGrid`) otherwise.
@@ -47,7 +47,7 @@ class Grid:
 
 
 class Attention(Protocol):
-    """Attention over the rows of one micro-batch."""
+    """Computes attention over the rows of one micro-batch."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scale: float | None) -> Tensor:
         """Computes grouped-query attention and returns ``[query rows, heads * dim]``.
@@ -142,7 +142,7 @@ class MaskedGrid:
 
 @dataclass(frozen=True, slots=True)
 class _GridLayout:
-    """A stream on a grid with one line for each tree, as wide as the largest tree.
+    """Lays a stream out on a grid with one line for each tree, as wide as the largest tree.
 
     ``position`` int64 ``[rows]`` is the flat position of each row. ``ends`` int64 ``[trees, width]`` is the column
     after each row's subtree. A pad ends with its line, so it sees itself and its softmax is finite. No row sees it.

@@ -1,1 +1,4 @@
-"""Writes and reads checkpoints. Start with checkpoint_store.py (folders), then model_checkpoint.py (tensors)."""
+"""Writes and reads checkpoints.
+
+Start with checkpoint_store.py (folders), then model_checkpoint.py (tensors).
+"""

@@ -1,4 +1,7 @@
-"""Writes folders that appear complete or not at all. It has no heavy imports."""
+"""Writes folders that appear complete or not at all.
+
+It has no heavy imports.
+"""
 
 from __future__ import annotations
 

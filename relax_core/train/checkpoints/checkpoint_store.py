@@ -1,4 +1,6 @@
-"""Writes a run's checkpoints as complete folders with a meta.json and keeps the newest few. It has no heavy imports.
+"""Writes a run's checkpoints as complete folders with a meta.json and keeps the newest few.
+
+It has no heavy imports.
 
 <root>/step_00000100/meta.json and the writers' files
 <root>/best -> step_00000100          the checkpoint with the best evaluation (run.keep_best)
@@ -60,7 +62,7 @@ class FileDigest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of meta.json, which carries a digest of its own.
+    """Holds the content of meta.json, which carries a digest of its own.
 
     ``sequence`` is the order of writing, which determines the newest checkpoint, because a run may resume from an older
     step. ``provenance`` is the version of Relax; it is empty for checkpoints written before 2026-11-22, which have it
@@ -77,7 +79,7 @@ class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class WholeCheckpoint:
-    """A checkpoint in which every file agrees with its digest.
+    """Is a checkpoint in which every file agrees with its digest.
 
     ``left`` has one sentence for each newer or unreadable checkpoint that was skipped, with the reason.
     """

@@ -1,4 +1,7 @@
-"""Records what made a trainer's checkpoint in provenance.json beside its tensors. It has no heavy imports."""
+"""Records what made a trainer's checkpoint in provenance.json beside its tensors.
+
+It has no heavy imports.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Checks from the files' headers alone whether a folder's weights fit its architecture. It imports no torch."""
+"""Checks from the files' headers alone whether a folder's weights fit its architecture.
+
+It imports no torch.
+"""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class HfWeights:
                 continue
             if name not in missing:
                 family = self._architecture.family
-                problem = "comes twice" if name in self.shapes else f"is no weight of family {family}"
+                problem = "comes twice" if name in self.shapes else f"is not a weight of family {family}"
                 raise ValueError(f"weight {name} {problem}.")
             if tuple(tensor.shape) != self.shapes[name]:
                 raise ValueError(f"weight {name} has shape {tuple(tensor.shape)}; the model's is {self.shapes[name]}.")

@@ -27,17 +27,17 @@ class GatheredWeight:
 
     @property
     def interleaved(self) -> bool:
-        """True if the pieces are columns; they arrive one below the other and a copy interleaves them."""
+        """Is True if the pieces are columns; they arrive one below the other and a copy interleaves them."""
         return self.rule.shard is Shard.row and len(self.senders) > 1
 
     @property
     def received(self) -> int:
-        """The number of elements that rank 0 allocates before it yields any tensor of the bucket."""
+        """Returns the number of elements that rank 0 allocates before it yields any tensor of the bucket."""
         return 0 if self.senders == (0,) else math.prod(self.shape)
 
     @property
     def copied(self) -> int:
-        """The number of elements that yielding it takes in addition; its reader may still hold the tensor before."""
+        """Returns the elements that yielding it takes in addition; its reader may still hold the tensor before."""
         if self.interleaved:
             return math.prod(self.shape)
         from_views = self.senders == (0,) and self.rule.part in (Part.query, Part.key, Part.value)

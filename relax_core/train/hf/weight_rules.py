@@ -1,4 +1,7 @@
-"""Maps each Hugging Face tensor of an architecture to a Megatron parameter. It imports no torch."""
+"""Maps each Hugging Face tensor of an architecture to a Megatron parameter.
+
+It imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from relax_core.families.architecture import OUTPUT_WEIGHT, Architecture
 
 
 class Shard(Enum):
-    """How tensor parallelism splits a Megatron parameter; the value is Megatron's ``partition_dim``."""
+    """Says how tensor parallelism splits a Megatron parameter; the value is Megatron's ``partition_dim``."""
 
     replicated = None
     column = 0  # output rows
@@ -18,7 +21,7 @@ class Shard(Enum):
 
 
 class Part(Enum):
-    """Which part of a Megatron parameter one Hugging Face tensor is.
+    """Says which part of a Megatron parameter one Hugging Face tensor is.
 
     Megatron fuses the three attention projections into one weight, interleaved by key-value group: each group has its
     query heads, its key head and its value head. It fuses their biases in the same order. It fuses the MLP's gate and
@@ -52,7 +55,7 @@ class WeightRule:
 
     @property
     def is_bias(self) -> bool:
-        """True for a bias, which is a vector that is split and fused like the rows of its matrix."""
+        """Is True for a bias, which is a vector that is split and fused like the rows of its matrix."""
         return self.hf.endswith(".bias")
 
 

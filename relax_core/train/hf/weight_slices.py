@@ -23,18 +23,18 @@ _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 class WholeTensor(Protocol):
-    """A tensor, or a tensor in a file that reads only what is indexed (weights/folder_stream.py)."""
+    """Is a tensor, or a tensor in a file that reads only what is indexed (weights/folder_stream.py)."""
 
     @property
     def shape(self) -> Sequence[int]:
-        """The shape of the whole tensor."""
+        """Returns the shape of the whole tensor."""
 
     def __getitem__(self, index: Any, /) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSlice:
-    """One rank's piece of a Hugging Face tensor: piece ``piece`` of ``pieces`` equal ones along its rows or columns.
+    """Holds one rank's piece of a Hugging Face tensor: ``piece`` of ``pieces`` equal ones along its rows or columns.
 
     ``parameters`` hold it; there are two if this rank also has the output's copy of a tied embedding. ``views`` are the
     piece in their memory. ``is_copy`` is True if only the copy is on this rank. ``shape`` is that of the whole tensor
@@ -51,7 +51,7 @@ class WeightSlice:
 
     @property
     def matrix(self) -> Tensor:
-        """The piece as Hugging Face stores it; it is a copy if Megatron interleaves it with other tensors."""
+        """Returns the piece as Hugging Face stores it, or a copy if Megatron interleaves it with other tensors."""
         return self.views[0].reshape(piece_shape(self.views[0], self.rule))
 
     def fill(self, source: WholeTensor) -> None:

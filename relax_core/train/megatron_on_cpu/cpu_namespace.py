@@ -1,4 +1,4 @@
-"""The module that Megatron sees as ``torch.cuda`` on a CPU: one device, and streams that do nothing."""
+"""Makes the module that Megatron sees as ``torch.cuda`` on a CPU: one device, and streams that do nothing."""
 
 from __future__ import annotations
 

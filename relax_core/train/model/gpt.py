@@ -1,4 +1,4 @@
-"""The Megatron model in chunks of layers: it reads a tree-packed stream and returns hidden states.
+"""Builds the Megatron model in chunks of layers, which read a tree-packed stream and return hidden states.
 
 A critic has a value head on top of the same layers.
 """
@@ -31,7 +31,7 @@ from relax_core.train.model.transformer_config import megatron_arguments
 
 
 class TreeGPTModel(GPTModel):
-    """A GPTModel whose forward pass ends before the output layer.
+    """Ends a GPTModel's forward pass before the output layer.
 
     Log-probs are computed chunk by chunk from its hidden states and `output_weight`, so all logits never exist at once.
     """
@@ -77,7 +77,7 @@ VALUE_HEAD = "value_head."  # The names of the head's parameters begin with this
 
 
 class TreeValueModel(TreeGPTModel):
-    """A critic's model: the same layers, and one number a row instead of the output layer."""
+    """Replaces the output layer by a value head, which gives a critic one number a row."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)

@@ -27,7 +27,7 @@ from relax_core.train.model.moe import BalancedRouter, MoeTransformerLayer
 
 
 class TreeCoreAttention(MegatronModule):
-    """Core attention over a tree-packed stream, which gets the `TreeBatch` as Megatron's attention mask.
+    """Computes core attention over a tree-packed stream; it gets the `TreeBatch` as Megatron's attention mask.
 
     If ``recompute`` is True its activations are not saved but computed again in the backward pass.
     """
@@ -52,7 +52,7 @@ class TreeCoreAttention(MegatronModule):
 
 
 class RecomputedLayer(TransformerLayer):
-    """A layer that saves only its input and computes the rest again in the backward pass.
+    """Saves only the layer's input and computes the rest again in the backward pass.
 
     Megatron's own recomputation saves all arguments as tensors, and a `TreeBatch` is not a tensor.
     """
@@ -66,11 +66,11 @@ class RecomputedLayer(TransformerLayer):
 
 
 class RecomputedMoeTransformerLayer(RecomputedLayer, MoeTransformerLayer):
-    """A layer with experts that recomputes its activations; its router gets the micro-batch in both passes."""
+    """Recomputes the activations of a layer with experts; its router gets the micro-batch in both passes."""
 
 
 class SequenceParallelRMSNorm(torch.nn.RMSNorm):
-    """RMSNorm that marks its gradient as partial under sequence parallelism, which Megatron's local norm refuses."""
+    """Marks the gradient of RMSNorm as partial under sequence parallelism, which Megatron's local norm refuses."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
         super().__init__(hidden_size, eps=eps)

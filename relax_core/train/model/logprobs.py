@@ -1,4 +1,4 @@
-"""Log-probs of chosen tokens, entropy and top-k tokens, computed without the logits of all rows in memory.
+"""Computes log-probs of chosen tokens, entropy and top-k tokens without the logits of all rows in memory.
 
 At 4,096 rows and a vocabulary of 151,936 the logits alone take 2.5 GB, and a plain log_softmax keeps three such
 buffers. This module holds one buffer of ``[chunk_rows, vocab]``. The forward pass fills it chunk by chunk and saves
@@ -179,7 +179,7 @@ def top_k_tokens(
 
 # -- One rank's part of the vocabulary ------------------------------------------------------------------------------
 class _Shard(NamedTuple):
-    """Token ids ``first`` … ``first + size - 1`` without the padding; ``size`` may be 0 on the last ranks."""
+    """Holds token ids ``first`` … ``first + size - 1`` without padding; ``size`` may be 0 on the last ranks."""
 
     first: int
     size: int
@@ -224,7 +224,7 @@ class _Shard(NamedTuple):
 
 # -- Chunks ---------------------------------------------------------------------------------------------------------
 class _Settings(NamedTuple):
-    """Settings of a pass; with ``keep`` all rows are one chunk whose softmax the backward pass reuses."""
+    """Holds a pass's settings; with ``keep`` all rows are one chunk whose softmax the backward pass reuses."""
 
     inverse_temperature: float
     chunk_rows: int

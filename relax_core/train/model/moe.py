@@ -1,4 +1,4 @@
-"""Megatron's layer and router of a mixture of experts, controlled by the micro-batch, and how they are loaded."""
+"""Controls Megatron's layer and router of a mixture of experts by the micro-batch, and measures their load."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from relax_core.train.model.routing_replay import OWN_CHOICE, RouterRows
 
 
 class MoeTransformerLayer(TransformerLayer):
-    """A layer that gives the micro-batch's `RouterRows` to its router before it computes.
+    """Gives the micro-batch's `RouterRows` to the layer's router before it computes.
 
     This happens in the layer's own forward pass, so a recomputed pass does it again. For that case Megatron's
     RouterReplay has a list that must be switched between forward and backward passes; it is not needed here.
@@ -35,7 +35,7 @@ class MoeTransformerLayer(TransformerLayer):
 
 
 class BalancedRouter(TopKRouter):
-    """Megatron's router with replay, a weighted balancing loss and counts.
+    """Extends Megatron's router by replay, a weighted balancing loss and counts.
 
     It replays the experts that `follow` sets, weights the balancing loss by the micro-batch's share of the update, and
     counts how often each expert was chosen.

@@ -1,4 +1,7 @@
-"""Translates an architecture into arguments of Megatron's TransformerConfig. It imports no torch."""
+"""Translates an architecture into arguments of Megatron's TransformerConfig.
+
+It imports no torch.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ FORWARD_ROLES = ("actor_fwd", "reference")  # These roles have layouts of their 
 
 
 class Layout(Protocol):
-    """The sizes that `ParallelConfig` and `ForwardLayout` have in common."""
+    """Holds the sizes that `ParallelConfig` and `ForwardLayout` have in common."""
 
     dp: int
     tp: int

@@ -56,7 +56,7 @@ class MicroBatch:
 
 
 class Passes(Protocol):
-    """The passes that a rank computes over one micro-batch."""
+    """Computes a rank's passes over one micro-batch."""
 
     def padded_rows(self, groups: Groups) -> int:
         """Returns the number of rows of the groups' stream, pads included."""

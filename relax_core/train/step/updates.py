@@ -46,7 +46,7 @@ class UpdatePlan:
 
 
 class Trainer(Protocol):
-    """All ranks of the policy, and the critic if there is one, as one trainer."""
+    """Acts as one trainer for all ranks of the policy, and for the critic if there is one."""
 
     def begin_step(self, step: int) -> None:
         """Starts an update of train step ``step``."""
@@ -76,7 +76,7 @@ class StepUpdates:
 
     @property
     def made(self) -> int:
-        """The number of updates so far; after the first one, no checkpoint can be written until the step ends."""
+        """Returns the number of updates so far; after the first, no checkpoint can be written until the step ends."""
         return len(self._done)
 
     def add(self, groups: Sequence[TokenTree]) -> None:

@@ -1,4 +1,4 @@
-"""The protocols of a transport, which transfers a published version to one engine, and of that engine's client."""
+"""Defines the protocols of a transport of published versions and of an engine's client that receives them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class WeightGroupAddress:
 
 
 class WeightReceiver(Protocol):
-    """The client of an engine that receives weights.
+    """Is the client of an engine that receives weights.
 
     Every call has a deadline. It raises EngineError, or EngineUnreachable if the engine does not answer.
     ``group_ranks`` is the number of the engine's processes that join a group. The calls that activate a version,

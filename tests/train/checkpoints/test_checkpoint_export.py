@@ -111,7 +111,7 @@ def test_shapes_are_those_of_transformers(models: Path, name: str, capsys: pytes
 
 def test_a_wrong_folder_is_told_in_words(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     architecture = folder_architecture(models / "moe")
-    assert "no *.safetensors file there" in weight_problems(tmp_path, architecture)[0]
+    assert "has no *.safetensors file" in weight_problems(tmp_path, architecture)[0]
     weights = load_file(models / "moe" / "model.safetensors")
     first, second, third = sorted(weights)[:3]
     wrong = {name: tensor for name, tensor in weights.items() if name != third}
@@ -121,8 +121,8 @@ def test_a_wrong_folder_is_told_in_words(models: Path, tmp_path: Path, capsys: p
     (tmp_path / "config.json").write_text((models / "moe" / "config.json").read_text())
     assert check_model.main([str(tmp_path)]) == 2
     told = capsys.readouterr().err
-    assert f"{first} has shape (7, 64); by config.json it is (51, 64)" in told
-    assert "model.nonsense is no weight of family qwen3_moe" in told
+    assert f"{first} has shape (7, 64); config.json requires (51, 64)" in told
+    assert "model.nonsense is not a weight of family qwen3_moe" in told
     assert f"{second} is also in {tmp_path / 'a.safetensors'}" in told
     assert f"1 of {len(weights)} weights are missing: {third}" in told
     (tmp_path / "b.safetensors").write_bytes(b"no header")

@@ -113,7 +113,7 @@ def test_corrupt_checkpoint_names_the_file_and_the_way_out(tmp_path: Path) -> No
     with pytest.raises(ValueError, match=rf"{bad}/rank/w is corrupt.*resume={older}\."):
         store.verify(bad)
     (bad / "rank" / "w").write_bytes(b"goo")
-    with pytest.raises(ValueError, match=rf"{bad}/rank/w has 3 bytes, was written with 4.*resume={older}"):
+    with pytest.raises(ValueError, match=rf"{bad}/rank/w has 3 bytes, but was written with 4.*resume={older}"):
         store.verify(bad)
     (bad / "rank" / "w").unlink()
     with pytest.raises(ValueError, match=rf"{bad}/rank/w: No such file.*resume={older}"):

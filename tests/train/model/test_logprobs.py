@@ -139,7 +139,7 @@ def test_bfloat16_factors_with_float32_sums(chunk_rows: int, monkeypatch: pytest
 
     Logits are as exact as with float32 copies, and gradients are within bfloat16's rounding of one factor.
     """
-    monkeypatch.setattr(logprobs._Shard, "matrix", lambda self, weight: weight[: self.words])
+    monkeypatch.setattr(logprobs._Shard, "matrix", lambda self, weight: weight[: self.size])
     monkeypatch.setattr(logprobs, "_PLAIN_LOGITS", -1)
     hidden, weight, targets, incoming = problem(30, 400, 64, dtype=torch.bfloat16)
     gather = torch.randint(0, 400, (30, 3), generator=torch.Generator().manual_seed(3))
