@@ -51,7 +51,7 @@ def test_weights_that_stand_twice_are_read_once(tmp_path: Path) -> None:
     assert weight_problems(tmp_path, backend.architecture) == []
     assert {name for name, _ in read_safetensors(tmp_path)} == {name for name, _ in backend.export()}
     (tmp_path / "model.safetensors.index.json").unlink()
-    assert "layers.0.attention.wq.weight is no weight" in weight_problems(tmp_path, backend.architecture)[0]
+    assert "layers.0.attention.wq.weight is not a weight" in weight_problems(tmp_path, backend.architecture)[0]
 
 
 @pytest.mark.parametrize(("variant", "cut_tensors"), [("qwen3", 9), ("qwen2", 12)])

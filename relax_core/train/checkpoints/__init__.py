@@ -1,4 +1,4 @@
 """Writes and reads checkpoints.
 
-Start with checkpoint_store.py (folders), then model_checkpoint.py (tensors).
+Start with `checkpoint_store.py` (folders), then `model_checkpoint.py` (tensors).
 """
