@@ -8,18 +8,15 @@ tiny problem uses plain operations, because their Python overhead costs more tha
 **Tensor parallelism.** With ``group`` the weight is this rank's shard of the vocabulary, ``[vocab / tp, hidden]``. It
 begins at token id ``rank * vocab / tp``. Every rank computes its chunks as if its shard were the whole vocabulary. At
 the end the ranks exchange a few numbers a row. If Z_r is the normalizer of a shard and Z that of the whole vocabulary,
-then p = p_r Z_r / Z, so one number a row turns the shard's distribution into the whole one. The same holds in the
-backward pass.
+then p = p_r Z_r / Z, so one number a row turns the shard's distribution into the whole one, also in the backward pass.
 
 **Common arguments.** ``hidden`` ``[rows, hidden]`` and ``weight`` have one floating dtype. ``targets`` ``[rows]`` are
 int64 in 0..vocab-1. Rows of the weight from ``vocab_size`` on are padding and get no probability. Logits and everything
 computed from them are float32 even for bfloat16 inputs (float64 stays float64). On a CPU the factors of the matrix
 products are float32 copies of the weight and of a chunk. On a GPU the factors keep the inputs' dtype and the sums are
-float32. The logits' gradient is then rounded to that dtype, and one float32 temporary of the weight's shape exists
-while the weight's gradient is added up.
-All ranks of ``group`` get equal results. Their inputs except the weight must be equal, and so must the incoming
-gradients. The gradient of ``hidden`` is summed over the ranks and that of ``weight`` is the shard's. Each gradient has
-the dtype of its tensor.
+float32. The logits' gradient is then rounded to that dtype, and the weight's gradient takes a float32 temporary. All
+ranks of ``group`` get equal results, and need equal inputs (except the weight) and incoming gradients. The gradient of
+``hidden`` is summed over the ranks and that of ``weight`` is the shard's. Each gradient has its tensor's dtype.
 
 **Truncation.** With ``truncation`` the softmax of each row covers only the tokens that are kept. The logits of other
 tokens are set to `OUTSIDE` inside a chunk, in the forward pass and again in the backward pass. A token that is left out
@@ -39,20 +36,16 @@ from torch.distributed import ProcessGroup
 from relax_core.contracts.kept_tokens import OUTSIDE
 from relax_core.train.model.truncation import Truncation
 
-_LEAST_LOGPROB, _LEAST = -87.0, 2e-38  # float32 is still normal at the first, and exp of the first is below the second
+_LEAST_LOGPROB, _LEAST = -87.0, 2e-38  # Exp of the first is a normal float32 below the second.
 _PLAIN_LOGITS = 2**16  # Up to this size plain operations are faster, and their three buffers take less than 1 MB.
 
 
 class HeadOutputs(NamedTuple):
-    """Holds float32 outputs of the head for each row.
+    """Holds float32 outputs of each row; entropy (in nats) and the log-probs of other tokens are optional."""
 
-    ``logprobs`` ``[rows]`` is the target's log-prob, ``entropy`` ``[rows]`` is in nats, and ``gathered`` ``[rows, k]``
-    are log-probs of other tokens. The last two are None unless they are requested.
-    """
-
-    logprobs: Tensor
-    entropy: Tensor | None = None
-    gathered: Tensor | None = None
+    logprobs: Tensor  # [rows]
+    entropy: Tensor | None = None  # [rows]
+    gathered: Tensor | None = None  # [rows, k]
 
 
 class TopK(NamedTuple):
