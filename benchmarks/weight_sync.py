@@ -20,7 +20,7 @@ from relax_core.config.schema import WeightTransportName
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.weights.publisher import WeightPublisher
-from relax_core.weights.transports.build_transport import build_transport
+from relax_core.weights.transports.choice import build_transport
 
 TRANSPORTS = ("shared_memory", "gloo", "disk")
 SHARED_MEMORY = Path("/dev/shm")

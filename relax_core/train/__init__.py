@@ -1,9 +1,12 @@
-"""The Megatron back end. No Ray here.
+"""Trains a model with Megatron-core.
 
-Importing this package puts a finder on the import path that retargets ``megatron.core`` to the CPU where there is no
-CUDA (device.py). The finder itself imports nothing heavy; torch comes in only when ``megatron.core`` does.
+Start with `rank.py`, then `policy_backend.py` and `step/updates.py`.
+
+Importing this package puts a finder on the import path which lets ``megatron.core`` run on a CPU when there is no CUDA
+(`megatron_on_cpu/device_loader.py`). The finder imports torch only when ``megatron.core`` is imported. This package
+imports no Ray.
 """
 
-from relax_core.train.megatron_on_cpu import device_loader as device
+from relax_core.train.megatron_on_cpu.device_loader import install
 
-device.install()
+install()

@@ -1,4 +1,4 @@
-"""The critic's training back end: the policy's trunk with a value head, its forward pass and its updates."""
+"""Implements the critic's training back end: the policy's layers with a value head."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ from relax_core.train.step.value_moments import moment_sums
 
 
 class CriticBackend(MegatronRank):
-    """It starts from the policy's weights and a head of zeros, so that every value is 0 until the first update."""
+    """Trains a critic, which starts from the policy's weights and a value head of zeros.
+
+    Every value is therefore 0 until the first update.
+    """
 
     def __init__(self, setup: RankSetup) -> None:
-        assert setup.algorithm.value_loss is not None, "a critic needs a loss"
+        assert setup.algorithm.value_loss is not None, "a critic needs a value loss"
         super().__init__(setup, value_head=True)
 
     def loss(self, batch: MicroBatch, hidden: Tensor) -> Tensor:
+        """Returns the algorithm's summed value loss of a micro-batch; see `MegatronRank.loss`."""
         with self.timed("forward"):
             of_chosen = self.model.values(hidden[batch.tree.predicting_rows])
             if not batch.groups:
@@ -52,7 +56,7 @@ class CriticBackend(MegatronRank):
         return outputs.loss_sum
 
     def values(self, groups: Sequence[TokenTree]) -> list[np.ndarray]:
-        """The value in front of each sampled row, one float32 ``[rows]`` a group, 0 elsewhere. No gradient."""
+        """Returns the value before each sampled row without gradient: float32 ``[rows]`` a group, 0 elsewhere."""
 
         def columns(batch: MicroBatch, hidden: Tensor) -> list[Tensor]:
             return [self.model.values(hidden[batch.tree.predicting_rows])]

@@ -1,4 +1,4 @@
-"""The policy's training back end: one rank's part of the trainer (contracts/train.py)."""
+"""Implements the policy's training back end, which is one rank's part of the trainer (contracts/train.py)."""
 
 from __future__ import annotations
 
@@ -23,9 +23,12 @@ from relax_core.train.step.step_sums import micro_batch_sums
 
 
 class TopLogprobs(NamedTuple):
-    """Of a group's rows: their own log-probs float32 ``[rows]``; the top-k tokens at their places, int64
-    ``[rows, top_k]``, most likely first, and the log-probs of those, float32 ``[rows, top_k]``; all 0 where nothing was
-    sampled. Where a kept set has fewer tokens the ids end in -1 and the log-probs in `OUTSIDE`."""
+    """Holds the log-probs of a group's rows, with 0 at rows that were not sampled.
+
+    ``logprobs`` are the rows' own log-probs, float32 ``[rows]``. ``top_ids`` are the most likely tokens there, int64
+    ``[rows, top_k]``, most likely first. ``top_logprobs`` are their log-probs, float32 ``[rows, top_k]``. If a
+    kept set has fewer than top_k tokens, the remaining ids are -1 and the remaining log-probs are `OUTSIDE`.
+    """
 
     logprobs: np.ndarray
     top_ids: np.ndarray
@@ -35,9 +38,9 @@ class TopLogprobs(NamedTuple):
 class MegatronBackend(MegatronRank):
     """Implements `relax_core.contracts.train.TrainBackend` on megatron-core.
 
-    ``temperature``: what log-probs are computed at. ``trainable`` False: what actor_fwd, reference and teachers use.
-    Log-probs and entropies are those of the distribution that was sampled from: over the groups' kept sets, where they
-    have them, and without the banned tokens.
+    ``temperature`` is the sampling temperature at which log-probs are computed. If ``trainable`` is False the back end
+    serves actor_fwd, reference and teacher roles. Log-probs and entropies are those of the distribution that was
+    sampled from: only over the groups' kept sets if they have them, and without the banned tokens.
     """
 
     def __init__(self, setup: RankSetup, *, temperature: float, trainable: bool = True) -> None:
@@ -49,6 +52,7 @@ class MegatronBackend(MegatronRank):
         self._wants_entropy = self.trainable and self._algorithm.requirements(self._config).entropy
 
     def loss(self, batch: MicroBatch, hidden: Tensor) -> Tensor:
+        """Returns the algorithm's summed loss of a micro-batch; see `MegatronRank.loss`."""
         with self.timed("forward"):
             head = self._head(batch, hidden)
             if not batch.groups:
@@ -57,14 +61,14 @@ class MegatronBackend(MegatronRank):
             outputs = self._algorithm.loss(inputs, self._config)
         with self.timed("sums"):
             sums = micro_batch_sums(batch.groups, outputs)
-            gap = fresh_gap(batch.groups, inputs.logprobs.detach().cpu().numpy())
+            gap = on_policy_gap(batch.groups, inputs.logprobs.detach().cpu().numpy())
             sums.gap_sum, sums.gap_tokens = float(gap.sum(dtype=np.float64)), gap.size
             sums.gap_max = float(gap.max(initial=0.0))
             self._sums.add(sums)
         return outputs.loss_sum
 
     def logprobs(self, groups: Sequence[TokenTree]) -> list[np.ndarray]:
-        """Log-probs of the current weights, one float32 ``[rows]`` a group, 0 where nothing was sampled."""
+        """Returns the current weights' log-probs: float32 ``[rows]`` a group, 0 at rows that were not sampled."""
 
         def columns(batch: MicroBatch, hidden: Tensor) -> Sequence[Tensor]:
             inputs = self._head_inputs(batch, hidden)
@@ -73,7 +77,10 @@ class MegatronBackend(MegatronRank):
         return [logprobs for (logprobs,) in self._forward_only(groups, columns, like=[(torch.float32, ())])]
 
     def top_logprobs(self, groups: Sequence[TokenTree], *, top_k: int) -> list[TopLogprobs]:
-        """`logprobs` with the ``top_k`` top-k tokens beside each, 1..vocab of them. No gradient."""
+        """Returns log-probs with the ``top_k`` most likely tokens of each row, without gradient.
+
+        ``top_k`` is between 1 and the vocabulary size.
+        """
 
         def columns(batch: MicroBatch, hidden: Tensor) -> Sequence[Tensor]:
             inputs = self._head_inputs(batch, hidden)
@@ -84,22 +91,26 @@ class MegatronBackend(MegatronRank):
 
     @property
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Name and shape of what `export` gives, in its order."""
+        """Returns the name and shape of each weight that `export` yields, in its order."""
         return self._weights.shapes
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights under Hugging Face names, in map order; the tensors are valid until the next step."""
+        """Yields all weights under Hugging Face names in the order of the map.
+
+        The tensors are valid until the next step. The call is collective.
+        """
         self._gather_parameters()
         return self._weights.export()
 
     def offload(self) -> None:
-        """Does nothing on a CPU, where device and host share memory."""
+        """Does nothing on a CPU, because device and host share memory there."""
         self._refuse_on_cuda("offload")
 
     def onload(self) -> None:
+        """Does nothing on a CPU, because device and host share memory there."""
         self._refuse_on_cuda("onload")
 
-    # -- parts --------------------------------------------------------------------------------------------------
+    # -- Helpers ------------------------------------------------------------------------------------------------
     def _head_settings(self, batch: MicroBatch) -> dict[str, Any]:
         return {
             "inverse_temperature": self._inverse_temperature,
@@ -111,28 +122,30 @@ class MegatronBackend(MegatronRank):
 
     @staticmethod
     def _kept(batch: MicroBatch) -> KeptTokens | None:
-        """The kept sets of this rank's chosen rows, where the groups have them."""
+        """Returns the kept sets of this rank's chosen rows, or None if the groups have none."""
         present = [
             group.kept.take(rows)
             for group, rows in zip(batch.groups, batch.layout.chosen, strict=False)
             if group.kept is not None
         ]
-        assert len(present) in (0, len(batch.groups)), "kept sets are there for all groups of a run or for none"
+        assert len(present) in (0, len(batch.groups)), "either all groups of a run have kept sets or none has them"
         if not present:
             return None
         kept, tokens = KeptTokens.joined(present), batch.tree.tokens
         return kept if tokens is None else kept.take(tokens.mine.cpu().numpy())
 
     def _head_inputs(self, batch: MicroBatch, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Hidden states in front of this rank's chosen rows ``[local rows, hidden]``, the output weight, and the rows'
-        tokens."""
+        """Returns the hidden states that predict this rank's chosen rows, the output weight, and the rows' tokens.
+
+        The hidden states are ``[local rows, hidden]``.
+        """
         weight = self.model.output_weight()
-        if self._overlap:  # Megatron waits for the parameters of a module, and no module uses this one
+        if self._overlap:  # Megatron waits for parameters when a module uses them, but no module uses this one.
             self.model_chunks[-1].param_to_bucket_group[weight].finish_param_sync()
         return hidden[batch.tree.predicting_rows], weight, batch.tree.targets
 
     def _head(self, batch: MicroBatch, hidden: Tensor) -> HeadOutputs:
-        """Of all chosen rows: log-probs, and what else the algorithm asks for."""
+        """Returns the log-probs of all chosen rows and whatever else the algorithm requires."""
         tree = batch.tree
         top_ids = None
         if batch.groups and "teacher_top_ids" in batch.groups[0].extras:
@@ -154,7 +167,7 @@ class MegatronBackend(MegatronRank):
 
     @staticmethod
     def _of_all_tokens(batch: MicroBatch, *columns: Tensor) -> tuple[Tensor, ...]:
-        """Columns ``[local rows, …]`` → ``[chosen rows, …]``: those of the other context-parallel ranks, too."""
+        """Gathers columns ``[local rows, …]`` of all context-parallel ranks into ``[chosen rows, …]``."""
         tokens = batch.tree.tokens
         return columns if tokens is None else tuple(tokens.of_all_ranks(column) for column in columns)
 
@@ -162,16 +175,16 @@ class MegatronBackend(MegatronRank):
         groups, layout = batch.groups, batch.layout
 
         def column(name: str) -> Tensor | None:
-            """Every column is there for all groups of a step or for none."""
+            """Returns the column ``name``, or None; either all groups of a step have it or none has it."""
             return self._column([group.of_tokens(name) for group in groups]) if name in groups[0].extras else None
 
         rollout, old = self._column([group.logprobs[group.tokens[1]] for group in groups]), column("old_logprobs")
         old = rollout if old is None else old
         advantages, top = column("advantages"), column("teacher_top_logprobs")
-        assert advantages is not None, "the trainer leases them"
+        assert advantages is not None, "the trainer leases groups with advantages"
         gathered = None
         if head.gathered is not None:
-            assert top is not None, "the teacher writes both"
+            assert top is not None, "the teacher writes ids and log-probs together"
             gathered = batch.of_tokens(head.gathered, otherwise=top)
         entropy = None if head.entropy is None else batch.of_tokens(head.entropy, otherwise=torch.zeros_like(old))
         return LossInputs(
@@ -194,10 +207,10 @@ class MegatronBackend(MegatronRank):
             raise ValueError(f"mode.name=colocate: {what} is not built for GPUs yet. Use mode=async.")
 
 
-def fresh_gap(groups: Sequence[TokenTree], logprobs: np.ndarray) -> np.ndarray:
-    """|log-prob here - log-prob in the engine| of the trained tokens that the step's own weights sampled.
+def on_policy_gap(groups: Sequence[TokenTree], logprobs: np.ndarray) -> np.ndarray:
+    """Returns |trainer's log-prob - engine's log-prob| of the trained tokens that the step's own weights sampled.
 
-    ``logprobs``: float32 ``[tokens]``, of the step's own forward.
+    ``logprobs`` is float32 ``[tokens]`` and comes from the step's own forward pass.
     """
     rows = [group.tokens[1] for group in groups]
     on_policy = [

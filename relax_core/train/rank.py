@@ -1,6 +1,6 @@
-"""One rank of a Megatron model, in any layout: its part of the weights, its gradients, one update, its files.
+"""Runs one rank of a Megatron model in any layout: its part of the weights, its gradients, updates and files.
 
-What the policy (backend.py) and the critic (critic_backend.py) have in common; each adds its own head and its own loss.
+The policy (policy_backend.py) and the critic (critic_backend.py) share this class. Each adds its own head and loss.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from relax_core.contracts.tree import NOT_SAMPLED, Episode, TokenTree
 from relax_core.families.folder import folder_architecture
 from relax_core.train.attention.tree_attention import TreeBatch
 from relax_core.train.checkpoints.model_checkpoint import RankCheckpoint, StateCopy
-from relax_core.train.hf.folder_tensors import open_safetensors
 from relax_core.train.hf.hf_weights import HfWeights
 from relax_core.train.hf.weight_slices import WholeTensor
 from relax_core.train.megatron_on_cpu.device_loader import has_cuda, training_device
@@ -35,17 +34,18 @@ from relax_core.train.model.routing_replay import RouterPlan
 from relax_core.train.packing.micro_batches import ROW, MicroBatcher, with_row_numbers
 from relax_core.train.packing.tree_packing import pack_tree
 from relax_core.train.parallel import process_group
-from relax_core.train.parallel.context_parallel import RowCut
+from relax_core.train.parallel.context_parallel import RowSharding
 from relax_core.train.rank_setup import RankSetup
-from relax_core.train.step.not_finite import look_at_gradients, refuse_update, refuse_weights
+from relax_core.train.step.not_finite import check_gradients, refuse_update, refuse_weights
 from relax_core.train.step.optimizer import build_optimizer, learning_rate, wrap_for_training
 from relax_core.train.step.pipeline_schedule import MicroBatch, Schedule
 from relax_core.train.step.step_sums import StepSums, add_over_ranks, micro_batch_totals
+from relax_core.weights.folder_stream import open_safetensors
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-# What a rank computes without groups of its own, where others need its company.
-_ONE_TOKEN = TokenTree(
+# A rank computes this tree when it has no groups of its own and other ranks' collectives need its part.
+_EMPTY_MICRO_BATCH = TokenTree(
     group_uid="none",
     token_ids=np.zeros(2, dtype=np.int32),
     end=np.full(2, 2, dtype=np.int32),
@@ -57,16 +57,17 @@ _ONE_TOKEN = TokenTree(
 
 
 class MegatronRank:
-    """``trainable`` False: no gradients and no optimizer. ``value_head``: the model ends in one number a token.
+    """Holds one rank's model, optimizer and schedule, and makes its part of every update.
 
-    The ranks of a data-parallel replica get the same groups. Each packs them into the same stream and works on its own
-    rows of it (sequence and context parallelism), with its own heads, experts and layers. The last pipeline stage's
-    ranks all compute the loss of the whole replica; one of them reports it.
+    If ``trainable`` is False the rank has no gradients and no optimizer. If ``value_head`` is True the model ends in
+    one number a token. The ranks of a data-parallel replica get the same groups. Each rank packs them into the same
+    stream and computes its own rows of it (sequence and context parallelism) with its own heads, experts and layers.
+    All ranks of the last pipeline stage compute the loss of the whole replica; one of them reports it.
     """
 
     def __init__(self, setup: RankSetup, *, trainable: bool = True, value_head: bool = False) -> None:
         if setup.dtype not in DTYPES:
-            raise ValueError(f"model.dtype={setup.dtype}: not known. What exists: {', '.join(DTYPES)}.")
+            raise ValueError(f"model.dtype={setup.dtype} is not known. Use one of {', '.join(DTYPES)}.")
         self.architecture = folder_architecture(setup.model_folder, family=setup.family)
         process_group.join(
             setup.parallel,
@@ -86,18 +87,18 @@ class MegatronRank:
         self._overlap = trainable and self._parallel.overlap
         experts = self.architecture.experts
         experts_over_ranks = self._parallel.ep * self._parallel.etp > 1 and experts is not None
-        self._needs_company = self._overlap or experts_over_ranks
-        self._cut = RowCut.of_this_rank(sequence_parallel=self._parallel.sequence_parallel)
-        # A critic routes by itself: the experts that came with the groups are the policy's.
+        self._computes_empty_batches = self._overlap or experts_over_ranks
+        self._sharding = RowSharding.of_this_rank(sequence_parallel=self._parallel.sequence_parallel)
+        # A critic does not replay the experts that come with the groups, because they are the policy's.
         self._routers = None if experts is None else self._router_plan(replays=not value_head)
         self._schedule = Schedule(self.model_chunks, self, overlap=self._overlap)
-        self._params_on_their_way = False  # of an update with overlap
+        self._param_gather_pending = False  # True after an update with overlap, until the parameters are gathered.
         if trainable:
-            self._copy: StateCopy | None = None  # that waits to be written
+            self._copy: StateCopy | None = None  # A state that is copied and not yet written.
             self._checkpoint = RankCheckpoint(
                 setup,
                 architecture=self.architecture,
-                places=list(self._weights.all_places.values()),
+                slices=list(self._weights.all_slices.values()),
                 optimizer=self.optimizer,
                 head="critic" if value_head else "policy",
             )
@@ -107,7 +108,7 @@ class MegatronRank:
         self._timings_ms: dict[str, float] = {}
 
     def _build_model(self, *, value_head: bool) -> None:
-        """This rank's part of the model with the weights of its folder, and where it trains their optimizer."""
+        """Builds this rank's part of the model, loads its weights and, if it trains, builds its optimizer."""
         setup, parallel, trainable = self._setup, self._parallel, self.trainable
         self.models: list[Any] = [
             chunk.requires_grad_(trainable).train(trainable)
@@ -119,7 +120,7 @@ class MegatronRank:
                 moe_aux_loss_coef=setup.moe_aux_loss_coef,
             )
         ]
-        self.model: Any = self.models[-1]  # on the last pipeline stage the one that ends in the head
+        self.model: Any = self.models[-1]  # On the last pipeline stage this chunk ends in the head.
         self.model_chunks: list[Any] = self.models
         self.optimizer: Any = None
         if trainable:
@@ -128,14 +129,14 @@ class MegatronRank:
             self.optimizer = build_optimizer(
                 setup.optimizer, self.model_chunks, distributed_optimizer=sharded, dtype=self._dtype
             )
-        # After the wrapper, which may move the parameters into its own buffer.
+        # The wrapper may move the parameters into its own buffer, so the weights are mapped after it.
         self._weights = HfWeights(self.models, self.architecture, value_head=value_head)
         self._parameters = [parameter.detach() for model in self.models for parameter in model.parameters()]
         self.load_weights(open_safetensors(setup.model_folder))
 
-    # -- an update ----------------------------------------------------------------------------------------------
+    # -- One update ---------------------------------------------------------------------------------------------
     def begin_step(self, step: int) -> None:
-        """Clears gradients and sums for an update of train step ``step``, which sets the learning rate."""
+        """Clears gradients and sums for an update of train step ``step`` and sets that step's learning rate."""
         self._step = step
         self._learning_rate = learning_rate(self._setup.optimizer, step=step, total_steps=self._setup.total_steps)
         for group in self.optimizer.param_groups:
@@ -149,17 +150,20 @@ class MegatronRank:
         self._timings_ms = {}
 
     def accumulate(self, groups: Sequence[TokenTree]) -> None:
-        """Forward and backward over this replica's groups of one micro-batch (may be empty on a replica), at once or
-        when the schedule has enough of them."""
-        if groups or self._needs_company:
+        """Runs forward and backward over this replica's groups of one micro-batch, which may be none.
+
+        The schedule may delay the computation until it has enough micro-batches.
+        """
+        if groups or self._computes_empty_batches:
             self._schedule.add(groups)
 
     def finish_step(self) -> StepMetrics:
-        """Computes what the schedule still holds, divides by the global denominator, clips, steps the optimizer.
+        """Computes the waiting micro-batches, normalizes and clips the gradient, and steps the optimizer.
 
-        Raises on every rank, with the weights untouched: ValueError when no token of the update is trained,
-        FloatingPointError when a gradient, whose tensor it names, or the loss is not finite. Raises FloatingPointError
-        on a rank whose weights the update made not finite. RuntimeError names ranks that do not come in ``timeout_s``.
+        If no token of the update is trained, every rank raises ValueError. If a gradient or the loss is not finite,
+        every rank raises FloatingPointError, which names the first such tensor. The weights are unchanged in both
+        cases. If the update makes a rank's weights not finite, that rank raises FloatingPointError. If some ranks do
+        not arrive within ``timeout_s`` seconds, RuntimeError names them.
         """
         self._schedule.finish()
         with self.timed("reduce"):
@@ -171,8 +175,8 @@ class MegatronRank:
                 chunk.scale_gradients(1.0 / denominator)
         with self.timed("optimizer"):
             updated, grad_norm, _ = self.optimizer.step()
-            assert updated, "only a loss scaler refuses an update, and none is used"
-            self._params_on_their_way = self._overlap
+            assert updated, "Megatron skips an update only for a loss scaler, and none is used"
+            self._param_gather_pending = self._overlap
             if not self._overlap:
                 self._refuse_weights()
         self._steps_done = self._step + 1
@@ -191,42 +195,50 @@ class MegatronRank:
             rows=sums.rows,
         )
 
-    # -- weights and files --------------------------------------------------------------------------------------
+    # -- Weights and files --------------------------------------------------------------------------------------
     def load_weights(self, tensors: Iterable[tuple[str, WholeTensor]]) -> None:
-        """Sets all weights from Hugging Face names; raises ValueError for a missing, unknown or misshapen one."""
+        """Sets all weights from tensors with Hugging Face names.
+
+        Raises ValueError if a weight is missing, unknown, given twice or has the wrong shape.
+        """
         self._weights.load(tensors)
         if self.optimizer is not None:
             self.optimizer.reload_model_params()
 
     def copy_state(self) -> None:
-        """Copies to the host what a checkpoint holds; `write_copy` writes it, also in another thread while training
-        goes on. Where one waits to be written, the new one takes its place."""
+        """Copies what a checkpoint holds to the host.
+
+        `write_copy` writes the copy, also in another thread while training goes on. A copy that is not yet written is
+        replaced by the new one.
+        """
         self._gather_parameters()
         self._copy = self._checkpoint.copy(steps_done=self._steps_done)
 
     def write_copy(self, folder: Path) -> None:
-        """Raises as `RankCheckpoint.write` does."""
+        """Writes the copied state to ``folder``; raises as `RankCheckpoint.write` does."""
         assert self._copy is not None, "copy_state comes first"
         copy, self._copy = self._copy, None
         self._checkpoint.write(copy, folder)
 
     def save(self, folder: Path) -> None:
-        """Both of the above."""
+        """Copies the state and writes it to ``folder``; raises as `RankCheckpoint.write` does."""
         self.copy_state()
         self.write_copy(folder)
 
     def load(self, folder: Path) -> None:
-        """Raises as `RankCheckpoint.load` does."""
+        """Loads the checkpoint in ``folder``; raises as `RankCheckpoint.load` does."""
         self._checkpoint.load(folder)
 
-    # -- what a schedule asks for -------------------------------------------------------------------------------
+    # -- Passes over one micro-batch, which the schedule calls ---------------------------------------------------
     def padded_rows(self, groups: Sequence[TokenTree]) -> int:
-        return self._cut.padded(sum(group.computed_rows for group in groups) or 1)
+        """Returns the number of rows of the groups' stream, pads included."""
+        return self._sharding.padded(sum(group.computed_rows for group in groups) or 1)
 
     def pack(self, groups: Sequence[TokenTree], *, rows: int = 0, trained_only: bool = False) -> MicroBatch:
+        """Packs groups into a stream of at least ``rows`` rows; see `Passes.pack`."""
         with self.timed("pack"):
-            layout = pack_tree(groups or [_ONE_TOKEN], trained_only=trained_only)
-            tree = TreeBatch.of(layout, device=self._device, dtype=self._dtype, cut=self._cut, rows=rows)
+            layout = pack_tree(groups or [_EMPTY_MICRO_BATCH], trained_only=trained_only)
+            tree = TreeBatch.of(layout, device=self._device, dtype=self._dtype, sharding=self._sharding, rows=rows)
             if self._routers is not None:
                 routers = self._routers.router_rows(
                     groups,
@@ -238,39 +250,47 @@ class MegatronRank:
             return MicroBatch(groups=groups, layout=layout, tree=tree)
 
     def forward(self, chunk: Any, batch: MicroBatch) -> Tensor:
+        """Runs one chunk of layers on a micro-batch and returns its output."""
         with self.timed("forward"):
             hidden = chunk(batch.tree)
             assert isinstance(hidden, Tensor)
             return hidden
 
     def loss(self, batch: MicroBatch, hidden: Tensor) -> Tensor:
-        """The summed loss of the whole micro-batch, the same on each rank of the last stage, which adds its sums to
-        this update's; 0 times the head where there are no groups."""
+        """Returns the summed loss of the whole micro-batch, which is the same on each rank of the last stage.
+
+        It also adds the micro-batch's sums to those of the update. If there are no groups it returns 0 times the
+        head's output, so that the backward pass still runs.
+        """
         raise NotImplementedError
 
     @contextmanager
     def timed(self, part: str) -> Iterator[None]:
+        """Adds the block's time in milliseconds to the update's timing ``part``."""
         start = time.perf_counter()
         yield
         self._timings_ms[part] = self._timings_ms.get(part, 0.0) + 1e3 * (time.perf_counter() - start)
 
-    # -- parts --------------------------------------------------------------------------------------------------
+    # -- Helpers ------------------------------------------------------------------------------------------------
     def _denominator(self, totals: StepTotals) -> float:
         return self._algorithm.denominator(totals, self._config)
 
     def _router_plan(self, *, replays: bool) -> RouterPlan:
-        cut_again = self._parallel.sequence_parallel
+        sequence_parallel = self._parallel.sequence_parallel
         return RouterPlan(
             model=self.architecture,
-            cut=self._cut,
-            parts=self._parallel.tp if cut_again else 1,
-            part=parallel_state.get_tensor_model_parallel_rank() if cut_again else 0,
+            sharding=self._sharding,
+            parts=self._parallel.tp if sequence_parallel else 1,
+            part=parallel_state.get_tensor_model_parallel_rank() if sequence_parallel else 0,
             replays=replays,
             device=self._device,
         )
 
     def _balance_weight(self, groups: Sequence[TokenTree]) -> float:
-        """0 where nothing is trained: a denominator alone is never less than 1."""
+        """Returns the micro-batch's share of the denominator, which is 0 if no token of it is trained.
+
+        A denominator itself is never less than 1.
+        """
         totals = micro_batch_totals(groups)
         return self._denominator(totals) if self._setup.moe_aux_loss_coef and totals.tokens else 0.0
 
@@ -278,14 +298,14 @@ class MegatronRank:
         experts = self.architecture.experts
         if experts is None:
             return {}
-        everyone = process_group.world_group() if self.world_size > 1 else None
+        world = process_group.world_group() if self.world_size > 1 else None
         layers = self.architecture.num_layers
-        return balance_metrics(self.model_chunks, layers=layers, experts=experts.count, group=everyone)
+        return balance_metrics(self.model_chunks, layers=layers, experts=experts.count, group=world)
 
     def _column(self, arrays: Sequence[np.ndarray | None]) -> Tensor:
-        """One array a group → one tensor on the device."""
+        """Joins one array for each group into one tensor on the device."""
         present = [array for array in arrays if array is not None]
-        assert len(present) == len(arrays), "a column is there for all groups of a step or for none"
+        assert len(present) == len(arrays), "either all groups of a step have a column or none has it"
         return torch.from_numpy(np.concatenate(present)).to(self._device)
 
     def _forward_only(
@@ -295,42 +315,45 @@ class MegatronRank:
         *,
         like: Sequence[tuple[torch.dtype, tuple[int, ...]]],
     ) -> list[tuple[np.ndarray, ...]]:
-        """Every tensor ``[sampled rows, …]`` that ``columns`` gives, as ``[rows, …]`` of each group with 0 where
-        nothing was sampled, on all ranks of the replica. In micro-batches, without gradient. ``like``: dtype of each
-        tensor, and its shape behind the first axis."""
+        """Computes ``columns`` for all sampled rows of the groups, in micro-batches and without gradient.
+
+        ``columns`` returns tensors ``[sampled rows, …]``. ``like`` holds the dtype of each tensor and its shape after
+        the first axis. Returns for each group one array ``[rows, …]`` for each tensor, with 0 at rows that were not
+        sampled. All ranks of the replica get the result.
+        """
         self._gather_parameters()
         numbered = with_row_numbers(groups)
         batcher = MicroBatcher(self._parallel.micro_batch_tokens)
         batches: list[Sequence[TokenTree]] = [batch for batch in (*batcher.add(numbered), batcher.flush()) if batch]
-        alone = [()] * (self._most_over_ranks(len(batches)) - len(batches)) if self._needs_company else []
-        found = self._schedule.evaluate([*batches, *alone], columns)[: len(batches)]
+        empty = [()] * (self._most_over_ranks(len(batches)) - len(batches)) if self._computes_empty_batches else []
+        found = self._schedule.evaluate([*batches, *empty], columns)[: len(batches)]
         if not batches:
             return []
-        places = np.concatenate([piece.extras[ROW][piece.sampled] for batch in batches for piece in batch])
+        stored_rows = np.concatenate([piece.extras[ROW][piece.sampled] for batch in batches for piece in batch])
         ends = np.cumsum([group.rows for group in groups])
         whole = []
         for index, (dtype, shape) in enumerate(like):
             if parallel_state.is_pipeline_last_stage():
                 column = torch.cat([parts[index] for parts in found])
             else:
-                column = torch.empty(len(places), *shape, dtype=dtype, device=self._device)
+                column = torch.empty(len(stored_rows), *shape, dtype=dtype, device=self._device)
             if self._parallel.pp > 1:
                 last = parallel_state.get_pipeline_model_parallel_last_rank()
                 dist.broadcast(column, last, group=parallel_state.get_pipeline_model_parallel_group())
             values = column.cpu().numpy()
             of_rows = np.zeros((int(ends[-1]), *shape), dtype=values.dtype)
-            of_rows[places] = values
+            of_rows[stored_rows] = values
             whole.append(np.split(of_rows, ends[:-1]))
         return list(zip(*whole, strict=True))
 
     def _sums_over_ranks(self) -> StepSums:
-        """The update's sums, the same on every rank. Raises as `finish_step` says."""
+        """Returns the update's sums, which are the same on every rank; raises as `finish_step` says."""
         if self.world_size > 1:
             process_group.wait_for_ranks(f"train step {self._step}", rank=self.rank, timeout_s=self._setup.timeout_s)
         if self._overlap:
-            finalize_model_grads(self.model_chunks)  # waits for what is on its way
+            finalize_model_grads(self.model_chunks)  # This waits for the reductions that still run.
         own = self._sums if _reports() else StepSums()
-        look_at_gradients(own, self._weights, self.model_chunks, rank=self.rank)
+        check_gradients(own, self._weights, self.model_chunks, rank=self.rank)
         sums = add_over_ranks(own, process_group.world_group())
         refuse_update(sums, step=self._step)
         if not sums.tokens:
@@ -338,12 +361,14 @@ class MegatronRank:
         return sums
 
     def _gather_parameters(self) -> None:
-        """With overlap an update's parameters are gathered as the next forward pass uses them; who reads them before
-        that calls this. Collective."""
-        if self._params_on_their_way:
+        """Gathers the parameters of an update with overlap before something other than a forward pass reads them.
+
+        With overlap the next forward pass gathers each parameter when it uses it. This call is collective.
+        """
+        if self._param_gather_pending:
             for chunk in self.model_chunks:
                 chunk.start_param_sync(force_sync=True)
-            self._params_on_their_way = False
+            self._param_gather_pending = False
             self._refuse_weights()
 
     def _refuse_weights(self) -> None:
@@ -357,7 +382,7 @@ class MegatronRank:
 
 
 def _reports() -> bool:
-    """Whether this is the one rank of its replica that counts what the last stage computed."""
+    """Returns True on the one rank of each replica that counts what the last stage computed."""
     return (
         parallel_state.is_pipeline_last_stage()
         and parallel_state.get_tensor_model_parallel_rank() == 0

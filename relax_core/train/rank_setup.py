@@ -1,4 +1,4 @@
-"""What one rank of a model is made from, taken from a run's configuration."""
+"""Takes the settings from which one rank of a model is built from a run's configuration."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from relax_core.train.parallel.layout_arithmetic import world_size
 
 @dataclass(frozen=True, kw_only=True)
 class RankSetup:
-    """What a rank is made from. ``store_address``: "host:port" of the TCPStore that rank 0 hosts. ``timeout_s``: of
-    every wait for other ranks. ``moe_aux_loss_coef``: what a mixture of experts' balancing loss is weighed with.
-    ``banned_token_ids``: tokens that are never sampled, and so have no share in any log-prob."""
+    """Holds the settings of one rank.
+
+    ``store_address`` is the "host:port" of the TCPStore that rank 0 hosts. ``timeout_s`` bounds every wait for other
+    ranks, in seconds. ``moe_aux_loss_coef`` weights the load-balancing loss of a mixture of experts.
+    ``banned_token_ids`` are tokens that are never sampled, so they have no probability.
+    """
 
     model_folder: Path
     family: str
@@ -45,8 +48,10 @@ def rank_setup(
     parallel: ParallelConfig | None = None,
     optimizer: OptimizerConfig | None = None,
 ) -> RankSetup:
-    """Rank ``rank`` of a model of the run. Its layout is ``parallel`` and its optimizer is ``optimizer``, or the
-    policy's where none is given; `RankSetup` describes the other arguments."""
+    """Returns the setup of rank ``rank`` of a model of the run.
+
+    ``parallel`` and ``optimizer`` default to the policy's. `RankSetup` describes the other arguments.
+    """
     parallel = parallel or config.parallel
     return RankSetup(
         model_folder=model_folder,

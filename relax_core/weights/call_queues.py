@@ -1,5 +1,4 @@
-"""Calls that may take long, in threads of their own: one queue for each partner, so that a slow one delays only
-itself."""
+"""Runs calls that may take long in threads, with one queue for each key, so that a slow one delays only itself."""
 
 from __future__ import annotations
 
@@ -13,15 +12,17 @@ T = TypeVar("T")
 
 
 class CallQueues:
-    """Runs the calls for one key, such as an engine's URL, one after the other in the order in which they were put, and
-    those for different keys at the same time. The threads are daemons: a call that hangs keeps no process alive."""
+    """Runs the calls for one key, such as an engine's URL, in the order in which they were put.
+
+    Calls for different keys run at the same time. The threads are daemons, so a call that hangs keeps no process alive.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: dict[str, deque[Callable[[], None]]] = {}  # a key is here while its thread runs
+        self._waiting: dict[str, deque[Callable[[], None]]] = {}  # A key is present while its thread runs.
 
     def put(self, key: str, call: Callable[[], T]) -> Future[T]:
-        """Returns at once. Whatever ``call`` raises is in the future."""
+        """Queues ``call`` and returns at once; the future gets the result or the exception."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -29,7 +30,7 @@ class CallQueues:
                 return
             try:
                 future.set_result(call())
-            except BaseException as error:  # it belongs to whoever takes the result
+            except BaseException as error:  # The reader of the result gets every exception.
                 future.set_exception(error)
 
         with self._lock:

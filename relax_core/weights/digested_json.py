@@ -1,7 +1,9 @@
-"""A JSON file that carries a digest of its own content, for what decides where a run goes on. No heavy imports.
+"""Encodes JSON files that carry a digest of their own content.
 
-The file is ``{"digest": …, "content": …}``. The digest is xxh3-128, in hex, of the bytes of the content as they stand
-in the file. It guards against damage, not against an attacker.
+It has no heavy imports.
+
+A file is ``{"digest": …, "content": …}``. The digest is xxh3-128, in hex, of the content's bytes in the file. It
+detects damage but does not protect against an attacker.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ class _Digested(msgspec.Struct, frozen=True):
 
 
 def encode_digested(content: object, *, indent: int | None = None) -> bytes:
-    """The bytes of such a file. ``indent``: spaces a level, for people; None writes one line."""
+    """Returns the file's bytes; ``indent`` is the number of spaces a level, or None for one line."""
     data = msgspec.json.encode(content)
     if indent is not None:
         data = msgspec.json.format(data, indent=indent)
@@ -28,12 +30,12 @@ def encode_digested(content: object, *, indent: int | None = None) -> bytes:
 
 
 def decode_digested(data: bytes, *, type: type[Content]) -> Content:
-    """The content of such a file. Raises ValueError, which says what is wrong, where the file is damaged."""
+    """Returns the content of a file's bytes; raises ValueError, which names the problem, if the file is damaged."""
     try:
         file = msgspec.json.decode(data, type=_Digested)
         found = xxhash.xxh3_128_hexdigest(file.content)
         if found != file.digest:
-            raise ValueError(f"its digest does not agree: {found}, was written with {file.digest}")
+            raise ValueError(f"its digest does not agree: {found}, but it was written with {file.digest}")
         return msgspec.json.decode(file.content, type=type)
-    except msgspec.DecodeError as error:  # a ValidationError among them
+    except msgspec.DecodeError as error:  # A ValidationError is a DecodeError.
         raise ValueError(str(error)) from error

@@ -1,6 +1,6 @@
-"""A collective group of the trainer (rank 0) and one engine, apart from torch's default group, to send weights.
+"""Sends weights in a collective group of the trainer (rank 0) and one engine, apart from torch's default group.
 
-The stores' names are those that SGLang's and its trainers' ``init_custom_process_group`` come to, so either end may be
+The names in the stores are those of ``init_custom_process_group`` in SGLang and its trainers, so either end can be
 theirs.
 """
 
@@ -18,31 +18,34 @@ from relax_core.weights.transports.base import WeightGroupAddress
 
 
 class WeightGroup:
-    """One rank's end. A broadcast that waits longer than the group's deadline raises RuntimeError."""
+    """Sends or receives as one rank of the group; a broadcast past the group's deadline raises RuntimeError."""
 
     def __init__(self, group: dist.ProcessGroupGloo | dist.ProcessGroupNCCL, *, device: str) -> None:
         self._group = group
         self._device = device
 
     @classmethod
-    def join(cls, place: WeightGroupAddress, *, rank: int, listener: socket.socket | None = None) -> WeightGroup:
-        """Waits for the others. Raises RuntimeError past ``place.timeout_s``. ``listener``: rank 0's, already bound."""
-        timeout = timedelta(seconds=place.timeout_s)
+    def join(cls, address: WeightGroupAddress, *, rank: int, listener: socket.socket | None = None) -> WeightGroup:
+        """Joins the group and waits for the other ranks.
+
+        Raises RuntimeError after ``timeout_s`` seconds. ``listener`` is rank 0's socket if its port is already bound.
+        """
+        timeout = timedelta(seconds=address.timeout_s)
         store = open_store(
-            place.address,
-            place.port,
+            address.address,
+            address.port,
             rank=rank,
-            world_size=place.world_size,
-            timeout_s=place.timeout_s,
+            world_size=address.world_size,
+            timeout_s=address.timeout_s,
             listener=listener,
         )
-        named = dist.PrefixStore(f"{place.name}/", dist.PrefixStore(place.name, store))
-        if place.backend == "nccl":
+        named = dist.PrefixStore(f"{address.name}/", dist.PrefixStore(address.name, store))
+        if address.backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
-            nccl = dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", named), rank, place.world_size, options)
+            nccl = dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", named), rank, address.world_size, options)
             return cls(nccl, device="cuda")
-        gloo = dist.ProcessGroupGloo(dist.PrefixStore("cpu/", named), rank, place.world_size, timeout)
+        gloo = dist.ProcessGroupGloo(dist.PrefixStore("cpu/", named), rank, address.world_size, timeout)
         return cls(gloo, device="cpu")
 
     def _broadcast(self, tensors: Sequence[Tensor]) -> None:
@@ -53,17 +56,17 @@ class WeightGroup:
             work.wait()
 
     def send(self, tensors: Sequence[Tensor]) -> None:
-        """Rank 0's end of `receive`. Returns once the tensors may be let go."""
+        """Sends tensors from rank 0 to `receive` on the other ranks; returns when they may be freed."""
         self._broadcast([tensor.contiguous().to(self._device) for tensor in tensors])
         if self._device == "cuda":
             import torch
 
-            torch.cuda.synchronize()  # NCCL's wait() only orders the stream
+            torch.cuda.synchronize()  # NCCL's wait() only orders the stream.
 
     def receive(self, tensors: Sequence[Tensor]) -> None:
-        """Fills ``tensors`` with rank 0's, in order."""
+        """Fills ``tensors`` with those of rank 0, in order."""
         self._broadcast(tensors)
 
     def abort(self) -> None:
-        """Frees what NCCL still holds of a broadcast that will not end; gloo's ends at its own deadline."""
+        """Frees what NCCL holds of a broadcast that does not end; a broadcast of gloo ends at its own deadline."""
         self._group.abort()

@@ -1,4 +1,4 @@
-"""The trainer's end of weight sync: write version t, push it to every engine, leave the newest for who starts later."""
+"""Writes each weight version, pushes it to every engine, and keeps the newest one for engines that start later."""
 
 from __future__ import annotations
 
@@ -21,17 +21,19 @@ if TYPE_CHECKING:
     import torch
 
 WEIGHTS = "model.safetensors"
-COMPANIONS = {".json", ".txt", ".model", ".jinja"}  # config, tokenizer, chat template
-STARTS = "starts of pushes"  # the queue of what begins each version's push; all others are named by a URL
-CLOSE_S = 1.0  # how long pushes that are under way at the end are waited for
+COMPANIONS = {".json", ".txt", ".model", ".jinja"}  # config, tokenizer and chat template
+STARTS = "starts of pushes"  # The queue that starts each version's push; all other queues are named by an engine's URL.
+CLOSE_S = 1.0  # How many seconds `close` waits for pushes in progress.
 
 
 @dataclass(frozen=True, kw_only=True)
 class SyncReport:
-    """What has come of pushes since the last report. ``write_ms``: until the file and its digest were there;
-    ``push_ms``: of the longest push that has ended, or until now where none has; ``stall_ms``: the longest that an
-    engine's decoding stood still for a new version; ``refused``: engine url → why it does not serve the version that
-    was pushed; ``behind``: engines that have not answered. Their owners bring them to the newest version.
+    """Reports the pushes that have ended since the last report.
+
+    ``write_ms`` is the time until the file and its digest existed. ``push_ms`` is the time of the longest push that has
+    ended, or the time so far if none has. ``stall_ms`` is the longest time for which an engine stopped decoding for a
+    new version. ``refused`` maps an engine's url to the reason why it does not serve the version. ``behind`` are the
+    engines that have not answered. The owners of the engines in both bring them to the newest version.
     """
 
     version: int
@@ -45,7 +47,7 @@ class SyncReport:
 
 @dataclass(frozen=True, kw_only=True)
 class _Outcome:
-    """What became of a push to one engine, after ``push_ms``: ``stall_ms``, or why it does not serve the version."""
+    """Holds the result of a push to one engine: ``stall_ms``, or why the engine does not serve the version."""
 
     url: str
     push_ms: float
@@ -54,29 +56,33 @@ class _Outcome:
 
 
 class Push:
-    """One version on its way to the engines."""
+    """Is a version that is being pushed to the engines."""
 
     def __init__(self, publisher: WeightPublisher, manifest: WeightManifest, *, write_ms: float) -> None:
         self.manifest = manifest
         self.write_ms = write_ms
         self.began = time.monotonic()
-        self.started: Future[list[Future[_Outcome]]] = Future()  # one for each engine that is waited for
+        self.started: Future[list[Future[_Outcome]]] = Future()  # one future for each engine that `result` waits for
         self._publisher = publisher
 
     def result(self, timeout: float) -> SyncReport:
-        """Returns once every engine has answered, or ``timeout`` seconds after the push began, with those that have not
-        in ``behind``. An engine that was behind before is not waited for. Raises what is no engine's failure."""
+        """Returns when every engine has answered, or ``timeout`` seconds after the push began.
+
+        Engines that have not answered are in ``behind``. It does not wait for engines that were behind before. It
+        raises any exception that is not an EngineError.
+        """
         return self._publisher.report(self, until=self.began + timeout)
 
 
 class WeightPublisher:
-    """Publishes versions into ``folder`` and pushes them to each engine on its own: an engine that does not answer
-    holds up no other engine and no later version. While it has not answered a push it gets no other one. Its owner
-    brings it to the newest version, as it does for an engine that refused one.
+    """Publishes versions into ``folder`` and pushes them to each engine separately.
 
-    ``receivers`` is called for each version, beside the caller of `publish`. A version is a folder that loads as a
-    Hugging Face model where ``model_folder`` is given, whose config and tokenizer it links to. ``calls``: where the
-    pushes run, by the engine's url; who puts other calls there has them made in order with the pushes.
+    An engine that does not answer delays no other engine and no later version. Until it answers a push it gets no other
+    push, and its owner brings it to the newest version, as for an engine that refused a version.
+
+    ``receivers`` is called for each version in another thread than `publish`. With ``model_folder`` a version is a
+    folder that loads as a Hugging Face model, with links to that folder's config and tokenizer. The pushes run in
+    ``calls`` under the engine's url; other calls that are put there run in order with the pushes.
     """
 
     def __init__(
@@ -95,26 +101,28 @@ class WeightPublisher:
         self._calls = calls or CallQueues()
         self._header_room: int | None = None
         self._silent: frozenset[str] = frozenset()  # engines that were behind and have answered nothing since
-        self._lock = threading.Lock()  # of what stands below
+        self._lock = threading.Lock()  # guards the attributes below
         self._in_flight: dict[str, int] = {}  # engine url → the version that it has not answered
         self._unreported: list[Future[_Outcome]] = []
         self._pushed = -1
 
     def publish(self, version: int, tensors: Iterable[tuple[str, torch.Tensor]]) -> Push:
-        """Writes a version and starts its push, which ends beside the caller; take the result before the next version.
-        The tensors are read before this returns."""
-        from relax_core.weights.version_file import (  # who only reads the newest needs no torch
+        """Writes a version and starts its push in other threads; take its result before you publish the next version.
+
+        The tensors are read before this returns.
+        """
+        from relax_core.weights.version_file import (  # Readers of the newest version need no torch.
             HEADER_ROOM,
             write_weights,
         )
 
         start = time.perf_counter()
-        home = self._folder.new(version)
+        folder = self._folder.new(version)
         room = self._header_room or HEADER_ROOM
-        manifest = write_weights(home / WEIGHTS, version=version, tensors=tensors, header_room=room)
+        manifest = write_weights(folder / WEIGHTS, version=version, tensors=tensors, header_room=room)
         self._header_room = manifest.data_offset
         for companion in self._companions:
-            link = home / companion.name
+            link = folder / companion.name
             if not link.is_symlink():
                 link.symlink_to(companion)
         self._folder.replace(LATEST, manifest)
@@ -126,8 +134,8 @@ class WeightPublisher:
         return push
 
     def report(self, push: Push, *, until: float) -> SyncReport:
-        """See `Push.result`; ``until`` in seconds of time.monotonic()."""
-        with suppress(TimeoutError):  # nobody has said in time which engines there are
+        """Returns the report of `Push.result`; ``until`` is in seconds of time.monotonic()."""
+        with suppress(TimeoutError):  # The list of engines did not arrive in time.
             wait(push.started.result(max(0.0, until - time.monotonic())), timeout=max(0.0, until - time.monotonic()))
         with self._lock:
             behind = frozenset(self._in_flight)
@@ -146,12 +154,12 @@ class WeightPublisher:
             behind=behind,
         )
 
-    # -- beside the caller --------------------------------------------------------------------------------------------
+    # -- In other threads ---------------------------------------------------------------------------------------------
     def _start(self, push: Push) -> None:
-        """Begins the push to each engine that has answered the one before."""
+        """Starts the push to each engine that has answered the push before."""
         try:
             receivers = self._receivers()
-        except BaseException as error:  # the caller of `publish` takes it with the push's result
+        except BaseException as error:  # The reader of the push's result gets every exception.
             push.started.set_exception(error)
             return
         version, awaited = push.manifest.version, []
@@ -164,7 +172,7 @@ class WeightPublisher:
                 if receiver.url not in self._silent:
                     awaited.append(future)
         if not free:
-            self._note_pushed(version)
+            self._record_pushed(version)
         push.started.set_result(awaited)
 
     def _push_one(self, receiver: WeightReceiver, push: Push) -> _Outcome:
@@ -178,22 +186,22 @@ class WeightPublisher:
                 del self._in_flight[receiver.url]
                 last = version not in self._in_flight.values()
             if last:
-                self._note_pushed(version)
+                self._record_pushed(version)
         push_ms = 1e3 * (time.monotonic() - push.began)
         return _Outcome(url=receiver.url, push_ms=push_ms, stall_ms=stall_ms, refusal=refusal)
 
-    def _note_pushed(self, version: int) -> None:
-        """Tells the engines' owners that this version's push has ended: whoever is behind was not reached by it."""
+    def _record_pushed(self, version: int) -> None:
+        """Records that this version's push has ended, so owners know that it did not reach engines still behind."""
         with self._lock:
-            if version > self._pushed:  # that of an older version may end after it
+            if version > self._pushed:  # The push of an older version may end later.
                 self._pushed = version
                 self._folder.replace(PUSHED, version)
 
     def close(self) -> None:
-        """Waits a moment for the pushes under way. Those that have not ended then end with the process."""
+        """Waits up to `CLOSE_S` seconds for the pushes in progress; those that go on end with the process."""
         with self._lock:
-            under_way = list(self._unreported)
-        wait(under_way, timeout=CLOSE_S)
+            in_progress = list(self._unreported)
+        wait(in_progress, timeout=CLOSE_S)
         self._transport.close()
 
 

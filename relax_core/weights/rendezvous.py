@@ -1,4 +1,4 @@
-"""Where the ranks of a collective group meet: a TCPStore that listens on its own address alone, and gloo beside it."""
+"""Opens the TCPStore through which the ranks of a group find each other; it listens only on its own address."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch.distributed as dist
 def open_store(
     host: str, port: int, *, rank: int, world_size: int, timeout_s: float, listener: socket.socket | None = None
 ) -> dist.TCPStore:
-    """Joins the store that rank 0 opens at ``host``:``port``; alone, rank 0 may give port 0. Returns once all ranks are
-    there. Raises torch's DistStoreError past ``timeout_s``, and OSError where rank 0 cannot listen there. ``listener``:
-    rank 0's, where it has bound the port already; it is the store's from then on.
+    """Joins the store that rank 0 opens at ``host``:``port`` and returns when all ranks have joined.
 
-    On a loopback host it also keeps the gloo groups of this process on loopback.
+    A single rank may use port 0. ``listener`` is rank 0's socket if its port is already bound, and the store owns it
+    from then on. On a loopback host the gloo groups of this process also stay on loopback. Raises torch's
+    DistStoreError after ``timeout_s`` seconds, and OSError if rank 0 cannot listen.
     """
     if host.startswith("127.") or host == "localhost":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo would listen on the host name's address
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # By default gloo listens on the host name's address.
     descriptor = None
     if rank == 0:
-        # Left alone the store listens on every interface, and it asks nobody for a token.
+        # By default the store listens on every interface, and it requires no token.
         server = listener or socket.create_server((host, port))
         port, descriptor = server.getsockname()[1], server.detach()
     return dist.TCPStore(

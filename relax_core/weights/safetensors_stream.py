@@ -1,21 +1,60 @@
-"""A safetensors file as the library lays it out, written tensor by tensor: its header comes from the shapes alone."""
+"""Writes a safetensors file tensor by tensor, with a header that is made from the tensors' shapes alone.
+
+The library's own writer needs all tensors at once. A file begins with the length of its header in 8 bytes, then the
+header as JSON padded with spaces. Format: https://github.com/huggingface/safetensors#format.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+import msgspec
 
 from relax_core.contracts.engine import TensorSpec
-from relax_core.weights.safetensors_header import DTYPES, header_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+LENGTH_BYTES = 8
+ALIGNMENT = 8  # The first tensor begins at a multiple of this many bytes.
+DTYPES = {  # in the order in which the library lays tensors out
+    "int64": "I64",
+    "float64": "F64",
+    "float32": "F32",
+    "int32": "I32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "int16": "I16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+
+
+def header_bytes(tensors: Iterable[TensorSpec], *, room: int = 0) -> bytes:
+    """Returns the header with its length, at least ``room`` bytes; raises ValueError for an unsupported dtype."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    for spec in tensors:
+        if spec.dtype not in DTYPES:
+            raise ValueError(f"{spec.name}: safetensors has no dtype {spec.dtype}; export one of {', '.join(DTYPES)}")
+        offsets = [spec.offset, spec.offset + spec.nbytes]
+        entries[spec.name] = {"dtype": DTYPES[spec.dtype], "shape": spec.shape, "data_offsets": offsets}
+    header = msgspec.json.encode(entries)
+    size = max(room, LENGTH_BYTES + len(header))
+    size += -size % ALIGNMENT
+    return (size - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little") + header.ljust(size - LENGTH_BYTES)
 
 
 def library_layout(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> list[TensorSpec]:
-    """(name, dtype, shape) of each tensor → where `safetensors` itself puts them, in the order of the file: by dtype,
-    then by name."""
-    order = {dtype: place for place, dtype in enumerate(DTYPES)}
+    """Lays (name, dtype, shape) of tensors out in the order in which `safetensors` does: by dtype, then by name."""
+    import torch
+
+    order = {dtype: index for index, dtype in enumerate(DTYPES)}
     specs, offset = [], 0
     for name, dtype, shape in sorted(tensors, key=lambda one: (order[one[1]], one[0])):
         nbytes = math.prod(shape) * getattr(torch, dtype).itemsize
@@ -25,18 +64,19 @@ def library_layout(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> list[Te
 
 
 def write_safetensors(path: Path, layout: Iterable[TensorSpec], tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Writes what ``layout`` tells of, whatever order it comes in; of ``tensors`` one is held at a time. Raises OSError
-    where the disk does not take it."""
+    """Writes the tensors of ``layout`` one at a time and in any order; raises OSError if the disk fails."""
+    import torch
+
     missing = {spec.name: spec for spec in layout}
     header = header_bytes(missing.values())
     with path.open("wb") as file:
         file.write(header)
         for name, tensor in tensors:
             spec = missing.pop(name)
-            told = (f"torch.{spec.dtype}", spec.shape)
-            assert (str(tensor.dtype), list(tensor.shape)) == told, f"{name}: {tensor.dtype} {tuple(tensor.shape)}"
+            expected = (f"torch.{spec.dtype}", spec.shape)
+            assert (str(tensor.dtype), list(tensor.shape)) == expected, f"{name}: {tensor.dtype} {tuple(tensor.shape)}"
             data = tensor.detach().cpu().contiguous()
             file.seek(len(header) + spec.offset)
             file.write(data.view(-1).view(torch.uint8).numpy().data)
-            del tensor, data  # before the next one is made
-    assert not missing, f"tensors that did not come: {list(missing)}"
+            del tensor, data  # This frees the tensor before the next one is made.
+    assert not missing, f"these tensors did not come: {list(missing)}"

@@ -1,6 +1,6 @@
-"""A weight version as one safetensors file with a digest for each bucket: the trainer writes, every receiver reads.
+"""Writes and reads a weight version as one safetensors file with a digest for each bucket.
 
-On one host the file lies in shared memory, so that publishing is one copy and receiving another.
+On one host the file is in shared memory, so publishing takes one copy and receiving another one.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch
 import xxhash
 
 from relax_core.contracts.engine import TensorSpec, WeightManifest
-from relax_core.weights.safetensors_header import header_bytes
+from relax_core.weights.safetensors_stream import header_bytes
 
 BUCKET_BYTES = 64 << 20
 HEADER_ROOM = 16 << 10
-MAX_DIMENSIONS = 8  # of a tensor
+MAX_DIMENSIONS = 8  # the most axes that a tensor in a manifest may have
 
 
 class DigestMismatch(RuntimeError):
-    """The bytes at hand are not those that were published; the text names the version and the bucket."""
+    """Says that bytes are not those that were published, and names the version and the bucket."""
 
 
 def _names_digest(tensors: Iterable[TensorSpec], digests: Iterable[str]) -> str:
@@ -40,6 +40,14 @@ def _bucket_digests(buffer: memoryview, bucket_bytes: int) -> list[str]:
     ]
 
 
+def _spec_and_bytes(name: str, tensor: torch.Tensor, *, offset: int) -> tuple[TensorSpec, memoryview]:
+    """Returns a tensor's entry in a manifest, and its bytes on the host."""
+    data = tensor.detach().cpu().contiguous()
+    raw = data.view(-1).view(torch.uint8).numpy().data
+    dtype = str(data.dtype).removeprefix("torch.")
+    return TensorSpec(name=name, dtype=dtype, shape=list(data.shape), offset=offset, nbytes=raw.nbytes), raw
+
+
 def write_weights(
     path: Path,
     *,
@@ -48,9 +56,10 @@ def write_weights(
     bucket_bytes: int = BUCKET_BYTES,
     header_room: int = HEADER_ROOM,
 ) -> WeightManifest:
-    """Writes all tensors to ``path``, one at a time, and says what was written. It appears whole or not at all.
+    """Writes tensors to ``path`` one at a time and returns their manifest; the file appears complete or not at all.
 
-    ``header_room``: bytes left before the tensors, whose names come with them; too few cost one more copy.
+    ``header_room`` is the number of bytes left before the tensors for the header, whose size is known only after the
+    last tensor. If they are too few, the tensors are copied once more.
     """
     specs: list[TensorSpec] = []
     offset = 0
@@ -58,12 +67,10 @@ def write_weights(
     with partial.open("w+b") as file:
         file.seek(header_room)
         for name, tensor in tensors:
-            data = tensor.detach().cpu().contiguous()
-            raw = data.view(-1).view(torch.uint8).numpy().data
-            dtype = str(data.dtype).removeprefix("torch.")
-            specs.append(TensorSpec(name=name, dtype=dtype, shape=list(data.shape), offset=offset, nbytes=raw.nbytes))
-            file.write(raw)
-            offset += raw.nbytes
+            spec, data = _spec_and_bytes(name, tensor, offset=offset)
+            specs.append(spec)
+            file.write(data)
+            offset += spec.nbytes
         header = header_bytes(specs, room=header_room)
         if len(header) > header_room:
             _make_room(file, before=header_room, after=len(header))
@@ -92,7 +99,7 @@ def write_weights(
 
 
 def _make_room(file: BinaryIO, *, before: int, after: int) -> None:
-    """Moves what stands from ``before`` on to ``after``, the last piece first."""
+    """Moves the bytes from ``before`` on to ``after``, the last block first."""
     file.flush()
     end = file.tell()
     piece = 16 << 20
@@ -102,16 +109,16 @@ def _make_room(file: BinaryIO, *, before: int, after: int) -> None:
 
 
 def view_bytes(manifest: WeightManifest) -> torch.Tensor:
-    """The published tensors' bytes, uint8 ``[total_bytes]``: the file itself, unchecked. Copy what is kept.
+    """Returns the published tensors' bytes, uint8 ``[total_bytes]``, as an unchecked view of the file.
 
-    Raises FileNotFoundError where a newer version has already replaced this one, `DigestMismatch` for a file of another
-    length, and ValueError for what is no regular file.
+    Copy what you keep. Raises FileNotFoundError if a newer version has already replaced this one, `DigestMismatch` if
+    the file has another length, and ValueError if it is not a regular file.
     """
     published = manifest.data_offset + manifest.total_bytes
     with open(manifest.path, "rb", opener=_open_at_once) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError(f"weights version {manifest.version}: {manifest.path} is no regular file")
+            raise ValueError(f"weights version {manifest.version}: {manifest.path} is not a regular file")
         size = status.st_size
         if size != published:
             raise DigestMismatch(
@@ -122,21 +129,24 @@ def view_bytes(manifest: WeightManifest) -> torch.Tensor:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """A pipe is opened without a wait for its other end."""
+    """Opens a file without blocking, so that a pipe does not wait for its other end."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _check_manifest(manifest: WeightManifest) -> None:
-    """It may have come over the network. Raises `DigestMismatch`, and ValueError where it says what cannot be."""
+    """Checks a manifest, which may come over the network.
+
+    Raises `DigestMismatch`, or ValueError if a value is impossible.
+    """
     try:
         digest = _names_digest(manifest.tensors, manifest.digests)
-    except OverflowError as error:  # JSON's integers have 64 bits here
-        raise ValueError(f"weights version {manifest.version}: the size of a tensor cannot be: {error}") from error
+    except OverflowError as error:  # msgspec encodes integers of at most 64 bits.
+        raise ValueError(f"weights version {manifest.version}: a tensor has an impossible size: {error}") from error
     if digest != manifest.digest:
         raise DigestMismatch(f"weights version {manifest.version}: the manifest's own digest does not agree")
     total = sum(_tensor_bytes(spec, manifest.version) for spec in manifest.tensors)
     if manifest.data_offset < 0 or manifest.bucket_bytes < 1:
-        raise ValueError(f"weights version {manifest.version}: an offset below 0, or buckets of no bytes")
+        raise ValueError(f"weights version {manifest.version}: it has an offset below 0, or buckets without bytes")
     buckets = -(-total // manifest.bucket_bytes)
     if total != manifest.total_bytes or len(manifest.digests) != buckets:
         raise DigestMismatch(
@@ -146,18 +156,18 @@ def _check_manifest(manifest: WeightManifest) -> None:
 
 
 def _tensor_bytes(spec: TensorSpec, version: int) -> int:
-    """By its dtype and shape; raises ValueError where they cannot be a tensor's."""
+    """Returns a tensor's size from its dtype and shape; raises ValueError if they are impossible."""
     dtype = getattr(torch, spec.dtype, None)
     if not isinstance(dtype, torch.dtype) or len(spec.shape) > MAX_DIMENSIONS or min(spec.shape, default=0) < 0:
-        raise ValueError(f"weights version {version}: {repr(spec.name)[:200]} has a dtype or a shape of no tensor")
+        raise ValueError(f"weights version {version}: {repr(spec.name)[:200]} has an impossible dtype or shape")
     return math.prod(spec.shape) * dtype.itemsize
 
 
 def read_weights(manifest: WeightManifest) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields (name, tensor) after every digest agreed; the tensors view the file, so copy what is kept.
+    """Yields (name, tensor) after every digest agrees; the tensors are views of the file, so copy what you keep.
 
-    Raises `DigestMismatch` before the first tensor where a bucket, or the manifest itself, does not agree, and
-    FileNotFoundError where a newer version has already replaced this one; ValueError where the manifest cannot be.
+    Before the first tensor it raises `DigestMismatch` if a bucket or the manifest does not agree, FileNotFoundError if
+    a newer version has already replaced this one, and ValueError if the manifest is impossible.
     """
     _check_manifest(manifest)
     data = view_bytes(manifest)
@@ -167,15 +177,17 @@ def read_weights(manifest: WeightManifest) -> Iterator[tuple[str, torch.Tensor]]
             raise DigestMismatch(
                 f"weights version {manifest.version}, bucket {bucket}: digest {got}, published as {expected}"
             )
-    # Tensors follow each other; an offset of its own is no part of the digest.
+    # Tensors follow each other. Offsets in the manifest are not used, because no digest covers them.
     yield from cut_tensors(data, [(spec.name, getattr(torch, spec.dtype), spec.shape) for spec in manifest.tensors])
 
 
 def cut_tensors(
     data: torch.Tensor, tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """``data`` uint8 ``[bytes]``, which holds ``tensors`` (name, dtype, shape) one after the other → views of it. Where
-    one does not lie on a multiple of its dtype's size it is a copy."""
+    """Yields views of ``data`` uint8 ``[bytes]``, which holds ``tensors`` (name, dtype, shape) one after the other.
+
+    A tensor whose offset is not a multiple of its dtype's size is a copy.
+    """
     start = 0
     for name, dtype, shape in tensors:
         end = start + math.prod(shape) * dtype.itemsize
@@ -187,7 +199,7 @@ def cut_tensors(
 
 
 class TensorsDigest:
-    """The digest that `write_weights` gives the same tensors in the same order, without a file."""
+    """Computes without a file the digest that `write_weights` gives the same tensors in the same order."""
 
     def __init__(self, *, bucket_bytes: int = BUCKET_BYTES) -> None:
         self._bucket_bytes = bucket_bytes
@@ -196,17 +208,9 @@ class TensorsDigest:
         self._bucket, self._room, self._offset = xxhash.xxh3_128(), bucket_bytes, 0
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        data = tensor.detach().cpu().contiguous()
-        raw = data.view(-1).view(torch.uint8).numpy().data
-        self._specs.append(
-            TensorSpec(
-                name=name,
-                dtype=str(data.dtype).removeprefix("torch."),
-                shape=list(data.shape),
-                offset=self._offset,
-                nbytes=raw.nbytes,
-            )
-        )
+        """Adds the next tensor."""
+        spec, raw = _spec_and_bytes(name, tensor, offset=self._offset)
+        self._specs.append(spec)
         self._offset += raw.nbytes
         start = 0
         while start < raw.nbytes:
@@ -219,12 +223,13 @@ class TensorsDigest:
                 self._bucket, self._room = xxhash.xxh3_128(), self._bucket_bytes
 
     def hexdigest(self) -> str:
+        """Returns the digest of the tensors so far."""
         last = [self._bucket.hexdigest()] if self._room < self._bucket_bytes else []
         return _names_digest(self._specs, [*self._digests, *last])
 
 
 def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]], *, bucket_bytes: int = BUCKET_BYTES) -> str:
-    """`TensorsDigest` of all of them."""
+    """Returns the `TensorsDigest` of ``tensors``."""
     digest = TensorsDigest(bucket_bytes=bucket_bytes)
     for name, tensor in tensors:
         digest.add(name, tensor)

@@ -1,4 +1,4 @@
-"""The folder of published weight versions: what the trainer writes there and removes, and how others read from it."""
+"""Manages the folder of published weight versions, in which the trainer writes and others read."""
 
 from __future__ import annotations
 
@@ -13,30 +13,34 @@ from typing import TypeVar
 from relax_core.contracts.engine import WeightManifest
 from relax_core.weights.digested_json import decode_digested, encode_digested
 
-KEPT_VERSIONS = 2  # a reader that has just read the newest manifest must still find its file
+KEPT_VERSIONS = 2  # A reader that has just read the newest manifest must still find its file.
 LATEST = "latest.json"
 PUSHED = "pushed.json"
-READER = "reader-"  # the start of a mark's name; the reader's name follows, and its content is the version
-REMOVED = ".removed"  # the end of the name of a version that is about to go
-READS = 5  # of a file that looks damaged: a network's file system may show half of one that was just replaced
+READER = "reader-"  # A mark's name is this and the reader's name; its content is the version that is read.
+REMOVED = ".removed"  # The name of a version that is about to be removed ends with this.
+READS = 5  # Attempts to read a file that looks damaged: network file systems may show half of a file being replaced.
 READ_AGAIN_S = 0.1
 
 Content = TypeVar("Content")
 
 
 class PublishedUnreadable(RuntimeError):
-    """A file of the folder of published weights is damaged; the text names it."""
+    """Says that a file of the folder of published weights is damaged, and names it."""
 
 
 def read_latest(folder: Path) -> WeightManifest | None:
-    """The newest published version, or None before the first. Raises `PublishedUnreadable` where the file that says so
-    is damaged, also when it is read again."""
+    """Returns the newest published version, or None before the first.
+
+    Raises `PublishedUnreadable` if the file is still damaged after several reads.
+    """
     return _read(folder / LATEST, type=WeightManifest)
 
 
 def read_pushed(folder: Path) -> int:
-    """The newest version whose push has ended, well or not; -1 before the first. An engine that has not answered an
-    older version's push had no part in it. Raises as `read_latest` does."""
+    """Returns the newest version whose push has ended, successfully or not, or -1 before the first.
+
+    An engine that has not answered an older version's push did not get this one. Raises as `read_latest` does.
+    """
     pushed = _read(folder / PUSHED, type=int)
     return -1 if pushed is None else pushed
 
@@ -58,78 +62,83 @@ def _read(path: Path, *, type: type[Content]) -> Content | None:
 
 @contextmanager
 def reading(folder: Path, *, reader: str) -> Iterator[WeightManifest]:
-    """Gives the newest published version, and keeps its file from being removed until the block ends. ``reader`` names
-    the one who reads; it reads one version at a time. To be used after the first version was published. Raises
-    FileNotFoundError where the newest version's file is gone."""
+    """Yields the newest published version and keeps its file from being removed until the block ends.
+
+    ``reader`` names the reader, which reads one version at a time. A version must have been published before. Raises
+    FileNotFoundError if the file of the newest version is missing.
+    """
     mark = folder / f"{READER}{reader}"
-    latest, gone = None, None
+    latest, missing = None, None
     try:
         while latest is None:
             newest = read_latest(folder)
-            assert newest is not None, "nothing was published yet"
+            assert newest is not None, "no version was published yet"
             _replace(mark, newest.version)
             if Path(newest.path).exists():
                 latest = newest
-            elif newest == gone:
-                raise FileNotFoundError(f"weights version {newest.version} is the newest, and {newest.path} is gone")
+            elif newest == missing:
+                raise FileNotFoundError(f"weights version {newest.version} is the newest, but {newest.path} is missing")
             else:
-                gone = newest  # newer versions had replaced it before the mark was there
+                missing = newest  # Newer versions replaced it before the mark was written.
         yield latest
     finally:
         mark.unlink(missing_ok=True)
 
 
 class VersionFolder:
-    """The trainer's hold of the folder. ``folder`` is made where it does not exist."""
+    """Writes and removes versions for the trainer; ``folder`` is created if it does not exist."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._versions: dict[int, Path] = {}  # those that are there, the oldest first
+        self._versions: dict[int, Path] = {}  # the versions that exist, oldest first
         folder.mkdir(parents=True, exist_ok=True)
 
     def new(self, version: int) -> Path:
-        """The folder of a new version, which from now on is the newest."""
-        home = self._folder / f"{version:08d}"
-        home.mkdir(exist_ok=True)
-        self._versions[version] = home
-        return home
+        """Creates the folder of a new version, which is the newest from now on."""
+        target = self._folder / f"{version:08d}"
+        target.mkdir(exist_ok=True)
+        self._versions[version] = target
+        return target
 
     def replace(self, name: str, content: object) -> None:
-        """Writes a file of the folder, whole or not at all."""
+        """Writes a file of the folder, which appears complete or not at all."""
         _replace(self._folder / name, content)
 
     def remove_old(self, *, keep: Collection[int]) -> None:
-        """Removes the versions but the newest `KEPT_VERSIONS`, those in ``keep``, and those that somebody reads."""
+        """Removes all versions except the newest `KEPT_VERSIONS`, those in ``keep``, and those that are being read."""
         for version in list(self._versions)[:-KEPT_VERSIONS]:
             if version not in keep and self._remove(version):
                 del self._versions[version]
 
     def _remove(self, version: int) -> bool:
-        """False where somebody reads it. A reader makes its mark first and then looks for the file, so the folder is
-        renamed before the marks are looked at: of the two one sees the other."""
-        home = self._versions[version]
-        gone = home.with_suffix(REMOVED)
-        home.rename(gone)
+        """Removes a version, or returns False if it is being read.
+
+        A reader writes its mark before it checks that the file exists. The folder is therefore renamed before the marks
+        are read, so that either the reader or this method sees the other one.
+        """
+        folder = self._versions[version]
+        removed = folder.with_suffix(REMOVED)
+        folder.rename(removed)
         if version in self._marked():
-            gone.rename(home)
+            removed.rename(folder)
             return False
-        shutil.rmtree(gone, ignore_errors=True)  # a cluster's disk may still hold an open file
+        shutil.rmtree(removed, ignore_errors=True)  # A network file system may still hold an open file.
         return True
 
     def _marked(self) -> set[int]:
-        """The versions that somebody reads."""
+        """Returns the versions that are being read."""
         found = set()
         for mark in self._folder.glob(f"{READER}*"):
             try:
                 found.add(decode_digested(mark.read_bytes(), type=int))
-            except FileNotFoundError:  # its reader has just ended
+            except FileNotFoundError:  # Its reader has just ended.
                 continue
-            except ValueError:  # half of a mark, on a network's file system: it may be of any version
+            except ValueError:  # On a network file system half of a mark is visible, which may be of any version.
                 return set(self._versions)
         return found
 
 
 def _replace(path: Path, content: object) -> None:
-    partial = path.with_name(f".{path.name}.partial")  # no mark of a reader
+    partial = path.with_name(f".{path.name}.partial")  # Its name does not look like a reader's mark.
     partial.write_bytes(encode_digested(content))
     os.replace(partial, path)

@@ -14,7 +14,7 @@ from relax_core.contracts.engine import TensorSpec
 from relax_core.families.table import FAMILIES, read_architecture
 from relax_core.tools.make_tiny import write_prompt_tokenizer
 from relax_core.train.hf.weight_rules import tensor_shape, weight_rules
-from relax_core.weights.safetensors_header import header_bytes
+from relax_core.weights.safetensors_stream import header_bytes
 
 SHAPE = {
     "vocab_size": 100,

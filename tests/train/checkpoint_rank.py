@@ -1,10 +1,10 @@
-"""One data-parallel rank as its own process: trains, saves or loads, trains on; rank 0 writes the weights.
+"""Runs one data-parallel rank as a process that trains, saves or loads, and trains on; rank 0 writes the weights.
 
 python checkpoint_rank.py <rank> <world size> <port> <model folder> <output> <distributed optimizer: 0|1>
                           <checkpoint folder or -> <load|save|absent|slow>
 
-``save``: 2 steps, save, 2 more. ``load``: load, then the 2 more. ``absent``: 2 steps, then leave without saving.
-``slow``: as ``save``, and rank 1's disk takes longer than ranks wait for each other elsewhere.
+``save`` makes 2 steps, saves and makes 2 more. ``load`` loads and makes the 2 more. ``absent`` makes 2 steps and exits
+without saving. ``slow`` is ``save`` with a disk of rank 1 that takes longer than other waits for ranks may take.
 """
 
 import os
@@ -47,7 +47,7 @@ def main() -> None:
         )
 
     backend = build(300.0)
-    if what == "slow":  # both processes are there now
+    if what == "slow":  # Both processes are running now.
         process_group.leave()
         backend = build(SHORT_S)
         if rank == "1":
@@ -62,14 +62,14 @@ def main() -> None:
         train(0)
         train(1)
         if what == "absent" and rank != "0":
-            os._exit(0)  # at an orderly end gloo's threads, which still run, may abort
+            os._exit(0)  # During an orderly exit the threads of gloo may abort the process.
         backend.save(Path(checkpoint))
     train(2)
     train(3)
     if rank == "0":
         save_file({name: tensor.contiguous() for name, tensor in backend.export()}, output)
     dist.barrier()
-    os._exit(0)  # gloo's threads may abort a process whose interpreter shuts down while they run
+    os._exit(0)  # Threads of gloo may abort a process during its interpreter's shutdown.
 
 
 if __name__ == "__main__":

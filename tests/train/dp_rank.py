@@ -1,4 +1,4 @@
-"""One data-parallel rank as its own process: trains some steps and leaves; rank 0 writes weights and metrics.
+"""Runs one data-parallel rank as a process that trains some steps; rank 0 writes weights and metrics.
 
 python dp_rank.py <rank> <world size> <port> <model folder> <output> <distributed optimizer: 0|1> <steps> <timeout s>
                   <policy|critic> <most steps of all ranks>
@@ -40,12 +40,12 @@ def main() -> None:
         save_file({name: tensor.detach().contiguous() for name, tensor in tensors}, f"{output}.safetensors")
         Path(f"{output}.json").write_text(json.dumps(asdict(metrics)))
     if steps == most:
-        dist.barrier()  # a rank that ends breaks the connections of those that still compute
+        dist.barrier()  # A rank that exits breaks the connections of ranks that are still computing.
     else:
-        while begun.read_text() != steps:  # rank 0 has not begun the step that this rank does not train
+        while begun.read_text() != steps:  # Rank 0 has not begun the step that this rank does not train.
             time.sleep(0.05)
-        time.sleep(1.0)  # it waits for the ranks by now: gloo names them only then
-    os._exit(0)  # gloo's threads may abort a process whose interpreter shuts down while they run
+        time.sleep(1.0)  # Rank 0 is waiting for the ranks now; gloo names missing ranks only in that state.
+    os._exit(0)  # Threads of gloo may abort a process during its interpreter's shutdown.
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Random forests of token rows, what their rows see, and attention by a plain dense mask: all derived from parents."""
+"""Makes random forests of token rows, their visibility, and attention by a dense mask, all derived from parents."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ HEADS, KEY_HEADS, DIM = 4, 2, 8
 
 @dataclass(frozen=True)
 class Forest:
-    """``parents``: the parent of each row, -1 of a root; rows stand in depth-first order."""
+    """Holds the ``parents`` of rows in depth-first order; the parent of a root is -1."""
 
     parents: Sequence[int]
 
     @property
     def end(self) -> np.ndarray:
-        """int64 ``[rows]``, the row behind each row's subtree."""
+        """The row after each row's subtree, int64 ``[rows]``."""
         end = np.arange(len(self.parents)) + 1
         for row in reversed(range(len(self.parents))):
             if self.parents[row] >= 0:
@@ -30,7 +30,7 @@ class Forest:
 
     @property
     def sees(self) -> np.ndarray:
-        """bool ``[rows, rows]``: a row sees itself and what its parent sees."""
+        """The visibility, bool ``[rows, rows]``: a row sees itself and what its parent sees."""
         sees = np.eye(len(self.parents), dtype=bool)
         for row, parent in enumerate(self.parents):
             if parent >= 0:
@@ -40,7 +40,7 @@ class Forest:
 
 @st.composite
 def forests(draw: st.DrawFn, *, max_runs: int = 12, longest: int = 30) -> Forest:
-    """Chains of rows that hang anywhere on the path of the row before them, or begin a tree."""
+    """Draws chains of rows that attach anywhere on the path of the row before them or begin a tree."""
     chains = draw(st.lists(st.tuples(st.integers(1, longest), st.integers(0, 10**6)), min_size=1, max_size=max_runs))
     parents: list[int] = []
     for length, choice in chains:
@@ -58,7 +58,7 @@ def forests(draw: st.DrawFn, *, max_runs: int = 12, longest: int = 30) -> Forest
 
 
 def two_level(lengths: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -> Forest:
-    """Prompts with responses of so many tokens; the last token of a response has no row."""
+    """Makes prompts with responses of the given numbers of tokens; the last token of a response has no row."""
     parents: list[int] = []
     for prompt, responses in zip(prompt_lengths, lengths, strict=True):
         start = len(parents)
@@ -70,7 +70,7 @@ def two_level(lengths: Sequence[Sequence[int]], prompt_lengths: Sequence[int]) -
 
 
 def random_rows(rows: int, *, dtype: torch.dtype, seed: int) -> list[Tensor]:
-    """Query, key and value, which want a gradient, and the gradient of the output; the same numbers in every dtype."""
+    """Draws query, key, value and the output's gradient; the numbers are the same in every dtype."""
     random = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -81,7 +81,7 @@ def random_rows(rows: int, *, dtype: torch.dtype, seed: int) -> list[Tensor]:
 
 
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, sees: np.ndarray, *, scale: float | None) -> Tensor:
-    """By its definition; ``sees``: bool ``[query rows, key rows]``."""
+    """Computes attention by its definition; ``sees`` is bool ``[query rows, key rows]``."""
     key, value = (tensor.repeat_interleave(HEADS // KEY_HEADS, dim=1) for tensor in (key, value))
     scores = torch.einsum("qhd,khd->hqk", query, key) * (DIM**-0.5 if scale is None else scale)
     weights = scores.masked_fill(~torch.from_numpy(sees), -torch.inf).softmax(dim=-1)

@@ -1,6 +1,6 @@
-"""Two ranks that go from layout to layout, and a single process: what each saw, as JSON, for test_layout_ranks.py.
+"""Runs two ranks from layout to layout, and a single process; each writes JSON for test_layout_ranks.py.
 
-python layout_ranks.py <folder>: makes a model there, and single.json, rank0.json, rank1.json.
+`python layout_ranks.py <folder>` makes a model there, and single.json, rank0.json and rank1.json.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ TOP_K = 3
 
 
 def loss_with_teacher(inputs: LossInputs, config: Any) -> LossOutputs:
-    """The teacher's tokens under this policy, where they come; else PPO's clip."""
+    """Uses the teacher's tokens if there are any, and PPO's clip otherwise."""
     if inputs.top_logprobs is None:
         return clip_loss(inputs, CONFIG)
     inside = inputs.top_logprobs > OUTSIDE
@@ -44,7 +44,7 @@ def loss_with_teacher(inputs: LossInputs, config: Any) -> LossOutputs:
 
 
 def with_teacher(group: TokenTree) -> TokenTree:
-    """With kept sets too, of which some have fewer tokens than the teacher tells; -1 stands for what is not there."""
+    """Adds teacher columns and kept sets, some of which have fewer tokens than top_k; -1 marks missing ones."""
     own_ids = answer_ids(group)
     tokens = len(own_ids)
     random = np.random.default_rng(tokens)
@@ -57,7 +57,7 @@ def with_teacher(group: TokenTree) -> TokenTree:
 
 
 def tree_batches() -> list[list[TokenTree]]:
-    """Forests of several turns, whose episodes share sampled rows and have several segments."""
+    """Makes forests of several turns, whose episodes share sampled rows and have several segments."""
     random = np.random.default_rng(11)
     trees = [random_tree(random, uid=f"g{place}", roots=2, turns=2, vocabulary=VOCABULARY) for place in range(3)]
     return [trees[:2], trees[2:]]
@@ -72,7 +72,7 @@ def refused(work: Callable[[], Any]) -> str:
 
 
 def what_it_sees(backend: MegatronBackend, *, replica: int = 0, replicas: int = 1) -> dict[str, Any]:
-    """Two updates that are refused, and so leave no trace; log-probs; three updates that are made."""
+    """Makes two updates that are refused and leave no trace, then log-probs, then three updates."""
 
     def mine(batches: list[list[TokenTree]]) -> list[list[TokenTree]]:
         return [split_over_ranks(groups, replicas)[replica] for groups in batches]
@@ -141,7 +141,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     torch.set_num_threads(1)
     port = free_port()
-    fork = multiprocessing.get_context("fork")  # an import takes seconds: one process does it for all
+    fork = multiprocessing.get_context("fork")  # An import takes seconds, so one process runs all layouts.
     alone = fork.Process(target=single, args=(folder,))
     alone.start()
     alone.join()

@@ -1,4 +1,4 @@
-"""Two processes that are tensor-parallel ranks of the output layer: each answers one problem after the other."""
+"""Runs two tensor-parallel ranks of the output layer as processes that solve one problem after the other."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ DEADLINE_S = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """``weight`` is the whole one; each rank takes its shard. ``incoming``: gradients for log-probs ``[rows]``, entropy
-    ``[rows]`` and gathered ``[rows, k]``; None: the output is not asked for. ``kept``, ``banned``: what is left out."""
+    """Describes a problem with the whole ``weight``, of which each rank takes its shard.
+
+    ``incoming`` are the gradients of log-probs ``[rows]``, entropy ``[rows]`` and gathered ``[rows, k]``; None means
+    that the output is not requested. ``kept`` and ``banned`` define the truncation.
+    """
 
     hidden: Tensor
     weight: Tensor
@@ -40,7 +43,7 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What the functions gave; ``weight_gradient`` is of the shard, or of the whole weight on one rank."""
+    """Holds the functions' outputs; ``weight_gradient`` is that of the shard, or of the whole weight on one rank."""
 
     outputs: list[Tensor]
     hidden_gradient: Tensor
@@ -49,7 +52,7 @@ class Answer:
 
 
 def solve(problem: Problem, *, rank: int = 0, group: dist.ProcessGroup | None = None) -> Answer:
-    """With ``group`` as that rank of it, else alone."""
+    """Solves a problem as a rank of ``group``, or alone."""
     from relax_core.train.model.logprobs import head_outputs, top_k_tokens
     from relax_core.train.model.truncation import Truncation
 
@@ -84,9 +87,9 @@ class WorkerGroup:
         self._pipes = pipes
 
     def solve(self, problem: Problem) -> list[Answer]:
-        """Each rank's answer."""
+        """Returns each rank's answer."""
         for pipe in self._pipes:
-            pipe.send_bytes(pickle.dumps(problem))  # pipe.send would pass file handles of tensors
+            pipe.send_bytes(pickle.dumps(problem))  # pipe.send would pass file handles of the tensors.
         for pipe in self._pipes:
             assert pipe.poll(DEADLINE_S), "a rank gave no answer"
         return [pickle.loads(pipe.recv_bytes()) for pipe in self._pipes]
@@ -94,7 +97,7 @@ class WorkerGroup:
 
 @contextmanager
 def worker_group(folder: Path) -> Iterator[WorkerGroup]:
-    """``folder``: an empty one, where the ranks find each other."""
+    """Starts the ranks, which find each other in the empty ``folder``."""
     context = multiprocessing.get_context("spawn")
     pipes, ranks = [], []
     for rank in range(RANKS):

@@ -1,4 +1,4 @@
-"""Starts a script of this folder as the ranks of one model, a process each."""
+"""Starts a script of this folder as the ranks of one model, with a process for each."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ HERE = Path(__file__).parent
 def run_ranks(
     script: str, arguments: Sequence[Sequence[object]], *, world_size: int | None = None, timeout_s: float = 600.0
 ) -> list[tuple[int, str]]:
-    """Runs ``script`` as rank 0, 1, …: <rank> <world size> <port> and the rank's own ``arguments``; exit status and
-    stderr of each. ``world_size``: more than there are, where some never come."""
+    """Runs ``script`` as rank 0, 1, … and returns the exit status and stderr of each.
+
+    Its arguments are <rank> <world size> <port> and the rank's own ``arguments``. ``world_size`` is larger than the
+    number of processes if some ranks must never join.
+    """
     port = free_port()
     environment = os.environ | {
         "PYTHONPATH": f"{HERE.parents[1]}:{os.environ.get('PYTHONPATH', '')}",
@@ -50,7 +53,9 @@ def run_dp_ranks(
     timeout_s: float = 300.0,
     what: str = "policy",
 ) -> list[tuple[int, str]]:
-    """Two data-parallel ranks (dp_rank.py), each for its own number of ``steps``. The second may never come,
-    and one with fewer steps leaves the other alone."""
+    """Runs two data-parallel ranks (dp_rank.py), each for its own number of ``steps``.
+
+    The second rank may never join, and a rank with fewer steps leaves the other one alone.
+    """
     arguments = [(folder, output, int(sharded), own, timeout_s, what, max(steps)) for own in steps]
     return run_ranks("dp_rank.py", arguments, world_size=2)

@@ -1,4 +1,4 @@
-"""One rank of a worker group that trains in one layout, saves, and goes on in another, again and again.
+"""Runs one rank of a worker group that repeatedly trains in a layout, saves, and continues in another layout.
 
 python reshard_rank.py <rank> <4> <port> <folder of the models> <folder of the output>
 """
@@ -53,8 +53,11 @@ CHAINS: dict[str, tuple[str, str, str, list[dict[str, Any]]]] = {
 
 
 def run_chain(name: str, *, rank: int, port: str, models: Path, output: Path) -> None:
-    """A train step in each layout, from what the one before had saved. <name>-<step>: saved after it, and its weights;
-    <name>-<step>-again: what another layout saved of it as soon as it had loaded it."""
+    """Makes a train step in each layout, each from the checkpoint of the layout before.
+
+    <name>-<step> is saved after a step, with its weights. <name>-<step>-again is what another layout saved directly
+    after it loaded that checkpoint.
+    """
     model, family, dtype, layouts = CHAINS[name]
     for step, sizes in enumerate(layouts):
         parallel = parallel_config(**sizes)

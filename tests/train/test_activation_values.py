@@ -1,4 +1,4 @@
-"""The one formula of the memory plan that is not plain counting, against what autograd truly saves in Megatron."""
+"""Tests the memory plan's formula for activations against what autograd saves in Megatron."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def test_activations_are_what_autograd_saves(tmp_path: Path, variant: str) -> No
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameters:
-            saved[storage.data_ptr()] = (storage.nbytes(), tensor)  # the tensor, so that its address stays its own
+            # The tensor is kept, so that its address is not reused.
+            saved[storage.data_ptr()] = (storage.nbytes(), tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
@@ -35,5 +36,5 @@ def test_activations_are_what_autograd_saves(tmp_path: Path, variant: str) -> No
     model = read_dimensions(json.loads((tmp_path / "config.json").read_text()), name="tiny")
     layers = len(layout.token_ids) * model.layers * activation_values(model) * FLOAT
     final_norm = len(layout.token_ids) * 2 * model.hidden * FLOAT
-    mask = tree.attention.mask.nbytes  # of a grid, as the stream is small
+    mask = tree.attention.mask.nbytes  # The stream is small, so attention runs on a grid.
     assert sum(size for size, _ in saved.values()) == pytest.approx(layers + final_norm + mask, rel=0.03)

@@ -1,4 +1,4 @@
-"""The critic against a value head on transformers' own trunk; what must not change its updates; its checkpoint."""
+"""Tests the critic against a value head on transformers' layers, its updates and its checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from relax_core.train.step.value_moments import explained_variance, moment_sums
 from tests.trees import answers_of, of_tokens, prompt_of
 
 GROUPS = make_groups([[5, 1, 8, 3], [7, 7, 2, 4], [1, 1, 1, 1]], prompt_lengths=[9, 4, 1], masked=0.2)
-CLIP = 0.2  # PPO's value clip
+CLIP = 0.2  # PPO clips values with this range.
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def parameters(critic: Any) -> dict[str, torch.Tensor]:
 
 
 def set_head(critic: Any, seed: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
-    """A head that is not zero; returns weight and bias."""
+    """Sets a head that is not zero and returns its weight and bias."""
     generator = torch.Generator().manual_seed(seed)
     head = critic.model.value_head
     with torch.no_grad():
@@ -46,7 +46,7 @@ def set_head(critic: Any, seed: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def reference_values(model: Any, weight: torch.Tensor, bias: torch.Tensor, groups: list[TokenTree]) -> torch.Tensor:
-    """Each sample in its own forward: the head on the state in front of each response token."""
+    """Computes each sample in its own forward pass: the head on the state before each response token."""
     parts = []
     for group in groups:
         prompt = prompt_of(group)
@@ -62,15 +62,15 @@ def column(arrays: list[Any]) -> torch.Tensor:
 
 
 def values_of(critic: Any, groups: list[TokenTree]) -> np.ndarray:
-    """``[tokens]`` of all groups."""
+    """Returns ``[tokens]`` of all groups."""
     return np.concatenate([of_tokens(group, own) for group, own in zip(groups, critic.values(groups), strict=True)])
 
 
-@pytest.mark.parametrize("variant", ["qwen3", "qwen2", "llama, llama3 rope"])  # tied, and two that are not
+@pytest.mark.parametrize("variant", ["qwen3", "qwen2", "llama, llama3 rope"])  # One model is tied and two are not.
 def test_values_and_gradient_match_transformers(tmp_path: Path, variant: str) -> None:
     model = make_family_model(tmp_path, variant)
     critic = make_critic(tmp_path, family=VARIANTS[variant][0], optimizer={"clip_grad": 0.0})
-    assert not np.concatenate(critic.values(GROUPS)).any()  # the head starts with zeros
+    assert not np.concatenate(critic.values(GROUPS)).any()  # The head starts with zeros.
     weight, bias = set_head(critic)
     weight.requires_grad_()
     bias.requires_grad_()
@@ -93,21 +93,21 @@ def test_values_and_gradient_match_transformers(tmp_path: Path, variant: str) ->
 
 def test_it_learns_the_returns(folder: Path) -> None:
     critic = make_critic(folder, optimizer={"lr": 3e-3})
-    # One sample a prompt: the first tokens of several come from one state, and no value fits all their returns.
+    # Each prompt has one sample. First tokens of several samples share a state, so no value fits all their returns.
     alone = make_groups([[5], [8], [7], [4]], prompt_lengths=[9, 4, 3, 6])
     for step in range(60):
         values = critic.values(alone)
         groups = [group.with_extras(values=old) for group, old in zip(alone, values, strict=True)]
         metrics = train_step(critic, [groups], step=step)
         if not step:
-            assert explained_variance(metrics.algorithm) == pytest.approx(0.0)  # all values are 0
+            assert explained_variance(metrics.algorithm) == pytest.approx(0.0)  # All values are 0.
     assert (explained_variance(metrics.algorithm) or 0.0) > 0.9
 
 
 def test_micro_batches_order_and_packing_change_nothing(folder: Path) -> None:
     micro_batches = dp_groups()
     groups = [group for batch in micro_batches for group in batch]
-    # Each sample with its prompt to itself, in one sequence.
+    # Each sample is in one sequence with its prompt.
     alone = [group.take([place]) for group in groups for place in range(len(group.episodes))]
     ways = {"whole": [groups], "split": [*micro_batches, []], "reversed": [groups[::-1]], "packed alone": [alone]}
     results = {}
@@ -141,7 +141,7 @@ def test_two_ranks_are_one(folder: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize("variant", ["qwen3", "qwen2"])  # tied, and with biases and not tied
+@pytest.mark.parametrize("variant", ["qwen3", "qwen2"])  # One model is tied, and one has biases and is not tied.
 def test_a_checkpoint_goes_on_to_the_bit(tmp_path: Path, variant: str) -> None:
     make_family_model(tmp_path, variant)
     straight = make_critic(tmp_path, family=variant)

@@ -1,4 +1,4 @@
-"""Weight maps of every family, to the bit."""
+"""Tests the weight rules of every family to the bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from relax_core.config.schema import Recompute
 from relax_core.train.hf.check_weights import weight_problems
 from relax_core.train.hf.hf_export import export_hf_folder
 from relax_core.train.hf.weight_rules import tensor_shape, weight_rules
-from relax_core.train.parallel.check_layout import check_layout
+from relax_core.train.parallel.layout_arithmetic import check_layout
 from tests.trees import prompt_of
 
 
@@ -27,7 +27,7 @@ from tests.trees import prompt_of
     ("variant", "dtype"), [*((variant, "float32") for variant in VARIANTS), ("qwen2, tied", "bfloat16")]
 )
 def test_import_then_export_gives_the_same_file(tmp_path: Path, variant: str, dtype: str) -> None:
-    """Names, shapes, dtypes and bits: to the last byte the file that transformers wrote."""
+    """The export has the names, shapes, dtypes and bytes of the file that transformers wrote."""
     folder, out = tmp_path / "folder", tmp_path / "out"
     make_family_model(None, variant).to(getattr(torch, dtype)).save_pretrained(folder)
     backend = make_backend(folder, family=VARIANTS[variant][0], dtype=dtype)
@@ -40,7 +40,7 @@ def test_import_then_export_gives_the_same_file(tmp_path: Path, variant: str, dt
 
 
 def test_weights_that_stand_twice_are_read_once(tmp_path: Path) -> None:
-    """As in Mistral's folders: several files with an index, and all of it again under names of Mistral's own."""
+    """Mistral's folders have several files with an index, and all weights again under names of their own."""
     from relax_core.weights.folder_stream import read_safetensors
 
     model = make_family_model(None, "mistral")
@@ -51,12 +51,12 @@ def test_weights_that_stand_twice_are_read_once(tmp_path: Path) -> None:
     assert weight_problems(tmp_path, backend.architecture) == []
     assert {name for name, _ in read_safetensors(tmp_path)} == {name for name, _ in backend.export()}
     (tmp_path / "model.safetensors.index.json").unlink()
-    assert "layers.0.attention.wq.weight is no weight" in weight_problems(tmp_path, backend.architecture)[0]
+    assert "layers.0.attention.wq.weight is not a weight" in weight_problems(tmp_path, backend.architecture)[0]
 
 
 @pytest.mark.parametrize(("variant", "cut_tensors"), [("qwen3", 9), ("qwen2", 12)])
 def test_shards_are_those_of_megatron(tmp_path: Path, variant: str, cut_tensors: int) -> None:
-    """Megatron marks parameters when it initialises them itself; ours must bear the same marks."""
+    """Megatron marks parameters only when it initializes them; our marks must be the same."""
     from relax_core.train.model.gpt import TreeGPTModel, transformer_config
     from relax_core.train.model.layer_specs import block_spec
 
@@ -74,7 +74,7 @@ def test_shards_are_those_of_megatron(tmp_path: Path, variant: str, cut_tensors:
         for mark in ("tensor_model_parallel", "partition_dim"):
             assert getattr(ours[name], mark, None) == getattr(parameter, mark, None), (name, mark)
         cut += hasattr(parameter, "partition_dim")
-    assert cut == cut_tensors  # of each layer four matrices and a bias, the embedding, the output weight
+    assert cut == cut_tensors  # Each layer has four matrices and a bias; then come the embedding and the output weight.
 
 
 def edit_config(folder: Path, **changes: Any) -> None:
@@ -89,7 +89,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
     name, tensor = good[3]
     with pytest.raises(ValueError, match=r"1 weight\(s\) missing: model.norm.weight"):
         backend.load_weights(iter(good[:-1]))
-    with pytest.raises(ValueError, match=r"weight model.nonsense is no weight of family qwen3"):
+    with pytest.raises(ValueError, match=r"weight model.nonsense is not a weight of family qwen3"):
         backend.load_weights(iter([*good, ("model.nonsense", tensor)]))
     with pytest.raises(ValueError, match=f"weight {name} comes twice"):
         backend.load_weights(iter([*good, (name, tensor)]))
@@ -100,7 +100,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("normalised", [True, False])
 def test_experts_compute_what_transformers_does(tmp_path: Path, normalised: bool) -> None:
-    """Softmax over all experts and the best few of it, whether or not their weights are made to sum to 1."""
+    """The softmax is over all experts or over the chosen ones, as the weights are normalized or not."""
     from transformers import AutoModelForCausalLM
 
     from relax_core.train.attention.tree_attention import TreeBatch
@@ -120,7 +120,7 @@ def test_experts_compute_what_transformers_does(tmp_path: Path, normalised: bool
 
 
 def test_names_of_a_build_with_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its linear layers hold the norm before them, but a router has none; a grouped GEMM has a layer's experts."""
+    """TransformerEngine's linear layers hold the norm before them, but routers do not; one module has all experts."""
     from relax_core.train.model import layer_specs as specs
 
     norm, mlp = "decoder.layers.3.input_layernorm.weight", "decoder.layers.3.pre_mlp_layernorm.weight"

@@ -1,4 +1,4 @@
-"""What all ranks of a layout must agree on: the step's metrics, the top tokens, and what stops a step."""
+"""Tests what all ranks of a layout must agree on: the step's metrics, the top tokens, and what stops a step."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_top_tokens_are_on_all_ranks(folder: Path, layout: str) -> None:
 
 
 def test_a_broken_gradient_is_refused_everywhere_with_its_rank(folder: Path, layout: str) -> None:
-    """Overlapped, it is found when it has reached the others."""
+    """With overlap the gradient is found after it has reached the other ranks."""
     ranks = "[0, 1]" if "overlap" in layout else "[1]"
     first, second = (seen["broken"] for seen in of_both_ranks(folder, layout))
     assert first == second, "all ranks name the same tensor"

@@ -1,4 +1,4 @@
-"""Against transformers and torch.optim.AdamW, in float32 on a full batch, sequence by sequence without any packing."""
+"""Tests against transformers and torch.optim.AdamW in float32 on a full batch, sequence by sequence without packing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GROUPS = make_groups([[5, 1, 8, 3], [7, 7, 2, 4], [1, 1, 1, 1]], prompt_lengths=
 
 
 def reference_logprobs(model: Any, groups: list[TokenTree], *, temperature: float = 1.0) -> torch.Tensor:
-    """Log-probs of all response tokens, each sample in its own forward."""
+    """Returns log-probs of all response tokens, each sample in its own forward pass."""
     parts = []
     for group in groups:
         prompt = prompt_of(group)
@@ -61,13 +61,13 @@ def test_logprobs_match(tmp_path: Path, variant: str, temperature: float) -> Non
 
 @pytest.mark.parametrize("variant", ["qwen3", "llama, llama3 rope"])
 def test_logits_match(tmp_path: Path, variant: str) -> None:
-    """A prompt with a one-token response is a plain sequence: its hidden states give the model's logits."""
+    """A prompt with a one-token response is a plain sequence, whose hidden states give the model's logits."""
     from relax_core.train.attention.tree_attention import TreeBatch
     from relax_core.train.packing.tree_packing import pack_tree
 
     model = make_family_model(tmp_path, variant)
     backend = make_backend(tmp_path, family=VARIANTS[variant][0])
-    group = make_groups([[1]], prompt_lengths=[121])[0]  # turns of all frequencies
+    group = make_groups([[1]], prompt_lengths=[121])[0]  # These positions turn all rotary frequencies.
     tree = TreeBatch.of(pack_tree([group]), device=torch.device("cpu"), dtype=torch.float32)
     with torch.no_grad():
         logits = backend.model(tree) @ backend.model.output_weight().t()
@@ -87,7 +87,7 @@ def test_two_steps_match_adamw(tmp_path: Path, variant: str, distributed_optimiz
     )
     matrices = [p for p in model.parameters() if p.dim() > 1]
     norms = [p for p in model.parameters() if p.dim() == 1]
-    # With a tiny epsilon Adam's first step is lr * sign(gradient), which blows up rounding of a near-zero gradient.
+    # With a tiny epsilon Adam's first step is lr * sign(gradient), which magnifies rounding of a near-zero gradient.
     reference = torch.optim.AdamW(
         [{"params": matrices, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}],
         lr=1e-3,
@@ -108,9 +108,9 @@ def test_two_steps_match_adamw(tmp_path: Path, variant: str, distributed_optimiz
         torch.testing.assert_close(tensor, expected[name], atol=1e-6, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant != "qwen3_moe"])  # test_experts.py
+@pytest.mark.parametrize("variant", [variant for variant in VARIANTS if variant != "qwen3_moe"])  # See test_moe.py.
 def test_gradients_match(tmp_path: Path, variant: str) -> None:
-    """Seen as HF tensors, through the weight map; the tied output weight is used outside the model's forward."""
+    """Gradients are compared as HF tensors; the tied output weight is used outside the model's forward pass."""
     from relax_core.train.hf.hf_weights import HfWeights
 
     model = make_family_model(tmp_path, variant)

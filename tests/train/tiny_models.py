@@ -1,4 +1,4 @@
-"""Tiny random models of every kind, as Hugging Face folders."""
+"""Makes tiny random models of every kind as Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ SHAPE: dict[str, Any] = {
 
 
 def make_model(folder: Path, *, tied: bool = True, seed: int = 0, **sizes: Any) -> Any:
-    """Writes a Qwen3 to a folder and returns it; a Qwen3-MoE where ``sizes``, keys of its configuration, has
-    ``num_experts``. Its routers are far from even."""
+    """Writes a Qwen3 to a folder and returns it, or a Qwen3-MoE if ``sizes`` has ``num_experts``.
+
+    ``sizes`` are keys of the model's configuration. Its routers are far from even.
+    """
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
@@ -45,8 +47,10 @@ def make_model(folder: Path, *, tied: bool = True, seed: int = 0, **sizes: Any) 
 
 
 def make_models(folder: Path) -> None:
-    """Of four layers, for layouts: untied, tied and moe are Qwen3's, biased is an untied Qwen2. Two ranks cannot share
-    their 51 words evenly."""
+    """Makes models of four layers for layouts.
+
+    untied, tied and moe are Qwen3 models, and biased is an untied Qwen2. Two ranks cannot share their 51 tokens evenly.
+    """
     sizes = {"vocab_size": VOCABULARY + 1, "intermediate_size": 96, "num_hidden_layers": 4}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
     make_model(folder / "untied", tied=False, **sizes)

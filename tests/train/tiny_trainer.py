@@ -1,4 +1,4 @@
-"""A back end of a tiny model, random groups, a plain PPO-clip algorithm, a critic: what the trainer's tests share."""
+"""Makes the parts that tests of the trainer share: a tiny back end, random groups, a PPO algorithm and a critic."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ CONFIG = ClipConfig("ppo_clip", 16)
 def make_groups(
     lengths: list[list[int]], *, prompt_lengths: list[int], seed: int = 0, masked: float = 0.0
 ) -> list[TokenTree]:
-    """Random groups; ``lengths``: response lengths, one list a group; ``masked``: share of tokens left untrained."""
+    """Makes random groups with responses of ``lengths``, a list a group; ``masked`` is the share that is untrained."""
     random = np.random.default_rng(seed)
     groups = []
     for index, (group_lengths, prompt) in enumerate(zip(lengths, prompt_lengths, strict=True)):
@@ -81,7 +81,7 @@ def make_groups(
 
 
 def make_backend(folder: Path, **overrides: Any) -> Any:
-    """A back end on one rank unless told otherwise; optimizer settings under ``optimizer``."""
+    """Makes a back end, on one rank by default; ``optimizer`` holds optimizer settings."""
     from relax_core.train.policy_backend import MegatronBackend
 
     own = {"temperature": overrides.pop("temperature", 1.0), "trainable": overrides.pop("trainable", True)}
@@ -89,7 +89,7 @@ def make_backend(folder: Path, **overrides: Any) -> Any:
 
 
 def make_critic(folder: Path, **overrides: Any) -> Any:
-    """PPO's critic, as `make_backend` makes a policy."""
+    """Makes PPO's critic, as `make_backend` makes a policy."""
     from algorithms.ppo import SPEC, PpoConfig
     from relax_core.train.critic_backend import CriticBackend
 
@@ -142,6 +142,6 @@ def train_step(backend: Any, micro_batches: list[list[TokenTree]], *, step: int 
 
 
 def dp_groups() -> list[list[TokenTree]]:
-    """Three micro-batches of uneven groups; the last has a single group, so a second rank gets none."""
+    """Makes three micro-batches of uneven groups; the last one has a single group, so a second rank gets none."""
     groups = make_groups([[5, 1, 8], [7, 2], [3, 3, 3, 3], [9]], prompt_lengths=[9, 4, 12, 6], masked=0.3)
     return [groups[:2], groups[2:3], groups[3:]]

@@ -1,5 +1,4 @@
-"""One rank of a worker group that holds the same models in many layouts, one after the other; rank 0 writes what it
-saw.
+"""Runs one rank of a worker group that holds the same models in many layouts; rank 0 writes what it measured.
 
 python weights_rank.py <rank> <4> <port> <folder of the models: untied, tied, moe, biased> <output JSON>
 """
@@ -19,17 +18,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from worker_group_layouts import DENSE_LAYOUTS, MOE_LAYOUTS, RANKS, parallel_config
 
 from relax_core.families.folder import folder_architecture
-from relax_core.train.hf.folder_tensors import StoredTensor, open_safetensors
 from relax_core.train.hf.hf_weights import HfWeights
 from relax_core.train.hf.weight_rules import weight_rules
 from relax_core.train.model.gpt import build_chunks
 from relax_core.train.parallel import process_group
+from relax_core.weights.folder_stream import StoredTensor, open_safetensors
 
-BUCKET_BYTES = 80_000  # a few tensors of these models, so that buckets are many
+BUCKET_BYTES = 80_000  # A bucket holds a few tensors of these models, so there are many buckets.
 
 
 class HeldBytes(TorchDispatchMode):
-    """``peak``: the most bytes of tensors made in this context that were alive at one time."""
+    """Measures ``peak``, the most bytes of tensors that were made in this context and alive at one time."""
 
     def __init__(self, before: list[torch.Tensor]) -> None:
         super().__init__()
@@ -70,7 +69,7 @@ def counted(folder: Path) -> Iterator[tuple[str, Counted]]:
 
 
 def see(folder: Path, family: str, sizes: dict[str, int], *, rank: int, port: str) -> dict[str, Any]:
-    """Loads and exports a model in a layout. Bytes are of this rank."""
+    """Loads and exports a model in a layout and measures this rank's bytes."""
     parallel = parallel_config(**sizes)
     process_group.join(
         parallel, rank=rank, world_size=RANKS, store_address=f"127.0.0.1:{port}", timeout_s=300.0, seed=0
@@ -80,7 +79,7 @@ def see(folder: Path, family: str, sizes: dict[str, int], *, rank: int, port: st
     parameters = [parameter for chunk in chunks for parameter in chunk.parameters()]
     with torch.no_grad():
         for parameter in parameters:
-            parameter.fill_(float("nan"))  # whatever is not loaded is seen
+            parameter.fill_(float("nan"))  # This value shows any parameter that is not loaded.
     weights = HfWeights(chunks, architecture, bucket_bytes=BUCKET_BYTES)
     weights.load(counted(folder))
     source = load_file(folder / "model.safetensors")
@@ -102,7 +101,7 @@ def see(folder: Path, family: str, sizes: dict[str, int], *, rank: int, port: st
     try:
         weights.load((name, tensor[:1]) for name, tensor in source.items() if tensor.dim() == 2)
     except ValueError as error:
-        seen["refusal"] = str(error)  # of every rank, also of those that hold nothing of that tensor
+        seen["refusal"] = str(error)  # Every rank does this, also a rank that has no part of the tensor.
     process_group.leave()
     return seen
 

@@ -1,4 +1,4 @@
-"""The layouts of a worker group of four ranks that keeps its processes and changes its layout."""
+"""Lists the layouts of a worker group of four ranks that keeps its processes and changes its layout."""
 
 from __future__ import annotations
 

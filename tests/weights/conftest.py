@@ -1,4 +1,4 @@
-"""Real engine processes over a tiny random model, as the engine's contract suite starts them."""
+"""Starts real engine processes over a tiny random model, as the engine's contract suite does."""
 
 from tests.contracts.engine.conftest import launch, model_folder, sglang_launch, start_engine
 

@@ -1,4 +1,4 @@
-"""Calls to several partners: in order for each, and none waits for another's."""
+"""Tests that calls with one key run in order and wait for no call with another key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The trainer's end of weight sync, against real engine processes."""
+"""Tests the publisher of weights against real engine processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from relax_core.contracts.engine import EngineError, WeightManifest
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.weights.publisher import WeightPublisher
-from relax_core.weights.transports.file_transports import SharedMemoryTransport
+from relax_core.weights.transports.choice import SharedMemoryTransport
 from relax_core.weights.version_file import read_weights
 from relax_core.weights.version_folder import (
     KEPT_VERSIONS,
@@ -67,7 +67,7 @@ def test_weights_of_another_model_are_refused_and_not_served(
 
 
 def test_bytes_that_are_not_those_published_are_refused(start_engine: Callable[..., Engine], tmp_path: Path) -> None:
-    """A receiver between publisher and engine changes one byte of the file, as a bad memory would."""
+    """A receiver between publisher and engine changes one byte of the file, as defective memory would."""
     engine = start_engine()
 
     class Damaged:
@@ -88,7 +88,7 @@ def test_bytes_that_are_not_those_published_are_refused(start_engine: Callable[.
 
 
 class Slow:
-    """A receiver that answers when it is told to."""
+    """A receiver that answers when the test allows it."""
 
     group_ranks = 1
 
@@ -135,7 +135,7 @@ def test_a_damaged_file_is_read_again_and_then_named(
         file.write_bytes(damaged)
         with pytest.raises(PublishedUnreadable, match=rf"{file} is damaged: .*The next version"):
             read(tmp_path)
-        with monkeypatch.context() as patch:  # what happens between two reads
+        with monkeypatch.context() as patch:  # This happens between two reads.
             patch.setattr("relax_core.weights.version_folder.time.sleep", goes_on_being_written)
             assert read(tmp_path) == before
 
@@ -150,7 +150,7 @@ def test_the_newest_is_left_for_whoever_comes_later(tmp_path: Path) -> None:
         latest = read_latest(folder)
         assert latest is not None and latest.version == version
         manifests.append(latest)
-        for manifest in manifests[-2:]:  # who has just read the one before must still find its file
+        for manifest in manifests[-2:]:  # A reader of the manifest before this one must still find its file.
             ((_, value),) = read_weights(manifest)
             assert value.tolist() == [float(manifest.version)] * 5
     names = sorted(path.name for path in folder.iterdir())
@@ -161,13 +161,14 @@ def test_the_newest_is_left_for_whoever_comes_later(tmp_path: Path) -> None:
 def test_a_stopped_engine_holds_up_no_other_and_no_later_version(
     start_engine: Callable[..., Engine], tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:
-    """Its push's file stays until it has answered, however many versions are published meanwhile."""
+    """The file of a pending push stays until the engine answers, however many versions are published meanwhile."""
     lives, stopped = start_engine(), start_engine()
     publisher = WeightPublisher(tmp_path, lambda: [lives.client, stopped.client], transport=SharedMemoryTransport())
     os.kill(stopped.process.pid, signal.SIGSTOP)
     try:
         reports = [publisher.publish(1, hf_weights(make_model(None, seed=1))).result(timeout=1.0)]
-        for version in range(2, 6):  # it is known by now: a wait for it would last until its client gives up
+        # The engine is known to be behind; a wait for it would last until its client's timeout.
+        for version in range(2, 6):
             weights = hf_weights(make_model(None, seed=version))
             reports.append(publisher.publish(version, weights).result(timeout=120.0))
     finally:
@@ -189,7 +190,7 @@ def test_a_stopped_engine_holds_up_no_other_and_no_later_version(
 def test_an_engine_that_was_given_up_is_pushed_to_and_not_waited_for(
     start_engine: Callable[..., Engine], tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:
-    """Its client has stopped waiting, too, and nobody knows yet whether it lives."""
+    """The client's wait has ended, too, and whether the engine runs is not known."""
     engine = start_engine()
     client = EngineClient(engine.process.url, TOKEN, request_timeout_s=60.0, control_timeout_s=5.0)
     publisher = WeightPublisher(tmp_path, lambda: [client], transport=SharedMemoryTransport())
@@ -237,7 +238,7 @@ def test_a_fault_of_our_own_is_raised(tmp_path: Path) -> None:
 
 
 def test_a_version_stays_while_somebody_reads_it(tmp_path: Path) -> None:
-    """Readers come at any moment of the publishing and of the removal, and each finds its whole file until it ends."""
+    """Readers come at any moment of publishing and removal, and each finds its whole file until it ends."""
     publisher = WeightPublisher(tmp_path, list, transport=SharedMemoryTransport())
     publisher.publish(0, [("a", torch.zeros(5))]).result(timeout=120.0)
     ended, read, failures = threading.Event(), [0, 0], []

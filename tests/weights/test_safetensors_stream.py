@@ -1,4 +1,4 @@
-"""What is written as a stream is, byte for byte, the file that the library makes of the same tensors at one time."""
+"""Tests that a file written as a stream equals, byte for byte, the library's file of the same tensors."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from safetensors import numpy as numpy_library
 from safetensors import torch as library
 from torch import Tensor
 
-from relax_core.weights.safetensors_header import DTYPES
-from relax_core.weights.safetensors_stream import library_layout, write_safetensors
+from relax_core.weights.safetensors_stream import DTYPES, library_layout, write_safetensors
 
 FOR_NUMPY = [dtype for dtype in DTYPES if not dtype.startswith(("bfloat", "float8"))]
 
 
 def some_tensors(dtypes: list[str]) -> dict[str, Tensor]:
-    """Two of each dtype and of several shapes, a scalar and an empty one among them, in no order."""
+    """Makes two tensors of each dtype and of several shapes in random order, with a scalar and an empty one."""
     shapes = [(), (0, 4), (3, 7), (5,), (2, 3, 4)]
     names = [f"layers.{number}.{dtype}" for dtype in dtypes for number in (10, 9)]
     random.Random(0).shuffle(names)

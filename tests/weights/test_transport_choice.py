@@ -1,4 +1,4 @@
-"""How weights travel, by where trainer and engines are."""
+"""Tests how the transport depends on where the trainer and the engines run."""
 
 from __future__ import annotations
 

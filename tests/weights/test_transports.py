@@ -1,4 +1,4 @@
-"""Every way that weights may take, against real engine processes: served where attested, kept out where not."""
+"""Tests every transport against real engine processes: verified weights are served and others are not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from relax_core.config.schema import WeightTransportName
 from relax_core.contracts.engine import SamplingParams, TensorSpec, WeightManifest
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.weights.publisher import WEIGHTS, SyncReport, WeightPublisher
-from relax_core.weights.transports.build_transport import build_transport
+from relax_core.weights.transports.choice import build_transport
 from relax_core.weights.transports.collective import buckets
 from relax_core.weights.version_folder import read_latest
 from tests.contracts.engine.harness import (
@@ -36,8 +36,8 @@ from tests.ports import free_port
 TRANSPORTS = ("shared_memory", "disk", "gloo")
 PROMPT = random_prompt(12)
 TIMEOUT_S = 120.0
-HANGS_S = 3600.0  # whoever waits for the end of a broadcast that hangs comes too late for TIMEOUT_S
-SAMPLES = 16  # so that even a fast machine takes far longer over them than over a push
+HANGS_S = 3600.0  # A wait for the end of a hanging broadcast would exceed TIMEOUT_S.
+SAMPLES = 16  # The size makes a broadcast take far longer than a push, even on a fast machine.
 CONTEXT = 64
 
 
@@ -47,7 +47,7 @@ def publisher_of(name: str, folder: Path, receivers: Callable[[], Sequence[Any]]
 
 
 def publish(publisher: WeightPublisher, version: int) -> SyncReport:
-    """The version's weights are the model of this seed."""
+    """Publishes the model of this seed as the version's weights."""
     return publisher.publish(version, hf_weights(make_model(None, seed=version))).result(timeout=2 * TIMEOUT_S)
 
 
@@ -69,7 +69,7 @@ def serves(engine: Engine, version: int) -> None:
 
 @pytest.fixture(scope="module")
 def pair(launch: Any) -> Any:
-    """Two engines without weights, for all tests that leave them alive."""
+    """Starts two engines without weights for all tests that do not kill them."""
     from dataclasses import replace
 
     from relax_core.engines.engine_process import EngineProcess
@@ -159,8 +159,10 @@ def test_buckets_hold_every_tensor_once_and_no_more_than_fits(sizes: list[int], 
 
 @pytest.mark.sglang
 def test_sglang_takes_every_transport(sglang_launch: Any, tmp_path: Path, model_folder: Path) -> None:
-    """A version whose digest is another one is not served; nor, where it has gone into the model by then, anything
-    until the next version."""
+    """A version with a wrong digest is not served.
+
+    If it is in the model already, the engine serves nothing until the next version.
+    """
     from dataclasses import replace
 
     from relax_core.engines.engine_process import EngineProcess
@@ -199,7 +201,7 @@ def test_sglang_takes_every_transport(sglang_launch: Any, tmp_path: Path, model_
 
 
 class KilledWhileReceiving(EngineClient):
-    """Its engine stands still from the first broadcast on, and is killed a moment later, as in the middle of it."""
+    """A receiver whose engine is frozen at the first broadcast and killed a moment later."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine.process.url, TOKEN, request_timeout_s=HANGS_S, control_timeout_s=HANGS_S)
@@ -214,7 +216,7 @@ class KilledWhileReceiving(EngineClient):
 def test_an_engine_that_is_killed_in_the_middle_of_a_broadcast_holds_up_nobody(
     start_engine: Callable[..., Engine], tmp_path: Path, model_folder: Path
 ) -> None:
-    """Also with far more bytes than the sockets take in: our own broadcast would wait for them for HANGS_S."""
+    """The case includes more bytes than the sockets buffer, for which our own broadcast would wait for HANGS_S."""
     stays, dies, dies_of_more = start_engine(), start_engine(), start_engine()
     receivers: list[EngineClient] = [stays.client, KilledWhileReceiving(dies)]
     publisher = publisher_of("gloo", tmp_path / "weights", lambda: receivers, model_folder)

@@ -1,4 +1,4 @@
-"""A weight version as a file: what is read is what was written, or nothing is."""
+"""Tests that what is read from a weight version is what was written, and that damage is refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BUCKET = 64
 
 
 def some_tensors() -> list[tuple[str, torch.Tensor]]:
-    """Shapes of every kind: odd sizes that leave the next tensor unaligned, a scalar, an empty and a transposed one."""
+    """Makes tensors of odd sizes that misalign the next tensor, a scalar, an empty and a transposed one."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -86,7 +86,10 @@ def test_names_shapes_and_dtypes_are_in_the_digest() -> None:
 
 @pytest.mark.parametrize("header_room", [8, 1 << 12])
 def test_safetensors_reads_the_file(tmp_path: Path, header_room: int) -> None:
-    """Its own reader wants a tensor aligned to its dtype, so these are of one dtype. Room that is too small is made."""
+    """The library's reader requires aligned tensors, so these have one dtype.
+
+    A header that is too large for its room moves the tensors.
+    """
     tensors = [(name, value) for name, value in some_tensors() if value.dtype == torch.float32]
     manifest = write_weights(
         tmp_path / "model.safetensors", version=7, tensors=tensors, bucket_bytes=BUCKET, header_room=header_room
@@ -142,7 +145,7 @@ def test_a_manifest_that_was_changed_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_offset_of_its_own_changes_nothing(tmp_path: Path) -> None:
-    """Offsets are told for readers that map the file; they follow from the attested shapes."""
+    """Readers that map the file use the offsets, which follow from the verified shapes."""
     manifest = write(tmp_path)
     shifted = [msgspec.structs.replace(spec, offset=0, nbytes=4) for spec in manifest.tensors]
     found = dict(read_weights(msgspec.structs.replace(manifest, tensors=shifted)))

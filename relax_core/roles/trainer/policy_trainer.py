@@ -32,8 +32,7 @@ from relax_core.roles.trainer.weight_sync import EngineSync
 from relax_core.roles.trainer.worker_group import Ranks, TrainerWorkerGroup
 from relax_core.train.packing.leased_trees import decode_train_tree
 from relax_core.train.step.updates import StepResult, StepUpdates, UpdatePlan
-from relax_core.weights.transports.build_transport import build_transport
-from relax_core.weights.transports.choice import choose_transport
+from relax_core.weights.transports.choice import build_transport, choose_transport
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -1,0 +1,4 @@
+"""Computes attention over tree-packed streams.
+
+Start with `tree_attention.py`, which chooses between the two others.
+"""

@@ -1,0 +1,4 @@
+"""Writes and reads checkpoints.
+
+Start with `checkpoint_store.py` (folders), then `model_checkpoint.py` (tensors).
+"""

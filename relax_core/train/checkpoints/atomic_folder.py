@@ -1,4 +1,7 @@
-"""A folder that appears whole or not at all. No heavy imports."""
+"""Writes folders that appear complete or not at all.
+
+It has no heavy imports.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ REPLACED_SUFFIX = ".replaced"
 def atomic_folder(target: Path) -> Iterator[Path]:
     """Yields an empty folder beside ``target``; after the block its files are on disk and it becomes ``target``.
 
-    An older ``target`` is replaced. Where the block or the disk fails, the new folder is removed and the old one stays;
-    an OSError then says what was not written, where, why, and how many bytes are free there.
+    An older ``target`` is replaced. If the block or the disk fails, the new folder is removed and the old one stays. An
+    OSError then names what was not written, where, why, and how many bytes are free there.
     """
     partial, replaced = (target.with_name(f".{target.name}{suffix}") for suffix in (PARTIAL_SUFFIX, REPLACED_SUFFIX))
     try:
-        _settle(target, partial=partial, replaced=replaced)  # after a process that was killed
+        _settle(target, partial=partial, replaced=replaced)  # A process that was killed may have left both.
         partial.mkdir(parents=True)
         yield partial
         _sync(partial)
@@ -36,8 +39,10 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 
 
 def recover_replaced(root: Path) -> None:
-    """After a process that was killed between the two renames of `atomic_folder`: the older folder, which stood aside
-    already, gets its name back. For all folders in ``root``, into which nobody may be writing."""
+    """Gives replaced folders in ``root`` their names back after a process was killed while it replaced them.
+
+    A process may be killed between the two renames of `atomic_folder`. No process may be writing into ``root``.
+    """
     for replaced in root.glob(f".*{REPLACED_SUFFIX}"):
         target = replaced.with_name(replaced.name.removeprefix(".").removesuffix(REPLACED_SUFFIX))
         if not target.exists():
@@ -45,12 +50,12 @@ def recover_replaced(root: Path) -> None:
 
 
 def _settle(target: Path, *, partial: Path, replaced: Path) -> None:
-    """Leaves only ``target``: the new one if it got there, else the one before."""
+    """Leaves only ``target``: the new folder if it was renamed to it, and the older one otherwise."""
     if replaced.exists() and not target.exists():
         os.rename(replaced, target)
-    for stale_run in (partial, replaced):
-        if stale_run.exists():
-            shutil.rmtree(stale_run)
+    for stale in (partial, replaced):
+        if stale.exists():
+            shutil.rmtree(stale)
 
 
 def _failure_text(target: Path, error: OSError) -> str:
@@ -58,12 +63,12 @@ def _failure_text(target: Path, error: OSError) -> str:
     free = shutil.disk_usage(existing).free
     return (
         f"{target} was not written: {error.strerror or error}. {free:,} bytes are free in {existing}. "
-        "What was there before is untouched; make room or choose another folder."
+        "The files that were there before are unchanged; free some space or choose another folder."
     )
 
 
 def _sync(folder: Path) -> None:
-    """Every file and folder below ``folder``, and itself, to disk."""
+    """Puts ``folder`` and every file and folder below it on disk."""
     for path, _, names in os.walk(folder):
         for name in names:
             sync(Path(path, name))
@@ -71,7 +76,7 @@ def _sync(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """A file's bytes, or a folder's names, to disk."""
+    """Puts a file's bytes, or the names in a folder, on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

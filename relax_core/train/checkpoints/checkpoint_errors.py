@@ -1,4 +1,4 @@
-"""What goes wrong with a checkpoint's files, in the words of those who can do something about it."""
+"""Turns errors of reading and writing checkpoint files into errors that name the folder and the fix."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-_FULL_BYTES = 1 << 20  # a write that failed has filled the disk but for less than this
+_FULL_BYTES = 1 << 20  # After a write failed on a full disk, fewer bytes than this are free.
 _UNREADABLE = (OSError, EOFError, ValueError, CheckpointException, pickle.UnpicklingError)
 
 
 def _causes(error: BaseException) -> list[tuple[BaseException, traceback.StackSummary]]:
-    """What failed, on each rank that says so, with where it was raised."""
+    """Returns each rank's error with the stack where it was raised."""
     if isinstance(error, CheckpointException):
         return list(error.failures.values())
     return [(error, traceback.extract_tb(error.__traceback__))]
 
 
 def _is_torch_file_error(error: BaseException, frames: traceback.StackSummary) -> bool:
-    """torch's zip reader and writer raise RuntimeErrors, in many words, for what the disk refuses."""
+    """Returns True for RuntimeErrors of torch's zip reader and writer, which raise them when the disk fails."""
     return isinstance(error, RuntimeError) and frames[-1].filename == torch.serialization.__file__
 
 
 @contextmanager
 def write_errors_as_oserror(folder: Path) -> Iterator[None]:
-    """OSError for what the disk refused on any rank."""
+    """Raises OSError if the disk failed on any rank."""
     try:
         yield
     except (CheckpointException, RuntimeError) as error:
@@ -42,14 +42,14 @@ def write_errors_as_oserror(folder: Path) -> Iterator[None]:
             if _is_torch_file_error(cause, frames):
                 number = errno.ENOSPC if shutil.disk_usage(folder).free < _FULL_BYTES else errno.EIO
                 raise OSError(number, f"{folder}: {os.strerror(number)}: {cause}") from error
-        if isinstance(error, CheckpointException):  # no Exception: it would pass every handler
+        if isinstance(error, CheckpointException):  # It is not an Exception, so handlers of Exception would miss it.
             raise RuntimeError(f"{folder}: {error}") from error
         raise
 
 
 @contextmanager
 def read_errors_as_valueerror(folder: Path) -> Iterator[None]:
-    """ValueError for files that are not what was written."""
+    """Raises ValueError if files are not those that were written."""
     try:
         yield
     except (RuntimeError, *_UNREADABLE) as error:

@@ -1,4 +1,4 @@
-"""A checkpoint as a Hugging Face folder, whatever layout it was saved in: one process, no Megatron, no ranks."""
+"""Exports a checkpoint of any layout as a Hugging Face folder, in one process without Megatron and ranks."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ BUCKET_BYTES = 64 << 20
 def export_checkpoint(
     checkpoint: Path, target: Path, *, model_folder: Path, dtype: str | None = None, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Writes ``target`` as `export_hf_folder` does. In memory are 64 MiB, or one tensor.
+    """Writes ``target`` as `export_hf_folder` does, with 64 MiB or one tensor in memory.
 
-    ``checkpoint``: a model's part of one (provenance.json is in it). ``model_folder``: whose configuration and
-    tokenizer go with the weights. ``dtype``: "float32" or "bfloat16"; None: the trainer's. Raises ValueError for a
-    checkpoint that is corrupt, of another model than the folder's, or a critic's; OSError where ``target`` cannot be
-    written.
+    ``checkpoint`` is a model's part of a checkpoint and has provenance.json. ``model_folder`` gives the configuration
+    and the tokenizer. ``dtype`` is "float32" or "bfloat16", or None for the trainer's. Raises ValueError for a
+    checkpoint that is corrupt, of a different model than the folder's, or a critic's, and OSError if ``target`` cannot
+    be written.
     """
     provenance = read_provenance(checkpoint)
     if provenance.head != "policy":
-        raise ValueError(f"checkpoint {checkpoint} is of a {provenance.head}: Hugging Face knows no such model.")
+        raise ValueError(f"checkpoint {checkpoint} is of a {provenance.head}: Hugging Face has no such model.")
     architecture = folder_architecture(model_folder, family=provenance.family)
     check_same_numbers(provenance.model, model_numbers(architecture), folder=checkpoint)
     with read_errors_as_valueerror(checkpoint):
@@ -43,7 +43,7 @@ def export_checkpoint(
         with read_errors_as_valueerror(checkpoint):
             for name, tensor in stored.read(names, bucket_bytes=BUCKET_BYTES):
                 yield name.removeprefix(WEIGHTS), tensor.to(getattr(torch, written))
-                del tensor  # before the next ones are read
+                del tensor  # This frees the tensor before the next ones are read.
 
     shapes = stored.tensors()
     export_hf_folder(

@@ -1,7 +1,7 @@
-"""Tensors of many ranks in torch.distributed.checkpoint's format: each writes its pieces, any others read any others.
+"""Stores tensors of many ranks in torch.distributed.checkpoint's format; any other ranks can read them.
 
-Its own sharded types know regular grids over a mesh. A piece here is any block of a global tensor, so that a rank can
-store what it has as it lies in memory: a slice of the optimizer's flat buffer, a few heads of a fused projection.
+torch's own sharded types support regular grids over a mesh. A piece here is any block of a global tensor, so a rank can
+store its memory as it is: a slice of the optimizer's flat buffer, or a few heads of a fused projection.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from relax_core.train.checkpoints.synced_stream import SyncedFiles
 
-WEIGHTS = "weights/"  # how the names of a model's own tensors begin
+WEIGHTS = "weights/"  # The names of a model's own tensors begin with this.
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """``data``: the part of a global tensor that begins at ``offsets``."""
+    """Holds ``data``, the part of a global tensor that begins at ``offsets``."""
 
     offsets: tuple[int, ...]
     data: Tensor
@@ -39,20 +39,24 @@ class Block:
 
 @dataclass(slots=True)
 class Pieces:
-    """One rank's blocks of a global tensor of ``shape``. Its dunder methods are what torch.distributed.checkpoint asks
-    of a value that is no tensor."""
+    """Holds one rank's blocks of a global tensor of ``shape``.
+
+    torch.distributed.checkpoint calls the dunder methods for a value that is not a tensor.
+    """
 
     shape: tuple[int, ...]
     blocks: list[Block] = field(default_factory=list)
 
     def copied(self) -> Pieces:
-        """The same in host memory of its own."""
+        """Returns a copy in host memory."""
         return Pieces(self.shape, [Block(block.offsets, block.data.to("cpu", copy=True)) for block in self.blocks])
 
     def size(self) -> torch.Size:
+        """Returns the shape of the global tensor."""
         return torch.Size(self.shape)
 
     def at(self, index: MetadataIndex) -> Tensor:
+        """Returns the block at the index's offsets."""
         return next(block.data for block in self.blocks if block.offsets == index.offset)
 
     def __create_write_items__(self, name: str, value: object) -> list[WriteItem]:
@@ -80,7 +84,7 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Without the look for tensors on torch's meta device, which knows only its own types."""
+        """Omits the check for tensors on torch's meta device, which supports only torch's own types."""
         self.original_state_dict = self.state_dict = state_dict
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
@@ -90,8 +94,10 @@ class _LoadPlanner(dcp.DefaultLoadPlanner):
 
 
 def write_pieces(folder: Path, pieces: Mapping[str, Pieces], *, group: dist.ProcessGroup) -> None:
-    """Collective over ``group``: returns once the blocks of all ranks are in ``folder``, and raises on all of them
-    where one could not write. No two ranks may give the same block."""
+    """Writes the blocks of all ranks into ``folder`` and raises on every rank if one of them cannot write.
+
+    No two ranks may give the same block. The call is collective over ``group``.
+    """
     writer = dcp.FileSystemWriter(folder, sync_files=False)
     writer.fs = SyncedFiles()
     dcp.save(
@@ -103,7 +109,7 @@ def write_pieces(folder: Path, pieces: Mapping[str, Pieces], *, group: dist.Proc
 
 
 def read_pieces(folder: Path, pieces: Mapping[str, Pieces], *, group: dist.ProcessGroup) -> None:
-    """Collective over ``group``: fills the blocks of each rank, whoever wrote them."""
+    """Fills the blocks of each rank from files of any ranks; the call is collective over ``group``."""
     dcp.load(
         dict(pieces),
         storage_reader=dcp.FileSystemReader(folder),
@@ -113,14 +119,14 @@ def read_pieces(folder: Path, pieces: Mapping[str, Pieces], *, group: dist.Proce
 
 
 class StoredFolder:
-    """What `write_pieces` wrote, read by one process that is no rank."""
+    """Reads what `write_pieces` wrote in one process that is not a rank."""
 
     def __init__(self, folder: Path) -> None:
         self._reader = dcp.FileSystemReader(folder)
         self._metadata: Metadata = self._reader.read_metadata()
 
     def tensors(self) -> dict[str, TensorStorageMetadata]:
-        """Shape and dtype of every tensor in it."""
+        """Returns the shape and dtype of every tensor in the folder."""
         return {
             name: stored
             for name, stored in self._metadata.state_dict_metadata.items()
@@ -128,7 +134,7 @@ class StoredFolder:
         }
 
     def read(self, names: Sequence[str], *, bucket_bytes: int) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole tensor) in the order of ``names``; ``bucket_bytes`` of them, or one, are read at a time."""
+        """Yields (name, whole tensor) in the order of ``names``; reads ``bucket_bytes`` or one tensor at a time."""
         stored = self.tensors()
         bucket: dict[str, Tensor] = {}
         held = 0

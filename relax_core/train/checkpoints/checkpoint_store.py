@@ -1,9 +1,11 @@
-"""The checkpoints of a run: whole folders with a meta.json, the newest few kept. No heavy imports.
+"""Writes a run's checkpoints as complete folders with a meta.json and keeps the newest few.
 
-<root>/step_00000100/meta.json, <what the writers wrote>
-<root>/best -> step_00000100          the one with the best evaluation (run.keep_best)
-<root>/.step_00000150.partial/        being written; never read
-<root>/.step_00000100.replaced/       the older of two of the same step, for the moment in which they change places
+It has no heavy imports.
+
+<root>/step_00000100/meta.json and the writers' files
+<root>/best -> step_00000100          the checkpoint with the best evaluation (run.keep_best)
+<root>/.step_00000150.partial/        a checkpoint that is being written and is never read
+<root>/.step_00000100.replaced/       the older checkpoint of a step while a new one replaces it
 """
 
 from __future__ import annotations
@@ -31,12 +33,12 @@ from relax_core.train.checkpoints.atomic_folder import (
 from relax_core.weights.digested_json import decode_digested, encode_digested
 
 META = "meta.json"
-BUS_SNAPSHOT, CONFIG = "bus.msgpack", "config.yaml"  # what a run's checkpoint has beside the models
-DATA_DIGEST = "data"  # in what a run tells of itself: of its data's content, where that is in files
-DATUM = "datum"  # there too: the form of what the run's ledger and bus hold
+BUS_SNAPSHOT, CONFIG = "bus.msgpack", "config.yaml"  # A run's checkpoint has these files beside the models.
+DATA_DIGEST = "data"  # The key of ``run`` with the digest of the data's content, if the data is in files.
+DATUM = "datum"  # The key of ``run`` with the form of what the ledger and the bus hold.
 TOKEN_TREE = "token tree"
-BEST = "best"  # a link to the checkpoint with the best evaluation, where run.keep_best names a figure
-SLOWEST_WRITE_S = 86_400.0  # for those who wait for a write; whether it goes on its progress tells
+BEST = "best"  # A link to the checkpoint with the best evaluation, if run.keep_best names a metric.
+SLOWEST_WRITE_S = 86_400.0  # The timeout of waits for a write in seconds; `progress` shows whether it goes on.
 REMOVED_SUFFIX = ".removed"
 LIBRARIES = ("torch", "megatron-core", "transformers", "ray", "numpy", "safetensors", "msgspec")
 _READ_BYTES = 8 << 20
@@ -45,7 +47,7 @@ _STEP_NAME = re.compile(r"step_(\d{8,})")
 
 
 class CheckpointDamaged(ValueError):
-    """A checkpoint cannot be used as it is; the text says why, and what to resume from instead. ``problem``: why."""
+    """Says why a checkpoint cannot be used and what to resume from instead; ``problem`` is the reason."""
 
     def __init__(self, folder: Path, problem: str) -> None:
         super().__init__(f"checkpoint {folder}: {problem}. {_instead(folder)}")
@@ -53,22 +55,23 @@ class CheckpointDamaged(ValueError):
 
 
 class FileDigest(msgspec.Struct, frozen=True, kw_only=True):
-    """``digest``: xxh3-128 of the file's bytes, in hex."""
+    """Holds a file's size in bytes and ``digest``, the xxh3-128 of its bytes in hex."""
 
     bytes: int
     digest: str
 
 
 class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """What meta.json holds, under a digest of its own.
+    """Holds the content of meta.json, which carries a digest of its own.
 
-    ``sequence``: order of writing, by which the newest is found: a run may go back to an older step.
-    ``run``: what the writer told of its run, the digest of its configuration among it.
+    ``sequence`` is the order of writing, which determines the newest checkpoint, because a run may resume from an older
+    step. ``provenance`` is the version of Relax; it is empty for checkpoints written before 2026-11-22, which have it
+    under another name. ``run`` is what the writer recorded about its run, such as the digest of its configuration.
     """
 
     step: int
     sequence: int
-    provenance: str
+    provenance: str = ""
     libraries: dict[str, str]
     run: dict[str, Any]
     files: dict[str, FileDigest]
@@ -76,8 +79,10 @@ class CheckpointMeta(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, kw_only=True)
 class WholeCheckpoint:
-    """A checkpoint of which every file agrees with its digest. ``left``: why newer ones, and those whose place in the
-    order of writing nobody can read, were left; a sentence each."""
+    """Is a checkpoint in which every file agrees with its digest.
+
+    ``left`` has one sentence for each newer or unreadable checkpoint that was skipped, with the reason.
+    """
 
     folder: Path
     meta: CheckpointMeta
@@ -85,8 +90,10 @@ class WholeCheckpoint:
 
 
 class CheckpointStore:
-    """One process writes; any may read at the same time. ``keep_last``: how many checkpoints stay, and beside them
-    those of the train steps that ``kept`` names."""
+    """Writes and finds checkpoints in ``root``; one process writes, and any process may read at the same time.
+
+    ``keep_last`` is the number of newest checkpoints that are kept. Those of the train steps in ``kept`` also stay.
+    """
 
     def __init__(self, root: Path, *, keep_last: int, kept: Callable[[], Collection[int]] = frozenset) -> None:
         if keep_last < 1:
@@ -94,16 +101,16 @@ class CheckpointStore:
         self._root = root
         self._keep_last = keep_last
         self._kept = kept
-        self._settled = 0  # bytes that were digested, and bytes that are on disk
+        self._settled = 0  # the bytes that were digested plus the bytes that are on disk
 
     def write(self, step: int, *, writers: Callable[[Path], None], meta: dict[str, Any]) -> Path:
         """Writes the checkpoint after ``step`` train steps, then removes the oldest beyond ``keep_last``.
 
-        ``writers`` fills the folder it is given. Raises OSError (what, where, how many bytes are free) where the disk
-        does not take it, and whatever ``writers`` raises; every older checkpoint is then as it was.
+        ``writers`` fills the folder that it is given. If the disk fails it raises OSError (what, where, how many bytes
+        are free), and it raises whatever ``writers`` raises. All older checkpoints are then unchanged.
         """
         recover_replaced(self._root)
-        self._remove_stale_runs()
+        self._remove_stale_folders()
         earlier, _ = self._by_sequence()
         target = self._folder(step)
         with atomic_folder(target) as folder:
@@ -121,7 +128,7 @@ class CheckpointStore:
         return target
 
     def name_best(self, step: int) -> None:
-        """Points ``best`` at the checkpoint after ``step`` train steps; nothing changes where there is none."""
+        """Points ``best`` at the checkpoint after ``step`` train steps, if that checkpoint exists."""
         target = self._folder(step)
         if not (target / META).is_file():
             return
@@ -131,15 +138,17 @@ class CheckpointStore:
         os.replace(partial, link)
 
     def progress(self, step: int) -> int:
-        """A number that changes as long as the write of the checkpoint after ``step`` goes on, in whatever process its
-        files grow: it stands still where the disk does. From any thread."""
+        """Returns a number that changes while the checkpoint after ``step`` is being written by any process.
+
+        It stops changing when the disk stops. It may be called from any thread.
+        """
         return self._settled + _size(self._folder(step, hidden=PARTIAL_SUFFIX))
 
     def newest_whole(self, *, requirements: Sequence[str] = ()) -> WholeCheckpoint | None:
-        """The checkpoint written last of those that `verify` finds whole; None where there is no checkpoint at all.
+        """Returns the checkpoint that was written last among those that `verify` accepts, or None without checkpoints.
 
-        Reads the files of every checkpoint that it takes or leaves. Raises ValueError, which says what is wrong with
-        each, where there are checkpoints and none of them is whole.
+        It reads the files of every checkpoint that it accepts or skips. If there are checkpoints and none is whole, it
+        raises ValueError, which names the problem of each.
         """
         readable, left = self._by_sequence()
         for _, folder in reversed(readable):
@@ -155,8 +164,11 @@ class CheckpointStore:
 
     @staticmethod
     def read_meta(folder: Path) -> CheckpointMeta:
-        """Reads a checkpoint's meta.json. Raises `CheckpointDamaged` where it is not there, does not agree with its own
-        digest, or says another step than the folder's name."""
+        """Reads a checkpoint's meta.json.
+
+        Raises `CheckpointDamaged` if the file is missing, does not agree with its own digest, or has another step than
+        the folder's name.
+        """
         path = folder / META
         try:
             meta = decode_digested(path.read_bytes(), type=CheckpointMeta)
@@ -164,23 +176,24 @@ class CheckpointStore:
             raise CheckpointDamaged(folder, f"{path} is not there") from None
         except (OSError, ValueError) as error:
             raise CheckpointDamaged(folder, f"{path} cannot be read: {error}") from error
-        named = _STEP_NAME.fullmatch(folder.name)  # a copy may have any other name
+        named = _STEP_NAME.fullmatch(folder.name)  # A copy of a checkpoint may have any other name.
         if named is not None and int(named[1]) != meta.step:
-            raise CheckpointDamaged(folder, f"{path} says step {meta.step}, and its folder's name another one")
+            raise CheckpointDamaged(
+                folder, f"{path} is of step {meta.step}, which is not the step of its folder's name"
+            )
         return meta
 
     @staticmethod
     def verify(folder: Path, *, requirements: Sequence[str] = ()) -> CheckpointMeta:
-        """Compares every file with its size and digest in meta.json, and meta.json with its own digest. Raises
-        `CheckpointDamaged`, which names the first that differs, or the first of ``requirements`` that was never
-        written.
+        """Compares every file with its size and digest in meta.json, and meta.json with its own digest.
 
-        What was loaded after this is what was saved. Costs one pass over the files, at the speed of the disk.
+        Raises `CheckpointDamaged` for the first file that differs, or the first of ``requirements`` that was not
+        written. It costs one pass over the files at the speed of the disk.
         """
         meta = CheckpointStore.read_meta(folder)
         for name in requirements:
             if name not in meta.files:
-                raise CheckpointDamaged(folder, f"{folder / name} is not there: it is no checkpoint of a whole run")
+                raise CheckpointDamaged(folder, f"{folder / name} is not there: this is no checkpoint of a whole run")
         for name, expected in meta.files.items():
             path = folder / name
             try:
@@ -188,9 +201,9 @@ class CheckpointStore:
             except OSError as error:
                 raise CheckpointDamaged(folder, f"{path}: {error.strerror}") from error
             if found.bytes != expected.bytes:
-                problem = f"has {found.bytes:,} bytes, was written with {expected.bytes:,}"
+                problem = f"has {found.bytes:,} bytes, but was written with {expected.bytes:,}"
             elif found.digest != expected.digest:
-                problem = f"is corrupt: digest {found.digest}, was written with {expected.digest}"
+                problem = f"is corrupt: it has digest {found.digest}, but was written with {expected.digest}"
             else:
                 continue
             raise CheckpointDamaged(folder, f"{path} {problem}")
@@ -211,7 +224,7 @@ class CheckpointStore:
         self._settled += settled
 
     def _by_sequence(self) -> tuple[list[tuple[CheckpointMeta, Path]], list[str]]:
-        """The checkpoints whose meta.json can be read, in the order of writing, and what is wrong with the others."""
+        """Returns checkpoints with a readable meta.json in the order of writing, and the problems of the others."""
         readable, unreadable = [], []
         for folder in sorted(self._root.glob("step_*")):
             try:
@@ -223,24 +236,24 @@ class CheckpointStore:
     def _remove_oldest(self) -> None:
         kept = self._kept()
         for folder in (folder for meta, folder in self._by_sequence()[0][: -self._keep_last] if meta.step not in kept):
-            # Out of sight first, so that no reader finds half of it.
-            doomed = folder.with_name(f".{folder.name}{REMOVED_SUFFIX}")
-            folder.rename(doomed)
-            shutil.rmtree(doomed)
+            # The folder is renamed first, so that no reader finds a part of it.
+            removed = folder.with_name(f".{folder.name}{REMOVED_SUFFIX}")
+            folder.rename(removed)
+            shutil.rmtree(removed)
 
-    def _remove_stale_runs(self) -> None:
+    def _remove_stale_folders(self) -> None:
         for suffix in (PARTIAL_SUFFIX, REPLACED_SUFFIX, REMOVED_SUFFIX):
-            for stale_run in self._root.glob(f".step_*{suffix}"):
-                shutil.rmtree(stale_run)
+            for stale in self._root.glob(f".step_*{suffix}"):
+                shutil.rmtree(stale)
 
 
 def has_checkpoint(root: Path) -> bool:
-    """Whether `recover_replaced` and `CheckpointStore.newest_whole` may find one in ``root``."""
+    """Returns True if `recover_replaced` or `CheckpointStore.newest_whole` may find a checkpoint in ``root``."""
     return any(any(root.glob(f"{name}/{META}")) for name in ("step_*", f".step_*{REPLACED_SUFFIX}"))
 
 
 def _instead(folder: Path) -> str:
-    """The other checkpoints beside ``folder``, newest step first, in words for the user."""
+    """Names the other checkpoints beside ``folder``, newest step first, for the user."""
     others = sorted(
         (other for other in folder.parent.glob("step_*") if other != folder and (other / META).is_file()), reverse=True
     )
@@ -254,7 +267,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _size(folder: Path) -> int:
-    """Of all files that are there; some may go, or be renamed, meanwhile."""
+    """Returns the bytes of all files in the folder, some of which may be removed or renamed meanwhile."""
     total = 0
     for path, _, names in os.walk(folder):
         for name in names:
@@ -263,14 +276,14 @@ def _size(folder: Path) -> int:
     return total
 
 
-def _digest(path: Path, told: Callable[[int], None] = lambda count: None) -> FileDigest:
-    """``told``: called with the bytes of each piece."""
+def _digest(path: Path, progress: Callable[[int], None] = lambda count: None) -> FileDigest:
+    """Digests a file and calls ``progress`` with the bytes of each block that it reads."""
     hasher, count = xxhash.xxh3_128(), 0
     with path.open("rb") as file:
         while block := file.read(_READ_BYTES):
             hasher.update(block)
             count += len(block)
-            told(len(block))
+            progress(len(block))
     return FileDigest(bytes=count, digest=hasher.hexdigest())
 
 

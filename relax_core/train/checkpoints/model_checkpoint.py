@@ -1,17 +1,17 @@
-"""A model's part of a checkpoint: weights, optimizer and random states, whatever layout its ranks have.
+"""Writes and reads a model's part of a checkpoint: weights, optimizer state and random states, in any layout.
 
-    <folder>/.metadata, *.distcp   torch.distributed.checkpoint, its tensors under Hugging Face names (stored_pieces.py)
-    <folder>/provenance.json          what made it (provenance.py)
+    <folder>/.metadata, *.distcp   torch.distributed.checkpoint, tensors under Hugging Face names (checkpoint_shards.py)
+    <folder>/provenance.json       the model, layout and libraries that made it (provenance.py)
 
     weights/<name>                              in the model's dtype, as Hugging Face has it
     main/<name>, exp_avg/…, exp_avg_sq/…        float32: a bfloat16 model's copy, and Adam's moments
     random/<rank>/<stream>                      the random streams of each rank
 
-Any layout reads what any other wrote, and so does a process that is no rank. A save has two halves: `copy` stands
-on the step path, `write` may run in a thread of its own.
+Any layout reads what any other layout wrote, and so does a process that is not a rank. A save has two halves: `copy`
+runs between train steps, and `write` may run in another thread.
 
-Tensors load with ``weights_only``; ``.metadata`` is the index that torch.distributed.checkpoint itself writes and reads
-as a pickle: load only checkpoints that you trust like a program.
+Tensors load with ``weights_only``. torch.distributed.checkpoint reads its index ``.metadata`` as a pickle, so load only
+checkpoints that you trust like a program.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from relax_core.train.checkpoints.optimizer_state import (
     updates_done,
 )
 from relax_core.train.checkpoints.provenance import (
-    MadeBy,
+    Provenance,
     check_same_model,
     layout_sizes,
     library_versions,
@@ -48,6 +48,7 @@ from relax_core.train.checkpoints.provenance import (
 )
 from relax_core.train.checkpoints.random_state import random_state, set_random_state
 from relax_core.train.hf.weight_slices import WeightSlice
+from relax_core.train.parallel import process_group
 
 if TYPE_CHECKING:
     from relax_core.train.rank_setup import RankSetup
@@ -57,16 +58,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class StateCopy:
-    """This rank's part of a checkpoint, in host memory that training does not touch."""
+    """Holds this rank's part of a checkpoint in host memory that training does not change."""
 
     pieces: dict[str, Pieces]
-    provenance: MadeBy
+    provenance: Provenance
 
 
 class RankCheckpoint:
-    """One rank's end of a model's checkpoints. All ranks call the same methods in the same order.
+    """Writes and reads one rank's part of a model's checkpoints; all ranks call the same methods in the same order.
 
-    ``places``: where its weights are. ``head``: "policy" or "critic".
+    ``slices`` are the rank's pieces of the weights. ``head`` is "policy" or "critic".
     """
 
     def __init__(
@@ -74,31 +75,31 @@ class RankCheckpoint:
         setup: RankSetup,
         *,
         architecture: Architecture,
-        places: Sequence[WeightSlice],
+        slices: Sequence[WeightSlice],
         optimizer: Any,
         head: str,
     ) -> None:
         self._setup = setup
         self._architecture, self._head = architecture, head
-        self._places = places
+        self._slices = slices
         self._optimizer = optimizer
-        # Of its own: collectives of a thread that writes must not meet those of the train step, and ranks that have
-        # written wait for one whose disk is slower.
+        # The group is separate, because collectives of a writing thread must not mix with those of the train step, and
+        # because ranks that have written wait for a rank whose disk is slower.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=SLOWEST_WRITE_S))
 
     def copy(self, *, steps_done: int) -> StateCopy:
         """Copies the state after ``steps_done`` train steps to the host."""
         provenance = self._provenance(steps_done)
-        assert provenance.updates, "there is nothing to save before the first train step"
+        assert provenance.updates, "a state can be saved only after the first update"
         pieces = {name: one.copied() for name, one in self._pieces(saving=True).items()}
         pieces |= {self._stream(name): _whole(tensor) for name, tensor in random_state().items()}
         return StateCopy(pieces=pieces, provenance=provenance)
 
     def write(self, copy: StateCopy, folder: Path) -> None:
-        """Writes a copy, in any thread; all ranks return when all files are there.
+        """Writes a copy, in any thread; all ranks return when all files are written.
 
-        ``folder`` may exist, but empty. Raises OSError where a file cannot be written (on every rank, where it is one
-        of the tensors'), RuntimeError naming ranks that do not come within the setup's timeout.
+        ``folder`` may exist if it is empty. Raises OSError if a file cannot be written (on every rank if it is a file
+        of tensors), and RuntimeError, which names the ranks that do not arrive within the setup's timeout.
         """
         self._wait_for_ranks(f"save {folder}")
         with write_errors_as_oserror(folder):
@@ -109,9 +110,10 @@ class RankCheckpoint:
     def load(self, folder: Path) -> None:
         """Sets weights, optimizer state and random states to those of a checkpoint.
 
-        In the layout that wrote it training goes on to the bit; in another one random streams stay as this run's seed
-        made them. The optimizer's settings (betas, weight decay, …) are those of this run's configuration. Raises
-        ValueError for a checkpoint that is corrupt or of another model, RuntimeError naming ranks that do not come.
+        In the layout that wrote it, training continues to the bit. In another layout random streams keep the state that
+        this run's seed gave them. The optimizer's settings (betas, weight decay, …) are those of this run's
+        configuration. Raises ValueError for a checkpoint that is corrupt or of another model, and RuntimeError, which
+        names ranks that do not arrive.
         """
         saved, now = read_provenance(folder), self._provenance(0)
         check_same_model(saved, now, folder=folder)
@@ -127,40 +129,43 @@ class RankCheckpoint:
             set_random_state({name: stream.blocks[0].data for name, stream in streams.items()})
         elif self._setup.rank == 0:
             logger.warning(
-                "%s was written by %d train rank(s) in the layout %s, and is read by %d in %s: random streams start "
-                "anew from the seed", folder, saved.world_size, saved.layout, now.world_size, now.layout,
+                "%s was written by %d train rank(s) in the layout %s, and %d rank(s) in the layout %s read it: their "
+                "random streams start anew from the seed",
+                folder, saved.world_size, saved.layout, now.world_size, now.layout,
             )  # fmt: skip
 
-    # -- parts --------------------------------------------------------------------------------------------------
+    # -- Helpers ------------------------------------------------------------------------------------------------
     def _pieces(self, *, saving: bool) -> dict[str, Pieces]:
-        """This rank's blocks of every tensor, as views. For ``saving`` each block is with one rank only, and those that
-        several have are shared out among them."""
+        """Returns this rank's blocks of every tensor as views.
+
+        If ``saving`` is True each block is on one rank only, and blocks that several ranks have are divided among them.
+        """
         pieces: dict[str, Pieces] = {}
 
-        def add(kind: str, place: WeightSlice, blocks: Iterator[Block]) -> None:
-            pieces.setdefault(kind + place.rule.hf, Pieces(place.shape)).blocks.extend(blocks)
+        def add(kind: str, weight: WeightSlice, blocks: Iterator[Block]) -> None:
+            pieces.setdefault(kind + weight.rule.hf, Pieces(weight.shape)).blocks.extend(blocks)
 
-        mine = _shared_out(self._places) if saving else {place.rule.hf for place in self._places}
-        states = adam_states(self._optimizer, [one for place in self._places for one in place.parameters])
-        for place in self._places:
-            if saving and (place.is_copy or not _first_of_tensor_parallel(place)):
+        mine = _saved_here(self._slices) if saving else {weight.rule.hf for weight in self._slices}
+        states = adam_states(self._optimizer, [parameter for weight in self._slices for parameter in weight.parameters])
+        for weight in self._slices:
+            if saving and (weight.is_copy or not _first_of_tensor_parallel(weight)):
                 continue
-            whole = place.rule.hf in mine
-            for index, parameter in enumerate(place.parameters[:1] if saving else place.parameters):
+            whole = weight.rule.hf in mine
+            for index, parameter in enumerate(weight.parameters[:1] if saving else weight.parameters):
                 state = states.get(parameter)
                 if whole:
-                    add(WEIGHTS, place, place.blocks(index, parameter.detach().view(-1)))
+                    add(WEIGHTS, weight, weight.blocks(index, parameter.detach().view(-1)))
                 if state is not None and (whole or self._setup.parallel.distributed_optimizer):
                     for kind, flat in state.tensors().items():
-                        add(f"{kind}/", place, place.blocks(index, flat, start=state.start))
+                        add(f"{kind}/", weight, weight.blocks(index, flat, start=state.start))
         return {name: one for name, one in pieces.items() if one.blocks}
 
     def _stream(self, name: str) -> str:
         return f"random/{self._setup.rank}/{name}"
 
-    def _provenance(self, steps_done: int) -> MadeBy:
+    def _provenance(self, steps_done: int) -> Provenance:
         setup = self._setup
-        return MadeBy(
+        return Provenance(
             family=self._architecture.family,
             head=self._head,
             dtype=setup.dtype,
@@ -174,23 +179,18 @@ class RankCheckpoint:
         )
 
     def _wait_for_ranks(self, doing: str) -> None:
-        """Names the ranks that do not come, where a plain collective would only time out."""
-        setup = self._setup
-        if setup.world_size == 1:
-            return
-        try:
-            dist.monitored_barrier(self._group, timeout=timedelta(seconds=setup.timeout_s), wait_all_ranks=True)
-        except RuntimeError as error:
-            raise RuntimeError(f"trainer rank {setup.rank} waited for the others to {doing}: {error}") from error
+        if self._setup.world_size > 1:
+            rank, timeout_s = self._setup.rank, self._setup.timeout_s
+            process_group.wait_for_ranks(doing, rank=rank, timeout_s=timeout_s, group=self._group)
 
 
-def _first_of_tensor_parallel(place: WeightSlice) -> bool:
-    """Of a tensor that is whole on every tensor-parallel rank the first one saves it."""
-    return place.pieces > 1 or place.rule.expert or parallel_state.get_tensor_model_parallel_rank() == 0
+def _first_of_tensor_parallel(weight: WeightSlice) -> bool:
+    """Returns True on the rank that saves a tensor which all tensor-parallel ranks have whole: the first one."""
+    return weight.pieces > 1 or weight.rule.expert or parallel_state.get_tensor_model_parallel_rank() == 0
 
 
-def _shared_out(places: Sequence[WeightSlice]) -> set[str]:
-    """Which of the tensors that all data-parallel ranks have alike this one saves: about equally many elements each."""
+def _saved_here(slices: Sequence[WeightSlice]) -> set[str]:
+    """Returns the names of replicated tensors that this data-parallel rank saves: about equally many elements each."""
     dense, experts = parallel_state.get_data_parallel_rank, parallel_state.get_expert_data_parallel_rank
     ranks = {False: dense(with_context_parallel=True), True: experts()}
     loads = {
@@ -198,12 +198,12 @@ def _shared_out(places: Sequence[WeightSlice]) -> set[str]:
         True: [0] * parallel_state.get_expert_data_parallel_world_size(),
     }
     mine = set()
-    for place in places:
-        of_kind = loads[place.rule.expert]
+    for weight in slices:
+        of_kind = loads[weight.rule.expert]
         lightest = of_kind.index(min(of_kind))
-        of_kind[lightest] += place.views[0].numel()
-        if lightest == ranks[place.rule.expert]:
-            mine.add(place.rule.hf)
+        of_kind[lightest] += weight.views[0].numel()
+        if lightest == ranks[weight.rule.expert]:
+            mine.add(weight.rule.hf)
     return mine
 
 

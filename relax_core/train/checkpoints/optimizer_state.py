@@ -1,4 +1,4 @@
-"""The state of Megatron's optimizers, whichever they are, parameter by parameter and in place."""
+"""Reads and sets the state of Megatron's optimizers parameter by parameter, in place."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamState:
-    """Of a parameter, or with the distributed optimizer of this rank's share of it: views ``[elements]`` of the state.
+    """Holds flat views ``[elements]`` of Adam's state of a parameter, or of this rank's share of it.
 
-    ``start``: the place of the first element in the parameter. ``main``: its float32 copy; None where the parameter is
-    float32 itself.
+    A rank has only a share with the distributed optimizer. ``start`` is the index of the first element within the
+    parameter. ``main`` is the float32 copy of the parameter, or None if the parameter itself is float32.
     """
 
     start: int
@@ -25,13 +25,13 @@ class AdamState:
     exp_avg_sq: Tensor
 
     def tensors(self) -> dict[str, Tensor]:
-        """By name, without what is not there."""
+        """Returns the state's tensors by name, without those that do not exist."""
         found = {"main": self.main, "exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 def adam_states(optimizer: Any, parameters: Sequence[torch.nn.Parameter]) -> dict[torch.nn.Parameter, AdamState]:
-    """Of those ``parameters`` that this rank steps; there after the first step, or `create_optimizer_state`."""
+    """Returns the state of the ``parameters`` that this rank updates; it exists from the first update on."""
     found = {}
     for one in _optimizers(optimizer):
         for parameter in parameters:
@@ -55,7 +55,7 @@ def adam_states(optimizer: Any, parameters: Sequence[torch.nn.Parameter]) -> dic
 
 
 def updates_done(optimizer: Any) -> int:
-    """Adam's step counter, which is the same for all parameters; 0 before the first update."""
+    """Returns Adam's step counter, which is equal for all parameters and 0 before the first update."""
     for one in _optimizers(optimizer):
         for group in one.optimizer.param_groups:
             if "step" in group:
@@ -66,7 +66,7 @@ def updates_done(optimizer: Any) -> int:
 
 
 def set_updates_done(optimizer: Any, updates: int) -> None:
-    """torch's Adam counts in each parameter's state, the fused ones in their groups."""
+    """Sets Adam's step counter, which torch keeps in each parameter's state and fused optimizers in their groups."""
     for one in _optimizers(optimizer):
         if not isinstance(one.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
             for group in one.optimizer.param_groups:
@@ -76,7 +76,7 @@ def set_updates_done(optimizer: Any, updates: int) -> None:
 
 
 def create_optimizer_state(optimizer: Any) -> None:
-    """Gives every parameter that has none yet zeroed Adam state, as its first step would."""
+    """Gives every parameter without Adam state a zeroed state, as its first step does."""
     for one in _optimizers(optimizer):
         for group in one.optimizer.param_groups:
             for parameter in group["params"]:
@@ -89,6 +89,6 @@ def create_optimizer_state(optimizer: Any) -> None:
 
 
 def _optimizers(optimizer: Any) -> list[Any]:
-    """Megatron chains one for each kind of parameters; a rank without any of a kind has a stub."""
+    """Returns the optimizers that Megatron chains, one for each kind of parameters, without stubs."""
     chained = getattr(optimizer, "chained_optimizers", [optimizer])
     return [one for one in chained if not getattr(one, "is_stub_optimizer", False)]

@@ -1,4 +1,7 @@
-"""What made a checkpoint of the trainer: provenance.json beside its tensors. No heavy imports."""
+"""Records what made a trainer's checkpoint in provenance.json beside its tensors.
+
+It has no heavy imports.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,18 @@ from relax_core.families.architecture import Architecture
 from relax_core.train.model.transformer_config import megatron_arguments
 
 PROVENANCE = "provenance.json"
+_OLDER_NAME = "made_by.json"  # Checkpoints written before 2026-11-22 have this name.
 _SIZES = ("dp", "tp", "pp", "vpp", "cp", "ep", "etp")
 _LIBRARIES = ("relax-core", "torch", "megatron-core")
 
 
-class MadeBy(msgspec.Struct, frozen=True, kw_only=True):
-    """``model``: the numbers that shape its tensors. ``head``: "policy", or "critic" with a value head in the place of
-    the output layer. ``layout``: sizes by their keys in `parallel`. ``step``: train steps done; ``updates``: those of
-    the optimizer. Any layout reads it; another model does not."""
+class Provenance(msgspec.Struct, frozen=True, kw_only=True):
+    """Describes the model and the run that wrote a checkpoint; any layout reads it, but no other model.
+
+    ``model`` holds the numbers that determine the shapes of the tensors. ``head`` is "policy", or "critic" with a value
+    head instead of the output layer. ``layout`` holds the sizes by their keys in `parallel`. ``step`` counts train
+    steps and ``updates`` the updates of the optimizer.
+    """
 
     family: str
     head: str
@@ -37,16 +44,20 @@ class MadeBy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def layout_sizes(parallel: ParallelConfig) -> dict[str, int]:
+    """Returns the sizes of a layout by their keys."""
     return {size: getattr(parallel, size) for size in _SIZES}
 
 
 def library_versions() -> dict[str, str]:
+    """Returns the versions of the libraries on which a checkpoint's format depends."""
     return {library: importlib.metadata.version(library) for library in _LIBRARIES}
 
 
 def model_numbers(architecture: Architecture) -> dict[str, Any]:
-    """What must agree between a model and the one that wrote a checkpoint. A plain rotary embedding has no scaling in
-    it, so that checkpoints which are older than the key can be read."""
+    """Returns the numbers that must agree between a model and the model that wrote a checkpoint.
+
+    They have no scaling for a plain rotary embedding, so that checkpoints which are older than this key can be read.
+    """
     numbers = {
         **megatron_arguments(architecture),
         "vocab_size": architecture.vocab_size,
@@ -58,15 +69,16 @@ def model_numbers(architecture: Architecture) -> dict[str, Any]:
     return numbers
 
 
-def write_provenance(provenance: MadeBy, folder: Path) -> None:
+def write_provenance(provenance: Provenance, folder: Path) -> None:
+    """Writes provenance.json into ``folder``."""
     (folder / PROVENANCE).write_bytes(msgspec.json.format(msgspec.json.encode(provenance), indent=1))
 
 
-def read_provenance(folder: Path) -> MadeBy:
-    """Raises ValueError where the folder is no checkpoint of the trainer."""
-    path = folder / PROVENANCE
+def read_provenance(folder: Path) -> Provenance:
+    """Reads provenance.json, or its older name; raises ValueError if the folder is not a checkpoint of the trainer."""
+    path = folder / (PROVENANCE if not (folder / _OLDER_NAME).exists() else _OLDER_NAME)
     try:
-        return msgspec.json.decode(path.read_bytes(), type=MadeBy)
+        return msgspec.json.decode(path.read_bytes(), type=Provenance)
     except (OSError, msgspec.DecodeError) as error:
         raise ValueError(
             f"checkpoint {folder} cannot be read: {path}: {error}. It is corrupt, or of an older version of Relax. "
@@ -74,17 +86,17 @@ def read_provenance(folder: Path) -> MadeBy:
         ) from error
 
 
-def check_same_model(saved: MadeBy, now: MadeBy, *, folder: Path) -> None:
-    """Raises ValueError, naming what differs, where the tensors of ``saved`` are not those of the model ``now``."""
+def check_same_model(saved: Provenance, now: Provenance, *, folder: Path) -> None:
+    """Raises ValueError, which names the differences, if the tensors of ``saved`` do not fit the model ``now``."""
 
-    def numbers(provenance: MadeBy) -> dict[str, Any]:
+    def numbers(provenance: Provenance) -> dict[str, Any]:
         return {"family": provenance.family, "head": provenance.head, "dtype": provenance.dtype, **provenance.model}
 
     check_same_numbers(numbers(saved), numbers(now), folder=folder)
 
 
 def check_same_numbers(saved: Mapping[str, Any], now: Mapping[str, Any], *, folder: Path) -> None:
-    """The same for `model_numbers`."""
+    """Raises ValueError, which names the differences, if two results of `model_numbers` differ."""
     differing = [
         f"{name}={saved.get(name)} there, {now.get(name)} here"
         for name in {**saved, **now}

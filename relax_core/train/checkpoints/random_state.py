@@ -1,4 +1,4 @@
-"""The states of all random streams of this process, as tensors."""
+"""Saves and restores the states of all random streams of this process as tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TRACKER = "megatron."
 
 
 def random_state() -> dict[str, Tensor]:
-    """Of torch, Python, numpy, the device and Megatron's tracker. Shapes do not change."""
+    """Returns the states of torch, Python, numpy, the device and Megatron's tracker; their shapes never change."""
     _, words, next_gauss = random.getstate()
     numpy_state: dict[str, Any] = np.random.get_state(legacy=False)
     mersenne = numpy_state["state"]
@@ -37,7 +37,7 @@ def random_state() -> dict[str, Tensor]:
 
 
 def set_random_state(state: Mapping[str, Tensor]) -> None:
-    """Goes back to what `random_state` gave."""
+    """Restores the states that `random_state` returned."""
     torch.set_rng_state(state["torch"])
     next_gauss: float = state["python.gauss"].item()
     random.setstate((3, tuple(state["python.words"].tolist()), None if math.isnan(next_gauss) else next_gauss))

@@ -1,7 +1,7 @@
-"""Files of a checkpoint whose bytes go to disk while they are written, so that their growth is the disk's.
+"""Writes checkpoint files that reach the disk while they are written, so that their growth shows the disk's progress.
 
-The kernel would keep a large part of memory's worth for the last moment: the file would be long at once, and then no
-sign of life come for as long as the disk takes for it (`CheckpointStore.progress`).
+Without this the kernel buffers a large part of the file in memory. The file has its full length at once, and then no
+progress is visible for as long as the disk takes (`CheckpointStore.progress`).
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ SYNC_BYTES = 256 << 20
 
 
 class SyncedFiles(FileSystem):
-    """For `torch.distributed.checkpoint.FileSystemWriter`."""
+    """Opens synced streams for `torch.distributed.checkpoint.FileSystemWriter`."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        """Opens a synced stream for writing, and torch's own stream for reading."""
         if mode != "wb":
             with super().create_stream(path, mode) as stream:
                 yield stream

@@ -1,5 +1,7 @@
-"""The module tells from the files' headers alone whether a folder's weights fit its architecture. It imports no
-torch."""
+"""Checks from the files' headers alone whether a folder's weights fit its architecture.
+
+It imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,18 @@ from relax_core.train.hf.weight_rules import tensor_shape, weight_rules
 
 
 def stored_shapes(folder: Path) -> Iterator[tuple[str, tuple[int, ...], Path]]:
-    """Yields (name, shape, file) of every weight of a folder. Raises ValueError for a file that cannot be read."""
+    """Yields (name, shape, file) of every weight of a folder; raises ValueError if a file cannot be read."""
     for path in weight_files(folder):
         try:
             with safe_open(path, framework="numpy") as file:
-                for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
+                for name in file.keys():  # noqa: SIM118 - safe_open is not a mapping
                     yield name, tuple(file.get_slice(name).get_shape()), path
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} cannot be read: {error}. Fetch it again.") from error
+            raise ValueError(f"{path} cannot be read: {error}. Download it again.") from error
 
 
 def weight_problems(folder: Path, architecture: Architecture) -> list[str]:
-    """Returns what keeps the trainer from loading the folder, in words; an empty list where nothing does."""
+    """Returns one sentence for each reason why the trainer cannot load the folder, or an empty list."""
     rules = {rule.hf: rule for rule in weight_rules(architecture)}
     ignored = architecture.ignored_weights
     problems, found = [], dict[str, Path]()
@@ -34,16 +36,16 @@ def weight_problems(folder: Path, architecture: Architecture) -> list[str]:
             if name in ignored:
                 continue
             if name not in rules:
-                problems.append(f"{path}: {name} is no weight of family {architecture.family}.")
+                problems.append(f"{path}: {name} is not a weight of family {architecture.family}.")
             elif name in found:
                 problems.append(f"{path}: {name} is also in {found[name]}.")
             elif shape != (wanted := tensor_shape(rules[name], architecture)):
-                problems.append(f"{path}: {name} has shape {shape}; by config.json it is {wanted}.")
+                problems.append(f"{path}: {name} has shape {shape}; config.json requires {wanted}.")
             found[name] = path
     except ValueError as error:
         return [*problems, str(error)]
     if not found:
-        return [f"{folder}: no *.safetensors file there. Give a Hugging Face folder with weights."]
+        return [f"{folder} has no *.safetensors file. Give a Hugging Face folder with weights."]
     missing = [name for name in rules if name not in found]
     if missing:
         problems.append(f"{folder}: {len(missing)} of {len(rules)} weights are missing: {', '.join(missing[:3])} …")

@@ -1,4 +1,4 @@
-"""Writes trained weights as a Hugging Face folder that `transformers` and every engine load."""
+"""Writes trained weights as a Hugging Face folder that `transformers` and every engine can load."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from relax_core.weights.safetensors_stream import library_layout, write_safetens
 
 Weight = tuple[str, str, Sequence[int]]  # name, dtype, shape
 SHARD_BYTES = 4_000_000_000
-COPIED_SUFFIXES = (".json", ".jinja", ".model", ".txt")  # configuration, tokenizer, chat template; no code, no weights
+COPIED_SUFFIXES = (".json", ".jinja", ".model", ".txt")  # configuration, tokenizer and chat template
 INDEX = "model.safetensors.index.json"
 TIED_OUTPUT = "lm_head.weight"
 
@@ -31,16 +31,16 @@ def export_hf_folder(
     target: Path,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Writes ``target``: the weights as safetensors, everything else as in ``source_folder``.
+    """Writes ``target`` with the weights as safetensors and all other files as in ``source_folder``.
 
-    ``tensors``: (Hugging Face name, tensor), those of ``shapes`` in its order, all of one ``dtype``; one is in memory
-    at a time. A file takes ``shard_bytes`` at most, or one tensor. Where config.json ties the embeddings the output
-    weight is left out, as transformers does. config.json gets the dtype of the weights. The folder appears whole or not
-    at all and replaces an older one; OSError says what was not written, where, and how many bytes are free. ValueError
-    for a source without config.json.
+    ``tensors`` are (Hugging Face name, tensor) in the order of ``shapes``, all with the same ``dtype``; one tensor is
+    in memory at a time. A file holds at most ``shard_bytes`` bytes, or one tensor. If config.json ties the embeddings,
+    the output weight is left out as transformers does. The new config.json has the dtype of the weights. The folder
+    appears complete or not at all and replaces an older one. OSError names what was not written, where, and how many
+    bytes are free. Raises ValueError if the source has no config.json.
     """
     if not (source_folder / "config.json").is_file():
-        raise ValueError(f"model.path={source_folder}: no config.json there. Give a Hugging Face model folder.")
+        raise ValueError(f"model.path={source_folder} has no config.json. Give a Hugging Face model folder.")
     with atomic_folder(target) as folder:
         for path in sorted(source_folder.iterdir()):
             if path.suffix in COPIED_SUFFIXES and path.is_file() and not path.name.endswith(".index.json"):
@@ -54,7 +54,7 @@ def export_hf_folder(
 
 
 def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """The weights' dtype under the key that this config uses: older ones say ``torch_dtype``."""
+    """Sets the weights' dtype under the key that this config uses, which is ``torch_dtype`` in older ones."""
     return config | {"torch_dtype" if "torch_dtype" in config else "dtype": dtype}
 
 
@@ -62,32 +62,32 @@ def _without(left_out: Container[str], tensors: Iterable[tuple[str, Tensor]]) ->
     for name, tensor in tensors:
         if name not in left_out:
             yield name, tensor
-        del tensor  # before the next one is made
+        del tensor  # This frees the tensor before the next one is made.
 
 
 def _cut(weights: Iterable[Weight], shard_bytes: int) -> list[list[TensorSpec]]:
-    """In their order, into files of at most ``shard_bytes``, or one tensor; each file's in the library's order."""
+    """Splits the weights in order into files of at most ``shard_bytes``; each file is in the library's order."""
     shards: list[list[Weight]] = []
-    room = 0
+    free = 0
     for weight in weights:
         size = library_layout([weight])[0].nbytes
-        if size > room:
+        if size > free:
             shards.append([])
-            room = shard_bytes
+            free = shard_bytes
         shards[-1].append(weight)
-        room -= size
+        free -= size
     return [library_layout(shard) for shard in shards]
 
 
 def _write_shards(folder: Path, shards: Sequence[Sequence[TensorSpec]], tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """The files, and where there are several their index."""
+    """Writes the files, and their index if there are several."""
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if shards[1:] else "model.safetensors"
         write_safetensors(folder / name, shard, islice(tensors, len(shard)))
         weight_map |= {spec.name: name for spec in shard}
-    rest = next(tensors, None)  # an export of several ranks wants to be read to its end
-    assert rest is None, f"{rest}: no such weight was told of"
+    extra = next(tensors, None)  # The end must be read, because the ranks of an export wait for it.
+    assert extra is None, f"{extra}: its shape was not given"
     if shards[1:]:
         total = sum(spec.nbytes for shard in shards for spec in shard)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}

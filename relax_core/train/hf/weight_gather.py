@@ -1,4 +1,4 @@
-"""Brings the pieces of a sharded model to rank 0, one bucket of whole tensors at a time."""
+"""Gathers the pieces of a sharded model on rank 0, one bucket of whole tensors at a time."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from relax_core.train.hf.weight_rules import Part, Shard, WeightRule
 from relax_core.train.hf.weight_slices import WeightSlice
 
 BUCKET_BYTES = 64 << 20
-_NOBODY = 2**31 - 1
+_NO_RANK = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatheredWeight:
-    """A whole tensor and the ranks that send its pieces, in order: of replicas the lowest. ``shape``: with padding."""
+    """Describes a whole tensor: its padded ``shape`` and, for each piece, the lowest rank that has it."""
 
     rule: WeightRule
     shape: tuple[int, ...]
@@ -27,17 +27,17 @@ class GatheredWeight:
 
     @property
     def interleaved(self) -> bool:
-        """Pieces along the columns arrive one below the other and are put in place by a copy."""
+        """Is True if the pieces are columns; they arrive one below the other and a copy interleaves them."""
         return self.rule.shard is Shard.row and len(self.senders) > 1
 
     @property
     def received(self) -> int:
-        """Elements that rank 0 makes room for before any tensor of the bucket is given away."""
+        """Returns the number of elements that rank 0 allocates before it yields any tensor of the bucket."""
         return 0 if self.senders == (0,) else math.prod(self.shape)
 
     @property
     def copied(self) -> int:
-        """Elements that giving it away takes beside that; while it is read, the one before it may still be held."""
+        """Returns the elements that yielding it takes in addition; its reader may still hold the tensor before."""
         if self.interleaved:
             return math.prod(self.shape)
         from_views = self.senders == (0,) and self.rule.part in (Part.query, Part.key, Part.value)
@@ -45,21 +45,23 @@ class GatheredWeight:
 
 
 def agree_on_senders(
-    rules: Sequence[WeightRule], places: Mapping[str, WeightSlice], *, device: torch.device
+    rules: Sequence[WeightRule], slices: Mapping[str, WeightSlice], *, device: torch.device
 ) -> list[GatheredWeight]:
-    """Collective: every rank tells which pieces it has and how large the whole is (a vector has no columns). All get
-    the same list, in the order of ``rules``."""
+    """Exchanges which rank has which pieces and how large each tensor is; all ranks get the list in rule order.
+
+    The call is collective.
+    """
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    widest = _largest(max((place.pieces for place in places.values()), default=1), device)
+    widest = _largest(max((owned.pieces for owned in slices.values()), default=1), device)
     senders, shapes = [], []
     for rule in rules:
-        place = places.get(rule.hf)
-        owners = [_NOBODY] * widest
-        if place is not None:
-            owners[place.piece] = rank
+        owned = slices.get(rule.hf)
+        owners = [_NO_RANK] * widest
+        if owned is not None:
+            owners[owned.piece] = rank
         senders.append(owners)
-        rows, *columns = _padded_shape(place) if place is not None else (0,)
-        shapes.append([rows, columns[0] if columns else 0, place.pieces if place is not None else 0])
+        rows, *columns = _padded_shape(owned) if owned is not None else (0,)
+        shapes.append([rows, columns[0] if columns else 0, owned.pieces if owned is not None else 0])
     lowest, largest = torch.tensor(senders, device=device), torch.tensor(shapes, device=device)
     if ranks > 1:
         dist.all_reduce(lowest, dist.ReduceOp.MIN)
@@ -68,8 +70,8 @@ def agree_on_senders(
         GatheredWeight(rule=rule, shape=(rows, columns) if columns else (rows,), senders=tuple(owners[:pieces]))
         for rule, owners, (rows, columns, pieces) in zip(rules, lowest.tolist(), largest.tolist(), strict=True)
     ]
-    nowhere = [weight.rule.megatron for weight in weights if not weight.senders or _NOBODY in weight.senders]
-    assert not nowhere, f"no rank has all of {nowhere}"
+    incomplete = [weight.rule.megatron for weight in weights if not weight.senders or _NO_RANK in weight.senders]
+    assert not incomplete, f"no rank has some pieces of {incomplete}"
     return weights
 
 
@@ -81,18 +83,18 @@ def _largest(number: int, device: torch.device) -> int:
     return int(largest)
 
 
-def _padded_shape(place: WeightSlice) -> tuple[int, ...]:
+def _padded_shape(owned: WeightSlice) -> tuple[int, ...]:
     return tuple(
-        size * place.pieces if axis == place.rule.shard.value else size for axis, size in enumerate(place.matrix.shape)
+        size * owned.pieces if axis == owned.rule.shard.value else size for axis, size in enumerate(owned.matrix.shape)
     )
 
 
 def buckets_of(
     weights: Sequence[GatheredWeight], *, element_size: int, bucket_bytes: int
 ) -> list[list[GatheredWeight]]:
-    """Cuts the list so that rank 0 never holds more than ``bucket_bytes`` beside the model, or one weight's need.
+    """Splits the list so that rank 0 holds at most ``bucket_bytes`` beside the model, or what one weight takes.
 
-    Whoever reads the tensors still has the last one of a bucket while the next is received.
+    A reader of the tensors still holds the last one of a bucket while the next bucket is received.
     """
     buckets: list[list[GatheredWeight]] = [[]]
     received = copied = last = 0
@@ -107,63 +109,63 @@ def buckets_of(
 
 
 def gather_bucket(
-    bucket: Sequence[GatheredWeight], places: Mapping[str, WeightSlice], *, like: Tensor
+    bucket: Sequence[GatheredWeight], slices: Mapping[str, WeightSlice], *, like: Tensor
 ) -> Iterator[tuple[WeightRule, Tensor]]:
-    """Collective. Rank 0 gets (rule, tensor with padding) in order; the others send what is theirs and get nothing.
+    """Yields (rule, padded tensor) in order on rank 0; other ranks send their pieces and yield nothing.
 
-    Tensors have the dtype and device of ``like``; those that rank 0 has whole are views of its parameters. The
-    process group's timeout bounds every wait.
+    Tensors have the dtype and device of ``like``. Those that rank 0 has whole are views of its parameters. The timeout
+    of the process group bounds every wait. The call is collective.
     """
     rank = dist.get_rank()
     if rank:
         sent = [
-            dist.P2POp(dist.isend, places[weight.rule.hf].matrix.contiguous(), 0)
+            dist.P2POp(dist.isend, slices[weight.rule.hf].matrix.contiguous(), 0)
             for weight in bucket
             for sender in weight.senders
             if sender == rank
         ]
         _run(sent)
         return
-    received = _receive(bucket, places, like=like)
-    received.reverse()  # so that each is let go as it is given away
+    received = _receive(bucket, slices, like=like)
+    received.reverse()  # Each tensor is freed after it is yielded.
     for weight in bucket:
         tensor = received.pop()
         if tensor is None:
-            yield weight.rule, places[weight.rule.hf].matrix
+            yield weight.rule, slices[weight.rule.hf].matrix
         else:
             yield weight.rule, tensor.transpose(0, 1).reshape(weight.shape) if weight.interleaved else tensor
 
 
 def _receive(
-    bucket: Sequence[GatheredWeight], places: Mapping[str, WeightSlice], *, like: Tensor
+    bucket: Sequence[GatheredWeight], slices: Mapping[str, WeightSlice], *, like: Tensor
 ) -> list[Tensor | None]:
-    """None for what rank 0 has whole."""
+    """Receives the bucket's tensors on rank 0; an entry is None if rank 0 has the tensor whole."""
     received: list[Tensor | None] = []
     expected: list[dist.P2POp] = []
     for weight in bucket:
         if weight.senders == (0,):
             received.append(None)
             continue
-        room, pieces = _room_for(weight, like=like)
+        memory, pieces = _allocate(weight, like=like)
         for sender, piece in zip(weight.senders, pieces, strict=True):
             if sender == 0:
-                piece.copy_(places[weight.rule.hf].matrix)
+                piece.copy_(slices[weight.rule.hf].matrix)
             else:
                 expected.append(dist.P2POp(dist.irecv, piece, sender))
-        received.append(room)
+        received.append(memory)
     _run(expected)
     return received
 
 
-def _room_for(weight: GatheredWeight, *, like: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Memory for a tensor, and its parts that the pieces fill, each in one stretch."""
+def _allocate(weight: GatheredWeight, *, like: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Allocates a tensor and returns it with its contiguous parts, one for each piece."""
     pieces = len(weight.senders)
     if weight.interleaved:
         rows, columns = weight.shape
-        room = like.new_empty((pieces, rows, columns // pieces))
-        return room, room.unbind(0)
-    room = like.new_empty(weight.shape)
-    return room, room.chunk(pieces, dim=0)
+        memory = like.new_empty((pieces, rows, columns // pieces))
+        return memory, memory.unbind(0)
+    memory = like.new_empty(weight.shape)
+    return memory, memory.chunk(pieces, dim=0)
 
 
 def _run(transfers: list[dist.P2POp]) -> None:

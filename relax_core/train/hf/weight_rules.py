@@ -1,4 +1,7 @@
-"""The module says where each Hugging Face tensor of an architecture lies in a Megatron model. It imports no torch."""
+"""Maps each Hugging Face tensor of an architecture to a Megatron parameter.
+
+It imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from relax_core.families.architecture import OUTPUT_WEIGHT, Architecture
 
 
 class Shard(Enum):
-    """How tensor parallelism cuts a Megatron parameter; the value is Megatron's ``partition_dim``."""
+    """Says how tensor parallelism splits a Megatron parameter; the value is Megatron's ``partition_dim``."""
 
     replicated = None
     column = 0  # output rows
@@ -18,11 +21,11 @@ class Shard(Enum):
 
 
 class Part(Enum):
-    """Which part of a Megatron parameter one Hugging Face tensor is.
+    """Says which part of a Megatron parameter one Hugging Face tensor is.
 
-    Megatron fuses the three attention projections into one weight, interleaved by key-value group: for each group its
-    query heads, its key head, its value head. Their biases are fused likewise. It fuses the MLP's gate and up
-    projections one above the other.
+    Megatron fuses the three attention projections into one weight, interleaved by key-value group: each group has its
+    query heads, its key head and its value head. It fuses their biases in the same order. It fuses the MLP's gate and
+    up projections one above the other.
     """
 
     whole = "whole"
@@ -35,12 +38,12 @@ class Part(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WeightRule:
-    """One Hugging Face tensor: ``hf`` is its name, ``megatron`` the parameter that holds it.
+    """Maps one Hugging Face tensor ``hf`` to the parameter ``megatron`` that holds it.
 
     Megatron names are those of a build without TransformerEngine. Their layer and expert numbers count over the whole
-    model: the first says which pipeline stage has the parameter, the second which expert-parallel rank. ``shard`` is
-    over the tensor-parallel ranks, or for an ``expert`` over the expert-tensor-parallel ones. ``vocabulary``: one row a
-    token, and Megatron pads the rows up to a multiple of the ranks.
+    model: the layer number determines the pipeline stage and the expert number the expert-parallel rank. ``shard``
+    applies to the tensor-parallel ranks, or for an ``expert`` to the expert-tensor-parallel ranks. If ``vocabulary`` is
+    True the tensor has one row a token, and Megatron pads its rows to a multiple of the ranks.
     """
 
     hf: str
@@ -52,13 +55,15 @@ class WeightRule:
 
     @property
     def is_bias(self) -> bool:
-        """A bias is a vector that is cut and fused as the rows of its matrix are."""
+        """Is True for a bias, which is a vector that is split and fused like the rows of its matrix."""
         return self.hf.endswith(".bias")
 
 
 def weight_rules(architecture: Architecture) -> tuple[WeightRule, ...]:
-    """Returns the rules of all weights in the order of an export: embedding, layers, final norm and, where it is not
-    tied, the output weight."""
+    """Returns the rules of all weights in the order of an export.
+
+    The order is: embedding, layers, final norm and, if it is not tied, the output weight.
+    """
     return tuple(_rules(architecture))
 
 
@@ -99,7 +104,7 @@ def _mlp_rules(hf: str, megatron: str, architecture: Architecture) -> Iterator[W
 
 
 def _gated_rules(hf: str, megatron: str, *, expert: bool) -> Iterator[WeightRule]:
-    """Yields the rules of one gated MLP; ``hf`` and ``megatron`` are what its names begin with."""
+    """Yields the rules of one gated MLP, whose names begin with ``hf`` and ``megatron``."""
     gate_up = megatron + "linear_fc1.weight"
     yield WeightRule(hf + "gate_proj.weight", gate_up, Shard.column, Part.gate, expert=expert)
     yield WeightRule(hf + "up_proj.weight", gate_up, Shard.column, Part.up, expert=expert)

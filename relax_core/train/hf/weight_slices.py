@@ -1,4 +1,4 @@
-"""Where Hugging Face tensors lie in this rank's part of a Megatron model: which views, and which slices they are."""
+"""Finds Hugging Face tensors in this rank's part of a Megatron model: as views of memory and slices of the whole."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
 class WholeTensor(Protocol):
-    """A tensor, or one in a file that reads what is cut out of it (stored_tensors.py)."""
+    """Is a tensor, or a tensor in a file that reads only what is indexed (weights/folder_stream.py)."""
 
     @property
-    def shape(self) -> Sequence[int]: ...
+    def shape(self) -> Sequence[int]:
+        """Returns the shape of the whole tensor."""
 
-    def __getitem__(self, cut: Any, /) -> Tensor: ...
+    def __getitem__(self, index: Any, /) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightSlice:
-    """One rank's piece of a Hugging Face tensor: number ``piece`` of ``pieces`` equal ones along its rows or columns.
+    """Holds one rank's piece of a Hugging Face tensor: ``piece`` of ``pieces`` equal ones along its rows or columns.
 
-    ``parameters``: what holds it; two where this rank has a tied embedding's copy for the output as well. ``views``:
-    the piece in their memory. ``is_copy``: only the copy is here. ``shape``: of the whole tensor, the vocabulary's
-    padding not counted.
+    ``parameters`` hold it; there are two if this rank also has the output's copy of a tied embedding. ``views`` are the
+    piece in their memory. ``is_copy`` is True if only the copy is on this rank. ``shape`` is that of the whole tensor
+    without the padding of the vocabulary.
     """
 
     rule: WeightRule
@@ -50,16 +51,16 @@ class WeightSlice:
 
     @property
     def matrix(self) -> Tensor:
-        """The piece as Hugging Face has it; a copy where Megatron interleaves it with others."""
+        """Returns the piece as Hugging Face stores it, or a copy if Megatron interleaves it with other tensors."""
         return self.views[0].reshape(piece_shape(self.views[0], self.rule))
 
     def fill(self, source: WholeTensor) -> None:
-        """Copies this piece of ``source`` in; rows past the vocabulary become 0."""
+        """Copies this piece from ``source``; rows after the vocabulary become 0."""
         axis = 1 if self.rule.shard is Shard.row else 0
         size = piece_shape(self.views[0], self.rule)[axis]
-        cut = slice(self.piece * size, min((self.piece + 1) * size, self.shape[axis]))
-        missing = size - max(0, cut.stop - cut.start)  # rows that only pad the vocabulary
-        values = source[:, cut] if axis else source[cut] if missing < size else None
+        part = slice(self.piece * size, min((self.piece + 1) * size, self.shape[axis]))
+        missing = size - max(0, part.stop - part.start)  # rows that only pad the vocabulary
+        values = source[:, part] if axis else source[part] if missing < size else None
         for view in self.views:
             if missing:
                 view.zero_()
@@ -68,19 +69,21 @@ class WeightSlice:
                 view.copy_(values.reshape(view.shape))
 
     def blocks(self, index: int, flat: Tensor, *, start: int = 0) -> Iterator[Block]:
-        """``flat``: elements of ``parameters[index]``, or of its optimizer state, from its element ``start`` on. Gives
-        the parts of the piece that are in ``flat``, as views of it."""
+        """Yields the parts of the piece that are in ``flat``, as views of it.
+
+        ``flat`` holds elements of ``parameters[index]``, or of its optimizer state, from element ``start`` on.
+        """
         view, origin = self.views[index], int(self.parameters[index].storage_offset())
         *_, width = piece = piece_shape(view, self.rule)
         width = width if len(piece) == 2 else 1
         first_row = 0 if self.rule.shard is Shard.row else self.piece * piece[0]
         columns = (self.piece * width if self.rule.shard is Shard.row else 0,) if len(piece) == 2 else ()
-        rows = self.shape[0] - first_row  # of the whole tensor; fewer than the piece's where the vocabulary is padded
-        for stored_at, row, elements in _runs(view, width=width):
-            place = stored_at - origin
-            begin, end = max(place, start), min(place + min(elements, (rows - row) * width), start + len(flat))
-            for element, row_count, column_count in _rectangles(begin - place, end - place, width=width):
-                at = element + place - start
+        rows = self.shape[0] - first_row  # rows of the whole tensor; fewer than the piece's if the vocabulary is padded
+        for offset_in_storage, row, elements in _runs(view, width=width):
+            run = offset_in_storage - origin  # the run's first element within the parameter
+            begin, end = max(run, start), min(run + min(elements, (rows - row) * width), start + len(flat))
+            for element, row_count, column_count in _rectangles(begin - run, end - run, width=width):
+                at = element + run - start
                 down, right = divmod(element, width)
                 data = flat[at : at + row_count * column_count]
                 if columns:
@@ -91,21 +94,21 @@ class WeightSlice:
 
 
 def _runs(view: Tensor, *, width: int) -> Iterator[tuple[int, int, int]]:
-    """(place in the storage, row of the piece, elements) of each stretch of a view that lies without gaps."""
+    """Yields (offset in the storage, row of the piece, elements) of each contiguous stretch of a view."""
     if view.is_contiguous():
         yield int(view.storage_offset()), 0, view.numel()
         return
     for index, part in enumerate(view):
-        assert part.is_contiguous(), "gaps lie between key-value groups only"
+        assert part.is_contiguous(), "only key-value groups have gaps between them"
         yield int(part.storage_offset()), index * part.numel() // width, part.numel()
 
 
 def _rectangles(begin: int, end: int, *, width: int) -> Iterator[tuple[int, int, int]]:
-    """Cuts elements ``begin`` to ``end`` of a matrix into (first element, rows, columns): at most three rectangles."""
+    """Splits elements ``begin`` to ``end`` of a matrix into at most three rectangles (first element, rows, columns)."""
     whole_from, whole_to = -(-begin // width) * width, end // width * width
     if begin >= end:
         return
-    if whole_from > whole_to:  # inside one row
+    if whole_from > whole_to:  # All elements are inside one row.
         yield begin, 1, end - begin
         return
     if begin < whole_from:
@@ -116,7 +119,7 @@ def _rectangles(begin: int, end: int, *, width: int) -> Iterator[tuple[int, int,
         yield whole_to, 1, end - whole_to
 
 
-def weight_places(
+def weight_slices(
     chunks: Sequence[torch.nn.Module],
     rules: Sequence[WeightRule],
     architecture: Architecture,
@@ -124,13 +127,14 @@ def weight_places(
     tied_output: bool,
     tensor_of: Callable[[torch.nn.Parameter], Tensor],
 ) -> tuple[dict[str, WeightSlice], set[str]]:
-    """This rank's pieces by Hugging Face name, and the parameters that no rule names.
+    """Returns this rank's pieces by Hugging Face name, and the parameters that no rule names.
 
-    ``tied_output``: a last pipeline stage that is not the first has a copy of the embedding as its output weight.
+    If ``tied_output`` is True, a last pipeline stage that is not the first has a copy of the embedding as its output
+    weight.
     """
     parameters = _parameters_by_global_name(chunks, architecture)
     unused = set(parameters)
-    places = {}
+    slices = {}
     for rule in rules:
         name = parameter_name(rule.megatron, experts=architecture.experts is not None)
         names = [name, _OUTPUT] if tied_output and name == _EMBEDDING else [name]
@@ -140,7 +144,7 @@ def weight_places(
             continue
         views = tuple(part_view(tensor_of(parameter), rule.part, architecture) for parameter in held)
         piece, pieces = _piece_of(rule)
-        places[rule.hf] = WeightSlice(
+        slices[rule.hf] = WeightSlice(
             rule=rule,
             parameters=tuple(held),
             views=views,
@@ -149,13 +153,13 @@ def weight_places(
             pieces=pieces,
             shape=_whole_shape(views[0], rule, pieces, architecture),
         )
-    return places, unused
+    return slices, unused
 
 
 def _parameters_by_global_name(
     chunks: Sequence[torch.nn.Module], architecture: Architecture
 ) -> Mapping[str, torch.nn.Parameter]:
-    """Layers and experts are numbered over the whole model, not over this rank's part of it."""
+    """Returns the parameters by names whose layers and experts are numbered over the whole model."""
     experts = architecture.experts.count if architecture.experts is not None else 0
     first_expert = (
         experts // parallel_state.get_expert_model_parallel_world_size()
@@ -169,13 +173,13 @@ def _numbered(chunk: torch.nn.Module, *, first_expert: int) -> Iterator[tuple[st
 
     for name, parameter in chunk.named_parameters():
         if name.startswith(VALUE_HEAD) and not chunk.post_process:
-            continue  # it is of no use there
+            continue  # Only the last stage uses the value head.
         global_name = _LAYER.sub(layer_number, name)
         yield _EXPERT.sub(lambda found: str(int(found[0]) + first_expert), global_name), parameter
 
 
 def _piece_of(rule: WeightRule) -> tuple[int, int]:
-    """(number, count) of this rank's piece."""
+    """Returns the index of this rank's piece and the number of pieces."""
     if rule.shard is Shard.replicated:
         return 0, 1
     if rule.expert:
@@ -187,7 +191,7 @@ def _piece_of(rule: WeightRule) -> tuple[int, int]:
 
 
 def part_view(parameter: Tensor, part: Part, architecture: Architecture) -> Tensor:
-    """The part of a Megatron parameter that one Hugging Face tensor is, as a view of its memory."""
+    """Returns the part of a Megatron parameter that one Hugging Face tensor is, as a view of its memory."""
     if part is Part.whole:
         return parameter
     if part in (Part.gate, Part.up):
@@ -200,7 +204,7 @@ def part_view(parameter: Tensor, part: Part, architecture: Architecture) -> Tens
 
 
 def piece_shape(view: Tensor, rule: WeightRule) -> tuple[int, ...]:
-    """Shape of the piece as Hugging Face has it: query, key and value views have extra leading axes."""
+    """Returns the shape of the piece as Hugging Face stores it; views of attention parts have more leading axes."""
     if rule.is_bias:
         return (view.numel(),)
     if rule.part in (Part.query, Part.key, Part.value):

@@ -1,4 +1,4 @@
-"""What Megatron's modules see as ``torch.cuda`` on a machine without CUDA: one device, and streams that do nothing."""
+"""Makes the module that Megatron sees as ``torch.cuda`` on a CPU: one device, and streams that do nothing."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _no_context(*args: Any, **kwargs: Any) -> contextlib.nullcontext[None]:
 
 @functools.cache
 def cpu_namespace() -> ModuleType:
-    """The stand-in module, one a process. Names that it lacks (types in annotations) come from ``torch.cuda``."""
+    """Returns this process's stand-in module; names that it lacks (types in annotations) come from ``torch.cuda``."""
     cpu = torch.device("cpu")
     stream = _Stream()
     namespace = ModuleType("relax_cpu_namespace")

@@ -1,9 +1,9 @@
-"""The device loader: lets unmodified megatron.core run on a CPU where there is no CUDA.
+"""Lets unmodified megatron.core run on a CPU if there is no CUDA.
 
-`install` puts a finder on ``sys.meta_path``. When ``megatron.core`` is imported on a machine without CUDA, each of its
-modules is compiled from its own source after an AST pass (retarget.py); torch itself stays untouched. With CUDA the
-finder does nothing. Compiled code is cached in the user's cache folder, keyed by source content, because the pass
-costs about two seconds a process. Read by running, megatron-core 0.16.1.
+`install` puts a finder on ``sys.meta_path``. If ``megatron.core`` is imported on a machine without CUDA, each of its
+modules is compiled from its own source after an AST pass (patch_cuda_calls.py). torch itself is unchanged. With CUDA
+the finder does nothing. Compiled code is cached in the user's cache folder under a digest of the source, because the
+pass takes about two seconds a process. Tests run it with megatron-core 0.16.1.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def has_cuda() -> bool:
-    """Whether this process trains on a GPU. Imports torch."""
+    """Returns True if this process trains on a GPU; it imports torch."""
     import torch
 
     return torch.cuda.is_available()
 
 
 def training_device() -> torch.device:
-    """Where parameters live: this process's current CUDA device, else the CPU."""
+    """Returns the device of the parameters: this process's current CUDA device, or the CPU."""
     import torch
 
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else torch.device("cpu")
 
 
 def cache_folder() -> Path:
-    """``$XDG_CACHE_HOME or ~/.cache`` / relax / megatron-<version>-<python tag>."""
+    """Returns ``$XDG_CACHE_HOME or ~/.cache`` / relax / megatron-<version>-<python tag>."""
     root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     version = importlib.metadata.version("megatron-core")
     return Path(root) / "relax" / f"megatron-{version}-{sys.implementation.cache_tag}"
@@ -54,25 +54,26 @@ def cache_folder() -> Path:
 
 @functools.cache
 def _rules_digest() -> bytes:
-    """A digest of the AST pass's own source: changed rules must not find old code."""
+    """Returns a digest of the AST pass's own source, so that changed rules do not find old code."""
     from relax_core.train.megatron_on_cpu import patch_cuda_calls as patch_cuda_calls
 
     return hashlib.blake2b(Path(patch_cuda_calls.__file__).read_bytes(), digest_size=16).digest()
 
 
 class CodeCache:
-    """Compiled modules on disk, one file a source content. Safe with several processes: files appear whole or not."""
+    """Caches compiled modules on disk by source content; files appear complete, so several processes may share it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def path(self, source: bytes, filename: str) -> Path:
-        """The file name is part of the key, because tracebacks show the one in the code object."""
+        """Returns the cache path of a source; the file name is part of the key, because tracebacks show it."""
         digest = hashlib.blake2b(source, digest_size=16, key=_rules_digest())
         digest.update(filename.encode())
         return self.folder / f"{digest.hexdigest()}.marshal"
 
     def read(self, path: Path) -> CodeType | None:
+        """Returns the cached code, or None if there is none."""
         try:
             payload = path.read_bytes()
         except FileNotFoundError:
@@ -82,7 +83,7 @@ class CodeCache:
         return code
 
     def write(self, path: Path, code: CodeType) -> None:
-        """A cache that cannot be written (full disk, read-only home) costs time at each start, not the run."""
+        """Caches code; a cache that cannot be written (full disk, read-only home) only makes each start slower."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with tempfile.NamedTemporaryFile(dir=self.folder, suffix=".partial", delete=False) as partial:
@@ -103,9 +104,10 @@ def _warn_once(message: str) -> None:
 
 
 class CpuLoader(SourceFileLoader):
-    """Compiles a module from its source through the AST pass, then mends what 0.16.1 gets wrong on a CPU."""
+    """Compiles a module through the AST pass and works around what megatron-core 0.16.1 gets wrong on a CPU."""
 
     def get_code(self, fullname: str) -> CodeType:
+        """Returns the module's patched code, from the cache if it is there."""
         from relax_core.train.megatron_on_cpu import patch_cuda_calls as patch_cuda_calls
 
         source = self.get_data(self.path)
@@ -118,23 +120,25 @@ class CpuLoader(SourceFileLoader):
         return code
 
     def exec_module(self, module: ModuleType) -> None:
+        """Runs the module with the CPU stand-in for ``torch.cuda`` and applies the workarounds for it."""
         from relax_core.train.megatron_on_cpu import megatron_workarounds
         from relax_core.train.megatron_on_cpu import patch_cuda_calls as patch_cuda_calls
         from relax_core.train.megatron_on_cpu.cpu_namespace import cpu_namespace
 
         setattr(module, patch_cuda_calls.NAMESPACE, cpu_namespace())
         with warnings.catch_warnings():
-            # Megatron tells each process that the GPU libraries are missing, which on a CPU is no news.
+            # Megatron warns in each process that GPU libraries are missing, which is normal on a CPU.
             warnings.filterwarnings("ignore", message=".*(Apex|Transformer Engine).* (is|are) not installed")
             super().exec_module(module)
         megatron_workarounds.apply(module)
 
 
 class CpuFinder:
-    """Finds ``megatron.core`` as usual and swaps the loader, on machines without CUDA."""
+    """Finds ``megatron.core`` as usual and replaces its loader on machines without CUDA."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Returns the module's spec with the loader for a CPU, or None if the finder does not apply."""
         if name != "megatron.core" and not name.startswith("megatron.core."):
             return None
         if has_cuda():
@@ -146,6 +150,6 @@ class CpuFinder:
 
 
 def install() -> None:
-    """Puts the finder first. Must run before anything imports ``megatron.core``; the package's import does it."""
+    """Puts the finder first; the import of relax_core.train calls it before anything imports ``megatron.core``."""
     assert "megatron.core" not in sys.modules, "import relax_core.train before megatron.core"
     sys.meta_path.insert(0, CpuFinder)

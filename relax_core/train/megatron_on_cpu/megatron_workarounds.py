@@ -1,4 +1,4 @@
-"""What megatron-core 0.16.1 gets wrong without CUDA or TransformerEngine, mended as each module is imported."""
+"""Works around what megatron-core 0.16.1 gets wrong without CUDA or TransformerEngine, as each module is imported."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import torch.distributed as dist
 
 
 def _disable_jit_fuser(jit: Any) -> None:
-    """torch.compile takes tens of seconds to warm up on a CPU; it must be off before any module decorates with it."""
+    """Turns off torch.compile, which takes tens of seconds on a CPU, before any module decorates with it."""
     jit.disable_jit_fuser()
 
 
 def _cpu_rng_state(tensor_parallel_random: Any) -> None:
-    """The RNG tracker addresses CUDA generators by index; the CPU has one."""
+    """Makes the RNG tracker use the CPU's one generator; it addresses CUDA generators by index."""
     tensor_parallel_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     tensor_parallel_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
     logging.getLogger(tensor_parallel_random.__name__).addFilter(
@@ -26,13 +26,13 @@ def _cpu_rng_state(tensor_parallel_random: Any) -> None:
 
 
 def _name_te_general_gemm(moe_utils: Any) -> None:
-    """0.16.1 leaves the name undefined without TransformerEngine, and reads it."""
+    """Defines a name that 0.16.1 reads but leaves undefined without TransformerEngine."""
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
 
 
 def _uneven_splits(mappings: Any) -> None:
-    """Expert tensor parallelism gathers as many tokens as each rank happens to have; gloo wants equally many."""
+    """Pads uneven gathers of expert tensor parallelism, because gloo requires equally many tokens on each rank."""
     gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
     def gather_along_first_dim(
@@ -71,7 +71,7 @@ _AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
 
 
 def apply(module: ModuleType) -> None:
-    """Mends a freshly executed Megatron module, if it is one of those that need it."""
-    mend = _AFTER_IMPORT.get(module.__name__)
-    if mend is not None:
-        mend(module)
+    """Applies the workaround of a Megatron module that was just executed, if it has one."""
+    workaround = _AFTER_IMPORT.get(module.__name__)
+    if workaround is not None:
+        workaround(module)

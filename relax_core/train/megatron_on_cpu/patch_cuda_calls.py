@@ -1,4 +1,4 @@
-"""The AST pass that turns CUDA words in Megatron's source into CPU ones."""
+"""Replaces CUDA calls and device names in Megatron's source by CPU ones in an AST pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STRINGS = {
 
 class _PatchCudaCalls(ast.NodeTransformer):
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
-        """``torch.cuda`` → the stand-in; ``x.is_cuda`` → ``x.is_cpu``."""
+        """Replaces ``torch.cuda`` by the stand-in, and ``x.is_cuda`` by ``x.is_cpu``."""
         self.generic_visit(node)
         if node.attr == "cuda" and isinstance(node.value, ast.Name) and node.value.id == "torch":
             return ast.copy_location(ast.Name(NAMESPACE, node.ctx), node)
@@ -26,14 +26,14 @@ class _PatchCudaCalls(ast.NodeTransformer):
         return node
 
     def visit_keyword(self, node: ast.keyword) -> ast.AST:
-        """``pin_memory=True`` needs a GPU."""
+        """Replaces ``pin_memory=True``, which needs a GPU."""
         self.generic_visit(node)
         if node.arg == "pin_memory" and isinstance(node.value, ast.Constant):
             node.value = ast.copy_location(ast.Constant(False), node.value)
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        """``x.cuda(...)`` → ``x.cpu()``."""
+        """Replaces ``x.cuda(...)`` by ``x.cpu()``."""
         self.generic_visit(node)
         if isinstance(node.func, ast.Attribute) and node.func.attr == "cuda":
             node.func.attr = "cpu"
@@ -41,6 +41,7 @@ class _PatchCudaCalls(ast.NodeTransformer):
         return node
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        """Replaces device and tensor type names."""
         if isinstance(node.value, str) and node.value in _STRINGS:
             return ast.copy_location(ast.Constant(_STRINGS[node.value]), node)
         return node

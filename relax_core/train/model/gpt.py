@@ -1,5 +1,7 @@
-"""The Megatron model, in chunks of layers: a GPTModel that reads a tree-packed stream and returns hidden states; for a
-critic, a value head on top of it."""
+"""Builds the Megatron model in chunks of layers, which read a tree-packed stream and return hidden states.
+
+A critic has a value head on top of the same layers.
+"""
 
 from __future__ import annotations
 
@@ -29,21 +31,27 @@ from relax_core.train.model.transformer_config import megatron_arguments
 
 
 class TreeGPTModel(GPTModel):
-    """GPTModel whose forward ends before the output layer: log-probs are computed chunk by chunk from its hidden
-    states and `output_weight`, so logits never exist whole."""
+    """Ends a GPTModel's forward pass before the output layer.
+
+    Log-probs are computed chunk by chunk from its hidden states and `output_weight`, so all logits never exist at once.
+    """
 
     _rotary_table: Tensor | None = None
 
     def rotary(self, tree: TreeBatch) -> Tensor:
-        """Rotary angles of this rank's rows, ``[rows, 1, 1, head_dim]``; the table grows by doubling."""
+        """Returns the rotary angles of this rank's rows, ``[rows, 1, 1, head_dim]``; the table grows by doubling."""
         if self._rotary_table is None or len(self._rotary_table) <= tree.max_position:
-            # "packed": else it would return this context-parallel rank's part of a plain sequence
+            # Without "packed" the call returns this context-parallel rank's part of a plain sequence.
             self._rotary_table = self.rotary_pos_emb(1 << max(9, tree.max_position.bit_length()), packed_seq=True)
         return self._rotary_table[tree.positions]
 
     def forward(self, tree: TreeBatch) -> Tensor:
-        """The last chunk: hidden states of this rank's rows after the final norm, ``[rows, hidden]``, the same on all
-        tensor-parallel ranks. Others: what the next chunk reads, ``[rows, 1, hidden]``, cut by sequence parallelism."""
+        """Runs the chunk's layers on a stream.
+
+        The last chunk returns the hidden states of this rank's rows after the final norm, ``[rows, hidden]``, which are
+        equal on all tensor-parallel ranks. Other chunks return what the next chunk reads, ``[rows, 1, hidden]``, with
+        the rows split by sequence parallelism.
+        """
         hidden: Tensor = self.decoder(
             hidden_states=self.embedding(input_ids=tree.token_ids[None], position_ids=None)
             if self.pre_process
@@ -54,22 +62,22 @@ class TreeGPTModel(GPTModel):
         if not self.post_process:
             return hidden
         if self.config.sequence_parallel:
-            # The head's gradient is whole on every rank, so the backward pass only cuts it.
+            # Every rank has the head's whole gradient, so the backward pass only selects this rank's rows of it.
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return hidden[:, 0]
 
     def output_weight(self) -> Tensor:
-        """``[vocab / tp, hidden]``, padded; the embedding itself when tied, its copy on another pipeline stage."""
+        """Returns ``[vocab / tp, hidden]``, padded: the embedding if tied, or its copy on another pipeline stage."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
 
-VALUE_HEAD = "value_head."  # how the names of its parameters begin
+VALUE_HEAD = "value_head."  # The names of the head's parameters begin with this.
 
 
 class TreeValueModel(TreeGPTModel):
-    """A critic: the same trunk, and one number a row in the place of the output layer."""
+    """Replaces the output layer by a value head, which gives a critic one number a row."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -78,7 +86,7 @@ class TreeValueModel(TreeGPTModel):
         torch.nn.init.zeros_(self.value_head.bias)
 
     def values(self, hidden: Tensor) -> Tensor:
-        """``[rows, hidden]`` → float32 ``[rows]``; 0 everywhere before the first update."""
+        """Returns the values of ``[rows, hidden]``, float32 ``[rows]``, which are 0 before the first update."""
         weight, bias = self.value_head.weight.float(), self.value_head.bias.float()
         return F.linear(hidden.float(), weight, bias)[:, 0]
 
@@ -90,18 +98,18 @@ def transformer_config(
     dtype: torch.dtype,
     moe_aux_loss_coef: float = 0.0,
 ) -> TransformerConfig:
-    """Megatron's config: the architecture's arguments and ours. Every fusion that needs a GPU library is off."""
+    """Returns Megatron's config from the architecture and the layout; fusions that need a GPU library are off."""
     arguments: dict[str, Any] = megatron_arguments(architecture)
     if architecture.experts is not None:
         arguments |= {
-            "moe_enable_routing_replay": True,  # which changes nothing until there is something to replay
+            "moe_enable_routing_replay": True,  # It changes nothing until a micro-batch brings experts to replay.
             "moe_router_load_balancing_type": "aux_loss" if moe_aux_loss_coef else "none",
             "moe_aux_loss_coeff": moe_aux_loss_coef,
         }
     arguments["activation_func"] = getattr(F, arguments.pop("activation"))
     pipeline = parallel.pp > 1
     return TransformerConfig(
-        **{"moe_token_dispatcher_type": "alltoall"} | arguments,  # also a dense model's lengths vary only with this
+        **{"moe_token_dispatcher_type": "alltoall"} | arguments,  # Variable lengths need it in a dense model, too.
         tensor_model_parallel_size=parallel.tp,
         sequence_parallel=parallel.sequence_parallel,
         context_parallel_size=parallel.cp,
@@ -109,7 +117,7 @@ def transformer_config(
         virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.etp,
-        # Interleaved stages send both ways at one time, and their messages of shapes would meet the wrong receiver.
+        # Interleaved stages send both ways at one time, and messages with shapes would reach the wrong receiver.
         variable_seq_lengths=pipeline and parallel.vpp == 1,
         batch_p2p_comm=parallel.vpp == 1,
         deallocate_pipeline_outputs=True,
@@ -119,7 +127,7 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        # Gradients are summed over ranks; we divide by the algorithm's own denominator.
+        # Gradients are summed over ranks; the trainer divides them by the algorithm's denominator.
         calculate_per_token_loss=True,
         use_cpu_initialization=not has_cuda(),
         perform_initialization=False,
@@ -129,7 +137,7 @@ def transformer_config(
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
-        cuda_graph_scope=[],  # its own default warns that it is deprecated
+        cuda_graph_scope=[],  # The default value logs a deprecation warning.
     )
 
 
@@ -141,10 +149,10 @@ def build_chunks(
     value_head: bool = False,
     moe_aux_loss_coef: float = 0.0,
 ) -> list[TreeGPTModel]:
-    """This rank's chunks of layers, uninitialised, on this process's device: one, or with a virtual pipeline several;
-    the weights come from a Hugging Face folder.
+    """Builds this rank's uninitialized chunks of layers on this process's device.
 
-    With ``value_head`` the model has no output layer of its own, tied or not.
+    There is one chunk, or several with a virtual pipeline. The weights are loaded later from a Hugging Face folder. If
+    ``value_head`` is True the model has no output layer, tied or not.
     """
     config = transformer_config(architecture, parallel, dtype=dtype, moe_aux_loss_coef=moe_aux_loss_coef)
     chunks = []
@@ -162,7 +170,7 @@ def build_chunks(
             share_embeddings_and_output_weights=architecture.tie_word_embeddings or value_head,
             vp_stage=vp_stage,
         )
-        # Megatron scales frequencies by Llama 3.1's own numbers only; a model may have others.
+        # Megatron scales frequencies with Llama 3.1's constants only, but a model may have others.
         model.rotary_pos_emb.inv_freq = architecture.rope.scaled(model.rotary_pos_emb.inv_freq)
         _mark_shards(model)
         if config.num_moe_experts and parallel.etp != parallel.tp:
@@ -174,12 +182,12 @@ def build_chunks(
 
 
 def padded_vocabulary(words: int, parallel: ParallelConfig) -> int:
-    """Rows of the embedding: each tensor-parallel rank has equally many."""
+    """Returns the number of rows of the embedding, which is a multiple of the tensor-parallel ranks."""
     return -(-words // parallel.tp) * parallel.tp
 
 
 def _mark_shards(model: torch.nn.Module) -> None:
-    """Tells Megatron which parameters tensor parallelism cuts: it does so itself only while initialising them."""
+    """Marks the parameters that tensor parallelism splits; Megatron marks them only when it initializes them."""
     for module in model.modules():
         if isinstance(module, ColumnParallelLinear | VocabParallelEmbedding | RowParallelLinear):
             weight = module.weight
@@ -189,8 +197,10 @@ def _mark_shards(model: torch.nn.Module) -> None:
 
 
 def _reduce_experts_apart(model: torch.nn.Module) -> None:
-    """Megatron does so only with ep > 1; but experts that are cut otherwise than the rest of the model (etp, tp) are
-    also replicated over other ranks."""
+    """Gives experts their own gradient reduction, which Megatron does only with ep > 1.
+
+    Experts that are split differently from the rest of the model (etp, tp) are replicated over different ranks.
+    """
     for name, parameter in model.named_parameters():
         if ".mlp.experts." in name:
             parameter.allreduce = False  # type: ignore[attr-defined]

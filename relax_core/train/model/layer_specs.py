@@ -1,4 +1,4 @@
-"""Which modules a transformer layer is made of, chosen by device in one function, and the modules of our own."""
+"""Chooses the modules of a transformer layer by device, and defines the modules that Megatron does not have."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from torch import Tensor
 from relax_core.config.schema import Recompute
 from relax_core.train.attention.tree_attention import TreeBatch
 from relax_core.train.megatron_on_cpu.device_loader import has_cuda
-from relax_core.train.model.moe import BalancedRouter, ExpertsLayer
+from relax_core.train.model.moe import BalancedRouter, MoeTransformerLayer
 
 
 class TreeCoreAttention(MegatronModule):
-    """Core attention over a tree-packed stream. Takes the `TreeBatch` where Megatron passes its attention mask.
+    """Computes core attention over a tree-packed stream; it gets the `TreeBatch` as Megatron's attention mask.
 
-    ``recompute``: its activations are not kept, but computed again in the backward pass.
+    If ``recompute`` is True its activations are not saved but computed again in the backward pass.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class TreeCoreAttention(MegatronModule):
         self.scale, self.recompute = softmax_scale, recompute
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tree: TreeBatch, **kwargs: Any) -> Tensor:
-        """``query`` ``[rows, 1, heads, dim]``; key, value ``[rows, 1, groups, dim]`` → ``[rows, 1, hidden]``."""
+        """Maps query ``[rows, 1, heads, dim]``, key and value ``[rows, 1, groups, dim]`` to ``[rows, 1, hidden]``."""
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return tree.attend(query[:, 0], key[:, 0], value[:, 0], scale=self.scale)[:, None]
@@ -52,24 +52,25 @@ class TreeCoreAttention(MegatronModule):
 
 
 class RecomputedLayer(TransformerLayer):
-    """A layer that keeps its input only and computes the rest again in the backward pass.
+    """Saves only the layer's input and computes the rest again in the backward pass.
 
-    Megatron's own way cannot: it saves all arguments as tensors, and a `TreeBatch` is none.
+    Megatron's own recomputation saves all arguments as tensors, and a `TreeBatch` is not a tensor.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the layer; see `TransformerLayer.forward`."""
         if not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)
         forward, hidden = super().forward, kwargs.pop("hidden_states")
         return checkpoint(lambda hidden: forward(*args, hidden_states=hidden, **kwargs), False, hidden)
 
 
-class RecomputedExpertsLayer(RecomputedLayer, ExpertsLayer):
-    """Both: the router is told what to do in the second pass, too."""
+class RecomputedMoeTransformerLayer(RecomputedLayer, MoeTransformerLayer):
+    """Recomputes the activations of a layer with experts; its router gets the micro-batch in both passes."""
 
 
 class SequenceParallelRMSNorm(torch.nn.RMSNorm):
-    """RMSNorm that tells Megatron whether its gradient is partial; Megatron's own local norm refuses to."""
+    """Marks the gradient of RMSNorm as partial under sequence parallelism, which Megatron's local norm refuses."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **kwargs: Any) -> None:
         super().__init__(hidden_size, eps=eps)
@@ -81,16 +82,18 @@ _GROUPED = re.compile(r"\.local_experts\.(\d+)\.(linear_fc[12])\.weight$")
 
 
 def has_transformer_engine() -> bool:
+    """Returns True if this process trains on a GPU with TransformerEngine."""
     return has_cuda() and importlib.util.find_spec("transformer_engine") is not None
 
 
 def block_spec(
     config: TransformerConfig, *, recompute: Recompute, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
-    """The layers of a model chunk for this process's device: TransformerEngine's where CUDA and it are there, else
-    torch's. ``vp_stage``: which chunk of the stage it is, None where a stage has one.
+    """Returns the layers of a model chunk for this process's device.
 
-    Core attention is ours on both: only it knows the tree mask.
+    They are TransformerEngine's if CUDA and TransformerEngine are available, and torch's otherwise. ``vp_stage`` is the
+    index of the chunk within its stage, or None if a stage has one chunk. Core attention is `TreeCoreAttention` on both
+    devices, because it applies the tree's visibility.
     """
     layer: ModuleSpec
     if has_transformer_engine():
@@ -122,18 +125,18 @@ def block_spec(
     if experts:
         layer.submodules.mlp.submodules.router = BalancedRouter
     if recompute is Recompute.full:
-        layer.module = RecomputedExpertsLayer if experts else RecomputedLayer
+        layer.module = RecomputedMoeTransformerLayer if experts else RecomputedLayer
     elif experts:
-        layer.module = ExpertsLayer
+        layer.module = MoeTransformerLayer
     layers = get_num_layers_to_build(config, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=norm)
 
 
 def parameter_name(name: str, *, experts: bool) -> str:
-    """The name that the chosen spec gives a parameter. ``experts``: whether the model has any.
+    """Returns the name that the chosen layers give a parameter; ``experts`` is True for a mixture of experts.
 
-    TransformerEngine keeps norms inside the linear layers that they precede, but not a router's; its grouped GEMM has
-    the experts of a layer in one module.
+    TransformerEngine keeps a norm inside the linear layer after it, except before a router. Its grouped matrix product
+    keeps the experts of a layer in one module.
     """
     if not has_transformer_engine():
         return name

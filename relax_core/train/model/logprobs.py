@@ -1,27 +1,26 @@
-"""Log-probs of chosen tokens, entropy and top-k tokens, without ever holding the logits of all rows.
+"""Computes log-probs of chosen tokens, entropy and top-k tokens without the logits of all rows in memory.
 
-At 4,096 rows and a vocabulary of 151,936 the logits alone are 2.5 GB, and a plain log_softmax keeps three such
-buffers. Here one buffer of ``[chunk_rows, vocab]`` is all that exists: the forward pass fills it chunk by chunk and
-keeps nothing, the backward pass computes each chunk again. When one chunk holds all rows, the backward pass reuses it.
-A tiny problem takes the plain way: there the cost is the Python around the operations, not the memory.
+At 4,096 rows and a vocabulary of 151,936 the logits alone take 2.5 GB, and a plain log_softmax keeps three such
+buffers. This module holds one buffer of ``[chunk_rows, vocab]``. The forward pass fills it chunk by chunk and saves
+nothing, and the backward pass computes each chunk again. If one chunk holds all rows, the backward pass reuses it. A
+tiny problem uses plain operations, because their Python overhead costs more than their memory.
 
-**Tensor parallel.** With ``group`` the weight is this rank's shard of the vocabulary, ``[vocab / tp, hidden]``, which
-begins at word ``rank * vocab / tp``. Every rank goes over its chunks as if its shard were the whole vocabulary; what it
-found is joined at the end, in one exchange of a few numbers a row. With Z_r a shard's normalizer and Z the whole one,
-p = p_r Z_r / Z, so one number a row turns the shard's distribution into the whole one, in the backward pass too.
+**Tensor parallelism.** With ``group`` the weight is this rank's shard of the vocabulary, ``[vocab / tp, hidden]``. It
+begins at token id ``rank * vocab / tp``. Every rank computes its chunks as if its shard were the whole vocabulary. At
+the end the ranks exchange a few numbers a row. If Z_r is the normalizer of a shard and Z that of the whole vocabulary,
+then p = p_r Z_r / Z, so one number a row turns the shard's distribution into the whole one, also in the backward pass.
 
-What the functions have in common. ``hidden`` ``[rows, hidden]`` and ``weight`` of one floating dtype, ``targets``
-``[rows]`` int64 in 0..vocab-1; ``vocab_size``: words beyond it are padding of the weight and get no probability.
-Logits and all that is made of them are float32 also for bfloat16 inputs (float64 stays float64). On a CPU so are the
-factors of the matrix products, by float32 copies of the weight and of a chunk. On a GPU the factors keep the inputs'
-dtype and the sums are float32; the logits' gradient is rounded to that dtype, and one float32 temporary of the weight's
-shape exists while its gradient is added up.
-Results are equal on all ranks of ``group``; so must be the inputs but the weight, and the gradients that come in. The
-gradient of ``hidden`` is summed over the ranks, that of ``weight`` is the shard's; each has its own dtype.
+**Common arguments.** ``hidden`` ``[rows, hidden]`` and ``weight`` have one floating dtype. ``targets`` ``[rows]`` are
+int64 in 0..vocab-1. Rows of the weight from ``vocab_size`` on are padding and get no probability. Logits and everything
+computed from them are float32 even for bfloat16 inputs (float64 stays float64). On a CPU the factors of the matrix
+products are float32 copies of the weight and of a chunk. On a GPU the factors keep the inputs' dtype and the sums are
+float32. The logits' gradient is then rounded to that dtype, and the weight's gradient takes a float32 temporary. All
+ranks of ``group`` get equal results, and need equal inputs (except the weight) and incoming gradients. The gradient of
+``hidden`` is summed over the ranks and that of ``weight`` is the shard's. Each gradient has its tensor's dtype.
 
-**Truncation.** With ``truncation`` the softmax of each row is over the tokens that are left: logits of the others are
-set to `OUTSIDE` inside of a chunk, in the forward pass and again in the backward pass. A token that is left out has the
-log-prob `OUTSIDE` and no gradient. The targets must be among those that are left.
+**Truncation.** With ``truncation`` the softmax of each row covers only the tokens that are kept. The logits of other
+tokens are set to `OUTSIDE` inside a chunk, in the forward pass and again in the backward pass. A token that is left out
+has the log-prob `OUTSIDE` and no gradient. The targets must be among the kept tokens.
 """
 
 from __future__ import annotations
@@ -37,23 +36,24 @@ from torch.distributed import ProcessGroup
 from relax_core.contracts.kept_tokens import OUTSIDE
 from relax_core.train.model.truncation import Truncation
 
-_LEAST_LOGPROB, _LEAST = -87.0, 2e-38  # what float32 still holds in full; exp of the first is less than the second
-_PLAIN_LOGITS = 2**16  # up to here plain operations are faster, and their three buffers are under 1 MB
+_LEAST_LOGPROB, _LEAST = -87.0, 2e-38  # Exp of the first is a normal float32 below the second.
+_PLAIN_LOGITS = 2**16  # Up to this size plain operations are faster, and their three buffers take less than 1 MB.
 
 
 class HeadOutputs(NamedTuple):
-    """Of each row, float32: the target's log-prob ``[rows]``; the entropy in nats ``[rows]`` and the log-probs of other
-    tokens ``[rows, k]``, each None unless asked for."""
+    """Holds float32 outputs of each row; entropy (in nats) and the log-probs of other tokens are optional."""
 
-    logprobs: Tensor
-    entropy: Tensor | None = None
-    gathered: Tensor | None = None
+    logprobs: Tensor  # [rows]
+    entropy: Tensor | None = None  # [rows]
+    gathered: Tensor | None = None  # [rows, k]
 
 
 class TopK(NamedTuple):
-    """Of each row: the target's log-prob ``[rows]``, the k top-k tokens ``[rows, k]`` int64, most likely first, and
-    their log-probs ``[rows, k]``. Where fewer than k are left the ids end in -1 and the log-probs in `OUTSIDE`. No
-    gradient."""
+    """Holds each row's target log-prob ``[rows]`` and its k most likely tokens, without gradient.
+
+    ``top_ids`` are int64 ``[rows, k]``, most likely first, and ``top_logprobs`` ``[rows, k]`` are their log-probs. If
+    fewer than k tokens are kept, the remaining ids are -1 and the remaining log-probs are `OUTSIDE`.
+    """
 
     logprobs: Tensor
     top_ids: Tensor
@@ -71,10 +71,10 @@ def chunked_logprobs(
     vocab_size: int | None = None,
     truncation: Truncation | None = None,
 ) -> Tensor:
-    """Log-prob ``[rows]`` of each row's target under ``softmax(hidden @ weight.T * inverse_temperature)``.
+    """Returns the log-prob ``[rows]`` of each row's target under ``softmax(hidden @ weight.T * inverse_temperature)``.
 
-    At most ``[chunk_rows, vocab]`` floats of logits exist at one time (three times that when all are under 2**16).
-    Not differentiable twice.
+    At most ``[chunk_rows, vocab]`` floats of logits exist at one time (three times as many if all logits are at most
+    2**16). The result is differentiable once.
     """
     return head_outputs(
         hidden,
@@ -101,12 +101,12 @@ def head_outputs(
     vocab_size: int | None = None,
     truncation: Truncation | None = None,
 ) -> HeadOutputs:
-    """`chunked_logprobs` and, from the same logits, the entropy and the log-probs of the tokens ``gather``.
+    """Returns the log-probs of `chunked_logprobs`, and from the same logits the entropy and log-probs of ``gather``.
 
-    ``gather``: int64 ``[rows, k]`` in 0..vocab-1; a row may name a token twice. With ``truncation`` -1 stands for no
-    token, which counts as one that is left out. Gradients flow through all three. The entropy's backward pass needs two
-    buffers, so they hold half as many rows each: no more than ``[chunk_rows, vocab]`` floats exist here either
-    (``chunk_rows`` 2 or more).
+    ``gather`` is int64 ``[rows, k]`` in 0..vocab-1; a row may name a token twice. With ``truncation``, -1 stands for no
+    token and counts as a token that is left out. Gradients flow through all three outputs. The backward pass of the
+    entropy needs two buffers, so each holds half as many rows: no more than ``[chunk_rows, vocab]`` floats exist for it
+    either (if ``chunk_rows`` is 2 or more).
     """
     assert hidden.ndim == 2 and weight.ndim == 2 and hidden.shape[1] == weight.shape[1], "want [rows, h], [vocab, h]"
     assert hidden.dtype == weight.dtype and hidden.is_floating_point(), "hidden and weight must have one float dtype"
@@ -139,17 +139,20 @@ def top_k_tokens(
     vocab_size: int | None = None,
     truncation: Truncation | None = None,
 ) -> TopK:
-    """The log-prob of each row's target and the ``top_k`` top-k tokens, 1..vocab of them; memory as above."""
+    """Returns each row's target log-prob and ``top_k`` most likely tokens; memory is bounded as in `chunked_logprobs`.
+
+    ``top_k`` is between 1 and the vocabulary size.
+    """
     shard = _Shard.of(weight, group, vocab_size=vocab_size)
     matrix = shard.matrix(weight)
     owned, columns = shard.own(targets[:, None])
     settings = _Settings(inverse_temperature, chunk_rows, False, False, truncation)
     dtype = _maths_dtype(weight)
     chosen = matrix.new_zeros(columns.shape, dtype=dtype)
-    # A shard with fewer words than ``top_k`` leaves places that nobody will take.
+    # A shard with fewer tokens than ``top_k`` leaves -inf in the remaining columns, which the top-k never selects.
     values = matrix.new_full((len(hidden), top_k), -torch.inf, dtype=dtype)
     ids = targets.new_zeros(len(hidden), top_k)
-    own_k = min(top_k, shard.words)
+    own_k = min(top_k, shard.size)
     normalizers = shard.normalizers(matrix, len(hidden))
     for rows, logprobs in _log_softmax_chunks(hidden, matrix, shard.first, settings, normalizers):
         torch.gather(logprobs, 1, columns[rows], out=chosen[rows])
@@ -158,21 +161,21 @@ def top_k_tokens(
     if normalizers is not None:
         above = shard.whole_above_own(normalizers)[:, None]
         chosen = shard.add(torch.where(owned, chosen - above, 0.0))
-        everyones = shard.gather(values - above).transpose(0, 1).flatten(1)
-        values, places = everyones.topk(top_k, dim=1)
-        ids = shard.gather(ids).transpose(0, 1).flatten(1).gather(1, places)
+        candidates = shard.gather(values - above).transpose(0, 1).flatten(1)
+        values, winners = candidates.topk(top_k, dim=1)
+        ids = shard.gather(ids).transpose(0, 1).flatten(1).gather(1, winners)
     if truncation is not None:
         none = _left_out(values)
         ids, values = ids.masked_fill(none, -1), values.masked_fill(none, OUTSIDE)
     return TopK(chosen[:, 0], ids, values)
 
 
-# -- one rank's part of the vocabulary ------------------------------------------------------------------------------
+# -- One rank's part of the vocabulary ------------------------------------------------------------------------------
 class _Shard(NamedTuple):
-    """Words ``first`` … ``first + words - 1``, without the padding; ``words`` may be 0 on the last ranks."""
+    """Holds token ids ``first`` … ``first + size - 1`` without padding; ``size`` may be 0 on the last ranks."""
 
     first: int
-    words: int
+    size: int
     group: ProcessGroup | None
 
     @staticmethod
@@ -182,39 +185,39 @@ class _Shard(NamedTuple):
         return _Shard(first, width if vocab_size is None else min(max(vocab_size - first, 0), width), group)
 
     def matrix(self, weight: Tensor) -> Tensor:
-        """``[words, hidden]`` in the dtype of factors: on a GPU alone torch sums products of less in float32."""
-        return weight[: self.words].to(weight.dtype if weight.is_cuda else _maths_dtype(weight))
+        """Returns ``[size, hidden]`` in the dtype of the factors; only on a GPU torch sums bfloat16 in float32."""
+        return weight[: self.size].to(weight.dtype if weight.is_cuda else _maths_dtype(weight))
 
     def own(self, columns: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of some words are here, and their places here; 0 where they are not."""
-        places = columns - self.first
-        owned = (places >= 0) & (places < self.words)
-        return owned, torch.where(owned, places, 0)
+        """Returns which token ids are in this shard, and their columns in it (0 for other tokens)."""
+        local = columns - self.first
+        owned = (local >= 0) & (local < self.size)
+        return owned, torch.where(owned, local, 0)
 
     def normalizers(self, matrix: Tensor, rows: int) -> Tensor | None:
-        """Where a pass over the chunks puts the log-sum-exp of each row's logits here; None where nobody asks."""
+        """Returns the tensor that receives the log-sum-exp of each row's logits in this shard; None without a group."""
         return None if self.group is None else matrix.new_full((rows,), -torch.inf, dtype=_maths_dtype(matrix))
 
     def whole_above_own(self, normalizers: Tensor) -> Tensor:
-        """``[rows]``: log-sum-exp over all shards less that of this one, 0 or more."""
+        """Returns ``[rows]``: the log-sum-exp over all shards minus that of this shard, which is 0 or more."""
         return self.gather(normalizers).logsumexp(dim=0) - normalizers
 
     def gather(self, own: Tensor) -> Tensor:
-        """``[...]`` of each rank → ``[ranks, ...]``."""
+        """Gathers ``[...]`` of each rank into ``[ranks, ...]``."""
         assert self.group is not None
-        everyones = own.new_empty(self.group.size(), *own.shape)
-        dist.all_gather(list(everyones.unbind(0)), own.contiguous(), group=self.group)
-        return everyones
+        gathered = own.new_empty(self.group.size(), *own.shape)
+        dist.all_gather(list(gathered.unbind(0)), own.contiguous(), group=self.group)
+        return gathered
 
     def add(self, own: Tensor) -> Tensor:
-        """The sum over ranks, in place."""
+        """Sums over ranks in place."""
         dist.all_reduce(own, group=self.group)
         return own
 
 
-# -- the chunks -----------------------------------------------------------------------------------------------------
+# -- Chunks ---------------------------------------------------------------------------------------------------------
 class _Settings(NamedTuple):
-    """``keep``: all rows are one chunk, whose softmax the backward pass may use again."""
+    """Holds a pass's settings; with ``keep`` all rows are one chunk whose softmax the backward pass reuses."""
 
     inverse_temperature: float
     chunk_rows: int
@@ -226,10 +229,10 @@ class _Settings(NamedTuple):
 def _logit_chunks(
     hidden: Tensor, matrix: Tensor, first: int, settings: _Settings
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Which rows, their hidden states ``[chunk, hidden]`` in the matrix's dtype and their logits ``[chunk, words]``.
-    ``first``: the id of the first word.
+    """Yields the rows of each chunk, their hidden states ``[chunk, hidden]`` and their logits ``[chunk, size]``.
 
-    All logits come in one buffer, which the next chunk overwrites. Without a word there is no chunk.
+    ``first`` is the id of the shard's first token. The hidden states have the matrix's dtype. All logits share one
+    buffer, which the next chunk overwrites. An empty shard yields no chunk.
     """
     if not len(matrix):
         return
@@ -239,7 +242,7 @@ def _logit_chunks(
         chunk = hidden[rows].to(matrix.dtype)
         logits = buffer[: len(chunk)]
         if logits.dtype == matrix.dtype:
-            # With beta=0 the first argument is not read: `alpha` scales inside the GEMM.
+            # With beta=0 the first argument is not read; `alpha` scales inside the matrix product.
             torch.addmm(logits, chunk, matrix.t(), beta=0, alpha=settings.inverse_temperature, out=logits)
         else:
             torch.mm(chunk, matrix.t(), out_dtype=logits.dtype, out=logits).mul_(settings.inverse_temperature)
@@ -251,27 +254,27 @@ def _logit_chunks(
 def _log_softmax_chunks(
     hidden: Tensor, matrix: Tensor, first: int, settings: _Settings, normalizers: Tensor | None
 ) -> Iterator[tuple[slice, Tensor]]:
-    """Which rows, and the log-softmax of their logits. ``normalizers`` ``[rows]``, where given, get the log-sum-exp."""
+    """Yields the rows of each chunk and their log-softmax; writes the log-sum-exps into ``normalizers`` ``[rows]``."""
     for rows, _, logits in _logit_chunks(hidden, matrix, first, settings):
         highest = None if normalizers is None else logits.amax(dim=1)
-        # In place is safe: each row is read before it is written (test_in_place_softmax holds it).
+        # The softmax can run in place, because each row is read before it is written (test_in_place_softmax).
         torch.log_softmax(logits, dim=1, out=logits)
         if normalizers is not None:
             assert highest is not None
-            normalizers[rows] = highest - logits.amax(dim=1)  # the second is small, so this is exact
+            normalizers[rows] = highest - logits.amax(dim=1)  # The second term is small, so the difference is exact.
         yield rows, logits
 
 
 def _exponentials(logprobs: Tensor, settings: _Settings) -> Tensor:
-    """The softmax of a chunk from its log-softmax, in its place."""
+    """Turns the log-softmax of a chunk into its softmax in place."""
     if settings.truncation is None or logprobs.device.type != "cpu":
         return logprobs.exp_()
-    # Where much is left out: on a CPU torch.exp takes ten times as long for what underflows.
+    # Truncation leaves out many tokens, and on a CPU torch.exp takes ten times as long for values that underflow.
     return torch.nn.functional.threshold(logprobs.clamp_(min=_LEAST_LOGPROB).exp_(), _LEAST, 0.0, inplace=True)
 
 
 def _left_out(logprobs: Tensor) -> Tensor:
-    """Where a log-prob is that of a token which truncation left out, whatever was taken off it."""
+    """Returns True at log-probs of tokens that truncation left out, even after a normalizer is subtracted."""
     return logprobs < OUTSIDE / 2
 
 
@@ -280,11 +283,11 @@ def _maths_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """``left`` ``[rows, inner]`` times ``right`` ``[inner, columns]``, summed and returned in ``dtype``."""
+    """Multiplies ``left`` ``[rows, inner]`` by ``right`` ``[inner, columns]``; sums and returns in ``dtype``."""
     return left @ right if left.dtype == dtype else torch.mm(left, right, out_dtype=dtype)
 
 
-# -- forward and backward -------------------------------------------------------------------------------------------
+# -- Forward and backward -------------------------------------------------------------------------------------------
 def _plain_outputs(
     hidden: Tensor, weight: Tensor, columns: Tensor, inverse_temperature: float, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
@@ -297,21 +300,21 @@ def _plain_outputs(
 
 
 class _HeadOutputs(torch.autograd.Function):
-    """Chosen columns of the log-softmax ``[rows, columns]``, and its entropy ``[rows]`` where asked for."""
+    """Computes chosen columns of the log-softmax ``[rows, columns]``, and its entropy ``[rows]`` if requested."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, columns: Tensor, shard: _Shard, settings: _Settings
     ) -> tuple[Tensor, Tensor | None]:
         matrix = shard.matrix(weight)
-        owned, places = shard.own(columns)
+        owned, local = shard.own(columns)
         dtype = _maths_dtype(weight)
         chosen = matrix.new_zeros(columns.shape, dtype=dtype)
         entropy = matrix.new_zeros(len(hidden), dtype=dtype) if settings.entropy else None
         normalizers = shard.normalizers(matrix, len(hidden))
         kept = None
         for rows, logprobs in _log_softmax_chunks(hidden, matrix, shard.first, settings, normalizers):
-            torch.gather(logprobs, 1, places[rows], out=chosen[rows])
+            torch.gather(logprobs, 1, local[rows], out=chosen[rows])
             if entropy is not None:
                 entropy[rows] = torch.special.entr(_exponentials(logprobs, settings), out=logprobs).sum(dim=1)
             elif settings.keep:
@@ -320,7 +323,7 @@ class _HeadOutputs(torch.autograd.Function):
         if normalizers is not None:
             above = shard.whole_above_own(normalizers)
             chosen = shard.add(torch.where(owned, chosen - above[:, None], 0.0))
-            if entropy is not None:  # the entropy within the shards, and that of which shard it is
+            if entropy is not None:  # The whole entropy is that within the shards and that of the shards' shares.
                 share = above.neg().exp()
                 entropy = shard.add(share * entropy + torch.special.entr(share))
         outside = None
@@ -337,12 +340,12 @@ class _HeadOutputs(torch.autograd.Function):
         ctx: Any, grad_chosen: Tensor, grad_entropy: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         # With p the softmax: d log p_j / d logits = one_hot_j - p, dH / d logits = entr(p) - H p, entr(p) = -p log p.
-        # What is one factor a row goes onto rows as wide as `hidden`, never as wide as the vocabulary.
+        # A factor of a row multiplies rows as wide as `hidden` and never rows as wide as the vocabulary.
         hidden, weight, columns, entropy, above, kept, outside = ctx.saved_tensors
         shard, settings, scale = ctx.shard, ctx.settings, ctx.settings.inverse_temperature
         matrix = shard.matrix(weight)
         dtype = _maths_dtype(weight)
-        owned, places = shard.own(columns)
+        owned, local = shard.own(columns)
         grad_hidden, grad_weight = None, None
         if ctx.needs_input_grad[0]:
             grad_hidden = hidden.new_zeros(hidden.shape, dtype=hidden.dtype if shard.group is None else dtype)
@@ -351,35 +354,35 @@ class _HeadOutputs(torch.autograd.Function):
         if outside is not None:
             grad_chosen = grad_chosen.masked_fill(outside, 0.0)
         of_columns = torch.where(owned, grad_chosen * scale, 0.0)
-        of_softmax, of_surprise = -scale * grad_chosen.sum(dim=1, keepdim=True), None
+        of_softmax, of_surprisal = -scale * grad_chosen.sum(dim=1, keepdim=True), None
         on_delta = of_softmax
         if entropy is not None:
             assert grad_entropy is not None
-            of_surprise = scale * grad_entropy[:, None]
+            of_surprisal = scale * grad_entropy[:, None]
             # In a shard entr(p share) = share (entr(p) + p above).
-            of_softmax = of_softmax - of_surprise * (entropy if above is None else entropy - above)[:, None]
+            of_softmax = of_softmax - of_surprisal * (entropy if above is None else entropy - above)[:, None]
             on_delta = torch.ones_like(of_softmax)
             spare = matrix.new_empty(min(len(hidden), settings.chunk_rows), len(matrix), dtype=dtype)
         if above is not None:
             on_delta = on_delta * above.neg().exp()[:, None]
         for rows, chunk, softmax in _softmax_chunks(hidden, matrix, shard.first, settings, kept):
-            delta, taken = softmax, [*zip(places[rows].unbind(1), of_columns[rows, :, None].unbind(1), strict=True)]
-            if of_surprise is not None:
+            delta, taken = softmax, [*zip(local[rows].unbind(1), of_columns[rows, :, None].unbind(1), strict=True)]
+            if of_surprisal is not None:
                 delta = torch.special.entr(softmax, out=spare[: len(chunk)])
-                delta.mul_(of_surprise[rows]).addcmul_(softmax, of_softmax[rows])
+                delta.mul_(of_surprisal[rows]).addcmul_(softmax, of_softmax[rows])
             delta = delta.to(matrix.dtype)
             if grad_weight is not None:
-                own, scaled = grad_weight[: shard.words], chunk * on_delta[rows]
+                own, scaled = grad_weight[: shard.size], chunk * on_delta[rows]
                 if matrix.dtype == dtype:
                     own.addmm_(delta.t(), scaled)
                 else:
                     own += _product(delta.t(), scaled.to(matrix.dtype), dtype)
-                for place, incoming in taken:
-                    grad_weight.index_put_((place,), chunk * incoming, accumulate=True)
+                for column, incoming in taken:
+                    grad_weight.index_put_((column,), chunk * incoming, accumulate=True)
             if grad_hidden is not None:
                 of_chunk = _product(delta, matrix, dtype).mul_(on_delta[rows])
-                for place, incoming in taken:
-                    of_chunk.addcmul_(matrix[place], incoming)
+                for column, incoming in taken:
+                    of_chunk.addcmul_(matrix[column], incoming)
                 grad_hidden[rows] = of_chunk
         if grad_hidden is not None and shard.group is not None:
             grad_hidden = shard.add(grad_hidden).to(hidden.dtype)
@@ -389,7 +392,7 @@ class _HeadOutputs(torch.autograd.Function):
 def _softmax_chunks(
     hidden: Tensor, matrix: Tensor, first: int, settings: _Settings, kept: Tensor | None
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """`_logit_chunks` with the softmax in the logits' place; ``kept`` is that of all rows, where it is there."""
+    """Yields as `_logit_chunks` does, with the softmax instead of the logits; ``kept`` is that of all rows, or None."""
     if kept is not None:
         yield slice(None), hidden.to(matrix.dtype), kept
         return

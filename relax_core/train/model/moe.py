@@ -1,4 +1,4 @@
-"""Megatron's layer and router of a mixture of experts, told by the micro-batch what to do, and what they counted."""
+"""Controls Megatron's layer and router of a mixture of experts by the micro-batch, and measures their load."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from relax_core.train.attention.tree_attention import TreeBatch
 from relax_core.train.model.routing_replay import OWN_CHOICE, RouterRows
 
 
-class ExpertsLayer(TransformerLayer):
-    """A layer that hands the micro-batch's `RouterRows` to its router before it computes.
+class MoeTransformerLayer(TransformerLayer):
+    """Gives the micro-batch's `RouterRows` to the layer's router before it computes.
 
-    Because that happens in the layer's own forward pass, a pass that recomputes the layer does it again. Megatron's
-    RouterReplay knows a list for that case, which must be switched to between forward and backward passes; it is not
-    needed here.
+    This happens in the layer's own forward pass, so a recomputed pass does it again. For that case Megatron's
+    RouterReplay has a list that must be switched between forward and backward passes; it is not needed here.
     """
 
     def forward(self, *args: Any, attention_mask: TreeBatch, **kwargs: Any) -> Any:
+        """Runs the layer; see `TransformerLayer.forward`."""
         if isinstance(self.mlp, MoELayer):
             assert isinstance(self.mlp.router, BalancedRouter)
             self.mlp.router.follow(attention_mask.routers)
@@ -35,18 +35,21 @@ class ExpertsLayer(TransformerLayer):
 
 
 class BalancedRouter(TopKRouter):
-    """Megatron's router, and three things that it does otherwise: it replays what `follow` gives it, it weighs the
-    balancing loss by the micro-batch's share of the update, and it counts how often each expert was chosen."""
+    """Extends Megatron's router by replay, a weighted balancing loss and counts.
+
+    It replays the experts that `follow` sets, weights the balancing loss by the micro-batch's share of the update, and
+    counts how often each expert was chosen.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        RouterReplay.clear_global_router_replay_instances()  # each router has its own; the list would keep dead models
-        self.experts_index = -1  # place of its layer among the model's layers with experts
+        RouterReplay.clear_global_router_replay_instances()  # Megatron's global list would keep every model alive.
+        self.experts_index = -1  # the index of its layer among the model's layers with experts
         self._rows = OWN_CHOICE
         self.clear_counts()
 
     def follow(self, rows: RouterRows) -> None:
-        """For the passes that come: of this micro-batch."""
+        """Sets the micro-batch of the next passes."""
         self._rows = rows
         if rows.experts is None:
             self.router_replay.clear_router_replay_action()
@@ -55,16 +58,16 @@ class BalancedRouter(TopKRouter):
         self.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
 
     def clear_counts(self) -> None:
-        """``chosen``: int64 ``[experts]``. ``balance_sum``: scalar, of losses times their weights."""
+        """Resets ``chosen`` (int64 ``[experts]``) and ``balance_sum`` (the sum of losses times their weights)."""
         self.chosen = torch.zeros(self.num_experts, dtype=torch.int64)
         self.balance_sum, self.balance_weight = torch.zeros(()), 0.0
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """As Megatron's, with the pads of the micro-batch, which neither the balancing loss nor the counts see."""
+        """Routes as Megatron does, but excludes the micro-batch's pads from the balancing loss and the counts."""
         assert padding_mask is None
         pads = self._rows.pads
         probabilities, chosen = super().routing(logits, padding_mask=pads)
-        if self._rows.counted and torch.is_grad_enabled():  # a layer that is recomputed runs without gradient first
+        if self._rows.counted and torch.is_grad_enabled():  # A recomputed layer first runs without gradient.
             counted = chosen if pads is None else chosen[~pads]
             self.chosen = self.chosen.to(counted.device) + counted.sum(0)
         return probabilities, chosen
@@ -72,28 +75,32 @@ class BalancedRouter(TopKRouter):
     def attach_and_log_load_balancing_loss(
         self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Megatron multiplies by the rows, for it divides by trained tokens later, which are as many in pre-training.
-        Here the update is divided by the algorithm's denominator: so by the micro-batch's part of that."""
+        """Attaches the balancing loss, weighted by the micro-batch's share of the algorithm's denominator.
+
+        Megatron multiplies the loss by the number of rows, because it later divides by trained tokens, and both numbers
+        are equal in pre-training.
+        """
         weight = self._rows.balance_weight
-        # Each of these ranks has a part of the loss, and all of them together the whole.
+        # Each rank of the group has a part of the loss, and all parts together are the whole loss.
         self.balance_sum = self.balance_sum.to(aux_loss.device) + aux_loss.detach() * (weight / aux_loss_coeff)
         self.balance_weight += weight / self.tp_cp_group.size()
         return MoEAuxLossAutoScaler.apply(activation, aux_loss * weight)
 
 
 def routers(chunks: Sequence[torch.nn.Module]) -> Iterator[BalancedRouter]:
-    """Of a rank's layers, in order."""
+    """Yields the routers of a rank's layers in order."""
     for chunk in chunks:
         yield from (module for module in chunk.modules() if isinstance(module, BalancedRouter))
 
 
 def number_routers(chunks: Sequence[torch.nn.Module]) -> None:
-    """Tells each router which of the model's layers is its own: all have experts, and Megatron counts them from 1."""
+    """Sets each router's index among the model's layers; all layers have experts, and Megatron counts from 1."""
     for router in routers(chunks):
         router.experts_index = router.layer_number - 1
 
 
 def clear_counts(chunks: Sequence[torch.nn.Module]) -> None:
+    """Resets the counts of all routers."""
     for router in routers(chunks):
         router.clear_counts()
 
@@ -101,12 +108,12 @@ def clear_counts(chunks: Sequence[torch.nn.Module]) -> None:
 def balance_metrics(
     chunks: Sequence[torch.nn.Module], *, layers: int, experts: int, group: dist.ProcessGroup | None
 ) -> dict[str, float]:
-    """How evenly the update's tokens went to the experts, over all layers and ranks; collective over ``group``, a gloo
-    group of all ranks, None for one alone.
+    """Returns how evenly the update's tokens were distributed over the experts, over all layers and ranks.
 
-    ``max_load``, ``min_load``: tokens of the busiest and of the idlest expert of any layer, relative to an even load.
-    ``entropy``: of the experts' shares, relative to even shares, mean over layers. ``balance_loss``: the balancing loss
-    without its coefficient, mean over layers, where it is on; 1 is even.
+    The call is collective over ``group``, a gloo group of all ranks, or None for a single rank. ``max_load`` and
+    ``min_load`` are the tokens of the busiest and of the idlest expert of any layer, relative to an even load.
+    ``entropy`` is that of the experts' shares, relative to even shares, as mean over layers. ``balance_loss`` is the
+    balancing loss without its coefficient, as mean over layers, if it is on; it is 1 for even shares.
     """
     found = torch.zeros(layers, experts + 2, dtype=torch.float64)
     for router in routers(chunks):
@@ -118,14 +125,14 @@ def balance_metrics(
 
 
 def loads(chosen: np.ndarray) -> dict[str, float]:
-    """`balance_metrics` of how often each expert was chosen, ``[layers, experts]``."""
+    """Returns the loads of `balance_metrics` from ``chosen`` ``[layers, experts]``, the counts of each expert."""
     experts = chosen.shape[1]
     share = chosen / np.maximum(chosen.sum(1, keepdims=True), 1.0)
-    surprise = np.where(share > 0, -np.log(np.where(share > 0, share, 1.0)), 0.0)
+    surprisal = np.where(share > 0, -np.log(np.where(share > 0, share, 1.0)), 0.0)
     return {
         "max_load": float(share.max()) * experts,
         "min_load": float(share.min()) * experts,
-        "entropy": float((share * surprise).sum(1).mean() / np.log(experts)) if experts > 1 else 1.0,
+        "entropy": float((share * surprisal).sum(1).mean() / np.log(experts)) if experts > 1 else 1.0,
     }
 
 

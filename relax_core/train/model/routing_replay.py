@@ -1,12 +1,12 @@
-"""What a micro-batch tells the routers of its experts: the experts to replay (R3, arXiv 2510.11370), its pads, and how
-much its balancing loss weighs.
+"""Prepares what a micro-batch gives to its routers: experts to replay, its pads, and its balancing-loss weight.
 
-An engine and the trainer compute the same router in another order or precision, and where two experts are close, they
-choose differently: then whole blocks of the network differ, not a rounding. With replay each token goes to the experts
-that the engine chose. Their weights are computed here, so the router keeps its gradient.
+An engine and the trainer compute the same router in a different order or precision. If two experts score almost the
+same, they choose differently, and then whole blocks of the network differ and not only roundings. With replay (R3,
+arXiv 2510.11370) each token goes to the experts that the engine chose. The trainer computes their weights, so the
+router keeps its gradient.
 
-All of it travels with the micro-batch's `TreeBatch`, to every layer of every pipeline stage and again into a layer that
-is recomputed. So no order of passes, however many micro-batches are under way, can mix them up.
+All of it travels with the micro-batch's `TreeBatch` to every layer of every pipeline stage, and again into a layer that
+is recomputed. No order of passes can mix up micro-batches, however many of them are in progress.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torch import Tensor
 from relax_core.contracts.tree import TokenTree
 from relax_core.families.architecture import Architecture
 from relax_core.train.packing.micro_batches import REPEATED
-from relax_core.train.parallel.context_parallel import RowCut
+from relax_core.train.parallel.context_parallel import RowSharding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterRows:
-    """Of this rank's rows inside the layers.
+    """Holds the routing of this rank's rows inside the layers.
 
-    ``experts``: int64 ``[layers with experts, rows, top_k]``, all layers of the model; None where the routers choose
-    themselves. ``pads``: bool ``[rows]``, rows that neither the balancing loss nor the counts see, which are pads and
-    rows that another piece of their group has too; None where no rank has any. ``balance_weight``: what the mean
-    balancing loss of the rows is multiplied by. ``counted``: False for a row that is computed only to keep other ranks
-    company."""
+    ``experts`` is int64 ``[layers with experts, rows, top_k]`` for all layers of the model, or None if the routers
+    choose. ``pads`` is bool ``[rows]``, or None if no rank has pads: it is True at rows that neither the balancing loss
+    nor the counts include, which are pads and rows that another piece of the group also has. ``balance_weight``
+    multiplies the mean balancing loss of the rows. ``counted`` is False for a micro-batch without groups.
+    """
 
     experts: Tensor | None
     pads: Tensor | None
@@ -44,54 +44,58 @@ OWN_CHOICE = RouterRows(experts=None, pads=None, balance_weight=0.0)
 
 
 def packed_experts(trees: Sequence[TokenTree], model: Architecture) -> np.ndarray | None:
-    """The trees' experts in the order of their common stream, ``[rows, layers, top_k]``; None where none came.
+    """Returns the trees' experts in the order of their stream, ``[rows, layers, top_k]``, or None if there are none.
 
-    Raises ValueError for what does not fit the model: another number of layers, or an expert that it does not have.
+    Raises ValueError if the number of layers or an expert does not fit the model.
     """
     present = [tree.extras["routed_experts"] for tree in trees if "routed_experts" in tree.extras]
     if not present:
         return None
-    assert len(present) == len(trees), "a column is there for all groups of a step or for none"
+    assert len(present) == len(trees), "either all groups of a step have a column or none has it"
     assert model.experts is not None
     found = []
     for tree, experts in zip(trees, present, strict=True):
         wanted = (tree.rows, model.num_layers, model.experts.per_token)
         if experts.size != np.prod(wanted) or len(experts) != wanted[0]:
             raise ValueError(
-                f"group {tree.group_uid}: routed experts of shape {list(experts.shape)}, but its rows, the model's "
-                f"layers with experts and the experts a token are {list(wanted)}. Is the engine's model another one?"
+                f"group {tree.group_uid}: its routed experts have shape {list(experts.shape)}, but its rows, the "
+                f"model's layers with experts and the experts a token are {list(wanted)}. Check that the engine serves "
+                "this model."
             )
         if int(experts.max()) >= model.experts.count:
             raise ValueError(
-                f"group {tree.group_uid}: routed to expert {experts.max()}, but the model has "
+                f"group {tree.group_uid}: a token was routed to expert {experts.max()}, but the model has "
                 f"{model.experts.count} experts."
             )
-        found.append(
-            experts.reshape(wanted)[tree.computed]
-        )  # SGLang tells no shape: layers and experts come as one axis
+        # SGLang returns no shape: layers and experts arrive as one axis.
+        found.append(experts.reshape(wanted)[tree.computed])
     return np.concatenate(found)
 
 
-def rows_inside_layers(cut: RowCut, padded_rows: int, *, parts: int, part: int) -> np.ndarray:
-    """Numbers in the stream of the rows that this rank has inside the layers, int64: its context-parallel rows, and of
-    these the ``part`` of ``parts`` that sequence parallelism leaves it."""
-    rows = cut.rows_of_rank(padded_rows)
+def rows_inside_layers(sharding: RowSharding, padded_rows: int, *, parts: int, part: int) -> np.ndarray:
+    """Returns the stream's row numbers that this rank has inside the layers, int64.
+
+    They are its context-parallel rows, and of these the ``part`` of ``parts`` that sequence parallelism assigns to it.
+    """
+    rows = sharding.rows_of_rank(padded_rows)
     return rows.reshape(parts, -1)[part]
 
 
-def cut_experts(experts: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """``experts`` ``[stream, layers, top_k]`` at the stream's ``rows`` → int64 ``[layers, rows, top_k]``. A row behind
-    the stream's end is a pad: it goes to the first experts, for it must go to ``top_k`` different ones."""
+def experts_of_rows(experts: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Selects ``rows`` of ``experts`` ``[stream, layers, top_k]`` and returns int64 ``[layers, rows, top_k]``.
+
+    A row after the end of the stream is a pad. It goes to the first experts, because it needs ``top_k`` different ones.
+    """
     stream, layers, top_k = experts.shape
-    cut = np.empty((len(rows), layers, top_k), dtype=np.int64)
+    selected = np.empty((len(rows), layers, top_k), dtype=np.int64)
     real = rows < stream
-    cut[real] = experts[rows[real]]
-    cut[~real] = np.arange(top_k)
-    return np.ascontiguousarray(cut.transpose(1, 0, 2))
+    selected[real] = experts[rows[real]]
+    selected[~real] = np.arange(top_k)
+    return np.ascontiguousarray(selected.transpose(1, 0, 2))
 
 
 def _uncounted(trees: Sequence[TokenTree], *, stream: int, padded_rows: int) -> np.ndarray | None:
-    """Pads and repeated rows, bool ``[padded rows]``; None without any."""
+    """Returns True at pads and repeated rows, bool ``[padded rows]``, or None if there are none."""
     if padded_rows == stream and not any(REPEATED in tree.extras for tree in trees):
         return None
     whole = np.arange(padded_rows) >= stream
@@ -105,11 +109,14 @@ def _uncounted(trees: Sequence[TokenTree], *, stream: int, padded_rows: int) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterPlan:
-    """How this rank makes the `RouterRows` of a micro-batch. ``parts``, ``part``: of sequence parallelism. ``replays``:
-    whether experts that came with the groups are followed."""
+    """Makes the `RouterRows` of this rank for each micro-batch.
+
+    ``part`` and ``parts`` are those of sequence parallelism. If ``replays`` is True, experts that come with the groups
+    are replayed.
+    """
 
     model: Architecture
-    cut: RowCut
+    sharding: RowSharding
     parts: int
     part: int
     replays: bool
@@ -118,12 +125,12 @@ class RouterPlan:
     def router_rows(
         self, trees: Sequence[TokenTree], *, stream: int, padded_rows: int, balance_weight: float
     ) -> RouterRows:
-        """Of a micro-batch whose stream has ``stream`` rows, and with its pads ``padded_rows``."""
-        rows = rows_inside_layers(self.cut, padded_rows, parts=self.parts, part=self.part)
+        """Returns the routing of a micro-batch with ``stream`` rows, and ``padded_rows`` rows with its pads."""
+        rows = rows_inside_layers(self.sharding, padded_rows, parts=self.parts, part=self.part)
         uncounted = _uncounted(trees, stream=stream, padded_rows=padded_rows)
         experts = packed_experts(trees, self.model) if self.replays else None
         return RouterRows(
-            experts=None if experts is None else torch.from_numpy(cut_experts(experts, rows)).to(self.device),
+            experts=None if experts is None else torch.from_numpy(experts_of_rows(experts, rows)).to(self.device),
             pads=None if uncounted is None else torch.from_numpy(uncounted[rows]).to(self.device),
             balance_weight=balance_weight,
             counted=bool(trees),

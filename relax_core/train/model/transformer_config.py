@@ -1,4 +1,7 @@
-"""The module says an architecture in the words of Megatron's TransformerConfig. It imports no torch."""
+"""Translates an architecture into arguments of Megatron's TransformerConfig.
+
+It imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,10 @@ from relax_core.families.architecture import Architecture
 
 
 def megatron_arguments(architecture: Architecture) -> dict[str, Any]:
-    """Returns keyword arguments of TransformerConfig as plain values; ``activation`` is a name in
-    torch.nn.functional."""
+    """Returns keyword arguments of TransformerConfig as plain values.
+
+    ``activation`` is the name of a function in torch.nn.functional.
+    """
     arguments: dict[str, Any] = {
         "num_layers": architecture.num_layers,
         "hidden_size": architecture.hidden_size,
@@ -32,7 +37,7 @@ def megatron_arguments(architecture: Architecture) -> dict[str, Any]:
             "moe_ffn_hidden_size": architecture.experts.width,
             "moe_router_topk": architecture.experts.per_token,
             "moe_router_score_function": "softmax",
-            # Weights that are normalised over the chosen experts are a softmax over the logits of these alone.
+            # Weights that are normalized over the chosen experts are a softmax over the logits of these experts alone.
             "moe_router_pre_softmax": not architecture.experts.normalized,
             "moe_token_dispatcher_type": "alltoall",
         }

@@ -1,6 +1,6 @@
-"""Tree packing: token trees become one stream of rows, without pads.
+"""Packs token trees into one stream of rows without pads.
 
-The last token of a branch predicts nothing, so it is not in the stream. This is on the step path.
+The last token of a branch predicts nothing, so it is not in the stream. This code runs in every train step.
 """
 
 from __future__ import annotations
@@ -12,37 +12,40 @@ import numpy as np
 
 from relax_core.contracts.tree import TokenTree, together
 
-MASKLESS_SAVES_PAIRS = 2**17  # of token rows: what attention without a mask must save, on a CPU, to be taken
+# On a CPU, attention without a mask is used if it computes at least this many fewer pairs of token rows.
+MASKLESS_SAVES_PAIRS = 2**17
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeLayout:
-    """Some trees in their common stream of ``rows`` token rows: ``end`` says who sees whom, as in a `TokenTree`.
+    """Holds some trees as one stream of ``rows`` token rows; ``end`` defines visibility as in a `TokenTree`.
 
-    The output layer is computed for the ``chosen`` sampled rows alone (of every tree its row numbers, int64,
-    ascending), each at the row in front of it, which predicts it. ``token_positions`` says which of them each token
-    is, -1 where it was not chosen; None where they are the same, one to one.
+    The output layer is computed only for the ``chosen`` sampled rows (for each tree its row numbers, int64, ascending),
+    at the row before each one, which predicts it. ``token_positions`` gives the index of each token among the chosen
+    rows, -1 for a token that was not chosen. It is None if tokens and chosen rows are identical.
     """
 
     token_ids: np.ndarray  # int64 [rows]
     end: np.ndarray  # int64 [rows]
-    chosen: Sequence[np.ndarray]  # one array a tree
-    positions: np.ndarray  # int64 [rows], place of the row in its own path
-    predicting_rows: np.ndarray  # int64 [chosen], the row whose output predicts each chosen one
-    targets: np.ndarray  # int64 [chosen], their token ids
+    chosen: Sequence[np.ndarray]  # one array for each tree
+    positions: np.ndarray  # int64 [rows], position of the row in its own path
+    predicting_rows: np.ndarray  # int64 [chosen], the row whose output predicts each chosen row
+    targets: np.ndarray  # int64 [chosen], token ids of the chosen rows
     token_positions: np.ndarray | None  # int64 [tokens]
     sample_ids: np.ndarray  # int64 [tokens], the episode of each token
     num_samples: int
 
 
 def pack_tree(trees: Sequence[TokenTree], *, trained_only: bool = False) -> TreeLayout:
-    """Lays out trees, one or more, as one stream. ``trained_only``: choose the trained rows and not all sampled ones,
-    where there is any."""
+    """Lays out one or more trees as one stream.
+
+    If ``trained_only`` is True and any row is trained, only trained rows are chosen instead of all sampled ones.
+    """
     sizes = np.array([tree.rows for tree in trees])
     before = (np.cumsum(sizes) - sizes).tolist()
     end = np.concatenate([tree.end + first for tree, first in zip(trees, before, strict=True)])
     inner = np.concatenate([tree.computed for tree in trees])
-    place = np.concatenate(([0], np.cumsum(inner)))  # in the stream: stream rows in front of each row
+    stream_row = np.concatenate(([0], np.cumsum(inner)))  # for each row, the number of stream rows before it
     token_ids = np.concatenate([tree.token_ids for tree in trees]).astype(np.int64)
     runs = together([tree.runs for tree in trees])
     chosen_of = [tree.sampled for tree in trees]
@@ -54,26 +57,26 @@ def pack_tree(trees: Sequence[TokenTree], *, trained_only: bool = False) -> Tree
     episodes_before = (np.cumsum(episodes) - episodes).tolist()
     return TreeLayout(
         token_ids=token_ids[inner],
-        end=place[end[inner]],
+        end=stream_row[end[inner]],
         chosen=chosen_of,
         positions=runs.positions()[inner],
-        predicting_rows=place[runs.parents()[chosen]],
+        predicting_rows=stream_row[runs.parents()[chosen]],
         targets=token_ids[chosen],
-        token_positions=_places(chosen, token_rows),
+        token_positions=_token_positions(chosen, token_rows),
         sample_ids=np.concatenate([t.tokens[0] + first for t, first in zip(trees, episodes_before, strict=True)]),
         num_samples=int(episodes.sum()),
     )
 
 
-def _places(chosen: np.ndarray, token_rows: np.ndarray) -> np.ndarray | None:
-    """Where each token's row stands in the ascending ``chosen``, -1 where it does not; None where they are one."""
+def _token_positions(chosen: np.ndarray, token_rows: np.ndarray) -> np.ndarray | None:
+    """Returns each token row's index in the ascending ``chosen``, -1 if absent; None if both arrays are equal."""
     if np.array_equal(chosen, token_rows):
         return None
-    places = np.minimum(np.searchsorted(chosen, token_rows), len(chosen) - 1)
-    return np.where(chosen[places] == token_rows, places, -1)
+    indexes = np.minimum(np.searchsorted(chosen, token_rows), len(chosen) - 1)
+    return np.where(chosen[indexes] == token_rows, indexes, -1)
 
 
 def tree_starts(end: np.ndarray) -> np.ndarray:
-    """The row that each tree of a stream begins with, ascending, int64 ``[trees]``; ``end`` int64 ``[rows]``."""
+    """Returns the first row of each tree of a stream, int64 ``[trees]``, ascending; ``end`` is int64 ``[rows]``."""
     reach = np.maximum.accumulate(end)
     return np.append(0, np.flatnonzero(reach[:-1] == np.arange(1, len(end))) + 1)

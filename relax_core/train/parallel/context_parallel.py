@@ -1,8 +1,8 @@
-"""Which rows of a packed stream this rank works on, and how ranks put their parts together again.
+"""Shards the rows of a packed stream over context-parallel ranks and gathers their results.
 
-Context parallelism cuts the stream into 2 * cp chunks and gives rank r the chunks r and 2 * cp - 1 - r (zig-zag), so
-that early rows, which see little, and late rows, which see much, are shared evenly. The stream is padded so that the
-chunks are equal, and so that sequence parallelism can cut each rank's rows once more.
+Context parallelism splits the stream into 2 * cp chunks and gives rank r the chunks r and 2 * cp - 1 - r (zig-zag).
+Early rows see few rows and late rows see many, so this balances the work. The stream is padded so that the chunks are
+equal and sequence parallelism can split each rank's rows again.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowCut:
-    """``multiple``: of what the stream's rows must be; ``ranks`` and ``rank``: of the context-parallel ``group``."""
+class RowSharding:
+    """Describes how a stream is sharded over the context-parallel ``group`` and which ``rank`` of ``ranks`` this is.
+
+    The number of the stream's rows is a multiple of ``multiple``.
+    """
 
     multiple: int = 1
     ranks: int = 1
@@ -27,11 +30,11 @@ class RowCut:
     group: dist.ProcessGroup | None = None
 
     @staticmethod
-    def of_this_rank(*, sequence_parallel: bool) -> RowCut:
-        """As Megatron's groups say."""
+    def of_this_rank(*, sequence_parallel: bool) -> RowSharding:
+        """Builds the sharding of this rank from Megatron's groups."""
         ranks = parallel_state.get_context_parallel_world_size()
         tensor_parallel = parallel_state.get_tensor_model_parallel_world_size() if sequence_parallel else 1
-        return RowCut(
+        return RowSharding(
             multiple=tensor_parallel * (2 * ranks if ranks > 1 else 1),
             ranks=ranks,
             rank=parallel_state.get_context_parallel_rank(),
@@ -39,19 +42,19 @@ class RowCut:
         )
 
     def padded(self, rows: int) -> int:
-        """``rows`` rounded up."""
+        """Rounds ``rows`` up to the multiple."""
         return -(-rows // self.multiple) * self.multiple
 
     def rows_of_rank(self, padded: int) -> np.ndarray:
-        """Numbers of this rank's rows in a stream of ``padded`` rows, ascending, int64 ``[padded / ranks]``."""
+        """Returns this rank's row numbers in a stream of ``padded`` rows, ascending, int64 ``[padded / ranks]``."""
         return self._rows_of(self.rank, padded)
 
     def gathered_order(self, padded: int) -> np.ndarray:
-        """Where each row of the stream lies once the ranks' rows stand one after the other, int64 ``[padded]``."""
+        """Returns each stream row's index when the ranks' rows are concatenated, int64 ``[padded]``."""
         return np.argsort(np.concatenate([self._rows_of(rank, padded) for rank in range(self.ranks)]))
 
     def owners(self, rows: np.ndarray, padded: int) -> np.ndarray:
-        """The context-parallel rank that has each of the ``rows``."""
+        """Returns the context-parallel rank that has each of the ``rows``."""
         chunk = rows // (padded // (2 * self.ranks))
         return np.minimum(chunk, 2 * self.ranks - 1 - chunk)
 
@@ -63,15 +66,15 @@ class RowCut:
         return np.concatenate([np.arange(rank * chunk, (rank + 1) * chunk), np.arange(late, late + chunk)])
 
 
-WHOLE = RowCut()
+WHOLE = RowSharding()
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenCut:
-    """The response tokens whose predicting rows lie on this context-parallel rank.
+class TokenSharding:
+    """Holds the response tokens whose predicting rows are on this context-parallel rank.
 
-    ``mine``: int64 ``[local tokens]``, their places among all tokens. ``gathered``: int64 ``[tokens]``, where each
-    token lies once every rank's tokens, padded to ``longest``, stand one after the other.
+    ``mine`` int64 ``[local tokens]`` are their indexes among all tokens. ``gathered`` int64 ``[tokens]`` has each
+    token's index when the tokens of all ranks, padded to ``longest``, are concatenated.
     """
 
     mine: Tensor
@@ -80,26 +83,26 @@ class TokenCut:
     group: dist.ProcessGroup | None
 
     @staticmethod
-    def of(owners: np.ndarray, cut: RowCut, device: torch.device) -> TokenCut:
-        """``owners``: the rank of each token."""
-        counts = np.bincount(owners, minlength=cut.ranks)
+    def of(owners: np.ndarray, sharding: RowSharding, device: torch.device) -> TokenSharding:
+        """Builds it from ``owners``, the rank of each token."""
+        counts = np.bincount(owners, minlength=sharding.ranks)
         longest = int(counts.max())
         by_rank = np.argsort(owners, kind="stable")
         gathered = np.empty(len(owners), dtype=np.int64)
         ordinal = np.arange(len(owners)) - np.repeat(np.cumsum(counts) - counts, counts)
         gathered[by_rank] = owners[by_rank] * longest + ordinal
-        return TokenCut(
-            mine=torch.from_numpy(np.flatnonzero(owners == cut.rank)).to(device),
+        return TokenSharding(
+            mine=torch.from_numpy(np.flatnonzero(owners == sharding.rank)).to(device),
             gathered=torch.from_numpy(gathered).to(device),
             longest=longest,
-            group=cut.group,
+            group=sharding.group,
         )
 
     def of_all_ranks(self, values: Tensor) -> Tensor:
-        """``[local tokens, …]`` of this rank → ``[tokens, …]``, in the tokens' order.
+        """Gathers ``[local tokens, …]`` of all ranks into ``[tokens, …]`` in the tokens' order.
 
-        All ranks must compute the same from the result: its gradient is taken to be the same on each, so that every
-        rank keeps its own part of it and nothing is summed.
+        All ranks must compute the same from the result. Its gradient is then equal on all ranks, so every rank keeps
+        its own part of the gradient and nothing is summed.
         """
         assert self.group is not None
         gathered = _GatherTokens.apply(values, self)
@@ -109,13 +112,13 @@ class TokenCut:
 
 class _GatherTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, cut: TokenCut) -> Tensor:
-        ctx.mine = cut.mine
-        padded = values.new_zeros(cut.longest, *values.shape[1:])
+    def forward(ctx: Any, values: Tensor, sharding: TokenSharding) -> Tensor:
+        ctx.mine = sharding.mine
+        padded = values.new_zeros(sharding.longest, *values.shape[1:])
         padded[: len(values)] = values
-        parts = [torch.empty_like(padded) for _ in range(dist.get_world_size(cut.group))]
-        dist.all_gather(parts, padded, group=cut.group)
-        return torch.cat(parts)[cut.gathered]
+        parts = [torch.empty_like(padded) for _ in range(dist.get_world_size(sharding.group))]
+        dist.all_gather(parts, padded, group=sharding.group)
+        return torch.cat(parts)[sharding.gathered]
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -1,6 +1,7 @@
-"""The arithmetic of parallel layouts: which rank is what, and whether a layout can hold a model at all.
+"""Computes ranks and coordinates of parallel layouts, and checks whether a layout can hold a model.
 
-The rules and the order of ranks are those of Megatron-core 0.16. Imports nothing heavy: config validation calls it.
+The rules and the order of ranks are those of Megatron-core 0.16. The module has no heavy imports, because config
+validation calls it.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from typing import Protocol
 
 from relax_core.config.schema import ForwardLayout, ParallelConfig, Recompute
 
-FORWARD_ROLES = ("actor_fwd", "reference")  # they have layouts of their own, parallel.<role>
+FORWARD_ROLES = ("actor_fwd", "reference")  # These roles have layouts of their own, parallel.<role>.
 
 
 class Layout(Protocol):
-    """The sizes that `ParallelConfig` and `ForwardLayout` have in common."""
+    """Holds the sizes that `ParallelConfig` and `ForwardLayout` have in common."""
 
     dp: int
     tp: int
@@ -26,8 +27,8 @@ class Layout(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankPlace:
-    """A rank's coordinates, each counted from 0. ``dp``: its data-parallel replica."""
+class RankCoordinates:
+    """Holds a rank's coordinates, each counted from 0; ``dp`` is its data-parallel replica."""
 
     dp: int
     tp: int
@@ -39,9 +40,11 @@ class RankPlace:
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutShape:
-    """What a layout has to divide. ``linear_heads``: key heads of linear attention, 0 where there is none. ``widths``:
-    name → width of each layer that tensor parallelism cuts. ``experts``: 0 for a dense model; ``expert_width``: of
-    one."""
+    """Holds the sizes of a model that a layout has to divide.
+
+    ``linear_heads`` are the key heads of linear attention, or 0. ``widths`` maps a name to the width of each layer that
+    tensor parallelism splits. ``experts`` is 0 for a dense model, and ``expert_width`` is the width of one expert.
+    """
 
     layers: int
     heads: int
@@ -52,44 +55,46 @@ class LayoutShape:
     expert_width: int = 0
 
 
-# -- ranks ------------------------------------------------------------------------------------------------------------
+# -- Ranks ------------------------------------------------------------------------------------------------------------
 def world_size(layout: Layout) -> int:
-    """Ranks of a layout. Experts take no ranks of their own: they are spread over those of a pipeline stage."""
+    """Returns the number of ranks; experts add none, because they are spread over those of a pipeline stage."""
     return layout.dp * layout.tp * layout.pp * layout.cp
 
 
-def rank_place(layout: Layout, rank: int) -> RankPlace:
-    """Megatron's order: tp goes fastest, then cp, dp, pp; of the experts etp, then ep."""
+def rank_place(layout: Layout, rank: int) -> RankCoordinates:
+    """Returns a rank's coordinates in Megatron's order: tp goes fastest, then cp, dp, pp; for experts etp, then ep."""
     rest, tp = divmod(rank, layout.tp)
     rest, cp = divmod(rest, layout.cp)
     pp, dp = divmod(rest, layout.dp)
     in_stage = rank % (layout.tp * layout.cp * layout.dp)
     ep = in_stage // layout.etp % layout.ep
-    return RankPlace(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, etp=in_stage % layout.etp)
+    return RankCoordinates(dp=dp, tp=tp, pp=pp, cp=cp, ep=ep, etp=in_stage % layout.etp)
 
 
 def replica_ranks(layout: Layout) -> list[list[int]]:
-    """The ranks of each data-parallel replica, in order. They work on the same groups; the first answers for all."""
+    """Returns the ranks of each data-parallel replica in order; they get the same groups, and the first one replies."""
     replicas: list[list[int]] = [[] for _ in range(layout.dp)]
     for rank in range(world_size(layout)):
         replicas[rank_place(layout, rank).dp].append(rank)
     return replicas
 
 
-# -- layouts of other roles -------------------------------------------------------------------------------------------
+# -- Layouts of other roles -------------------------------------------------------------------------------------------
 def one_rank(parallel: ParallelConfig) -> ParallelConfig:
-    """The layout of a model that is whole in one process and computes forward only."""
+    """Returns the layout of a model that one process holds whole and uses for forward passes only."""
     return forward_parallel(parallel, ForwardLayout(dp=1, tp=1, pp=1, cp=1, ep=1, etp=1))
 
 
 def critic_parallel(parallel: ParallelConfig) -> ParallelConfig:
-    """The critic's: whole in one process, and trained with ``parallel``'s other settings."""
+    """Returns the critic's layout: the model is whole in one process and is trained with ``parallel``'s settings."""
     return replace(one_rank(parallel), recompute=parallel.recompute)
 
 
 def forward_parallel(parallel: ParallelConfig, layout: Layout) -> ParallelConfig:
-    """``parallel`` with the sizes of a role that only computes forward. Its tensor-parallel ranks share rows too: it
-    takes less memory, and is what experts are trained with."""
+    """Returns ``parallel`` with the sizes of a role that only computes forward passes.
+
+    Its tensor-parallel ranks use sequence parallelism, which saves memory and is what experts are trained with.
+    """
     return replace(
         parallel,
         dp=layout.dp,
@@ -106,10 +111,12 @@ def forward_parallel(parallel: ParallelConfig, layout: Layout) -> ParallelConfig
     )
 
 
-# -- faults -----------------------------------------------------------------------------------------------------------
+# -- Faults -----------------------------------------------------------------------------------------------------------
 def combination_faults(layout: Layout, *, key: str = "parallel") -> Iterator[str]:
-    """One sentence (key, value, fix) for each size that does not go with another one, whatever the model. ``key``:
-    where the configuration names the layout."""
+    """Yields one sentence (key, value, fix) for each size that conflicts with another one in any model.
+
+    ``key`` is the layout's key in the configuration.
+    """
     in_stage, experts = layout.tp * layout.cp * layout.dp, layout.ep * layout.etp
     if in_stage % experts:
         yield (
@@ -119,23 +126,23 @@ def combination_faults(layout: Layout, *, key: str = "parallel") -> Iterator[str
 
 
 def switch_faults(parallel: ParallelConfig) -> Iterator[str]:
-    """The same for what only the trainer's own layout can be told."""
+    """Yields one sentence (key, value, fix) for each conflict of settings that only the trainer's layout has."""
     if parallel.vpp > 1 and parallel.pp == 1:
         yield f"parallel.vpp={parallel.vpp} with parallel.pp=1: there are no stages to interleave. Set parallel.vpp=1."
     if parallel.sequence_parallel and parallel.tp == 1:
         yield (
-            "parallel.sequence_parallel=true with parallel.tp=1: there is nobody to share rows with. "
+            "parallel.sequence_parallel=true with parallel.tp=1: there is no other rank to share rows with. "
             "Set parallel.sequence_parallel=false."
         )
     if parallel.overlap and not parallel.distributed_optimizer:
         yield (
-            "parallel.overlap=true with parallel.distributed_optimizer=false: it is that optimizer's work which "
-            "overlaps. Set parallel.distributed_optimizer=true."
+            "parallel.overlap=true with parallel.distributed_optimizer=false: only the distributed optimizer can "
+            "overlap its communication. Set parallel.distributed_optimizer=true."
         )
 
 
 def model_faults(layout: Layout, shape: LayoutShape, *, key: str = "parallel") -> Iterator[str]:
-    """One sentence for each size that does not divide what it has to divide of the model."""
+    """Yields one sentence (key, value, fix) for each size that does not divide the model's size."""
     if layout.ep * layout.etp > 1 and not shape.experts:
         yield (f"{key}.ep={layout.ep}, {key}.etp={layout.etp}: the model has no experts. Set {key}.ep=1 {key}.etp=1.")
     else:
@@ -148,7 +155,7 @@ def model_faults(layout: Layout, shape: LayoutShape, *, key: str = "parallel") -
 
 
 def trainer_faults(parallel: ParallelConfig, shape: LayoutShape) -> Iterator[str]:
-    """What only the trainer's own layout has to fit the model in, beside `model_faults`."""
+    """Yields one sentence for each fault that only the trainer's layout can have, in addition to `model_faults`."""
     chunks = parallel.pp * parallel.vpp
     if shape.layers % parallel.pp == 0 and shape.layers % chunks:
         fix = _largest_divisor(shape.layers // parallel.pp, at_most=parallel.vpp)
@@ -158,13 +165,25 @@ def trainer_faults(parallel: ParallelConfig, shape: LayoutShape) -> Iterator[str
         )
     if shape.experts and parallel.tp > 1 and not parallel.sequence_parallel:
         yield (
-            f"parallel.sequence_parallel=false with parallel.tp={parallel.tp} and experts, which Megatron does not "
-            "train. Set parallel.sequence_parallel=true."
+            f"parallel.sequence_parallel=false with parallel.tp={parallel.tp} and experts: Megatron does not train "
+            "this combination. Set parallel.sequence_parallel=true."
         )
 
 
+def check_layout(parallel: ParallelConfig, ranks: int) -> None:
+    """Raises ValueError (key, value, fix) if a layout contradicts itself or does not have ``ranks`` ranks."""
+    faults = [*combination_faults(parallel), *switch_faults(parallel)]
+    if world_size(parallel) != ranks:
+        faults.append(
+            f"parallel.dp={parallel.dp} x tp={parallel.tp} x pp={parallel.pp} x cp={parallel.cp} = "
+            f"{world_size(parallel)} ranks, but there are {ranks}."
+        )
+    if faults:
+        raise ValueError(" ".join(faults))
+
+
 def rank_faults(layout: Layout, *, ranks: int, ranks_key: str, key: str = "parallel") -> Iterator[str]:
-    """One sentence where a layout does not fill ``ranks`` GPUs, which ``ranks_key`` has set."""
+    """Yields one sentence if a layout does not fill the ``ranks`` GPUs that the setting ``ranks_key`` gives."""
     product, without_dp = world_size(layout), layout.tp * layout.pp * layout.cp
     if product != ranks:
         fixes = [f"{ranks_key}={product}"]

@@ -1,4 +1,4 @@
-"""Joins this process to the trainer's ranks and sets up Megatron's groups; one layout at a time."""
+"""Joins this process to the trainer's ranks and sets up Megatron's groups, one layout at a time."""
 
 from __future__ import annotations
 
@@ -12,27 +12,28 @@ from megatron.core import parallel_state, tensor_parallel
 
 from relax_core.config.schema import ParallelConfig
 from relax_core.train.megatron_on_cpu.device_loader import has_cuda
-from relax_core.train.parallel.check_layout import check_layout
+from relax_core.train.parallel.layout_arithmetic import check_layout
 from relax_core.weights.rendezvous import open_store
 
-_store: dist.Store | None = None  # it outlives `leave`: the next layout meets there again
-_layouts = 0  # how many this process has joined
+_store: dist.Store | None = None  # It is kept after `leave`, because the next layout joins through it again.
+_layouts = 0  # the number of layouts that this process has joined
 _gloo_world: dist.ProcessGroup | None = None
 
 
 def join(
     parallel: ParallelConfig, *, rank: int, world_size: int, store_address: str, timeout_s: float, seed: int
 ) -> None:
-    """Waits for all ranks, at most ``timeout_s`` seconds, then builds Megatron's groups and seeds its RNG streams.
+    """Waits up to ``timeout_s`` seconds for all ranks, builds Megatron's groups and seeds its random streams.
 
-    ``store_address``: "host:port" of the TCPStore that rank 0 hosts; port 0 will do for one rank. A second back end
-    of a process joins nothing new: it must have the same rank, world size and layout, unless all ranks `leave` first.
+    ``store_address`` is the "host:port" of the TCPStore that rank 0 hosts; a single rank may use port 0. If the process
+    has joined already, a second back end must have the same rank, world size and layout, unless all ranks `leave`
+    first. Raises TimeoutError if some ranks do not arrive.
     """
     global _store, _layouts, _gloo_world
     check_layout(parallel, world_size)
     if dist.is_initialized():
-        assert (dist.get_rank(), dist.get_world_size()) == (rank, world_size), "one layout a process"
-        assert _sizes() == _wanted(parallel), "one layout a process; all ranks may leave it"
+        assert (dist.get_rank(), dist.get_world_size()) == (rank, world_size), "a process has one layout at a time"
+        assert _sizes() == _wanted(parallel), "a process has one layout at a time; all ranks must leave it first"
         return
     if _store is None:
         host, port = store_address.rsplit(":", 1)
@@ -45,8 +46,8 @@ def join(
     _layouts += 1
     timeout = timedelta(seconds=timeout_s)
     backend = "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
-    meeting = dist.PrefixStore(f"layout-{_layouts}", _store)
-    dist.init_process_group(backend, store=meeting, rank=rank, world_size=world_size, timeout=timeout)
+    prefixed = dist.PrefixStore(f"layout-{_layouts}", _store)
+    dist.init_process_group(backend, store=prefixed, rank=rank, world_size=world_size, timeout=timeout)
     _gloo_world = dist.new_group(backend="gloo", timeout=timeout) if has_cuda() else dist.group.WORLD
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tp,
@@ -57,15 +58,17 @@ def join(
         expert_tensor_parallel_size=parallel.etp,
         distributed_timeout_minutes=timeout_s / 60,
     )
-    random.seed(seed)  # nothing of ours draws from these two, but a plug-in may
+    random.seed(seed)  # Relax draws nothing from Python's and numpy's streams, but a plug-in may.
     np.random.seed(seed)
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
 
 
 def leave() -> None:
-    """Gives up all groups, so that the same ranks may join in another layout. All ranks call it; back ends that were
-    built before are of no use after it."""
+    """Destroys all groups, so that the same ranks can join in another layout.
+
+    All ranks call it. Back ends that were built before cannot be used after it.
+    """
     global _gloo_world
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
@@ -73,19 +76,23 @@ def leave() -> None:
 
 
 def world_group() -> dist.ProcessGroup:
-    """All ranks, over gloo: for what lies on the host."""
-    assert _gloo_world is not None, "join first"
+    """Returns a gloo group of all ranks, for tensors on the host."""
+    assert _gloo_world is not None, "call join first"
     return _gloo_world
 
 
-def wait_for_ranks(doing: str, *, rank: int, timeout_s: float) -> None:
-    """A barrier over all ranks. Where a plain collective would only time out, RuntimeError names those that do not
-    come within ``timeout_s`` seconds; ``doing`` begins its text."""
+def wait_for_ranks(doing: str, *, rank: int, timeout_s: float, group: dist.ProcessGroup | None = None) -> None:
+    """Waits for all ranks of ``group``, a gloo group, which is `world_group` by default.
+
+    If ranks do not arrive within ``timeout_s`` seconds it raises RuntimeError, which names them and begins with
+    ``doing``; a plain collective would only time out.
+    """
     try:
-        dist.monitored_barrier(world_group(), timeout=timedelta(seconds=timeout_s), wait_all_ranks=True)
+        barrier_group = world_group() if group is None else group
+        dist.monitored_barrier(barrier_group, timeout=timedelta(seconds=timeout_s), wait_all_ranks=True)
     except RuntimeError as error:
         raise RuntimeError(
-            f"{doing}: trainer rank {rank} waited for the others, at most {timeout_s:g} s, and: {error}"
+            f"{doing}: trainer rank {rank} waited up to {timeout_s:g} s for the other ranks: {error}"
         ) from error
 
 

@@ -1,5 +1,4 @@
-"""NaN and infinity in a rank's gradients and weights: whether there is one, in which tensor first, and in which words
-that ends the run."""
+"""Finds NaN and infinity in a rank's gradients and weights and raises errors that name the first such tensor."""
 
 from __future__ import annotations
 
@@ -14,17 +13,17 @@ from relax_core.train.hf.hf_weights import HfWeights
 from relax_core.train.step.step_sums import NotFinite, StepSums
 
 
-def look_at_gradients(sums: StepSums, weights: HfWeights, chunks: Iterable[Any], *, rank: int) -> None:
-    """Notes in ``sums`` where a gradient of this rank is not finite. ``chunks``: Megatron's wrappers."""
+def check_gradients(sums: StepSums, weights: HfWeights, chunks: Iterable[Any], *, rank: int) -> None:
+    """Records in ``sums`` whether a gradient of this rank is not finite; ``chunks`` are Megatron's wrappers."""
     buffers = [buffer for chunk in chunks for buffer in chunk.buffers + chunk.expert_parallel_buffers]
-    # NaN and infinity stay in a sum.
+    # NaN and infinity survive summation, so one sum checks a whole buffer.
     if not all(bool(torch.isfinite(buffer.grad_data.sum())) for buffer in buffers):
         found = first_not_finite(weights, rank=rank)
         sums.broken_ranks, sums.not_finite = [rank], [] if found is None else [found]
 
 
 def refuse_update(sums: StepSums, *, step: int) -> None:
-    """Raises FloatingPointError where a gradient of any rank, or the loss, is not finite. ``sums``: of all ranks."""
+    """Raises FloatingPointError if the loss or a gradient of any rank is not finite; ``sums`` are over all ranks."""
     kept = "The weights are as they were before this step."
     if sums.broken_ranks:
         raise FloatingPointError(
@@ -38,41 +37,43 @@ def refuse_update(sums: StepSums, *, step: int) -> None:
 
 
 def refuse_weights(parameters: Sequence[Tensor], weights: HfWeights, *, rank: int, step: int, lr: float) -> None:
-    """Raises FloatingPointError where the update of ``step`` made weights of this rank that are not finite. Costs one
-    pass over ``parameters``, which are all of them."""
+    """Raises FloatingPointError if the update of train step ``step`` made weights of this rank not finite.
+
+    ``parameters`` are all parameters of the rank. The check costs one pass over them.
+    """
     if torch.isfinite(torch.nn.utils.get_total_norm(parameters)):
         return
-    found = first_not_finite(weights, rank=rank)  # else the norm of finite weights has overflowed
+    found = first_not_finite(weights, rank=rank)  # If the norm only overflowed, no weight is found.
     if found is not None and found.weight:
         raise FloatingPointError(
             f"train step {step}: its update made weights that are not finite on rank {rank}; the first such tensor is "
-            f"{found.name}. Go on from a checkpoint with less than optimizer.lr={lr:g}, which this step had."
+            f"{found.name}. Resume from a checkpoint with optimizer.lr below {lr:g}, which this step used."
         )
 
 
 def first_not_finite(weights: HfWeights, *, rank: int) -> NotFinite | None:
-    """The first of this rank's weights that is not finite; where all of them are, the first such gradient."""
-    looks: tuple[tuple[Callable[[torch.nn.Parameter], Tensor], bool], ...] = (
+    """Returns the first weight of this rank that is not finite, or else the first such gradient, or else None."""
+    tensors: tuple[tuple[Callable[[torch.nn.Parameter], Tensor], bool], ...] = (
         (torch.Tensor.detach, True),
         (_gradient, False),
     )
-    for tensor_of, weight in looks:
-        for place, name, tensor in weights.parts(tensor_of):
+    for tensor_of, weight in tensors:
+        for index, name, tensor in weights.parts(tensor_of):
             if not torch.isfinite(tensor).all():
-                return NotFinite(place=place, name=name, rank=rank, weight=weight)
+                return NotFinite(index=index, name=name, rank=rank, weight=weight)
     return None
 
 
 def _gradient(parameter: Any) -> Tensor:
-    gradient = parameter.main_grad  # of Megatron's wrapper
+    gradient = parameter.main_grad  # Megatron's wrapper sets it.
     assert isinstance(gradient, Tensor)
     return gradient
 
 
 def _first_words(found: Sequence[NotFinite]) -> str:
-    """The first tensor over all ranks. Weights come before gradients, as their cause."""
+    """Describes the first such tensor over all ranks; weights come before gradients, because they cause them."""
     if not found:
         return ""
-    first = min(found, key=lambda one: (not one.weight, one.place, one.rank))
+    first = min(found, key=lambda one: (not one.weight, one.index, one.rank))
     whose = "the first tensor whose weights are not finite themselves" if first.weight else "the first such tensor"
     return f"; {whose} is {first.name}"

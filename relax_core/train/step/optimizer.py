@@ -1,4 +1,4 @@
-"""The optimizer as configured, and the learning rate of each step."""
+"""Builds the configured optimizer and computes the learning rate of each step."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from relax_core.train.model.gpt import TreeGPTModel
 
 
 def learning_rate(config: OptimizerConfig, *, step: int, total_steps: int) -> float:
-    """Linear warm-up, (step + 1) / warmup_steps of lr; then constant, or down to lr * min_lr_ratio at ``total_steps``,
-    by a half cosine or in a straight line."""
+    """Returns the learning rate of train step ``step``.
+
+    It rises linearly as (step + 1) / warmup_steps of lr. After the warm-up it is constant, or falls to
+    lr * min_lr_ratio at ``total_steps`` along a half cosine or a straight line.
+    """
     warmup = min(DEFAULT_WARMUP_STEPS, total_steps) if config.warmup_steps is None else config.warmup_steps
     if step < warmup:
         return config.lr * (step + 1) / warmup
@@ -29,10 +32,10 @@ def learning_rate(config: OptimizerConfig, *, step: int, total_steps: int) -> fl
 
 
 def wrap_for_training(chunks: Sequence[TreeGPTModel], *, parallel: ParallelConfig, dtype: torch.dtype) -> list[Any]:
-    """Megatron's data-parallel wrapper of each chunk: gradients gather in one buffer, float32 also for bfloat16.
+    """Wraps each chunk in Megatron's data-parallel wrapper, which keeps gradients in one float32 buffer.
 
-    With ``parallel.overlap`` the last backward pass of a step starts their reduction, bucket by bucket, and the first
-    forward pass after it gathers each parameter of the distributed optimizer just before it is used.
+    With ``parallel.overlap`` the last backward pass of a step starts the reduction of gradients bucket by bucket, and
+    the first forward pass after it gathers each parameter of the distributed optimizer just before it is used.
     """
     config = DistributedDataParallelConfig(
         use_distributed_optimizer=parallel.distributed_optimizer,
@@ -49,7 +52,7 @@ def wrap_for_training(chunks: Sequence[TreeGPTModel], *, parallel: ParallelConfi
 def build_optimizer(
     config: OptimizerConfig, chunks: list[Any], *, distributed_optimizer: bool, dtype: torch.dtype
 ) -> Any:
-    """AdamW with decoupled weight decay (none on norms), gradient clipping by global norm."""
+    """Returns AdamW with decoupled weight decay (none on norms) and gradient clipping by global norm."""
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
@@ -66,5 +69,5 @@ def build_optimizer(
         chunks,
     )
     for group in optimizer.param_groups:
-        group["weight_decay"] = config.weight_decay * group["wd_mult"]  # what Megatron's scheduler would do
+        group["weight_decay"] = config.weight_decay * group["wd_mult"]  # Megatron's scheduler does the same.
     return optimizer

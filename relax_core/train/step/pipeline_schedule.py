@@ -1,11 +1,11 @@
-"""The order of forward and backward passes: micro-batch by micro-batch, or through a pipeline of stages.
+"""Runs forward and backward passes in order: micro-batch by micro-batch, or through a pipeline of stages.
 
-Without a pipeline a micro-batch is computed as soon as it comes. With one they are collected: a run of Megatron's 1F1B
-schedule over n micro-batches leaves each of pp stages idle for (pp - 1) / (n + pp - 1) of the time, so a run starts
-once `RUNS_OF_STAGES` * pp are there, and for what is left when the step ends.
+Without a pipeline a micro-batch is computed as soon as it arrives. With a pipeline micro-batches are collected: a run
+of Megatron's 1F1B schedule over n micro-batches leaves each of pp stages idle for (pp - 1) / (n + pp - 1) of the time.
+A run therefore starts when `RUNS_OF_STAGES` * pp micro-batches are waiting, and for the rest when the step ends.
 
-Where gradients are reduced beside the compute, only the last backward pass of a step may start that, and which one is
-the last is known only when the step ends: then one micro-batch more waits.
+If gradients are reduced while other passes compute, only the last backward pass of a step may start the reduction.
+Which pass is the last is known only when the step ends, so one more micro-batch waits until then.
 """
 
 from __future__ import annotations
@@ -32,45 +32,56 @@ Groups = Sequence[TokenTree]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """What one forward and backward pass works on. Without groups it is one token that nothing is learnt from: a rank
-    computes it where others wait for its part (experts, an interleaved pipeline, overlapped gradients)."""
+    """Holds what one forward and backward pass works on.
+
+    An empty micro-batch holds one padding token with zero loss, so that the other ranks' collectives (experts, an
+    interleaved pipeline, overlapped gradients) can complete.
+    """
 
     groups: Groups
     layout: TreeLayout
     tree: TreeBatch
 
     def of_tokens(self, of_chosen: Tensor, *, otherwise: Tensor) -> Tensor:
-        """``[chosen rows, …]`` → ``[tokens, …]``; a token that was not chosen has what ``otherwise`` ``[tokens, …]``
-        says, and no gradient."""
+        """Expands ``[chosen rows, …]`` to ``[tokens, …]``.
+
+        A token that was not chosen gets its value of ``otherwise`` ``[tokens, …]`` and no gradient.
+        """
         if self.layout.token_positions is None:
             return of_chosen
-        places = torch.from_numpy(self.layout.token_positions).to(of_chosen.device)
-        values = of_chosen[places.clamp(min=0)]
-        there = (places >= 0).view(-1, *[1] * (values.ndim - 1))
-        return torch.where(there, values, otherwise.to(values.dtype))
+        indexes = torch.from_numpy(self.layout.token_positions).to(of_chosen.device)
+        values = of_chosen[indexes.clamp(min=0)]
+        present = (indexes >= 0).view(-1, *[1] * (values.ndim - 1))
+        return torch.where(present, values, otherwise.to(values.dtype))
 
 
 class Passes(Protocol):
-    """What a rank does with one micro-batch."""
+    """Computes a rank's passes over one micro-batch."""
 
     def padded_rows(self, groups: Groups) -> int:
-        """Rows of their stream."""
+        """Returns the number of rows of the groups' stream, pads included."""
 
     def pack(self, groups: Groups, *, rows: int = 0, trained_only: bool = False) -> MicroBatch:
-        """Groups as a stream of ``rows`` rows at least. ``trained_only``: log-probs of trained rows are enough."""
+        """Packs groups into a stream of at least ``rows`` rows.
+
+        If ``trained_only`` is True, log-probs are computed only for trained rows.
+        """
 
     def forward(self, chunk: Any, batch: MicroBatch) -> Tensor:
-        """What a chunk of layers gives to the next one, or the last one to `loss`."""
+        """Returns the output of a chunk of layers, which the next chunk reads, or `loss` after the last chunk."""
 
     def loss(self, batch: MicroBatch, hidden: Tensor) -> Tensor:
-        """The sum to take the gradient of; counts what the step reports."""
+        """Returns the sum whose gradient is taken, and counts what the step reports."""
 
-    def timed(self, part: str) -> contextlib.AbstractContextManager[None]: ...
+    def timed(self, part: str) -> contextlib.AbstractContextManager[None]:
+        """Adds the block's time in milliseconds to the update's timing ``part``."""
 
 
 class Schedule:
-    """Runs the micro-batches of a step through this rank's model chunks; ``overlap``: its gradients are reduced beside
-    the compute."""
+    """Runs the micro-batches of an update through this rank's model chunks.
+
+    If ``overlap`` is True, gradients are reduced while other passes compute.
+    """
 
     def __init__(self, chunks: Sequence[Any], passes: Passes, *, overlap: bool) -> None:
         self._chunks, self._passes, self._overlap = chunks, passes, overlap
@@ -79,24 +90,24 @@ class Schedule:
         self._waiting: list[Groups] = []
 
     def begin(self) -> None:
-        """Forgets what an update that failed has left."""
+        """Discards the micro-batches of an update that failed."""
         self._waiting = []
 
     def add(self, groups: Groups) -> None:
-        """One more micro-batch of the update."""
+        """Adds one micro-batch to the update and runs the waiting micro-batches if there are enough of them."""
         self._waiting.append(groups)
         if len(self._waiting) >= self._window + self._overlap:
             window, self._waiting = self._waiting[: self._window], self._waiting[self._window :]
             self._train(window, last=False)
 
     def finish(self) -> None:
-        """Computes what still waits. With overlap its gradients are then on their way to the other ranks."""
+        """Runs the micro-batches that still wait; with overlap the reduction of their gradients then still runs."""
         if self._waiting:
             window, self._waiting = self._waiting, []
             self._train(window, last=True)
 
     def evaluate(self, batches: Sequence[Groups], columns: Callable[[MicroBatch, Tensor], Columns]) -> list[Columns]:
-        """``columns`` of each micro-batch and the last chunk's output, without gradient; [] on another stage."""
+        """Returns ``columns`` of each micro-batch and the last chunk's output, without gradient; [] on other stages."""
         with torch.no_grad():
             if self._stages == 1:
                 made = map(self._passes.pack, batches)
@@ -119,10 +130,10 @@ class Schedule:
                 self._plain(window)
                 return
             with self._passes.timed("pipeline"):
-                no_tokens = torch.zeros((), dtype=torch.int)  # with a count, Megatron leaves the loss undivided
+                no_tokens = torch.zeros((), dtype=torch.int)  # Given a token count, Megatron does not divide the loss.
                 self._pipeline(
                     window,
-                    # A copy, as the schedule frees its outputs and refuses to free a view.
+                    # The schedule frees its outputs and refuses to free a view, so it gets a copy.
                     lambda batch: lambda hidden: (self._passes.loss(batch, hidden).clone(), no_tokens, None),
                     reduces=reduces,
                 )
@@ -142,9 +153,9 @@ class Schedule:
         forward_only: bool = False,
         reduces: bool = False,
     ) -> list[Any]:
-        """One run of Megatron's schedule; what ``last_stage`` returns beside the loss, in order, on the last stage."""
+        """Runs Megatron's schedule once and returns, on the last stage, what ``last_stage`` returns with the loss."""
         interleaved = len(self._chunks) > 1
-        if interleaved:  # it wants whole rounds of the stages, and one length, as its messages carry no shapes
+        if interleaved:  # It requires a multiple of the stages, and equal lengths because its messages carry no shapes.
             window = [*window, *[()] * (-len(window) % self._stages)]
         rows = max(map(self._passes.padded_rows, window)) if interleaved else 0
         batches = [self._passes.pack(groups, rows=rows, trained_only=not forward_only) for groups in window]
@@ -153,7 +164,7 @@ class Schedule:
             batch = next(waiting)
             return self._passes.forward(chunk, batch), last_stage(batch)
 
-        # The schedule holds back the reduction of gradients but for its last backward pass, if ours is that.
+        # The schedule starts the reduction of gradients only in the last backward pass of the last run.
         no_sync = [chunk.no_sync for chunk in self._chunks] if reduces else None
         self._chunks[0].config.no_sync_func = no_sync if no_sync is None or interleaved else no_sync[0]
         results = get_forward_backward_func()(

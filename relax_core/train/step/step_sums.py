@@ -1,4 +1,4 @@
-"""The sums of a train step, added over micro-batches and then over the replicas of the model."""
+"""Adds the sums of an update over micro-batches and then over the replicas of the model."""
 
 from __future__ import annotations
 
@@ -14,20 +14,26 @@ from relax_core.contracts.tree import TokenTree
 
 
 class NotFinite(msgspec.Struct, frozen=True, kw_only=True):
-    """The first tensor of a ``rank`` that is not finite: its Hugging Face ``name``, and its ``place`` in the order of
-    the family's map. ``weight``: the weight itself is not finite, else its gradient alone."""
+    """Names the first tensor of a rank that is not finite.
+
+    ``name`` is its Hugging Face name and ``index`` its index in the family's map. ``weight`` is True if the weight
+    itself is not finite, and False if only its gradient is not.
+    """
 
     rank: int
     name: str
-    place: int
+    index: int
     weight: bool
 
 
 class StepSums(msgspec.Struct, kw_only=True):
-    """Counts and sums, Python floats (float64). ``samples``, ``groups``: those with a trained token at least.
-    ``rows``: token rows that were computed; a row that several micro-batches or ranks have counts for each.
-    ``algorithm``: metric name → (sum, count). ``broken_ranks``: those whose gradient is not finite. ``not_finite``: the
-    first tensor of each of them that is not."""
+    """Holds counts and sums as Python floats (float64).
+
+    ``samples`` and ``groups`` count those with at least one trained token. ``rows`` counts computed token rows; a row
+    that several micro-batches or ranks compute counts once for each. ``algorithm`` maps a metric's name to (sum,
+    count). ``broken_ranks`` are the ranks with a gradient that is not finite, and ``not_finite`` names the first such
+    tensor of each.
+    """
 
     tokens: int = 0
     samples: int = 0
@@ -42,6 +48,7 @@ class StepSums(msgspec.Struct, kw_only=True):
     not_finite: list[NotFinite] = []
 
     def add(self, other: StepSums) -> None:
+        """Adds ``other`` to these sums."""
         self.tokens += other.tokens
         self.samples += other.samples
         self.groups += other.groups
@@ -58,9 +65,9 @@ class StepSums(msgspec.Struct, kw_only=True):
 
 
 def add_over_ranks(sums: StepSums, group: dist.ProcessGroup) -> StepSums:
-    """The step's sums over all ranks of a gloo group, added in rank order, so that every rank has the same bits.
+    """Returns the sums over all ranks of a gloo group, added in rank order, so that every rank has the same bits.
 
-    Ranks may know different metrics: one without groups in this step knows none.
+    Ranks may know different metrics: a rank without groups in this step knows none.
     """
     ranks = dist.get_world_size(group)
     if ranks == 1:
@@ -80,7 +87,7 @@ def add_over_ranks(sums: StepSums, group: dist.ProcessGroup) -> StepSums:
 
 
 def micro_batch_totals(trees: Sequence[TokenTree]) -> StepTotals:
-    """What is trained of a micro-batch. A row that two episodes share counts once for each."""
+    """Counts what is trained of a micro-batch; a row that two episodes share counts once for each."""
     trained = [tree.trained_episodes() for tree in trees]
     return StepTotals(
         tokens=sum(int(np.count_nonzero(tree.loss_mask[tree.tokens[1]])) for tree in trees),
@@ -90,7 +97,7 @@ def micro_batch_totals(trees: Sequence[TokenTree]) -> StepTotals:
 
 
 def micro_batch_sums(trees: Sequence[TokenTree], outputs: LossOutputs) -> StepSums:
-    """What a micro-batch adds to the update's sums, but for the gap to the engine."""
+    """Returns what a micro-batch adds to the update's sums, except for the log-prob gap to the engine."""
     totals = micro_batch_totals(trees)
     return StepSums(
         tokens=totals.tokens,

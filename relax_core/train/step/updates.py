@@ -1,4 +1,4 @@
-"""The optimizer updates of one train step: mini-batches by arrival first, then shuffled epochs over the same groups."""
+"""Makes the optimizer updates of one train step: mini-batches in order of arrival, then shuffled epochs over them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from relax_core.train.packing.micro_batches import MicroBatcher
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateMetrics:
-    """Of one update, or over all updates of a step. ``critic``: where the algorithm has one."""
+    """Holds the metrics of one update, or of all updates of a step; ``critic`` is None without a critic."""
 
     policy: StepMetrics
     critic: StepMetrics | None = None
@@ -23,7 +23,7 @@ class UpdateMetrics:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """``updates``: how many the step made; a mini-batch without a trained token makes none."""
+    """Holds a step's metrics and its number of updates; a mini-batch without a trained token makes no update."""
 
     metrics: UpdateMetrics
     updates: int
@@ -31,10 +31,10 @@ class StepResult:
 
 @dataclass(frozen=True, kw_only=True)
 class UpdatePlan:
-    """How every train step is cut: ``groups`` of a step, in ``mini_batches`` equal parts, ``epochs`` times.
+    """Describes how every train step is split: its ``groups`` form ``mini_batches`` equal parts, ``epochs`` times.
 
-    ``budget_tokens``: packed token rows of a micro-batch on each of ``ranks`` data-parallel ranks. ``seed``: of the
-    shuffles.
+    ``budget_tokens`` bounds the packed token rows of a micro-batch on each of ``ranks`` data-parallel ranks. ``seed``
+    seeds the shuffles.
     """
 
     groups: int
@@ -46,21 +46,27 @@ class UpdatePlan:
 
 
 class Trainer(Protocol):
-    """All ranks of the policy, and the critic, as one."""
+    """Acts as one trainer for all ranks of the policy, and for the critic if there is one."""
 
-    def begin_step(self, step: int) -> None: ...
+    def begin_step(self, step: int) -> None:
+        """Starts an update of train step ``step``."""
 
-    def accumulate(self, groups: Sequence[TokenTree]) -> None: ...
+    def accumulate(self, groups: Sequence[TokenTree]) -> None:
+        """Adds the gradient of one micro-batch."""
 
-    def finish_step(self) -> UpdateMetrics: ...
+    def finish_step(self) -> UpdateMetrics:
+        """Applies the update and returns its metrics."""
 
 
 class StepUpdates:
-    """One train step. The first epoch takes groups as they come, micro-batch by micro-batch, while later ones are still
-    generated; each later epoch shuffles them by (seed, step, epoch)."""
+    """Runs one train step.
+
+    The first epoch takes groups as they arrive, micro-batch by micro-batch, while later groups are still generated.
+    Each later epoch shuffles all groups with the seed (seed, step, epoch).
+    """
 
     def __init__(self, trainer: Trainer, plan: UpdatePlan, *, step: int) -> None:
-        assert plan.groups % plan.mini_batches == 0, "validated: rollout.prompts_per_step, algo.mini_batches"
+        assert plan.groups % plan.mini_batches == 0, "validation checks rollout.prompts_per_step, algo.mini_batches"
         self._trainer, self._plan, self._step = trainer, plan, step
         self._batcher = MicroBatcher(plan.budget_tokens, ranks=plan.ranks)
         self._groups: list[TokenTree] = []
@@ -70,7 +76,7 @@ class StepUpdates:
 
     @property
     def made(self) -> int:
-        """Updates so far. With one or more the weights are those of no step's end: nothing may be saved now."""
+        """Returns the number of updates so far; after the first, no checkpoint can be written until the step ends."""
         return len(self._done)
 
     def add(self, groups: Sequence[TokenTree]) -> None:
@@ -79,13 +85,16 @@ class StepUpdates:
         self._train(groups)
 
     def finish(self) -> StepResult:
-        """The later epochs. Raises ValueError where no token of the step is trained, and what the trainer raises."""
+        """Runs the later epochs and returns the step's result.
+
+        Raises ValueError if no token of the step is trained, and whatever the trainer raises.
+        """
         plan = self._plan
-        assert len(self._groups) == plan.groups, "a step's groups are all there before it ends"
+        assert len(self._groups) == plan.groups, "all groups of a step arrive before it ends"
         first_epoch = len(self._done)
         for epoch in range(1, plan.epochs):
             order = np.random.default_rng((plan.seed, self._step, epoch)).permutation(plan.groups)
-            self._train([self._groups[place] for place in order])
+            self._train([self._groups[index] for index in order])
         if not self._done:
             raise ValueError(f"train step {self._step}: every token is masked, so there is nothing to train on.")
         critics = [one.critic for one in self._done if one.critic is not None]
@@ -110,7 +119,7 @@ class StepUpdates:
 
     def _end(self) -> None:
         last = self._batcher.flush()
-        if self._tokens:  # with no trained token there is no gradient, yet Adam's momentum would move the weights
+        if self._tokens:  # Without a trained token there is no gradient, but Adam's momentum would move the weights.
             self._trainer.accumulate(last)
             self._done.append(self._trainer.finish_step())
         self._left -= 1
@@ -119,10 +128,11 @@ class StepUpdates:
 
 
 def over_updates(metrics: Sequence[StepMetrics], *, first_epoch: int) -> StepMetrics:
-    """The updates of a step as one: means, those of the algorithm weighted by trained tokens; timings are added up.
+    """Returns the updates of a step as one record: sums of timings and means of the other values.
 
-    Tokens and samples count once, over the ``first_epoch`` updates. The gap to the engine is the first update's: after
-    it the weights are no longer those that the engine sampled with.
+    The algorithm's metrics are weighted by trained tokens. Tokens and samples count once, over the ``first_epoch``
+    updates of the first epoch. The gap to the engine is that of the first update, because later updates no longer have
+    the weights with which the engine sampled.
     """
     first = metrics[0]
     if len(metrics) == 1:

@@ -1,4 +1,7 @@
-"""How well the critic foresaw the returns, from sums that add up over micro-batches, ranks and updates. No torch."""
+"""Measures how well the critic predicts returns, with sums that add up over micro-batches, ranks and updates.
+
+It imports no torch.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ MOMENTS = ("return", "return_squared", "error", "error_squared")
 
 
 def moment_sums(*, returns: np.ndarray, values: np.ndarray, loss_mask: np.ndarray) -> dict[str, tuple[float, float]]:
-    """Name → (sum, count) over trained tokens of R, R², R - V and (R - V)², in float64; all inputs ``[tokens]``."""
+    """Returns name → (sum, count) over trained tokens of R, R², R - V and (R - V)² in float64; inputs ``[tokens]``."""
     trained = returns[loss_mask].astype(np.float64)
     error = trained - values[loss_mask]
     sums = (trained.sum(), np.square(trained).sum(), error.sum(), np.square(error).sum())
@@ -18,8 +21,10 @@ def moment_sums(*, returns: np.ndarray, values: np.ndarray, loss_mask: np.ndarra
 
 
 def explained_variance(means: Mapping[str, float]) -> float | None:
-    """1 - Var(R - V) / Var(R) from the moments' means: 1 is a perfect critic, 0 one that knows the mean alone. None
-    where all returns are equal, to rounding."""
+    """Returns 1 - Var(R - V) / Var(R) from the means of the moments, or None if all returns are equal to rounding.
+
+    The value is 1 for a perfect critic and 0 for one that predicts the mean.
+    """
     variance = means["return_squared"] - means["return"] ** 2
     if variance <= 1e-9 * means["return_squared"]:
         return None

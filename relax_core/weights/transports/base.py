@@ -1,4 +1,4 @@
-"""What carries a published version to one engine, and what it asks of that engine's client."""
+"""Defines the protocols of a transport of published versions and of an engine's client that receives them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from relax_core.contracts.engine import TensorSpec, WeightManifest
 
 @dataclass(frozen=True, kw_only=True)
 class WeightGroupAddress:
-    """Where a collective group meets. The sender is rank 0 and opens ``address``:``port``; ``backend``: gloo | nccl.
-    Whoever waits for the others, or for a broadcast, does so for ``timeout_s`` seconds at most."""
+    """Describes where the ranks of a collective group find each other.
+
+    The sender is rank 0 and opens ``address``:``port``. ``backend`` is gloo or nccl. Every wait for other ranks or a
+    broadcast takes at most ``timeout_s`` seconds.
+    """
 
     name: str
     address: str
@@ -23,43 +26,47 @@ class WeightGroupAddress:
 
 
 class WeightReceiver(Protocol):
-    """An engine's client. Every call has a deadline and raises EngineError, EngineUnreachable where nobody answers.
+    """Is the client of an engine that receives weights.
 
-    ``group_ranks``: processes of the engine that join a group. What brings a version into force, `update_weights`,
-    `update_weights_from_disk` and `end_weight_update`, answers with ``stall_ms``, for how long decoding stood still.
-    Samples that run go on under the new version.
+    Every call has a deadline. It raises EngineError, or EngineUnreachable if the engine does not answer.
+    ``group_ranks`` is the number of the engine's processes that join a group. The calls that activate a version,
+    `update_weights`, `update_weights_from_disk` and `end_weight_update`, answer with ``stall_ms``, the milliseconds for
+    which decoding stopped. Samples in progress continue under the new version.
     """
 
     url: str
     group_ranks: int
 
     def update_weights(self, manifest: WeightManifest) -> dict[str, Any]:
-        """Reads the published file itself."""
+        """Makes the engine read the published file."""
 
     def update_weights_from_disk(self, manifest: WeightManifest) -> dict[str, Any]:
-        """Loads the published file's folder as a Hugging Face model."""
+        """Makes the engine load the published file's folder as a Hugging Face model."""
 
-    def join_weight_group(self, place: WeightGroupAddress) -> dict[str, Any]:
-        """Takes ranks 1 to ``group_ranks``; returns once all are there."""
+    def join_weight_group(self, address: WeightGroupAddress) -> dict[str, Any]:
+        """Makes the engine join as ranks 1 to ``group_ranks``; returns when all of them have joined."""
 
-    def leave_weight_group(self, name: str) -> dict[str, Any]: ...
+    def leave_weight_group(self, name: str) -> dict[str, Any]:
+        """Makes the engine leave a group."""
 
-    def begin_weight_update(self) -> dict[str, Any]: ...
+    def begin_weight_update(self) -> dict[str, Any]:
+        """Begins an update in which the engine receives broadcasts."""
 
     def receive_weights(self, tensors: Sequence[TensorSpec], *, group: str, version: int) -> dict[str, Any]:
-        """Takes one broadcast of bytes: ``tensors``, one after the other."""
+        """Makes the engine receive one broadcast of bytes, which holds ``tensors`` one after the other."""
 
     def abandon_weight_update(self) -> dict[str, Any]:
-        """Ends a session that has failed; an engine that loads as it receives serves nothing after that."""
+        """Ends an update that has failed; an engine that loads weights as they arrive then serves nothing."""
 
     def end_weight_update(self, *, version: int, digest: str) -> dict[str, Any]:
-        """Serves what came in, where its digest is ``digest``; refuses it otherwise."""
+        """Makes the engine serve the received weights if their digest is ``digest``; otherwise it refuses them."""
 
 
 class WeightTransport(Protocol):
-    """Calls for different receivers may come at the same time."""
+    """Transfers versions to engines; calls for different receivers may run at the same time."""
 
     def push(self, receiver: WeightReceiver, manifest: WeightManifest) -> dict[str, Any]:
-        """Returns the engine's answer once it serves the version; raises EngineError where it does not."""
+        """Returns the engine's answer when it serves the version; raises EngineError if it does not."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Releases what the transport holds."""

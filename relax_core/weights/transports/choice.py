@@ -1,26 +1,32 @@
-"""How a new weight version reaches the engines: chosen by where trainer and engines are."""
+"""Chooses the transport of weight versions by where the trainer and the engines run, and builds it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from relax_core.config.schema import RelaxConfig, WeightTransportName
+from relax_core.contracts.engine import WeightManifest
+from relax_core.weights.transports.base import WeightReceiver, WeightTransport
+from relax_core.weights.transports.collective import CollectiveTransport
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransportChoice:
-    """``reason``: one clause, for the plan and the log."""
+    """Names a transport and gives the ``reason`` in one clause for the plan and the log."""
 
     name: WeightTransportName
     reason: str
 
 
 def choose_transport(config: RelaxConfig) -> TransportChoice:
-    """``engine.weight_transport``, or what fits the topology where it is auto. Never NCCL: no GPU has run it yet, and
-    what is sent is the published file, which engines on one host read themselves."""
+    """Returns ``engine.weight_transport``, or the transport that fits the topology if the setting is auto.
+
+    It never chooses NCCL, because no GPU has run it yet, and because engines on one host can read the published file.
+    """
     wanted = config.engine.weight_transport
     if wanted is not WeightTransportName.auto:
-        return TransportChoice(name=wanted, reason="engine.weight_transport asks for it")
+        return TransportChoice(name=wanted, reason="engine.weight_transport sets it")
     if config.engine.urls:
         return _choice("disk", "engines that were attached by URL may be anywhere; they see the run's folder")
     if config.launcher.ray_address is not None:
@@ -30,3 +36,42 @@ def choose_transport(config: RelaxConfig) -> TransportChoice:
 
 def _choice(name: str, reason: str) -> TransportChoice:
     return TransportChoice(name=WeightTransportName(name), reason=reason)
+
+
+def build_transport(name: WeightTransportName, *, host: str, timeout_s: float) -> WeightTransport:
+    """Builds a transport; ``host`` is the trainer's address and ``timeout_s`` bounds each call to an engine."""
+    match name:
+        case WeightTransportName.shared_memory:
+            return SharedMemoryTransport()
+        case WeightTransportName.disk:
+            return DiskTransport()
+        case WeightTransportName.gloo:
+            return CollectiveTransport("gloo", host=host, timeout_s=timeout_s)
+        case WeightTransportName.nccl:
+            return CollectiveTransport("nccl", host=host, timeout_s=timeout_s)
+        case _:
+            raise AssertionError(
+                f"engine.weight_transport={name.value} names no transport: call choose_transport first"
+            )
+
+
+class SharedMemoryTransport:
+    """Makes the engine map the published file, which is in this host's memory, and compare each bucket's digest."""
+
+    def push(self, receiver: WeightReceiver, manifest: WeightManifest) -> dict[str, Any]:
+        """Returns the engine's answer when it serves the version."""
+        return receiver.update_weights(manifest)
+
+    def close(self) -> None:
+        """Does nothing."""
+
+
+class DiskTransport:
+    """Makes the engine load the file's folder with SGLang's own route; both ends must see it under one path."""
+
+    def push(self, receiver: WeightReceiver, manifest: WeightManifest) -> dict[str, Any]:
+        """Returns the engine's answer when it serves the version."""
+        return receiver.update_weights_from_disk(manifest)
+
+    def close(self) -> None:
+        """Does nothing."""

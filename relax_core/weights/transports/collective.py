@@ -1,9 +1,9 @@
-"""Weights over gloo or NCCL: a group of the trainer and ONE engine each, so that a dead engine holds up nobody else.
+"""Sends weights over gloo or NCCL in a separate group for each engine, so that a dead engine delays no other engine.
 
-In one group of all, gloo's broadcast is a tree: with an engine killed in the middle, ranks behind it waited for the
-whole deadline, and so did the sender. The price: the trainer sends once for each engine.
+In one group of all engines gloo's broadcast is a tree: when an engine was killed during a broadcast, the ranks below it
+and the sender waited for the whole deadline. With separate groups the trainer sends once for each engine.
 
-What is sent is the published file, not the parameters: the trainer's next step may change those meanwhile.
+The trainer sends the published file and not its parameters, because the next step may change these meanwhile.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from relax_core.weights.group import WeightGroup
 
 T = TypeVar("T")
-GRACE_S = 5.0  # for our own end of a collective after the engine has said that its end is done
+GRACE_S = 5.0  # How many seconds our own end of a collective may take after the engine's end is done.
 
 
 class CollectiveTransport:
-    """``host``: this process's address, as engines reach it; ``timeout_s``: of joining, and of each broadcast.
+    """Sends versions over a group with each engine; a group is used until a broadcast fails or its engine restarts.
 
-    A group lives until a broadcast in it fails, or its engine is a new process that does not know it.
+    ``host`` is this process's address as engines reach it. ``timeout_s`` bounds each join and each broadcast.
     """
 
     def __init__(self, backend: Literal["gloo", "nccl"], *, host: str, timeout_s: float) -> None:
@@ -39,19 +39,20 @@ class CollectiveTransport:
         self._groups: dict[str, tuple[str, WeightGroup]] = {}  # engine url → the group and its name
 
     def push(self, receiver: WeightReceiver, manifest: WeightManifest) -> dict[str, Any]:
-        old = receiver.url in self._groups
+        """Sends the version and returns the engine's answer when it serves it."""
+        had_group = receiver.url in self._groups
         try:
             self._send(receiver, manifest)
         except EngineUnreachable:
             raise
         except EngineError:
-            if not old:
+            if not had_group:
                 raise
-            self._send(receiver, manifest)  # its engine was restarted: the new process is in no group
+            self._send(receiver, manifest)  # The engine was restarted, and its new process is in no group.
         return receiver.end_weight_update(version=manifest.version, digest=manifest.digest)
 
     def close(self) -> None:
-        """Ends the groups here; an engine's end goes with its process."""
+        """Ends this process's side of the groups; an engine's side ends with its process."""
         for _, group in self._groups.values():
             group.abort()
         self._groups.clear()
@@ -65,18 +66,18 @@ class CollectiveTransport:
             data = view_bytes(manifest)
             for bucket in buckets(manifest):
                 start, end = bucket[0].offset, bucket[-1].offset + bucket[-1].nbytes
-                sent = _beside(lambda start=start, end=end: group.send([data[start:end]]))  # type: ignore[misc]
+                sent = _in_thread(lambda start=start, end=end: group.send([data[start:end]]))  # type: ignore[misc]
                 receiver.receive_weights(bucket, group=name, version=manifest.version)
-                _ended(sent, receiver.url, f"group {name}: broadcast")
+                _own_result(sent, receiver.url, f"group {name}: broadcast")
         except EngineError as error:
-            self._leave(receiver, gone=isinstance(error, EngineUnreachable))
+            self._leave(receiver, unreachable=isinstance(error, EngineUnreachable))
             raise
 
     def _join(self, receiver: WeightReceiver) -> tuple[str, WeightGroup]:
         from relax_core.weights.group import WeightGroup
 
         listener = socket.create_server((self._host, 0))
-        place = WeightGroupAddress(
+        address = WeightGroupAddress(
             name=f"relax-{secrets.token_hex(8)}",
             address=self._host,
             port=listener.getsockname()[1],
@@ -84,27 +85,30 @@ class CollectiveTransport:
             backend=self._backend,
             timeout_s=self._timeout_s,
         )
-        joined = _beside(lambda: WeightGroup.join(place, rank=0, listener=listener))
-        receiver.join_weight_group(place)
-        self._groups[receiver.url] = place.name, _ended(joined, receiver.url, f"group {place.name}: joining")
+        joined = _in_thread(lambda: WeightGroup.join(address, rank=0, listener=listener))
+        receiver.join_weight_group(address)
+        own_end = _own_result(joined, receiver.url, f"group {address.name}: joining")
+        self._groups[receiver.url] = address.name, own_end
         return self._groups[receiver.url]
 
-    def _leave(self, receiver: WeightReceiver, *, gone: bool) -> None:
-        """What is still being sent ends at its own deadline, in a thread that nobody waits for. ``gone``: it does not
-        answer, and is not asked for anything more."""
+    def _leave(self, receiver: WeightReceiver, *, unreachable: bool) -> None:
+        """Leaves the group with an engine and ends the update there, unless the engine is unreachable.
+
+        A broadcast in progress ends at its own deadline, in a thread for which nothing waits.
+        """
         name, group = self._groups.pop(receiver.url, (None, None))
         if group is not None:
             group.abort()
-        if gone:
+        if unreachable:
             return
         if name is not None:
-            with suppress(EngineError):  # a new process, which never knew the group
+            with suppress(EngineError):  # A new process does not know the group.
                 receiver.leave_weight_group(name)
         receiver.abandon_weight_update()
 
 
 def buckets(manifest: WeightManifest) -> Iterator[Sequence[TensorSpec]]:
-    """Its tensors in order, some ``bucket_bytes`` at a time: what does not fit the bucket begins the next one."""
+    """Yields the tensors in order in buckets of at most ``bucket_bytes`` bytes, or of one tensor that is larger."""
     bucket: list[TensorSpec] = []
     size = 0
     for spec in manifest.tensors:
@@ -117,23 +121,23 @@ def buckets(manifest: WeightManifest) -> Iterator[Sequence[TensorSpec]]:
         yield bucket
 
 
-def _beside(action: Callable[[], T]) -> Future[T]:
-    """Runs it in a thread that may be left behind: with a dead engine our end hangs until the group's deadline."""
+def _in_thread(action: Callable[[], T]) -> Future[T]:
+    """Runs ``action`` in a daemon thread, because with a dead engine it hangs until the group's deadline."""
     future: Future[T] = Future()
 
     def run() -> None:
         try:
             future.set_result(action())
-        except Exception as error:  # belongs to whoever waits for it
+        except Exception as error:  # The reader of the future gets the exception.
             future.set_exception(error)
 
     threading.Thread(target=run, name="weight-group", daemon=True).start()
     return future
 
 
-def _ended(future: Future[T], url: str, what: str) -> T:
-    """The result of our own end, after the engine has finished its own."""
+def _own_result(future: Future[T], url: str, what: str) -> T:
+    """Returns the result of our own end after the engine's end is done."""
     try:
         return future.result(timeout=GRACE_S)
     except (RuntimeError, TimeoutError) as error:
-        raise EngineError(f"engine {url}: {what} did not end here: {error}") from error
+        raise EngineError(f"engine {url}: {what} did not end in the trainer: {error}") from error

@@ -24,7 +24,7 @@ from relax_core.roles.process.role_context import RunContext
 from relax_core.tools.make_tiny import tiny_model_folder
 from relax_core.weights.folder_stream import read_safetensors
 from relax_core.weights.publisher import WeightPublisher
-from relax_core.weights.transports.file_transports import SharedMemoryTransport
+from relax_core.weights.transports.choice import SharedMemoryTransport
 from relax_core.weights.version_file import write_weights
 from relax_core.weights.version_folder import LATEST
 from tests.ports import free_port

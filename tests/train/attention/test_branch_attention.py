@@ -1,4 +1,4 @@
-"""Attention without a mask against a plain dense mask, over trees of any depth."""
+"""Tests attention without a mask against a plain dense mask, over trees of any depth."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def output_and_gradients(output: Tensor, inputs: list[Tensor], incoming: Tensor)
 def test_it_is_the_dense_attention(
     forest: Forest, pads: int, scale: float | None, lone_pairs: int, call_pairs: int, seed: int
 ) -> None:
-    """However the runs are put together, and whatever rows stand behind the stream."""
+    """The result is equal for every grouping of runs into calls and with any rows after the stream."""
     rows = len(forest.parents)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(branch_attention, "_LONE_PAIRS", lone_pairs)
         patch.setattr(branch_attention, "_CALL_PAIRS", call_pairs)
         plan = always_planned(forest, dtype=torch.float64)
     *inputs, incoming = random_rows(rows + pads, dtype=torch.float64, seed=seed)
-    incoming[rows:] = 0  # nothing reads what comes of a pad
+    incoming[rows:] = 0  # Nothing reads the result of a pad.
     planned = output_and_gradients(plan.attend(*inputs, scale=scale), inputs, incoming)
     expected = dense_attention(*(one[:rows] for one in inputs), forest.sees, scale=scale)
     dense = output_and_gradients(expected, inputs, incoming[:rows])
@@ -75,9 +75,9 @@ def test_lower_precision(dtype: torch.dtype, tolerance: float) -> None:
 
 
 def calls_by_hand(forest: Forest) -> tuple[list[tuple[int, int]], list[tuple[int, int, int, int]]]:
-    """Causal runs, and subtrees against the run above: queries' and keys' first row and the row behind the last."""
+    """Runs the calls of ``causal`` and ``above``: the first row and the end row of the queries and of the keys."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(branch_attention, "_LONE_PAIRS", 0)  # each run a call of its own
+        patch.setattr(branch_attention, "_LONE_PAIRS", 0)  # Each run gets a call of its own.
         plan = always_planned(forest, dtype=torch.float32)
     causal, above = [], []
     for part in (*plan.causal, *plan.above):
@@ -91,14 +91,14 @@ def calls_by_hand(forest: Forest) -> tuple[list[tuple[int, int]], list[tuple[int
 
 
 def test_two_levels_by_hand() -> None:
-    """Prompts 4 and 6, branches 2 and 5; 3 alone, so it goes on its prompt's run; responses of one token have none."""
+    """Prompts of 4 and 6 tokens have branches of 2 and 5. A branch of 3 without siblings continues its prompt's run."""
     causal, above = calls_by_hand(two_level([[3, 6], [4], [1, 1]], [4, 6, 2]))
     assert causal == [(0, 4), (4, 6), (6, 11), (11, 20), (20, 22)]
     assert above == [(4, 11, 0, 4)]
 
 
 def test_a_deep_tree_by_hand() -> None:
-    """Rows 0-2 branch to 3-4 and 8-9; of these 3-4 branch to 5, 6 and 7; then a second root."""
+    """Rows 0-2 branch to 3-4 and 8-9, rows 3-4 branch to 5, 6 and 7, and a second root follows."""
     causal, above = calls_by_hand(Forest([-1, 0, 1, 2, 3, 4, 4, 4, 2, 8, -1, 10]))
     assert causal == [(0, 3), (3, 5), (5, 6), (6, 7), (7, 8), (8, 10), (10, 12)]
     assert above == [(3, 10, 0, 3), (5, 8, 3, 5)]
@@ -107,7 +107,7 @@ def test_a_deep_tree_by_hand() -> None:
 @settings(max_examples=50, deadline=None)
 @given(forests())
 def test_only_pairs_that_see_each_other_are_computed(forest: Forest) -> None:
-    """With a call for each run; a causal run counts as the half square that `BranchPlan.pairs` takes it for."""
+    """Each run has its own call; `BranchPlan.pairs` counts a causal run as half a square."""
     causal, above = calls_by_hand(forest)
     pairs = sum((end - start) * (end - start + 1) // 2 for start, end in causal)
     pairs += sum((end - start) * (last - first) for start, end, first, last in above)
@@ -117,7 +117,7 @@ def test_only_pairs_that_see_each_other_are_computed(forest: Forest) -> None:
 @pytest.mark.parametrize(
     ("lengths", "prompt", "planned"),
     [
-        ([[8] * 16] * 8, 17, False),  # the demo: a few more calls would cost more than they save
+        ([[8] * 16] * 8, 17, False),  # In the demo, more calls would cost more than they save.
         ([[100] * 8] * 2, 64, True),
         ([[50]] * 4, 30, False),
         ([[500]] * 4, 30, True),
@@ -133,7 +133,7 @@ def test_which_way_is_taken(lengths: list[list[int]], prompt: int, planned: bool
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 2000), min_size=1, max_size=40))
 def test_runs_that_go_together(lengths: list[int]) -> None:
-    """Each once; those of a call are so alike that less than half of it is padding, unless a call costs more."""
+    """Each run is in one call, and less than half of a call is padding unless a separate call costs more."""
     array = np.array(lengths)
     parts = branch_attention._alike(array)
     assert sorted(np.concatenate(parts).tolist()) == list(range(len(lengths)))
@@ -152,7 +152,7 @@ def test_runs_that_go_together(lengths: list[int]) -> None:
     )
 )
 def test_parents_that_go_together(groups: list[tuple[int, list[int]]]) -> None:
-    """Each parent once; no call pads more pairs than its members would cost in calls of their own."""
+    """Each parent is in one call, and no call pads more pairs than separate calls of its members would cost."""
     plan = always_planned(
         two_level([lengths for _, lengths in groups], [prompt for prompt, _ in groups]), dtype=torch.float32
     )

@@ -1,4 +1,4 @@
-"""FlexAttention's rule and blocks, and what torch captures of it as graphs, on a CPU."""
+"""Tests on a CPU the rule and the blocks of FlexAttention and the graphs that torch captures of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import create_block_mask, create_mask, fl
 
 from relax_core.train.attention import flex_attention as ours
 from relax_core.train.attention.flex_attention import BLOCK, FlexBlocks
-from relax_core.train.parallel.context_parallel import WHOLE, RowCut
+from relax_core.train.parallel.context_parallel import WHOLE, RowSharding
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -24,14 +24,14 @@ LARGE = forests(max_runs=8, longest=3 * BLOCK)
 
 
 def padded_sees(forest: Forest, padded: int) -> np.ndarray:
-    """A pad sees itself."""
+    """Returns who sees whom with pads; a pad sees itself."""
     sees = np.eye(padded, dtype=bool)
     sees[: len(forest.parents), : len(forest.parents)] = forest.sees
     return sees
 
 
 def listed(counts: torch.Tensor, indices: torch.Tensor) -> list[set[int]]:
-    """The key blocks of each query block."""
+    """Returns the key blocks of each query block."""
     return [set(row[:count].tolist()) for count, row in zip(counts[0, 0], indices[0, 0], strict=True)]
 
 
@@ -54,12 +54,15 @@ def test_the_blocks_are_those_that_torch_finds_from_every_pair(forest: Forest, p
 @settings(max_examples=25, deadline=None)
 @given(forest=LARGE, ranks=st.integers(2, 3))
 def test_no_block_of_a_context_parallel_rank_is_forgotten(forest: Forest, ranks: int) -> None:
-    """A block may hold rows of two chunks: then it may be computed without need, but never taken for a whole one."""
+    """No block is missed.
+
+    If a block has rows of two chunks it may be computed without need, but it is never treated as a whole block.
+    """
     for rank in range(ranks):
-        cut = RowCut(multiple=2 * ranks, ranks=ranks, rank=rank)
-        padded = cut.padded(len(forest.parents))
-        mask = FlexBlocks.of(forest.end, cut, padded=padded, device=CPU).mask
-        mine, order = cut.rows_of_rank(padded), np.argsort(cut.gathered_order(padded))
+        sharding = RowSharding(multiple=2 * ranks, ranks=ranks, rank=rank)
+        padded = sharding.padded(len(forest.parents))
+        mask = FlexBlocks.of(forest.end, sharding, padded=padded, device=CPU).mask
+        mine, order = sharding.rows_of_rank(padded), np.argsort(sharding.gathered_order(padded))
         pairs = create_mask(mask.mask_mod, None, None, len(mine), padded, device="cpu")[0, 0].numpy()
         assert np.array_equal(pairs, padded_sees(forest, padded)[np.ix_(mine, order)])
         some = listed(mask.kv_num_blocks, mask.kv_indices)
@@ -73,9 +76,11 @@ def test_no_block_of_a_context_parallel_rank_is_forgotten(forest: Forest, ranks:
 
 
 def test_it_is_the_dense_attention_and_lengths_share_their_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Output and gradients, by the graphs that torch captures, of which none belongs to one length: a GPU would compile
-    for every micro-batch. torch refuses the backward pass on a CPU; without the refusal it computes its own definition
-    of it there."""
+    """Outputs and gradients are equal, and one graph serves all lengths.
+
+    A GPU would otherwise compile for every micro-batch. torch refuses the backward pass on a CPU; without the refusal
+    it computes its own definition of the gradient.
+    """
     graphs = []
 
     def captured(graph: Any, inputs: Any) -> Any:
@@ -95,11 +100,11 @@ def test_it_is_the_dense_attention_and_lengths_share_their_graph(monkeypatch: py
         grads, expected = (torch.autograd.grad(one, inputs, incoming) for one in (output, dense))
         for mine, right in zip(grads, expected, strict=True):
             torch.testing.assert_close(mine, right, rtol=1e-12, atol=1e-12)
-    assert len(graphs) <= 2 * 2  # forward and backward, of the first length and of any other
+    assert len(graphs) <= 2 * 2  # There is one graph for forward and one for backward.
 
 
 def test_a_plan_of_blocks_takes_no_memory_by_pairs_of_rows() -> None:
-    """Of a stream of 2**18 rows a mask would take 64 GB."""
+    """A mask of a stream of 2**18 rows would take 64 GB."""
     rows = 2**18
     end = np.full(rows, rows)
     end[rows // 4 :] = np.repeat(np.arange(rows // 4, rows, rows // 4) + rows // 4, rows // 4)

@@ -1,4 +1,4 @@
-"""One masked call over a forest, whole and cut over context-parallel ranks, against a plain dense mask."""
+"""Tests one masked call over a forest, whole and sharded over context-parallel ranks, against a plain dense mask."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_core.train.attention.tree_attention import MaskedGrid
-from relax_core.train.parallel.context_parallel import RowCut
+from relax_core.train.parallel.context_parallel import RowSharding
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -20,9 +20,9 @@ CPU = torch.device("cpu")
 def test_a_grid_is_the_dense_attention(forest: Forest, pads: int, seed: int) -> None:
     rows = len(forest.parents)
     *inputs, incoming = random_rows(rows + pads, dtype=torch.float64, seed=seed)
-    incoming[rows:] = 0  # nothing reads what comes of a pad
+    incoming[rows:] = 0  # Nothing reads the result of a pad.
     grid = MaskedGrid.of(forest.end, pads=pads, device=CPU, dtype=torch.float64)
-    assert grid.mask.isfinite().any(-1).all()  # also a pad's softmax is over something
+    assert grid.mask.isfinite().any(-1).all()  # The softmax of a pad is finite.
     output = grid.attend(*inputs, scale=None)
     grads = torch.autograd.grad(output, inputs, incoming)
     dense = dense_attention(*(one[:rows] for one in inputs), forest.sees, scale=None)
@@ -34,18 +34,18 @@ def test_a_grid_is_the_dense_attention(forest: Forest, pads: int, seed: int) -> 
 @settings(max_examples=100, deadline=None)
 @given(forest=forests(), ranks=st.integers(2, 4), more=st.integers(0, 9), seed=st.integers(0, 1000))
 def test_context_parallel_ranks_make_the_dense_attention(forest: Forest, ranks: int, more: int, seed: int) -> None:
-    """Each rank's queries against all keys, rank after rank, as they are gathered; the gradients add up."""
+    """Each rank computes its queries against the gathered keys of all ranks, and the gradients add up."""
     rows = len(forest.parents)
-    cuts = [RowCut(multiple=2 * ranks, ranks=ranks, rank=rank) for rank in range(ranks)]
-    padded = cuts[0].padded(rows + more)
+    shardings = [RowSharding(multiple=2 * ranks, ranks=ranks, rank=rank) for rank in range(ranks)]
+    padded = shardings[0].padded(rows + more)
     *inputs, incoming = random_rows(padded, dtype=torch.float64, seed=seed)
     incoming[rows:] = 0
-    order = torch.from_numpy(cuts[0].gathered_order(padded)).argsort()
+    order = torch.from_numpy(shardings[0].gathered_order(padded)).argsort()
     total = [torch.zeros_like(one) for one in inputs]
     output = torch.zeros_like(incoming)
-    for cut in cuts:
-        mine = torch.from_numpy(cut.rows_of_rank(padded))
-        grid = MaskedGrid.of_rank(forest.end, cut, padded=padded, device=CPU, dtype=torch.float64)
+    for sharding in shardings:
+        mine = torch.from_numpy(sharding.rows_of_rank(padded))
+        grid = MaskedGrid.of_rank(forest.end, sharding, padded=padded, device=CPU, dtype=torch.float64)
         assert grid.mask.isfinite().any(-1).all()
         query, key, value = inputs
         part = grid.attend(query[mine], key[order], value[order], scale=None)

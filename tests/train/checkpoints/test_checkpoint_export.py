@@ -1,4 +1,4 @@
-"""`python -m relax_core.tools.export` and `check_model`: a checkpoint as a folder that transformers loads, and back."""
+"""Tests `python -m relax_core.tools.export` and `check_model`: transformers loads an exported checkpoint."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def save_run(backend: Any, folder: Path, *, model: Path, part: str = "train") -> Path:
-    """A checkpoint as a run leaves it, after one step."""
+    """Writes a checkpoint as a run does after one step."""
     train_step(backend, dp_groups())
 
     def write(partial: Path) -> None:
@@ -42,7 +42,7 @@ def save_run(backend: Any, folder: Path, *, model: Path, part: str = "train") ->
 
 @pytest.fixture(scope="module")
 def trained(models: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A checkpoint of the MoE model, and the weights in it."""
+    """Returns a checkpoint of the MoE model and the weights in it."""
     backend = make_backend(models / "moe", family="qwen3_moe")
     checkpoint = save_run(backend, tmp_path_factory.mktemp("run"), model=models / "moe")
     return checkpoint, {name: tensor.clone() for name, tensor in backend.export()}
@@ -111,7 +111,7 @@ def test_shapes_are_those_of_transformers(models: Path, name: str, capsys: pytes
 
 def test_a_wrong_folder_is_told_in_words(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     architecture = folder_architecture(models / "moe")
-    assert "no *.safetensors file there" in weight_problems(tmp_path, architecture)[0]
+    assert "has no *.safetensors file" in weight_problems(tmp_path, architecture)[0]
     weights = load_file(models / "moe" / "model.safetensors")
     first, second, third = sorted(weights)[:3]
     wrong = {name: tensor for name, tensor in weights.items() if name != third}
@@ -121,8 +121,8 @@ def test_a_wrong_folder_is_told_in_words(models: Path, tmp_path: Path, capsys: p
     (tmp_path / "config.json").write_text((models / "moe" / "config.json").read_text())
     assert check_model.main([str(tmp_path)]) == 2
     told = capsys.readouterr().err
-    assert f"{first} has shape (7, 64); by config.json it is (51, 64)" in told
-    assert "model.nonsense is no weight of family qwen3_moe" in told
+    assert f"{first} has shape (7, 64); config.json requires (51, 64)" in told
+    assert "model.nonsense is not a weight of family qwen3_moe" in told
     assert f"{second} is also in {tmp_path / 'a.safetensors'}" in told
     assert f"1 of {len(weights)} weights are missing: {third}" in told
     (tmp_path / "b.safetensors").write_bytes(b"no header")
@@ -132,7 +132,7 @@ def test_a_wrong_folder_is_told_in_words(models: Path, tmp_path: Path, capsys: p
 
 
 def test_checking_reads_no_tensor(models: Path, tmp_path: Path) -> None:
-    """A folder of headers alone passes: bytes of tensors are never touched."""
+    """A folder that has only headers passes, so no bytes of tensors are read."""
     whole = (models / "untied" / "model.safetensors").read_bytes()
     size = 8 + int.from_bytes(whole[:8], "little")
     (tmp_path / "model.safetensors").write_bytes(whole[:size] + b"\xff" * (len(whole) - size))

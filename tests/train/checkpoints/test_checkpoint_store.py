@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or not at all, also on a full disk and after a kill."""
+"""Tests that checkpoints on disk are whole or absent, also on a full disk and after a kill."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def writes(name: str, data: bytes) -> Callable[[Path], None]:
 
 
 def newest(store: CheckpointStore) -> Path:
-    """The newest whole checkpoint, where none had to be left for it."""
+    """Returns the newest whole checkpoint and asserts that none was skipped."""
     found = store.newest_whole()
     assert found is not None and found.left == ()
     return found.folder
@@ -46,7 +46,7 @@ def test_write_then_read(tmp_path: Path) -> None:
     assert meta.libraries["torch"].startswith("2.") and meta.provenance.startswith("relax-core ")
     assert {name: file.bytes for name, file in meta.files.items()} == {"rank/weights": 3}
     assert (folder / "rank" / "weights").read_bytes() == b"abc"
-    assert json.loads((folder / META).read_text())["content"]["step"] == 100  # plain JSON for other tools
+    assert json.loads((folder / META).read_text())["content"]["step"] == 100  # Other tools can read it as plain JSON.
 
 
 def test_keeps_the_last(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_what_is_to_be_kept_stays_beside_the_newest(tmp_path: Path) -> None:
         store.write(step, writers=writes("w", b"x"), meta={})
     assert names(tmp_path) == ["step_00000020", "step_00000040"]
     store.name_best(20)
-    store.name_best(30)  # which is not there any more
+    store.name_best(30)  # This file no longer exists.
     assert os.readlink(tmp_path / "best") == "step_00000020"
     assert store.verify(tmp_path / "best").step == 20
     newest = store.newest_whole()
@@ -77,7 +77,7 @@ def test_what_is_to_be_kept_stays_beside_the_newest(tmp_path: Path) -> None:
 
 
 def test_newest_is_the_one_written_last(tmp_path: Path) -> None:
-    """A run that went back to step 10 and on to step 20 must not find the step 30 that it left."""
+    """A run that resumed from step 10 and reached step 20 must not find the abandoned step 30."""
     store = CheckpointStore(tmp_path, keep_last=2)
     for step in (10, 30, 20):
         store.write(step, writers=writes("w", b"x"), meta={})
@@ -112,7 +112,7 @@ def test_corrupt_checkpoint_names_the_file_and_the_way_out(tmp_path: Path) -> No
     with pytest.raises(ValueError, match=rf"{bad}/rank/w is corrupt.*resume={older}\."):
         store.verify(bad)
     (bad / "rank" / "w").write_bytes(b"goo")
-    with pytest.raises(ValueError, match=rf"{bad}/rank/w has 3 bytes, was written with 4.*resume={older}"):
+    with pytest.raises(ValueError, match=rf"{bad}/rank/w has 3 bytes, but was written with 4.*resume={older}"):
         store.verify(bad)
     (bad / "rank" / "w").unlink()
     with pytest.raises(ValueError, match=rf"{bad}/rank/w: No such file.*resume={older}"):
@@ -127,7 +127,7 @@ def test_corrupt_checkpoint_names_the_file_and_the_way_out(tmp_path: Path) -> No
 
 
 def test_meta_has_a_digest_of_its_own_and_the_folder_its_step(tmp_path: Path) -> None:
-    """Each byte of it decides where a run goes on; a copy under any other name is as good."""
+    """Each byte of meta.json is protected, and a copy of a checkpoint under another name can be used."""
     store = CheckpointStore(tmp_path, keep_last=3)
     folder = store.write(20, writers=writes("w", b"x"), meta={"version": 20})
     text = (folder / META).read_text()
@@ -144,7 +144,7 @@ def test_meta_has_a_digest_of_its_own_and_the_folder_its_step(tmp_path: Path) ->
     copy = shutil.copytree(folder, tmp_path / "best")
     assert store.verify(copy).step == 20
     renamed = folder.rename(tmp_path / "step_00000030")
-    with pytest.raises(ValueError, match=r"says step 20, and its folder's name another one"):
+    with pytest.raises(ValueError, match=r"is of step 20, which is not the step of its folder's name"):
         store.verify(renamed)
 
 
@@ -175,7 +175,7 @@ def test_a_failing_writer_leaves_the_old_ones(tmp_path: Path) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MB."""
+    """Returns a file system of 1 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = subprocess.run(
@@ -190,11 +190,11 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_full_disk_at_any_moment(small_disk: Path) -> None:
-    """The free room grows page by page from none at all, so that every write of a checkpoint fails once."""
+    """The free space grows page by page from none, so that every write of a checkpoint fails once."""
     root = small_disk / "checkpoints"
     store = CheckpointStore(root, keep_last=1)
     old = store.write(10, writers=writes("w", b"o" * 50_000), meta={})
-    # Its meta.json is longer than a page, so that it can fail half-way.
+    # This meta.json is longer than a page, so its write can fail half-way.
     meta = {"config": "c" * 10_000}
     ballast = small_disk / "ballast"
     failures = 0
@@ -213,7 +213,7 @@ def test_full_disk_at_any_moment(small_disk: Path) -> None:
         assert f"bytes are free in {root}" in text
         assert names(root) == ["step_00000010"]
         assert newest(store) == old
-    assert failures >= 6  # five pages of payload, at least one of meta.json
+    assert failures >= 6  # There are five pages of payload and at least one of meta.json.
     assert names(root) == ["step_00000020"]
     assert store.verify(root / "step_00000020").step == 20
 
@@ -253,7 +253,7 @@ def killed_while_writing(target: Path, *, renames_before_the_kill: int) -> None:
 
 @pytest.mark.parametrize("renames_before_the_kill", [0, 1])
 def test_killed_while_replacing(tmp_path: Path, renames_before_the_kill: int) -> None:
-    """Killed before each of the two renames that put a new folder in the place of an old one."""
+    """A process is killed before each of the two renames that replace an old folder by a new one."""
     target = tmp_path / "folder"
     with atomic_folder(target) as folder:
         (folder / "file").write_text("old")
@@ -265,7 +265,7 @@ def test_killed_while_replacing(tmp_path: Path, renames_before_the_kill: int) ->
 
 
 def test_a_checkpoint_that_was_just_being_replaced_is_found(tmp_path: Path) -> None:
-    """Killed between the two renames: both of the same step stand under hidden names."""
+    """After a kill between the two renames both folders of the step have hidden names."""
     store = CheckpointStore(tmp_path, keep_last=3)
     old = store.write(20, writers=writes("file", b"old"), meta={})
     killed_while_writing(old, renames_before_the_kill=1)
@@ -280,7 +280,7 @@ def test_a_checkpoint_that_was_just_being_replaced_is_found(tmp_path: Path) -> N
 def test_what_was_replaced_goes_where_the_new_one_is_there(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep_last=3)
     new = store.write(20, writers=writes("w", b"new"), meta={})
-    (tmp_path / ".step_00000020.replaced").mkdir()  # killed before it was removed
+    (tmp_path / ".step_00000020.replaced").mkdir()  # It was killed before it removed the folder.
     recover_replaced(tmp_path)
     assert (new / "rank" / "w").read_bytes() == b"new"
     store.write(30, writers=writes("w", b"next"), meta={})
@@ -292,15 +292,15 @@ def test_the_progress_of_a_write_is_what_came_to_the_disk(tmp_path: Path) -> Non
     seen = []
 
     def write(folder: Path) -> None:
-        for size in (100, 100, 250):  # the second look finds nothing new
+        for size in (100, 100, 250):  # The second recovery finds nothing to do.
             (folder / "rank").mkdir(exist_ok=True)
             (folder / "rank" / "w").write_bytes(b"x" * size)
             seen.append(store.progress(20))
-        assert store.progress(10) == 0  # of another checkpoint
+        assert store.progress(10) == 0  # This file belongs to another checkpoint.
 
     store.write(20, writers=write, meta={})
     assert seen == [100, 100, 250]
-    assert store.progress(20) == 500  # digested, and put on disk
+    assert store.progress(20) == 500  # The bytes are digested and then put on disk.
 
 
 def test_importing_the_store_does_not_import_torch() -> None:

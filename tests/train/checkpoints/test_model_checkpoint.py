@@ -1,4 +1,4 @@
-"""A run that was stopped, saved and loaded must go on as if it never stopped, to the bit."""
+"""Tests that a run which was stopped, saved and loaded continues as if it had not stopped, to the bit."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_goes_on_to_the_bit(folder: Path, tmp_path: Path, sharded: bool, dtype: 
     expected = train(straight, range(3, 6))
 
     resumed = make_backend(folder, **settings)
-    train(resumed, range(1))  # it has a past of its own, which the checkpoint must wipe out
+    train(resumed, range(1))  # This back end has trained already, and the checkpoint must replace that state.
     resumed.load(tmp_path / "checkpoint")
     metrics = train(resumed, range(3, 6))
     assert (metrics.loss, metrics.grad_norm, metrics.learning_rate) == (
@@ -74,7 +74,8 @@ def test_goes_on_to_the_bit(folder: Path, tmp_path: Path, sharded: bool, dtype: 
 
 
 def test_every_random_stream_goes_on(folder: Path, tmp_path: Path) -> None:
-    from megatron.core import tensor_parallel  # only once the back end has put the device loader in place
+    # The import must follow the back end's, which installs the device loader.
+    from megatron.core import tensor_parallel
 
     def draw() -> list[float]:
         with tensor_parallel.get_cuda_rng_tracker().fork():
@@ -85,7 +86,7 @@ def test_every_random_stream_goes_on(folder: Path, tmp_path: Path) -> None:
 
     backend = make_backend(folder)
     train(backend, range(1))
-    random.gauss(0, 1)  # numpy and python each keep the second of a pair
+    random.gauss(0, 1)  # numpy and Python each keep the second number of a normal pair.
     np.random.randn()
     backend.save(tmp_path / "checkpoint")
     expected = draw()
@@ -105,7 +106,7 @@ def test_settings_of_the_optimizer_are_the_new_runs(folder: Path, tmp_path: Path
 
 
 def test_corrupt_file_is_a_valueerror(folder: Path, tmp_path: Path) -> None:
-    """Also without the digests of CheckpointStore.verify, which name the very file."""
+    """It is a ValueError even without the digests of CheckpointStore.verify."""
     backend = make_backend(folder)
     train(backend, range(1))
     for name in (".metadata", "__0_0.distcp", "provenance.json"):
@@ -169,7 +170,7 @@ def test_a_copy_is_written_while_training_goes_on(folder: Path, tmp_path: Path) 
     backend.save(tmp_path / "now")
     backend.copy_state()
     with ThreadPoolExecutor(1) as thread:
-        train(backend, range(2, 3))  # in the middle of a checkpoint: what was copied does not change
+        train(backend, range(2, 3))  # Training continues during the checkpoint, and the copied state does not change.
         written = thread.submit(backend.write_copy, tmp_path / "later")
         train(backend, range(3, 5))
         written.result(timeout=300)
@@ -235,4 +236,5 @@ def test_a_rank_whose_disk_is_slow_is_waited_for(folder: Path, tmp_path: Path) -
 def test_a_missing_rank_is_named(folder: Path, tmp_path: Path) -> None:
     ended = run_two(folder, tmp_path / "unused", 0, tmp_path / "checkpoint", "absent")
     assert ended[0][0] != 0 and ended[1][0] == 0
-    assert "waited for the others to save" in ended[0][1] and "1" in ended[0][1].rsplit("waited for", 1)[1]
+    problem = ended[0][1].rsplit(f"save {tmp_path / 'checkpoint'}: trainer rank 0 waited up to", 1)
+    assert len(problem) == 2 and "Ranks 1 failed" in problem[1]

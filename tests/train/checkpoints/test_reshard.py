@@ -1,4 +1,4 @@
-"""What one layout saved another goes on with: the same state to the bit, and the same next step."""
+"""Tests that another layout continues from a checkpoint with the same state to the bit and the same next step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def saved(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoints of all chains."""
+    """Writes the checkpoints of all chains."""
     folder: Path = tmp_path_factory.mktemp("chains")
     ended = run_ranks("reshard_rank.py", [(models, folder)] * RANKS, timeout_s=900.0)
     assert [status for status, _ in ended] == [0] * RANKS, ended

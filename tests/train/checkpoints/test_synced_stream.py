@@ -1,4 +1,4 @@
-"""Bytes go to disk while a file is written, not all at its end."""
+"""Tests that bytes reach the disk while a file is written and not all at its end."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import pytest
 from tiny_models import make_model
 from tiny_trainer import dp_groups, make_backend, train_step
 
-from relax_core.train.checkpoints import synced_stream as steady_files
+from relax_core.train.checkpoints import synced_stream
 from relax_core.train.checkpoints.synced_stream import SyncedFiles
 
 
 @pytest.fixture
 def synced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The size of a file each time that it was put to disk, as it does after 1000 bytes here."""
+    """Records a file's size at each sync, which happens after 1000 bytes in this test."""
     sizes: list[int] = []
     sync = os.fdatasync
 
@@ -24,7 +24,7 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(os.fstat(file).st_size)
 
     monkeypatch.setattr(os, "fdatasync", traced)
-    monkeypatch.setattr(steady_files, "SYNC_BYTES", 1000)
+    monkeypatch.setattr(synced_stream, "SYNC_BYTES", 1000)
     return sizes
 
 

@@ -1,4 +1,4 @@
-"""What was trained must come out as a folder that transformers loads, silently, with the same logits."""
+"""Tests that transformers loads an exported folder without warnings and with the same logits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from relax_core.train.hf.hf_export import export_hf_folder
 
 @pytest.fixture(params=[True, False], ids=["tied", "untied"])
 def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A model folder with a tokenizer, as a user has it."""
+    """Makes a model folder with a tokenizer, as a user has it."""
     folder = tmp_path / "source"
     make_model(folder, tied=request.param)
     words = {f"w{number}": number for number in range(VOCABULARY)}
@@ -40,7 +40,7 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def load_silently(folder: Path) -> torch.nn.Module:
-    """Loads, and fails on any warning of transformers, by either way that it warns."""
+    """Loads a folder and fails on any warning of transformers, which warns in two ways."""
     heard: list[str] = []
 
     class Ear(logging.Handler):
@@ -66,7 +66,7 @@ def logits(model: torch.nn.Module) -> Tensor:
 
 
 def export(backend: Any, source: Path, target: Path, **options: Any) -> None:
-    """What this back end has; ``options`` take the place of arguments."""
+    """Exports the back end's weights; ``options`` replace arguments."""
     told = {"tensors": backend.export(), "shapes": backend.weight_shapes, "dtype": backend._setup.dtype, **options}
     export_hf_folder(**told, source_folder=source, target=target)
 
@@ -77,7 +77,7 @@ def test_untouched_weights_give_identical_logits(source: Path, tmp_path: Path, s
     export(make_backend(source), source, target, shard_bytes=shard_bytes)
     ours, theirs = load_silently(target), load_silently(source)
     assert all(torch.equal(one, theirs.state_dict()[name]) for name, one in ours.state_dict().items())
-    # Where its weights lie in memory may change a sum's order.
+    # The position of weights in memory may change the order of a sum.
     torch.testing.assert_close(logits(ours), logits(theirs), atol=1e-5, rtol=0)
     files = {path.name for path in target.iterdir()}
     assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"} <= files
@@ -91,7 +91,7 @@ def test_untouched_weights_give_identical_logits(source: Path, tmp_path: Path, s
         index = json.loads((target / "model.safetensors.index.json").read_text())
         assert set(index["weight_map"].values()) == set(weights)
         sizes = [path.stat().st_size for path in target.glob("*.safetensors")]
-        assert max(sizes) < 55_000  # a header, and no tensor here is larger than a shard
+        assert max(sizes) < 55_000  # A file has a header, and no tensor here is larger than a shard.
         assert index["metadata"]["total_size"] == sum(
             tensor.numel() * tensor.element_size() for _, tensor in make_backend(source).export()
         )
@@ -105,7 +105,7 @@ def test_trained_weights_arrive_to_the_bit(source: Path, tmp_path: Path) -> None
     for name, tensor in backend.export():
         assert torch.equal(loaded[name], tensor), name
     assert not torch.equal(logits(load_silently(tmp_path / "hf")), logits(load_silently(source)))
-    # Both engines load it as well as the trainer itself does.
+    # Both engines and the trainer load it.
     again = dict(make_backend(tmp_path / "hf").export())
     assert all(torch.equal(again[name], tensor) for name, tensor in backend.export())
 
@@ -186,5 +186,5 @@ def test_a_full_disk_is_told(source: Path, tmp_path: Path) -> None:
 
 
 def test_a_source_without_config_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=rf"model\.path={tmp_path}: no config\.json there"):
+    with pytest.raises(ValueError, match=rf"model\.path={tmp_path} has no config\.json"):
         export_hf_folder(iter([]), shapes={}, dtype="float32", source_folder=tmp_path, target=tmp_path / "hf")

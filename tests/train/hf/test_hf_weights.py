@@ -1,4 +1,4 @@
-"""Weights from and to Hugging Face under every layout: to the bit, in slices, and a bucket at a time."""
+"""Tests that weights are imported and exported under every layout to the bit, in slices and in buckets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CASES += [f"moe {layout}" for layout in MOE_LAYOUTS]
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank saw, by model and layout."""
+    """Returns what each rank reported, by model and layout."""
     folder = tmp_path_factory.mktemp("models")
     make_models(folder)
     ended = run_ranks("weights_rank.py", [(folder, folder / "seen")] * RANKS)
@@ -30,13 +30,13 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_load_then_export_is_bit_identical(seen: list[dict[str, Any]], case: str) -> None:
     lead = seen[0][case]
     assert not lead["missing"] and not lead["different"] and lead["in order"]
-    assert all(rank[case]["finite"] for rank in seen)  # no parameter was left out, padding rows neither
+    assert all(rank[case]["finite"] for rank in seen)  # All parameters are set, and padding rows are, too.
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_no_rank_holds_more_than_a_bucket_beside_its_part(seen: list[dict[str, Any]], case: str) -> None:
     assert max(rank[case]["held"] for rank in seen) <= BUCKET_BYTES
-    assert seen[0][case]["held"] >= seen[0][case]["largest"]  # the measure sees tensors
+    assert seen[0][case]["held"] >= seen[0][case]["largest"]  # The measurement notices tensors.
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -44,7 +44,7 @@ def test_a_rank_reads_its_slices_only(seen: list[dict[str, Any]], case: str) -> 
     parts = [rank[case]["read"] for rank in seen]
     copies = {"dp4": 4, "tp2_cp2": 2, "pp2_vpp2_dp2": 2}.get(case.split()[1])
     if copies:
-        assert sum(parts) == pytest.approx(copies, abs=0.06)  # norms are on every tensor-parallel rank
+        assert sum(parts) == pytest.approx(copies, abs=0.06)  # Every tensor-parallel rank has the norms.
     assert max(parts) < 0.6 or "dp4" in case
 
 

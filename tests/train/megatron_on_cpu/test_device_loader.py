@@ -1,4 +1,4 @@
-"""The device loader: retargeted source, its cache, and several processes at once. Without CUDA only."""
+"""Tests the device loader without CUDA: patched source, its cache, and several processes at once."""
 
 from __future__ import annotations
 

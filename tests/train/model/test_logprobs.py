@@ -1,4 +1,4 @@
-"""Chunked log-probs against the plain log_softmax in float64."""
+"""Tests chunked log-probs against the plain log_softmax in float64."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def naive(hidden: Tensor, weight: Tensor, targets: Tensor, inverse_temperature: 
 
 
 def problem(rows: int, vocab: int, width: int, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """Hidden, weight, targets and the gradient that flows in."""
+    """Draws hidden states, weight, targets and the incoming gradient."""
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(rows, width, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     weight = torch.randn(vocab, width, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
@@ -42,7 +42,7 @@ def values_and_grads(values: Tensor, hidden: Tensor, weight: Tensor, incoming: T
 
 @pytest.fixture(params=["plain", "own"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs a test through the plain way of tiny problems and through the own autograd function."""
+    """Runs a test with the plain operations of tiny problems and with the autograd function."""
     monkeypatch.setattr(logprobs, "_PLAIN_LOGITS", 10**9 if request.param == "plain" else -1)
 
 
@@ -115,7 +115,7 @@ def test_bfloat16_inputs_get_float32_maths(chunk_rows: int) -> None:
     theirs = naive(double_hidden, double_weight, targets, 1.0)
     mine = values_and_grads(ours, hidden, weight, incoming)
     exact = values_and_grads(theirs, double_hidden, double_weight, incoming)
-    # Logits reach 20 here: in bfloat16 they would be off by 0.06.
+    # Logits reach 20 here, so in bfloat16 they would be off by 0.06.
     torch.testing.assert_close(mine[0].double(), exact[0], rtol=0, atol=1e-4)
     for grad, expected in zip(mine[1:], exact[1:], strict=True):
         assert grad.dtype == torch.bfloat16
@@ -124,7 +124,7 @@ def test_bfloat16_inputs_get_float32_maths(chunk_rows: int) -> None:
 
 @pytest.fixture
 def float32_sums() -> Iterator[None]:
-    """Gives a CPU the products that torch has on a GPU alone: factors of bfloat16, sums of float32."""
+    """Gives a CPU the products that torch has only on a GPU: bfloat16 factors with float32 sums."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("mm.dtype", lambda left, right, dtype: left.to(dtype) @ right.to(dtype), "CPU")
     library.impl("mm.dtype_out", lambda left, right, dtype, *, out: out.copy_(left.to(dtype) @ right.to(dtype)), "CPU")
@@ -135,9 +135,11 @@ def float32_sums() -> Iterator[None]:
 @pytest.mark.usefixtures("float32_sums")
 @pytest.mark.parametrize("chunk_rows", [8, 64])
 def test_bfloat16_factors_with_float32_sums(chunk_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU computes: logits as exact as with float32 copies, gradients within bfloat16's rounding of one factor;
-    no copy of the weight in float32."""
-    monkeypatch.setattr(logprobs._Shard, "matrix", lambda self, weight: weight[: self.words])
+    """Checks what a GPU computes without a float32 copy of the weight.
+
+    Logits are as exact as with float32 copies, and gradients are within bfloat16's rounding of one factor.
+    """
+    monkeypatch.setattr(logprobs._Shard, "matrix", lambda self, weight: weight[: self.size])
     monkeypatch.setattr(logprobs, "_PLAIN_LOGITS", -1)
     hidden, weight, targets, incoming = problem(30, 400, 64, dtype=torch.bfloat16)
     gather = torch.randint(0, 400, (30, 3), generator=torch.Generator().manual_seed(3))
@@ -180,7 +182,7 @@ def test_extreme_logits_stay_finite() -> None:
     values = chunked_logprobs(hidden, weight, torch.tensor([0, 0]), inverse_temperature=1.0, chunk_rows=2)
     assert values.tolist() == [0.0, -600.0]
     grads = torch.autograd.grad(values.sum(), [hidden, weight])
-    # Row 0 is certain of its target: no gradient. Row 1: d/dh = W[0] - W[2] = 2, d/dW = -300 · (e_0 - e_2).
+    # Row 0 is certain of its target and has no gradient. Row 1: d/dh = W[0] - W[2] = 2, d/dW = -300 · (e_0 - e_2).
     assert grads[0].flatten().tolist() == [0.0, 2.0]
     assert grads[1].flatten().tolist() == [-300.0, 0.0, 300.0]
 
@@ -198,7 +200,7 @@ def test_only_the_wanted_gradient_and_none_without_grad_mode(chunk_rows: int) ->
 
 
 def test_backward_twice_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kept chunk must survive a backward pass (retain_graph)."""
+    """The saved chunk must survive a backward pass (retain_graph)."""
     monkeypatch.setattr(logprobs, "_PLAIN_LOGITS", -1)
     hidden, weight, targets, incoming = problem(10, 20, 4)
     values = chunked_logprobs(hidden, weight, targets, inverse_temperature=0.5, chunk_rows=10)
@@ -209,7 +211,7 @@ def test_backward_twice_gives_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 7), (128, 4097), (2, 151_936)])
 def test_in_place_softmax_equals_out_of_place(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """torch does not promise that ``out=`` may be the input; logprobs.py builds on it."""
+    """Torch does not document that ``out=`` may be the input, but logprobs.py relies on it."""
     logits = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(1)) * 5
     for function in (torch.softmax, torch.log_softmax):
         in_place = logits.clone()
@@ -218,7 +220,7 @@ def test_in_place_softmax_equals_out_of_place(shape: tuple[int, int], dtype: tor
 
 
 def test_memory_stays_at_one_chunk() -> None:
-    """All logits would be 41 MB; a chunk is 2.6 MB, the weight's gradient as much again."""
+    """All logits would take 41 MB. A chunk takes 2.6 MB, and so does the weight's gradient."""
     flags = ["--way=ours", "--rows=512", "--vocab=20000", "--hidden=32", "--chunk=32"]
     command = [sys.executable, "-m", "benchmarks.logprobs", *flags]
     printed = subprocess.run(
@@ -227,7 +229,7 @@ def test_memory_stays_at_one_chunk() -> None:
     assert json.loads(printed)["peak_mb"] < 16
 
 
-# -- entropy and other tokens beside the target -----------------------------------------------------------------------
+# -- Entropy and other tokens beside the target -----------------------------------------------------------------------
 def naive_outputs(
     hidden: Tensor, weight: Tensor, targets: Tensor, gather: Tensor, inverse_temperature: float
 ) -> list[Tensor]:
@@ -243,7 +245,7 @@ def test_entropy_and_gathered_equal_naive(chunk_rows: int, inverse_temperature: 
     hidden, weight, targets, incoming = problem(10, 37, 8)
     generator = torch.Generator().manual_seed(2)
     gather = torch.randint(0, 37, (10, 5), generator=generator)
-    gather[0] = targets[0]  # a token may come several times, and may be the target
+    gather[0] = targets[0]  # A token may come several times and may be the target.
     flows = [incoming, incoming.flip(0), torch.randn(10, 5, generator=generator, dtype=torch.float64)]
     ours = head_outputs(
         hidden,

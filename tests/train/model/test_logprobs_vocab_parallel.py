@@ -1,4 +1,4 @@
-"""The output layer cut over two ranks against the same functions on one."""
+"""Tests the output layer sharded over two ranks against the same functions on one rank."""
 
 from __future__ import annotations
 
@@ -24,8 +24,11 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerGroup]:
 
 
 def check(ranks: WorkerGroup, problem: Problem, *, rtol: float, atol: float) -> list[Answer]:
-    """Every rank has the one-rank outputs and hidden gradient, to the bit those of the other; the shards of the weight
-    gradient make up the whole."""
+    """Compares two ranks with one.
+
+    Both ranks have equal bits of outputs and hidden gradients, which agree with one rank's. The shards of the weight
+    gradient form the whole.
+    """
     alone, answers = solve(problem), ranks.solve(problem)
     for answer in answers:
         for mine, first in zip(
@@ -76,7 +79,7 @@ def make(
 @settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_two_ranks_are_one(ranks: WorkerGroup, data: st.DataObject) -> None:
-    """Padding included, up to a rank that has nothing else."""
+    """The case includes padding, and a rank that has only padding."""
     words = data.draw(st.integers(1, 300), label="words")
     pads = data.draw(st.integers(0, 40), label="pads")
     problem = make(
@@ -97,7 +100,7 @@ def test_two_ranks_are_one(ranks: WorkerGroup, data: st.DataObject) -> None:
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_two_ranks_leave_out_what_one_leaves_out(ranks: WorkerGroup, data: st.DataObject) -> None:
-    """Sets that lie in one rank's shard, or everywhere; places that name no token."""
+    """The sets lie in one rank's shard or everywhere, and some entries name no token."""
     words = data.draw(st.integers(2, 200), label="words")
     pads = data.draw(st.integers(0, 20), label="pads")
     seed = data.draw(st.integers(0, 2**31), label="seed")
@@ -123,7 +126,7 @@ def test_two_ranks_leave_out_what_one_leaves_out(ranks: WorkerGroup, data: st.Da
     named = problem.gather.masked_fill(torch.from_numpy(random.random(problem.gather.shape) < 0.2), -1)
     kept = KeptTokens.of_mask(mask) if data.draw(st.booleans(), label="kept") else None
     if kept is None and not banned:
-        named = problem.gather  # nothing is left out, so -1 has no meaning
+        named = problem.gather  # Nothing is left out, so -1 has no meaning.
     truncated = replace(problem, kept=kept, banned=banned, gather=named)
     for answer in check(ranks, truncated, rtol=1e-11, atol=1e-11):
         for tensor in (*answer.outputs, answer.hidden_gradient, answer.weight_gradient):
@@ -140,7 +143,7 @@ def test_a_rank_of_padding_alone(ranks: WorkerGroup) -> None:
 
 
 def test_a_shard_far_below_the_other(ranks: WorkerGroup) -> None:
-    """Its probability is 0 in floating point, and everything stays finite."""
+    """One shard's probability is 0 in floating point, and everything stays finite."""
     problem = make(rows=6, words=8, pads=0, width=1, k=1, entropy=True, chunk_rows=4, top_k=8, dtype=torch.float32)
     problem.hidden.fill_(300.0)
     problem.weight.copy_(torch.arange(8.0, 0.0, -1.0)[:, None])

@@ -1,4 +1,4 @@
-"""A mixture of experts in the trainer: against transformers, under routing replay, balanced, and what it counts."""
+"""Tests a mixture of experts against transformers, with routing replay, with balancing, and its counts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def groups_of(seed: int = 0) -> list[TokenTree]:
 
 
 def in_hf(model: Any, group: TokenTree, ask: Any) -> list[Any]:
-    """``ask(output, prompt, response)`` of each of the group's samples alone."""
+    """Calls ``ask(output, prompt, response)`` for each of the group's samples separately."""
     found, prompt = [], prompt_of(group)
     for response in answers_of(group):
         ids = np.concatenate([prompt, response]).astype(np.int64)
@@ -54,12 +54,12 @@ def hf_logprobs(output: Any, prompt: int, ids: torch.Tensor) -> np.ndarray:
 
 
 def hf_experts(output: Any, prompt: int, ids: torch.Tensor) -> np.ndarray:
-    """``[tokens but the last, layers, top_k]``."""
+    """Returns the experts of transformers, ``[tokens but the last, layers, top_k]``."""
     return torch.stack([one.topk(TOP_K, -1).indices for one in output.router_logits], 1)[:-1].numpy()
 
 
 def with_hf_experts(model: Any, groups: list[TokenTree]) -> list[TokenTree]:
-    """The prompt's rows of the first sample, then each response's; no expert computes a response's last token."""
+    """Adds the experts of the prompt and of each response; no expert computes a response's last token."""
     done = []
     for group in groups:
         samples = in_hf(model, group, hf_experts)
@@ -71,7 +71,7 @@ def with_hf_experts(model: Any, groups: list[TokenTree]) -> list[TokenTree]:
 
 
 def shifted(groups: list[TokenTree]) -> list[TokenTree]:
-    """Every token to the neighbours of its experts."""
+    """Moves every token to the experts next to its own."""
     return [one.with_extras(routed_experts=(one.extras["routed_experts"] + 1) % EXPERTS) for one in groups]
 
 
@@ -91,13 +91,14 @@ def test_the_same_experts_change_nothing_and_others_do(folder: Path) -> None:
     backend = make_backend(folder, family="qwen3_moe", trainable=False)
     groups = with_hf_experts(Qwen3MoeForCausalLM.from_pretrained(folder).eval(), groups_of())
     own = np.concatenate(backend.logprobs(groups_of()))
-    assert np.abs(np.concatenate(backend.logprobs(groups)) - own).max() < 1e-6  # the order of a sum's two terms
+    # The order of the two terms of a sum differs.
+    assert np.abs(np.concatenate(backend.logprobs(groups)) - own).max() < 1e-6
     assert np.abs(np.concatenate(backend.logprobs(shifted(groups))) - own).max() > 0.1
     assert np.array_equal(np.concatenate(backend.logprobs(groups_of())), own)
 
 
 def test_what_is_replayed_is_what_the_experts_compute(folder: Path) -> None:
-    """The tokens that each expert gets are counted in Megatron, and are those that came with the groups."""
+    """The tokens that each expert gets are counted in Megatron and agree with those that came with the groups."""
     from relax_core.train.model.moe import routers
 
     backend = make_backend(folder, family="qwen3_moe")
@@ -132,7 +133,7 @@ def test_recomputed_layers_replay_the_experts_of_their_own_micro_batch(folder: P
     ]
     expected = gradients(plain, [[one] for one in groups])
     found = gradients(recomputed, [[one] for one in groups])
-    # Two micro-batches under way at one time, as in a pipeline: both forward passes before the first backward pass.
+    # Two micro-batches are in progress as in a pipeline: both forward passes come before the first backward pass.
     recomputed.begin_step(0)
     batches = [recomputed.pack([one]) for one in groups]
     losses = [recomputed.loss(batch, recomputed.forward(recomputed.model_chunks[0], batch)) for batch in batches]
@@ -150,17 +151,17 @@ def test_experts_of_another_model_are_refused(folder: Path) -> None:
     backend = make_backend(folder, family="qwen3_moe", trainable=False)
     (group, *_) = groups_of()
     wrong_layers = np.zeros((group.rows, LAYERS + 1, TOP_K), dtype=np.uint8)
-    with pytest.raises(ValueError, match=r"group g0: routed experts of shape .* Is the engine's model another one"):
+    with pytest.raises(ValueError, match=r"group g0: its routed experts have shape .* Check that the engine serves"):
         backend.logprobs([group.with_extras(routed_experts=wrong_layers)])
     unknown = np.full((group.rows, LAYERS, TOP_K), EXPERTS, dtype=np.uint8)
-    with pytest.raises(ValueError, match="routed to expert 8, but the model has 8 experts"):
+    with pytest.raises(ValueError, match="a token was routed to expert 8, but the model has 8 experts"):
         backend.logprobs([group.with_extras(routed_experts=unknown)])
     flat = np.tile(np.arange(TOP_K, dtype=np.uint8), (group.rows, LAYERS)).reshape(group.rows, 1, -1)
-    assert len(backend.logprobs([group.with_extras(routed_experts=flat)])) == 1  # SGLang tells no shape
+    assert len(backend.logprobs([group.with_extras(routed_experts=flat)])) == 1  # SGLang returns no shape.
 
 
 def test_the_balancing_losss_gradient_is_that_of_its_definition(folder: Path) -> None:
-    """E * sum_e f_e * P_e (Switch Transformer, arXiv 2101.03961, equation 4), mean over layers' own losses summed."""
+    """The loss is E * sum_e f_e * P_e (Switch Transformer, arXiv 2101.03961, equation 4), summed over layers' means."""
     from transformers import Qwen3MoeForCausalLM
 
     coefficient, group = 0.5, groups_of()[0].take([0])
@@ -185,7 +186,7 @@ def test_the_balancing_loss_evens_the_load(folder: Path) -> None:
     for coefficient in (0.0, 1.0):
         backend = make_backend(folder, family="qwen3_moe", moe_aux_loss_coef=coefficient, optimizer={"lr": 3e-3})
         loads = [train_step(backend, [groups_of()], step=step).moe["max_load"] for step in range(12)]
-        first[coefficient], last[coefficient] = loads[0], sum(loads[-6:]) / 6  # single steps differ much
+        first[coefficient], last[coefficient] = loads[0], sum(loads[-6:]) / 6  # Single steps differ much.
     assert first[0.0] == first[1.0] > 1.5
     assert last[1.0] < 0.8 * last[0.0]
 

@@ -1,4 +1,4 @@
-"""Log-probs over kept sets and without banned tokens, against a plain float64 softmax over what is left."""
+"""Tests log-probs over kept sets and without banned tokens against a plain float64 softmax over kept tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 
 def left(rows: int, vocab: int, targets: Tensor, *, banned: list[int], seed: int) -> Tensor:
-    """bool ``[rows, vocab]``: sets from the target alone to everything, none with a banned token."""
+    """Draws sets, bool ``[rows, vocab]``, from the target alone to all tokens, and without banned tokens."""
     random = torch.Generator().manual_seed(seed)
     shares = torch.tensor([0.0, 0.02, 0.3, 1.0])[torch.randint(0, 4, (rows, 1), generator=random)]
     mask = torch.rand(rows, vocab, generator=random) < shares
@@ -35,7 +35,7 @@ def left(rows: int, vocab: int, targets: Tensor, *, banned: list[int], seed: int
 def plain(
     hidden: Tensor, weight: Tensor, targets: Tensor, gather: Tensor, mask: Tensor, inverse_temperature: float
 ) -> HeadOutputs:
-    """In float64, row by row over the tokens that are left: tokens outside of a set never enter the maths."""
+    """Computes in float64 row by row over the kept tokens only."""
     logprobs, entropies, gathered = [], [], []
     for row, own in enumerate(mask):
         ids = own.nonzero()[:, 0]
@@ -76,7 +76,7 @@ def test_values_and_gradients_are_those_over_the_set(
     weight = torch.randn(vocab, width, generator=random, dtype=torch.float64).to(dtype).requires_grad_()
     banned = [0] if ban else []
     targets = torch.randint(len(banned), vocab, (rows,), generator=random)
-    gather = torch.randint(-1, vocab, (rows, k), generator=random)  # -1: no token
+    gather = torch.randint(-1, vocab, (rows, k), generator=random)  # -1 stands for no token.
     flows = [torch.randn(*shape, generator=random, dtype=torch.float64) for shape in ((rows,), (rows,), (rows, k))]
     mask = left(rows, vocab, targets, banned=banned, seed=seed)
     truncation = Truncation.of(KeptTokens.of_mask(mask.numpy()), banned, CPU)
@@ -89,7 +89,7 @@ def test_values_and_gradients_are_those_over_the_set(
         total = sum(
             (one * flow.to(one.dtype)).sum() for one, flow in zip(outputs, flows, strict=True) if one is not None
         )
-        # What is outside is a constant, and so large that no other number stays beside it.
+        # The log-prob of a token that is left out is so large a constant that other numbers vanish beside it.
         outside = outputs.gathered == OUTSIDE
         total = total - (outputs.gathered * flows[2].to(outputs.gathered.dtype))[outside].sum().detach()
         grads.append(torch.autograd.grad(total, [hidden, weight]))
@@ -175,7 +175,7 @@ def test_the_top_k_tokens_lie_within_the_set(chunk_rows: int) -> None:
 def test_a_chunk_of_a_shard_is_decoded_alone(
     vocab: int, rows: int, first: int, words: int, seed: int, data: st.DataObject
 ) -> None:
-    """Words beyond the sets' vocabulary, as another model's padding has them, are left out."""
+    """Tokens beyond the sets' vocabulary, such as a padded model has, are left out."""
     start = data.draw(st.integers(0, rows - 1))
     chunk = slice(start, data.draw(st.integers(start + 1, rows)))
     mask = left(rows, vocab, torch.zeros(rows, dtype=torch.int64), banned=[], seed=seed)
@@ -184,13 +184,13 @@ def test_a_chunk_of_a_shard_is_decoded_alone(
     KeptRows(KeptTokens.of_mask(mask.numpy()), CPU).leave_out(found, chunk, first=first)
     whole = np.ones((rows, 640), dtype=bool)
     whole[:, :vocab] = ~mask.numpy()
-    whole[mask.numpy().all(1)] = False  # of these nothing is said but that all tokens were kept
+    whole[mask.numpy().all(1)] = False  # These rows' sets record only that all tokens were kept.
     left_out = torch.from_numpy(whole[chunk, first : first + words])
     assert torch.equal(found, logits.masked_fill(left_out, OUTSIDE))
 
 
 def test_memory_stays_at_one_chunk() -> None:
-    """All logits would be 41 MB, a chunk is 2.6 MB, its bools a quarter of that, the sets themselves 1.3 MB."""
+    """All logits would take 41 MB, a chunk takes 2.6 MB, its bools a quarter of that, and the sets 1.3 MB."""
     flags = ["--way=kept", "--kept=5000", "--rows=512", "--vocab=20000", "--hidden=32", "--chunk=32"]
     command = [sys.executable, "-m", "benchmarks.logprobs", *flags]
     printed = subprocess.run(

@@ -1,4 +1,4 @@
-"""Bus rows as the trainer's trees: which tokens are fresh, which too old, and who is left with none."""
+"""Tests leased groups as the trainer's trees: on-policy tokens, masked old tokens, and episodes left without tokens."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from relax_core.contracts.tree import TokenTree
 from relax_core.train.packing.leased_trees import decode_train_tree
 from tests.trees import answer_ids, answers_tree, of_tokens, prompt_of, random_tree, with_tokens
 
-Spans = list[tuple[int, int]]  # (tokens, version)
+Spans = list[tuple[int, int]]  # Each span has its tokens and its version.
 
 
 def group(*samples: Spans, mask: list[int] | None = None) -> TokenTree:
-    """Samples of these spans, their tokens 100 times the sample's place and up. ``mask``: of all tokens."""
+    """Makes samples of these spans; token ids are 100 times the sample's index and up. ``mask`` covers all tokens."""
     lengths = [sum(tokens for tokens, _ in spans) for spans in samples]
     return answers_tree(
         "g",
@@ -33,7 +33,7 @@ def group(*samples: Spans, mask: list[int] | None = None) -> TokenTree:
 
 
 def row(tree: TokenTree, **extras: np.ndarray) -> LeasedRow:
-    """With advantages 0, 1, 2 and so on. The versions are those that `complete_group` tells."""
+    """Leases the group with advantages 0, 1, 2 and so on, and with the versions that `complete_group` returns."""
     advantages = np.arange(len(tree.tokens[1]), dtype=np.float32)
     columns = c.encode_tree(with_tokens(tree, advantages=advantages, **extras))
     uids = [one.uid for one in tree.episodes]
@@ -76,7 +76,7 @@ def test_teachers_and_critics_columns_arrive() -> None:
         teacher_logprobs=np.arange(3, dtype=np.float32) + 1,
         values=np.arange(3, dtype=np.float32) + 2,
         returns=np.arange(3, dtype=np.float32) + 3,
-        teacher_top_ids=np.arange(6, dtype=np.int32).reshape(3, 2),  # two numbers a token
+        teacher_top_ids=np.arange(6, dtype=np.int32).reshape(3, 2),  # There are two numbers a token.
         teacher_top_logprobs=-np.arange(6, dtype=np.float32).reshape(3, 2),
     )
     tree, _ = decode_train_tree(leased, step=0, oldest_version=0)
@@ -93,7 +93,7 @@ def test_teachers_and_critics_columns_arrive() -> None:
 
 
 def test_a_sample_is_fresh_only_as_a_whole() -> None:
-    """The second sample ended with the step's weights, but began with older ones."""
+    """The second sample ended with the step's weights but began with older ones."""
     leased = row(group([(2, 5)], [(1, 4), (2, 5)], [(1, 4)]))
     tree, _ = decode_train_tree(leased, step=5, oldest_version=0)
     assert tree.extras["on_policy"].tolist() == [True, True, False, False, False, False]
@@ -106,7 +106,8 @@ def test_old_tokens_are_masked_one_by_one_and_what_is_left_with_none_is_told() -
             [(3, 1)],
             [(1, 3)],
             [(1, 2), (1, 3)],
-            mask=[1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0],  # the last one's young token is not trained, so nothing is left
+            # The last sample's new token is not trained, so no trained token remains.
+            mask=[1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0],
         )
     )
     tree, masked = decode_train_tree(leased, step=4, oldest_version=3)
@@ -122,7 +123,7 @@ def test_a_row_within_the_window_is_left_as_it_is() -> None:
 
 
 def test_an_episodes_age_is_that_of_its_oldest_token_on_any_segment() -> None:
-    """By brute force on random trees, whose episodes share sampled rows and have several segments."""
+    """Brute force on random trees agrees, whose episodes share sampled rows and have several segments."""
     for seed in range(20):
         tree = random_tree(np.random.default_rng(seed), uid="g", roots=2)
         tree = replace(tree, extras={})
@@ -153,7 +154,7 @@ def test_a_forward_pass_needs_no_more_than_its_columns() -> None:
 
 
 def test_masked_tokens_of_older_weights_make_a_sample_old_for_the_gap() -> None:
-    """rollout.mask_off_policy: it is trained as of its newest version, but its cache was begun by an older one."""
+    """With rollout.mask_off_policy it is trained with its newest version, but its cache began with an older one."""
     leased = row(group([(2, 4), (1, 5)], [(2, 5)], mask=[0, 0, 1, 1, 1]))
     assert leased.versions == [5, 5]
     tree, masked = decode_train_tree(leased, step=5, oldest_version=5)
@@ -162,7 +163,7 @@ def test_masked_tokens_of_older_weights_make_a_sample_old_for_the_gap() -> None:
 
 
 def test_a_sample_without_a_trained_token_was_truncated_whatever_its_age() -> None:
-    """rollout.mask_truncated: it stays in the row for its group's baseline, and is neither trained nor stale."""
+    """With rollout.mask_truncated it stays in the group for the baseline, and is neither trained nor stale."""
     leased = row(group([(2, 3)], [(2, 1), (1, 3)], [(3, 1)], mask=[1, 1, 0, 0, 0, 1, 1, 1]))
     tree, masked = decode_train_tree(leased, step=4, oldest_version=3)
     assert masked == {"g.1": "truncated", "g.2": "stale"}

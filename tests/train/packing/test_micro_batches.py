@@ -1,4 +1,4 @@
-"""Micro-batches: the same whatever the leases were, nothing lost, within the budget, ranks balanced."""
+"""Tests that micro-batches do not depend on leases, lose nothing, keep the budget and balance the ranks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.trees import answers_tree, path_of, random_tree
 
 
 def group_of(place: int, *tokens: int, prompt: int = 1) -> TokenTree:
-    """A group with an answer for each of ``tokens``; of each answer the last token is not computed."""
+    """Makes a group with an answer of each number of ``tokens``; the last token of an answer is not computed."""
     return answers_tree(f"g{place}", np.zeros(prompt), tokens, np.zeros(sum(tokens)))
 
 
 def names(batches: list[list[TokenTree]]) -> list[list[str]]:
-    """A group's uid where all of it is there, else its episodes' uids."""
+    """Returns a group's uid if the group is whole, and otherwise its episodes' uids."""
     return [
         [uid for tree in batch for uid in ([tree.group_uid] if whole(tree) else [one.uid for one in tree.episodes])]
         for batch in batches
@@ -37,7 +37,7 @@ def episodes_of(batches: list[list[TokenTree]]) -> list[list[str]]:
 
 @st.composite
 def forests(draw: st.DrawFn, *, most: int = 8) -> list[TokenTree]:
-    """Groups of one or several answers, and random trees."""
+    """Draws groups of one or several answers, and random trees."""
     random = np.random.default_rng(draw(st.integers(0, 2**31)))
     found = []
     for place in range(draw(st.integers(0, most))):
@@ -58,11 +58,11 @@ def batches_of(found: list[TokenTree], cuts: list[int], budget: int, ranks: int)
     return [*batches, batcher.flush()]
 
 
-Paths = list[set[tuple[str, int]]]  # of each episode, in order: (group, row) of the rows that it needs computed
+Paths = list[set[tuple[str, int]]]  # For each episode in order: the (group, row) pairs that it needs computed.
 
 
 def paths_of(trees: list[TokenTree]) -> Paths:
-    """By the definition of ``end``: all rows on the way to a leaf but the leaf itself."""
+    """Returns all rows on the way to a leaf except the leaf itself, by the definition of ``end``."""
     return [
         {(tree.group_uid, int(row)) for leaf in one.leaves for row in path_of(tree, leaf)[:-1]}
         for tree in trees
@@ -71,7 +71,7 @@ def paths_of(trees: list[TokenTree]) -> Paths:
 
 
 def load(paths: Paths) -> int:
-    """Rows that a rank computes of these episodes."""
+    """Returns the number of rows that a rank computes for these episodes."""
     return len(set().union(*paths))
 
 
@@ -115,14 +115,14 @@ def test_a_batch_is_closed_only_where_the_next_tree_or_episode_would_not_fit(
     tree_of = {tree.episodes[0].uid: tree for tree in found}
     for batch, following in pairwise(uids):
         assert batch
-        if following:  # what may be open at the end is empty where there was nothing
+        if following:  # The open micro-batch at the end is empty if there was nothing to add.
             first = following[0]
             more = [one.uid for one in tree_of[first].episodes] if first in tree_of else [first]
             assert bins_needed([by_uid[uid] for uid in [*batch, *more]], budget) > ranks
 
 
 def bins_needed(paths: Paths, budget: int) -> int:
-    """Fewest ranks that these episodes need in their order; an episode above the budget has one to itself."""
+    """Returns the fewest ranks that these episodes need in order; an episode above the budget has a rank of its own."""
     bins, own = 1, Paths()
     for path in paths:
         if own and load([*own, path]) > budget:
@@ -134,12 +134,12 @@ def bins_needed(paths: Paths, budget: int) -> int:
 def test_by_hand() -> None:
     found = [group_of(place, tokens) for place, tokens in enumerate([4, 6, 1, 20, 3, 3])]
     assert names(batches_of(found, [2], 10, 1)) == [["g0", "g1"], ["g2"], ["g3"], ["g4", "g5"]]
-    # Two ranks: 4 + 6 | 1, and the 20 finds no rank alone. 20 | 3 + 3 do: the larger one is a rank's only one.
+    # Two ranks take 4 + 6 | 1, and 20 then finds no free rank. They take 20 | 3 + 3, because 20 has a rank of its own.
     assert names(batches_of(found, [2], 10, 2)) == [["g0", "g1", "g2"], ["g3", "g4", "g5"]]
 
 
 def test_a_group_that_is_larger_than_the_budget_is_cut_by_episodes() -> None:
-    """A trunk of 6 rows, and answers of 5 computed rows each but the last with 1: two to a micro-batch of 16."""
+    """A trunk of 6 rows has answers of 5 computed rows, the last one of 1; a micro-batch of 16 holds two of them."""
     big = group_of(1, 6, 6, 6, 6, 2, prompt=6)
     batches = batches_of([group_of(0, 3), big, group_of(2, 4)], [], 16, 1)
     assert names(batches) == [["g0"], ["g1.0", "g1.1"], ["g1.2", "g1.3"], ["g1.4", "g2"]]
@@ -160,7 +160,7 @@ def test_the_first_piece_with_a_trained_row_counts_as_the_group() -> None:
 
 
 def test_no_rank_gets_more_than_the_budget() -> None:
-    """195 rows would fit two ranks of 100, but not when cut by episodes."""
+    """195 rows would fit two ranks of 100, but not when they are split between episodes."""
     found = [group_of(place, tokens) for place, tokens in enumerate([70, 65, 60])]
     assert names(batches_of(found, [], 100, 2)) == [["g0", "g1"], ["g2"]]
 
@@ -178,7 +178,8 @@ def test_a_split_loses_nothing_keeps_the_order_and_its_largest_share_is_minimal(
     if not count:
         return
     loads = {(first, behind): load(paths[first:behind]) for first in range(count) for behind in range(first, count + 1)}
-    least = [0, *(loads[0, behind] for behind in range(1, count + 1))]  # of the largest share of so many episodes
+    # Bounds the largest share of this many episodes.
+    least = [0, *(loads[0, behind] for behind in range(1, count + 1))]
     for _ in range(ranks - 1):
         least = [
             min([least[behind], *(max(least[first], loads[first, behind]) for first in range(behind))])
@@ -189,13 +190,14 @@ def test_a_split_loses_nothing_keeps_the_order_and_its_largest_share_is_minimal(
 
 def test_a_split_by_hand() -> None:
     found = [group_of(place, tokens) for place, tokens in enumerate([2, 7, 3, 5, 4])]
-    assert names(split_over_ranks(found, 2)) == [["g0", "g1", "g2"], ["g3", "g4"]]  # 12 | 9; the next best is 13
-    assert names(split_over_ranks(found, 3)) == [["g0", "g1"], ["g2", "g3"], ["g4"]]  # 9 | 8 | 4
+    # The shares are 12 | 9; the next best split is 13.
+    assert names(split_over_ranks(found, 2)) == [["g0", "g1", "g2"], ["g3", "g4"]]
+    assert names(split_over_ranks(found, 3)) == [["g0", "g1"], ["g2", "g3"], ["g4"]]  # The shares are 9 | 8 | 4.
     assert names(split_over_ranks(found[:1], 3)) == [["g0"], [], []]
 
 
 def test_pieces_tell_which_rows_others_have_too() -> None:
-    """Of a prompt of 3 with four answers of 2 in pieces: each row is new in one piece alone."""
+    """A prompt of 3 with four answers of 2 is split into pieces, and each row is new in exactly one piece."""
     (tree,) = [answers_tree("g", np.zeros(3), [2] * 4, np.zeros(8))]
     first, second, third = (piece_of(tree, *ends) for ends in ((0, 1), (1, 3), (3, 4)))
     assert first.extras["repeated"].tolist() == [False] * 5

@@ -1,4 +1,4 @@
-"""The trainer's stream of token trees: by hand, and random trees against their paths, each alone in transformers."""
+"""Tests the trainer's stream by hand, and random trees against their single paths in transformers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_only_trained_rows_are_chosen_where_that_is_enough() -> None:
 
 
 def test_a_sampled_row_of_two_episodes_is_predicted_once_and_is_a_token_of_each() -> None:
-    """Rows 1 and 2 are sampled, and two episodes go on behind them."""
+    """Rows 1 and 2 are sampled, and two episodes continue after them."""
     (tree,) = by_hand()[1:]
     episode = tree.episodes[0]
     shared = dataclasses.replace(
@@ -81,12 +81,12 @@ def test_a_sampled_row_of_two_episodes_is_predicted_once_and_is_a_token_of_each(
 @settings(max_examples=50, deadline=None)
 @given(seed=st.integers(0, 2**31), count=st.integers(1, 3), roots=st.integers(1, 3))
 def test_rows_are_what_the_contract_says(seed: int, count: int, roots: int) -> None:
-    """Who sees whom, by the definition of ``end`` in each tree, and by that of the stream."""
+    """Visibility follows from ``end`` in each tree and in the stream alike."""
     random = np.random.default_rng(seed)
     trees = [random_tree(random, roots=roots) for _ in range(count)]
     layout = pack_tree(trees)
     assert len(layout.token_ids) == len(layout.end) == sum(tree.computed_rows for tree in trees)
-    stream: list[tuple[int, int]] = []  # tree and row of each row of the stream
+    stream: list[tuple[int, int]] = []  # Holds the tree and the row of each row of the stream.
     for place, tree in enumerate(trees):
         paths = [path_of(tree, row) for row in range(tree.rows)]
         parents = {int(path[-2]) for path in paths if len(path) > 1}
@@ -113,7 +113,7 @@ def backend(model: tuple[Path, Any]) -> Any:
 
 
 def logprobs_of_paths(model: Any, tree: TokenTree) -> dict[int, torch.Tensor]:
-    """Of each sampled row the log-prob of its token, by a forward pass of its path alone; with gradient."""
+    """Returns each sampled row's log-prob by a forward pass of its path alone, with gradient."""
     found: dict[int, torch.Tensor] = {}
     for leaf in (leaf for one in tree.episodes for leaf in one.leaves):
         rows = path_of(tree, leaf)
@@ -140,7 +140,7 @@ def test_a_tree_is_its_paths(model: tuple[Path, Any], backend: Any, seed: int, c
 
 
 def test_a_tree_that_is_cut_into_micro_batches_has_the_same_log_probs(model: tuple[Path, Any], backend: Any) -> None:
-    """Of rows that several micro-batches compute, too."""
+    """Rows that several micro-batches compute have the same log-probs, too."""
     cut = make_backend(model[0], trainable=False)
     cut._parallel = dataclasses.replace(cut._parallel, micro_batch_tokens=30)
     random = np.random.default_rng(7)
@@ -151,7 +151,7 @@ def test_a_tree_that_is_cut_into_micro_batches_has_the_same_log_probs(model: tup
 
 
 def unpacked_loss(model: Any, tree: TokenTree) -> torch.Tensor:
-    """PPO-clip's sum over the (episode, sampled row) pairs, which are found by their definition."""
+    """Sums PPO's clip over the (episode, sampled row) pairs, which are found by their definition."""
     logprobs = logprobs_of_paths(model, tree)
     pairs = [
         (place, row)
@@ -174,7 +174,7 @@ def unpacked_loss(model: Any, tree: TokenTree) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def trainer(model: tuple[Path, Any]) -> tuple[Any, list[StepTotals]]:
-    """A back end whose updates change nothing, and the totals of its updates."""
+    """Returns a back end whose updates change nothing, and the totals of its updates."""
     seen: list[StepTotals] = []
 
     def tokens(totals: StepTotals, config: Any) -> float:
@@ -190,7 +190,7 @@ def trainer(model: tuple[Path, Any]) -> tuple[Any, list[StepTotals]]:
 def test_loss_and_gradients_of_a_cut_tree_are_those_of_its_paths(
     model: tuple[Path, Any], trainer: tuple[Any, list[StepTotals]], seed: int, roots: int, pieces: int
 ) -> None:
-    """A row that two episodes share enters once for each, in whatever micro-batches they are."""
+    """A row that two episodes share counts once for each, in whichever micro-batches they are."""
     backend, totals = trainer
     tree = random_tree(np.random.default_rng(seed), roots=roots, vocabulary=VOCABULARY)
     cuts = [part.tolist() for part in np.array_split(np.arange(len(tree.episodes)), pieces) if len(part)]
@@ -211,14 +211,15 @@ def test_loss_and_gradients_of_a_cut_tree_are_those_of_its_paths(
     metrics = backend.finish_step()
     assert metrics.loss == pytest.approx(expected.item(), abs=1e-5)
     assert (metrics.tokens, metrics.samples) == (sum(trained), sum(map(bool, trained)))
-    assert totals[-1].groups == (len(cuts) == 1)  # `take` counts none of its pieces; see test_micro_batches.py
+    # `take` counts none of its pieces as a group; see test_micro_batches.py.
+    assert totals[-1].groups == (len(cuts) == 1)
     for name, parameter in model[1].named_parameters():
         scale = max(1.0, float(parameter.grad.abs().max()))
         torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-5 * scale, rtol=0, msg=name)
 
 
 def test_a_long_prompt(backend: Any) -> None:
-    """Longer than the first rotary table and than every other group's line."""
+    """The prompt is longer than the first rotary table and than every other group's line."""
     long, short = make_groups([[4, 2], [3, 3]], prompt_lengths=[700, 5])
     together = backend.logprobs([long, short])
     np.testing.assert_allclose(together[0], backend.logprobs([long])[0], atol=1e-5, rtol=0)

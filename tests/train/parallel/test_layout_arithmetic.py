@@ -1,5 +1,4 @@
-"""Which rank is what, as Megatron says; which layouts hold a model: each fault names the key, the value and a fix that
-works."""
+"""Tests coordinates of ranks against Megatron, and that each fault names the key, the value and a fix that works."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ SIZES = {"tp": 4, "pp": 3, "cp": 3, "dp": 3, "ep": 6, "etp": 3}
 
 
 def layout(*, sequence_parallel: bool | None = None, **sizes: int) -> ParallelConfig:
-    """Sequence parallel where it can be, unless it is said."""
+    """Makes a layout with sequence parallelism if it is possible, unless it is given."""
     if sequence_parallel is None:
         sequence_parallel = sizes.get("tp", 1) > 1
     whole = dict.fromkeys(("dp", "tp", "pp", "vpp", "cp", "ep", "etp"), 1) | sizes
@@ -58,8 +57,8 @@ def faults(parallel: ParallelConfig, shape: LayoutShape = MIXTURE, *, ranks: int
     ]
 
 
-# -- ranks ------------------------------------------------------------------------------------------------------------
-@settings(max_examples=60, deadline=None)  # the first one imports Megatron
+# -- Ranks ------------------------------------------------------------------------------------------------------------
+@settings(max_examples=60, deadline=None)  # The first process imports Megatron.
 @given(**{size: st.integers(1, most) for size, most in SIZES.items()})
 def test_ranks_stand_where_megatron_puts_them(tp: int, pp: int, cp: int, dp: int, ep: int, etp: int) -> None:
     from megatron.core.parallel_state import RankGenerator
@@ -80,7 +79,7 @@ def test_ranks_stand_where_megatron_puts_them(tp: int, pp: int, cp: int, dp: int
 
 
 def places(ranks: int, groups: list[list[int]]) -> list[int]:
-    """Each rank's place in the group that it is in."""
+    """Returns each rank's index in its group."""
     found = {rank: place for group in groups for place, rank in enumerate(group)}
     return [found[rank] for rank in range(ranks)]
 
@@ -96,7 +95,7 @@ def test_another_roles_layout_has_the_trainers_other_settings() -> None:
     assert world_size(alone) == 1 and alone.micro_batch_tokens == 77 and not alone.sequence_parallel
 
 
-# -- faults -----------------------------------------------------------------------------------------------------------
+# -- Faults -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "sizes",
     [{"tp": 4, "pp": 2, "ep": 4}, {"tp": 4, "ep": 8, "dp": 2}, {"tp": 2, "dp": 4}, {"pp": 4, "vpp": 6}, {}],
@@ -134,7 +133,7 @@ def test_a_dense_model_has_no_experts_to_spread() -> None:
 
 
 def test_switches_that_do_not_go_together() -> None:
-    assert "parallel.tp=1: there is nobody to share rows with" in faults(layout(sequence_parallel=True))[0]
+    assert "parallel.tp=1: there is no other rank to share rows with" in faults(layout(sequence_parallel=True))[0]
     assert "Set parallel.sequence_parallel=true." in faults(layout(tp=2, sequence_parallel=False))[0]
     assert faults(layout(tp=2, sequence_parallel=False), DENSE) == []
     overlapping = dataclasses.replace(layout(dp=2), overlap=True)

@@ -1,4 +1,4 @@
-"""What a rank has when it has joined: a meeting place that is not open to the network, and seeded random streams."""
+"""Tests a rank after it has joined: a store that is not open to the network, and seeded random streams."""
 
 from __future__ import annotations
 

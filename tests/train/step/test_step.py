@@ -1,4 +1,4 @@
-"""What must not change a train step, and what must stop it."""
+"""Tests what must not change a train step, and what must stop it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_two_ranks_are_one(folder: Path, tmp_path: Path, sharded: bool) -> None:
 def test_a_rank_that_leaves_is_named(folder: Path, tmp_path: Path) -> None:
     (status, error), (other, _) = run_dp_ranks(folder, tmp_path / "two", steps=[2, 1])
     assert status == 1 and other == 0
-    assert "train step 1: trainer rank 0 waited for the others, at most 300 s, and:" in error
+    assert "train step 1: trainer rank 0 waited up to 300 s for the other ranks:" in error
     assert "Ranks 1 failed" in error
 
 
@@ -139,19 +139,19 @@ def test_a_broken_gradient_stops_before_the_update(folder: Path) -> None:
     ],
 )
 def test_the_first_tensor_that_is_not_finite_is_named(folder: Path, name: str) -> None:
-    """Megatron holds query, key and value in one parameter, gate and up in another."""
+    """Megatron holds query, key and value in one parameter, and gate and up in another."""
     backend = make_backend(folder)
     backend.begin_step(4)
     backend.accumulate(make_groups([[3]], prompt_lengths=[5]))
     for _, other, gradient in backend._weights.parts(lambda parameter: parameter.main_grad):
-        if other in (name, "model.norm.weight"):  # a later one, too
+        if other in (name, "model.norm.weight"):  # A later tensor is not finite, either.
             gradient[(-1,) * gradient.ndim] = math.inf
     with pytest.raises(FloatingPointError, match=rf"train step 4: .*; the first such tensor is {name};"):
         backend.finish_step()
 
 
 def test_a_loss_that_is_not_finite_ends_the_step(folder: Path) -> None:
-    """Also where no gradient tells of it."""
+    """The step ends even if all gradients are finite."""
 
     def endless(inputs: LossInputs, config: Any) -> LossOutputs:
         return LossOutputs(loss_sum=inputs.logprobs.sum() + math.inf)
@@ -163,12 +163,13 @@ def test_a_loss_that_is_not_finite_ends_the_step(folder: Path) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_an_update_that_breaks_the_weights_ends_before_they_are_published(folder: Path, overlap: bool) -> None:
-    """With overlap the ranks have an update's weights only when somebody reads them."""
+    """With overlap the ranks have an update's weights only when something reads them."""
     parallel = parallel_config(distributed_optimizer=overlap, overlap=overlap)
     groups = [make_groups([[3]], prompt_lengths=[5])]
     huge = make_backend(folder, optimizer={"lr": 1e37}, parallel=parallel)
     train_step(huge, groups)
-    assert max(float(tensor.abs().max()) for _, tensor in huge.export()) > 1e36  # finite, though their norm is not
+    # The gradients are finite, but their norm is not.
+    assert max(float(tensor.abs().max()) for _, tensor in huge.export()) > 1e36
     backend = make_backend(folder, optimizer={"lr": 1e30, "weight_decay": 1e10}, parallel=parallel)
     words = "train step 6: its update made weights that are not finite on rank 0; the first such tensor is model.embed"
 
@@ -218,7 +219,7 @@ def test_old_and_reference_logprobs_reach_the_loss(folder: Path) -> None:
 
 
 def test_entropy_and_the_teachers_tokens_reach_the_loss_with_their_gradient(folder: Path) -> None:
-    """Against the whole distribution of the model that made the folder."""
+    """The result is compared with the whole distribution of the model that made the folder."""
     seen: list[LossInputs] = []
 
     def loss(inputs: LossInputs, config: Any) -> LossOutputs:
@@ -295,7 +296,7 @@ def test_a_schedule_that_goes_down_ends_where_it_says() -> None:
 
 
 def test_bfloat16_trains(folder: Path) -> None:
-    """Close to float32 in log-probs; the update is made on a float32 copy and shows in the bfloat16 weights."""
+    """Log-probs are close to float32's, and an update of the float32 copy shows in the bfloat16 weights."""
     plain, half = make_backend(folder), make_backend(folder, dtype="bfloat16")
     groups = dp_groups()[0]
     np.testing.assert_allclose(

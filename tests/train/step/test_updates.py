@@ -1,4 +1,4 @@
-"""Several updates a train step, against the same updates made one by one by hand."""
+"""Tests several updates a train step against the same updates made one by one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from relax_core.train.step.updates import StepResult, StepUpdates, UpdateMetrics
 GROUPS = make_groups(
     [[5, 1, 8], [7, 2], [3, 3, 3, 3], [9], [4, 4], [6, 1]], prompt_lengths=[9, 4, 12, 6, 5, 5], masked=0.2
 )
-BUDGET = 30  # token rows: one or two of the groups
+BUDGET = 30  # The token rows of one or two of the groups.
 
 
 @pytest.fixture(scope="module")
@@ -31,12 +31,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Together:
-    """A policy and, perhaps, its critic, in one process."""
+    """A policy and optionally its critic in one process."""
 
     def __init__(self, policy: Any, critic: Any | None = None) -> None:
         self.policy, self.critic = policy, critic
-        self.batches: list[list[str]] = []  # group uids of each micro-batch
-        self.updates: list[list[str]] = []  # and of each update that was made
+        self.batches: list[list[str]] = []  # The group uids of each micro-batch.
+        self.updates: list[list[str]] = []  # The group uids of each update.
 
     def begin_step(self, step: int) -> None:
         self._under_way: list[str] = []
@@ -66,7 +66,7 @@ def run(
     step: int = 3,
     seed: int = 0,
 ) -> StepResult:
-    """``pieces``: how many groups come at a time."""
+    """Runs a step; ``pieces`` are the numbers of groups that arrive together."""
     plan = UpdatePlan(
         groups=len(groups), mini_batches=mini_batches, epochs=epochs, budget_tokens=BUDGET, ranks=1, seed=seed
     )
@@ -142,7 +142,7 @@ def test_later_epochs_are_shuffled_by_seed_step_and_epoch(folder: Path) -> None:
 
 
 def test_the_ratio_is_against_the_batchs_own_log_probs(folder: Path) -> None:
-    """On policy the first update has ratio 1. The second sees what the first has moved."""
+    """The first update is on policy and has ratio 1, and the second one sees the change of the first."""
     backend = make_backend(folder, optimizer={"lr": 1e-2})
     logprobs = backend.logprobs(GROUPS)
     groups = [dataclasses.replace(g, logprobs=own) for g, own in zip(GROUPS, logprobs, strict=True)]
@@ -157,7 +157,7 @@ def test_the_ratio_is_against_the_batchs_own_log_probs(folder: Path) -> None:
     result = run(Watched(backend), groups, epochs=2)
     assert seen[0] == pytest.approx(1.0, abs=1e-6) and abs(seen[1] - 1.0) > 1e-3
     assert result.metrics.policy.algorithm["ratio"] == pytest.approx((seen[0] + seen[1]) / 2)
-    # The engine's log-probs are the first update's own weights'; the second is not held to them.
+    # The engine's log-probs are those of the first update's weights, so the second update is not compared with them.
     assert result.metrics.policy.logprob_gap_max < 1e-5
 
 
@@ -166,7 +166,7 @@ def masked(group: TokenTree) -> TokenTree:
 
 
 def test_a_mini_batch_without_a_trained_token_moves_nothing(folder: Path) -> None:
-    """Not even by Adam's momentum, of which there is some."""
+    """Adam's momentum, which is not zero, does not move the weights, either."""
     groups = [*GROUPS[:2], masked(GROUPS[2]), masked(GROUPS[3]), *GROUPS[4:]]
     trainer, plain = Together(make_backend(folder)), make_backend(folder)
     for step in (0, 1):
