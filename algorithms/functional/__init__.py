@@ -1,7 +1,7 @@
 """The maths that policy-gradient algorithms share, as pure functions on flat float32 token tensors.
 
 This package is public API for algorithm plug-ins: ``from algorithms import functional as F``. Start reading in
-losses.py.
+`losses.py`.
 
 ``[tokens]`` is the shape of one entry per response token of a micro-batch or of a group, and ``[samples]`` that of one
 entry per sample. ``sample_ids`` ``[tokens]`` int64 holds each token's sample, from 0 on. ``loss_mask`` ``[tokens]``

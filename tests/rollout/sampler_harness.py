@@ -22,9 +22,10 @@ from relax_core.registry import find_env, find_reward
 from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.episodes.episodes import EpisodePlayer
 from relax_core.rollout.episodes.group_assembly import MakeExtras
+from relax_core.rollout.prompt_admissions import RolloutLoopSettings
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_pool import RewardPool
-from relax_core.rollout.rollout_loop import Sampler, SamplerSettings
+from relax_core.rollout.rollout_loop import RolloutLoop
 from relax_core.rollout.weight_update_handler import WeightUpdateHandler
 from tests.bus.make_rows import for_actor, make_core
 from tests.contracts.engine.harness import Engine
@@ -187,14 +188,14 @@ async def sample(
             player = EpisodePlayer(
                 env=env, env_config=env_config, prompts=prompt_maker, pool=pool, sampling=sampling, seed=0
             )
-        sampler = Sampler(
+        sampler = RolloutLoop(
             bus=bus,
             pool=pool,
             source=Rows(prompts or {}),
             prompts=prompt_maker,
             rewards=rewards,
             player=player,
-            settings=SamplerSettings(
+            settings=RolloutLoopSettings(
                 seed=0,
                 batch_prompts=math.ceil((STEP_GROUPS + bus.core.settings.spare_groups) / workers),
                 sampling=sampling,
@@ -207,7 +208,7 @@ async def sample(
             ),
             record=lambda source, version, values: records.append((source, version, values)),
             gate=gate,
-            bad_rows=bad_rows or BadRows(rows=1000, most=0.05, tell=lambda rows: None),
+            bad_rows=bad_rows or BadRows(rows=1000, most=0.05, report=lambda rows: None),
             weight_update_handler=None
             if max_aborts is None
             else WeightUpdateHandler(bus, pool, max_aborts=max_aborts, call_timeout_s=60.0, worker=worker),
@@ -220,7 +221,7 @@ async def sample(
         finally:
             await client.aclose()
             left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-            assert workers > 1 or not [task for task in left if "Sampler" in repr(task)], left
+            assert workers > 1 or not [task for task in left if "RolloutLoop" in repr(task)], left
     raise AssertionError("the sampler ended by itself")
 
 

@@ -168,7 +168,7 @@ def test_rows_that_cannot_be_used_end_with_their_reason_and_the_next_take_their_
 
     async def scene() -> None:
         bus = CoreBus(steps=2, on_step=renamed(engine))
-        bad_rows = BadRows(rows=1000, most=0.05, tell=told.append)
+        bad_rows = BadRows(rows=1000, most=0.05, report=told.append)
         records = await sample(
             engine, tiny_folder, bus, prompts={1: None, 2: TOO_LONG, 3: None, 6: None}, bad_rows=bad_rows
         )

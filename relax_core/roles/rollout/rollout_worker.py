@@ -37,9 +37,10 @@ from relax_core.rollout.episodes.episodes import EpisodePlayer
 from relax_core.rollout.episodes.group_assembly import GroupFilter, MakeExtras
 from relax_core.rollout.evaluation.evaluator import Evaluator, eval_versions, prepare
 from relax_core.rollout.group_advantages import advantage_extras, made_as_groups_complete
+from relax_core.rollout.prompt_admissions import RolloutLoopSettings
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_pool import RewardPool
-from relax_core.rollout.rollout_loop import Record, Sampler, SamplerSettings
+from relax_core.rollout.rollout_loop import Record, RolloutLoop
 from relax_core.rollout.sampling_params import evaluation_sampling, training_sampling
 from relax_core.rollout.teacher_choice import teacher_chooser
 from relax_core.rollout.weight_update_handler import WeightUpdateHandler
@@ -90,7 +91,7 @@ class RolloutWorker(Worker):
             player = EpisodePlayer(
                 env=env, env_config=config.env, prompts=prompts, pool=pool, sampling=settings.sampling, seed=config.seed
             )
-        sampler = Sampler(
+        sampler = RolloutLoop(
             bus=bus,
             pool=pool,
             source=source,
@@ -102,7 +103,7 @@ class RolloutWorker(Worker):
             bad_rows=BadRows(
                 rows=len(source),
                 most=config.data.max_bad_rows,
-                tell=lambda rows: metrics.record_texts(bad_rows_kind(self._rank), context.start_step, rows),
+                report=lambda rows: metrics.record_texts(bad_rows_kind(self._rank), context.start_step, rows),
             ),
             refuse=group_filter(spec, config.algo),
             teacher_of=None if teachers is None else teacher_chooser(teachers),
@@ -169,7 +170,7 @@ class RolloutWorker(Worker):
         own = {"worker": float(self._rank)} if self.context.config.rollout.workers > 1 else {}
         return lambda source, step, values: metrics.record(source, step, {**values, **own})
 
-    async def _sample(self, sampler: Sampler, bus: RayBus) -> None:
+    async def _sample(self, sampler: RolloutLoop, bus: RayBus) -> None:
         try:
             timeout_s = self.context.config.bus.call_timeout_s
             reclaimed = await asyncio.to_thread(bus.reclaim, worker=self._rank, timeout_s=timeout_s)
@@ -206,10 +207,10 @@ class RolloutWorker(Worker):
                 return False
         return True
 
-    def _settings(self, tokenizer: PromptTokenizer) -> SamplerSettings:
+    def _settings(self, tokenizer: PromptTokenizer) -> RolloutLoopSettings:
         config = self.context.config
         rollout = config.rollout
-        return SamplerSettings(
+        return RolloutLoopSettings(
             seed=config.seed,
             batch_prompts=math.ceil((rollout.prompts_per_step + rollout.spare_prompts) / rollout.workers),
             sampling=training_sampling(config, tokenizer),
@@ -272,7 +273,7 @@ class RolloutWorker(Worker):
             in_order=config.in_order,
             record=metrics.record,
             record_texts=lambda version, rows: metrics.record_texts("eval", version, rows),
-            note=None if config.run.keep_best is None else self._note_evaluation,
+            ends_run=None if config.run.keep_best is None else self._note_evaluation,
         )
 
 

@@ -14,7 +14,7 @@ from relax_core.contracts.columns import ROUTED_EXPERTS
 from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.tree import TokenTree, check_tree
-from relax_core.rollout.episodes.group_assembly import Answer, one_turn_tree
+from relax_core.rollout.episodes.group_assembly import ScoredResponse, one_turn_tree
 from relax_core.rollout.episodes.tree_builder import PlayedEpisode, PlayedTurn, TreeBuilder, build_tree
 from tests.responses import response
 
@@ -121,7 +121,7 @@ def test_a_group_of_one_turn_has_the_tree_of_the_quick_way() -> None:
         "g",
         prompt,
         [
-            Answer(uid=f"g.{k}", response=one, output=RewardOutput(reward=0.0), trained_from=0)
+            ScoredResponse(uid=f"g.{k}", response=one, output=RewardOutput(reward=0.0), trained_from=0)
             for k, one in enumerate(responses)
         ],
     )
@@ -203,7 +203,7 @@ def test_a_place_stays_what_it_was_when_its_run_is_split() -> None:
     short = builder.observe(builder.root, [1, 2])
     assert builder.observe(builder.root, [1, 2, 3, 4]) is long and builder.observe(builder.root, [1, 2]) is short
     builder.sample(short, response([9], versions=0))
-    assert [run.token_ids.tolist() for run in builder.runs()] == [[1, 2], [3, 4], [9]]
+    assert [chain.token_ids.tolist() for chain in builder.chains()] == [[1, 2], [3, 4], [9]]
 
 
 @st.composite

@@ -160,7 +160,7 @@ def test_a_worker_that_closed_its_pipe_is_not_waited_for(make_pool: Any, monkeyp
     monkeypatch.setattr(reward_worker, "_CLOSED_S", 0.2)
     pool = make_pool()
     (output,) = score(pool, _given("close"))
-    assert output.reward is None and "closed its pipe and goes on" in (output.reason or "")
+    assert output.reward is None and "closed its pipe and keeps running" in (output.reason or "")
     assert score(pool, _given("abc"))[0].reward == 3.0
 
 
