@@ -11,7 +11,8 @@ from relax_core.roles.process.role_context import RunContext
 
 def context_in(folder: Path, *overrides: str) -> RunContext:
     """With the default configuration and ``overrides``; everything lies in ``folder``, which also passes for the model.
-    Nothing is made there."""
+    Nothing is made there.
+    """
     return RunContext(
         config=load_config(list(overrides), settle=settle),
         run_namespace="test",

@@ -103,7 +103,8 @@ def _fields(request: Any) -> dict[str, Any]:
 
 class Rows:
     """Row ``i`` is at place ``i`` of the order, with the prompt ``rev <100 + i>``; ``changes``: other prompts at some
-    indices, None for a row that cannot be used."""
+    indices, None for a row that cannot be used.
+    """
 
     def __init__(self, changes: Mapping[int, str | None]) -> None:
         self._changes = changes

@@ -152,7 +152,8 @@ COMPLETE = ("grpo", "dapo", "dr_grpo", "rloo", "gspo", "sapo", "cispo")
 @pytest.mark.parametrize("algorithm", COMPLETE)
 def test_a_group_alone_has_the_bits_that_it_has_among_others(algorithm: str) -> None:
     """The rollout makes them of one group, with all its columns; the role of those that are ready, with what it asks
-    for."""
+    for.
+    """
     config = load_config([f"algo={algorithm}"])
     spec = find_algorithm(algorithm)
     random = np.random.default_rng(0)

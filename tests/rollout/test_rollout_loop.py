@@ -262,7 +262,8 @@ class ArrivalClient(EngineClient):
 @pytest.mark.parametrize("in_order", [False, True])
 def test_a_group_whose_rewards_take_long_holds_up_no_other(engine: Engine, tiny_folder: Path, in_order: bool) -> None:
     """The rewards of the group that comes first wait for the others: until those are on the bus or, where groups are
-    handed on in order, until their rewards are there."""
+    handed on in order, until their rewards are there.
+    """
     client = ArrivalClient(engine)
     others_are_there = threading.Event()
     scores: Counter[str] = Counter()
@@ -384,7 +385,8 @@ def test_two_workers_share_the_steps_and_one_that_is_lost_goes_on_with_its_own(
     engine: Engine, tiny_folder: Path
 ) -> None:
     """The second worker is lost with two groups in hand, whose step waits for them; it is back with its admissions. A
-    row that cannot be used holds up no prompt of a worker that is not alone."""
+    row that cannot be used holds up no prompt of a worker that is not alone.
+    """
 
     class TracedBus(CoreBus):
         def __init__(self) -> None:

@@ -51,7 +51,8 @@ def request(index: int, min_version: int) -> PromptRequest:
 
 def turn(*changes: VersionChange, max_aborts: int, groups: dict[int, int], done: tuple[int, ...] = ()) -> Asked:
     """``changes``: the first is what is in force already. ``groups``: index → min_version of what is under way;
-    ``done``: those that are complete."""
+    ``done``: those that are complete.
+    """
     asked = Asked()
     versions = Versions(*changes)
     weight_update_handler = WeightUpdateHandler(versions, asked, max_aborts=max_aborts, call_timeout_s=1.0)

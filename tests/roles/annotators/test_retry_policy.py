@@ -17,7 +17,8 @@ OWED = "rollout has no group in flight and owes new ones"
 
 class CoreBus:
     """The bus's state machine behind a worker's calls; what cannot come now counts as timed out, and then ``meanwhile``
-    happens."""
+    happens.
+    """
 
     def __init__(self, core: BusCore, meanwhile: Callable[[int], object]) -> None:
         self._core, self._meanwhile = core, meanwhile

@@ -1,5 +1,6 @@
 """What the engine sampled under top_k, top_p, min_p and bans is on policy for every role: they normalise over the very
-tokens that were left, so ratios are 1 and divergences 0 where the weights are the same."""
+tokens that were left, so ratios are 1 and divergences 0 where the weights are the same.
+"""
 
 from __future__ import annotations
 

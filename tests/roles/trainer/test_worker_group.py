@@ -1,5 +1,6 @@
 """The lead and its other ranks: who trains which groups, what each reads of them, whose answer counts, and what the
-loss of a other rank looks like."""
+loss of a other rank looks like.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from relax_core.roles.process.discovery import discover_bus
 from relax_core.roles.process.role_context import BUS, RunContext
 from relax_core.roles.process.worker import WorkerStatus
 from relax_core.roles.trainer.rank_batches import parts_of, policy_columns, policy_rows
-from relax_core.roles.trainer.rank_discovery import tell_loss
+from relax_core.roles.trainer.rank_discovery import watch_build
 from relax_core.roles.trainer.rank_worker import STATUS_GROUPS, ActorRank
 from relax_core.roles.trainer.worker_group import RankLost, Ranks, TrainerWorkerGroup, WorkerGroup, take_answers
 from relax_core.train.parallel.layout_arithmetic import replica_ranks, world_size
@@ -235,7 +236,7 @@ def one_replica(lead: Backend, members: list[tuple[str, Any]], lease: Lease, **o
     )
     worker_group = TrainerWorkerGroup(ranks, **{"timeout_s": 120.0, "waiting": waiting, **options})
     worker_group.begin_step(STEP)
-    worker_group.note_lease(lease)
+    worker_group.add_lease(lease)
     return worker_group
 
 
@@ -261,7 +262,7 @@ def test_the_ranks_of_a_replica_read_the_same_groups_and_its_first_one_answers(
     # 33 rows in groups of one answer, then a prompt of 3 rows with 14 more an answer: cut behind the first of these.
     worker_group = TrainerWorkerGroup(ranks, timeout_s=120.0, waiting=waiting, rows=policy_rows(context, bus))
     worker_group.begin_step(STEP)
-    worker_group.note_lease(lease)
+    worker_group.add_lease(lease)
     worker_group.accumulate([c.decode_tree(row) for row in lease.rows])
     trained = [lead.seen, *ray.get([other_rank.seen.remote() for other_rank in other_ranks])]
     for replica in replicas:
@@ -328,7 +329,7 @@ def test_no_array_travels_in_the_leads_calls(ray_session: str) -> None:
     worker_group = TrainerWorkerGroup(ranks, timeout_s=120.0, waiting=waiting, critic=critic)
     worker_group.begin_step(STEP)
     row = LeasedRow(group_uid=tree.group_uid, index=0, uids=[], versions=[], columns={})
-    worker_group.note_lease(Lease(lease_id=7, task="actor", rows=[row]))
+    worker_group.add_lease(Lease(lease_id=7, task="actor", rows=[row]))
     worker_group.accumulate([tree])
     uids: dict[str, list[str]] = {}
     for who, handle in (("same", same), ("other", other), ("critic", critic)):
@@ -379,7 +380,7 @@ def test_a_process_that_was_started_anew_is_a_lost_rank(
     os.kill(pid, signal.SIGKILL)
     wait_until(lambda: pid_of(other_ranks[0]) not in (None, pid), what="its new process")
     for lead.fails in ("", BROKE):
-        with pytest.raises(RankLost, match=r"^actor-1 was lost in accumulate: actor-1 was started anew$"):
+        with pytest.raises(RankLost, match=r"^actor-1 was lost in accumulate: actor-1 was restarted$"):
             worker_group.accumulate(groups[:1])
     assert status_of(other_ranks[0]).state != "failed"
 
@@ -427,11 +428,11 @@ def test_a_loss_while_ranks_build_is_told_at_once(other_ranks: list[Any], contex
     ]
     losses: list[str] = []
     ray.wait([sent[0][1]])
-    tell_loss(sent, 0.5, lambda lost: losses.append(str(lost)))
+    watch_build(sent, 0.5, lambda lost: losses.append(str(lost)))
     assert losses == ["actor-2 was lost in build: no answer within 0 s"]
     assert status_of(other_ranks[0]).detail == "FileNotFoundError: no file"
     os.kill(pid, signal.SIGKILL)
-    tell_loss(sent, 120.0, lambda lost: losses.append(str(lost)))
+    watch_build(sent, 120.0, lambda lost: losses.append(str(lost)))
     assert len(losses) == 2 and losses[1].startswith("actor-2 was lost in build: The actor")
     with pytest.raises(FileNotFoundError):
         take_answers("build", sent, timeout_s=120.0, waiting=waiting)
