@@ -69,7 +69,7 @@ class PromptMaker:
         try:
             return self._env.messages(row, self._config)
         except Exception as error:  # an env is a plug-in and may raise anything
-            text = f"{where}: the env makes no conversation from this row: {type(error).__name__}: {error}"
+            text = f"{where}: the env gives no conversation for it: {type(error).__name__}: {error}"
             raise BadRow.because("env", text) from error
 
     def _render(self, messages: Sequence[Mapping[str, str]], *, where: str) -> str:

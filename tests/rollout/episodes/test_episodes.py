@@ -31,7 +31,7 @@ from relax_core.registry import find_env, find_reward
 from relax_core.rollout.rewards.reward_failures import FEWEST_ROWS, RewardsFailed
 from relax_core.tools.make_tiny import tiny_model_folder
 from tests.contracts.engine.harness import TOKEN, Engine
-from tests.rollout.sampler_harness import GROUP_SIZE, STEP_GROUPS, CoreBus, renamed, sample, within
+from tests.rollout.rollout_loop_harness import GROUP_SIZE, STEP_GROUPS, CoreBus, renamed, sample, within
 from tests.trees import path_of, tree_of
 
 CONTEXT = 192
