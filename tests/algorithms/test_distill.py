@@ -1,4 +1,4 @@
-"""Distillation's record: what it asks for under which settings, and which settings it refuses."""
+"""The requirements and the refused settings of distillation."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ def test_it_asks_for_top_k_tokens_only_where_the_form_is_about_them() -> None:
         ),
         ({"form": "topk_jsd", "opsm_threshold": 1e-4}, "algo.opsm_threshold=0.0001 with algo.form=topk_jsd"),
         ({"teachers": {"default": None}}, "algo.teachers names no teacher. Use algo.teachers.default="),
-        ({"teachers": {"a": "/a", "b": "/b"}}, "algo.teachers names a, b: with several teachers, algo.teacher_key must name"),
+        (
+            {"teachers": {"a": "/a", "b": "/b"}},
+            "algo.teachers names a, b: with several teachers, algo.teacher_key must name",
+        ),
     ],
 )
 def test_its_own_config_are_checked(wrong: dict[str, Any], text: str) -> None:

@@ -1,4 +1,4 @@
-"""Every built-in algorithm's record: settings, needs, checks, hooks. What they compute is in tests/conformance."""
+"""Settings, requirements, checks and hooks of every built-in algorithm; tests/conformance tests what they compute."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALGORITHMS = Path(__file__).resolve().parents[2] / "algorithms"
 
 
 def config_of(algorithm: str, **changes: Any) -> Any:
-    """With the length that conf/algo takes from rollout.max_new_tokens."""
+    """Returns an algorithm's settings with the length that conf/algo takes from rollout.max_new_tokens."""
     return find_algorithm(algorithm).config(**{"norm_length": 8.0} | changes)
 
 
@@ -112,7 +112,7 @@ def test_own_config_are_checked(algorithm: str, wrong: dict[str, Any], text: str
 
 
 class Reads:
-    """Settings that note which of them are read."""
+    """Settings that record which of them are read."""
 
     def __init__(self, config: Any, read: set[str]) -> None:
         self._config, self._read = config, read
@@ -124,7 +124,7 @@ class Reads:
 
 @pytest.mark.parametrize("algorithm", BUILT_IN)
 def test_every_setting_is_read(algorithm: str) -> None:
-    """By what computes, not by the check alone; with everything switched on that can be."""
+    """The functions that compute read every setting, with every option switched on."""
     spec, read = find_algorithm(algorithm), set[str]()
     fields = {field.name for field in dataclasses.fields(spec.config)}
     base = {"kl_coef": 0.1, "kl_estimator": "k3", "old_logprobs": "actor_fwd", "opsm_threshold": 1e-4}

@@ -40,7 +40,7 @@ def test_over_sampled_groups_fill_the_steps_and_end_with_their_reason(
 
 
 def test_what_is_over_before_it_could_begin_is_not_generated(engine: Engine, tiny_folder: Path) -> None:
-    """The spare groups wait at the gate until the step has been taken without them."""
+    """The spare groups wait at the gate until the step is done without them."""
 
     class InTwoParts(CoreBus):
         async def admit_async(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
@@ -131,7 +131,7 @@ def test_two_workers_share_the_steps_and_one_that_is_lost_goes_on_with_its_own(
 
 
 class TracedClient(EngineClient):
-    """``again``: prompts that it was asked to go on with, since they had been aborted."""
+    """A client that records in ``again`` the prompts that continue after an abort."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine.process.url, TOKEN, request_timeout_s=60.0, control_timeout_s=30.0)
@@ -146,12 +146,12 @@ class TracedClient(EngineClient):
 
 
 def versions_of(row: GroupRow) -> list[list[tuple[int, int]]]:
-    """(weight version, tokens) of each answer."""
+    """Returns (weight version, tokens) of each answer."""
     return [one.turns[0].versions for one in tree_of(row).episodes]
 
 
 class UntilOneCameBack(CoreBus):
-    """The run goes on until a group is here that was aborted and went on with other weights; it ends a step later."""
+    """A bus that ends the run one step after a group has arrived that was aborted and continued with other weights."""
 
     def __init__(self, client: TracedClient, **settings: Any) -> None:
         super().__init__(steps=1_000_000, **settings)
@@ -168,7 +168,7 @@ class UntilOneCameBack(CoreBus):
 
 
 def test_groups_that_are_aborted_at_a_weight_change_come_back_whole(engine: Engine, tiny_folder: Path) -> None:
-    """One group is slow: the steps go on without it, until it has been aborted as often as it may be."""
+    """One group is slow, so the steps continue without it until it has been aborted as often as allowed."""
 
     async def scene() -> None:
         client = TracedClient(engine)

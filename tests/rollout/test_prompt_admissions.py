@@ -34,7 +34,7 @@ TOO_LONG = "rev " + "1 2 " * 50
 def test_rows_that_cannot_be_used_end_with_their_reason_and_the_next_take_their_place(
     engine: Engine, tiny_folder: Path
 ) -> None:
-    """Two of the first three rows, and the first of those that follow them. No prompt batch is shorter for it."""
+    """Two of the first three rows and the first later row cannot be used; no prompt batch is shorter for it."""
     told: list[Sequence[Mapping[str, str]]] = []
 
     async def scene() -> None:

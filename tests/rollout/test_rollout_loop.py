@@ -61,7 +61,7 @@ def test_every_admitted_group_reaches_the_bus_whole(engine: Engine, tiny_folder:
 
 
 def test_a_group_is_put_with_its_advantages_where_no_role_makes_them(engine: Engine, tiny_folder: Path) -> None:
-    """GRPO's by hand: reward minus the mean, over the unbiased deviation, at each of the sample's tokens."""
+    """GRPO by hand: the reward less the mean, over the unbiased deviation, at each of the sample's tokens."""
     config = load_config()
     advantages = group_advantages(find_algorithm(config.algo.name), config)
     turns = itertools.cycle(range(GROUP_SIZE))
@@ -155,7 +155,7 @@ def test_a_reward_that_raises_for_every_row_ends_the_loop(engine: Engine, tiny_f
 
 
 class ArrivalClient(EngineClient):
-    """``arrived``: the groups whose responses have all come, in order."""
+    """A client that records in ``arrived`` the groups whose responses have all arrived, in order."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine.process.url, TOKEN, request_timeout_s=60.0, control_timeout_s=30.0)
@@ -207,7 +207,7 @@ def test_a_group_whose_rewards_take_long_holds_up_no_other(engine: Engine, tiny_
 
 
 def test_a_put_that_fails_ends_the_loop(engine: Engine, tiny_folder: Path) -> None:
-    """Its rows are lost to the bus: to go on would leave the trainer waiting for them."""
+    """The groups would be missing on the bus, and the trainer would wait for them."""
 
     def refuse(rows: Sequence[GroupRow]) -> None:
         raise ValueError("bus: row g00000000 has too many bytes")
@@ -224,7 +224,7 @@ def test_a_failure_is_heard_while_the_next_prompts_wait_at_the_gate(engine: Engi
             await asyncio.Event().wait()
 
     class EarlyBus(CoreBus):
-        """Admits one step ahead, as the bus does when the engine is to hold the prompts itself."""
+        """A bus that admits one step ahead, as it does when the engine holds the prompts."""
 
         early = False
 
@@ -247,7 +247,7 @@ def test_a_failure_is_heard_while_the_next_prompts_wait_at_the_gate(engine: Engi
 
 
 def test_a_run_whose_every_response_is_cut_ends_with_words(engine: Engine, tiny_folder: Path) -> None:
-    """With rollout.mask_truncated nothing of it could be trained, and prompts would be replaced for ever."""
+    """With rollout.mask_truncated no token could be trained, and prompts would be replaced for ever."""
 
     async def scene() -> None:
         bus = CoreBus(steps=1)

@@ -1,4 +1,4 @@
-"""Which groups are aborted and which are given up when a weight version comes, against the bus's own state machine."""
+"""Groups that are aborted or cancelled by a new weight version, with the bus's own state machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relax_core.rollout.weight_update_handler import WeightUpdateHandler
 
 
 class Versions:
-    """The bus's side: the changes come one after the other, then it closes."""
+    """A bus that reports the changes one after the other and then closes."""
 
     def __init__(self, *changes: VersionChange) -> None:
         self._changes = list(changes)
@@ -28,7 +28,7 @@ class Versions:
 
 
 class Asked:
-    """The engines' side: what they were asked for."""
+    """An engine pool that records its calls."""
 
     def __init__(self) -> None:
         self.aborted: list[tuple[list[str], int]] = []
@@ -100,7 +100,7 @@ def test_without_aborts_only_what_is_over_ends() -> None:
 
 
 def test_what_is_in_force_at_the_start_aborts_nothing() -> None:
-    """A group that was taken over has an older min_version, but it began with the weights of now."""
+    """A reclaimed group has an older min_version, but it started with the current weights."""
     asked = turn(change(5, "g00000002"), change(6), max_aborts=1, groups={1: 3, 2: 3})
     assert asked.cancelled == [["r2"]]
     assert asked.aborted == [(["r1"], 6)]

@@ -1,4 +1,4 @@
-"""Engines' owners: the ports that they take, and when they bring weights."""
+"""Engine owners: the ports of their engines, and when they send weights."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def context_of(config: RelaxConfig, tmp_path: Path) -> RunContext:
 
 @pytest.mark.parametrize("host", [EngineHost, TeacherEngineHost])
 def test_a_fixed_port_is_the_students_and_no_teachers(tmp_path: Path, host: type[EngineHost]) -> None:
-    """Both may be rank 0 of one run."""
+    """Both engines may have rank 0 in one run."""
     config, port = load_config(settle=settle), free_port()
     context = context_of(replace(config, engine=replace(config.engine, port=port)), tmp_path)
     owner = host("owner", context, 0)
@@ -89,7 +89,7 @@ def test_what_a_push_did_not_bring_is_offered_at_once_and_what_is_refused_again_
 
 
 class RefusedPush:
-    """Between publisher and engine: each push is of other bytes than those published."""
+    """Sits between publisher and engine, and changes the bytes of each push."""
 
     def __init__(self, client: EngineClient) -> None:
         self.url, self.group_ranks, self._client = client.url, client.group_ranks, client

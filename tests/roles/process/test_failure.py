@@ -1,4 +1,4 @@
-"""What a user reads first of a failure."""
+"""The first cause and the class of a worker's failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker's life: starts by itself, tells its state, keeps its first failure, ends when it is asked to."""
+"""A worker starts by itself, reports its state, keeps its first failure and stops when it is asked to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The best evaluation, whose checkpoint stays, and when enough is enough."""
+"""The best evaluation, whose checkpoint is kept, and the end of a run that does not improve."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from relax_core.roles.trainer.best_metric import Best, BestMetric
 
 
 def metric(*values: float, patience: int = 0, candidates: tuple[int, ...] = (10, 20, 30, 40)) -> BestMetric:
-    """After evaluations at 0, 10, 20 … with these values."""
+    """Returns a tracker after evaluations of versions 0, 10, 20 … with these values."""
     best = BestMetric("eval/exact", patience=patience, candidates=candidates, seen={})
     for place, value in enumerate(values):
         best.add(10 * place, {"exact": value, "reward": 9.0})

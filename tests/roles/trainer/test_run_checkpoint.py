@@ -1,4 +1,4 @@
-"""A run's checkpoints: one cut, written beside the steps, and a failure that is not lost."""
+"""A run's checkpoints are consistent snapshots, are written beside the steps, and report their failures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.roles.run_context import context_in
 
 
 class Lead:
-    """A back end whose state is one number, and whose disk is as slow as the test wants."""
+    """A back end whose state is one number and whose write lasts as long as the test wants."""
 
     def __init__(self) -> None:
         self.state = 0
@@ -52,7 +52,7 @@ def lead() -> Iterator[Lead]:
 
 
 def nobody(words: str) -> None:
-    """Does not care how far a write is."""
+    """Ignores the progress of a write."""
 
 
 def checkpoints(
@@ -62,7 +62,7 @@ def checkpoints(
     report_progress: Callable[[str], None] = nobody,
     **changes: Any,
 ) -> RunCheckpoints:
-    """``changes``: of the run's context."""
+    """Returns the checkpoints of a run; ``changes`` are fields of its context."""
     context = replace(context_in(run_dir, "run.keep_last=9", *overrides), **changes)
     whole: Any = lead
     ranks = Ranks(name="actor-0", lead=whole, other_ranks=[], replicas=[[0]])
@@ -72,7 +72,7 @@ def checkpoints(
 
 
 def saved(run_dir: Path) -> dict[str, tuple[bytes, str]]:
-    """Of each whole checkpoint: the bus's part and the trainer's."""
+    """Returns the bus's and the trainer's part of each complete checkpoint."""
     return {
         folder.name: ((folder / BUS_SNAPSHOT).read_bytes(), (folder / "train").read_text())
         for folder in sorted((run_dir / "checkpoints").glob("step_*"))

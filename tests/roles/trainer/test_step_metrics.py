@@ -1,4 +1,4 @@
-"""The trainer's record of a step, against figures worked out by hand."""
+"""The trainer's record of a step, against figures computed by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.trees import answers_tree
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """``untrained``: so many of its first tokens are masked."""
+    """One answer; its first ``untrained`` tokens are masked."""
 
     reward: float
     tokens: int

@@ -44,7 +44,7 @@ BROKE = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection c
 
 
 class Backend:
-    """A rank that can be told to fail, and whose log-prob of each row is its token plus 1,000 times its own number."""
+    """A rank that fails on request, and whose log-prob of each row is its token plus 1,000 times its own number."""
 
     def __init__(self, rank: int, *, fails: str = "") -> None:
         self.rank, self.fails = rank, fails
@@ -69,7 +69,7 @@ class Backend:
 
 
 class Patient(Backend):
-    """A lead whose own part lasts until a other rank has done its part."""
+    """A lead whose own part lasts until another rank has done its part."""
 
     def __init__(self, other_rank: Any) -> None:
         super().__init__(0)
@@ -79,16 +79,16 @@ class Patient(Backend):
         import ray
 
         super().accumulate(groups)
-        ray.get(self._other_rank.seen.remote(), timeout=120)  # a other rank's calls come one after the other
+        ray.get(self._other_rank.seen.remote(), timeout=120)  # another rank's calls run one after the other
 
 
 class OtherRank(ActorRank):
-    """With a back end that needs no other ranks."""
+    """A rank whose back end needs no other ranks."""
 
     role = "reference"  # whose process runs no plug-in, so that its output has no log of its own
 
     def warm_up(self) -> None:
-        """Nothing: Megatron is not needed."""
+        """Does nothing, because the test needs no Megatron."""
 
     def build(self, fails: str) -> None:
         with self._busy("build"):
@@ -104,7 +104,7 @@ class OtherRank(ActorRank):
 
 
 class RestartedRank(OtherRank):
-    """Of a role that Ray starts anew."""
+    """A rank of a role that Ray restarts."""
 
     ends_with_others = True
 
@@ -127,7 +127,7 @@ def context(ray_session: str, tmp_path_factory: pytest.TempPathFactory) -> RunCo
 
 @pytest.fixture(scope="module")
 def bus(context: RunContext) -> Iterator[RayBus]:
-    """With a group of each of `ANSWERS`, which share one prompt of 3 rows."""
+    """Returns a bus with a group for each of `ANSWERS`; the answers of a group share one prompt of 3 rows."""
     bus = create_bus(
         BusConfig(name="ray", lease_s=600.0, call_timeout_s=30.0, inline_bytes=64, max_row_bytes=1 << 20),
         groups_per_step=len(ANSWERS),
@@ -162,7 +162,7 @@ def bus(context: RunContext) -> Iterator[RayBus]:
 
 @pytest.fixture(scope="module")
 def lease(bus: RayBus, context: RunContext) -> Lease:
-    """Of all groups, without their tokens: what the lead of several data-parallel ranks has. No test ends it."""
+    """Returns a lease of all groups without tokens, as the lead of several data-parallel ranks has; no test ends it."""
     return bus.lease(
         LeaseRequest(
             task="actor",
@@ -178,7 +178,7 @@ def lease(bus: RayBus, context: RunContext) -> Lease:
 
 @pytest.fixture
 def groups(bus: RayBus, lease: Lease, context: RunContext) -> list[TokenTree]:
-    """Whole, as the lead of one data-parallel rank has them."""
+    """Returns the whole groups, as the lead of one data-parallel rank has them."""
     uids = [row.group_uid for row in lease.rows]
     columns = policy_columns(context.config)
     return [c.decode_tree(row) for row in bus.read(lease.lease_id, uids, columns=columns, timeout_s=60.0)]
@@ -191,7 +191,7 @@ def seen(tree: TokenTree) -> Seen:
 def start(
     other_ranks: list[Any], count: int, context: RunContext, *, of: type[ActorRank] = OtherRank, **fails: str
 ) -> list[tuple[str, Any]]:
-    """All of them built."""
+    """Starts other ranks and builds all of them."""
     import ray
 
     members = begin(other_ranks, count, context, of=of)
@@ -216,7 +216,7 @@ def begin(
 
 
 def pid_of(other_rank: Any) -> int | None:
-    """None while Ray starts another process."""
+    """Returns the rank's pid, or None while Ray starts another process."""
     import ray
     from ray.exceptions import ActorUnavailableError
 
@@ -227,7 +227,7 @@ def pid_of(other_rank: Any) -> int | None:
 
 
 def one_replica(lead: Backend, members: list[tuple[str, Any]], lease: Lease, **options: Any) -> TrainerWorkerGroup:
-    """Of whole groups, in the step that has them. ``options``: of the worker group."""
+    """Returns a worker group with one replica in the step of the lease; ``options`` are the worker group's."""
     ranks = Ranks(
         name="actor-0",
         lead=lead,  # type: ignore[arg-type]
@@ -298,7 +298,7 @@ def test_a_rank_that_reads_tells_that_it_waits_for_the_bus(
 
 
 class Recorder:
-    """A worker's handle that keeps what it is called with."""
+    """A worker's handle that records its calls."""
 
     def __init__(self) -> None:
         self.called: list[tuple[str, tuple[Any, ...]]] = []
@@ -316,7 +316,7 @@ class Recorder:
 
 
 def test_no_array_travels_in_the_leads_calls(ray_session: str) -> None:
-    """A group of 102,400 tokens; a other rank of the lead's replica, one of another replica, and the critic."""
+    """The group has 102,400 tokens; one rank is in the lead's replica, one in another, and there is a critic."""
     tree = answers_tree("g00000000", np.arange(1024), np.full(16, 6400), np.zeros(102_400))
     tree = with_tokens(tree, advantages=np.ones(102_400, dtype=np.float32))
     lead, same, other, critic = Backend(0), Recorder(), Recorder(), Recorder()

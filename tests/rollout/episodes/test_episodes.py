@@ -52,7 +52,7 @@ def env_of(kind: Callable[[EpisodeStart, Any], BaseInteractionEnv]) -> EnvSpec:
 
 
 def play(engine: Engine, folder: Path, bus: CoreBus, env: EnvSpec, **given: Any) -> list[Any]:
-    """Runs the sampler until the bus has had enough; returns what it recorded."""
+    """Runs the loop until the bus closes; returns the metrics that it recorded."""
     records: list[Any] = []
 
     async def scene() -> None:
@@ -64,14 +64,14 @@ def play(engine: Engine, folder: Path, bus: CoreBus, env: EnvSpec, **given: Any)
 
 
 def path_ids(tree: TokenTree, place: int) -> list[int]:
-    """The token ids of an episode with one segment, from its root to its leaf."""
+    """Returns the token ids of an episode with one segment, from its root to its leaf."""
     rows = path_of(tree, tree.episodes[place].leaves[0])
     ids: list[int] = tree.token_ids[rows].tolist()
     return ids
 
 
 class Echo(BaseInteractionEnv):
-    """Says what it was told, ``turns`` times; a plain env, so that it runs in threads."""
+    """Repeats each response, ``turns`` times; its functions are plain, so that they run in threads."""
 
     turns = 2
 
@@ -92,7 +92,7 @@ class Echo(BaseInteractionEnv):
 
 
 class CountingClient(EngineClient):
-    """Notes how many prompts each request has."""
+    """Records the number of prompts in each request."""
 
     sizes: list[int]
 

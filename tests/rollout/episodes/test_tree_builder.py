@@ -1,4 +1,4 @@
-"""The tree of a group's episodes, against a tree of single rows that is made by the words of the contract."""
+"""The tree of a group's episodes, against a tree of single rows that is built as the contract says."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def episode(uid: str, *turns: PlayedTurn, reward: float = 0.0) -> PlayedEpisode:
 
 @dataclass(eq=False)
 class Row:
-    """One row of the plain tree: ``draw`` is the response that sampled it, None where it was observed."""
+    """One row of the plain tree; ``draw`` is the response that sampled it, or None for an observed row."""
 
     token: int
     parent: Row | None
@@ -67,7 +67,7 @@ def agree(row: Row, token: int, experts: tuple[int, ...] | None) -> bool:
 
 
 def plain_tree(episodes: Sequence[PlayedEpisode]) -> tuple[list[Row], list[list[Row]]]:
-    """All rows, depth-first, and the last row of each turn of each episode."""
+    """Returns all rows depth-first, and the last row of each turn of each episode."""
     root, ends = Row(0, None), list[list[Row]]()
     for one in episodes:
         at, own = root, list[Row]()
@@ -208,7 +208,7 @@ def test_a_place_stays_what_it_was_when_its_run_is_split() -> None:
 
 @st.composite
 def groups(draw: st.DrawFn, *, routed: bool) -> list[PlayedEpisode]:
-    """Episodes whose openings, answers and observations agree often, and whose histories are rewritten at times."""
+    """Returns episodes whose openings, answers and observations often agree; some histories are rewritten."""
     token = st.integers(1, 2)
     texts = st.lists(token, min_size=1, max_size=3)
 
