@@ -11,7 +11,7 @@ from relax_core.roles.annotators.whole_step_leases import lease_whole_step
 from relax_core.roles.process.discovery import discover_bus, discover_metrics
 from relax_core.roles.process.worker import Worker
 
-RowColumns = dict[str, dict[str, bytes]]  # group uid → column → encoded values
+GroupColumns = dict[str, dict[str, bytes]]  # group uid → column → encoded values
 
 
 class ColumnWorker(Worker):
@@ -33,7 +33,7 @@ class ColumnWorker(Worker):
         """Builds what `columns_of` needs; may take seconds."""
 
     @abstractmethod
-    def columns_of(self, rows: Sequence[LeasedRow]) -> RowColumns:
+    def columns_of(self, leased: Sequence[LeasedRow]) -> GroupColumns:
         """Returns the new columns of each group."""
 
     def work(self) -> None:

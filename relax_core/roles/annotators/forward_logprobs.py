@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import LeasedRow
-from relax_core.roles.annotators.column_worker import ColumnWorker, RowColumns
+from relax_core.roles.annotators.column_worker import ColumnWorker, GroupColumns
 from relax_core.roles.process.failure import RankLost
 from relax_core.roles.process.role_context import RunContext
 from relax_core.roles.trainer.rank_discovery import assemble_ranks
@@ -48,9 +48,9 @@ class ForwardWorker(ColumnWorker):
             self._end(lost)
         self._worker_group = WorkerGroup(ranks, timeout_s=self.context.config.run.stall_timeout_s, waiting=self.waiting)
 
-    def columns_of(self, rows: Sequence[LeasedRow]) -> RowColumns:
+    def columns_of(self, leased: Sequence[LeasedRow]) -> GroupColumns:
         """Returns the log-probs of each group."""
-        groups = [c.decode_tree(row) for row in rows]
+        groups = [c.decode_tree(one) for one in leased]
         try:
             if self.follow:
                 self._load_newest()

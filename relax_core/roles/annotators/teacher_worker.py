@@ -18,7 +18,7 @@ from relax_core.contracts.tree import TokenTree
 from relax_core.engines.engine_process import EngineLaunch
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.registry import find_algorithm
-from relax_core.roles.annotators.column_worker import ColumnWorker, RowColumns
+from relax_core.roles.annotators.column_worker import ColumnWorker, GroupColumns
 from relax_core.roles.annotators.teacher_scorers import (
     EngineTeacher,
     ForwardTeacher,
@@ -62,12 +62,12 @@ class TeacherWorker(ColumnWorker):
                 name: ForwardTeacher(context, folder, top_k=requirements.top_k) for name, folder in folders.items()
             }
 
-    def columns_of(self, rows: Sequence[LeasedRow]) -> RowColumns:
+    def columns_of(self, leased: Sequence[LeasedRow]) -> GroupColumns:
         """Returns the teacher's columns of each group."""
         of_teachers: dict[str, list[LeasedRow]] = defaultdict(list)
-        for row in rows:
+        for row in leased:
             of_teachers[msgspec.msgpack.decode(row.columns[c.TEACHER], type=str)].append(row)
-        columns: RowColumns = {}
+        columns: GroupColumns = {}
         for name, its_rows in of_teachers.items():
             groups = [c.decode_tree(row) for row in its_rows]
             for group, scores in zip(groups, self._score(name, groups), strict=True):

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import LeasedRow
 from relax_core.contracts.train import StepMetrics
-from relax_core.roles.annotators.column_worker import ColumnWorker, RowColumns
+from relax_core.roles.annotators.column_worker import ColumnWorker, GroupColumns
 from relax_core.roles.process.discovery import discover_bus
 from relax_core.roles.process.role_context import RunContext
 from relax_core.roles.trainer.build_backend import build_critic
-from relax_core.roles.trainer.rank_batches import TreePart, critic_rows
+from relax_core.roles.trainer.rank_batches import TreePart, critic_groups
 from relax_core.train.packing.micro_batches import MicroBatcher
 
 if TYPE_CHECKING:
@@ -45,13 +45,13 @@ class CriticWorker(ColumnWorker):
 
     def prepare(self) -> None:
         """Waits until the model is built."""
-        self._rows = critic_rows(self.context, discover_bus(self.context, self.waiting))
+        self._rank_groups = critic_groups(self.context, discover_bus(self.context, self.waiting))
         self._backend.result(timeout=self.context.config.run.start_timeout_s)
         self.version = self.context.start_step
 
-    def columns_of(self, rows: Sequence[LeasedRow]) -> RowColumns:
+    def columns_of(self, leased: Sequence[LeasedRow]) -> GroupColumns:
         """Returns the values of each group's rows."""
-        groups = [c.decode_tree(row) for row in rows]
+        groups = [c.decode_tree(one) for one in leased]
         return {
             group.group_uid: {c.VALUES: c.encode_column(c.VALUES, values)}
             for group, values in zip(groups, self._run("values", groups), strict=True)
@@ -69,7 +69,7 @@ class CriticWorker(ColumnWorker):
         The lead calls it for groups that have this critic's values, so `prepare` has run before.
         """
         batcher = MicroBatcher(self.context.config.parallel.micro_batch_tokens)
-        for batch in (*batcher.add(self._rows.trees(step, parts)), batcher.flush()):
+        for batch in (*batcher.add(self._rank_groups.trees(step, parts)), batcher.flush()):
             self._run("accumulate", batch)
 
     def finish_step(self) -> StepMetrics:

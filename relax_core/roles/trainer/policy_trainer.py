@@ -23,10 +23,10 @@ from relax_core.roles.process.discovery import discover_bus, discover_metrics, d
 from relax_core.roles.process.process_placement import node_address
 from relax_core.roles.process.role_context import RunContext, worker_name
 from relax_core.roles.process.worker import Worker
-from relax_core.roles.trainer.rank_batches import policy_columns, policy_rows
+from relax_core.roles.trainer.rank_batches import policy_columns, policy_groups
 from relax_core.roles.trainer.rank_discovery import assemble_ranks
 from relax_core.roles.trainer.run_checkpoint import RunCheckpoints
-from relax_core.roles.trainer.step_metrics import StepRows, step_values
+from relax_core.roles.trainer.step_metrics import StepGroups, step_values
 from relax_core.roles.trainer.step_timing import StepClock
 from relax_core.roles.trainer.weight_sync import EngineSync
 from relax_core.roles.trainer.worker_group import Ranks, TrainerWorkerGroup
@@ -114,8 +114,10 @@ class ActorWorker(Worker):
 
     def _build_worker_group(self, ranks: Ranks) -> TrainerWorkerGroup:
         critic = discover_worker(self.context, worker_name("critic", 0)) if self._requirements.critic else None
-        rows = None if self._payloads is None else policy_rows(self.context, self._bus)
-        return TrainerWorkerGroup(ranks, timeout_s=self._stall_s, waiting=self.waiting, critic=critic, rows=rows)
+        rank_groups = None if self._payloads is None else policy_groups(self.context, self._bus)
+        return TrainerWorkerGroup(
+            ranks, timeout_s=self._stall_s, waiting=self.waiting, critic=critic, rank_groups=rank_groups
+        )
 
     # -- the loop ---------------------------------------------------------------------------------------------------
     def _train(self) -> None:
@@ -163,9 +165,9 @@ class ActorWorker(Worker):
         self._report(consumed, result, clock, step=step)
         return self._acknowledge(consumed, step=step)
 
-    def _consume(self, updates: StepUpdates, lease: Lease | None, clock: StepClock, *, step: int) -> StepRows:
+    def _consume(self, updates: StepUpdates, lease: Lease | None, clock: StepClock, *, step: int) -> StepGroups:
         """Leases the step's groups and trains on them by micro-batches, while later groups are generated."""
-        consumed = StepRows()
+        consumed = StepGroups()
         remaining = self._plan.groups
         while remaining:
             if lease is None:
@@ -180,7 +182,7 @@ class ActorWorker(Worker):
             clock.timed("train_ms", partial(updates.add, groups))
         return consumed
 
-    def _decode(self, lease: Lease, step: int, consumed: StepRows) -> list[TokenTree]:
+    def _decode(self, lease: Lease, step: int, consumed: StepGroups) -> list[TokenTree]:
         oldest = step - self._config.mode.max_staleness
         groups = []
         for row in lease.rows:
@@ -189,7 +191,7 @@ class ActorWorker(Worker):
             consumed.dropped.update(masked)
             self._group_tokens = max(self._group_tokens, group.computed_rows)
         consumed.lease_ids.append(lease.lease_id)
-        consumed.rows.extend(lease.rows)
+        consumed.leased.extend(lease.rows)
         consumed.groups.extend(groups)
         return groups
 
@@ -227,7 +229,7 @@ class ActorWorker(Worker):
                 if time.monotonic() > deadline:
                     raise
 
-    def _acknowledge(self, consumed: StepRows, *, step: int) -> Lease | None:
+    def _acknowledge(self, consumed: StepGroups, *, step: int) -> Lease | None:
         every = self._config.run.save_every
         due = (every > 0 and (step + 1) % every == 0) or self._checkpoints.due(step + 1)
         last = step + 1 == self._config.run.steps or self.stopping
@@ -247,7 +249,7 @@ class ActorWorker(Worker):
         self._checkpoints.save(version)
         self._show_step()
 
-    def _ack(self, consumed: StepRows, then: LeaseRequest | None, *, step: int) -> Lease | None:
+    def _ack(self, consumed: StepGroups, then: LeaseRequest | None, *, step: int) -> Lease | None:
         def call() -> Lease | None:
             return self._bus.ack(
                 consumed.lease_ids, step=step, dropped=consumed.dropped, then=then, timeout_s=STOP_SLICE_S
@@ -260,7 +262,7 @@ class ActorWorker(Worker):
                 raise
             return None  # the bus has recorded the step; the next step leases its groups with a call of its own
 
-    def _report(self, consumed: StepRows, result: StepResult, clock: StepClock, *, step: int) -> None:
+    def _report(self, consumed: StepGroups, result: StepResult, clock: StepClock, *, step: int) -> None:
         now = time.perf_counter()
         step_ms = 1e3 * (now - self._step_ended)
         values = step_values(consumed, result, clock, step=step, step_ms=step_ms)

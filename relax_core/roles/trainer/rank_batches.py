@@ -41,7 +41,7 @@ def parts_of(trees: Iterable[TokenTree], lease_ids: Mapping[str, int]) -> list[T
     ]
 
 
-class RankRows:
+class RankGroups:
     """Reads the groups of a step from the bus, each once per step, even if several updates train on them.
 
     ``columns`` are those that this rank needs. ``max_staleness`` is mode.max_staleness, and ``timeout_s`` the limit of
@@ -84,19 +84,21 @@ def _part_of(tree: TokenTree, part: TreePart) -> TokenTree:
     return piece if piece.counts_group == part.counts_group else replace(piece, counts_group=part.counts_group)
 
 
-def policy_rows(context: RunContext, bus: Bus) -> RankRows:
+def policy_groups(context: RunContext, bus: Bus) -> RankGroups:
     """Returns the reader of a policy rank."""
-    return _rows(context, bus, policy_columns(context.config))
+    return _rank_groups(context, bus, policy_columns(context.config))
 
 
-def critic_rows(context: RunContext, bus: Bus) -> RankRows:
+def critic_groups(context: RunContext, bus: Bus) -> RankGroups:
     """Returns the reader of the critic."""
-    return _rows(context, bus, CRITIC_COLUMNS)
+    return _rank_groups(context, bus, CRITIC_COLUMNS)
 
 
-def _rows(context: RunContext, bus: Bus, columns: Sequence[str]) -> RankRows:
+def _rank_groups(context: RunContext, bus: Bus, columns: Sequence[str]) -> RankGroups:
     config = context.config
-    return RankRows(bus, columns=columns, max_staleness=config.mode.max_staleness, timeout_s=config.run.stall_timeout_s)
+    return RankGroups(
+        bus, columns=columns, max_staleness=config.mode.max_staleness, timeout_s=config.run.stall_timeout_s
+    )
 
 
 def policy_columns(config: RelaxConfig) -> tuple[str, ...]:

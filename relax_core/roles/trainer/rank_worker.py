@@ -20,7 +20,7 @@ from relax_core.roles.process.output_log import keep_output
 from relax_core.roles.process.role_context import RunContext, worker_name
 from relax_core.roles.process.worker import RUN_PLUGINS, Wait, WorkerStatus, process_host, python_stacks
 from relax_core.roles.trainer.build_backend import build_role_backend, load_published
-from relax_core.roles.trainer.rank_batches import RankRows, TreePart, policy_rows
+from relax_core.roles.trainer.rank_batches import RankGroups, TreePart, policy_groups
 
 if TYPE_CHECKING:
     from relax_core.train.policy_backend import MegatronBackend
@@ -193,19 +193,19 @@ class ActorRank(RankWorker):
     """A rank of the trainer; each role has its own class, because Ray titles a process by its class."""
 
     role = "actor"
-    _rows: RankRows
+    _rank_groups: RankGroups
 
     def build(self, store_address: str) -> None:
         """Builds this rank's part of the model and connects to the bus."""
         super().build(store_address)
         with self._busy("build"):
-            self._rows = policy_rows(self._context, discover_bus(self._context, self.waiting))
+            self._rank_groups = policy_groups(self._context, discover_bus(self._context, self.waiting))
 
     def accumulate(self, step: int, parts: Sequence[TreePart]) -> None:
         """Trains on these parts of groups, which this rank reads from the bus."""
         with self._busy("accumulate"):
             backend = self._backend
-            backend.accumulate(self._rows.trees(step, parts))
+            backend.accumulate(self._rank_groups.trees(step, parts))
 
 
 class ActorFwdRank(RankWorker):

@@ -24,14 +24,14 @@ HISTOGRAM_BINS = 20
 
 
 @dataclass(kw_only=True)
-class StepRows:
+class StepGroups:
     """The groups that a step consumed.
 
-    ``rows`` are the leased groups, ``lease_ids`` their leases, and ``groups`` the trainer's trees made of them, in the
-    same order. ``dropped`` maps uids of episodes that were masked as a whole to the reasons.
+    ``leased`` are the groups as leased, ``lease_ids`` their leases, and ``groups`` the trainer's trees made of them, in
+    the same order. ``dropped`` maps uids of episodes that were masked as a whole to the reasons.
     """
 
-    rows: list[LeasedRow] = field(default_factory=list)
+    leased: list[LeasedRow] = field(default_factory=list)
     groups: list[TokenTree] = field(default_factory=list)
     lease_ids: list[int] = field(default_factory=list)
     dropped: dict[str, str] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class StepRows:
     def values(self, *, step: int) -> dict[str, float]:
         """Returns the figures over the step's samples; figures without data are left out."""
         episodes = [one for group in self.groups for one in group.episodes]
-        staleness = [step - version for row in self.rows for version in row.versions]
+        staleness = [step - version for row in self.leased for version in row.versions]
         parts: dict[str, list[float]] = {}
         for one in episodes:
             for name, value in one.parts.items():
@@ -126,11 +126,13 @@ def sampled_entropy(groups: list[TokenTree]) -> dict[str, float]:
     return {"entropy": -float(trained.sum(dtype=np.float64)) / tokens}
 
 
-def step_values(rows: StepRows, result: StepResult, clock: StepClock, *, step: int, step_ms: float) -> dict[str, float]:
+def step_values(
+    consumed: StepGroups, result: StepResult, clock: StepClock, *, step: int, step_ms: float
+) -> dict[str, float]:
     """Returns the trainer's record of a step as names and numbers."""
     metrics, critic = result.metrics.policy, result.metrics.critic
     return {
-        **rows.values(step=step),
+        **consumed.values(step=step),
         "loss": metrics.loss,
         "grad_norm": metrics.grad_norm,
         "learning_rate": metrics.learning_rate,
@@ -138,7 +140,7 @@ def step_values(rows: StepRows, result: StepResult, clock: StepClock, *, step: i
         "samples": metrics.samples,
         "tokens": metrics.tokens,
         "rows": metrics.rows,
-        "repeated_rows": 1.0 - sum(group.computed_rows for group in rows.groups) / max(1, metrics.rows),
+        "repeated_rows": 1.0 - sum(group.computed_rows for group in consumed.groups) / max(1, metrics.rows),
         "samples_per_s": 1e3 * metrics.samples / step_ms,
         "tokens_per_s": 1e3 * metrics.tokens / step_ms,
         **logprob_gap(metrics),

@@ -22,7 +22,7 @@ from relax_core.contracts.tree import TokenTree
 from relax_core.roles.process.failure import RankLost, first_cause, is_broken_collective
 from relax_core.roles.process.role_context import worker_name
 from relax_core.roles.trainer.build_backend import load_published
-from relax_core.roles.trainer.rank_batches import RankRows, TreePart, parts_of
+from relax_core.roles.trainer.rank_batches import RankGroups, TreePart, parts_of
 from relax_core.train.checkpoints.checkpoint_store import SLOWEST_WRITE_S
 from relax_core.train.packing.micro_batches import ROW, split_over_ranks, with_row_numbers
 from relax_core.train.step.updates import UpdateMetrics
@@ -187,7 +187,7 @@ class TrainerWorkerGroup(WorkerGroup):
     """Calls the policy's ranks and the critic, if there is one, which works beside the lead.
 
     Other ranks and critic get the names of the episodes that they train, and read their groups from the bus. With
-    ``rows`` the lead reads its own groups in this way too; otherwise it trains the trees that it is given.
+    ``rank_groups`` the lead reads its own groups in this way too; otherwise it trains the trees that it is given.
     """
 
     def __init__(
@@ -197,11 +197,11 @@ class TrainerWorkerGroup(WorkerGroup):
         timeout_s: float,
         waiting: WaitingOn,
         critic: Any | None = None,
-        rows: RankRows | None = None,
+        rank_groups: RankGroups | None = None,
     ) -> None:
         super().__init__(ranks, timeout_s=timeout_s, waiting=waiting)
         self._critic: list[Member] = [] if critic is None else [(worker_name("critic", 0), critic)]
-        self._rows = rows
+        self._rank_groups = rank_groups
         self._step = -1
         self._lease_ids: dict[str, int] = {}  # the leases of the step's groups
 
@@ -230,7 +230,7 @@ class TrainerWorkerGroup(WorkerGroup):
             for (name, other_rank), own in zip(self._other_ranks, parts[1:], strict=True)
         ]
         sent += self._send(self._critic, "accumulate", self._step, self._parts(groups))
-        mine = shares[0] if self._rows is None else self._rows.trees(self._step, parts[0])
+        mine = shares[0] if self._rank_groups is None else self._rank_groups.trees(self._step, parts[0])
         with self._collective("accumulate", sent):
             self.lead.accumulate(mine)
         self._wait("accumulate", sent)

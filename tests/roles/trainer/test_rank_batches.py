@@ -13,7 +13,7 @@ from relax_core.bus.state.bus_state import BusCore
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Lease, LeasedRow, LeaseLost, LeaseRequest
 from relax_core.contracts.tree import TokenTree
-from relax_core.roles.trainer.rank_batches import RankRows, parts_of
+from relax_core.roles.trainer.rank_batches import RankGroups, parts_of
 from relax_core.train.packing.leased_trees import decode_train_tree
 from relax_core.train.packing.micro_batches import REPEATED, MicroBatcher, split_over_ranks
 from tests.bus.make_rows import make_core, make_row
@@ -63,8 +63,8 @@ def decoded(rows: Sequence[LeasedRow]) -> list[TokenTree]:
     return [decode_train_tree(row, step=STEP, oldest_version=STEP - MAX_STALENESS)[0] for row in rows]
 
 
-def rank_rows(bus: Any) -> RankRows:
-    return RankRows(bus, columns=COLUMNS, max_staleness=MAX_STALENESS, timeout_s=60.0)
+def rank_rows(bus: Any) -> RankGroups:
+    return RankGroups(bus, columns=COLUMNS, max_staleness=MAX_STALENESS, timeout_s=60.0)
 
 
 def shares_of(trees: Sequence[TokenTree], *, budget_rows: int) -> list[list[list[TokenTree]]]:

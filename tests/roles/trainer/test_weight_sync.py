@@ -102,7 +102,7 @@ def test_in_time_sharing_a_stopped_engine_holds_nobody_up_and_gets_its_calls_in_
         releasing = pool.submit(sync.release_memory)
         with pytest.raises(TimeoutError):  # the trainer would train in memory that the engine may hold
             releasing.result(1.5)
-        assert waits.now == ["the engines to give up their memory"]
+        assert waits.now == ["the engines to release their memory"]
         os.kill(slow.process.pid, signal.SIGCONT)
         releasing.result(60.0)
     assert slow.version == 1 and not has_memory(slow), "its memory came back after it was given up"
