@@ -1,7 +1,7 @@
 """CISPO (MiniMax-M1, arXiv 2506.13585): REINFORCE with a clipped, detached importance weight.
 
-The clip bounds how much a token counts; unlike PPO's it never takes a token's gradient away. The paper has no lower
-bound and a tuned upper one, of which it gives no number; a weight of at most 5 is ScaleRL's (arXiv 2510.13786).
+The clip bounds a token's weight. Unlike PPO's clip it never removes a token's gradient. The paper has no lower bound
+and a tuned upper bound whose value it does not state; a weight of at most 5 is ScaleRL's (arXiv 2510.13786).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from relax_core.contracts.algorithm import AlgorithmSpec, LossInputs, LossOutput
 
 @dataclass(frozen=True)
 class CispoConfig(P.GroupConfig):
-    """Values are documented in conf/algo."""
+    """The settings of CISPO; conf/algo documents the values."""
 
     name: str = "cispo"
     clip_low: float = 1.0
@@ -33,7 +33,7 @@ def check(config: CispoConfig) -> None:
 
 
 def loss(inputs: LossInputs, config: CispoConfig) -> LossOutputs:
-    """REINFORCE, weighted."""
+    """Returns CISPO's loss with the terms that `policy_gradient.outputs` adds."""
     policy = F.cispo_policy_loss(
         logprobs=inputs.logprobs,
         old_logprobs=P.old_logprobs(inputs, config),

@@ -1,6 +1,6 @@
 """DAPO (arXiv 2503.14476): GRPO with a higher upper clip, token mean, dynamic sampling and soft overlong punishment.
 
-The punishment is off in the presets, as its lengths belong to the run: the paper's are 20480 and 4096 tokens.
+The punishment is off in the presets, because its lengths depend on the run; the paper uses 20480 and 4096 tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DapoConfig(P.GroupConfig, P.TokenClipConfig):
-    """Values are documented in conf/algo."""
+    """The settings of DAPO; conf/algo documents the values."""
 
     name: str = "dapo"
     clip_high: float = 0.28
@@ -46,7 +46,7 @@ def check(config: DapoConfig) -> None:
 
 
 def punished_rewards(inputs: AdvantageInputs, config: DapoConfig) -> Tensor:
-    """``[samples]`` rewards, less the KL where it belongs into them, and punished for length."""
+    """Returns the ``[samples]`` rewards, less the KL if it is part of the reward, with the punishment for length."""
     rewards = P.penalized_rewards(inputs, config)
     if not config.overlong_length:
         return rewards
@@ -56,17 +56,17 @@ def punished_rewards(inputs: AdvantageInputs, config: DapoConfig) -> Tensor:
 
 
 def advantages(inputs: AdvantageInputs, config: DapoConfig) -> Tensor:
-    """``[tokens]`` float32: GRPO's, of rewards that were punished for length."""
+    """Returns GRPO's advantages of the punished rewards, ``[tokens]`` float32."""
     return P.sample_advantages(punished_rewards(inputs, config), config)[inputs.sample_ids]
 
 
 def normalize(advantages: Sequence[Tensor], inputs: Sequence[AdvantageInputs], config: DapoConfig) -> list[Tensor]:
-    """GRPO's, of the same rewards."""
+    """Normalises a step's advantages as GRPO does, with the std of the punished rewards."""
     return P.normalize_group(advantages, inputs, config, rewards=[punished_rewards(one, config) for one in inputs])
 
 
 def drop_group(rewards: Sequence[float], dropped_in_a_row: int, config: DapoConfig) -> str | None:
-    """Dynamic sampling, on the rewards as they are, before any punishment."""
+    """Returns why a group is dropped (dynamic sampling on the rewards without punishment), or None to keep it."""
     return F.drop_all_equal(rewards=rewards, dropped_in_a_row=dropped_in_a_row, max_dropped=config.max_dropped_in_a_row)
 
 

@@ -1,8 +1,8 @@
-"""On-policy distillation: the student samples, a teacher says of every token how likely it finds it.
+"""On-policy distillation: the student samples, and a teacher gives the log-prob of every sampled token.
 
 The forms ``pure`` and ``advantage`` put d = log π_S - log π_T of the sampled tokens into the advantage (MiniLLM, arXiv
-2306.08543); ``topk_…`` differentiate a divergence over the teacher's top-k tokens at the student's own positions
-(GKD, arXiv 2306.13649). Why d itself is no loss: `algorithms.functional.teacher_log_ratio`.
+2306.08543). The forms ``topk_…`` differentiate a divergence over the teacher's top-k tokens at the positions that the
+student sampled (GKD, arXiv 2306.13649). `algorithms.functional.teacher_log_ratio` explains why d itself is no loss.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SERVED_BY = ("forward", "engine")
 
 @dataclass(frozen=True)
 class DistillConfig(P.GroupConfig, P.TokenClipConfig):
-    """Values are documented in conf/algo."""
+    """The settings of distillation; conf/algo documents the values."""
 
     name: str = "distill"
     form: str = "pure"
@@ -45,7 +45,7 @@ class DistillConfig(P.GroupConfig, P.TokenClipConfig):
 
 
 def requirements(config: DistillConfig) -> Requirements:
-    """A teacher; its top-k tokens only where the form is about them."""
+    """Returns the requirements with the teachers; only the forms ``topk_…`` need the teachers' top-k tokens."""
     teacher = TeacherRequirements(
         models={name: model for name, model in config.teachers.items() if model is not None},
         key=config.teacher_key,
@@ -63,10 +63,10 @@ def check(config: DistillConfig) -> None:
     problems += P.token_clip_problems(config, usual="0.2 and 0.2 are usual.")
     for key, value, allowed in (("form", config.form, FORMS), ("served_by", config.served_by, SERVED_BY)):
         if value not in allowed:
-            problems.append(f"algo.{key}={value}: no such choice. Use one of: {', '.join(allowed)}.")
+            problems.append(f"algo.{key}={value}: there is no such choice. Use one of: {', '.join(allowed)}.")
     problems += P.above_zero(config, teacher_coef=1.0, top_k=16)
     if config.normalize_std == "batch":
-        problems.append("algo.normalize_std=batch: the teacher's part would be divided too. Use group or none.")
+        problems.append("algo.normalize_std=batch: it would divide the teacher's part too. Use group or none.")
     if config.form in TOP_K:
         problems += _top_k_problems(config)
     teachers = [name for name, model in config.teachers.items() if model is not None]
@@ -74,8 +74,8 @@ def check(config: DistillConfig) -> None:
         problems.append("algo.teachers names no teacher. Use algo.teachers.default=<a Hugging Face folder>.")
     if len(teachers) > 1 and not config.teacher_key:
         problems.append(
-            f"algo.teachers names {', '.join(teachers)}: with several, algo.teacher_key must name the data column that "
-            "chooses a prompt's teacher. Or leave one: algo.teachers.default=null takes that one out."
+            f"algo.teachers names {', '.join(teachers)}: with several teachers, algo.teacher_key must name the data "
+            "column that chooses a prompt's teacher. Or keep one: algo.teachers.default=null removes that one."
         )
     P.refuse(problems)
 
@@ -85,35 +85,41 @@ def _top_k_problems(config: DistillConfig) -> list[str]:
     if not 0.0 < config.mix < 1.0:
         problems.append(f"algo.mix={config.mix}: must lie between 0 and 1. 0.5 is usual.")
     if config.kl_coef > 0 and config.kl_placement == "reward":
-        problems.append(f"algo.kl_placement=reward with algo.form={config.form}: it has no reward. Use loss.")
+        problems.append(
+            f"algo.kl_placement=reward with algo.form={config.form}: it uses no reward. Use algo.kl_placement=loss."
+        )
     if config.opsm_threshold > 0:
         problems.append(
-            f"algo.opsm_threshold={config.opsm_threshold} with algo.form={config.form}: nothing is bad. Use 0."
+            f"algo.opsm_threshold={config.opsm_threshold} with algo.form={config.form}: this form has no negative "
+            "advantages that OPSM could mask. Use 0."
         )
     if config.correction == "tis_normalized":
-        problems.append(f"algo.correction=tis_normalized with algo.form={config.form}: it has no advantages. Use tis.")
+        problems.append(
+            f"algo.correction=tis_normalized with algo.form={config.form}: this form has no advantages. Use tis."
+        )
     return problems
 
 
 def advantages(inputs: AdvantageInputs, config: DistillConfig) -> Tensor:
-    """``[tokens]`` float32. "pure": -λ d_t, rewards unused. "advantage": the group's, less λ d_t. ``topk_…``: 0.
+    """Returns the advantages, ``[tokens]`` float32, with d_t = log π_S - log π_T and λ = ``teacher_coef``.
 
-    A KL to the reference that belongs into the reward is taken off too: of "pure" each token's own.
+    "pure" has -λ d_t and ignores the rewards, "advantage" has the group-relative advantage less λ d_t, and ``topk_…``
+    has 0. A KL to the reference that is part of the reward is subtracted too; "pure" subtracts each token's own KL.
     """
     if config.form in TOP_K:
         return inputs.loss_mask.float() * 0.0
     assert inputs.old_logprobs is not None and inputs.teacher_logprobs is not None, "requirements() asked for a teacher"
-    taught = -config.teacher_coef * F.teacher_log_ratio(
+    of_teacher = -config.teacher_coef * F.teacher_log_ratio(
         logprobs=inputs.old_logprobs, teacher_logprobs=inputs.teacher_logprobs, loss_mask=inputs.loss_mask
     )
     if config.form == "pure":
         penalties = P.token_penalties(inputs, config)
-        return taught if penalties is None else taught - penalties
-    return P.group_advantages(inputs, config) + taught
+        return of_teacher if penalties is None else of_teacher - penalties
+    return P.group_advantages(inputs, config) + of_teacher
 
 
 def loss(inputs: LossInputs, config: DistillConfig) -> LossOutputs:
-    """PPO's clip on those advantages; of the ``topk_…`` forms λ times the divergence, whatever the ratio."""
+    """Returns PPO's clipped loss, or for the forms ``topk_…`` λ times the divergence, which no ratio clips."""
     assert inputs.teacher_logprobs is not None, "requirements() asked for a teacher"
     policy = F.clipped_policy_loss(
         logprobs=inputs.logprobs,
@@ -125,7 +131,7 @@ def loss(inputs: LossInputs, config: DistillConfig) -> LossOutputs:
         dual_clip=config.dual_clip,
         trust_region=config.trust_region,
     )
-    told = {
+    metrics = {
         "teacher_kl": F.teacher_log_ratio(
             logprobs=inputs.logprobs, teacher_logprobs=inputs.teacher_logprobs, loss_mask=inputs.loss_mask
         )
@@ -141,12 +147,12 @@ def loss(inputs: LossInputs, config: DistillConfig) -> LossOutputs:
             divergence=TOP_K[config.form],
             mix=config.mix,
         )
-        never = inputs.loss_mask & False
-        policy = policy._replace(per_token=config.teacher_coef * divergence, cut_low=never, cut_high=never)
-        told["teacher_divergence"] = divergence.detach()
+        no_token = inputs.loss_mask & False
+        policy = policy._replace(per_token=config.teacher_coef * divergence, cut_low=no_token, cut_high=no_token)
+        metrics["teacher_divergence"] = divergence.detach()
     outputs = P.outputs(policy, inputs, config)
     count = inputs.loss_mask.sum()
-    sums = {name: (values.masked_fill(~inputs.loss_mask, 0.0).sum(), count) for name, values in told.items()}
+    sums = {name: (values.masked_fill(~inputs.loss_mask, 0.0).sum(), count) for name, values in metrics.items()}
     return dataclasses.replace(outputs, metric_sums={**outputs.metric_sums, **sums})
 
 

@@ -1,6 +1,6 @@
 """Dr. GRPO (arXiv 2503.20783): GRPO without its two biases, the group's std and the response's own length.
 
-A = r - mean; each response's sum is divided by one constant length, the longest that a response may be.
+A = r - mean. Each response's sum is divided by one constant length, the maximum length of a response.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DrGrpoConfig(P.TokenClipConfig):
-    """Values are documented in conf/algo."""
+    """The settings of Dr. GRPO; conf/algo documents the values."""
 
     name: str = "dr_grpo"
     aggregation: str = "seq_mean_token_sum_norm"
@@ -30,7 +30,7 @@ def check(config: DrGrpoConfig) -> None:
 
 
 def advantages(inputs: AdvantageInputs, config: DrGrpoConfig) -> Tensor:
-    """``[tokens]`` float32: the sample's reward minus its group's mean."""
+    """Returns the sample's reward less its group's mean, ``[tokens]`` float32."""
     of_samples = F.group_relative_advantages(
         rewards=P.penalized_rewards(inputs, config), normalize_std=False, std_epsilon=0.0
     )

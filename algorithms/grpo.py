@@ -1,7 +1,7 @@
 """GRPO (arXiv 2402.03300): advantages relative to the group, PPO's clip, no critic.
 
-The presets' aggregation and KL are those that most implementations ship: token mean and none. The paper's objective is
-the mean over samples of each sample's mean (eq. 3) with a KL of 0.04 (section 4.2).
+The presets use the aggregation and KL that most implementations ship: the token mean and no KL. The paper's objective
+is the mean over samples of each sample's mean (eq. 3) with a KL coefficient of 0.04 (section 4.2).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from relax_core.contracts.algorithm import AlgorithmSpec
 
 @dataclass(frozen=True)
 class GrpoConfig(P.GroupConfig, P.TokenClipConfig):
-    """Every choice that implementations of GRPO make differently, by name. Values are documented in conf/algo."""
+    """The settings of GRPO, which name every choice that implementations make differently; conf/algo documents them."""
 
     name: str = "grpo"
 

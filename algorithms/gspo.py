@@ -1,6 +1,7 @@
-"""GSPO (arXiv 2507.18071): one ratio a sequence, the length-normalised one, clipped in a very narrow range.
+"""GSPO (arXiv 2507.18071): one length-normalised ratio per sequence, clipped in a very narrow range.
 
-Its log-ratio is a mean over tokens, so it is far smaller than a token's: with PPO's 0.2 the clip would never act.
+The sequence's log-ratio is a mean over tokens and therefore far smaller than a token's: a clip at PPO's 0.2 would never
+act.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from relax_core.contracts.algorithm import AlgorithmSpec, LossInputs, LossOutput
 
 @dataclass(frozen=True)
 class GspoConfig(P.GroupConfig, P.ClipConfig):
-    """Values are documented in conf/algo."""
+    """The settings of GSPO; conf/algo documents the values."""
 
     name: str = "gspo"
     clip_low: float = 3e-4
@@ -28,7 +29,7 @@ def check(config: GspoConfig) -> None:
 
 
 def loss(inputs: LossInputs, config: GspoConfig) -> LossOutputs:
-    """The clipped surrogate of the sequence ratio."""
+    """Returns the clipped surrogate of the sequence ratio with the terms that `policy_gradient.outputs` adds."""
     policy = F.gspo_policy_loss(
         logprobs=inputs.logprobs,
         old_logprobs=P.old_logprobs(inputs, config),

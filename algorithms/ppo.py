@@ -1,9 +1,9 @@
-"""PPO (arXiv 1707.06347) with a critic: advantages a token by GAE (arXiv 1506.02438), whitened over the step; the clip;
-a clipped value loss. The critic is a model of its own, so its loss needs no coefficient.
+"""PPO (arXiv 1707.06347) with a critic: GAE advantages (arXiv 1506.02438) whitened over the step, and a clipped loss.
 
-The presets' two epochs are ours. The paper's are 10 with a discount of 0.99 on continuous control and 3 on Atari (its
-tables 3 and 5), and its value loss has no clip. ``gae_alpha`` makes it VAPO's decoupled, length-adaptive GAE (arXiv
-2504.05118): λ of the advantages depends on the response's length, that of the critic's returns is ``gae_lambda``.
+The critic has a clipped value loss. It is a separate model, so this loss needs no coefficient. The presets use two
+epochs; the paper uses 10 with a discount of 0.99 on continuous control and 3 on Atari (tables 3 and 5), and its value
+loss has no clip. ``gae_alpha`` above 0 selects VAPO's decoupled, length-adaptive GAE (arXiv 2504.05118): λ of the
+advantages then depends on the response's length, and λ of the critic's returns is ``gae_lambda``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PpoConfig(P.TokenClipConfig):
-    """Values are documented in conf/algo."""
+    """The settings of PPO; conf/algo documents the values."""
 
     name: str = "ppo"
     epochs: int = 2
@@ -35,12 +35,12 @@ class PpoConfig(P.TokenClipConfig):
 
 
 def requirements(config: PpoConfig) -> Requirements:
-    """What `policy_gradient.requirements` says, and a critic."""
+    """Returns what `policy_gradient.requirements` returns for whole steps, and a critic."""
     return dataclasses.replace(P.requirements(config, whole_step=True), critic=True)
 
 
 def check(config: PpoConfig) -> None:
-    """Raises ValueError that lists every setting that makes no sense, with its fix. A group of one is fine here."""
+    """Raises ValueError that lists every setting that makes no sense, with its fix; a group may have one sample."""
     problems = P.common_problems(config) + P.token_clip_problems(config, usual="PPO uses 0.2 and 0.2.")
     for key in ("gamma", "gae_lambda"):
         if not 0 <= getattr(config, key) <= 1:
@@ -53,7 +53,7 @@ def check(config: PpoConfig) -> None:
 
 
 def advantages(inputs: AdvantageInputs, config: PpoConfig) -> Tensor:
-    """``[tokens]`` float32, before `normalize`."""
+    """Returns the GAE advantages before `normalize`, ``[tokens]`` float32."""
     if config.gae_alpha == 0:
         return _generalized(inputs, config, config.gae_lambda)
     gae_lambda = F.length_adaptive_lambda(
@@ -66,7 +66,7 @@ def advantages(inputs: AdvantageInputs, config: PpoConfig) -> Tensor:
 
 
 def returns(inputs: AdvantageInputs, advantages: Tensor, config: PpoConfig) -> Tensor:
-    """``[tokens]``: what the critic learns, the advantages with ``gae_lambda`` plus the values."""
+    """Returns the critic's targets, ``[tokens]``: the advantages with λ = ``gae_lambda`` plus the values."""
     assert inputs.values is not None, "requirements() asked for a critic"
     if config.gae_alpha > 0:
         advantages = _generalized(inputs, config, config.gae_lambda)
@@ -92,14 +92,14 @@ def _generalized(inputs: AdvantageInputs, config: PpoConfig, gae_lambda: float |
 
 
 def normalize(advantages: Sequence[Tensor], inputs: Sequence[AdvantageInputs], config: PpoConfig) -> list[Tensor]:
-    """Whitened over all trained tokens of a train step's groups."""
+    """Whitens the advantages over all trained tokens of a train step's groups."""
     masks = [one.loss_mask for one in inputs]
     whitened = F.normalize_over_step(advantages=advantages, loss_masks=masks, std_epsilon=config.std_epsilon)
     return P.normalize_weights(whitened, inputs, config)
 
 
 def value_loss(inputs: ValueInputs, config: PpoConfig) -> LossOutputs:
-    """The critic's, with ``clip`` as the share of tokens that the clip held back."""
+    """Returns the critic's loss; its metric ``clip`` is the share of tokens whose gradient the clip holds back."""
     critic = F.clipped_value_loss(
         values=inputs.values,
         old_values=inputs.old_values,

@@ -1,9 +1,9 @@
-"""REINFORCE++ (arXiv 2501.03262): PPO's clip without critic; advantages normalised over the whole step, not the group.
+"""REINFORCE++ (arXiv 2501.03262): PPO's clip without critic; advantages are normalised over the whole step.
 
-``group_baseline=true`` is the paper's "REINFORCE++ w/ Baseline" for several samples a prompt: the group's mean is taken
-off first, and the KL, where it is on, is k2 as a loss. ``group_baseline=false`` with ``kl_placement=reward`` and
-``kl_estimator=k1`` is its plain form: each token is then charged with the KL from it to the response's end. The plain
-form's only baseline is the mean over the step, so its groups may have one sample.
+``group_baseline=true`` is the paper's "REINFORCE++ w/ Baseline" for several samples per prompt: the group's mean is
+subtracted first, and a KL is k2 as a loss. ``group_baseline=false`` with ``kl_placement=reward`` and
+``kl_estimator=k1`` is its plain form: each token's reward includes the KL from this token to the response's end. The
+plain form's only baseline is the mean over the step, so its groups may have one sample.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ReinforcePpConfig(P.TokenClipConfig):
-    """Values are documented in conf/algo."""
+    """The settings of REINFORCE++; conf/algo documents the values."""
 
     name: str = "reinforce_pp"
     group_baseline: bool = True
@@ -32,7 +32,7 @@ class ReinforcePpConfig(P.TokenClipConfig):
 
 
 def requirements(config: ReinforcePpConfig) -> Requirements:
-    """What `policy_gradient.requirements` says, and a whole step's groups."""
+    """Returns what `policy_gradient.requirements` returns for whole steps."""
     return P.requirements(config, whole_step=True)
 
 
@@ -46,8 +46,11 @@ def check(config: ReinforcePpConfig) -> None:
 
 
 def advantages(inputs: AdvantageInputs, config: ReinforcePpConfig) -> Tensor:
-    """``[tokens]`` float32, before `normalize`: Σ γ^(k - t) r_k over the sample's trained tokens k from t on, where r_k
-    is less the token's KL penalty, and at the last one the reward is added."""
+    """Returns the advantages before `normalize`, ``[tokens]`` float32: Σ_k γ^(k - t) r_k of each trained token t.
+
+    The sum is over the sample's trained tokens k from t on. r_k is minus the token's KL penalty, plus the sample's
+    reward at the last trained token.
+    """
     rewards = inputs.rewards
     if config.group_baseline:
         rewards = F.group_relative_advantages(rewards=rewards, normalize_std=False, std_epsilon=0.0)
@@ -71,7 +74,7 @@ def advantages(inputs: AdvantageInputs, config: ReinforcePpConfig) -> Tensor:
 def normalize(
     advantages: Sequence[Tensor], inputs: Sequence[AdvantageInputs], config: ReinforcePpConfig
 ) -> list[Tensor]:
-    """Over all trained tokens of a train step's groups."""
+    """Whitens the advantages over all trained tokens of a train step's groups."""
     masks = [one.loss_mask for one in inputs]
     whitened = F.normalize_over_step(advantages=advantages, loss_masks=masks, std_epsilon=config.std_epsilon)
     return P.normalize_weights(whitened, inputs, config)

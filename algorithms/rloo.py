@@ -1,8 +1,8 @@
 """RLOO (arXiv 2402.14740): REINFORCE with the mean of the group's other rewards as baseline.
 
-A response is one action: its log-probs are summed and never averaged over its own length. The sum is divided by one
-constant length, as that of Dr. GRPO, so that the clip of the gradient's norm acts as it does elsewhere. At r = 1 the
-gradient of the clipped surrogate is REINFORCE's; the clip only holds what staleness does to the ratio.
+A response is one action, so its log-probs are summed and not averaged over its own length. The sum is divided by one
+constant length, as in Dr. GRPO, so that the gradient-norm clip acts as it does for the other algorithms. At r = 1 the
+gradient of the clipped surrogate is that of REINFORCE; the clip only limits ratios that staleness moved.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RlooConfig(P.DeviationConfig, P.TokenClipConfig):
-    """Values are documented in conf/algo."""
+    """The settings of RLOO; conf/algo documents the values."""
 
     name: str = "rloo"
     aggregation: str = "seq_mean_token_sum_norm"
@@ -41,7 +41,7 @@ def check(config: RlooConfig) -> None:
 
 
 def advantages(inputs: AdvantageInputs, config: RlooConfig) -> Tensor:
-    """``[tokens]`` float32: the sample's reward minus the mean of the others', over what ``normalize_std`` says."""
+    """Returns the reward less the mean of the group's other rewards, scaled as ``normalize_std`` says, ``[tokens]``."""
     of_samples = F.leave_one_out_advantages(
         rewards=P.penalized_rewards(inputs, config),
         deviation="none" if config.normalize_std == "batch" else config.normalize_std,

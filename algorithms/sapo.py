@@ -1,4 +1,4 @@
-"""SAPO, Soft Adaptive Policy Optimization (arXiv 2511.20347): a soft gate of the ratio in the place of a hard clip."""
+"""SAPO, Soft Adaptive Policy Optimization (arXiv 2511.20347): a soft gate of the ratio replaces the hard clip."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from relax_core.contracts.algorithm import AlgorithmSpec, LossInputs, LossOutput
 
 @dataclass(frozen=True)
 class SapoConfig(P.GroupConfig):
-    """Values are documented in conf/algo."""
+    """The settings of SAPO; conf/algo documents the values."""
 
     name: str = "sapo"
     tau_positive: float = 1.0
@@ -25,7 +25,7 @@ def check(config: SapoConfig) -> None:
 
 
 def loss(inputs: LossInputs, config: SapoConfig) -> LossOutputs:
-    """The soft-gated surrogate."""
+    """Returns the soft-gated surrogate with the terms that `policy_gradient.outputs` adds."""
     policy = F.sapo_policy_loss(
         logprobs=inputs.logprobs,
         old_logprobs=P.old_logprobs(inputs, config),

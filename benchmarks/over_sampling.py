@@ -40,9 +40,10 @@ from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.preflight import settle
 from relax_core.registry import find_env, find_reward
 from relax_core.rollout.bad_rows import BadRows
+from relax_core.rollout.prompt_admissions import RolloutLoopSettings
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_pool import RewardPool
-from relax_core.rollout.rollout_loop import Sampler, SamplerSettings
+from relax_core.rollout.rollout_loop import RolloutLoop
 from relax_core.rollout.weight_update_handler import WeightUpdateHandler
 from relax_core.tools.make_tiny import tiny_model_folder
 
@@ -128,7 +129,7 @@ async def roll_out(url: str, folder: Path, settings: BusSettings, *, max_new_tok
     pool = EnginePool(1, client_for, patience_s=TIMEOUT_S)
     with RewardPool(find_reward(config.reward.name), config.reward, workers=1) as rewards:
         source = make_source(config.data, seed=0, eval_rows=0)
-        sampler = Sampler(
+        sampler = RolloutLoop(
             bus=bus,
             pool=pool,
             source=source,
@@ -139,7 +140,7 @@ async def roll_out(url: str, folder: Path, settings: BusSettings, *, max_new_tok
                 max_prompt_tokens=config.engine.context_tokens,
             ),
             rewards=rewards,
-            settings=SamplerSettings(
+            settings=RolloutLoopSettings(
                 seed=0,
                 batch_prompts=GROUPS + settings.spare_groups,
                 sampling=SamplingParams(
@@ -153,7 +154,7 @@ async def roll_out(url: str, folder: Path, settings: BusSettings, *, max_new_tok
             ),
             record=lambda source, step, values: None,
             gate=no_gate,
-            bad_rows=BadRows(rows=len(source), most=0.0, tell=lambda rows: None),
+            bad_rows=BadRows(rows=len(source), most=0.0, report=lambda rows: None),
             weight_update_handler=WeightUpdateHandler(bus, pool, max_aborts=0, call_timeout_s=TIMEOUT_S),
         )
         try:

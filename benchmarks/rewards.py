@@ -37,10 +37,11 @@ from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.preflight import settle
 from relax_core.registry import find_env, find_reward
 from relax_core.rollout.bad_rows import BadRows
+from relax_core.rollout.prompt_admissions import RolloutLoopSettings
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards import reward_pool
 from relax_core.rollout.rewards.reward_pool import RewardPool
-from relax_core.rollout.rollout_loop import Sampler, SamplerSettings
+from relax_core.rollout.rollout_loop import RolloutLoop
 from relax_core.tools.make_tiny import tiny_model_folder
 
 GROUPS, GROUP_SIZE = 8, 16
@@ -141,7 +142,7 @@ async def roll_out(url: str, folder: Path, rewards: RewardPool, *, steps: int, g
 
     async def no_gate(version: int) -> None: ...
 
-    sampler = Sampler(
+    sampler = RolloutLoop(
         bus=bus,
         pool=EnginePool(1, client_for, patience_s=TIMEOUT_S),
         source=source,
@@ -152,7 +153,7 @@ async def roll_out(url: str, folder: Path, rewards: RewardPool, *, steps: int, g
             max_prompt_tokens=config.engine.context_tokens,
         ),
         rewards=rewards,
-        settings=SamplerSettings(
+        settings=RolloutLoopSettings(
             seed=0,
             batch_prompts=GROUPS,
             sampling=SamplingParams(n=group_size, max_new_tokens=8, stop_token_ids=tokenizer.stop_token_ids),
@@ -161,7 +162,7 @@ async def roll_out(url: str, folder: Path, rewards: RewardPool, *, steps: int, g
         ),
         record=lambda source, step, values: None,
         gate=no_gate,
-        bad_rows=BadRows(rows=len(source), most=0.0, tell=lambda rows: None),
+        bad_rows=BadRows(rows=len(source), most=0.0, report=lambda rows: None),
     )
     try:
         await sampler.run([])

@@ -1,4 +1,4 @@
-"""A number from 1 to ``highest``, to be guessed: the env answers higher or lower."""
+"""An env of several turns: the policy guesses a number from 1 to ``highest``, and the env answers higher or lower."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from relax_core.contracts.env import Action, BaseInteractionEnv, EnvSpec, Episod
 
 @dataclass(frozen=True)
 class NumberGuessConfig(InteractionConfig):
+    """The settings of the game; ``highest`` is the largest possible number."""
+
     name: str = "number_guess"
     max_turns: int = 3
     highest: int = 7
 
 
 class NumberGuess(BaseInteractionEnv):
-    """The data row has no say: the number comes from the group's seed. A guess is the first number in the response."""
+    """One game. Its number comes from the group's seed and not from the data row.
+
+    The first number in a response is the guess.
+    """
 
     def __init__(self, start: EpisodeStart, config: NumberGuessConfig) -> None:
         self._config = config
@@ -25,9 +30,11 @@ class NumberGuess(BaseInteractionEnv):
         self._turns_left = config.max_turns
 
     async def reset(self) -> str:
+        """Returns the opening observation."""
         return f"guess a number from 1 to {self._config.highest}"
 
     async def step(self, action: Action) -> StepResult:
+        """Returns reward 1 and the end for a right guess, else reward 0 and the answer to the guess."""
         self._turns_left -= 1
         found = re.search(r"\d+", action.text)
         guess = None if found is None else int(found.group())
@@ -37,7 +44,7 @@ class NumberGuess(BaseInteractionEnv):
         return StepResult(observation=answer, reward=0.0, done=not self._turns_left)
 
     async def close(self) -> None:
-        pass
+        """Does nothing, because the game holds no resources."""
 
 
 SPEC = EnvSpec(

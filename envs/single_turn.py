@@ -1,4 +1,4 @@
-"""One prompt, one response."""
+"""The env of one prompt and one response."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from relax_core.contracts.env import EnvConfig, EnvSpec, Message
 
 @dataclass(frozen=True)
 class SingleTurnConfig(EnvConfig):
+    """The settings of the env; it has none."""
+
     name: str = "single_turn"
 
 
 def messages(row: Mapping[str, Any], config: SingleTurnConfig) -> list[Message]:
-    """A text prompt becomes one user message; a list of messages stays as it is."""
+    """Returns a text prompt as one user message, and a list of messages as it is."""
     prompt = row["prompt"]
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
 

@@ -1,4 +1,4 @@
-"""What an env with turns gave: the sum of its turns' rewards."""
+"""The reward that an env of several turns gives: the sum of its turns' rewards."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput,
 
 @dataclass(frozen=True)
 class EnvRewardConfig(RewardConfig):
+    """The settings of the env reward."""
+
     name: str = "env"
 
 
 def score(given: RewardInput, config: EnvRewardConfig) -> RewardOutput:
-    """The sum, 0 for an episode that was cut before the env gave anything; exact where it is 1. None where the env
-    ended the episode and gave no reward at all."""
+    """Returns the sum of the turns' rewards; it is exact if the sum is 1.
+
+    The sum is 0 for an episode that was cut before the env gave a reward. The reward is None if the env ended the
+    episode and never gave a reward.
+    """
     rewards = [reward for reward in given.turn_rewards if reward is not None]
     if not rewards and given.ended in ("", "env_done"):
         return RewardOutput(reward=None, reason="the env gave no reward: use a reward that scores the conversation")

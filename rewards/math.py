@@ -1,6 +1,6 @@
 r"""Right or wrong by math-verify: the response's ``\boxed{}``, or its last expression, against the reference answer.
 
-math-verify parses with sympy, which can run for ever or fail on odd input: so this reward is isolated.
+math-verify parses with sympy, which can hang or fail on odd input. Therefore this reward runs in its own process.
 """
 
 from __future__ import annotations
@@ -11,24 +11,29 @@ from dataclasses import dataclass
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
 
 _BOXED = "\\boxed{"
-_FINAL_ANSWER_MARK = "####"  # GSM8K writes its worked solution, this mark, then the answer
+_FINAL_ANSWER_MARK = "####"  # a GSM8K answer is the worked solution, this mark and the final answer
 
 
 @dataclass(frozen=True)
 class MathConfig(RewardConfig):
+    """The settings of the math reward; ``timeout_s`` is the limit per answer in seconds."""
+
     name: str = "math"
     timeout_s: float = 5.0
 
 
 def prepare() -> None:
+    """Imports math-verify before the first answer is scored, because the import takes seconds."""
     import math_verify  # noqa: F401
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeout is off; ours is on
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # math-verify warns that its own timeout is off
 
 
 def score(given: RewardInput, config: MathConfig) -> RewardOutput:
-    """1 if the response's answer equals the reference, else 0; also 0 where it has no answer, or an answer cut off by
-    the token limit. None where the reference cannot be read. Raises whatever math-verify raises."""
+    """Returns 1 if the response's answer equals the reference, else 0, and None if the reference cannot be parsed.
+
+    The reward is also 0 for a response that the token limit cut before a boxed answer. Raises what math-verify raises.
+    """
     from math_verify import parse, verify
 
     reference = parse(_delimited(given.answer), parsing_timeout=None, raise_on_error=True)
@@ -42,13 +47,15 @@ def score(given: RewardInput, config: MathConfig) -> RewardOutput:
 
 
 def _written(found: list[object]) -> str:
-    """The answer as it stands in the response. math-verify gives the parsed expression first; to write that out again
-    could take as long as to compute it."""
+    """Returns the answer as it stands in the response.
+
+    math-verify puts the parsed expression first; to print that expression could take as long as to compute it.
+    """
     return "".join(next((one for one in reversed(found) if isinstance(one, str)), "").split())
 
 
 def _delimited(answer: str) -> str:
-    """math-verify finds LaTeX only between delimiters; a bare reference gets them."""
+    """Returns the reference answer between LaTeX delimiters, which math-verify needs."""
     answer = answer.rpartition(_FINAL_ANSWER_MARK)[2].strip()
     return answer if "$" in answer or _BOXED in answer else f"${answer}$"
 

@@ -1,4 +1,4 @@
-"""Partial credit for an answer of fixed length: how many places are right, and whether the length is."""
+"""Partial credit for an answer of fixed length: the share of right characters and the match of the length."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ _LENGTH_SHARE = 0.2
 
 @dataclass(frozen=True)
 class ReverseDigitsConfig(RewardConfig):
+    """The settings of the reverse-digits reward; ``timeout_s`` is the limit per answer in seconds."""
+
     name: str = "reverse_digits"
     timeout_s: float = 1.0
 
 
 def score(given: RewardInput, config: ReverseDigitsConfig) -> RewardOutput:
-    """0.8 × share of right places + 0.2 × length match; 1 only for the exact answer.
+    """Returns 0.8 × share of right characters + 0.2 × length match; only the exact answer has reward 1.
 
-    A response that ran into the token limit counts as one character longer, so it is never exact.
+    A response that the token limit cut counts as one character longer, so that it is never exact.
     """
     answer = given.answer
     length = len(given.response) + (0 if given.stopped else 1)
@@ -32,7 +34,7 @@ def score(given: RewardInput, config: ReverseDigitsConfig) -> RewardOutput:
 
 SPEC = RewardSpec(
     name="reverse_digits",
-    summary="share of right places and of right length, 1 only when exact",
+    summary="share of right characters and of right length, 1 only when exact",
     config=ReverseDigitsConfig,
     score=score,
 )

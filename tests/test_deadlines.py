@@ -80,15 +80,15 @@ REASONS = {
     ): "each call ends within reward.timeout_s an answer, or the watch ends the run",
     (
         "relax_core/rollout/rollout_loop.py",
-        "Sampler._prompt_batch",
+        "RolloutLoop._prompt_batch",
     ): "its groups wait for rewards and the bus, which have deadlines",
     (
         "relax_core/rollout/rollout_loop.py",
-        "Sampler._played_prompt_batch",
+        "RolloutLoop._played_prompt_batch",
     ): "its groups wait for engines, envs, rewards and the bus, which have deadlines",
     (
         "relax_core/rollout/rollout_loop.py",
-        "Sampler._play_and_stage",
+        "RolloutLoop._play_and_stage",
     ): "the group before it ends as this one does, and the prompt batch's task group ends both",
     ("relax_core/rollout/episodes/episodes.py", "EpisodePlayer.play"): "each close has env.step_timeout_s",
     (

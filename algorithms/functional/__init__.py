@@ -1,9 +1,13 @@
-"""The maths that policy-gradient algorithms share: pure functions on flat float32 token tensors.
+"""The maths that policy-gradient algorithms share, as pure functions on flat float32 token tensors.
 
-Shapes: ``[tokens]`` is every response token of a micro-batch, ``[samples]`` one entry a sample; ``sample_ids``
-``[tokens]`` int64 maps the one to the other. A masked token has no influence on any value or gradient, also where its
-log-probs are not finite. Log-ratios are clamped to ±20 before `exp`, so nothing overflows; beyond the clamp the
-gradient is 0.
+This package is public API for algorithm plug-ins: ``from algorithms import functional as F``. Start reading in
+`losses.py`.
+
+``[tokens]`` is the shape of one entry per response token of a micro-batch or of a group, and ``[samples]`` that of one
+entry per sample. ``sample_ids`` ``[tokens]`` int64 holds each token's sample, from 0 on. ``loss_mask`` ``[tokens]``
+bool is True for tokens that are trained. A token whose mask is False changes no value and no gradient, even if its
+log-probs are not finite. Log-ratios are clamped to [-20, 20] before `exp`, so that nothing overflows. Beyond the clamp
+the gradient is 0.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rewards of tokens, GAE, normalisation over a step. Statistics in float64, results in float32."""
+"""Token rewards, GAE and normalisation over a train step, with statistics in float64 and results in float32."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ if TYPE_CHECKING:
 
 
 def overlong_penalty(*, lengths: Tensor, max_length: int, buffer: int) -> Tensor:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13): ``[samples]`` float32 in -1..0, added to rewards.
+    """Returns DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13), ``[samples]`` float32 in [-1, 0].
 
-    ``lengths`` ``[samples]`` int64, response tokens. 0 up to ``max_length - buffer``, then falling linearly to -1 at
-    ``max_length`` and beyond.
+    ``lengths`` ``[samples]`` int64 counts response tokens. The punishment is 0 up to ``max_length - buffer`` tokens,
+    falls linearly to -1 at ``max_length`` tokens and stays -1 beyond. The caller adds it to the rewards.
     """
     return ((max_length - buffer - lengths.double()) / buffer).clamp(-1.0, 0.0).float()
 
 
 def sums_to_the_end(*, per_token: Tensor, loss_mask: Tensor, sample_ids: Tensor) -> Tensor:
-    """``[tokens]``: for each token the sum of ``per_token`` from it to its sample's end, itself included.
+    """Returns for each token the sum of ``per_token`` from that token to its sample's end, ``[tokens]`` float32.
 
-    Tokens of a sample lie side by side, in order. Masked tokens count 0.
+    The sum includes the token itself. Masked tokens count 0. The tokens of a sample must be adjacent and in order.
     """
     values = per_token.masked_fill(~loss_mask, 0.0).double()
-    before = values.cumsum(0) - values  # over all samples, without the token itself
+    before = values.cumsum(0) - values  # the sum of all earlier tokens of all samples
     num_samples = int(sample_ids.max()) + 1 if sample_ids.numel() else 0
     totals = values.new_zeros(num_samples).index_add(0, sample_ids, values)
     starts = totals.cumsum(0) - totals
@@ -41,38 +41,43 @@ def generalized_advantages(
     gamma: float,
     gae_lambda: float | Tensor,
 ) -> Tensor:
-    """GAE (Schulman et al. 2016, arXiv 1506.02438, eq. 16): ``[tokens]`` float32 advantages.
+    """Returns the advantages of generalised advantage estimation (GAE, arXiv 1506.02438, eq. 16), ``[tokens]`` float32.
 
-    δ_t = r_t + gamma · V_{t+1} - V_t and A_t = δ_t + gamma · gae_lambda · A_{t+1}; beyond a sample's end V and A are 0.
-    ``values`` ``[tokens]``: of the state in front of each token. t + 1 is the sample's next TRAINED token: masked ones
-    are stepped over, as no decision of the policy's, and have advantage 0. ``gae_lambda``: one number, or one a sample,
-    ``[samples]``.
+    δ_t = r_t + γ V_{t+1} - V_t and A_t = δ_t + γ λ A_{t+1}, with V = A = 0 beyond a sample's end. Here t + 1 is the
+    sample's next trained token: masked tokens are skipped, because the policy did not choose them, and have advantage
+    0.
+
+    ``token_rewards`` and ``values`` are ``[tokens]`` float; a value is that of the state before its token.
+    ``gae_lambda`` is λ, one number or one per sample, ``[samples]``. ``gamma`` is γ.
     """
     import torch  # here, because the settings are checked in processes that have no torch
 
     trained = loss_mask.nonzero()[:, 0]
     samples = sample_ids[trained]
     counts = torch.bincount(samples, minlength=num_samples)
-    place = torch.arange(trained.numel()) - (counts.cumsum(0) - counts)[samples]
-    # One line a sample, trained tokens only, zeros after its end; the last column is the state after the longest one.
+    positions = torch.arange(trained.numel()) - (counts.cumsum(0) - counts)[samples]
+    # The grid has a line per sample with its trained tokens, then zeros. The last column follows the longest sample.
     longest = int(counts.max()) if trained.numel() else 0
     grid = torch.zeros(2, num_samples, longest + 1, dtype=torch.float64)
-    grid[0, samples, place], grid[1, samples, place] = token_rewards[trained].double(), values[trained].double()
+    grid[0, samples, positions], grid[1, samples, positions] = token_rewards[trained].double(), values[trained].double()
     advantages = grid[0] - grid[1] + gamma * torch.nn.functional.pad(grid[1, :, 1:], (0, 1))
-    # The sum of a geometric tail by doubling: after round k each entry holds its own and the next 2^k - 1 terms.
+    # The loop sums the geometric tail by doubling: after round k each entry holds its own and the next 2^k - 1 terms.
     reach, decay = 1, gamma * (gae_lambda if isinstance(gae_lambda, float | int) else gae_lambda.double()[:, None])
     while reach <= longest:
         advantages[:, :-reach] += decay * advantages[:, reach:]
         reach, decay = 2 * reach, decay * decay
     result = values.new_zeros(values.shape).float()
-    result[trained] = advantages[samples, place].float()
+    result[trained] = advantages[samples, positions].float()
     return result
 
 
 def discounted_rewards(
     *, token_rewards: Tensor, loss_mask: Tensor, sample_ids: Tensor, num_samples: int, gamma: float
 ) -> Tensor:
-    """``[tokens]`` float32: Σ gamma^k r_{t+k} over the sample's trained tokens from each trained token on."""
+    """Returns the discounted sums of rewards Σ_k γ^k r_{t+k} over a sample's trained tokens, ``[tokens]`` float32.
+
+    ``token_rewards`` is ``[tokens]`` float and ``gamma`` is γ. Masked tokens are skipped and have the result 0.
+    """
     return generalized_advantages(
         token_rewards=token_rewards,
         values=token_rewards.new_zeros(token_rewards.shape),
@@ -85,19 +90,20 @@ def discounted_rewards(
 
 
 def length_adaptive_lambda(*, loss_mask: Tensor, sample_ids: Tensor, num_samples: int, alpha: float) -> Tensor:
-    """VAPO's length-adaptive GAE (arXiv 2504.05118): λ = 1 - 1 / (alpha · l) of a sample with l trained tokens.
+    """Returns λ = 1 - 1 / (α l) of VAPO's length-adaptive GAE (arXiv 2504.05118), ``[samples]`` float64.
 
-    ``[samples]`` float64. The weights of GAE's terms, Σ λ^t = 1 / (1 - λ), then add up to alpha · l. Where alpha · l is
-    below 1, λ is 0.
+    l is the number of the sample's trained tokens and ``alpha`` is α. The weights of GAE's terms, Σ λ^t = 1 / (1 - λ),
+    then sum to α l. λ is 0 if α l is below 1.
     """
     lengths = loss_mask.new_zeros(num_samples).double().index_add(0, sample_ids, loss_mask.double())
     return 1.0 - 1.0 / (alpha * lengths).clamp(min=1.0)
 
 
 def rewards_of_tokens(*, rewards: Tensor, penalties: Tensor | None, loss_mask: Tensor, sample_ids: Tensor) -> Tensor:
-    """``[tokens]``: each sample's reward at its last trained token, less ``penalties`` ``[tokens]`` if there are any.
+    """Returns each sample's reward at its last trained token and 0 elsewhere, less ``penalties``, ``[tokens]`` float32.
 
-    A sample without a trained token has no reward. Tokens of a sample lie side by side, in order.
+    ``rewards`` is ``[samples]`` and ``penalties`` ``[tokens]`` or None. A sample without a trained token gets no
+    reward. The tokens of a sample must be adjacent and in order.
     """
     result = rewards.new_zeros(sample_ids.shape)
     trained = loss_mask.nonzero()[:, 0]
@@ -111,10 +117,11 @@ def rewards_of_tokens(*, rewards: Tensor, penalties: Tensor | None, loss_mask: T
 def normalize_over_step(
     *, advantages: Sequence[Tensor], loss_masks: Sequence[Tensor], std_epsilon: float
 ) -> list[Tensor]:
-    """REINFORCE++ (arXiv 2501.03262): (A - mean) / (std + std_epsilon) over all trained tokens of all groups.
+    """Returns (A - mean) / (std + ε) over all trained tokens of all groups, as REINFORCE++ (arXiv 2501.03262) does.
 
-    One ``[tokens]`` tensor a group, in and out, float32; the std is that of the population. Equal advantages give
-    exactly 0, and so does a step without one trained token.
+    ``advantages`` and the result hold one float ``[tokens]`` tensor per group, the result in float32. The std is the
+    population's and ``std_epsilon`` is ε. The result is exactly 0 if all advantages are equal or if no token is
+    trained.
     """
     import torch  # here, because the settings are checked in processes that have no torch
 
@@ -126,10 +133,11 @@ def normalize_over_step(
 
 
 def drop_all_equal(*, rewards: Sequence[float], dropped_in_a_row: int, max_dropped: int) -> str | None:
-    """DAPO's dynamic sampling (arXiv 2503.14476): "all_equal" for a group that teaches nothing, None for one to keep.
+    """Returns "all_equal" if all rewards of a group are equal, else None: DAPO dynamic sampling (arXiv 2503.14476).
 
-    Rewards are compared as they are: a float std of equal rewards need not be 0. After ``max_dropped`` groups in a row
-    the next is kept whatever it is, so that a policy that has learnt everything does not sample for ever.
+    Such a group has no gradient, so the caller drops it. The rewards themselves are compared, because the float std of
+    equal rewards need not be 0. After ``max_dropped`` drops in a row the next group is kept, so that a run whose policy
+    solves every prompt still makes progress.
     """
     equal = all(reward == rewards[0] for reward in rewards)
     return "all_equal" if equal and dropped_in_a_row < max_dropped else None

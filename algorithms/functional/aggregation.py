@@ -1,4 +1,4 @@
-"""Sums and means over samples, and how a step's loss is put together from its tokens."""
+"""Sums and means over the tokens of samples, and the aggregation of token losses to the loss of a step."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm")
 
 
 def sum_of_samples(*, per_token: Tensor, loss_mask: Tensor, sample_ids: Tensor, num_samples: int) -> Tensor:
-    """``[samples]``: each sample's sum over its trained tokens; 0 for a sample without one."""
+    """Returns each sample's sum over its trained tokens, ``[samples]``; 0 for a sample without trained tokens."""
     masked = per_token.masked_fill(~loss_mask, 0.0)
     return masked.new_zeros(num_samples).index_add(0, sample_ids, masked)
 
 
 def mean_of_samples(*, per_token: Tensor, loss_mask: Tensor, sample_ids: Tensor, num_samples: int) -> Tensor:
-    """``[samples]``: each sample's mean over its trained tokens; 0 for a sample without one."""
+    """Returns each sample's mean over its trained tokens, ``[samples]``; 0 for a sample without trained tokens."""
     sums = sum_of_samples(per_token=per_token, loss_mask=loss_mask, sample_ids=sample_ids, num_samples=num_samples)
     return sums / _trained_tokens(sums, loss_mask, sample_ids)
 
 
 def _trained_tokens(like: Tensor, loss_mask: Tensor, sample_ids: Tensor) -> Tensor:
-    """``[samples]`` counts, at least 1, in the dtype and shape of ``like``."""
+    """Returns each sample's number of trained tokens, at least 1, in the dtype and shape of ``like``."""
     return like.new_zeros(like.shape).index_add(0, sample_ids, loss_mask.to(like.dtype)).clamp(min=1.0)
 
 
@@ -37,10 +37,11 @@ def aggregate_sum(
     num_samples: int,
     aggregation: str,
 ) -> Tensor:
-    """The numerator of the step's loss, a scalar; `aggregate_denominator` has the other half.
+    """Returns the numerator of a step's loss, a scalar tensor; `aggregate_denominator` returns the denominator.
 
-    ``per_token`` ``[tokens]`` float; ``sample_ids`` ``[tokens]`` int64 in 0..num_samples-1. ``token_mean`` and
-    ``seq_mean_token_sum_norm`` sum the tokens; ``seq_mean_token_mean`` sums each sample's mean.
+    ``per_token`` is ``[tokens]`` float. The aggregations ``token_mean`` and ``seq_mean_token_sum_norm`` sum all trained
+    tokens. ``seq_mean_token_mean`` sums the samples' means over their trained tokens. The sums of a step's
+    micro-batches and ranks add up to the step's numerator.
     """
     masked = per_token.masked_fill(~loss_mask, 0.0)
     if aggregation != "seq_mean_token_mean":
@@ -50,10 +51,11 @@ def aggregate_sum(
 
 
 def aggregate_denominator(*, totals: StepTotals, aggregation: str, norm_length: float) -> float:
-    """What the whole step's numerator is divided by: trained tokens, samples, or samples × ``norm_length`` tokens.
+    """Returns the denominator of a step's loss, at least 1 token or sample, so that an empty step has the loss 0.
 
-    ``norm_length`` (tokens) is the constant of Dr. GRPO (arXiv 2503.20783); only ``seq_mean_token_sum_norm`` reads it.
-    Never 0: a step without one trained token has loss 0.
+    It is the number of trained tokens of the whole step for ``token_mean``, that of samples for
+    ``seq_mean_token_mean``, and that of samples times ``norm_length`` for ``seq_mean_token_sum_norm``. ``norm_length``
+    (tokens) is the constant of Dr. GRPO (arXiv 2503.20783). Raises ValueError for an unknown ``aggregation``.
     """
     if aggregation == "token_mean":
         return float(max(totals.tokens, 1))

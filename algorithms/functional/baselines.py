@@ -1,4 +1,4 @@
-"""From the rewards of a group to one advantage a sample. Statistics in float64, results in float32."""
+"""Advantages of samples from the rewards of their group, with statistics in float64 and results in float32."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ LEAVE_ONE_OUT_DEVIATIONS = ("none", "group", "others", "batch")
 
 
 def group_relative_advantages(*, rewards: Tensor, normalize_std: bool, std_epsilon: float) -> Tensor:
-    """``[samples]`` rewards of one group → ``[samples]`` advantages, float32.
+    """Returns the advantages of one group relative to its mean, ``[samples]`` float32, from ``[samples]`` rewards.
 
-    ``(r - mean) / (std + std_epsilon)`` with the unbiased std (GRPO); without ``normalize_std`` only ``r - mean``
-    (Dr. GRPO). Equal rewards give exactly 0. Raises ValueError for a group of one, which has no baseline.
+    They are (r - mean) / (std + ε) with the unbiased std (GRPO, arXiv 2402.03300) if ``normalize_std``, else r - mean
+    (Dr. GRPO, arXiv 2503.20783). ``std_epsilon`` is ε. Equal rewards give exactly 0. Raises ValueError for a group of
+    one sample, because it has no baseline.
     """
     _require_group(rewards)
-    if _all_equal(rewards):  # rounding of the mean would be blown up by the tiny std
+    if _all_equal(rewards):  # otherwise the tiny std would blow up the rounding error of the mean
         return rewards.new_zeros(rewards.shape).float()
     values = rewards.double()
     centred = values - values.mean()
@@ -30,12 +31,12 @@ def group_relative_advantages(*, rewards: Tensor, normalize_std: bool, std_epsil
 
 
 def leave_one_out_advantages(*, rewards: Tensor, deviation: str = "none", std_epsilon: float = 0.0) -> Tensor:
-    """RLOO (arXiv 2402.14740): ``[samples]`` rewards → each reward minus the mean of the group's OTHER rewards.
+    """Returns each reward less the mean of the group's other rewards (RLOO, arXiv 2402.14740), ``[samples]`` float32.
 
-    That is n / (n - 1) × (r - mean). ``deviation`` "group" divides by the group's unbiased std + ``std_epsilon``;
-    "others" by that of the other rewards, so that a reward has no say in its own scale. An advantage whose others are
-    all equal, or are one alone, stays as it is. Equal rewards give exactly 0. Raises ValueError for a group of one,
-    which has no others.
+    That is n / (n - 1) × (r - mean) of n rewards. ``deviation`` says what it is divided by: "none" nothing, "group" the
+    group's unbiased std + ``std_epsilon``, "others" the unbiased std of the other rewards + ``std_epsilon``, so that a
+    reward does not influence its own scale. With "others" an advantage is not divided if the other rewards are all
+    equal. Equal rewards give exactly 0. Raises ValueError for a group of one sample.
     """
     _require_group(rewards)
     values, count = rewards.double(), rewards.numel()
@@ -45,31 +46,31 @@ def leave_one_out_advantages(*, rewards: Tensor, deviation: str = "none", std_ep
     if deviation == "group":
         centred = centred / (values.std(correction=1) + std_epsilon)
     elif deviation == "others":
-        for place in range(count):
-            others = values[[other for other in range(count) if other != place]]
+        for index in range(count):
+            others = values[[other for other in range(count) if other != index]]
             if not _all_equal(others):
-                centred[place] /= others.std(correction=1) + std_epsilon
+                centred[index] /= others.std(correction=1) + std_epsilon
     return centred.float()
 
 
 def pass_at_k_advantages(*, rewards: Tensor, k: int, normalize_std: bool, std_epsilon: float) -> Tensor:
-    """Pass@k training (arXiv 2508.10751): ``[samples]`` rewards → ``[samples]`` advantages, float32.
+    """Returns the advantages of pass@k training (arXiv 2508.10751), ``[samples]`` float32, from ``[samples]`` rewards.
 
-    Each of the group's subsets of ``k`` samples has the reward of its best sample. A sample's advantage is the mean
-    reward of the subsets that it is in, less the mean of all subsets; with ``normalize_std`` over their population
-    standard deviation + ``std_epsilon``. With rewards of 0 and 1 these are the paper's closed forms; the sums over
-    sorted rewards below are the same means for any rewards. A group of ``k`` samples or fewer has one subset, and equal
-    rewards have no spread: all 0.
+    Every subset of ``k`` of the group's samples has the reward of its best sample. A sample's advantage is the mean
+    reward of the subsets that contain it, less the mean reward of all subsets. ``normalize_std`` divides it by the
+    subsets' population std + ``std_epsilon``. For rewards of 0 and 1 the result equals the paper's closed forms; the
+    sums over sorted rewards below extend them to any rewards. The result is 0 for a group of at most ``k`` samples and
+    for equal rewards.
     """
     count = rewards.numel()
     if count <= k or _all_equal(rewards):
         return rewards.new_zeros(rewards.shape).float()
     values, order = rewards.double().sort(stable=True)
     subsets, subsets_of_one = comb(count, k), comb(count - 1, k - 1)
-    # The sample of rank j, from 0, is the best of a subset whose others come from the j samples below it.
+    # The sample of rank j, from 0, is the best of the subsets whose other samples are among the j samples below it.
     best = values.new_tensor([comb(j, k - 1) / subsets for j in range(count)])
     own = values.new_tensor([comb(j, k - 1) / subsets_of_one for j in range(count)])
-    # It is the best of a lower sample's subset when the other k - 2 come from the j - 1 that are left below it.
+    # That sample is also the best of a lower sample's subset if the other k - 2 are among the j - 1 that remain below.
     above = values.new_tensor([comb(j - 1, k - 2) / subsets_of_one if j else 0.0 for j in range(count)])
     better = values * above
     of_sample = values * own + (better.sum() - better.cumsum(0))
@@ -83,10 +84,10 @@ def pass_at_k_advantages(*, rewards: Tensor, k: int, normalize_std: bool, std_ep
 def divide_by_step_deviation(
     *, advantages: Sequence[Tensor], rewards: Sequence[Tensor], std_epsilon: float
 ) -> list[Tensor]:
-    """The division of (r - mean of the group) / std of the batch, as Lite PPO has it (arXiv 2508.08221).
+    """Returns (r - mean of the group) / (std of the batch + ε), as Lite PPO (arXiv 2508.08221) does, in float32.
 
-    The std is the unbiased one of all rewards of a train step, and ``std_epsilon`` is added to it. ``advantages``: one
-    ``[tokens]`` tensor a group; ``rewards``: one ``[samples]`` tensor a group. Float32 comes out.
+    ``advantages`` holds one ``[tokens]`` tensor of r - mean per group, and ``rewards`` one ``[samples]`` tensor per
+    group of a train step. The std is the unbiased std of all these rewards, and ``std_epsilon`` is ε.
     """
     import torch  # here, because the settings are checked in processes that have no torch
 

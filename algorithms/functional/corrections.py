@@ -1,4 +1,4 @@
-"""What is done about tokens that another distribution sampled: importance weights ρ = π_old / μ, and OPSM."""
+"""Corrections for tokens that the engine sampled from another distribution: importance weights and OPSM."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ def correction_weights(
     low: float,
     high: float,
 ) -> tuple[Tensor, Tensor]:
-    """``[tokens]`` weights of the policy loss, detached, and ``[tokens]`` bool: where ρ lay outside of [low, high].
+    """Returns detached weights of the policy loss, and where the ratio left [low, high]; ``[tokens]`` float and bool.
 
-    ``level`` "token": ρ_t = π_old / μ of the token; "sequence": the product over its sample's trained tokens;
-    "geometric": their geometric mean, exp(mean of log ρ_t). ``method`` "tis" clamps ρ to [low, high] (truncated
-    importance sampling), and so does "tis_normalized", whose division by the mean is `divide_by_mean_weight`; "mis" and
-    "icepop" keep ρ inside and give 0 outside (masked importance sampling; IcePop is its token-level form). A masked
-    token has weight 1.
+    The ratio of a token is ρ_t = π_old / μ, the trainer's probability over the engine's. ``level`` says which ratio
+    counts: "token" ρ_t itself, "sequence" the product of ρ over the sample's trained tokens, "geometric" the geometric
+    mean exp(mean of log ρ). ``method`` says what happens outside of [low, high]. "tis" clamps the ratio to the interval
+    (truncated importance sampling). "tis_normalized" clamps it too; `divide_by_mean_weight` does its division. "mis"
+    (masked importance sampling) and "icepop" (its token-level form) set the weight to 0. A masked token has weight 1.
+    Raises ValueError for an unknown ``method`` or ``level``.
     """
     log_ratio = masked_log_ratio(old_logprobs, rollout_logprobs, loss_mask).detach()
     if level in ("sequence", "geometric"):
@@ -56,8 +57,11 @@ def correction_weights(
 def weights_to_average(
     *, weights: Tensor, loss_mask: Tensor, sample_ids: Tensor, num_samples: int, level: str
 ) -> Tensor:
-    """A group's correction weights ``[tokens]`` as they count in a mean, float64: those of its trained tokens where
-    ``level`` is "token", else one of each sample that has a trained token."""
+    """Returns the correction weights of one group that count in the mean over a step, float64.
+
+    These are the weights of the trained tokens if ``level`` is "token". Otherwise each sample with a trained token
+    counts once. ``weights`` is ``[tokens]``.
+    """
     counted, ids = weights[loss_mask].double(), sample_ids[loss_mask]
     if level == "token":
         return counted
@@ -67,11 +71,12 @@ def weights_to_average(
 
 
 def divide_by_mean_weight(*, advantages: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
-    """Self-normalised importance sampling: advantages over the mean correction weight of a train step, float32.
+    """Returns the advantages divided by a train step's mean correction weight: self-normalised importance sampling.
 
-    Every policy loss here is proportional to the size of its advantages. So this divides the weights themselves by
-    their mean, also where a micro-batch or a rank sees only a part of the step. ``advantages``: one ``[tokens]`` tensor
-    a group; ``weights``: one tensor a group from `weights_to_average`. Without a trained token nothing changes.
+    Every policy loss of this package is proportional to its advantages, so that this division has the effect of
+    normalised weights even if a micro-batch or rank sees only a part of the step. ``advantages`` and the result hold
+    one ``[tokens]`` tensor per group, the result in float32; ``weights`` holds one tensor per group from
+    `weights_to_average`. The advantages stay as they are if the step has no trained token.
     """
     import torch  # here, because the settings are checked in processes that have no torch
 
@@ -84,12 +89,11 @@ def divide_by_mean_weight(*, advantages: Sequence[Tensor], weights: Sequence[Ten
 def kept_by_opsm(
     *, log_ratio: Tensor, advantages: Tensor, loss_mask: Tensor, sample_ids: Tensor, num_samples: int, threshold: float
 ) -> Tensor:
-    """Off-policy sequence masking (DeepSeek-V3.2, arXiv 2512.02556, eq. 9): ``[tokens]`` bool, False where the token is
-    left out.
+    """Returns False for tokens that off-policy sequence masking leaves out (DeepSeek-V3.2, arXiv 2512.02556, eq. 9).
 
-    Left out are tokens with a negative advantage of samples whose mean log μ - log π is above ``threshold``. μ is what
-    the engine sampled with, so the drift counts both its age and the engine's own rounding. ``log_ratio`` ``[tokens]``
-    is log π - log μ.
+    The result is ``[tokens]`` bool. A token is left out if its advantage is negative and its sample's mean of
+    log μ - log π is above ``threshold``. ``log_ratio`` ``[tokens]`` is log π - log μ. μ is the distribution that the
+    engine sampled from, so the drift covers stale weights and the engine's own rounding.
     """
     drift = -mean_of_samples(
         per_token=log_ratio.detach(), loss_mask=loss_mask, sample_ids=sample_ids, num_samples=num_samples

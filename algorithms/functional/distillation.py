@@ -1,9 +1,9 @@
-"""Divergences of student and teacher at each token, over the teacher's top-k tokens and one bucket for the rest.
+"""Divergences between student and teacher at each token, over the teacher's top-k tokens and one bucket for the rest.
 
-Full-vocabulary log-probs of a teacher are too much to carry: 150k floats a token. So both distributions are cut the
-same way: the teacher's ``top_k`` tokens one by one, and all others in one tail bucket with what is left of each. A KL
-of distributions that were put into buckets is never more than the KL of the whole ones (data processing inequality),
-and is equal to it with every token in a bucket of its own.
+A teacher's log-probs over a whole vocabulary are too large to transfer: 150,000 floats per token. Therefore both
+distributions are reduced in the same way: each of the teacher's ``top_k`` tokens has its own bucket, and all other
+tokens share one tail bucket. A KL of the reduced distributions is at most the KL of the full ones (data processing
+inequality).
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TOP_K_DIVERGENCES = ("forward", "reverse", "mixed", "jsd")
-MAX_LOG_MASS = -1e-6  # of the top tokens together: rounding may give 0 or more, and a tail of nothing has no log
+MAX_LOG_MASS = -1e-6  # the log of the top tokens' total mass stays below 0, because an empty tail has no log
 
 
 def teacher_log_ratio(*, logprobs: Tensor, teacher_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
-    """``[tokens]``: d = log π_S - log π_T of the sampled tokens, clamped, detached; 0 where masked.
+    """Returns d = log π_S - log π_T of the sampled tokens, clamped and detached, ``[tokens]``; 0 where masked.
 
-    Its mean over the student's own samples estimates the reverse KL(π_S ‖ π_T). It belongs into the advantage (MiniLLM,
-    arXiv 2306.08543, eq. 3: the policy gradient of the reverse KL). As a loss it teaches nothing: its gradient is
-    ∇ log π_S, and the mean of that over samples of π_S is ∇ Σ π_S = ∇ 1 = 0, whatever the teacher says.
+    The mean of d over the student's samples estimates the reverse KL(π_S ‖ π_T). -d is the advantage of that KL's
+    policy gradient (MiniLLM, arXiv 2306.08543, eq. 3). d must not be used as a loss: its gradient is ∇ log π_S, whose
+    expectation over samples of π_S is ∇ Σ π_S = ∇ 1 = 0 for any teacher.
     """
     return masked_log_ratio(logprobs, teacher_logprobs, loss_mask).detach()
 
 
 def with_tail(top_logprobs: Tensor) -> Tensor:
-    """``[tokens, k]`` log-probs of some tokens → ``[tokens, k + 1]``: the last is log(1 - their sum).
+    """Returns ``[tokens, k]`` log-probs with the log-prob of all other tokens appended, ``[tokens, k + 1]``.
 
-    The mass of the k is kept below 1 - 1e-6, so an empty tail has 1e-6 and no gradient instead of log 0.
+    The appended value is log(1 - Σ p). Σ p is kept below 1 - 1e-6, so an empty tail has the mass 1e-6 and no gradient.
     """
     import torch  # here, because the settings are checked in processes that have no torch
 
@@ -44,12 +44,13 @@ def with_tail(top_logprobs: Tensor) -> Tensor:
 def top_k_divergence(
     *, top_logprobs: Tensor, teacher_top_logprobs: Tensor, loss_mask: Tensor, divergence: str, mix: float
 ) -> Tensor:
-    """``[tokens]`` divergence of student q and teacher p over the teacher's top tokens and the tail, in nats.
+    """Returns a divergence of student q and teacher p over the teacher's top-k tokens and the tail, ``[tokens]`` nats.
 
-    ``top_logprobs``, ``teacher_top_logprobs``: ``[tokens, k]`` at the teacher's k top-k tokens; the first has the
-    gradient. GKD (arXiv 2306.13649, §2 and §3): "forward" KL(p ‖ q), "reverse" KL(q ‖ p), and "jsd", its generalised
-    Jensen-Shannon divergence with β = ``mix``: β KL(p ‖ m) + (1 - β) KL(q ‖ m), m = β p + (1 - β) q. "mixed" is
-    mix × forward + (1 - mix) × reverse. 0 without gradient where masked.
+    ``top_logprobs`` (student, with gradient) and ``teacher_top_logprobs`` are ``[tokens, k]`` log-probs of the
+    teacher's k most likely tokens. ``divergence`` is one of those of GKD (arXiv 2306.13649, §2 and §3), with β =
+    ``mix``: "forward" is KL(p ‖ q), "reverse" is KL(q ‖ p), "mixed" is β × forward + (1 - β) × reverse, and "jsd" is
+    the generalised Jensen-Shannon divergence β KL(p ‖ m) + (1 - β) KL(q ‖ m) with m = β p + (1 - β) q. Masked tokens
+    have the value 0 and no gradient. Raises ValueError for an unknown ``divergence``.
     """
     import torch
 
@@ -71,5 +72,5 @@ def top_k_divergence(
 
 
 def _kl(left: Tensor, right: Tensor) -> Tensor:
-    """``[tokens]`` KL(left ‖ right) of log-probs ``[tokens, buckets]``."""
+    """Returns KL(left ‖ right), ``[tokens]``, of log-probs ``[tokens, buckets]``."""
     return (left.exp() * (left - right)).sum(-1)

@@ -1,4 +1,4 @@
-"""Policy losses of r = π / π_old, one value a token."""
+"""Policy losses of the ratio r = π / π_old, one value per token."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ if TYPE_CHECKING:
 
 
 class PolicyLoss(NamedTuple):
-    """Per token ``[tokens]``: the loss; the log of the ratio that it is made of (0 at masked tokens) and that ratio;
-    bool: where the loss held the gradient back because the ratio was too low, and where because it was too high."""
+    """The loss of each token with the figures that metrics need; every field is ``[tokens]``.
+
+    ``per_token`` is the loss. ``log_ratio`` is the log of the ratio that the loss uses, 0 at masked tokens, and
+    ``ratio`` is that ratio. ``cut_low`` and ``cut_high`` (bool) are True where the loss holds the gradient back because
+    the ratio is too low or too high.
+    """
 
     per_token: Tensor
     log_ratio: Tensor
@@ -34,11 +38,11 @@ def clipped_policy_loss(
     dual_clip: float = 0.0,
     trust_region: str = "ratio",
 ) -> PolicyLoss:
-    """PPO's clipped surrogate (arXiv 1707.06347, eq. 7) with a lower and an upper range; all inputs ``[tokens]``.
+    """Returns PPO's clipped surrogate -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) (arXiv 1707.06347, eq. 7).
 
-    ``dual_clip`` above 0 (arXiv 1912.09729; 3.0 is usual): where A < 0 the loss is at most ``dual_clip`` × |A|.
-    ``trust_region`` other than "ratio" puts a mask in the place of the clip: the loss is -r · A, and 0 where
-    `moved_too_far` says so.
+    All inputs are ``[tokens]``. ``dual_clip`` above 0 (arXiv 1912.09729; 3.0 is usual) limits the loss to ``dual_clip``
+    × |A| if A < 0. A ``trust_region`` other than "ratio" replaces the clip by a mask: the loss is then -r A, and 0
+    where `moved_too_far` is True.
     """
     log_ratio = masked_log_ratio(logprobs, old_logprobs, loss_mask)
     if trust_region == "ratio":
@@ -75,10 +79,11 @@ def gspo_policy_loss(
     clip_high: float,
     dual_clip: float = 0.0,
 ) -> PolicyLoss:
-    """GSPO (arXiv 2507.18071): the clipped surrogate of s = exp(mean of log r over the sample), one for all its tokens.
+    """Returns GSPO's loss (arXiv 2507.18071): the clipped surrogate of one ratio per sample, s = exp(mean of log r).
 
-    In the token form sg(s) · π / sg(π), which has the value and the gradient of the sequence form wherever a sample's
-    tokens share one advantage. A sample of one token gives `clipped_policy_loss`.
+    The loss has the token form sg(s) π / sg(π), where sg stops the gradient. Its value and gradient equal those of the
+    sequence form if all tokens of a sample have the same advantage. For a sample of one token the loss equals
+    `clipped_policy_loss`. All inputs are ``[tokens]``; ``dual_clip`` has its meaning there.
     """
     of_tokens = masked_log_ratio(logprobs, old_logprobs, loss_mask)
     of_samples = mean_of_samples(
@@ -112,10 +117,10 @@ def sapo_policy_loss(
     tau_positive: float,
     tau_negative: float,
 ) -> PolicyLoss:
-    """SAPO (arXiv 2511.20347): -f(r) · A with f(x) = 4/τ · σ(τ (x - 1)), a soft gate in the place of the clip.
+    """Returns SAPO's loss -f(r) A with the soft gate f(x) = 4/τ σ(τ (x - 1)) (arXiv 2511.20347).
 
-    τ is ``tau_positive`` where A > 0, else ``tau_negative``. The gradient's weight 4p(1 - p), p = σ(τ (r - 1)), is 1 at
-    r = 1 and falls on both sides; ``cut_low`` and ``cut_high`` are where it is below one half.
+    τ is ``tau_positive`` if A > 0, else ``tau_negative``. The gradient's weight is 4 p (1 - p) with p = σ(τ (r - 1)):
+    it is 1 at r = 1 and falls on both sides. ``cut_low`` and ``cut_high`` are True where it is below one half.
     """
     log_ratio = masked_log_ratio(logprobs, old_logprobs, loss_mask)
     ratio = log_ratio.exp()
@@ -137,11 +142,12 @@ def cispo_policy_loss(
     clip_high: float,
     trust_region: str = "none",
 ) -> PolicyLoss:
-    """CISPO (arXiv 2506.13585, eq. 4 and 5): -sg(clip(r, 1 - clip_low, 1 + clip_high)) · A · log π.
+    """Returns CISPO's loss -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log π (arXiv 2506.13585, eq. 4 and 5).
 
-    The weight is clipped, never the gradient: every token keeps one. ``cut_low``, ``cut_high``: where it was clipped.
-    ``trust_region`` "ratio" is the paper's unified form (eq. 6 and 7), with the same bounds for its mask: 0 where A > 0
-    and r > 1 + clip_high, or A < 0 and r < 1 - clip_low, which are PPO's tokens without a gradient.
+    sg stops the gradient. Only the weight is clipped, so every token keeps a gradient. ``cut_low`` and ``cut_high`` are
+    True where the weight was clipped. ``trust_region`` "ratio" is the paper's unified form (eq. 6 and 7) with the same
+    bounds: the loss is also 0 where A > 0 and r > 1 + clip_high, or A < 0 and r < 1 - clip_low, which are the tokens
+    that have no gradient in PPO. Raises ValueError for an unknown ``trust_region``.
     """
     if trust_region not in CISPO_TRUST_REGIONS:
         raise ValueError(f"trust region {trust_region!r} is not one of {', '.join(CISPO_TRUST_REGIONS)}")

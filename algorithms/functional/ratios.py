@@ -1,4 +1,4 @@
-"""Log-ratios of two policies, the KL estimators made of them, and the KL as a term of the loss."""
+"""Log-ratios of two policies, KL estimators made of them, and the KL as a term of the loss."""
 
 from __future__ import annotations
 
@@ -10,18 +10,24 @@ if TYPE_CHECKING:
 KL_ESTIMATORS = ("k1", "k2", "k3", "k3_clamped", "abs")
 KL_LOSSES = ("loss", "loss_times_ratio", "loss_k2_gradient")
 MAX_LOG_RATIO = 20.0
-MAX_KL = 10.0  # what k3_clamped never passes
+MAX_KL = 10.0  # the upper bound of k3_clamped
 
 
 def masked_log_ratio(numerator: Tensor, denominator: Tensor, loss_mask: Tensor) -> Tensor:
-    """``numerator - denominator`` of two log-probs ``[tokens]``, clamped; 0 without gradient where masked."""
+    """Returns ``numerator - denominator`` of two ``[tokens]`` log-probs, clamped to [-20, 20].
+
+    Masked tokens have the value 0 and no gradient.
+    """
     return (numerator - denominator).masked_fill(~loss_mask, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def kl_estimate(*, logprobs: Tensor, reference_logprobs: Tensor, loss_mask: Tensor, estimator: str) -> Tensor:
-    """Per-token estimate ``[tokens]`` of KL(π ‖ π_ref), with x = log π - log π_ref: k1 = x, k2 = x²/2,
-    k3 = e^-x + x - 1 (never negative; Schulman 2020, "Approximating KL divergence"), k3_clamped = min(k3, 10),
-    abs = |x|. As a loss, k1 has zero expected gradient on policy."""
+    """Returns an estimate of KL(π ‖ π_ref) for each token, ``[tokens]`` (Schulman 2020, "Approximating KL divergence").
+
+    With x = log π - log π_ref, ``estimator`` is one of k1 = x, k2 = x²/2, k3 = e^-x + x - 1 (never negative),
+    k3_clamped = min(k3, 10) and abs = |x|. Used as a loss, k1 has zero expected gradient on policy. Masked tokens have
+    the value 0. Raises ValueError for an unknown ``estimator``.
+    """
     x = masked_log_ratio(logprobs, reference_logprobs, loss_mask)
     if estimator == "k1":
         return x
@@ -45,12 +51,18 @@ def kl_loss(
     estimator: str,
     placement: str,
 ) -> Tensor:
-    """The KL to the reference as a term of the loss, ``[tokens]``; 0 without gradient where masked.
+    """Returns the KL to the reference as a term of the loss, ``[tokens]``; masked tokens have value 0 and no gradient.
 
-    ``placement`` "loss": `kl_estimate` as it is. "loss_times_ratio": times the live ratio π / π_old, whose gradient
-    flows too (DeepSeek-V3.2, arXiv 2512.02556, eq. 7). With k1 or k3 its mean over tokens of π_old is the KL at that
-    place, and so is its gradient; k3_clamped clamps the product. "loss_k2_gradient": the value of ``estimator`` with
-    the gradient of k2, a straight-through estimator; on policy k2's expected gradient is that of the KL.
+    ``placement`` says how the estimate enters the loss:
+
+    - "loss": `kl_estimate` itself.
+    - "loss_times_ratio": `kl_estimate` times the ratio π / π_old, through which the gradient flows too (DeepSeek-V3.2,
+      arXiv 2512.02556, eq. 7). With k1 or k3 its mean over samples of π_old is the KL of the current policy, and its
+      gradient is that KL's gradient. k3_clamped clamps the product.
+    - "loss_k2_gradient": the value of ``estimator`` with the gradient of k2 (a straight-through estimator). On policy,
+      k2's expected gradient is that of the KL.
+
+    Raises ValueError for an unknown ``placement``.
     """
 
     def estimate(kind: str) -> Tensor:

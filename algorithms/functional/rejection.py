@@ -1,4 +1,4 @@
-"""Rejection: tokens and whole samples that are left out because trainer and engine disagree too much about them."""
+"""Rejection sampling: tokens and whole samples are left out if trainer and engine disagree too much about them."""
 
 from __future__ import annotations
 
@@ -27,20 +27,23 @@ def kept_by_rejection(
     num_samples: int,
     rules: Mapping[str, Sequence[float]],
 ) -> Tensor:
-    """``[tokens]`` bool, False where a rule leaves the token out; a masked token is kept. All inputs are detached.
+    """Returns False for tokens that a rule leaves out, ``[tokens]`` bool; masked tokens are kept.
 
-    ``rules``: rule → (low, high), where ``low <= statistic <= high`` keeps. With ρ = π / μ of a token, the trainer's
-    probability over the engine's, the statistics estimate KL(μ ‖ π) from μ's own tokens (Schulman 2020,
-    "Approximating KL divergence"): k1 = -log ρ, k2 = (log ρ)² / 2, k3 = ρ - 1 - log ρ; ratio is ρ itself, difference is
-    π - μ. "token_…" looks at each token and leaves it out alone. The others leave out the whole sample: "seq_sum_…"
-    looks at the sum over its trained tokens (of the ratio: the product), "seq_mean_…" at their mean (of the ratio: the
-    geometric mean), "seq_any_…" at every token: one outside is enough (a veto). Rules add up.
+    ``logprobs`` are the trainer's, ``rollout_logprobs`` the engine's, both ``[tokens]``. ``rules`` maps a name
+    REDUCTION_STATISTIC to (low, high); values with low <= value <= high are kept, and a token must be kept by all
+    rules. With the token's ratio ρ = π / μ of trainer and engine, the statistics are "ratio" ρ, "difference" π - μ, and
+    the estimators of KL(μ ‖ π) from samples of μ (Schulman 2020, "Approximating KL divergence"): "k1" -log ρ, "k2" (log
+    ρ)² / 2, "k3" ρ - 1 - log ρ.
+
+    The reduction "token" checks and leaves out each token alone. The others leave out whole samples: "seq_sum" checks
+    the sum over the sample's trained tokens (of ratios: the product), "seq_mean" the mean (of ratios: the geometric
+    mean), and "seq_any" every token (one value outside is enough).
     """
     log_ratio = masked_log_ratio(logprobs, rollout_logprobs, loss_mask).detach()
     outside = loss_mask.new_zeros(loss_mask.shape)
     for rule, (low, high) in rules.items():
         reduction, _, statistic = rule.rpartition("_")
-        if statistic == "ratio":  # in logs: a product of ratios is a sum there, and cannot overflow
+        if statistic == "ratio":  # ratios are compared as logs, so that a product becomes a sum and cannot overflow
             low, high = (math.log(bound) if bound > 0 else -math.inf for bound in (low, high))
         values = _statistic(statistic, log_ratio, logprobs, rollout_logprobs, loss_mask)
         if reduction in ("seq_sum", "seq_mean"):
@@ -59,7 +62,7 @@ def kept_by_rejection(
 
 
 def _statistic(name: str, log_ratio: Tensor, logprobs: Tensor, rollout_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
-    """``[tokens]``; of the ratio its log."""
+    """Returns a statistic's values, ``[tokens]``; the log of the ratio for "ratio"."""
     if name == "ratio":
         return log_ratio
     if name == "k1":

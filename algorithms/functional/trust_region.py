@@ -1,4 +1,4 @@
-"""Where a token's probability has moved too far from the old policy's for the token to be trained on."""
+"""Trust regions: tokens whose probability moved too far from the old policy's to be trained on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CISPO_TRUST_REGIONS = ("none", "ratio")
 
 
 def probability_difference(logprobs: Tensor, other_logprobs: Tensor, loss_mask: Tensor) -> Tensor:
-    """``[tokens]``: how much likelier the one finds the token than the other, in -1..1, detached; 0 where masked."""
+    """Returns π - π_other of each token, in [-1, 1], ``[tokens]``, detached; 0 where masked."""
     return (logprobs.detach().exp() - other_logprobs.exp()).masked_fill(~loss_mask, 0.0)
 
 
@@ -26,11 +26,12 @@ def moved_too_far(
     high: float,
     trust_region: str,
 ) -> tuple[Tensor, Tensor]:
-    """``[tokens]`` bool each: where D = π - π_old of the token is too low, and where it is too high.
+    """Returns where D = π - π_old of a token is too low, and where it is too high; two ``[tokens]`` bool tensors.
 
-    "probability" (DPPO with binary total variation, arXiv 2602.04879): D < -``low`` where A < 0, and D > ``high`` where
-    A > 0, that is where the step would go on in the direction in which the token has moved. "probability_both" (IPO of
-    prime-rl): D < -``low`` and D > ``high``, whatever A is.
+    ``trust_region`` "probability" (DPPO with binary total variation, arXiv 2602.04879) means D < -``low`` with A < 0,
+    and D > ``high`` with A > 0: the step would move the token further in the direction in which it has already moved.
+    "probability_both" (IPO of prime-rl) means D < -``low`` and D > ``high`` for any A. Raises ValueError for another
+    ``trust_region``.
     """
     moved = probability_difference(logprobs, old_logprobs, loss_mask)
     down, up = moved < -low, moved > high

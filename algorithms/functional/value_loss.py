@@ -1,4 +1,4 @@
-"""The critic's loss, one value a token."""
+"""The loss of the critic, one value per token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ if TYPE_CHECKING:
 
 
 class ValueLoss(NamedTuple):
-    """Per token ``[tokens]``: the loss, 0 where masked; bool: where the clip holds the gradient back."""
+    """The critic's loss and where its clip acts, both ``[tokens]``.
+
+    ``per_token`` is the loss, 0 where masked. ``cut`` (bool) is True where the clip holds the gradient back.
+    """
 
     per_token: Tensor
     cut: Tensor
@@ -18,8 +21,10 @@ class ValueLoss(NamedTuple):
 def clipped_value_loss(
     *, values: Tensor, old_values: Tensor, returns: Tensor, loss_mask: Tensor, clip: float
 ) -> ValueLoss:
-    """½ · max((V - R)², (clip(V, V_old ± clip) - R)²), the value loss of PPO's reference implementation; all inputs
-    ``[tokens]``. ``clip`` 0: ½ · (V - R)² alone."""
+    """Returns ½ max((V - R)², (clip(V, V_old - clip, V_old + clip) - R)²), as PPO's reference implementation does.
+
+    All inputs are ``[tokens]`` float. With ``clip`` 0 the loss is ½ (V - R)².
+    """
     error = (values - returns).masked_fill(~loss_mask, 0.0)
     if clip == 0:
         return ValueLoss(0.5 * error.square(), loss_mask.new_zeros(loss_mask.shape))

@@ -1,5 +1,9 @@
-"""What all policy-gradient algorithms here share: their common settings, the checks, and the way from a policy loss per
-token to a `LossOutputs` (correction, rejection, OPSM, KL, entropy bonus, aggregation, metrics)."""
+"""The parts that all policy-gradient algorithms share: settings, checks, advantages and the terms of the loss.
+
+This package is public API for algorithm plug-ins: ``from algorithms import policy_gradient as P``. Start reading in
+`outputs.py`, which turns a policy loss per token into a `LossOutputs` (correction, rejection, OPSM, KL, entropy bonus,
+aggregation, metrics).
+"""
 
 from __future__ import annotations
 

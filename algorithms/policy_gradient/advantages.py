@@ -1,4 +1,4 @@
-"""From a group's rewards to advantages, with the KL to the reference in them, and what follows from a whole step."""
+"""Advantages from a group's rewards, with the KL penalty in the rewards, and their normalisation over a train step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 def token_penalties(inputs: AdvantageInputs, config: PolicyGradientConfig) -> Tensor | None:
-    """``[tokens]`` kl_coef × KL of the policy that sampled against the reference, where it belongs into the reward."""
+    """Returns kl_coef × KL(sampling policy ‖ reference) of each token, ``[tokens]``, if the KL is part of the reward.
+
+    Returns None if ``kl_coef`` is 0 or ``kl_placement`` is not "reward".
+    """
     if config.kl_coef == 0 or config.kl_placement != "reward":
         return None
     assert inputs.old_logprobs is not None and inputs.reference_logprobs is not None, (
@@ -29,7 +32,7 @@ def token_penalties(inputs: AdvantageInputs, config: PolicyGradientConfig) -> Te
 
 
 def penalized_rewards(inputs: AdvantageInputs, config: PolicyGradientConfig) -> Tensor:
-    """``[samples]`` rewards, less each sample's summed KL penalty where ``kl_placement`` is "reward"."""
+    """Returns the ``[samples]`` rewards, less each sample's summed KL penalty if ``kl_placement`` is "reward"."""
     penalties = token_penalties(inputs, config)
     if penalties is None:
         return inputs.rewards
@@ -42,7 +45,7 @@ def penalized_rewards(inputs: AdvantageInputs, config: PolicyGradientConfig) -> 
 
 
 def sample_advantages(rewards: Tensor, config: GroupConfig) -> Tensor:
-    """``[samples]``: one group's rewards relative to each other, or by the best of ``pass_k`` samples."""
+    """Returns one group's advantages, ``[samples]`` float32, which are those of pass@k training if ``pass_k`` > 1."""
     normalize_std, std_epsilon = config.normalize_std == "group", config.std_epsilon
     if config.pass_k > 1:
         return F.pass_at_k_advantages(
@@ -52,14 +55,17 @@ def sample_advantages(rewards: Tensor, config: GroupConfig) -> Tensor:
 
 
 def group_advantages(inputs: AdvantageInputs, config: GroupConfig) -> Tensor:
-    """``[tokens]`` float32: every token of a sample carries the sample's advantage, relative to its group."""
+    """Returns the group-relative advantages, ``[tokens]`` float32; every token has the advantage of its sample."""
     return sample_advantages(penalized_rewards(inputs, config), config)[inputs.sample_ids]
 
 
 def normalize_weights(
     advantages: Sequence[Tensor], inputs: Sequence[AdvantageInputs], config: PolicyGradientConfig
 ) -> list[Tensor]:
-    """Over the mean correction weight of the step, where ``correction`` is "tis_normalized"; else as they are."""
+    """Divides advantages by the step's mean correction weight if ``correction`` is "tis_normalized".
+
+    ``advantages`` and ``inputs`` hold one entry per group of the train step. Otherwise the advantages stay as they are.
+    """
     if config.correction != "tis_normalized":
         return list(advantages)
     weights = []
@@ -95,8 +101,11 @@ def normalize_group(
     *,
     rewards: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Over the standard deviation of all of the step's rewards, where ``normalize_std`` is "batch"; and
-    `normalize_weights`. ``rewards``: one ``[samples]`` tensor a group, where they are not `penalized_rewards`."""
+    """Divides advantages by the std of the step's rewards if ``normalize_std`` is "batch"; then `normalize_weights`.
+
+    ``advantages`` and ``inputs`` hold one entry per group of the train step. ``rewards`` holds one ``[samples]`` tensor
+    per group; the default is `penalized_rewards`.
+    """
     if config.normalize_std == "batch":
         advantages = F.divide_by_step_deviation(
             advantages=advantages,

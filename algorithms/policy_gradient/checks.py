@@ -1,4 +1,4 @@
-"""Checks of the common settings: one sentence a problem, with key, value and fix. No torch."""
+"""Checks of the shared settings. Each problem is a sentence with key, value and fix. This module needs no torch."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ OLD_LOGPROBS = ("rollout", "actor_fwd", "current")
 
 
 def refuse(problems: list[str]) -> None:
-    """Raises ValueError with one problem a line, where there is any."""
+    """Raises ValueError with one problem per line if there are any."""
     if problems:
         raise ValueError("\n".join(problems))
 
 
 def group_problems(config: GroupConfig) -> list[str]:
-    """`baseline_problems`, and what is wrong with the deviation and with ``pass_k``."""
+    """Returns the problems of `baseline_problems` and those of ``normalize_std``, ``std_epsilon`` and ``pass_k``."""
     problems = baseline_problems(config) + deviation_problems(config, F.DEVIATIONS)
     if not 1 <= config.pass_k < max(2, config.group_size):
         problems.append(
-            f"algo.pass_k={config.pass_k} with algo.group_size={config.group_size}: need 1 <= pass_k < group_size, as "
-            "a group has one subset of all its samples. 1 is the usual advantage."
+            f"algo.pass_k={config.pass_k} with algo.group_size={config.group_size}: need 1 <= pass_k < group_size, "
+            "because a group has only one subset of all its samples. 1 is the usual advantage."
         )
     if config.pass_k > 1 and config.normalize_std == "batch":
         problems.append(
-            f"algo.pass_k={config.pass_k} with algo.normalize_std=batch: the deviation is that of the group's subsets. "
-            "Use algo.normalize_std=group or none."
+            f"algo.pass_k={config.pass_k} with algo.normalize_std=batch: pass@k divides by the deviation of the "
+            "group's subsets. Use algo.normalize_std=group or none."
         )
     return problems
 
 
 def baseline_problems(config: PolicyGradientConfig) -> list[str]:
-    """`common_problems`, and a group too small to be its own baseline."""
+    """Returns the problems of `common_problems` and that of a group too small for a baseline."""
     problems = common_problems(config)
     if config.group_size < 2:
         problems.append(f"algo.group_size={config.group_size}: a group of one has no baseline. Use 2 or more.")
@@ -47,12 +47,12 @@ def baseline_problems(config: PolicyGradientConfig) -> list[str]:
 
 
 def deviation_problems(config: DeviationConfig, allowed: tuple[str, ...]) -> list[str]:
-    """``allowed``: what the algorithm may divide by."""
+    """Returns the problems of ``normalize_std``, which must be in ``allowed``, and of ``std_epsilon``."""
     return choice_problems("algo.normalize_std", config.normalize_std, allowed) + above_zero(config, std_epsilon=1e-6)
 
 
 def common_problems(config: PolicyGradientConfig) -> list[str]:
-    """What is wrong with the common settings, one sentence each with key, value and fix."""
+    """Returns the problems of the settings that all policy-gradient algorithms have."""
     problems = [
         *choice_problems("algo.aggregation", config.aggregation, F.AGGREGATIONS),
         *choice_problems("algo.kl_estimator", config.kl_estimator, F.KL_ESTIMATORS),
@@ -69,7 +69,7 @@ def common_problems(config: PolicyGradientConfig) -> list[str]:
     if config.aggregation == "seq_mean_token_sum_norm" and not config.norm_length > 0:
         problems.append(
             f"algo.norm_length={config.norm_length} with algo.aggregation={config.aggregation}: each sample's sum is "
-            "divided by it. Use algo.norm_length=${rollout.max_new_tokens}, as the presets do."
+            "divided by norm_length. Use algo.norm_length=${rollout.max_new_tokens}, as the presets do."
         )
     if config.entropy_coef < 0:
         problems.append(f"algo.entropy_coef={config.entropy_coef}: must not be negative. Use 0 for no bonus.")
@@ -81,13 +81,13 @@ def _update_problems(config: PolicyGradientConfig) -> list[str]:
         return []
     return [
         f"algo.old_logprobs=current with algo.mini_batches={config.mini_batches}, algo.epochs={config.epochs}: every "
-        "update would take its own weights for the old ones, so the ratio is always 1 and nothing is clipped. Use "
+        "update would use its own weights as the old ones, so the ratio is always 1 and nothing is clipped. Use "
         "algo.old_logprobs=rollout or actor_fwd."
     ]
 
 
 def above_zero(config: PolicyGradientConfig, **usual: float) -> list[str]:
-    """Of settings that must be above 0, by name with the value that is usual."""
+    """Returns the problems of settings that must be above 0; ``usual`` maps their names to the usual values."""
     return [
         f"algo.{key}={getattr(config, key)}: must be above 0. Use {value:g}."
         for key, value in usual.items()
@@ -96,7 +96,7 @@ def above_zero(config: PolicyGradientConfig, **usual: float) -> list[str]:
 
 
 def clip_problems(config: ClipConfig, *, usual: str) -> list[str]:
-    """``usual``: the values that the algorithm's paper has, in words."""
+    """Returns the problems of ``clip_low``, ``clip_high`` and ``dual_clip``; ``usual`` names the paper's values."""
     problems = []
     if not 0 < config.clip_low <= 1:
         problems.append(f"algo.clip_low={config.clip_low}: must lie in (0, 1]. {usual}")
@@ -111,13 +111,13 @@ def clip_problems(config: ClipConfig, *, usual: str) -> list[str]:
 
 
 def token_clip_problems(config: TokenClipConfig, *, usual: str) -> list[str]:
-    """`clip_problems`, and a trust region that does not exist or that nothing could leave."""
+    """Returns the problems of `clip_problems` and those of the trust region."""
     problems = clip_problems(config, usual=usual) + choice_problems(
         "algo.trust_region", config.trust_region, F.TRUST_REGIONS
     )
     if config.trust_region != "ratio" and config.clip_high >= 1:
         problems.append(
-            f"algo.clip_high={config.clip_high} with algo.trust_region={config.trust_region}: no probability moves by "
-            "1 or more. 0.2 is usual."
+            f"algo.clip_high={config.clip_high} with algo.trust_region={config.trust_region}: no probability changes "
+            "by 1 or more, so nothing would be masked. 0.2 is usual."
         )
     return problems

@@ -1,4 +1,4 @@
-"""The settings of all policy-gradient algorithms, and what follows from them alone."""
+"""The settings that policy-gradient algorithms share, and the requirements and denominator that follow from them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from relax_core.contracts.algorithm import AlgorithmConfig, Requirements, StepTo
 
 @dataclass(frozen=True)
 class PolicyGradientConfig(AlgorithmConfig):
-    """Values are documented in conf/algo."""
+    """The settings of all policy-gradient algorithms; conf/algo documents the values."""
 
     name: str = ""
     group_size: int = 16
@@ -32,7 +32,7 @@ class PolicyGradientConfig(AlgorithmConfig):
 
 @dataclass(frozen=True)
 class DeviationConfig(PolicyGradientConfig):
-    """Of algorithms whose advantages may be divided by a standard deviation of rewards."""
+    """The settings of algorithms that may divide advantages by a standard deviation of rewards."""
 
     normalize_std: str = "group"
     std_epsilon: float = 1e-6
@@ -40,14 +40,14 @@ class DeviationConfig(PolicyGradientConfig):
 
 @dataclass(frozen=True)
 class GroupConfig(DeviationConfig):
-    """Of algorithms whose baseline is the group's mean."""
+    """The settings of algorithms whose baseline is the group's mean."""
 
     pass_k: int = 1
 
 
 @dataclass(frozen=True)
 class ClipConfig(PolicyGradientConfig):
-    """Of algorithms with PPO's clip."""
+    """The settings of algorithms with PPO's clip."""
 
     clip_low: float = 0.2
     clip_high: float = 0.2
@@ -56,14 +56,17 @@ class ClipConfig(PolicyGradientConfig):
 
 @dataclass(frozen=True)
 class TokenClipConfig(ClipConfig):
-    """Of those whose clip is on each token's own ratio."""
+    """The settings of algorithms that clip each token's own ratio."""
 
     trust_region: str = "ratio"
 
 
 def requirements(config: PolicyGradientConfig, *, whole_step: bool = False) -> Requirements:
-    """A reference only with a KL term; the entropy only with a bonus; old log-probs from where the setting says; a
-    whole step's groups where the algorithm says so, or where weights are divided by their mean over the step."""
+    """Returns what an algorithm with these settings needs computed.
+
+    It needs a reference if the KL has a coefficient, the entropy if the bonus has one, and the groups of a whole step
+    if ``whole_step`` is True or if weights are divided by their mean over the step.
+    """
     normalizes_weights = config.correction == "tis_normalized"
     return Requirements(
         old_logprobs="actor_fwd" if config.old_logprobs == "actor_fwd" else "rollout",
@@ -75,9 +78,10 @@ def requirements(config: PolicyGradientConfig, *, whole_step: bool = False) -> R
 
 
 def group_requirements(config: DeviationConfig) -> Requirements:
-    """`requirements`, and a whole step's groups where their rewards have one standard deviation."""
+    """Returns `requirements`; a whole step's groups are needed if its rewards have one common standard deviation."""
     return requirements(config, whole_step=config.normalize_std == "batch")
 
 
 def denominator(totals: StepTotals, config: PolicyGradientConfig) -> float:
+    """Returns the denominator of a step's loss, in the unit of ``config.aggregation``."""
     return F.aggregate_denominator(totals=totals, aggregation=config.aggregation, norm_length=config.norm_length)

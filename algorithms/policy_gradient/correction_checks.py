@@ -1,4 +1,4 @@
-"""Checks of the settings that say what is done about tokens that another distribution sampled. No torch."""
+"""Checks of the correction, rejection and OPSM settings, each problem with key, value and fix; needs no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ CORRECTION_CHOICES = ("auto", "none", *F.CORRECTIONS)
 
 
 def correction_problems(config: PolicyGradientConfig) -> list[str]:
-    """What is wrong with the settings that compare trainer and engine, one sentence each with key, value and fix."""
+    """Returns the problems of the settings that compare trainer and engine."""
     problems = [
         *choice_problems("algo.correction", config.correction, CORRECTION_CHOICES),
         *choice_problems("algo.correction_level", config.correction_level, F.CORRECTION_LEVELS),
@@ -32,8 +32,8 @@ def correction_problems(config: PolicyGradientConfig) -> list[str]:
         )
     if config.correction == "tis_normalized" and config.old_logprobs == "current":
         problems.append(
-            "algo.correction=tis_normalized with algo.old_logprobs=current: a step's mean weight is taken before its "
-            "forward passes. Use algo.old_logprobs=actor_fwd, or algo.correction=tis."
+            "algo.correction=tis_normalized with algo.old_logprobs=current: a step's mean weight is computed before "
+            "its forward passes. Use algo.old_logprobs=actor_fwd, or algo.correction=tis."
         )
     if config.opsm_threshold < 0:
         problems.append(f"algo.opsm_threshold={config.opsm_threshold}: must not be negative. 0 is off, 1e-4 is usual.")
@@ -46,23 +46,23 @@ def _rejection_problems(config: PolicyGradientConfig) -> list[str]:
         key = f"algo.rejection.{rule}={bounds}"
         on_policy = 1.0 if rule.endswith("_ratio") else 0.0
         if rule not in F.REJECTION_RULES:
-            problems.append(f"{key}: no such rule. What exists: {', '.join(F.REJECTION_RULES)}.")
+            problems.append(f"{key}: there is no such rule. The rules are: {', '.join(F.REJECTION_RULES)}.")
         elif not _is_range(bounds):
             problems.append(f"{key}: expected two numbers, [low, high], with low < high; .inf is no upper bound.")
         elif not bounds[0] <= on_policy <= bounds[1]:
             problems.append(
-                f"{key}: where trainer and engine agree the value is {on_policy:g}, which must lie between the two."
+                f"{key}: the value is {on_policy:g} if trainer and engine agree, and must lie between the two bounds."
             )
     return problems
 
 
 def _is_range(bounds: object) -> bool:
-    """Two numbers, the first below the second; NaN is below nothing."""
+    """Returns True for two numbers of which the first is below the second; NaN is below nothing."""
     if not isinstance(bounds, list | tuple) or len(bounds) != 2:
         return False
     return all(type(bound) in (int, float) for bound in bounds) and bounds[0] < bounds[1]
 
 
 def choice_problems(key: str, value: str, allowed: tuple[str, ...]) -> list[str]:
-    """Of a setting whose values are names."""
-    return [] if value in allowed else [f"{key}={value}: no such choice. Use one of: {', '.join(allowed)}."]
+    """Returns the problem of a setting whose value is not one of the ``allowed`` names."""
+    return [] if value in allowed else [f"{key}={value}: there is no such choice. Use one of: {', '.join(allowed)}."]

@@ -1,4 +1,4 @@
-"""From a policy loss a token to a `LossOutputs`: correction, rejection, OPSM, KL, entropy bonus, sum, metrics."""
+"""Turns a policy loss per token into a `LossOutputs`: correction, rejection, OPSM, KL, entropy bonus, sum, metrics."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ LOW_QUANTILE, HIGH_QUANTILE = 0.01, 0.99
 
 
 def old_logprobs(inputs: LossInputs, config: PolicyGradientConfig) -> Tensor:
-    """``[tokens]`` log-probs of the proximal policy, the denominator of the ratio."""
+    """Returns the log-probs of the proximal policy, ``[tokens]``: the denominator of the ratio."""
     return inputs.logprobs.detach() if config.old_logprobs == "current" else inputs.old_logprobs
 
 
 def clipped_loss(inputs: LossInputs, config: TokenClipConfig) -> LossOutputs:
-    """PPO's clip per token, or the mask in its place, with everything that `outputs` adds."""
+    """Returns PPO's clipped loss per token, or that of the trust region's mask, with the terms that `outputs` adds."""
     policy = F.clipped_policy_loss(
         logprobs=inputs.logprobs,
         old_logprobs=old_logprobs(inputs, config),
@@ -35,46 +35,13 @@ def clipped_loss(inputs: LossInputs, config: TokenClipConfig) -> LossOutputs:
 
 
 def outputs(policy: F.PolicyLoss, inputs: LossInputs, config: PolicyGradientConfig) -> LossOutputs:
-    """The policy loss, weighted by the correction, without what rejection and OPSM leave out, plus the KL term, less
-    the entropy bonus; its metrics."""
-    per_token = policy.per_token
+    """Returns the step's loss with all its terms, and its metrics.
+
+    The correction's weights multiply the policy loss; rejection and OPSM set it to 0 for the tokens that they leave
+    out; the KL term is added and the entropy bonus subtracted.
+    """
     extra: dict[str, Tensor] = {}
-    method = correction_method(config)
-    if method != "none":
-        extra["tis_weight"], extra["tis_cut"] = F.correction_weights(
-            old_logprobs=old_logprobs(inputs, config),
-            rollout_logprobs=inputs.rollout_logprobs,
-            loss_mask=inputs.loss_mask,
-            sample_ids=inputs.sample_ids,
-            num_samples=inputs.num_samples,
-            method=method,
-            level=config.correction_level,
-            low=config.correction_low,
-            high=config.correction_high,
-        )
-        per_token = per_token * extra["tis_weight"]
-    if config.rejection:
-        # The trainer's own distribution: recomputed where there is one, else that of the step's forward.
-        trainer = inputs.old_logprobs if config.old_logprobs == "actor_fwd" else inputs.logprobs.detach()
-        kept = F.kept_by_rejection(
-            logprobs=trainer,
-            rollout_logprobs=inputs.rollout_logprobs,
-            loss_mask=inputs.loss_mask,
-            sample_ids=inputs.sample_ids,
-            num_samples=inputs.num_samples,
-            rules=config.rejection,
-        )
-        per_token, extra["rejected"] = per_token.masked_fill(~kept, 0.0), ~kept
-    if config.opsm_threshold > 0:
-        kept = F.kept_by_opsm(
-            log_ratio=F.masked_log_ratio(inputs.logprobs, inputs.rollout_logprobs, inputs.loss_mask),
-            advantages=inputs.advantages,
-            loss_mask=inputs.loss_mask,
-            sample_ids=inputs.sample_ids,
-            num_samples=inputs.num_samples,
-            threshold=config.opsm_threshold,
-        )
-        per_token, extra["opsm_cut"] = per_token * kept, ~kept
+    per_token = _corrected(policy.per_token, inputs, config, extra=extra)
     if config.kl_coef > 0 and config.kl_placement != "reward":
         assert inputs.reference_logprobs is not None, "requirements() asked for a reference"
         extra["reference_kl"] = F.kl_loss(
@@ -103,8 +70,51 @@ def outputs(policy: F.PolicyLoss, inputs: LossInputs, config: PolicyGradientConf
     )
 
 
+def _corrected(
+    per_token: Tensor, inputs: LossInputs, config: PolicyGradientConfig, *, extra: dict[str, Tensor]
+) -> Tensor:
+    """Returns the policy loss after correction, rejection and OPSM, and adds their metrics to ``extra``."""
+    method = correction_method(config)
+    if method != "none":
+        extra["tis_weight"], extra["tis_cut"] = F.correction_weights(
+            old_logprobs=old_logprobs(inputs, config),
+            rollout_logprobs=inputs.rollout_logprobs,
+            loss_mask=inputs.loss_mask,
+            sample_ids=inputs.sample_ids,
+            num_samples=inputs.num_samples,
+            method=method,
+            level=config.correction_level,
+            low=config.correction_low,
+            high=config.correction_high,
+        )
+        per_token = per_token * extra["tis_weight"]
+    if config.rejection:
+        # The trainer's own distribution is the recomputed one if there is one, else that of the step's forward pass.
+        trainer = inputs.old_logprobs if config.old_logprobs == "actor_fwd" else inputs.logprobs.detach()
+        kept = F.kept_by_rejection(
+            logprobs=trainer,
+            rollout_logprobs=inputs.rollout_logprobs,
+            loss_mask=inputs.loss_mask,
+            sample_ids=inputs.sample_ids,
+            num_samples=inputs.num_samples,
+            rules=config.rejection,
+        )
+        per_token, extra["rejected"] = per_token.masked_fill(~kept, 0.0), ~kept
+    if config.opsm_threshold > 0:
+        kept = F.kept_by_opsm(
+            log_ratio=F.masked_log_ratio(inputs.logprobs, inputs.rollout_logprobs, inputs.loss_mask),
+            advantages=inputs.advantages,
+            loss_mask=inputs.loss_mask,
+            sample_ids=inputs.sample_ids,
+            num_samples=inputs.num_samples,
+            threshold=config.opsm_threshold,
+        )
+        per_token, extra["opsm_cut"] = per_token * kept, ~kept
+    return per_token
+
+
 def correction_method(config: PolicyGradientConfig) -> str:
-    """ "auto" is TIS wherever the trainer computed the old log-probs, and none where they are the engine's own."""
+    """Returns the correction's method: "auto" is TIS if the trainer computed the old log-probs, and none otherwise."""
     if config.correction != "auto":
         return config.correction
     return "none" if config.old_logprobs == "rollout" else "tis"
@@ -113,9 +123,10 @@ def correction_method(config: PolicyGradientConfig) -> str:
 def metric_sums(
     policy: F.PolicyLoss, inputs: LossInputs, *, extra: dict[str, Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """One scheme for all algorithms, means over trained tokens; docs/algorithms.md explains each.
+    """Returns each metric as (sum, count) over the trained tokens; docs/algorithms.md explains the metrics.
 
-    ``ratio_low``, ``ratio_high``: 1 % and 99 % quantile of each micro-batch, averaged over its tokens.
+    All algorithms have the same metrics. ``ratio_low`` and ``ratio_high`` are the 1 % and 99 % quantiles of the ratio
+    in each micro-batch; they count once per token, so that their mean over micro-batches is weighted by tokens.
     """
     import torch  # here, because the settings are checked in processes that have no torch
 
@@ -130,11 +141,11 @@ def metric_sums(
         "advantage_size": inputs.advantages.abs(),
         **{name: values.detach() for name, values in extra.items()},
     }
-    rows = torch.stack([values.to(torch.float32) for values in per_token.values()])[:, mask]
-    count = rows.new_tensor(float(rows.shape[1]))
-    sums = {name: (value, count) for name, value in zip(per_token, rows.sum(dim=1).unbind(), strict=True)}
-    if rows.shape[1]:
-        ordered = rows[0].sort().values
+    trained = torch.stack([values.to(torch.float32) for values in per_token.values()])[:, mask]
+    count = trained.new_tensor(float(trained.shape[1]))
+    sums = {name: (value, count) for name, value in zip(per_token, trained.sum(dim=1).unbind(), strict=True)}
+    if trained.shape[1]:
+        ordered = trained[0].sort().values
         for name, share in (("ratio_low", LOW_QUANTILE), ("ratio_high", HIGH_QUANTILE)):
             sums[name] = (ordered[round(share * (len(ordered) - 1))] * count, count)
     return sums

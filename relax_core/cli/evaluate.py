@@ -168,7 +168,7 @@ async def _ask_engines(
             prompts=prompts,
             rewards=rewards,
             sampling=evaluation_sampling(config, prompts.tokenizer),
-            told=tell,
+            on_progress=tell,
         )
     finally:
         for engine in engines:

@@ -1,7 +1,7 @@
-"""From token trees to their advantages, and to the returns where there is a critic.
+"""Computes advantages of token trees, and returns if there is a critic.
 
-The rollout calls this for each group as it completes, and the advantages role calls it for the algorithms that need
-columns of other roles or a whole train step's groups; so both give the same bits.
+The rollout calls this for each group when it completes. The advantages role calls it for algorithms that need columns
+of other roles or a whole train step's groups. Therefore both give the same bits.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ if TYPE_CHECKING:
 
 
 def made_as_groups_complete(config: RelaxConfig) -> bool:
-    """Whether the rollout computes the advantages of each group when the group completes. It does so when the algorithm
-    needs one group at a time and no column of another role, and ``rollout.advantages`` leaves the choice."""
+    """Returns True if the rollout computes the advantages of each group when the group completes.
+
+    It does so if the algorithm needs one group at a time and no column of another role, and ``rollout.advantages`` is
+    auto.
+    """
     spec = find_algorithm(config.algo.name)
     requirements = spec.requirements(config.algo)
     alone = not sees_whole_step(spec, requirements) and set(input_columns(requirements)) <= set(c.ROLLOUT_COLUMNS)
@@ -31,12 +34,12 @@ def made_as_groups_complete(config: RelaxConfig) -> bool:
 
 
 def sees_whole_step(spec: AlgorithmSpec, requirements: Requirements) -> bool:
-    """Whether the advantages of a group depend on the other groups of its train step."""
+    """Returns True if the advantages of a group depend on the other groups of its train step."""
     return spec.normalize is not None and requirements.whole_step
 
 
 def input_columns(requirements: Requirements) -> tuple[str, ...]:
-    """The columns that a group's advantages are computed from."""
+    """Returns the columns that a group's advantages are computed from."""
     columns = [*c.FORWARD_COLUMNS, c.LOSS_MASK]
     if requirements.old_logprobs == "actor_fwd":
         columns.append(c.OLD_LOGPROBS)
@@ -53,11 +56,10 @@ def input_columns(requirements: Requirements) -> tuple[str, ...]:
 
 
 def advantage_extras(trees: Sequence[TokenTree], spec: AlgorithmSpec, config: object) -> list[Mapping[str, np.ndarray]]:
-    """The new extras of each group, float32 ``[tokens]``: its advantages and, where it has a critic's values, its
-    returns.
+    """Returns the new extras of each group, float32 ``[tokens]``: its advantages and, with a critic, its returns.
 
-    The trees are a whole train step's where the algorithm normalises over the step; otherwise the extras of a group do
-    not depend on the groups that come with it. The returns are made of the advantages before they are normalised.
+    ``trees`` are those of a whole train step if the algorithm normalises over the step. Otherwise the extras of a group
+    do not depend on the other groups in the call. The returns are computed before the advantages are normalised.
     """
     requirements = spec.requirements(config)
     inputs = [advantage_inputs(tree, requirements) for tree in trees]
@@ -71,8 +73,10 @@ def advantage_extras(trees: Sequence[TokenTree], spec: AlgorithmSpec, config: ob
 
 
 def advantage_inputs(tree: TokenTree, requirements: Requirements) -> AdvantageInputs:
-    """A group as an algorithm sees it, of the columns of `input_columns` alone. The engine's log-probs are the old ones
-    where none are recomputed."""
+    """Returns a group as an algorithm sees it, from the columns of `input_columns` alone.
+
+    The engine's log-probs are the old ones if no role recomputes them.
+    """
     import torch
 
     wanted = input_columns(requirements)
@@ -97,7 +101,7 @@ def advantage_inputs(tree: TokenTree, requirements: Requirements) -> AdvantageIn
 
 
 def _returns(group: AdvantageInputs, advantages: Tensor, spec: AlgorithmSpec, config: object) -> dict[str, np.ndarray]:
-    """What the critic learns from; empty without a critic."""
+    """Returns the targets of the critic; empty without a critic."""
     if group.values is None:
         return {}
     returns = advantages + group.values if spec.returns is None else spec.returns(group, advantages, config)

@@ -1,4 +1,4 @@
-"""From a data row to the token ids of its prompt: conversation, chat template, and what does not fit."""
+"""Turns a data row into the token ids of its prompt: conversation, chat template, limit of length."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from relax_core.data.tokenizer import PromptTokenizer
 
 
 class PromptMaker:
-    """``max_prompt_tokens``: what the context leaves beside the response; ``overlong``: what becomes of longer ones."""
+    """Makes prompts of at most ``max_prompt_tokens`` tokens; ``overlong`` says what happens to longer ones."""
 
     def __init__(
         self,
@@ -30,15 +30,15 @@ class PromptMaker:
         self._overlong = overlong
 
     def tokens(self, row: DataRow, *, where: str) -> list[int]:
-        """The prompt's token ids. ``where``: the row's file and line, with which an error begins.
+        """Returns the prompt's token ids; ``where`` is the data row's file and line for errors.
 
-        Raises `BadRow` as `text` does, and for a prompt that leaves no room for the response and is to be dropped;
-        ValueError for such a one where ``overlong`` is error.
+        Raises `BadRow` as `text` does, and if the prompt is too long and such rows are dropped. Raises ValueError if
+        the prompt is too long and ``overlong`` is error.
         """
         return self.opening(self._messages(row, where=where), where=where)
 
     def opening(self, messages: Sequence[Message], *, where: str) -> list[int]:
-        """The token ids of a conversation that opens an episode. Raises as `tokens` does."""
+        """Returns the token ids of a conversation that opens an episode; raises as `tokens` does."""
         ids = self._encode(messages, where=where)
         if len(ids) <= self.max_prompt_tokens:
             return ids
@@ -54,19 +54,21 @@ class PromptMaker:
             raise BadRow(TOO_LONG, text)
         cut = self._cut(messages, excess=len(ids) - self.max_prompt_tokens, where=where)
         if cut is None:
-            raise BadRow(TOO_LONG, f"{text} Without its longest message it is too long, too.")
+            raise BadRow(TOO_LONG, f"{text} It is too long even without its longest message.")
         return cut
 
     def text(self, row: DataRow, *, where: str) -> str:
-        """The whole prompt as the chat template writes it, however long. Raises `BadRow` for a row from which the env
-        or the template makes no prompt."""
+        """Returns the whole prompt as the chat template writes it, of any length.
+
+        Raises `BadRow` if the env or the template makes no prompt from the data row.
+        """
         return self._render(self._messages(row, where=where), where=where)
 
     def _messages(self, row: DataRow, *, where: str) -> Sequence[Message]:
-        assert self._env.messages is not None, "the episodes of an env with turns open themselves"
+        assert self._env.messages is not None, "an env of several turns opens its own episodes"
         try:
             return self._env.messages(row, self._config)
-        except Exception as error:  # an env is a plug-in and raises what it likes
+        except Exception as error:  # an env is a plug-in and may raise anything
             text = f"{where}: the env gives no conversation for it: {type(error).__name__}: {error}"
             raise BadRow.because("env", text) from error
 
@@ -80,15 +82,17 @@ class PromptMaker:
         return self.tokenizer.encode_text(self._render(messages, where=where))
 
     def _cut(self, messages: Sequence[Message], *, excess: int, where: str) -> list[int] | None:
-        """The token ids with a part of the longest message's text left out, so that they just fit; the template's own
-        tokens stay. None where that message is not long enough."""
-        place = max(range(len(messages)), key=lambda one: len(messages[one]["content"]))
-        text = messages[place]["content"]
+        """Returns the token ids with a part of the longest message left out, so that they just fit.
+
+        The template's own tokens stay. Returns None if that message is not long enough.
+        """
+        longest = max(range(len(messages)), key=lambda one: len(messages[one]["content"]))
+        text = messages[longest]["content"]
         spans = self.tokenizer.spans(text)
         kept = len(spans) - excess
         while kept > 0:
-            shorter = dict(messages[place]) | {"content": shortened(text, spans, kept=kept, how=self._overlong)}
-            ids = self._encode([*messages[:place], shorter, *messages[place + 1 :]], where=where)
+            shorter = dict(messages[longest]) | {"content": shortened(text, spans, kept=kept, how=self._overlong)}
+            ids = self._encode([*messages[:longest], shorter, *messages[longest + 1 :]], where=where)
             if len(ids) <= self.max_prompt_tokens:
                 return ids
             kept -= len(ids) - self.max_prompt_tokens
@@ -96,9 +100,11 @@ class PromptMaker:
 
 
 def shortened(text: str, spans: Sequence[tuple[int, int]], *, kept: int, how: Overlong) -> str:
-    """``text`` with ``kept`` of its tokens: its end (truncate_left), or half of them at its start and half at its end
-    (truncate_middle). ``spans``: where each token begins and ends in it."""
+    """Returns ``text`` with ``kept`` of its tokens; ``spans`` holds where each token starts and ends in it.
+
+    truncate_left keeps the end of the text, and truncate_middle half of the tokens at the start and half at the end.
+    """
     head = (kept + 1) // 2 if how is Overlong.truncate_middle else 0
     tail = kept - head
-    front = text[: spans[head - 1][1]] if head else ""
-    return front + (text[spans[-tail][0] :] if tail else "")
+    start = text[: spans[head - 1][1]] if head else ""
+    return start + (text[spans[-tail][0] :] if tail else "")

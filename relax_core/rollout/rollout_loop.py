@@ -1,22 +1,21 @@
-"""The rollout's loop: leave to enter → prompts → engine → rewards → complete groups on the bus.
+"""The loop of a rollout worker: admissions → prompts → engine → rewards → complete groups on the bus.
 
-It never waits for the trainer: it asks for admissions one step ahead, and the engine holds what must not start yet.
+The loop never waits for the trainer. It asks for admissions one step ahead, and the engine holds prompts that must not
+start yet.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from relax_core.contracts.bus import Admission, BusTimeout, GroupRow
-from relax_core.contracts.data import BadRow, DataRow, PromptSource
-from relax_core.contracts.engine import Generated, PromptRequest, SamplingParams
+from relax_core.contracts.bus import Admission, GroupRow
+from relax_core.contracts.data import BadRow, PromptSource
+from relax_core.contracts.engine import Generated
 from relax_core.contracts.tree import TRUNCATED, group_uid, sample_uid
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.engines.protocol.frames import StreamEnd
@@ -29,62 +28,32 @@ from relax_core.rollout.episodes.group_assembly import (
     complete_episodes,
     complete_group,
 )
+from relax_core.rollout.prompt_admissions import AdmissionBus, AdmittedPrompt, PromptAdmissions, RolloutLoopSettings
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_inputs import reward_input
 from relax_core.rollout.rewards.reward_pool import RewardPool
-from relax_core.rollout.sample_seeds import sampling_seed
 from relax_core.rollout.teacher_choice import TeacherOf
 from relax_core.rollout.weight_update_handler import WeightUpdateHandler
 
 Record = Callable[[str, int, Mapping[str, float]], None]
-AGAIN_S = 1.0  # for the prompt that takes a bad row's place: its credit is back, so the bus answers at once
-log = logging.getLogger(__name__)
-MAX_TRUNCATED_IN_A_ROW = 64  # groups of which every response was cut, under rollout.mask_truncated
+MAX_TRUNCATED_IN_A_ROW = 64  # groups in a row whose responses were all cut, with rollout.mask_truncated
 
 
-class RolloutBus(Protocol):
-    """The bus as the rollout's event loop uses it."""
+class RolloutBus(AdmissionBus, Protocol):
+    """The calls of the bus that the rollout's event loop makes."""
 
-    async def admit_async(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]: ...
-
-    async def put_async(self, rows: Sequence[GroupRow], *, timeout_s: float) -> None: ...
-
-    async def drop_async(self, group_uid: str, *, reason: str, timeout_s: float) -> None: ...
+    async def put_async(self, rows: Sequence[GroupRow], *, timeout_s: float) -> None:
+        """Puts complete groups into the bus."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplerSettings:
-    seed: int
-    batch_prompts: int  # that are asked for together at most
-    sampling: SamplingParams
-    admit_timeout_s: float
-    call_timeout_s: float
-    worker: int = 0  # whose admissions these are
-    alone: bool = True  # no other worker asks for admissions
-    mask_off_policy: bool = False
-    mask_truncated: bool = False
-    in_order: bool = False  # groups are handed on in the order in which their responses came: the same one in every run
+class RolloutLoop:
+    """The loop of one rollout worker.
 
-
-@dataclass(frozen=True, kw_only=True)
-class PromptInHand:
-    """An admitted prompt, ready for the engine. ``where``: its row's file and line. Of an env with turns the request
-    has no tokens yet: its episodes open themselves."""
-
-    index: int
-    attempt: int
-    row: DataRow
-    where: str
-    request: PromptRequest
-    teacher: str | None
-
-
-class Sampler:
-    """One rollout worker's loop. ``gate(version)`` returns when nothing stands before prompts of that version (an
-    evaluation, in the modes that promise the same bits). ``bad_rows`` books the rows that cannot be used.
-    ``teacher_of``: of an algorithm with teachers. ``weight_update_handler``: where groups may end or begin anew with a
-    weight version. ``advantages``: makes the advantages of a complete group, where no role does that. ``player``:
-    plays the episodes of an env with turns."""
+    ``gate(version)`` returns when no evaluation must come before prompts of that version. ``bad_rows`` counts the data
+    rows that cannot be used. ``teacher_of`` chooses the teacher of a data row for algorithms with teachers.
+    ``weight_update_handler`` is set if groups may end or restart with a weight version. ``advantages`` computes a
+    complete group's advantages if no role does so. ``player`` plays the episodes of an env of several turns.
+    """
 
     def __init__(
         self,
@@ -94,7 +63,7 @@ class Sampler:
         source: PromptSource,
         prompts: PromptMaker,
         rewards: RewardPool,
-        settings: SamplerSettings,
+        settings: RolloutLoopSettings,
         record: Record,
         gate: Callable[[int], Any],
         bad_rows: BadRows,
@@ -106,26 +75,33 @@ class Sampler:
     ) -> None:
         self._bus = bus
         self._pool = pool
-        self._source = source
         self._prompts = prompts
         self._rewards = rewards
         self._settings = settings
         self._record = record
         self._gate = gate
-        self._bad_rows = bad_rows
         self._refuse = refuse
-        self._teacher_of = teacher_of
         self._weight_update_handler = weight_update_handler
         self._advantages = advantages
         self._player = player
-        self._newest_played: dict[int, asyncio.Task[PlayedFigures | None]] = {}  # by the weights that it waited for
+        self._admissions = PromptAdmissions(
+            bus=bus,
+            source=source,
+            prompts=prompts,
+            settings=settings,
+            bad_rows=bad_rows,
+            teacher_of=teacher_of,
+            weight_update_handler=weight_update_handler,
+            opens_itself=player is not None,
+        )
+        self._newest_played: dict[int, asyncio.Task[PlayedFigures | None]] = {}  # by weight version
         self._truncated_in_a_row = 0
         self._staged: list[GroupRow] = []
         self._flushing = False
-        self._newest_group: asyncio.Task[float] | None = None  # whose responses came last
+        self._newest_group: asyncio.Task[float] | None = None  # the group whose responses arrived last
 
     async def run(self, reclaimed: Sequence[Admission]) -> None:
-        """Runs until the bus closes (BusClosed) or a prompt batch fails (its error); no prompt batch is left behind."""
+        """Runs until the bus closes (BusClosed) or a prompt batch fails (its error); leaves no prompt batch running."""
         prompt_batch = self._settings.batch_prompts
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -134,107 +110,48 @@ class Sampler:
                 for start in range(0, len(reclaimed), prompt_batch):
                     await self._launch(reclaimed[start : start + prompt_batch], tasks)
                 while True:
-                    await self._launch(await self._admitted(prompt_batch), tasks)
+                    await self._launch(await self._admissions.next(), tasks)
         except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from failures  # the first one ended the others
-
-    async def _admitted(self, prompt_batch: int) -> list[Admission]:
-        """Waits as long as the run goes on, however long the trainer is busy; the controller knows when it stands."""
-        while True:
-            try:
-                return await self._bus.admit_async(
-                    prompt_batch, worker=self._settings.worker, timeout_s=self._settings.admit_timeout_s
-                )
-            except BusTimeout as late:
-                log.warning("waits on: %s", late)
+            raise failures.exceptions[0] from failures  # the first failure cancelled the other tasks
 
     async def _launch(self, admissions: Sequence[Admission], tasks: asyncio.TaskGroup) -> None:
-        """Starts a prompt batch for each weight version that these prompts wait for. Each waits at the gate by itself:
-        a group that is admitted in the place of a dropped one may be what an evaluation in front of the others waits
-        for."""
-        by_version: dict[int, list[PromptInHand]] = defaultdict(list)
-        for prompt in await self._usable(admissions):
+        """Starts a prompt batch for each weight version that these prompts wait for.
+
+        Each batch waits at the gate separately: a group that replaces a dropped one may be what an evaluation waits for
+        that holds the others at the gate.
+        """
+        by_version: dict[int, list[AdmittedPrompt]] = defaultdict(list)
+        for prompt in await self._admissions.prompts(admissions):
             by_version[prompt.request.min_version].append(prompt)
         for version in sorted(by_version):
             prompt_batch = self._prompt_batch if self._player is None else self._played_prompt_batch
             tasks.create_task(prompt_batch(version, by_version[version], tasks))
 
-    async def _usable(self, admissions: Sequence[Admission]) -> list[PromptInHand]:
-        """The prompts of these admissions. A row that cannot be used ends its group with the reason, and the next row
-        takes its place at once: so prompt batches of a worker that is alone are the same ones in every run with the
-        same data and seed."""
-        prompts: list[PromptInHand] = []
-        while admissions:
-            if self._weight_update_handler is not None:
-                self._weight_update_handler.admitted(admissions)
-            left_out = 0
-            for admission in admissions:
-                number = self._source.number(admission.index)
-                self._bad_rows.meet(number)
-                try:
-                    prompts.append(self._in_hand(admission))
-                except BadRow as error:
-                    left_out += 1
-                    await self._leave_out(admission.index, number, error)
-            # Where others ask too, one of them may have the credit by now, and these prompts do not wait for another.
-            admissions = await self._admitted_at_once(left_out) if left_out and self._settings.alone else ()
-        return prompts
-
-    async def _leave_out(self, index: int, number: int, error: BadRow) -> None:
-        if self._weight_update_handler is not None:
-            self._weight_update_handler.ended(index)
-        await self._bus.drop_async(group_uid(index), reason=error.reason, timeout_s=self._settings.call_timeout_s)
-        self._bad_rows.leave_out(number, error)
-
-    async def _admitted_at_once(self, count: int) -> Sequence[Admission]:
-        """None where the bus wants no more: a group that over-sampling has ended leaves no credit."""
-        try:
-            return await self._bus.admit_async(count, worker=self._settings.worker, timeout_s=AGAIN_S)
-        except BusTimeout:
-            return ()
-
-    def _in_hand(self, admission: Admission) -> PromptInHand:
-        row = self._source.row(admission.index)
-        where = self._source.where(self._source.number(admission.index))
-        return PromptInHand(
-            index=admission.index,
-            attempt=admission.attempt,
-            row=row,
-            where=where,
-            request=PromptRequest(
-                rid=f"{admission.group_uid}-{admission.attempt}",
-                input_ids=[] if self._player is not None else self._prompts.tokens(row, where=where),
-                sampling_seed=sampling_seed(self._settings.seed, index=admission.index),
-                min_version=admission.min_version,
-            ),
-            teacher=None if self._teacher_of is None else self._teacher_of(row, where),
-        )
-
-    async def _prompt_batch(self, version: int, prompts: Sequence[PromptInHand], tasks: asyncio.TaskGroup) -> None:
-        """One engine request for prompts that start at one weight version; groups leave as they complete."""
+    async def _prompt_batch(self, version: int, prompts: Sequence[AdmittedPrompt], tasks: asyncio.TaskGroup) -> None:
+        """Sends one engine request for prompts of one weight version; each group leaves when it is complete."""
         await self._gate(version)
         start = time.perf_counter()
-        if self._weight_update_handler is not None:  # some may be over since they were admitted
-            prompts = [prompt for prompt in prompts if self._weight_update_handler.began(prompt.index, prompt.request)]
+        if self._weight_update_handler is not None:  # some groups may have ended since they were admitted
+            prompts = [prompt for prompt in prompts if self._weight_update_handler.begin(prompt.index, prompt.request)]
         samples = tokens = newest = 0
         engine: list[StreamEnd] = []
         groups: list[asyncio.Task[float]] = []
-        async for place, responses in self._pool.generate(
+        async for number, responses in self._pool.generate(
             [prompt.request for prompt in prompts],
             self._settings.sampling,
             places=[prompt.index for prompt in prompts],
             on_end=engine.append,
         ):
-            prompt = prompts[place]
+            prompt = prompts[number]
             if self._weight_update_handler is not None:
-                self._weight_update_handler.ended(prompt.index)
+                self._weight_update_handler.end(prompt.index)
             samples += len(responses)
             tokens += sum(len(response.output_ids) for response in responses)
             newest = max(newest, int(responses[-1].versions[-1]))
             self._newest_group = tasks.create_task(self._score_and_stage(prompt, responses, tasks, self._newest_group))
             groups.append(self._newest_group)
         reward_s = sum(await asyncio.gather(*groups))
-        if not samples:  # every group of it was given up
+        if not samples:  # every group was given up
             return
         values = {
             "generate_ms": 1e3 * (time.perf_counter() - start),
@@ -246,26 +163,25 @@ class Sampler:
             "tokens": tokens,
         }
         if self._weight_update_handler is not None:
-            values["aborts"] = self._weight_update_handler.aborts  # of groups, since the loop began
+            values["aborts"] = self._weight_update_handler.aborts  # aborted groups since the loop began
         self._record("rollout", newest, values)
 
     async def _played_prompt_batch(
-        self, version: int, prompts: Sequence[PromptInHand], tasks: asyncio.TaskGroup
+        self, version: int, prompts: Sequence[AdmittedPrompt], tasks: asyncio.TaskGroup
     ) -> None:
-        """`_prompt_batch` for an env with turns: each group plays at its own pace and leaves when its episodes have
-        ended."""
+        """Plays the groups of an env of several turns, each at its own pace; a group leaves when its episodes ended."""
         await self._gate(version)
         start = time.perf_counter()
         groups = []
-        # Nobody waits for a group that was handed on, and a run has many versions.
+        # Groups that were handed on are forgotten, because a run has many weight versions.
         self._newest_played = {of: group for of, group in self._newest_played.items() if not group.done()}
         for prompt in prompts:
             before = self._newest_played.get(version)
             group = tasks.create_task(self._play_and_stage(prompt, tasks, before))
-            if self._weight_update_handler is not None and not self._weight_update_handler.began_episodes(
+            if self._weight_update_handler is not None and not self._weight_update_handler.begin_episodes(
                 prompt.index, group.cancel
             ):
-                group.cancel()  # it was over before it began
+                group.cancel()  # the group ended before its episodes began
                 continue
             self._newest_played[version] = group
             groups.append(group)
@@ -288,11 +204,11 @@ class Sampler:
         self._record("rollout", max(one.newest_version for one in played), values)
 
     async def _play_and_stage(
-        self, prompt: PromptInHand, tasks: asyncio.TaskGroup, before: asyncio.Task[PlayedFigures | None] | None
+        self, prompt: AdmittedPrompt, tasks: asyncio.TaskGroup, before: asyncio.Task[PlayedFigures | None] | None
     ) -> PlayedFigures | None:
-        """A group's way from its opening to the bus. None where its opening cannot be used."""
+        """Plays and scores a group and hands it to the bus; returns None if its opening cannot be used."""
         assert self._player is not None
-        weight_update_handler = self._weight_update_handler
+        handler = self._weight_update_handler
         start = GroupStart(
             index=prompt.index,
             attempt=prompt.attempt,
@@ -300,20 +216,16 @@ class Sampler:
             where=prompt.where,
             rid=prompt.request.rid,
             min_version=prompt.request.min_version,
-            asks=(lambda rid: None)
-            if weight_update_handler is None
-            else partial(weight_update_handler.asks, prompt.index),
-            asked=(lambda rid: None)
-            if weight_update_handler is None
-            else partial(weight_update_handler.asked, prompt.index),
+            on_request=(lambda rid: None) if handler is None else partial(handler.turn_begins, prompt.index),
+            on_response=(lambda rid: None) if handler is None else partial(handler.turn_ends, prompt.index),
         )
         try:
             records = await self._player.play(start, tasks)
         except BadRow as error:
-            await self._leave_out(prompt.index, self._source.number(prompt.index), error)
+            await self._admissions.leave_out(prompt.index, error)
             return None
-        if weight_update_handler is not None:
-            weight_update_handler.ended(prompt.index)
+        if handler is not None:
+            handler.end(prompt.index)
         began = time.perf_counter()
         episodes = await score_episodes(records, self._rewards, row=prompt.row, where=prompt.where)
         reward_s = time.perf_counter() - began
@@ -333,13 +245,16 @@ class Sampler:
 
     async def _score_and_stage(
         self,
-        prompt: PromptInHand,
+        prompt: AdmittedPrompt,
         responses: Sequence[Generated],
         tasks: asyncio.TaskGroup,
         before: asyncio.Task[float] | None,
     ) -> float:
-        """A group's way from its responses to the bus, in a task of its own: no reward holds up another group or the
-        engine. ``before``: the group whose responses came before these. Returns the seconds that the rewards took."""
+        """Scores a group and hands it to the bus; returns the seconds that the rewards took.
+
+        It runs in its own task, so that a slow reward delays neither other groups nor the engine. ``before`` is the
+        group whose responses arrived before these.
+        """
         uid = group_uid(prompt.index)
         inputs = [
             reward_input(
@@ -382,7 +297,7 @@ class Sampler:
             tasks.create_task(self._flush())
 
     def _count_truncated(self, done: GroupRow | DroppedGroup) -> None:
-        """Raises ValueError where nothing ends any more, and prompts would be sampled for ever."""
+        """Raises ValueError if no response ends before its limit any more, because the run would sample for ever."""
         truncated = isinstance(done, DroppedGroup) and done.reason == TRUNCATED
         self._truncated_in_a_row = self._truncated_in_a_row + 1 if truncated else 0
         if self._truncated_in_a_row >= MAX_TRUNCATED_IN_A_ROW:
@@ -393,7 +308,7 @@ class Sampler:
             )
 
     async def _flush(self) -> None:
-        """Puts whatever is staged; what comes meanwhile goes with the next put, so a prompt batch costs one or two."""
+        """Puts all staged groups; groups staged meanwhile go with the next put, so a prompt batch costs one or two."""
         await asyncio.sleep(0)
         while self._staged:
             rows, self._staged = self._staged, []

@@ -1,4 +1,4 @@
-"""Which teacher judges the responses to a prompt: the data says so."""
+"""Chooses the teacher of a prompt from its data row."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Callable, Collection
 from relax_core.contracts.algorithm import TeacherRequirements
 from relax_core.contracts.data import BadRow, DataRow
 
-TeacherOf = Callable[[DataRow, str], str]  # a row, and what to call it in an error
+TeacherOf = Callable[[DataRow, str], str]  # a data row and its name in errors → the teacher's name
 
 
 def teacher_chooser(teachers: TeacherRequirements) -> TeacherOf:
-    """The name of a row's teacher: the only one where no column is set, else what stands in the column.
+    """Returns a function that gives the name of a data row's teacher.
 
-    It raises `BadRow` for a row that names none of the teachers.
+    That is the only teacher if no column is set, and otherwise the column's value. The function raises `BadRow` for a
+    row that names none of the teachers.
     """
     if not teachers.key:
         (only,) = teachers.models
@@ -22,7 +23,7 @@ def teacher_chooser(teachers: TeacherRequirements) -> TeacherOf:
 
 
 def named_teacher(row: DataRow, key: str, *, known: Collection[str], what: str) -> str:
-    """Raises `BadRow` that says which row, what stands there and what is known."""
+    """Returns the teacher that the data row names; raises `BadRow` with the row, its value and the known teachers."""
     if key not in row:
         keys = ", ".join(sorted(row))
         text = f"{what}: no key {key!r}, which algo.teacher_key names; its keys are {keys}."

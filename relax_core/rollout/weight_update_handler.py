@@ -1,4 +1,4 @@
-"""What happens to the groups under way when new weights are in force: some go on anew, some are given up."""
+"""Decides which groups in flight continue under new weights and which ones are cancelled."""
 
 from __future__ import annotations
 
@@ -12,33 +12,36 @@ from relax_core.contracts.tree import group_uid
 
 
 class VersionBus(Protocol):
-    """The bus as this task uses it."""
+    """The call of the bus that the handler makes."""
 
-    async def wait_version_async(self, since_version: int, *, worker: int = 0, timeout_s: float) -> VersionChange: ...
+    async def wait_version_async(self, since_version: int, *, worker: int = 0, timeout_s: float) -> VersionChange:
+        """Waits for a version after ``since_version``, or for groups of ``worker`` that the bus has ended."""
 
 
 class AbortingPool(Protocol):
-    """The engines as this task uses them."""
+    """The calls of the engine pool that the handler makes."""
 
-    async def abort(self, rids: Iterable[str], *, min_version: int) -> None: ...
+    async def abort(self, rids: Iterable[str], *, min_version: int) -> None:
+        """Aborts these requests; each continues from its prefix with weights ``min_version`` or newer."""
 
-    async def cancel(self, rids: Iterable[str]) -> None: ...
+    async def cancel(self, rids: Iterable[str]) -> None:
+        """Ends these requests for good."""
 
 
 @dataclass(slots=True)
-class _UnderWay:
-    begun_at: int  # the oldest weights that its newest request may be started with
-    rids: set[str] = field(default_factory=set)  # of its requests that are under way
-    cancel: Callable[[], object] | None = None  # ends what goes on beside the requests
+class _GroupInFlight:
+    min_version: int  # the oldest weights that its newest request may start with
+    rids: set[str] = field(default_factory=set)  # its requests in flight
+    cancel: Callable[[], object] | None = None  # ends its episodes
     aborts: int = 0
 
 
 class WeightUpdateHandler:
-    """Follows the weight versions for the sampler of rollout worker ``worker``, which says what is under way.
+    """Follows the weight versions for the loop of rollout worker ``worker``, which reports its groups in flight.
 
-    Groups that the bus has ended (over-sampling) are cancelled. With ``max_aborts`` above 0 (rollout.partial=abort) the
-    others are aborted at each new version, so that they go on from their prefixes with its weights; a group that was
-    aborted ``max_aborts`` times is left to finish.
+    Groups that the bus has ended (over-sampling) are cancelled. With ``max_aborts`` above 0 (rollout.partial=abort) all
+    other groups are aborted at each new version, so that they continue from their prefixes with its weights. A group
+    that was aborted ``max_aborts`` times is left to finish.
     """
 
     def __init__(
@@ -49,59 +52,60 @@ class WeightUpdateHandler:
         self._max_aborts = max_aborts
         self._call_timeout_s = call_timeout_s
         self._worker = worker
-        self._under_way: dict[str, _UnderWay] = {}  # by group uid
+        self._in_flight: dict[str, _GroupInFlight] = {}  # by group uid
         self.aborts = 0
 
-    def admitted(self, admissions: Sequence[Admission]) -> None:
-        """These are ours from now on; some of them may be over before they begin."""
+    def admit(self, admissions: Sequence[Admission]) -> None:
+        """Adds the groups of these admissions; some of them may end before they begin."""
         for admission in admissions:
-            self._under_way[admission.group_uid] = _UnderWay(admission.min_version)
+            self._in_flight[admission.group_uid] = _GroupInFlight(admission.min_version)
 
-    def began(self, index: int, request: PromptRequest) -> bool:
-        """Its request is about to go out. Returns whether it is still wanted."""
-        group = self._under_way.get(group_uid(index))
+    def begin(self, index: int, request: PromptRequest) -> bool:
+        """Adds the request of a group that is about to be sent; returns False if the group has ended."""
+        group = self._in_flight.get(group_uid(index))
         if group is None:
             return False
         group.rids.add(request.rid)
         return True
 
-    def began_episodes(self, index: int, cancel: Callable[[], object]) -> bool:
-        """Its episodes are about to begin; ``cancel`` ends them. Returns whether the group is still wanted."""
-        group = self._under_way.get(group_uid(index))
+    def begin_episodes(self, index: int, cancel: Callable[[], object]) -> bool:
+        """Adds ``cancel``, which ends the episodes of a group; returns False if the group has ended."""
+        group = self._in_flight.get(group_uid(index))
         if group is None:
             return False
         group.cancel = cancel
         return True
 
-    def asks(self, index: int, rid: str) -> None:
-        """A turn's request is about to go out."""
-        if (group := self._under_way.get(group_uid(index))) is not None:  # else it is being given up
+    def turn_begins(self, index: int, rid: str) -> None:
+        """Adds the request of a turn that is about to be sent."""
+        if (group := self._in_flight.get(group_uid(index))) is not None:  # a group that is given up has no entry
             group.rids.add(rid)
 
-    def asked(self, index: int, rid: str) -> None:
-        """A turn's response is in."""
-        if (group := self._under_way.get(group_uid(index))) is not None:
+    def turn_ends(self, index: int, rid: str) -> None:
+        """Removes the request of a turn whose response has arrived."""
+        if (group := self._in_flight.get(group_uid(index))) is not None:
             group.rids.discard(rid)
 
-    def ended(self, index: int) -> None:
-        self._under_way.pop(group_uid(index), None)
+    def end(self, index: int) -> None:
+        """Removes a group whose responses are complete or whose data row cannot be used."""
+        self._in_flight.pop(group_uid(index), None)
 
     async def run(self) -> None:
-        """Until the bus closes (BusClosed)."""
+        """Runs until the bus closes (BusClosed)."""
         change = await self._next_change(-1)
-        await self._give_up(change.retired)  # nothing is aborted: whatever is under way began with these weights
+        await self._give_up(change.retired)  # nothing is aborted, because all groups in flight have these weights
         while True:
             version = change.version
             change = await self._next_change(version)
             if change.version != version:
                 await self._give_up(change.retired)
-                await self._go_on_anew(change)
+                await self._continue_with(change)
 
     async def _next_change(self, since_version: int) -> VersionChange:
         return await self._bus.wait_version_async(since_version, worker=self._worker, timeout_s=self._call_timeout_s)
 
     async def _give_up(self, retired: Sequence[str]) -> None:
-        ended = [self._under_way.pop(uid) for uid in retired if uid in self._under_way]
+        ended = [self._in_flight.pop(uid) for uid in retired if uid in self._in_flight]
         for group in ended:
             if group.cancel is not None:
                 group.cancel()
@@ -109,11 +113,11 @@ class WeightUpdateHandler:
         if rids:
             await self._pool.cancel(rids)
 
-    async def _go_on_anew(self, change: VersionChange) -> None:
+    async def _continue_with(self, change: VersionChange) -> None:
         aborted = []
-        for group in self._under_way.values():
-            if group.rids and group.begun_at < change.version and group.aborts < self._max_aborts:
-                group.begun_at = change.version
+        for group in self._in_flight.values():
+            if group.rids and group.min_version < change.version and group.aborts < self._max_aborts:
+                group.min_version = change.version
                 group.aborts += 1
                 self.aborts += 1
                 aborted += sorted(group.rids)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Token:
-    """What the loss knows of one response token."""
+    """The loss's inputs for one response token."""
 
     sample: int
     trained: bool
@@ -49,7 +49,7 @@ def token_loss(
 
 
 def mean_loss(tokens: Sequence[Token], losses: Sequence[float], *, aggregation: str, norm_length: float = 0.0) -> float:
-    """The loss as each aggregation's paper writes it: a mean, not a numerator."""
+    """Returns the loss as each aggregation's paper writes it: a mean and not a numerator."""
     pairs = [(token.sample, loss) for token, loss in zip(tokens, losses, strict=True) if token.trained]
     if aggregation == "token_mean":
         return math.fsum(loss for _, loss in pairs) / len(pairs)

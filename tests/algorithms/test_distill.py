@@ -1,4 +1,4 @@
-"""Distillation's record: what it asks for under which settings, and which settings it refuses."""
+"""The requirements and the refused settings of distillation."""
 
 from __future__ import annotations
 
@@ -23,19 +23,22 @@ def test_it_asks_for_top_k_tokens_only_where_the_form_is_about_them() -> None:
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        ({"form": "full"}, "algo.form=full: no such choice. Use one of: pure, advantage, topk_forward,"),
-        ({"served_by": "cloud"}, "algo.served_by=cloud: no such choice. Use one of: forward, engine."),
+        ({"form": "full"}, "algo.form=full: there is no such choice. Use one of: pure, advantage, topk_forward,"),
+        ({"served_by": "cloud"}, "algo.served_by=cloud: there is no such choice. Use one of: forward, engine."),
         ({"teacher_coef": 0.0}, "algo.teacher_coef=0.0: must be above 0. Use 1."),
         ({"form": "advantage", "group_size": 1}, "algo.group_size=1: a group of one"),
         ({"top_k": 0}, "algo.top_k=0: must be above 0. Use 16."),
         ({"form": "topk_jsd", "mix": 1.0}, "algo.mix=1.0: must lie between 0 and 1. 0.5 is usual."),
         (
             {"form": "topk_jsd", "kl_coef": 0.1, "kl_placement": "reward"},
-            "algo.kl_placement=reward with algo.form=topk_jsd: it has no reward. Use loss.",
+            "algo.kl_placement=reward with algo.form=topk_jsd: it uses no reward. Use algo.kl_placement=loss.",
         ),
         ({"form": "topk_jsd", "opsm_threshold": 1e-4}, "algo.opsm_threshold=0.0001 with algo.form=topk_jsd"),
         ({"teachers": {"default": None}}, "algo.teachers names no teacher. Use algo.teachers.default="),
-        ({"teachers": {"a": "/a", "b": "/b"}}, "algo.teachers names a, b: with several, algo.teacher_key must name"),
+        (
+            {"teachers": {"a": "/a", "b": "/b"}},
+            "algo.teachers names a, b: with several teachers, algo.teacher_key must name",
+        ),
     ],
 )
 def test_its_own_config_are_checked(wrong: dict[str, Any], text: str) -> None:

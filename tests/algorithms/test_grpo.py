@@ -90,7 +90,7 @@ def test_the_loss_equals_the_reference(config: GrpoConfig, tokens: list[Token]) 
 
 @pytest.mark.parametrize("old_logprobs", ["rollout", "actor_fwd", "current"])
 def test_opsm_measures_the_drift_from_what_the_engine_sampled_with(old_logprobs: str) -> None:
-    """DeepSeek-V3.2, eq. 9: also where the old log-probs were recomputed and the weights have not moved since."""
+    """DeepSeek-V3.2, eq. 9. The old log-probs are recomputed here, and the weights have not changed since."""
     tokens = [
         Token(sample=0, trained=True, new=-1.0, old=-1.0, rollout=-0.9, reference=-1.0, advantage=-1.0),  # drifted
         Token(sample=1, trained=True, new=-1.0, old=-0.9, rollout=-1.0, reference=-1.0, advantage=-1.0),  # did not
@@ -228,7 +228,7 @@ def test_sensible_config_pass(config: GrpoConfig) -> None:
         ({"clip_low": 1.5}, "algo.clip_low=1.5"),
         ({"clip_high": -0.1}, "algo.clip_high=-0.1"),
         ({"std_epsilon": 0.0}, "algo.std_epsilon=0.0"),
-        ({"aggregation": "mean"}, "algo.aggregation=mean: no such choice"),
+        ({"aggregation": "mean"}, "algo.aggregation=mean: there is no such choice"),
         ({"kl_estimator": "k4"}, "algo.kl_estimator=k4"),
         ({"kl_coef": 0.1, "kl_estimator": "k1"}, "zero expected gradient"),
         ({"kl_coef": -1.0}, "algo.kl_coef=-1.0"),
@@ -237,22 +237,28 @@ def test_sensible_config_pass(config: GrpoConfig) -> None:
         ({"correction_low": 3.0}, "algo.correction_low=3.0"),
         ({"correction": "tis"}, "there is nothing to correct"),
         ({"correction": "icepop", "old_logprobs": "actor_fwd", "correction_level": "sequence"}, "IcePop is per token"),
-        ({"correction": "pop"}, "algo.correction=pop: no such choice"),
-        ({"correction_level": "group"}, "algo.correction_level=group: no such choice"),
-        ({"kl_placement": "both"}, "algo.kl_placement=both: no such choice"),
+        ({"correction": "pop"}, "algo.correction=pop: there is no such choice"),
+        ({"correction_level": "group"}, "algo.correction_level=group: there is no such choice"),
+        ({"kl_placement": "both"}, "algo.kl_placement=both: there is no such choice"),
         ({"dual_clip": 1.1}, "algo.dual_clip=1.1"),
         ({"aggregation": "seq_mean_token_sum_norm"}, "algo.norm_length=0.0"),
         ({"aggregation": "seq_mean_token_sum_norm", "norm_length": -8.0}, "algo.norm_length=-8.0"),
-        ({"normalize_std": "True"}, "algo.normalize_std=True: no such choice. Use one of: group, batch, none."),
+        (
+            {"normalize_std": "True"},
+            "algo.normalize_std=True: there is no such choice. Use one of: group, batch, none.",
+        ),
         ({"pass_k": 16}, "algo.pass_k=16 with algo.group_size=16: need 1 <= pass_k < group_size"),
         ({"pass_k": 0}, "algo.pass_k=0"),
         ({"pass_k": 4, "normalize_std": "batch"}, "algo.pass_k=4 with algo.normalize_std=batch"),
-        ({"trust_region": "kl"}, "algo.trust_region=kl: no such choice. Use one of: ratio, probability,"),
-        ({"trust_region": "probability", "clip_high": 1.0}, "no probability moves by 1"),
+        ({"trust_region": "kl"}, "algo.trust_region=kl: there is no such choice. Use one of: ratio, probability,"),
+        ({"trust_region": "probability", "clip_high": 1.0}, "no probability changes by 1"),
         ({"correction": "tis_normalized"}, "there is nothing to correct"),
         ({"correction": "tis_normalized", "old_logprobs": "current"}, "algo.correction=tis_normalized with algo.old_"),
         ({"correction": "icepop", "old_logprobs": "actor_fwd", "correction_level": "geometric"}, "=geometric: IcePop"),
-        ({"rejection": {"mean_k3": [0, 1]}}, "algo.rejection.mean_k3=.*: no such rule. What exists: token_ratio,"),
+        (
+            {"rejection": {"mean_k3": [0, 1]}},
+            "algo.rejection.mean_k3=.*: there is no such rule. The rules are: token_ratio,",
+        ),
         ({"rejection": {"seq_mean_k3": 0.01}}, "algo.rejection.seq_mean_k3=0.01: expected two numbers"),
         ({"rejection": {"seq_mean_k3": [0.01]}}, "expected two numbers, .low, high., with low < high"),
         ({"rejection": {"seq_mean_k3": [0, "x"]}}, "expected two numbers"),
@@ -260,9 +266,9 @@ def test_sensible_config_pass(config: GrpoConfig) -> None:
         ({"rejection": {"token_ratio": [2.0, 0.5]}}, "expected two numbers"),
         (
             {"rejection": {"seq_mean_ratio": [0, 0.5]}},
-            "trainer and engine agree the value is 1, which must lie between",
+            "the value is 1 if trainer and engine agree, and must lie between",
         ),
-        ({"rejection": {"token_k1": [0.1, 0.5]}}, "trainer and engine agree the value is 0"),
+        ({"rejection": {"token_k1": [0.1, 0.5]}}, "the value is 0 if trainer and engine agree"),
     ],
 )
 def test_wrong_config_are_named(wrong: dict[str, Any], text: str) -> None:

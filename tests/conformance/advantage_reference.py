@@ -15,7 +15,7 @@ from tests.conformance.reference import Config, Sample, clamp, kl, log_ratio, we
 
 
 def advantages(algorithm: str, config: Config, groups: Sequence[Mapping[str, Any]]) -> list[list[list[float]]]:
-    """Of every token of every sample of every group of a train step. A group: ``rewards``, and ``samples`` as above."""
+    """Returns the advantages of every token of every sample of every group of a train step."""
     step = [group_advantages(algorithm, config, group["rewards"], group["samples"]) for group in groups]
     if algorithm in ("reinforce_pp", "ppo"):
         step = _whitened(config, step, groups)
@@ -30,7 +30,7 @@ def advantages(algorithm: str, config: Config, groups: Sequence[Mapping[str, Any
 
 
 def _mean_weight(config: Config, samples: Sequence[Sample]) -> float:
-    """Of all trained tokens; where a sample has one weight, of all samples with a trained token."""
+    """Returns the mean weight of all trained tokens, or of all samples with a trained token if each has one weight."""
     counted = []
     for sample in samples:
         trained = [t for t, one in enumerate(sample["mask"]) if one]
@@ -94,7 +94,7 @@ def group_advantages(
 
 
 def _shaped_rewards(algorithm: str, config: Config, group: Mapping[str, Any]) -> list[float]:
-    """Each sample's reward less its KL where that belongs there; of DAPO also punished for its length."""
+    """Returns each sample's reward less its KL if that is part of the reward; DAPO also punishes its length."""
     rewards = [
         reward - math.fsum(charges(config, sample))
         for reward, sample in zip(group["rewards"], group["samples"], strict=True)
@@ -120,7 +120,7 @@ def _discounted(config: Config, reward: float, sample: Sample) -> list[float]:
 
 
 def _against_the_others(config: Config, rewards: Sequence[float]) -> list[float]:
-    """RLOO, and NeMo-RL's division by the standard deviation of the others."""
+    """Returns RLOO's advantages, with NeMo-RL's division by the standard deviation of the other rewards."""
     values = []
     for i, reward in enumerate(rewards):
         others = [one for j, one in enumerate(rewards) if j != i]
@@ -134,7 +134,7 @@ def _against_the_others(config: Config, rewards: Sequence[float]) -> list[float]
 
 
 def _pass_at_k(config: Config, rewards: Sequence[float]) -> list[float]:
-    """Pass@k training by enumeration: every k samples are scored by their best."""
+    """Returns the advantages of pass@k training by enumeration: each subset of k samples has its best reward."""
     subsets = list(itertools.combinations(range(len(rewards)), min(config["pass_k"], len(rewards))))
     scores = [max(rewards[i] for i in subset) for subset in subsets]
     mean = math.fsum(scores) / len(scores)
@@ -149,7 +149,7 @@ def _pass_at_k(config: Config, rewards: Sequence[float]) -> list[float]:
 
 
 def charges(config: Config, sample: Sample) -> list[float]:
-    """What each token's KL takes off the reward."""
+    """Returns what each token's KL subtracts from the reward."""
     if config["kl_coef"] == 0 or config["kl_placement"] != "reward":
         return [0.0] * len(sample["mask"])
     old = sample["rollout_logprobs"] if config["old_logprobs"] != "actor_fwd" else sample["old_logprobs"]
@@ -162,7 +162,7 @@ def charges(config: Config, sample: Sample) -> list[float]:
 
 
 def _generalized_advantages(config: Config, reward: float, sample: Sample, *, of_returns: bool) -> list[float]:
-    """GAE as a sum, not as a recursion: A_t = Σ_l (γλ)^l δ_{t+l} over the sample's trained tokens."""
+    """Returns GAE as a sum and not as a recursion: A_t = Σ_l (γλ)^l δ_{t+l} over the sample's trained tokens."""
     trained = [t for t, one in enumerate(sample["mask"]) if one]
     charged = charges(config, sample)
     rewards = [-charged[t] + (reward if t == trained[-1] else 0.0) for t in trained]

@@ -1,4 +1,4 @@
-"""From a vector file's cases to what our algorithms take."""
+"""Turns the cases of a vector file into the inputs of our algorithms."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sample_ids(samples: Sequence[Mapping[str, Any]]) -> Tensor:
 
 
 def loss_inputs(samples: Sequence[Mapping[str, Any]], *, config: Any, dtype: torch.dtype) -> LossInputs:
-    """``old_logprobs`` are the engine's where the setting says so: what the trainer hands over then."""
+    """Returns the inputs of a loss; ``old_logprobs`` are the engine's if the setting says so, as in the trainer."""
     rollout = flat(samples, "rollout_logprobs", dtype)
     return LossInputs(
         logprobs=flat(samples, "logprobs", dtype).requires_grad_(),
@@ -76,7 +76,7 @@ def advantage_inputs(group: Mapping[str, Any], *, config: Any) -> AdvantageInput
 
 
 def totals(samples: Sequence[Mapping[str, Any]]) -> StepTotals:
-    """The step's counts: samples without a trained token are not among them."""
+    """Returns the step's counts, without samples that have no trained token."""
     return StepTotals(
         tokens=sum(sum(sample["mask"]) for sample in samples),
         samples=sum(any(sample["mask"]) for sample in samples),

@@ -52,7 +52,7 @@ def log_softmax(logits: Sequence[float]) -> list[float]:
 
 
 def kl(left: Sequence[float], right: Sequence[float]) -> float:
-    """KL(left ‖ right) of probabilities; a bucket of probability 0 on the left counts nothing."""
+    """Returns KL(left ‖ right) of probabilities; a bucket with probability 0 on the left adds 0."""
     return math.fsum(a * (math.log(a) - math.log(b)) for a, b in zip(left, right, strict=True) if a > 0)
 
 
@@ -76,7 +76,7 @@ def divergence(student_top: Sequence[float], teacher_top: Sequence[float], form:
 def losses(
     config: Config, samples: Sequence[Sample], live: Sequence[Sequence[float]], live_top: Sequence[Any]
 ) -> list[list[float]]:
-    """Of every token before aggregation. ``live``, ``live_top``: what the gradient is taken of."""
+    """Returns the loss of every token before aggregation; the gradient is by ``live`` and ``live_top``."""
     policy = reference.losses("grpo", config, samples, live)  # PPO's clip and the KL to the reference
     if not config["form"].startswith("topk_"):
         return policy
@@ -101,7 +101,7 @@ def _step_loss(config: Config, samples: Sequence[Sample], live: Any, top: Any) -
 
 
 def gradients(config: Config, samples: Sequence[Sample], *, step: float = 1e-5) -> dict[str, Any]:
-    """The step's loss by each sampled log-prob and by each of the student's top log-probs: central differences."""
+    """Returns the step's gradient by each sampled and each top log-prob of the student, by central differences."""
 
     def at(i: int, t: int, k: int | None, by: float) -> float:
         live = [list(sample["logprobs"]) for sample in samples]
@@ -126,7 +126,7 @@ def gradients(config: Config, samples: Sequence[Sample], *, step: float = 1e-5) 
 
 
 def advantages(config: Config, rewards: Sequence[float], samples: Sequence[Sample]) -> list[list[float]]:
-    """MiniLLM's reward of one step: - λ (log π_S - log π_T), where the form has one, upon the group's."""
+    """Returns MiniLLM's reward of one step, -λ (log π_S - log π_T), if the form has one, plus the group's advantage."""
     if config["form"].startswith("topk_"):
         return [[0.0] * len(sample["mask"]) for sample in samples]
     base = [[-charge for charge in advantage_reference.charges(config, sample)] for sample in samples]

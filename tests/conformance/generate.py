@@ -152,14 +152,14 @@ ONE_UPDATE = {"mini_batches": 1, "epochs": 1}  # how often a batch is trained on
 
 
 def rounded(values: Any) -> Any:
-    """Twelve significant digits: what the reference can promise of a difference quotient is some nine."""
+    """Rounds to twelve significant digits; a difference quotient of the reference has about nine."""
     return [rounded(one) for one in values] if isinstance(values, list) else float(f"{values:.12g}")
 
 
 def make_samples(
     source: random.Random, lengths: tuple[int, ...], *, spread: float, advantages: bool
 ) -> list[dict[str, Any]]:
-    """Samples with some tokens masked, one of them whole. ``spread``: of log-probs around each other."""
+    """Returns samples with some masked tokens, one sample masked as a whole; ``spread`` is that of the log-probs."""
     samples = []
     for place, length in enumerate(lengths):
         base = [source.uniform(-3.0, -0.5) for _ in range(length)]
@@ -182,7 +182,7 @@ def make_samples(
 
 
 def loss_case(algorithm: str, config: dict[str, Any], *, seed: int) -> dict[str, Any]:
-    """Inputs are drawn until no kink of the loss lies within the finite differences."""
+    """Draws inputs until no kink of the loss lies within the finite differences."""
     source = random.Random(seed)
     spread = config.pop(WIDE, 0.5)
     if algorithm == "gspo" and config["clip_low"] < 0.01 and seed % 2:
@@ -207,7 +207,7 @@ def loss_case(algorithm: str, config: dict[str, Any], *, seed: int) -> dict[str,
 
 
 def value_case(config: dict[str, Any], *, seed: int) -> dict[str, Any]:
-    """Values on both sides of the clip's range, and none within the finite differences of its edge or of a tie."""
+    """Draws values on both sides of the clip's range, none within the finite differences of its edge or of a tie."""
     source = random.Random(seed)
     samples = []
     for sample in make_samples(source, LENGTHS, spread=0.5, advantages=True):
@@ -260,7 +260,7 @@ def advantage_case(algorithm: str, config: dict[str, Any], *, seed: int) -> dict
 
 
 def vectors(algorithm: str) -> dict[str, Any]:
-    """All cases of an algorithm. Every case carries all settings, so that nothing hangs on a default."""
+    """Returns all cases of an algorithm; every case has all settings, so that none depends on a default."""
     spec = find_algorithm(algorithm)
     defaults = asdict(spec.config())  # type: ignore[call-arg]  # the built-in ones have a default for every setting
     own = OWN.get(algorithm, []) + (CLIPPED if "dual_clip" in defaults and algorithm != "gspo" else [])
@@ -282,7 +282,7 @@ def vectors(algorithm: str) -> dict[str, Any]:
 
 
 def render(algorithm: str) -> str:
-    """JSON with one case a line, so that a diff shows which case changed."""
+    """Returns JSON with one case per line, so that a diff shows which case changed."""
     made = vectors(algorithm)
 
     def lines(key: str) -> str:

@@ -32,7 +32,7 @@ def kl(x: float, estimator: str) -> float:
 
 
 def kl_term(config: Config, *, live: float, frozen: float, old: float, reference: float) -> float:
-    """The KL as a loss. ``frozen`` is what stands under a stop-gradient."""
+    """Returns the KL as a loss; ``frozen`` is what stands under a stop-gradient."""
     x, held = log_ratio(live, reference), log_ratio(frozen, reference)
     estimator = config["kl_estimator"]
     if config["kl_placement"] == "loss_times_ratio":
@@ -51,7 +51,7 @@ def sigmoid(x: float) -> float:
 def losses(
     algorithm: str, config: Config, samples: Sequence[Sample], live: Sequence[Sequence[float]]
 ) -> list[list[float]]:
-    """The loss of every token before aggregation; 0 where it is not trained."""
+    """Returns the loss of every token before aggregation; 0 for untrained tokens."""
     return [_sample_losses(algorithm, config, sample, new) for sample, new in zip(samples, live, strict=True)]
 
 
@@ -120,7 +120,7 @@ def _unclipped(ratio: float, a: float, config: Config) -> float:
 
 
 def _moved_too_far(difference: float, a: float, config: Config) -> bool:
-    """DPPO masks what moves on in the direction of its advantage, IPO whatever has moved."""
+    """DPPO masks tokens that would move further in their advantage's direction; IPO masks all that moved too far."""
     up, down = difference > config["clip_high"], difference < -config["clip_low"]
     if config["trust_region"] == "probability_both":
         return up or down
@@ -128,7 +128,7 @@ def _moved_too_far(difference: float, a: float, config: Config) -> bool:
 
 
 def _rejected(config: Config, pairs: Mapping[int, tuple[float, float]]) -> set[int]:
-    """The trained tokens that a rule leaves out; ``pairs``: token → log π of the trainer, log μ of the engine."""
+    """Returns the trained tokens that a rule leaves out; ``pairs``: token → the trainer's log π, the engine's log μ."""
     rho = {t: math.exp(log_ratio(trainer, engine)) for t, (trainer, engine) in pairs.items()}
     statistics: dict[str, dict[int, float]] = {
         "ratio": rho,
@@ -160,7 +160,7 @@ def _rejected(config: Config, pairs: Mapping[int, tuple[float, float]]) -> set[i
 
 
 def weights_of(config: Config, rho: Mapping[int, float]) -> dict[int, float]:
-    """The importance weights of the trained tokens, from log π_old - log μ."""
+    """Returns the importance weights of the trained tokens, from log π_old - log μ."""
     method = config["correction"]
     if method == "auto":
         method = "none" if config["old_logprobs"] == "rollout" else "tis"
@@ -178,7 +178,7 @@ def weights_of(config: Config, rho: Mapping[int, float]) -> dict[int, float]:
 
 
 def step_loss(config: Config, samples: Sequence[Sample], per_token: Sequence[Sequence[float]]) -> float:
-    """The step's loss as a mean, as each aggregation's paper writes it, over samples with a trained token."""
+    """Returns the step's loss as a mean, as each aggregation's paper writes it, over samples with a trained token."""
     kept = [
         ([x for x, one in zip(values, sample["mask"], strict=True) if one])
         for sample, values in zip(samples, per_token, strict=True)
@@ -192,7 +192,7 @@ def step_loss(config: Config, samples: Sequence[Sample], per_token: Sequence[Seq
 
 
 def gradient(algorithm: str, config: Config, samples: Sequence[Sample], *, step: float = 1e-5) -> list[list[float]]:
-    """The step's loss by each log-prob. What stands under a stop-gradient stays where it was."""
+    """Returns the step's gradient by each log-prob; values under a stop-gradient stay fixed."""
 
     def loss(moved: Sequence[Sample]) -> float:
         return step_loss(config, samples, losses(algorithm, config, samples, [one["logprobs"] for one in moved]))
@@ -203,7 +203,7 @@ def gradient(algorithm: str, config: Config, samples: Sequence[Sample], *, step:
 def differences(
     samples: Sequence[Sample], name: str, loss: Callable[[Sequence[Sample]], float], *, step: float = 1e-5
 ) -> list[list[float]]:
-    """A loss by each entry of the samples' lists ``name``, by central differences of fourth order."""
+    """Returns the gradient by each entry of the samples' lists ``name``, by central differences of fourth order."""
 
     def at(i: int, t: int, by: float) -> float:
         row = list(samples[i][name])
@@ -220,7 +220,7 @@ def differences(
 
 
 def entropy_gradient(algorithm: str, config: Config, samples: Sequence[Sample]) -> list[list[float]]:
-    """The step's loss by each entropy."""
+    """Returns the step's gradient by each entropy."""
 
     def loss(moved: Sequence[Sample]) -> float:
         return step_loss(config, moved, losses(algorithm, config, moved, [sample["logprobs"] for sample in moved]))
@@ -248,5 +248,5 @@ def value_losses(config: Config, samples: Sequence[Sample]) -> list[list[float]]
 
 
 def value_gradient(config: Config, samples: Sequence[Sample]) -> list[list[float]]:
-    """The critic's loss of the step by each value."""
+    """Returns the gradient of the critic's loss of the step by each value."""
     return differences(samples, "values", lambda moved: step_loss(config, moved, value_losses(config, moved)))

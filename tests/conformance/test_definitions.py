@@ -26,7 +26,7 @@ patient = settings(deadline=None)  # the first call may wait for a busy machine
 
 # -- the KL as a loss -------------------------------------------------------------------------------------------------
 def _expected_gradient(logits: Tensor, old: Tensor, reference: Tensor, **choice: str) -> tuple[float, list[float]]:
-    """Over the whole vocabulary, each token as often as the old policy samples it: the mean loss and its gradient."""
+    """Returns the mean loss and its gradient over the whole vocabulary, weighted by the old policy's probabilities."""
     live = logits.clone().requires_grad_()
     loss = F.kl_loss(
         logprobs=live.log_softmax(-1),
@@ -74,7 +74,7 @@ def test_the_gradient_of_k2_under_any_value_is_that_of_the_kl_on_policy(
 
 
 def test_plain_k3_has_another_gradient() -> None:
-    """Which is why the two placements above exist."""
+    """This is why the placements loss_times_ratio and loss_k2_gradient exist."""
     logits, target = torch.tensor([1.0, 0.0, -1.0, 0.5, 0.2]), torch.tensor([-1.0, 0.3, 1.0, 0.0, 0.1])
     got = _expected_gradient(logits, logits, target, estimator="k3", placement="loss")[1]
     assert got != pytest.approx(_whole_kl(logits, target)[1], rel=0.1)
@@ -151,7 +151,7 @@ def test_a_rule_by_hand(rule: str) -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_policy_loss_is_proportional_to_its_advantages(algorithm: str) -> None:
-    """So that dividing the advantages by the mean weight of a step divides the weights of any algorithm by it."""
+    """Therefore division of the advantages by a step's mean weight divides the weights of any algorithm."""
     spec = find_algorithm(algorithm)
     for case in cases.read(algorithm)["loss"]:
         config = dataclasses.replace(cases.config_of(algorithm, case), kl_coef=0.0, entropy_coef=0.0)

@@ -183,7 +183,7 @@ def test_mixed_and_jsd_are_what_their_names_say(student: list[float], teacher: l
 
 @pytest.mark.parametrize("name", F.TOP_K_DIVERGENCES)
 def test_an_empty_tail_gives_finite_values_and_gradients(name: str) -> None:
-    """All the mass on the top tokens, by rounding even a little more; on one side, on the other, on both."""
+    """All the mass, or a little more by rounding, is on the top tokens of one side, of the other, or of both."""
     full, over = torch.tensor([0.0, -100.0]), torch.tensor([6e-8, -100.0])
     rest = torch.tensor([-0.7, -3.0])
     for student, teacher in ((full, rest), (rest, full), (over, over), (full, torch.tensor([-100.0, 0.0]))):
@@ -200,7 +200,7 @@ def test_an_empty_tail_gives_finite_values_and_gradients(name: str) -> None:
 
 
 def test_the_gradient_by_the_students_logits_is_that_of_the_full_kl() -> None:
-    """Of the forward KL over the whole vocabulary it is q - p, the classic one."""
+    """For the forward KL over the whole vocabulary the gradient is q - p."""
     torch.manual_seed(0)
     student, teacher = torch.randn(6, VOCABULARY, requires_grad=True), torch.randn(6, VOCABULARY)
     top = teacher.log_softmax(-1).topk(VOCABULARY)
@@ -215,7 +215,7 @@ def test_the_gradient_by_the_students_logits_is_that_of_the_full_kl() -> None:
 
 
 def test_the_log_ratio_as_a_loss_has_no_mean_gradient_as_an_advantage_it_has_that_of_the_kl() -> None:
-    """Over all tokens, each with its probability under the student: what a mean over samples comes to."""
+    """The mean is over all tokens, weighted by their probability under the student."""
     torch.manual_seed(1)
     student, teacher = torch.randn(VOCABULARY, requires_grad=True), torch.randn(VOCABULARY)
     logprobs, wanted = student.log_softmax(-1), teacher.log_softmax(-1)

@@ -23,7 +23,7 @@ patient = settings(deadline=None)  # the first call may wait for a busy machine
 
 
 def _group(rewards: Tensor) -> AdvantageInputs:
-    """Samples of one token each."""
+    """Returns a group whose samples have one token each."""
     count = len(rewards)
     return AdvantageInputs(
         rewards=rewards,

@@ -73,7 +73,7 @@ BY_FUNCTION: dict[str, dict[str, Any]] = {
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy of the function whose tensors are checked on every call."""
+    """Returns a copy of the function that checks its tensors on every call."""
     assert isinstance(function, types.FunctionType)
     copy = types.FunctionType(
         function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__
@@ -88,7 +88,7 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Puts checked copies in the place of the shared maths; the names that were called."""
+    """Replaces the shared maths by checked copies; returns the names that were called."""
     names: set[str] = set()
 
     def spied(name: str) -> Callable[..., Any]:
@@ -112,7 +112,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 def check_outputs(
     logprobs: Tokens, loss_sum: Scalar, per_token: Tokens, gradient: Tokens, metrics: list[Scalar]
 ) -> None:
-    """Raises where a shape or a dtype is another one, or where two tensors disagree on the number of tokens."""
+    """Raises if a shape or a dtype is wrong, or if two tensors disagree on the number of tokens."""
 
 
 def test_every_algorithm_keeps_to_the_shapes(called: set[str]) -> None:
@@ -147,7 +147,7 @@ def test_every_algorithm_keeps_to_the_shapes(called: set[str]) -> None:
 
 
 def test_a_wrong_shape_is_seen() -> None:
-    """The check itself: lengths that disagree, and float64."""
+    """The check refuses lengths that disagree, and float64."""
     kl_estimate = checked(F.kl_estimate)
     right = {"logprobs": torch.zeros(3), "reference_logprobs": torch.zeros(3), "loss_mask": torch.ones(3).bool()}
     assert kl_estimate(**right, estimator="k3").shape == (3,)

@@ -113,7 +113,7 @@ def test_masked_tokens_and_the_order_of_samples_have_no_say_in_the_value_loss(
 
 @pytest.mark.parametrize(("algorithm", "case"), LOSS_CASES)
 def test_the_vectors_gradient_is_that_of_their_loss(algorithm: str, case: dict[str, Any]) -> None:
-    """With another step and another order than the generator's."""
+    """The finite differences have another step and another order than the generator's."""
     config, samples, step = case["config"], case["samples"], 2e-6
     for i, sample in enumerate(samples):
         for t, expected in enumerate(case["expected"]["gradient"][i]):
@@ -149,7 +149,7 @@ def test_advantages(algorithm: str, case: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("algorithm", reference.ALGORITHMS)
 def test_the_files_are_what_the_generator_writes(algorithm: str) -> None:
-    """Numbers to nine digits: another libm may round the last ones differently."""
+    """Numbers are compared to nine digits, because another libm may round the last ones differently."""
     assert_alike(cases.read(algorithm), json.loads(generate.render(algorithm)))
 
 

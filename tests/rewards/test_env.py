@@ -1,4 +1,4 @@
-"""The reward that an env with turns gave itself."""
+"""The reward that an env of several turns gives."""
 
 from __future__ import annotations
 

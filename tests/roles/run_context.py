@@ -1,4 +1,4 @@
-"""A run's context over one folder, for what needs one without a run."""
+"""A run's context over one folder, for tests without a run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from relax_core.roles.process.role_context import RunContext
 
 
 def context_in(folder: Path, *overrides: str) -> RunContext:
-    """With the default configuration and ``overrides``; everything lies in ``folder``, which also passes for the model.
-    Nothing is made there."""
+    """Returns a context with the default configuration and ``overrides``.
+
+    All its paths are in ``folder``, which is also the model's folder; nothing is created.
+    """
     return RunContext(
         config=load_config(list(overrides), settle=settle),
         run_namespace="test",

@@ -51,7 +51,7 @@ def test_each_group_is_on_its_own_without_normalize() -> None:
 
 
 def test_a_row_of_two_episodes_has_an_advantage_in_each() -> None:
-    """GRPO's is the reward minus the group's mean on each token of the episode, wherever its rows lie."""
+    """GRPO's advantage is the reward less the group's mean on each token of the episode."""
     tree = random_tree(np.random.default_rng(3))
     assert len(tree.tokens[1]) > len(tree.sampled), "some rows are in two episodes"
     assert max(len(one.leaves) for one in tree.episodes) > 1
@@ -82,7 +82,7 @@ def test_the_deviation_of_a_step_is_that_of_all_groups_and_needs_them_together()
 
 
 def test_a_group_of_one_has_the_step_as_its_baseline() -> None:
-    """Plain REINFORCE++: each prompt's single reward against the others'."""
+    """Plain REINFORCE++ compares each prompt's single reward with the others'."""
     config = ReinforcePpConfig(group_size=1, group_baseline=False)
     REINFORCE_PP.check(config)
     a, b = advantage_extras([row([1.0], [2]), row([0.0], [2])], REINFORCE_PP, config)
@@ -132,7 +132,7 @@ def test_a_critics_returns_are_advantages_before_whitening_plus_values() -> None
 
 
 def test_a_step_is_normalised_only_where_the_algorithm_sees_one() -> None:
-    """The groups that a worker happens to lease together are no train step."""
+    """The groups that a worker leases together are not always a train step."""
     rows = [row([1.0, 0.0], [1, 1]), row([5.0, 1.0], [1, 1])]
     config = GrpoConfig(normalize_std="none")
     mixing = dataclasses.replace(GRPO, normalize=lambda values, inputs, config: [torch.cat(list(values))[:2]] * 2)
@@ -141,7 +141,7 @@ def test_a_step_is_normalised_only_where_the_algorithm_sees_one() -> None:
 
 
 def leased(columns: Mapping[str, bytes], names: Sequence[str]) -> TokenTree:
-    """The tree of the columns that a task asks for."""
+    """Returns the tree of the columns that a task leases."""
     asked_for = {name: columns[name] for name in names}
     return decode_tree(LeasedRow(group_uid="g", index=0, uids=[], versions=[], columns=asked_for))
 
@@ -152,7 +152,8 @@ COMPLETE = ("grpo", "dapo", "dr_grpo", "rloo", "gspo", "sapo", "cispo")
 @pytest.mark.parametrize("algorithm", COMPLETE)
 def test_a_group_alone_has_the_bits_that_it_has_among_others(algorithm: str) -> None:
     """The rollout makes them of one group, with all its columns; the role of those that are ready, with what it asks
-    for."""
+    for.
+    """
     config = load_config([f"algo={algorithm}"])
     spec = find_algorithm(algorithm)
     random = np.random.default_rng(0)

@@ -64,7 +64,7 @@ def test_so_many_tokens_are_kept_of_both_ends(text: str, kept: int) -> None:
 
 def test_where_the_longest_message_is_not_long_enough_the_row_is_left_out(folder: Path) -> None:
     short = [{"role": "user", "content": "12345"}] * 20
-    with pytest.raises(BadRow, match=r"row: its prompt has .* Without its longest message it is too long, too") as bad:
+    with pytest.raises(BadRow, match=r"row: its prompt has .* It is too long even without its longest message") as bad:
         maker(folder, room=30, overlong=Overlong.truncate_left).tokens({"prompt": short}, where="row")
     assert bad.value.reason == "too_long"
 

@@ -1,4 +1,4 @@
-"""Which groups are aborted and which are given up when a weight version comes, against the bus's own state machine."""
+"""Groups that are aborted or cancelled by a new weight version, with the bus's own state machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relax_core.rollout.weight_update_handler import WeightUpdateHandler
 
 
 class Versions:
-    """The bus's side: the changes come one after the other, then it closes."""
+    """A bus that reports the changes one after the other and then closes."""
 
     def __init__(self, *changes: VersionChange) -> None:
         self._changes = list(changes)
@@ -28,7 +28,7 @@ class Versions:
 
 
 class Asked:
-    """The engines' side: what they were asked for."""
+    """An engine pool that records its calls."""
 
     def __init__(self) -> None:
         self.aborted: list[tuple[list[str], int]] = []
@@ -51,15 +51,16 @@ def request(index: int, min_version: int) -> PromptRequest:
 
 def turn(*changes: VersionChange, max_aborts: int, groups: dict[int, int], done: tuple[int, ...] = ()) -> Asked:
     """``changes``: the first is what is in force already. ``groups``: index → min_version of what is under way;
-    ``done``: those that are complete."""
+    ``done``: those that are complete.
+    """
     asked = Asked()
     versions = Versions(*changes)
     weight_update_handler = WeightUpdateHandler(versions, asked, max_aborts=max_aborts, call_timeout_s=1.0)
     for index, min_version in groups.items():
-        weight_update_handler.admitted([admission(index, min_version)])
-        assert weight_update_handler.began(index, request(index, min_version))
+        weight_update_handler.admit([admission(index, min_version)])
+        assert weight_update_handler.begin(index, request(index, min_version))
     for index in done:
-        weight_update_handler.ended(index)
+        weight_update_handler.end(index)
     with pytest.raises(BusClosed):
         asyncio.run(weight_update_handler.run())
     assert versions.since == [-1, *(change.version for change in changes)]
@@ -99,7 +100,7 @@ def test_without_aborts_only_what_is_over_ends() -> None:
 
 
 def test_what_is_in_force_at_the_start_aborts_nothing() -> None:
-    """A group that was taken over has an older min_version, but it began with the weights of now."""
+    """A reclaimed group has an older min_version, but it started with the current weights."""
     asked = turn(change(5, "g00000002"), change(6), max_aborts=1, groups={1: 3, 2: 3})
     assert asked.cancelled == [["r2"]]
     assert asked.aborted == [(["r1"], 6)]
@@ -109,14 +110,14 @@ def test_what_is_over_before_it_began_does_not_begin() -> None:
     asked = Asked()
     versions = Versions(change(0), change(1, "g00000001"))
     weight_update_handler = WeightUpdateHandler(versions, asked, max_aborts=9, call_timeout_s=1.0)
-    weight_update_handler.admitted([admission(1, 0), admission(2, 0)])
+    weight_update_handler.admit([admission(1, 0), admission(2, 0)])
     with pytest.raises(BusClosed):
         asyncio.run(weight_update_handler.run())
     assert (asked.cancelled, asked.aborted, weight_update_handler.aborts) == ([], [], 0), (
         "the engines know nothing of them yet"
     )
-    assert not weight_update_handler.began(1, request(1, 0))
-    assert weight_update_handler.began(2, request(2, 0))
+    assert not weight_update_handler.begin(1, request(1, 0))
+    assert weight_update_handler.begin(2, request(2, 0))
 
 
 def test_of_a_group_of_episodes_the_turns_under_way_are_aborted_and_its_end_ends_its_envs() -> None:
@@ -125,16 +126,16 @@ def test_of_a_group_of_episodes_the_turns_under_way_are_aborted_and_its_end_ends
         Versions(change(0), change(1), change(2, "g00000001"), change(3)), asked, max_aborts=9, call_timeout_s=1.0
     )
     for index in (1, 2, 3):
-        weight_update_handler.admitted([admission(index, 0)])
-        assert weight_update_handler.began_episodes(index, lambda index=index: ended.append(index))  # type: ignore[misc]
-        weight_update_handler.asks(index, f"r{index}.0.0")
-        weight_update_handler.asks(index, f"r{index}.1.0")
-    weight_update_handler.asked(2, "r2.0.0")  # its env plays now
-    weight_update_handler.asked(3, "r3.0.0")
-    weight_update_handler.asked(3, "r3.1.0")
+        weight_update_handler.admit([admission(index, 0)])
+        assert weight_update_handler.begin_episodes(index, lambda index=index: ended.append(index))  # type: ignore[misc]
+        weight_update_handler.turn_begins(index, f"r{index}.0.0")
+        weight_update_handler.turn_begins(index, f"r{index}.1.0")
+    weight_update_handler.turn_ends(2, "r2.0.0")  # its env plays now
+    weight_update_handler.turn_ends(3, "r3.0.0")
+    weight_update_handler.turn_ends(3, "r3.1.0")
     with pytest.raises(BusClosed):
         asyncio.run(weight_update_handler.run())
     assert asked.aborted == [(["r1.0.0", "r1.1.0", "r2.1.0"], 1), (["r2.1.0"], 2), (["r2.1.0"], 3)]
     assert (asked.cancelled, ended) == ([["r1.0.0", "r1.1.0"]], [1])
-    weight_update_handler.asked(1, "r1.0.0")  # a response that was in already
-    assert not weight_update_handler.began_episodes(1, lambda: None)
+    weight_update_handler.turn_ends(1, "r1.0.0")  # a response that was in already
+    assert not weight_update_handler.begin_episodes(1, lambda: None)

@@ -1,4 +1,4 @@
-"""The advantages role's worker, of runs whose groups do not get their advantages in the rollout."""
+"""The worker of the advantages role, for runs in which the rollout does not compute the advantages."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from relax_core.rollout.group_advantages import advantage_extras, input_columns,
 
 
 class AdvantagesWorker(Worker):
-    """Computes advantages on the CPU, on as many groups at a time as are ready; on a whole train step's worth where
-    the algorithm normalises over the step under the run's settings."""
+    """Computes advantages on the CPU, for all groups that are ready.
+
+    It computes them for a whole train step at once if the algorithm normalises over the step.
+    """
 
     def __init__(self, name: str, context: RunContext, rank: int) -> None:
-        assert rank == 0, "one advantages worker keeps up with any trainer"
+        assert rank == 0, "one advantages worker is fast enough for any trainer"
         super().__init__(name, context)
 
     def work(self) -> None:
+        """Leases groups, computes their advantages and writes them, until the bus closes."""
         import torch
 
         torch.set_num_threads(1)
@@ -45,7 +48,7 @@ class AdvantagesWorker(Worker):
 
         self.set_state("running")
         timeout_s = config.run.stall_timeout_s
-        bus.revoke(request.task, timeout_s=timeout_s)  # what a predecessor that was killed had in hand
+        bus.revoke(request.task, timeout_s=timeout_s)  # a killed predecessor may have left leases
         if sees_whole_step(spec, requirements):
             while True:
                 lease = without_timeout(lambda: lease_whole_step(bus, request, timeout_s=timeout_s))

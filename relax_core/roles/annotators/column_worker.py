@@ -1,4 +1,4 @@
-"""The loop of a worker that adds columns to every row: lease, compute, write, and with that the next lease."""
+"""The loop of a worker that adds columns to groups: lease, compute, write; a write returns the next lease."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from relax_core.roles.annotators.whole_step_leases import lease_whole_step
 from relax_core.roles.process.discovery import discover_bus, discover_metrics
 from relax_core.roles.process.worker import Worker
 
-RowColumns = dict[str, dict[str, bytes]]  # group uid → column → payload
+GroupColumns = dict[str, dict[str, bytes]]  # group uid → column → encoded values
 
 
 class ColumnWorker(Worker):
-    """All of its state is in the bus: a restarted one revokes what its predecessor had in hand.
+    """Adds columns to groups. All state is in the bus, so a restarted worker revokes its predecessor's leases.
 
-    ``task``: its name on the bus. ``inputs``: columns that it asks for. ``version``: of the weights in use, for the
-    metrics; -1 where they never change. ``whole_steps``: takes the rows of a train step together, so that what it
-    writes does not depend, to the bit, on when each of them came. Every such worker does so in a run that the same seed
-    is to give again.
+    ``task`` is its name on the bus, and ``inputs`` the columns that it leases. ``version`` is that of the weights in
+    use, for the metrics; -1 if they never change. With ``whole_steps`` it takes all groups of a train step together, so
+    that its results do not depend, to the bit, on when each group arrived. Every such worker does so in a run that must
+    be repeatable.
     """
 
     task: str
@@ -30,13 +30,14 @@ class ColumnWorker(Worker):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Builds what `columns_of` needs; seconds."""
+        """Builds what `columns_of` needs; may take seconds."""
 
     @abstractmethod
-    def columns_of(self, rows: Sequence[LeasedRow]) -> RowColumns:
-        """The new columns of each row."""
+    def columns_of(self, leased: Sequence[LeasedRow]) -> GroupColumns:
+        """Returns the new columns of each group."""
 
     def work(self) -> None:
+        """Leases groups, computes their columns and writes them, until the bus closes."""
         config = self.context.config
         whole_steps = self.whole_steps or config.repeatable
         self.prepare()
@@ -50,7 +51,7 @@ class ColumnWorker(Worker):
         )
         self.set_state("running")
         timeout_s = config.run.stall_timeout_s
-        bus.revoke(request.task, timeout_s=timeout_s)  # what a predecessor that was killed had in hand
+        bus.revoke(request.task, timeout_s=timeout_s)  # a killed predecessor may have left leases
 
         def next_lease() -> Lease:
             if whole_steps:

@@ -1,4 +1,4 @@
-"""The workers of actor_fwd and of reference: log-probs by a forward pass, with the newest or with the first weights."""
+"""The workers of actor_fwd and reference: log-probs by a forward pass with the newest or the initial weights."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ from typing import NoReturn
 
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import LeasedRow
-from relax_core.roles.annotators.column_worker import ColumnWorker, RowColumns
+from relax_core.roles.annotators.column_worker import ColumnWorker, GroupColumns
+from relax_core.roles.process.failure import RankLost
 from relax_core.roles.process.role_context import RunContext
 from relax_core.roles.trainer.rank_discovery import assemble_ranks
-from relax_core.roles.trainer.worker_group import RankLost, WorkerGroup
+from relax_core.roles.trainer.worker_group import WorkerGroup
 from relax_core.weights.version_folder import read_latest
 
 log = logging.getLogger(__name__)
 
 
 class ForwardWorker(ColumnWorker):
-    """Writes ``column`` for every row. ``follow``: keep to the newest published weights. ``replays``: with
-    algo.routing_replay, route each token as the engine did."""
+    """Writes ``column`` for every group.
+
+    With ``follow`` it uses the newest published weights. With ``replays`` and algo.routing_replay it routes each token
+    to the experts that the engine chose.
+    """
 
     inputs: tuple[str, ...] = c.FORWARD_COLUMNS
     column: str
@@ -29,7 +33,7 @@ class ForwardWorker(ColumnWorker):
     _worker_group: WorkerGroup
 
     def __init__(self, name: str, context: RunContext, rank: int) -> None:
-        assert rank == 0, "other ranks are driven by rank 0"
+        assert rank == 0, "rank 0 drives the other ranks"
         if self.replays and context.config.algo.routing_replay:
             self.inputs = (*self.inputs, c.ROUTED_EXPERTS)
         if context.config.rollout.truncates:
@@ -37,17 +41,19 @@ class ForwardWorker(ColumnWorker):
         super().__init__(name, context)
 
     def prepare(self) -> None:
+        """Builds the model together with the role's other ranks."""
         try:
             ranks = assemble_ranks(self.context, self.task, waiting=self.waiting, on_loss=self._end)
         except RankLost as lost:
             self._end(lost)
         self._worker_group = WorkerGroup(ranks, timeout_s=self.context.config.run.stall_timeout_s, waiting=self.waiting)
 
-    def columns_of(self, rows: Sequence[LeasedRow]) -> RowColumns:
-        groups = [c.decode_tree(row) for row in rows]
+    def columns_of(self, leased: Sequence[LeasedRow]) -> GroupColumns:
+        """Returns the log-probs of each group."""
+        groups = [c.decode_tree(one) for one in leased]
         try:
             if self.follow:
-                self._catch_up()
+                self._load_newest()
             logprobs = self._worker_group.logprobs(groups)
         except RankLost as lost:
             self._end(lost)
@@ -57,28 +63,29 @@ class ForwardWorker(ColumnWorker):
         }
 
     def _end(self, lost: RankLost) -> NoReturn:
-        log.error("%s ends, so that all ranks start anew: %s", self.name, lost)
+        log.error("%s ends, so that all its ranks restart: %s", self.name, lost)
         logging.shutdown()
-        os._exit(1)  # Ray starts another, which takes the leases back and has new other ranks
+        os._exit(1)  # Ray restarts this process, which revokes the leases and gets new other ranks
 
-    def _catch_up(self) -> None:
-        """Loads the newest published weights where they are newer than those in use."""
+    def _load_newest(self) -> None:
+        """Loads the newest published weights if they are newer than those in use."""
         while True:
             latest = read_latest(self.context.weights_folder)
-            assert latest is not None, "rows exist, so weights were published"
+            assert latest is not None, "groups exist only after weights were published"
             if latest.version == self.version:
                 return
             if self._worker_group.load_published(latest):
                 self.version = latest.version
                 return
             if read_latest(self.context.weights_folder) == latest:
-                raise FileNotFoundError(f"weights version {latest.version} is the newest, and {latest.path} is gone")
+                raise FileNotFoundError(f"weights version {latest.version} is the newest, but {latest.path} is missing")
 
 
 class ActorFwdWorker(ForwardWorker):
-    """With the weights that are trained; a class of its own, since Ray titles a process by its class.
+    """Computes log-probs with the trained weights; each role has a class, because Ray titles a process by its class.
 
-    It replays, since its log-probs are those of the policy that is trained, which routes as the engine did.
+    It replays the engine's routing, because its log-probs are those of the trained policy, which routes as the engine
+    did.
     """
 
     task = "actor_fwd"
@@ -88,8 +95,11 @@ class ActorFwdWorker(ForwardWorker):
 
 
 class ReferenceWorker(ForwardWorker):
-    """With the weights that the run started from. It routes by itself: the engine's experts are another model's choice,
-    and under them the KL would be to a policy that nobody ever had."""
+    """Computes log-probs with the initial weights of the run.
+
+    It routes by itself: the engine's experts are the choice of another model, and a KL under them would compare with a
+    policy that never existed.
+    """
 
     task = "reference"
     column = c.REFERENCE_LOGPROBS

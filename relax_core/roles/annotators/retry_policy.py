@@ -1,8 +1,8 @@
-"""How workers wait that follow the trainer: without an end of their own.
+"""Retry policy for workers downstream of the trainer. They wait without a timeout; the controller detects stalls.
 
-The trainer may hold them up for long with a work of its own, such as a checkpoint on a slow disk. Whether the run
-stands still the controller judges (`run.stall_timeout_s`), which knows of that; and the trainer itself waits for rows
-only so long. So a wait of theirs that is over is told in the log, with who owes, and begun again.
+The trainer may be busy for long, for example with a checkpoint on a slow disk. The controller knows that and ends a run
+that stalls (`run.stall_timeout_s`), and the trainer's own waits for groups have that limit too. A worker that waits
+longer logs what it waits for and retries.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def without_timeout(call: Callable[[], T]) -> T:
-    """What ``call``, a wait with a deadline of its own, gives in the end."""
+    """Returns the result of ``call``, which is repeated as long as it raises `BusTimeout`."""
     while True:
         try:
             return call()
@@ -29,11 +29,11 @@ def without_timeout(call: Callable[[], T]) -> T:
 def write_then_lease(
     bus: Bus, lease_id: int, columns: Mapping[str, Mapping[str, bytes]], request: LeaseRequest, *, timeout_s: float
 ) -> Lease:
-    """Writes a lease's columns and waits for the next one, in one call where rows are there within ``timeout_s``."""
+    """Writes a lease's columns and returns the next lease, with one call if groups are ready within ``timeout_s``."""
     try:
         following = bus.write(lease_id, columns, then=request, timeout_s=timeout_s)
-        assert following is not None, "it was asked for"
+        assert following is not None, "a write with a lease request returns a lease"
         return following
-    except BusTimeout as late:  # the write is persisted
+    except BusTimeout as late:  # the bus has stored the columns
         log.warning("waits on: %s", late)
     return without_timeout(lambda: bus.lease(request, timeout_s=timeout_s))

@@ -1,4 +1,4 @@
-"""The two ways to a teacher's log-probs: a forward pass of the trainer's back end, or an engine's scores."""
+"""Computes a teacher's log-probs, by a forward pass of the training back end or by an engine."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ from relax_core.roles.trainer.build_backend import build_teacher
 if TYPE_CHECKING:
     from relax_core.train.policy_backend import MegatronBackend
 
-TOKENS_A_CALL = 16384  # that an engine scores in one call; with top_k = 16 some 10 MB of JSON
-KEPT_BYTES_A_CALL = 16 << 20  # of kept sets, which travel as a third more of base64
+TOKENS_A_CALL = 16384  # the tokens that an engine scores in one call; with top_k = 16 they are about 10 MB of JSON
+KEPT_BYTES_A_CALL = 16 << 20  # the bytes of kept sets in one call; base64 adds a third
 RETRY_S = 0.1
 
 
 class TeacherScores(NamedTuple):
-    """Of a group's rows, 0 where nothing was sampled: their log-probs float32 ``[rows]``; the teacher's most likely
-    tokens int32 ``[rows, top_k]``, most likely first, and their log-probs float32, both None where top_k is 0. Where a
-    kept set has fewer tokens the ids end in -1 and the log-probs in `kept_tokens.OUTSIDE`."""
+    """A teacher's scores of a group's rows; rows that were not sampled have zeros.
+
+    ``logprobs`` is float32 ``[rows]``. ``top_ids`` int32 ``[rows, top_k]`` are the teacher's most likely tokens, most
+    likely first, and ``top_logprobs`` float32 ``[rows, top_k]`` their log-probs; both are None if top_k is 0. For a
+    kept set with fewer tokens the ids end in -1 and the log-probs in `kept_tokens.OUTSIDE`.
+    """
 
     logprobs: np.ndarray
     top_ids: np.ndarray | None
@@ -35,21 +38,26 @@ class TeacherScores(NamedTuple):
 
 
 class TeacherScorer(Protocol):
-    """One teacher. Its log-probs are those of softmax(logits / rollout.temperature) over the kept sets of the sampled
-    tokens and without the banned tokens, as the student's are: a teacher with the student's weights differs from it
-    nowhere."""
+    """One teacher.
 
-    def score(self, groups: Sequence[TokenTree]) -> list[TeacherScores]: ...
+    Its log-probs are those of softmax(logits / rollout.temperature) over the kept sets of the sampled tokens and
+    without the banned tokens, like the student's. A teacher with the student's weights therefore has the student's
+    log-probs.
+    """
+
+    def score(self, groups: Sequence[TokenTree]) -> list[TeacherScores]:
+        """Returns the scores of each group."""
 
 
 class ForwardTeacher:
-    """A Megatron model in this process, without gradient."""
+    """Scores with a Megatron model in this process, without gradient."""
 
     def __init__(self, context: RunContext, folder: Path, *, top_k: int) -> None:
         self._backend: MegatronBackend = build_teacher(context, folder)
         self._top_k = top_k
 
     def score(self, groups: Sequence[TokenTree]) -> list[TeacherScores]:
+        """Returns the scores of each group."""
         if not self._top_k:
             return [TeacherScores(one.astype(np.float32), None, None) for one in self._backend.logprobs(groups)]
         return [
@@ -61,40 +69,41 @@ class ForwardTeacher:
 
 
 class EngineTeacher:
-    """Engine ``number`` of the teachers' own; one that died is waited for as long as its start may take."""
+    """Scores with engine ``number`` of the teachers' engines; waits for the restart of an engine that died."""
 
     def __init__(self, context: RunContext, directory: EngineDirectory, number: int, *, top_k: int) -> None:
         self._directory, self._number, self._top_k = directory, number, top_k
         self._temperature = context.config.rollout.temperature
         self._banned = context.config.rollout.banned()
-        self._patience_s = context.config.engine.start_timeout_s
+        self._start_timeout_s = context.config.engine.start_timeout_s
 
     def score(self, groups: Sequence[TokenTree]) -> list[TeacherScores]:
+        """Returns the scores of each group; raises EngineUnreachable if the engine does not restart in time."""
         paths = [[_path_of(group, leaf) for one in group.episodes for leaf in one.leaves] for group in groups]
-        asked = [_to_score(group, path) for group, own in zip(groups, paths, strict=True) for path in own]
-        scores = iter([one for call in _calls(asked) for one in self._ask(call)])
+        sequences = [_to_score(group, path) for group, own in zip(groups, paths, strict=True) for path in own]
+        scores = iter([one for call in _calls(sequences) for one in self._ask(call)])
         return [
             self._of_rows(group, [(path, next(scores)) for path in own])
             for group, own in zip(groups, paths, strict=True)
         ]
 
-    def _ask(self, rows: list[TokensToScore]) -> list[TokenScores]:
+    def _ask(self, sequences: list[TokensToScore]) -> list[TokenScores]:
         lost_since: float | None = None
         while True:
             client = self._directory.client(self._number)
             try:
                 return client.score(
-                    rows, top_k=self._top_k, temperature=self._temperature, banned_token_ids=self._banned
+                    sequences, top_k=self._top_k, temperature=self._temperature, banned_token_ids=self._banned
                 )
             except EngineUnreachable:
                 lost_since = lost_since or time.monotonic()
-                if time.monotonic() - lost_since > self._patience_s:
+                if time.monotonic() - lost_since > self._start_timeout_s:
                     raise
                 self._directory.forget(client.url)
-                time.sleep(RETRY_S)  # its owner restarts it
+                time.sleep(RETRY_S)  # the engine's owner restarts it
 
     def _of_rows(self, group: TokenTree, scored: list[tuple[_Path, TokenScores]]) -> TeacherScores:
-        """``scored``: each path's rows from its first sampled one on have one score."""
+        """Returns the scores of a group's rows; each path's scores start at its first sampled row."""
         logprobs = np.zeros(group.rows, dtype=np.float32)
         ids = np.zeros((group.rows, self._top_k), dtype=np.int32)
         values = np.zeros((group.rows, self._top_k), dtype=np.float32)
@@ -109,7 +118,7 @@ class EngineTeacher:
 
 
 class _Path(NamedTuple):
-    """A segment: its ``rows``, and the place in them of the first that was sampled."""
+    """A segment: its ``rows``, and the index in them of the first sampled row."""
 
     rows: np.ndarray
     first: int
@@ -125,17 +134,17 @@ def _to_score(group: TokenTree, path: _Path) -> TokensToScore:
     return TokensToScore(input_ids=group.token_ids[path.rows].tolist(), first=path.first, kept=kept)
 
 
-def _calls(rows: Sequence[TokensToScore]) -> Iterator[list[TokensToScore]]:
-    """Rows that go to the engine together."""
+def _calls(sequences: Sequence[TokensToScore]) -> Iterator[list[TokensToScore]]:
+    """Yields the sequences that go to the engine in one call."""
     call: list[TokensToScore] = []
     tokens = kept_bytes = 0
-    for row in rows:
-        more = 0 if row.kept is None else row.kept.nbytes
-        if call and (tokens + len(row.input_ids) > TOKENS_A_CALL or kept_bytes + more > KEPT_BYTES_A_CALL):
+    for sequence in sequences:
+        more = 0 if sequence.kept is None else sequence.kept.nbytes
+        if call and (tokens + len(sequence.input_ids) > TOKENS_A_CALL or kept_bytes + more > KEPT_BYTES_A_CALL):
             yield call
             call, tokens, kept_bytes = [], 0, 0
-        call.append(row)
-        tokens += len(row.input_ids)
+        call.append(sequence)
+        tokens += len(sequence.input_ids)
         kept_bytes += more
     if call:
         yield call

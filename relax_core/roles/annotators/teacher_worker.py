@@ -1,7 +1,7 @@
-"""The worker of the teachers: how likely each row's teacher finds the student's tokens.
+"""The worker of the teacher role, which writes the teachers' log-probs of the sampled tokens.
 
-One process for all teachers. With ``served_by=forward`` it holds their models itself; with ``served_by=engine`` each
-has an engine of its own, and this process only asks.
+One process serves all teachers. With ``served_by=forward`` it holds their models. With ``served_by=engine`` each
+teacher has its own engine, and this process only sends requests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from relax_core.contracts.tree import TokenTree
 from relax_core.engines.engine_process import EngineLaunch
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.registry import find_algorithm
-from relax_core.roles.annotators.column_worker import ColumnWorker, RowColumns
+from relax_core.roles.annotators.column_worker import ColumnWorker, GroupColumns
 from relax_core.roles.annotators.teacher_scorers import (
     EngineTeacher,
     ForwardTeacher,
@@ -31,23 +31,24 @@ from relax_core.roles.process.role_context import TEACHER_ENGINE, RunContext, wo
 
 
 class TeacherWorker(ColumnWorker):
-    """Writes the teacher's columns for every row, each with the teacher that the row names."""
+    """Writes the teacher's columns of every group, each with the teacher that the group names."""
 
     task = "teacher"
     inputs: tuple[str, ...] = (*c.FORWARD_COLUMNS, c.TEACHER)
     _teachers: Mapping[str, TeacherScorer]
-    _owners: Mapping[str, str] = {}  # teacher → the owner of its engine, where it has one
+    _owners: Mapping[str, str] = {}  # teacher → the owner of its engine, if it has one
 
     def __init__(self, name: str, context: RunContext, rank: int) -> None:
-        assert rank == 0, "one process asks all teachers"
+        assert rank == 0, "one process serves all teachers"
         if context.config.rollout.truncates:
             self.inputs = (*self.inputs, c.KEPT_TOKENS)
         super().__init__(name, context)
 
     def prepare(self) -> None:
+        """Builds the teachers' models or finds their engines."""
         context, algo = self.context, self.context.config.algo
         requirements = find_algorithm(algo.name).requirements(algo).teacher
-        assert requirements is not None, "this role is started for an algorithm with teachers"
+        assert requirements is not None, "this role runs only for algorithms with teachers"
         folders = context.teacher_folders
         if requirements.served_by == "engine":
             directory = EngineDirectory(context, role=TEACHER_ENGINE, model_folders=list(folders.values()))
@@ -61,11 +62,12 @@ class TeacherWorker(ColumnWorker):
                 name: ForwardTeacher(context, folder, top_k=requirements.top_k) for name, folder in folders.items()
             }
 
-    def columns_of(self, rows: Sequence[LeasedRow]) -> RowColumns:
+    def columns_of(self, leased: Sequence[LeasedRow]) -> GroupColumns:
+        """Returns the teacher's columns of each group."""
         of_teachers: dict[str, list[LeasedRow]] = defaultdict(list)
-        for row in rows:
+        for row in leased:
             of_teachers[msgspec.msgpack.decode(row.columns[c.TEACHER], type=str)].append(row)
-        columns: RowColumns = {}
+        columns: GroupColumns = {}
         for name, its_rows in of_teachers.items():
             groups = [c.decode_tree(row) for row in its_rows]
             for group, scores in zip(groups, self._score(name, groups), strict=True):
@@ -81,7 +83,7 @@ class TeacherWorker(ColumnWorker):
 
 
 def teacher_columns(scores: TeacherScores) -> dict[str, bytes]:
-    """The columns of one group."""
+    """Returns the columns of one group."""
     columns = {c.TEACHER_LOGPROBS: c.encode_column(c.TEACHER_LOGPROBS, scores.logprobs)}
     for name, values in ((c.TEACHER_TOP_IDS, scores.top_ids), (c.TEACHER_TOP_LOGPROBS, scores.top_logprobs)):
         if values is not None:
@@ -90,8 +92,10 @@ def teacher_columns(scores: TeacherScores) -> dict[str, bytes]:
 
 
 class TeacherEngineHost(EngineHost):
-    """Owner of the engine of teacher ``rank``, in the order of the teachers' names in the configuration. It serves the
-    teacher's own weights from its start, and nobody ever sends it others."""
+    """Owns the engine of teacher ``rank``, in the order of the teachers' names in the configuration.
+
+    The engine serves the teacher's own weights from its start, and no other weights are ever sent to it.
+    """
 
     def _engine_launch(self, port: int) -> EngineLaunch:
         folder = list(self.context.teacher_folders.values())[self._rank]

@@ -1,4 +1,4 @@
-"""Leases a whole train step's groups at a time, for work whose result must not depend on when each of them came."""
+"""Leases the groups of a whole train step, for work whose result must not depend on when each group arrived."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import msgspec
 
 from relax_core.contracts.bus import Bus, BusTimeout, Lease, LeaseRequest
 
-SLICE_S = 5.0  # how long a wait for a whole step's groups goes on before it looks whether the step lacks fewer
+SLICE_S = 5.0  # the time after which a waiting lease checks if the step needs fewer groups
 
 
 def lease_whole_step(bus: Bus, request: LeaseRequest, *, timeout_s: float, slice_s: float = SLICE_S) -> Lease:
-    """Leases ``request.max_groups`` groups, a train step's worth.
+    """Leases ``request.max_groups`` groups, those of one train step.
 
-    Fewer only where the step under way lacks fewer: after the loss of a group that this task had done, nothing but its
-    replacement may come until that step is trained. Raises BusTimeout after ``timeout_s`` without groups.
+    It leases fewer only if the current step needs fewer: after the loss of a group that this task had finished, only
+    its replacement comes before that step is trained. Raises BusTimeout after ``timeout_s`` without groups.
     """
     deadline = time.monotonic() + timeout_s
     whole = msgspec.structs.replace(request, min_groups=request.max_groups)
@@ -31,7 +31,7 @@ def lease_whole_step(bus: Bus, request: LeaseRequest, *, timeout_s: float, slice
 
 
 def _lease_rest_of_step(bus: Bus, request: LeaseRequest, *, timeout_s: float) -> Lease | None:
-    """The rows that are ready, if they are all that the step under way still lacks."""
+    """Leases the groups that are ready if they are all that the current step still needs; otherwise returns None."""
     try:
         ready = bus.lease(request, timeout_s=timeout_s)
     except BusTimeout:

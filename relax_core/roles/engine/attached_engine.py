@@ -1,4 +1,4 @@
-"""The owner of an engine that the run attaches to: it brings weights, and neither starts nor ends anything."""
+"""The owner of an engine that the run attaches to; it sends weights, and neither starts nor ends the engine."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ from relax_core.roles.engine.engine_owner import WATCH_S, EngineHost
 
 
 class AttachedEngineHost(EngineHost):
-    """Of ``engine.urls[rank]``. One that does not answer is waited for: whoever started it restarts it, and it gets the
-    newest weights before it is asked for anything."""
+    """Owns the engine at ``engine.urls[rank]``.
+
+    If the engine does not answer, the owner waits until the user has restarted it. The engine gets the newest weights
+    before it gets prompts.
+    """
 
     def work(self) -> None:
+        """Checks the engine and keeps its weights up to date until the run stops."""
         from relax_core.engines.sglang.client.sglang_client import SglangClient
 
         engine = self.context.config.engine
@@ -20,7 +24,7 @@ class AttachedEngineHost(EngineHost):
         client = engine_client(self.context, self._url)
         assert isinstance(client, SglangClient)  # engine.urls is a key of engine=sglang only
         check_server(client, timeout_s=engine.start_timeout_s, rollout=self.context.config.rollout)
-        client.forget_weights()  # another run's, or those of this one before it was taken back to a checkpoint
+        client.forget_weights()  # they are from another run, or from this run before it resumed from a checkpoint
         self._address.set()
         while not self.stopping:
             try:

@@ -1,4 +1,4 @@
-"""How a role finds the run's engines."""
+"""Finds the run's engines and makes clients for them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.roles.process.failure import failure_line
 from relax_core.roles.process.role_context import RunContext, worker_name
 
-OWNER_S = 0.25  # a living owner says its engine's address within this
+OWNER_S = 0.25  # a running owner returns its engine's address within this time
 
 
 def engine_client(
     context: RunContext, url: str, *, model_folder: Path | None = None, control_timeout_s: float | None = None
 ) -> EngineClient:
-    """A client with the run's token and deadlines. ``model_folder``: of a teacher's model, where it is not the run's.
-    ``control_timeout_s``: another one than engine.sync_timeout_s."""
+    """Returns a client with the run's token and deadlines.
+
+    ``model_folder`` is that of a teacher's model; the default is the run's. ``control_timeout_s`` replaces
+    engine.sync_timeout_s.
+    """
     return build_client(
         context.config.engine,
         url,
@@ -36,9 +39,12 @@ def engine_client(
 
 
 class EngineDirectory:
-    """Clients of the run's engines, by number. Addresses come from the engines' owners, which may have been restarted:
-    ask afresh for one that stopped answering. ``role``: whose engines, by default those that sample;
-    ``model_folders``: of the model that each of them serves, by default the run's."""
+    """Holds clients of the run's engines, by number.
+
+    Addresses come from the engines' owners, which may restart: ask again for an engine that stopped answering. ``role``
+    is the role of the owners, by default the engines that sample. ``model_folders`` are those of the models that the
+    engines serve, by default the run's.
+    """
 
     def __init__(
         self, context: RunContext, *, role: str = "engine", model_folders: Sequence[Path] | None = None
@@ -47,11 +53,11 @@ class EngineDirectory:
         self._role = role
         self._folders = model_folders or [context.model_folder] * context.config.engine.count
         self._clients: dict[int, EngineClient] = {}
-        self._asked: dict[int, Any] = {}  # engine → its owner's answer to come
-        self._lock = threading.Lock()  # of `reachable`
+        self._asked: dict[int, Any] = {}  # engine → the reference of its owner's answer
+        self._lock = threading.Lock()  # serialises `reachable`
 
     def client(self, engine: int) -> EngineClient:
-        """Waits for the engine's owner; raises EngineUnreachable past its deadline."""
+        """Returns an engine's client; waits for its owner, and raises EngineUnreachable past the deadline."""
         if engine not in self._clients:
             self._connect(engine, timeout_s=self._context.config.engine.start_timeout_s)
         return self._clients[engine]
@@ -65,8 +71,7 @@ class EngineDirectory:
         self._clients[engine] = self._new_client(engine, url)
 
     def _ask(self, engine: int, *, timeout_s: float) -> Any:
-        """Asks the engine's owner for its address; the answer is a reference of Ray's. Raises ValueError where there is
-        no owner."""
+        """Asks the engine's owner for its address and returns a Ray reference; raises ValueError without an owner."""
         owner: Any = ray.get_actor(worker_name(self._role, engine), namespace=self._context.namespace)
         return owner.endpoint.remote(timeout_s)
 
@@ -74,12 +79,15 @@ class EngineDirectory:
         return engine_client(self._context, url, model_folder=self._folders[engine])
 
     def reachable(self) -> list[EngineClient]:
-        """Clients of the engines that are up. An owner is asked for the address of an engine that has none; one that is
-        silent is waited for for a moment, once, and its answer is taken whenever it comes."""
+        """Returns clients of the engines that are up.
+
+        The owners of engines without a known address are asked for it. A silent owner is waited for once, for
+        `OWNER_S`, and its answer is used when it arrives.
+        """
         with self._lock:
             asked = {}
             for engine in set(range(len(self._folders))) - self._clients.keys() - self._asked.keys():
-                with suppress(ValueError):  # it has no owner yet
+                with suppress(ValueError):  # the engine has no owner yet
                     asked[engine] = self._ask(engine, timeout_s=0.0)
             if asked:
                 ray.wait(list(asked.values()), num_returns=len(asked), timeout=OWNER_S)
@@ -87,18 +95,18 @@ class EngineDirectory:
             for engine, answer in list(self._asked.items()):
                 if ray.wait([answer], timeout=0)[0]:
                     del self._asked[engine]
-                    with suppress(RayError):  # it is not up, or its owner is gone: it is asked again the next time
+                    with suppress(RayError):  # the engine is not up or its owner has died: the next call asks again
                         self._clients[engine] = self._new_client(engine, ray.get(answer, timeout=OWNER_S))
             return [self._clients[engine] for engine in sorted(self._clients)]
 
-    async def client_async(self, engine: int, on_policy: bool) -> EngineClient:
-        """The same for an event loop; ``on_policy`` asks for the address again."""
-        if on_policy:
+    async def client_async(self, engine: int, refresh: bool) -> EngineClient:
+        """Returns an engine's client without blocking the event loop; ``refresh`` asks for the address again."""
+        if refresh:
             self._clients.pop(engine, None)
         if engine in self._clients:
             return self._clients[engine]
         return await asyncio.to_thread(self.client, engine)
 
     def forget(self, url: str) -> None:
-        """Asks for this engine's address anew at the next use."""
+        """Forgets this engine's address, so that the next use asks for it."""
         self._clients = {engine: client for engine, client in self._clients.items() if client.url != url}

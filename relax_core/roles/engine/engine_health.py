@@ -1,4 +1,4 @@
-"""Sees an engine process that lives but does not answer, and kills it, so that its owner starts another."""
+"""Detects an engine process that runs but does not answer, and kills it, so that its owner restarts it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ log = logging.getLogger(__name__)
 
 
 class EngineHealth:
-    """Asks one engine process for its health each second, in a thread of its own: the owner's calls may take long.
+    """Asks one engine process for its health once a second, in its own thread, because the owner's calls may take long.
 
-    ``kill`` is called once, after ``timeout_s`` seconds without an answer; `frozen_s` then says how many they were.
+    ``kill`` is called once, after ``timeout_s`` seconds without an answer; `frozen_s` then holds the number of seconds.
     """
 
     def __init__(self, client: EngineClient, *, timeout_s: float, kill: Callable[[], None]) -> None:
@@ -30,7 +30,7 @@ class EngineHealth:
         threading.Thread(target=self._watch, name="engine-health", daemon=True).start()
 
     def end(self) -> None:
-        """The process is gone, or about to be."""
+        """Ends the thread; call it when the process has exited or is about to."""
         self._ended.set()
 
     def _watch(self) -> None:
@@ -40,7 +40,7 @@ class EngineHealth:
                 self._client.ready()
                 answered = time.monotonic()
             except EngineError as error:
-                if not isinstance(error, EngineUnreachable):  # an answer, though one in anger
+                if not isinstance(error, EngineUnreachable):  # the engine has answered with an error
                     answered = time.monotonic()
                     log.warning("%s", error)
                     continue
@@ -53,6 +53,6 @@ class EngineHealth:
 
 
 def how_it_ended(code: int, *, frozen_s: float | None) -> str:
-    """An exit code in words that follow the process's name; negative ones are signals."""
+    """Returns how a process with this exit code ended, as a predicate; negative exit codes are signals."""
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return how if frozen_s is None else f"froze (no answer for {frozen_s:.0f} s) and {how}"

@@ -1,7 +1,7 @@
-"""The owner of one engine process: starts it, watches it, brings it to the newest attested weights.
+"""The owner of one engine process starts it, watches it and gives it the newest attested weights.
 
-When the engine dies, its successor serves nothing until the newest published weights are in and their digest agreed.
-When the owner dies, the engine's stdin closes and it ends too.
+If the engine dies, its successor serves nothing until it has loaded the newest published weights and their digest
+matches. If the owner dies, the engine's stdin closes and the engine ends too.
 """
 
 from __future__ import annotations
@@ -23,31 +23,39 @@ from relax_core.roles.process.role_context import RunContext
 from relax_core.roles.process.worker import Worker
 from relax_core.weights.version_folder import PublishedUnreadable, read_latest, read_pushed, reading
 
-WATCH_S = 0.25  # how often the owner looks at its engine; also how late it may bring weights to a new one
+WATCH_S = 0.25  # how often the owner checks its engine, and how late a new engine may get weights
 
 
 class WeightReconciler:
-    """When the owner brings weights itself. At once to a process that has none, or only what the owner brought: the
-    trainer may not know its address yet. One that the trainer's pushes reach is behind during each of them: to that one
-    when the push has ended and it is behind all the same. What it refuses is offered again after ``patience_s`` seconds
-    at one version; so is what is still being pushed then."""
+    """Decides when the owner itself sends weights to its engine.
 
-    def __init__(self, patience_s: float) -> None:
-        self._patience_s = patience_s
+    It sends them at once if the engine has none, or only weights from the owner, because the trainer may not know the
+    engine's address yet. An engine that the trainer's pushes reach is behind during each push, so the owner sends
+    weights only if the push has ended and the engine is still behind. If the engine rejects weights, or a push does not
+    end, the owner sends them again when the engine has been behind at one version for ``retry_after_s`` seconds.
+    """
+
+    def __init__(self, retry_after_s: float) -> None:
+        self._retry_after_s = retry_after_s
         self._brought = -1
         self._offered = -1
-        self._behind: tuple[int, float] | None = None  # version that it serves, and since when it is behind with it
+        self._behind: tuple[int, float] | None = None  # the version that the engine serves, and since when it is behind
 
     def brought(self, version: int) -> None:
+        """Records that the engine serves ``version`` because the owner sent it."""
         self._brought = version
 
     def offered(self, serving: int, version: int, *, now: float) -> None:
-        """The owner is about to bring ``version``, which the engine may refuse."""
+        """Records that the owner is about to send ``version``, which the engine may reject."""
         self._offered = version
         self._behind = serving, now
 
     def due(self, serving: int, wanted: int, *, pushed: int, now: float) -> bool:
-        """``pushed``: the newest version whose push has ended, well or not."""
+        """Returns True if the owner must send ``wanted`` now.
+
+        ``serving`` is the engine's version, -1 for none. ``pushed`` is the newest version whose push has ended,
+        successful or not. ``now`` is a monotonic time in seconds.
+        """
         if serving >= wanted:
             self._behind = None
             return False
@@ -57,21 +65,21 @@ class WeightReconciler:
             self._behind = serving, now
         if wanted > self._offered and (serving == self._brought or pushed >= wanted):
             return True
-        return now - self._behind[1] >= self._patience_s
+        return now - self._behind[1] >= self._retry_after_s
 
 
 class EngineHost(Worker):
-    """Owner of engine ``rank``. Its address stays the same over restarts of the engine process."""
+    """Owns engine ``rank``, whose address does not change when the engine process restarts."""
 
     def __init__(self, name: str, context: RunContext, rank: int) -> None:
         self._rank = rank
         self._address = threading.Event()
         self._url = ""
-        self._catch_up = WeightReconciler(context.config.engine.sync_timeout_s)
+        self._reconciler = WeightReconciler(context.config.engine.sync_timeout_s)
         super().__init__(name, context)
 
     def endpoint(self, timeout_s: float) -> str:
-        """The engine's URL; waits until the first process is up."""
+        """Returns the engine's URL once the first process is up; raises EngineError after ``timeout_s``."""
         if not self._address.wait(timeout_s):
             raise EngineError(f"{self.name} is not up after {timeout_s:.0f} s; see {self._log_file}")
         return self._url
@@ -103,6 +111,7 @@ class EngineHost(Worker):
         return EngineProcess.start(self._engine_launch(port))
 
     def work(self) -> None:
+        """Runs the engine process, restarts it when it ends, and keeps its weights up to date."""
         process = self._launch(self._first_port())
         self._url = process.url
         health = self._watch_over(process)
@@ -132,10 +141,10 @@ class EngineHost(Worker):
         )
 
     def _launch_again(self, process: EngineProcess, how: str) -> EngineProcess:
-        """Raises EngineUnreachable where it has ended too often."""
+        """Restarts the engine process; raises EngineUnreachable if it has ended too often."""
         self.last_restart = how
         self.restarts += 1
-        process.stop(timeout_s=0.0)  # it has ended; this removes what it left
+        process.stop(timeout_s=0.0)  # the process has ended; this call removes its files
         limit = self.context.config.run.max_restarts
         if self.restarts > limit:
             raise EngineUnreachable(
@@ -146,7 +155,7 @@ class EngineHost(Worker):
         return self._launch(process.port)
 
     def _reconcile(self, client: EngineClient) -> None:
-        """Gives the engine the newest published weights where the trainer's own push does not reach it."""
+        """Sends the newest published weights to the engine if the trainer's own push does not reach it."""
         try:
             latest = read_latest(self.context.weights_folder)
             if latest is None:
@@ -154,14 +163,14 @@ class EngineHost(Worker):
                 return
             serving = int(client.model_info()["weight_version"])
             pushed = read_pushed(self.context.weights_folder)
-            if self._catch_up.due(serving, latest.version, pushed=pushed, now=time.monotonic()):
+            if self._reconciler.due(serving, latest.version, pushed=pushed, now=time.monotonic()):
                 time.sleep(WATCH_S / 5)  # the trainer's push may be on its way right now
                 serving = int(client.model_info()["weight_version"])
                 if serving < latest.version:
                     with reading(self.context.weights_folder, reader=self.name) as latest:
-                        self._catch_up.offered(serving, latest.version, now=time.monotonic())
-                        if client.update_weights(latest)["stall_ms"] > 0.0:  # else the trainer was faster
-                            self._catch_up.brought(latest.version)
+                        self._reconciler.offered(serving, latest.version, now=time.monotonic())
+                        if client.update_weights(latest)["stall_ms"] > 0.0:  # 0 means that the trainer was faster
+                            self._reconciler.brought(latest.version)
                         serving = latest.version
         except (EngineError, PublishedUnreadable) as error:
             self.set_state("waiting", str(error))

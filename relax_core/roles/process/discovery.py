@@ -1,4 +1,4 @@
-"""How a worker finds the run's bus and metrics, which may still be starting: all processes start at the same time."""
+"""Finds the run's bus, metrics and workers, which may still be starting, because all processes start together."""
 
 from __future__ import annotations
 
@@ -17,16 +17,18 @@ RETRY_S = 0.05
 
 
 def discover_bus(context: RunContext, waiting: Waiting) -> RayBus:
-    """The run's bus, its waits noted by ``waiting``; raises TimeoutError where it is not there within
-    ``run.start_timeout_s``."""
+    """Returns the run's bus, whose waits ``waiting`` records.
+
+    Raises TimeoutError if the bus is not found within ``run.start_timeout_s``.
+    """
     with waiting("its start", on=BUS):
-        bus = _meet(BUS, lambda: connect_bus(BUS, context.namespace), timeout_s=context.config.run.start_timeout_s)
+        bus = _connect(BUS, lambda: connect_bus(BUS, context.namespace), timeout_s=context.config.run.start_timeout_s)
     return traced_bus(bus, waiting)
 
 
 def discover_metrics(context: RunContext) -> MetricsClient:
-    """The run's metrics; raises TimeoutError where they are not there within ``run.start_timeout_s``."""
-    return _meet(
+    """Returns the run's metrics; raises TimeoutError if they are not found within ``run.start_timeout_s``."""
+    return _connect(
         METRICS,
         lambda: connect_metrics(METRICS, namespace=context.run_namespace),
         timeout_s=context.config.run.start_timeout_s,
@@ -34,17 +36,17 @@ def discover_metrics(context: RunContext) -> MetricsClient:
 
 
 def discover_worker(context: RunContext, name: str) -> Any:
-    """Another worker's Ray handle; raises TimeoutError where it is not there within ``run.start_timeout_s``."""
+    """Returns another worker's Ray handle; raises TimeoutError if it is not found within ``run.start_timeout_s``."""
     import ray
 
-    return _meet(
+    return _connect(
         name,
         lambda: ray.get_actor(name, namespace=context.namespace),
         timeout_s=context.config.run.start_timeout_s,
     )
 
 
-def _meet(what: str, connect: Callable[[], T], *, timeout_s: float) -> T:
+def _connect(what: str, connect: Callable[[], T], *, timeout_s: float) -> T:
     deadline = time.monotonic() + timeout_s
     while True:
         try:

@@ -1,4 +1,4 @@
-"""A worker's failure in one line: what went wrong first, and where, if that was in a plug-in's own file."""
+"""Classifies a worker's failure: its first cause in one line, and whether another process caused it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ from relax_core.weights.version_folder import PublishedUnreadable
 
 Lost = Literal["bus", "rank", "engine", "process", "time", "weights"]
 
-# Gloo's failures are bare RuntimeErrors. The first is the path of its source files.
+# Gloo raises bare RuntimeErrors. The first of these words is the path of its source files.
 GLOO_WORDS = ("gloo/", "Application timeout caused pair closure", "monitoredBarrier")
 
 
+class RankLost(RuntimeError):
+    """A rank of a model, or the critic, died, restarted or did not answer in time; the text names it."""
+
+
 def what_was_lost(error: BaseException) -> Lost | None:
-    """What a worker failed of where that is no fault of its own: another process is gone, or did not do its part in
-    time. Starting the services again mends that. None for whatever a role's own code raised: it would raise it again.
+    """Returns what a worker lost if the failure is not its own, else None.
+
+    A loss means that another process has died or did not do its part in time; restarting the services repairs that. An
+    error of a role's own code would be raised again.
     """
     from ray.exceptions import RayActorError
-
-    from relax_core.roles.trainer.worker_group import RankLost
 
     match first_cause(error):
         case BusLost():
@@ -34,15 +38,18 @@ def what_was_lost(error: BaseException) -> Lost | None:
             return "process"
         case PublishedUnreadable():
             return "weights"
-        case TimeoutError():  # a BusTimeout among them: it names whom it waited for
+        case TimeoutError():  # a BusTimeout is one too, and names the worker that it waited for
             return "time"
     return None
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """The first leaf of a task group's failures, not the tasks that were cancelled after it; of an error that came
-    through Ray, the one that was raised there."""
-    from ray.exceptions import RayTaskError  # late: Ray reads its token's place when it is imported
+    """Returns the error that came first.
+
+    In a task group that is the first leaf, because the other tasks were cancelled after it. Of an error that came
+    through Ray it is the one that was raised in the other process.
+    """
+    from ray.exceptions import RayTaskError  # imported late, because Ray reads its token's path when it is imported
 
     while True:
         if isinstance(error, BaseExceptionGroup):
@@ -53,9 +60,11 @@ def first_cause(error: BaseException) -> BaseException:
             return error
 
 
-def broke_of_others(error: BaseException) -> bool:
-    """Whether a collective broke, which tells that another rank is gone or late. An error of a rank's own is the cause
-    of such, and not one of them."""
+def is_broken_collective(error: BaseException) -> bool:
+    """Returns True if a collective broke, which means that another rank has died or is late.
+
+    An error of a rank's own code causes broken collectives on other ranks and is not one itself.
+    """
     from torch.distributed import DistError
 
     while True:
@@ -69,5 +78,5 @@ def broke_of_others(error: BaseException) -> bool:
 
 
 def failure_line(error: BaseException) -> str:
-    """For the user's first screen; the traceback is for the logs."""
+    """Returns the first cause in one line for the user; the traceback belongs into the logs."""
     return plugin_words(first_cause(error))

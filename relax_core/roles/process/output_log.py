@@ -1,4 +1,4 @@
-"""What a role's process prints goes into a log of its own, which says it while the run goes on: plug-ins print, too."""
+"""Writes what a role's process prints to its own log file while the run goes on, because plug-ins print too."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import TextIO
 
 
 def keep_output(log_file: Path) -> None:
-    """Appends stdout and stderr of this process to ``log_file``, from now on, where this is a process of Ray's own.
+    """Appends stdout and stderr of this process to ``log_file`` from now on, if this is a process of Ray.
 
-    Elsewhere, as in a test, it does nothing; a log that cannot be opened, on a full disk, costs its words alone.
+    Elsewhere, as in a test, it does nothing. A log file that cannot be opened, as on a full disk, is skipped.
     """
-    import ray  # late: Ray reads its token's place when it is imported
+    import ray  # imported late, because Ray reads its token's path when it is imported
 
     if not ray.is_initialized() or ray.get_runtime_context().get_actor_id() is None:
         return
@@ -25,7 +25,7 @@ def keep_output(log_file: Path) -> None:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)
-        # Ray has put streams of its own in their places, which write to files of its session.
+        # Ray has replaced the streams by its own, which write to files of its session.
         sys.stdout, sys.stderr = _stream(1), _stream(2)
 
 

@@ -1,5 +1,4 @@
-"""Where a role's process runs: on which node of a joined Ray cluster, in which placement group; and by which address
-others reach it."""
+"""Decides where a role's process runs: on which node, in which placement group, and with which address."""
 
 from __future__ import annotations
 
@@ -13,13 +12,13 @@ if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 LOOPBACK = "127.0.0.1"
-A_LITTLE = 0.01  # Ray puts an actor that asks for nothing on any node, whatever its strategy says
+A_LITTLE = 0.01  # Ray ignores the scheduling strategy of an actor that asks for no resources
 ENGINE_ROLES = ("engine", TEACHER_ENGINE)
-MODEL_ROLES = ("actor", "critic", "actor_fwd", "reference", "teacher")  # whose workers compute with torch themselves
+MODEL_ROLES = ("actor", "critic", "actor_fwd", "reference", "teacher")  # roles whose workers run torch
 
 
 def node_address(launcher: LauncherConfig) -> str:
-    """The IP address to listen on: loopback in a Ray of the run's own, else this node's own as the cluster knows it."""
+    """Returns the IP address to listen on: loopback if the run has its own Ray, else this node's cluster address."""
     if launcher.ray_address is None:
         return LOOPBACK
     import ray
@@ -28,22 +27,26 @@ def node_address(launcher: LauncherConfig) -> str:
 
 
 def engines_take_gpus(config: RelaxConfig) -> bool:
-    """Whether the run's own engines are on GPUs: the embedded engine runs on CPU cores, and what is attached by URL has
-    devices of its own."""
+    """Returns True if the run's own engines use GPUs.
+
+    The embedded engine runs on CPU cores, and engines that are attached by URL have their own devices.
+    """
     return config.placement.gpus_per_node > 0 and config.engine.name != "embedded" and not config.engine.urls
 
 
 def worker_gpus(config: RelaxConfig, role: str) -> int:
-    """GPUs of one worker of a role."""
+    """Returns the number of GPUs of one worker of a role."""
     if role in ENGINE_ROLES:
         return config.engine.tp if engines_take_gpus(config) else 0
     return int(config.placement.gpus_per_node > 0 and role in MODEL_ROLES)
 
 
 def node_options(launcher: LauncherConfig, role: str, rank: int, *, gpus: int = 0) -> dict[str, Any]:
-    """Ray's options for a role's actor. Engines go to the nodes one after the other, the controller's node last; the
-    rest stays with the controller. A process whose node is lost is started again wherever there is one. Ray chooses the
-    node of an actor that takes ``gpus``."""
+    """Returns Ray's options for a role's actor.
+
+    Engines are spread over the nodes, the controller's node last; all other processes run on the controller's node. A
+    process whose node is lost restarts on any node. Ray chooses the node of an actor that takes ``gpus``.
+    """
     if gpus:
         return {"num_cpus": 0 if launcher.ray_address is None else A_LITTLE, "num_gpus": gpus}
     if launcher.ray_address is None:
@@ -59,14 +62,16 @@ def node_options(launcher: LauncherConfig, role: str, rank: int, *, gpus: int = 
 
 
 def rank_bundles(placement: PlacementConfig, ranks: int) -> list[dict[str, float]]:
-    """What the ranks of a role reserve together, all of it or nothing: a GPU each. Without GPUs nearly nothing, so that
-    a laptop with fewer cores than ranks starts them all the same."""
+    """Returns the resources that a role's ranks reserve together: one GPU per rank.
+
+    Without GPUs a rank reserves almost nothing, so that all ranks start on a laptop with fewer cores.
+    """
     of_rank = {"CPU": A_LITTLE} | ({"GPU": 1.0} if placement.gpus_per_node else {})
     return [dict(of_rank) for _ in range(ranks)]
 
 
 def reserve_ranks(launcher: LauncherConfig, placement: PlacementConfig, ranks: int) -> PlacementGroup:
-    """The placement group of a role's ranks. Without GPUs they stay together on this node, else they are packed."""
+    """Returns the placement group of a role's ranks: packed, and without GPUs on this node alone."""
     import ray
     from ray.util.placement_group import placement_group
 
@@ -78,7 +83,7 @@ def reserve_ranks(launcher: LauncherConfig, placement: PlacementConfig, ranks: i
 
 
 def rank_options(placement: PlacementConfig, group: PlacementGroup, rank: int) -> dict[str, Any]:
-    """Ray's options for the actor of one rank in the group that `reserve_ranks` made."""
+    """Returns Ray's options for the actor of one rank in the group that `reserve_ranks` made."""
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     (bundle,) = rank_bundles(placement, 1)
@@ -87,7 +92,7 @@ def rank_options(placement: PlacementConfig, group: PlacementGroup, rank: int) -
 
 
 def cluster_fault(placement: PlacementConfig, nodes: Sequence[Mapping[str, Any]]) -> str | None:
-    """Why a joined Ray cannot hold the placement, None where it can. ``nodes``: what ``ray.nodes()`` returns."""
+    """Returns why a joined Ray cannot hold the placement, or None; ``nodes`` is the result of ``ray.nodes()``."""
     each = [int(node.get("Resources", {}).get("GPU", 0)) for node in nodes if node["Alive"]]
     enough = sum(gpus >= placement.gpus_per_node for gpus in each)
     if not placement.gpus_per_node or enough >= placement.nodes:

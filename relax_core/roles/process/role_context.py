@@ -1,4 +1,4 @@
-"""What every role's process is told when it starts."""
+"""The information that every role's process gets when it starts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from relax_core.config.schema import RelaxConfig
 class RunContext:
     """One run, as its roles see it. Paths are absolute.
 
-    ``run_namespace``: the run's own in Ray; metrics live there from its start to its end. ``namespace``: of this
-    attempt. All other services live there; when they are started again it is a new one, so that whoever is left of
-    the old ones finds nobody.
-    ``start_step``: train steps already done by the checkpoint in ``resume_from``, or 0.
-    ``data_digest``: of the training data's content, where it is in files (`relax_core.data.data_identity`).
-    ``weights_folder``: where this attempt's weight versions lie (shared memory). ``token_file``: the run's bearer
-    token.
+    ``run_namespace`` is the run's Ray namespace; the metrics stay in it for the whole run. ``namespace`` is that of
+    this attempt and holds all other services. Restarted services get a new one, so that processes of an earlier attempt
+    cannot find them.
+
+    ``start_step`` is the number of train steps that the checkpoint in ``resume_from`` has done, or 0. ``data_digest``
+    is the digest of the training data if the data is in files (`relax_core.data.data_identity`). ``weights_folder``
+    holds this attempt's weight versions (shared memory). ``token_file`` holds the run's bearer token.
+    ``teacher_folders`` are the model folders of a distillation's teachers, by name.
     """
 
     config: RelaxConfig
@@ -32,18 +33,19 @@ class RunContext:
     resume_from: Path | None
     start_step: int
     data_digest: str = ""
-    teacher_folders: Mapping[str, Path] = field(default_factory=dict)  # of a distillation's teachers, by name
+    teacher_folders: Mapping[str, Path] = field(default_factory=dict)
 
     @property
     def log_dir(self) -> Path:
+        """The folder of the roles' log files."""
         return self.run_dir / "logs"
 
 
 BUS = "bus"
 METRICS = "metrics"
-TEACHER_ENGINE = "teacher_engine"  # the role that owns an engine a teacher
+TEACHER_ENGINE = "teacher_engine"  # the role whose workers each own a teacher's engine
 
 
 def worker_name(role: str, rank: int) -> str:
-    """Ray actor name of a role's worker."""
+    """Returns the Ray actor name of a role's worker."""
     return f"{role}-{rank}"

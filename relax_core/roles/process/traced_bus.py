@@ -1,4 +1,4 @@
-"""A bus whose waiting calls show among its worker's waits."""
+"""A bus whose waiting calls are recorded among its worker's waits."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from relax_core.bus.ray.ray_bus import RayBus
 from relax_core.roles.process.role_context import BUS
 
 Waiting = Callable[..., AbstractContextManager[None]]  # `Worker.waiting`
-TRACED_CALLS = ("lease", "read", "write", "ack", "release", "snapshot")  # not `wait_progress`, which is idling
+TRACED_CALLS = ("lease", "read", "write", "ack", "release", "snapshot")  # a `wait_progress` is idle time and not a wait
 TRACED_AWAITS = ("admit_async", "put_async", "drop_async")
 
 
 def traced_bus(bus: RayBus, waiting: Waiting) -> RayBus:
-    """The same bus, noted by ``waiting``."""
+    """Returns the bus with its waiting calls recorded by ``waiting``."""
     return cast(RayBus, _TracedBus(bus, waiting))
 
 

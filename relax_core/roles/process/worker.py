@@ -1,7 +1,7 @@
-"""The life of a role's worker: one loop in one thread, a state that others may read, a first failure that is kept.
+"""The base of a role's worker: one loop in one thread, a status that others may read, and the first failure.
 
-The loop starts when the process does. So a process that Ray restarts after a kill goes on by itself, from what the bus
-and the published weights say; nobody has to tell it.
+The loop starts with the process. Therefore a process that Ray restarts after a kill continues by itself, from the state
+of the bus and the published weights.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ State = Literal["starting", "running", "waiting", "done", "failed"]
 log = logging.getLogger(__name__)
 
 
-RUN_PLUGINS = ("rollout", "advantages", "actor", "critic")  # roles whose process runs what users write
-STACK_FRAMES = 12  # of each thread, the innermost ones
+RUN_PLUGINS = ("rollout", "advantages", "actor", "critic")  # roles whose processes run users' code
+STACK_FRAMES = 12  # the innermost frames of each thread that are reported
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """``what`` is waited for. ``on``: who owes it, a worker's name or "bus". ``since``: Unix time."""
+    """A wait for ``what``; ``on`` is the worker that owes it, or "bus", and ``since`` a Unix time in seconds."""
 
     what: str
     on: str
@@ -44,10 +44,14 @@ class Wait:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerStatus:
-    """``since``: Unix time of the last change of state. ``detail``: of a failed worker, the cause in one line.
-    ``error``: its traceback. ``lost``: what it failed of, where that was no fault of its own. ``host``: where ``pid``
-    means this process. ``child_pids``: processes that it owns. ``waits``: what it waits for, the oldest first.
-    ``progress``: grows while a long work of its own goes on that the run waits for."""
+    """The status of a worker.
+
+    ``since`` is the Unix time of the last change of state. ``detail`` is the cause in one line if the worker has
+    failed, and ``error`` its traceback. ``lost`` is what the worker lost if the failure is not its own. ``host`` names
+    where ``pid`` is valid. ``child_pids`` are processes that it owns; ``restarts`` counts how often such a process
+    restarted, and ``last_restart`` says how it had ended. ``waits`` are the worker's waits, the oldest first.
+    ``progress`` grows while the worker does long work of its own that the run waits for.
+    """
 
     name: str
     state: State
@@ -55,8 +59,8 @@ class WorkerStatus:
     pid: int
     detail: str
     error: str | None
-    restarts: int = 0  # of a process that the worker itself owns
-    last_restart: str = ""  # how that process had ended
+    restarts: int = 0
+    last_restart: str = ""
     lost: Lost | None = None
     host: str = ""
     child_pids: tuple[int, ...] = ()
@@ -66,12 +70,12 @@ class WorkerStatus:
 
 @functools.cache
 def process_host() -> str:
-    """Names the set of processes in which a pid means the same one: a boot of a kernel, and a pid namespace of it."""
+    """Returns a name for the set of processes that share their pids: a kernel's boot and its pid namespace."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}/{os.readlink('/proc/self/ns/pid')}"
 
 
 def python_stacks() -> dict[str, str]:
-    """Of this process: thread name → the innermost frames of its stack; the thread that asks is left out."""
+    """Returns the innermost stack frames of each thread of this process by name, without the calling thread."""
     frames = sys._current_frames()
     return {
         thread.name: "".join(traceback.format_stack(frames[thread.ident])[-STACK_FRAMES:])
@@ -81,7 +85,7 @@ def python_stacks() -> dict[str, str]:
 
 
 class Worker(ABC):
-    """A role's worker. Subclasses set up and work in `work`, which returns when its part of the run is done."""
+    """A role's worker; subclasses implement `work`, which returns when the worker's part of the run is done."""
 
     def __init__(self, name: str, context: RunContext) -> None:
         self.name = name
@@ -108,19 +112,22 @@ class Worker(ABC):
 
     @property
     def stopping(self) -> bool:
+        """True once the worker was asked to stop."""
         return self._stopping.is_set()
 
     def set_state(self, state: State, detail: str = "") -> None:
+        """Sets the state that `status` returns."""
         if state != self._state:
             self._since = time.time()
         self._state, self._detail = state, detail
 
-    def moved_on(self, doing: str) -> None:
-        """Tells that a long work of this worker's own goes on. The run waits for it, and does not stand still."""
+    def report_progress(self, doing: str) -> None:
+        """Records progress in long work of this worker that the run waits for, so that the run does not stall."""
         self.set_state("running", doing)
         self._progress += 1
 
     def status(self) -> WorkerStatus:
+        """Returns the worker's status."""
         return WorkerStatus(
             name=self.name,
             state=self._state,
@@ -139,23 +146,24 @@ class Worker(ABC):
 
     @contextmanager
     def waiting(self, what: str, *, on: str) -> Iterator[None]:
-        """Tells others what this worker waits for and on whom, for as long as the block runs; from any thread."""
-        place = object()
-        self._waits[place] = Wait(what=what, on=on, since=time.time())
+        """Records, while the block runs, what this worker waits for and on which worker; callable from any thread."""
+        key = object()
+        self._waits[key] = Wait(what=what, on=on, since=time.time())
         try:
             yield
         finally:
-            del self._waits[place]
+            del self._waits[key]
 
     def stacks(self) -> dict[str, str]:
+        """Returns the stacks of this process's threads."""
         return python_stacks()
 
     def request_stop(self) -> None:
-        """Asks the loop to end at its next safe place; returns at once."""
+        """Asks the loop to end at its next safe point; returns at once."""
         self._stopping.set()
 
     def join(self, timeout_s: float) -> bool:
-        """Waits for the loop's end; False when it is still running."""
+        """Waits for the loop's end; returns False if it is still running after ``timeout_s``."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -169,7 +177,7 @@ class Worker(ABC):
             self.fail(error)
 
     def fail(self, error: Exception) -> None:
-        """Keeps the first failure for the controller, which ends the run with it. From any thread."""
+        """Stores the first failure for the controller, which ends the run with it; callable from any thread."""
         if self._error is None:
             self._error = "".join(traceback.format_exception(error))
             log.error("%s failed\n%s", self.name, self._error)

@@ -1,4 +1,4 @@
-"""The rollout role's worker: builds the sampler and the evaluator, and keeps them going."""
+"""The worker of the rollout role, which builds the rollout loop and the evaluator and runs them."""
 
 from __future__ import annotations
 
@@ -37,30 +37,34 @@ from relax_core.rollout.episodes.episodes import EpisodePlayer
 from relax_core.rollout.episodes.group_assembly import GroupFilter, MakeExtras
 from relax_core.rollout.evaluation.evaluator import Evaluator, eval_versions, prepare
 from relax_core.rollout.group_advantages import advantage_extras, made_as_groups_complete
+from relax_core.rollout.prompt_admissions import RolloutLoopSettings
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_pool import RewardPool
-from relax_core.rollout.rollout_loop import Record, Sampler, SamplerSettings
+from relax_core.rollout.rollout_loop import Record, RolloutLoop
 from relax_core.rollout.sampling_params import evaluation_sampling, training_sampling
 from relax_core.rollout.teacher_choice import teacher_chooser
 from relax_core.rollout.weight_update_handler import WeightUpdateHandler
 
 log = logging.getLogger(__name__)
 CLOSED_S = 0.2
-REWARD_LOG = "reward.log"  # what worker processes of an isolated reward print
-OWNER_FIRST_S = 10.0  # an engine that does not start is its owner's to report: it knows why
+REWARD_LOG = "reward.log"  # the output of an isolated reward's worker processes
+OWNER_FIRST_S = 10.0  # the owner of an engine that does not start reports it first, because it knows the cause
 
 
 class RolloutWorker(Worker):
-    """Rollout worker ``rank``. All of its state is in the bus: a restarted one takes back what its predecessor owed.
-    Several share the prompts of a step; the first one alone evaluates."""
+    """Rollout worker ``rank``. All of its state is in the bus, so a restarted worker reclaims its predecessor's groups.
+
+    Several workers share the prompts of a step; only the first one evaluates.
+    """
 
     def __init__(self, name: str, context: RunContext, rank: int) -> None:
-        self._rank = rank  # before the loop starts, which reads it
+        self._rank = rank  # set before the loop starts, because the loop reads it
         self._evaluated = threading.Event()
-        ignore_stop_signals()  # envs and rewards are the user's code
+        ignore_stop_signals()  # users' envs and rewards could otherwise end on them
         super().__init__(name, context)
 
     def work(self) -> None:
+        """Samples and evaluates until the bus closes."""
         asyncio.run(self._run())
 
     async def _run(self) -> None:
@@ -90,7 +94,7 @@ class RolloutWorker(Worker):
             player = EpisodePlayer(
                 env=env, env_config=config.env, prompts=prompts, pool=pool, sampling=settings.sampling, seed=config.seed
             )
-        sampler = Sampler(
+        loop = RolloutLoop(
             bus=bus,
             pool=pool,
             source=source,
@@ -102,7 +106,7 @@ class RolloutWorker(Worker):
             bad_rows=BadRows(
                 rows=len(source),
                 most=config.data.max_bad_rows,
-                tell=lambda rows: metrics.record_texts(bad_rows_kind(self._rank), context.start_step, rows),
+                report=lambda rows: metrics.record_texts(bad_rows_kind(self._rank), context.start_step, rows),
             ),
             refuse=group_filter(spec, config.algo),
             teacher_of=None if teachers is None else teacher_chooser(teachers),
@@ -113,11 +117,11 @@ class RolloutWorker(Worker):
         self.set_state("running")
         try:
             async with asyncio.TaskGroup() as group:
-                if advantages is not None:  # torch is there before the engine has its first weights
+                if advantages is not None:  # torch is imported before the engine has its first weights
                     group.create_task(asyncio.to_thread(importlib.import_module, "torch"))
                 if evaluator is not None:
                     group.create_task(self._evaluate(evaluator, metrics))
-                group.create_task(self._sample(sampler, bus))
+                group.create_task(self._sample(loop, bus))
         except* Exception as failures:
             raise first_cause(failures) from failures
         finally:
@@ -130,7 +134,7 @@ class RolloutWorker(Worker):
             EngineDirectory(self.context).client_async,
             patience_s=config.engine.start_timeout_s + OWNER_FIRST_S,
             silent_s=config.engine.silent_s,
-            by_load=not config.in_order,  # else the same seed gives the same bits, whatever the timing
+            by_load=not config.in_order,  # with in_order the same seed gives the same bits for any timing
             max_lag=config.mode.max_staleness,
             lag_s=config.engine.sync_timeout_s,
             waiting=self.waiting,
@@ -150,7 +154,7 @@ class RolloutWorker(Worker):
         )
 
     def _weight_update_handler(self, bus: RayBus, pool: EnginePool) -> WeightUpdateHandler | None:
-        """Where nothing is aborted at a weight change, nobody has to follow the versions."""
+        """Returns the handler, or None if a new weight version ends and aborts no groups."""
         rollout = self.context.config.rollout
         aborts = rollout.partial is Partial.abort
         if not (aborts or rollout.spare_prompts):
@@ -165,21 +169,23 @@ class RolloutWorker(Worker):
         )
 
     def _record(self, metrics: MetricsClient) -> Record:
-        """Where there are several workers, a record says which of them made it."""
+        """Returns the function that records metrics; with several workers a record names its worker."""
         own = {"worker": float(self._rank)} if self.context.config.rollout.workers > 1 else {}
         return lambda source, step, values: metrics.record(source, step, {**values, **own})
 
-    async def _sample(self, sampler: Sampler, bus: RayBus) -> None:
+    async def _sample(self, loop: RolloutLoop, bus: RayBus) -> None:
         try:
             timeout_s = self.context.config.bus.call_timeout_s
             reclaimed = await asyncio.to_thread(bus.reclaim, worker=self._rank, timeout_s=timeout_s)
-            await sampler.run(reclaimed)
-        except BusClosed as closed:  # nothing is left to sample; the last evaluation may still be ahead
+            await loop.run(reclaimed)
+        except BusClosed as closed:  # sampling has ended; the last evaluation may still be to come
             self.set_state("running", str(closed))
 
     async def _evaluate(self, evaluator: Evaluator, metrics: MetricsClient) -> None:
-        """A stop ends it, and the sampling that waits for it: its weights may never come to the engine. It counts once
-        its record is in the run's files."""
+        """Runs the evaluations; the last one counts once its record is in the run's files.
+
+        A stop ends them and the sampling that waits for them, because the engine may never get their weights.
+        """
         running = asyncio.create_task(evaluator.run())
         try:
             while not running.done() and not self.stopping:
@@ -199,17 +205,17 @@ class RolloutWorker(Worker):
             log.warning("the last evaluation may be missing in the metrics: %s", error)
 
     def wait_evaluated(self, timeout_s: float) -> bool:
-        """Waits until the last evaluation is in; False past the deadline or when the loop has ended without it."""
+        """Waits for the end of the last evaluation; returns False past the deadline or if the loop ends without it."""
         deadline = time.monotonic() + timeout_s
         while not self._evaluated.wait(0.2):
             if time.monotonic() > deadline or not self._thread.is_alive():
                 return False
         return True
 
-    def _settings(self, tokenizer: PromptTokenizer) -> SamplerSettings:
+    def _settings(self, tokenizer: PromptTokenizer) -> RolloutLoopSettings:
         config = self.context.config
         rollout = config.rollout
-        return SamplerSettings(
+        return RolloutLoopSettings(
             seed=config.seed,
             batch_prompts=math.ceil((rollout.prompts_per_step + rollout.spare_prompts) / rollout.workers),
             sampling=training_sampling(config, tokenizer),
@@ -222,15 +228,17 @@ class RolloutWorker(Worker):
             in_order=config.in_order,
         )
 
-    async def _note_evaluation(self, version: int, values: Mapping[str, float]) -> bool:
-        """Tells the trainer, who keeps the best checkpoint and says whether the run ends here. One that is gone is the
-        controller's to tell."""
+    async def _report_evaluation(self, version: int, values: Mapping[str, float]) -> bool:
+        """Reports an evaluation to the trainer, which keeps the best checkpoint; returns True if the run ends with it.
+
+        The controller detects a trainer that has exited.
+        """
         trainer = await asyncio.to_thread(discover_worker, self.context, worker_name("actor", 0))
-        told = _awaited(trainer.note_evaluation.remote(version, dict(values)))
+        answer = _awaited(trainer.record_evaluation.remote(version, dict(values)))
         try:
-            return bool(await asyncio.wait_for(told, self.context.config.bus.call_timeout_s))
+            return bool(await asyncio.wait_for(answer, self.context.config.bus.call_timeout_s))
         except (RayActorError, TimeoutError) as error:
-            log.warning("the trainer was not told the evaluation of version %d: %s", version, error)
+            log.warning("the trainer did not get the evaluation of version %d: %s", version, error)
             return False
 
     def _evaluator(
@@ -256,7 +264,7 @@ class RolloutWorker(Worker):
                 if progress.version == reached and self.stopping:
                     raise BusClosed("the run ended before this evaluation")
                 if progress.version == reached:
-                    await asyncio.sleep(CLOSED_S)  # a closed bus answers at once
+                    await asyncio.sleep(CLOSED_S)  # a closed bus answers at once, so this limits the rate
                 reached = progress.version
 
         versions = [version for version in planned if version >= now]
@@ -272,7 +280,7 @@ class RolloutWorker(Worker):
             in_order=config.in_order,
             record=metrics.record,
             record_texts=lambda version, rows: metrics.record_texts("eval", version, rows),
-            note=None if config.run.keep_best is None else self._note_evaluation,
+            ends_run=None if config.run.keep_best is None else self._report_evaluation,
         )
 
 
@@ -284,12 +292,12 @@ async def _awaited(reference: Any) -> Any:
 
 
 def group_advantages(spec: AlgorithmSpec, config: RelaxConfig) -> MakeExtras:
-    """What gives one complete group its advantages, of an algorithm that needs nothing but that group."""
+    """Returns the function that computes one complete group's advantages."""
     return lambda tree: advantage_extras([tree], spec, config.algo)[0]
 
 
 def group_filter(spec: AlgorithmSpec, config: object) -> GroupFilter | None:
-    """What refuses complete groups; None for an algorithm that trains on all."""
+    """Returns the algorithm's filter of complete groups, or None if it trains on all groups."""
     drop_group = spec.drop_group
     if drop_group is None:
         return None

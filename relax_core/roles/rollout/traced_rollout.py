@@ -1,4 +1,4 @@
-"""Engines and rewards that show among the rollout worker's waits."""
+"""An engine pool and a reward pool whose waits are recorded among the rollout worker's waits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from relax_core.rollout.rewards.reward_pool import RewardPool
 
 
 class TracedPool(EnginePool):
-    """Engines; the time until a next group of responses shows among the worker's waits."""
+    """An engine pool that records the time until the next group of responses as a wait for the engine."""
 
     def __init__(
         self,
@@ -49,8 +49,9 @@ class TracedPool(EnginePool):
         places: Sequence[int],
         on_end: OnEnd | None = None,
     ) -> AsyncIterator[tuple[int, list[Generated]]]:
+        """Yields each prompt's number and responses, as `EnginePool.generate` does."""
         generated = super().generate(prompts, params, places=places, on_end=on_end)
-        groups = cast(AsyncGenerator[tuple[int, list[Generated]], None], generated)  # to be closed with this one
+        groups = cast(AsyncGenerator[tuple[int, list[Generated]], None], generated)  # closed together with this one
         what = f"responses to {len(prompts)} prompts (first {prompts[0].rid})" if prompts else "nothing"
         try:
             while True:
@@ -65,7 +66,7 @@ class TracedPool(EnginePool):
 
 
 class TracedRewards(RewardPool):
-    """Rewards; scoring shows among the worker's waits as its own work, since that is where it may hang."""
+    """A reward pool that records scoring as the worker's own wait, because a reward may hang in this process."""
 
     def __init__(
         self,
@@ -84,5 +85,6 @@ class TracedRewards(RewardPool):
         self._name = name
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[RewardOutput]:
+        """Returns the outputs of the answers to one data row, as `RewardPool.score` does."""
         with self._waiting(f"rewards of {len(inputs)} responses", on=self._name):
             return await super().score(inputs)

@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 
 def role_parallel(config: RelaxConfig, role: str) -> ParallelConfig:
-    """The layout of actor, actor_fwd or reference."""
+    """Returns the layout of actor, actor_fwd or reference."""
     if role == "actor":
         return config.parallel
     return forward_parallel(config.parallel, getattr(config.parallel, role))
 
 
 def build_role_backend(context: RunContext, role: str, *, rank: int, store_address: str) -> MegatronBackend:
-    """One rank of actor, which alone is trainable, of actor_fwd or of reference."""
+    """Builds one rank of actor, actor_fwd or reference; only the actor's is trainable."""
     parallel = role_parallel(context.config, role)
     setup = _setup(context, parallel, context.config.optimizer, rank=rank, store_address=store_address)
     return _build(context, setup, trainable=role == "actor")
 
 
 def build_teacher(context: RunContext, folder: Path) -> MegatronBackend:
-    """The model of ``folder``, of whichever family it is, whole in this process, without gradient."""
+    """Builds the model of ``folder``, of any family, as a whole in this process, without gradient."""
     parallel = one_rank(context.config.parallel)
     setup = _setup(context, parallel, context.config.optimizer, rank=0, store_address=store_address(1))
     setup = replace(setup, model_folder=folder, family=folder_architecture(folder).family)
@@ -43,14 +43,14 @@ def build_teacher(context: RunContext, folder: Path) -> MegatronBackend:
 
 
 def _build(context: RunContext, setup: RankSetup, *, trainable: bool) -> MegatronBackend:
-    # Here, because the controller and the Serve deployments import the roles and need neither torch nor Megatron.
+    # Imported here, because the controller and the Serve deployments import the roles without torch and Megatron.
     from relax_core.train.policy_backend import MegatronBackend
 
     return MegatronBackend(setup, temperature=context.config.rollout.temperature, trainable=trainable)
 
 
 def build_critic(context: RunContext) -> CriticBackend:
-    """The critic, which has one rank and, where it is set, a learning rate of its own."""
+    """Builds the critic, which has one rank and its own learning rate if one is set."""
     from relax_core.train.critic_backend import CriticBackend
 
     optimizer = context.config.optimizer
@@ -61,7 +61,7 @@ def build_critic(context: RunContext) -> CriticBackend:
 
 
 def load_published(backend: MegatronBackend, manifest: WeightManifest) -> bool:
-    """Takes up a published version; False where newer ones have replaced it. Raises what `read_weights` raises."""
+    """Loads a published version; returns False if newer ones have replaced it. Raises what `read_weights` raises."""
     from relax_core.weights.version_file import read_weights
 
     try:
@@ -87,8 +87,11 @@ def _setup(
 
 
 def store_address(ranks: int, *, host: str = LOOPBACK) -> str:
-    """The "host:port" at which ``ranks`` ranks meet. One that is alone takes port 0 on loopback: any free one.
-    Rank 0 should bind it at once, before another process gets it."""
+    """Returns the "host:port" at which ``ranks`` ranks find each other.
+
+    A single rank uses port 0 on loopback, which stands for any free port. Rank 0 must bind the port at once, before
+    another process takes it.
+    """
     if ranks == 1:
         return f"{LOOPBACK}:0"
     with socket.socket() as probe:

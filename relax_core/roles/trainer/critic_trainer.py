@@ -1,8 +1,8 @@
-"""The critic: values for every row as it comes, and training in lockstep with the actor.
+"""The critic computes values for groups as they arrive and trains in lockstep with the actor.
 
-Its model is state of the trainer. So the actor's lead drives its updates with the very groups that the policy trains
-on, whose rows the critic reads from the bus, and ends them before it publishes the step's weights; both are saved and
-loaded in one cut, and the loss of this process is the loss of a rank.
+The critic's model is part of the trainer's state. Therefore the actor's lead drives its updates with the groups that
+the policy trains on, which the critic reads from the bus, and ends them before it publishes the step's weights. Both
+models are saved and loaded in one consistent snapshot, and the loss of this process counts as the loss of a rank.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import LeasedRow
 from relax_core.contracts.train import StepMetrics
-from relax_core.roles.annotators.column_worker import ColumnWorker, RowColumns
+from relax_core.roles.annotators.column_worker import ColumnWorker, GroupColumns
 from relax_core.roles.process.discovery import discover_bus
 from relax_core.roles.process.role_context import RunContext
 from relax_core.roles.trainer.build_backend import build_critic
-from relax_core.roles.trainer.rank_batches import TreePart, critic_rows
+from relax_core.roles.trainer.rank_batches import TreePart, critic_groups
 from relax_core.train.packing.micro_batches import MicroBatcher
 
 if TYPE_CHECKING:
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 
 class CriticWorker(ColumnWorker):
-    """Writes the values of each step's rows with the weights that it has. `begin_step` to `load` are the lead's calls.
+    """Writes the values of each step's groups with its current weights; the lead calls `begin_step` to `load`.
 
-    All of the model's work runs in one thread: so loop and lead never meet in the middle of a call, and torch's number
-    of threads, which belongs to a thread, is the configured one.
+    All work of the model runs in one thread. Therefore the loop and the lead's calls do not interleave, and torch's
+    number of threads, which is set per thread, is the configured one.
     """
 
     task = "critic"
@@ -44,43 +44,51 @@ class CriticWorker(ColumnWorker):
         super().__init__(name, context)
 
     def prepare(self) -> None:
-        self._rows = critic_rows(self.context, discover_bus(self.context, self.waiting))
+        """Waits until the model is built."""
+        self._rank_groups = critic_groups(self.context, discover_bus(self.context, self.waiting))
         self._backend.result(timeout=self.context.config.run.start_timeout_s)
         self.version = self.context.start_step
 
-    def columns_of(self, rows: Sequence[LeasedRow]) -> RowColumns:
-        groups = [c.decode_tree(row) for row in rows]
+    def columns_of(self, leased: Sequence[LeasedRow]) -> GroupColumns:
+        """Returns the values of each group's rows."""
+        groups = [c.decode_tree(one) for one in leased]
         return {
             group.group_uid: {c.VALUES: c.encode_column(c.VALUES, values)}
             for group, values in zip(groups, self._run("values", groups), strict=True)
         }
 
-    # -- the lead's -------------------------------------------------------------------------------------------------
+    # -- called by the lead -----------------------------------------------------------------------------------------
     def begin_step(self, step: int) -> None:
+        """Begins train step ``step``."""
         self.version = step
         self._run("begin_step", step)
 
     def accumulate(self, step: int, parts: Sequence[TreePart]) -> None:
-        """``parts``: a micro-batch of all the actor's ranks; here it is cut for the one rank that there is. The lead
-        calls it when rows have this critic's values, so `prepare` is behind it."""
+        """Trains on a micro-batch of all the actor's ranks, which is packed again for the critic's single rank.
+
+        The lead calls it for groups that have this critic's values, so `prepare` has run before.
+        """
         batcher = MicroBatcher(self.context.config.parallel.micro_batch_tokens)
-        for batch in (*batcher.add(self._rows.trees(step, parts)), batcher.flush()):
+        for batch in (*batcher.add(self._rank_groups.trees(step, parts)), batcher.flush()):
             self._run("accumulate", batch)
 
     def finish_step(self) -> StepMetrics:
+        """Ends the step and returns its metrics."""
         metrics: StepMetrics = self._run("finish_step")
         return metrics
 
     def copy_state(self) -> None:
+        """Copies the state of a checkpoint to the host."""
         self._run("copy_state")
 
     def write_copy(self, folder: Path) -> None:
-        """Beside the model's thread."""
+        """Writes the copy to ``folder``, beside the thread of the model."""
         self._backend.result().write_copy(folder)
 
     def load(self, folder: Path) -> None:
+        """Loads a checkpoint from ``folder``."""
         self._run("load", folder)
 
     def _run(self, method: str, *arguments: Any) -> Any:
-        """Calls the back end in the model's thread; raises what building it raised, where that failed."""
+        """Calls the back end in the model's thread; raises the error of building the model if that failed."""
         return self._model_thread.submit(lambda: getattr(self._backend.result(), method)(*arguments)).result()

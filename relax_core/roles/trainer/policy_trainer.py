@@ -1,6 +1,6 @@
-"""The trainer's lead: leases groups, trains a step, publishes the weights, acknowledges; checkpoints between steps.
+"""The trainer's lead leases groups, trains a step, publishes the weights and acknowledges the groups.
 
-This is the step path: nothing of the controller or of Serve stands on it.
+It also saves checkpoints between steps. This is the step path, on which neither the controller nor Serve has a part.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from relax_core.roles.process.discovery import discover_bus, discover_metrics, d
 from relax_core.roles.process.process_placement import node_address
 from relax_core.roles.process.role_context import RunContext, worker_name
 from relax_core.roles.process.worker import Worker
-from relax_core.roles.trainer.rank_batches import policy_columns, policy_rows
+from relax_core.roles.trainer.rank_batches import policy_columns, policy_groups
 from relax_core.roles.trainer.rank_discovery import assemble_ranks
 from relax_core.roles.trainer.run_checkpoint import RunCheckpoints
-from relax_core.roles.trainer.step_metrics import StepRows, step_values
+from relax_core.roles.trainer.step_metrics import StepGroups, step_values
 from relax_core.roles.trainer.step_timing import StepClock
 from relax_core.roles.trainer.weight_sync import EngineSync
 from relax_core.roles.trainer.worker_group import Ranks, TrainerWorkerGroup
@@ -38,29 +38,28 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 log = logging.getLogger(__name__)
-STOP_SLICE_S = 5.0  # how late a waiting trainer hears that it is to stop
+STOP_SLICE_S = 5.0  # the delay in seconds after which a waiting trainer notices that it must stop
 
 
 class Stopped(Exception):
-    """The trainer was asked to stop while it waited for rows."""
+    """The trainer was asked to stop while it waited for groups."""
 
 
 class ActorWorker(Worker):
-    """Rank 0 of the actor role. It drives its other ranks, and alone leases and acknowledges rows."""
+    """Rank 0 of the actor role, which drives the other ranks and alone leases and acknowledges groups."""
 
     def __init__(self, name: str, context: RunContext, rank: int) -> None:
-        assert rank == 0, "other ranks are driven by rank 0"
+        assert rank == 0, "rank 0 drives the other ranks"
         self._version = context.start_step
         super().__init__(name, context)
 
     def version(self) -> int:
-        """Train steps done."""
+        """Returns the number of train steps done."""
         return self._version
 
-    def note_evaluation(self, version: int, values: Mapping[str, float]) -> bool:
-        """An evaluation's figures are in. Returns whether the run ends with them, since it has waited long enough for
-        better ones (run.patience)."""
-        enough = self._checkpoints.judge(version, values)
+    def record_evaluation(self, version: int, values: Mapping[str, float]) -> bool:
+        """Records an evaluation's figures; returns True if the run ends because none was better for run.patience."""
+        enough = self._checkpoints.record_evaluation(version, values)
         if enough:
             run = self.context.config.run
             log.info("the run ends: %d evaluations in a row brought no better %s", run.patience, run.keep_best)
@@ -68,13 +67,14 @@ class ActorWorker(Worker):
         return enough
 
     def work(self) -> None:
+        """Builds the model, publishes its weights and trains until the last step or a stop."""
         context, config = self.context, self.context.config
         self._config = config
         self._stall_s = config.run.stall_timeout_s
         self._time_sharing = config.mode.name is ModeName.colocate
-        self._needs = find_algorithm(config.algo.name).requirements(config.algo)
+        self._requirements = find_algorithm(config.algo.name).requirements(config.algo)
         self._columns = policy_columns(config)
-        # The lead of several data-parallel ranks trains only a part of the rows, and reads that like the others.
+        # With several data-parallel ranks, the lead trains only a part of the groups and reads it as other ranks do.
         self._payloads = c.STRUCTURE_COLUMNS if config.parallel.dp > 1 else None
         self._plan = UpdatePlan(
             groups=config.rollout.prompts_per_step,
@@ -92,7 +92,7 @@ class ActorWorker(Worker):
         self._metrics = discover_metrics(context)
         self._sync = self._build_sync()
         self._checkpoints = RunCheckpoints(
-            context, bus=self._bus, worker_group=self._worker_group, moved_on=self.moved_on
+            context, bus=self._bus, worker_group=self._worker_group, report_progress=self.report_progress
         )
         try:
             if self.context.resume_from is not None:
@@ -112,9 +112,11 @@ class ActorWorker(Worker):
         return EngineSync(self.context, EngineDirectory(self.context), transport, waiting=self.waiting)
 
     def _build_worker_group(self, ranks: Ranks) -> TrainerWorkerGroup:
-        critic = discover_worker(self.context, worker_name("critic", 0)) if self._needs.critic else None
-        rows = None if self._payloads is None else policy_rows(self.context, self._bus)
-        return TrainerWorkerGroup(ranks, timeout_s=self._stall_s, waiting=self.waiting, critic=critic, rows=rows)
+        critic = discover_worker(self.context, worker_name("critic", 0)) if self._requirements.critic else None
+        rank_groups = None if self._payloads is None else policy_groups(self.context, self._bus)
+        return TrainerWorkerGroup(
+            ranks, timeout_s=self._stall_s, waiting=self.waiting, critic=critic, rank_groups=rank_groups
+        )
 
     # -- the loop ---------------------------------------------------------------------------------------------------
     def _train(self) -> None:
@@ -134,14 +136,14 @@ class ActorWorker(Worker):
     def _export_hf(self) -> None:
         from relax_core.train.hf.hf_export import export_hf_folder
 
-        def told() -> Iterator[tuple[str, Tensor]]:
+        def tensors() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in self._worker_group.export():
-                self.moved_on(f"writes hf/: {name}")
+                self.report_progress(f"writes hf/: {name}")
                 yield name, tensor
-                del tensor  # before the next one is made
+                del tensor  # frees it before the next one is made
 
         export_hf_folder(
-            told(),
+            tensors(),
             shapes=self._worker_group.lead.weight_shapes,
             dtype=self._config.model.dtype,
             source_folder=self.context.model_folder,
@@ -149,7 +151,7 @@ class ActorWorker(Worker):
         )
 
     def _step(self, lease: Lease | None) -> Lease | None:
-        """One train step; returns the next step's first lease where it came with the acknowledgement."""
+        """Trains one step; returns the next step's first lease if it came with the acknowledgement."""
         step, clock = self._version, self._clock
         updates = StepUpdates(self._worker_group, self._plan, step=step)
         consumed = self._consume(updates, lease, clock, step=step)
@@ -162,9 +164,9 @@ class ActorWorker(Worker):
         self._report(consumed, result, clock, step=step)
         return self._acknowledge(consumed, step=step)
 
-    def _consume(self, updates: StepUpdates, lease: Lease | None, clock: StepClock, *, step: int) -> StepRows:
-        """Leases the step's groups and trains on them, micro-batch by micro-batch, while later ones generate."""
-        consumed = StepRows()
+    def _consume(self, updates: StepUpdates, lease: Lease | None, clock: StepClock, *, step: int) -> StepGroups:
+        """Leases the step's groups and trains on them by micro-batches, while later groups are generated."""
+        consumed = StepGroups()
         remaining = self._plan.groups
         while remaining:
             if lease is None:
@@ -174,12 +176,12 @@ class ActorWorker(Worker):
                 clock.timed("sync_ms", self._sync.release_memory)
             remaining -= len(lease.rows)
             groups = clock.timed("decode_ms", partial(self._decode, lease, step, consumed))
-            self._worker_group.note_lease(lease)
+            self._worker_group.add_lease(lease)
             lease = None
             clock.timed("train_ms", partial(updates.add, groups))
         return consumed
 
-    def _decode(self, lease: Lease, step: int, consumed: StepRows) -> list[TokenTree]:
+    def _decode(self, lease: Lease, step: int, consumed: StepGroups) -> list[TokenTree]:
         oldest = step - self._config.mode.max_staleness
         groups = []
         for row in lease.rows:
@@ -188,12 +190,15 @@ class ActorWorker(Worker):
             consumed.dropped.update(masked)
             self._group_tokens = max(self._group_tokens, group.computed_rows)
         consumed.lease_ids.append(lease.lease_id)
-        consumed.rows.extend(lease.rows)
+        consumed.leased.extend(lease.rows)
         consumed.groups.extend(groups)
         return groups
 
     def _request(self, step: int, remaining: int) -> LeaseRequest:
-        """Asks for what is left of the step; it may come in pieces, but not in more than there are micro-batches."""
+        """Returns the request for the rest of the step.
+
+        The groups may come in several leases, but in no more than there are micro-batches.
+        """
         fitting = self._plan.budget_tokens // self._group_tokens * self._plan.ranks if self._group_tokens else 1
         return LeaseRequest(
             task="actor",
@@ -206,8 +211,11 @@ class ActorWorker(Worker):
         )
 
     def _lease(self, request: LeaseRequest, clock: StepClock, *, may_stop: bool) -> Lease:
-        """Waits in slices, so that a stop is heard; past ``run.stall_timeout_s`` the bus says who owes the rows. A step
-        that has made an update goes on: its weights belong to no checkpoint before it is done."""
+        """Leases groups in slices of time, so that a stop is noticed.
+
+        After ``run.stall_timeout_s`` it raises the bus's error, which names the worker that owes the groups. A step
+        that has made an update does not stop, because its weights belong to no checkpoint before it is done.
+        """
         deadline = time.monotonic() + self._stall_s
         while True:
             try:
@@ -220,7 +228,7 @@ class ActorWorker(Worker):
                 if time.monotonic() > deadline:
                     raise
 
-    def _acknowledge(self, consumed: StepRows, *, step: int) -> Lease | None:
+    def _acknowledge(self, consumed: StepGroups, *, step: int) -> Lease | None:
         every = self._config.run.save_every
         due = (every > 0 and (step + 1) % every == 0) or self._checkpoints.due(step + 1)
         last = step + 1 == self._config.run.steps or self.stopping
@@ -232,15 +240,15 @@ class ActorWorker(Worker):
         return lease
 
     def _save(self, version: int) -> None:
-        """What was reported of the steps before a checkpoint is on disk before it: a resume goes on behind it."""
+        """Saves a checkpoint after the metrics of its steps, because a resumed run continues the metrics after it."""
         try:
             self._metrics.flush()
         except MetricsUnavailable as error:
-            log.warning("checkpoint %d may have come before its metrics: %s", version, error)
+            log.warning("the metrics before checkpoint %d may be missing: %s", version, error)
         self._checkpoints.save(version)
-        self._tell_step()
+        self._show_step()
 
-    def _ack(self, consumed: StepRows, then: LeaseRequest | None, *, step: int) -> Lease | None:
+    def _ack(self, consumed: StepGroups, then: LeaseRequest | None, *, step: int) -> Lease | None:
         def call() -> Lease | None:
             return self._bus.ack(
                 consumed.lease_ids, step=step, dropped=consumed.dropped, then=then, timeout_s=STOP_SLICE_S
@@ -251,22 +259,22 @@ class ActorWorker(Worker):
         except BusTimeout:
             if then is None:
                 raise
-            return None  # the step is persisted; the next one's rows are waited for as usual
+            return None  # the bus has recorded the step; the next step leases its groups with a call of its own
 
-    def _report(self, consumed: StepRows, result: StepResult, clock: StepClock, *, step: int) -> None:
+    def _report(self, consumed: StepGroups, result: StepResult, clock: StepClock, *, step: int) -> None:
         now = time.perf_counter()
         step_ms = 1e3 * (now - self._step_ended)
         values = step_values(consumed, result, clock, step=step, step_ms=step_ms)
         self._metrics.put(metric_record(ACTOR, step, values), consumed.length_histogram(step=step))
         self._step_ended, self._clock = now, StepClock()
-        self._tell_step()
+        self._show_step()
 
-    def _tell_step(self) -> None:
+    def _show_step(self) -> None:
         self.set_state("running", f"step {self._version} of {self._config.run.steps}")
 
     # -- engines ----------------------------------------------------------------------------------------------------
     def _publish(self, version: int) -> None:
-        """Writes the weights; their push goes on beside the trainer, and the next version waits for its end."""
+        """Publishes the weights; their push runs beside the trainer, and the next version waits for its end."""
         self._end_push()
         self._sync.publish(version, self._worker_group.export())
 

@@ -1,4 +1,4 @@
-"""What one rank trains: parts of groups that the trainer's lead names, and that the rank itself reads from the bus."""
+"""The parts of groups that one rank trains, which the trainer's lead names and the rank reads from the bus."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ from relax_core.roles.process.role_context import RunContext
 from relax_core.train.packing.leased_trees import decode_train_tree
 from relax_core.train.packing.micro_batches import piece_of
 
-CRITIC_COLUMNS = (*c.FORWARD_COLUMNS, c.LOSS_MASK, c.VALUES, c.RETURNS)  # what the critic trains on
+CRITIC_COLUMNS = (*c.FORWARD_COLUMNS, c.LOSS_MASK, c.VALUES, c.RETURNS)
 
 
 class TreePart(msgspec.Struct, frozen=True, array_like=True):
-    """Neighbouring episodes of one group. ``lease_id``: by which the group's row is read. ``counts_group``: of a group
-    that was cut into several parts one alone counts as the group."""
+    """Adjacent episodes of one group.
+
+    ``lease_id`` is the lease by which the group is read. If a group is split into several parts, ``counts_group`` is
+    True for one of them, so that the group counts once.
+    """
 
     lease_id: int
     group_uid: str
@@ -31,17 +34,18 @@ class TreePart(msgspec.Struct, frozen=True, array_like=True):
 
 
 def parts_of(trees: Iterable[TokenTree], lease_ids: Mapping[str, int]) -> list[TreePart]:
-    """``trees``: whole groups, or parts of them. ``lease_ids``: of each group."""
+    """Returns the parts for ``trees``, which are groups or parts of groups; ``lease_ids`` maps group uids to leases."""
     return [
         TreePart(lease_ids[tree.group_uid], tree.group_uid, [one.uid for one in tree.episodes], tree.counts_group)
         for tree in trees
     ]
 
 
-class RankRows:
-    """Reads the rows of a step's groups from the bus, each once a step, however many updates train them.
+class RankGroups:
+    """Reads the groups of a step from the bus, each once per step, even if several updates train on them.
 
-    ``columns``: what this rank needs of a row. ``max_staleness``: mode.max_staleness. ``timeout_s``: of one read.
+    ``columns`` are those that this rank needs. ``max_staleness`` is mode.max_staleness, and ``timeout_s`` the limit of
+    one read in seconds.
     """
 
     def __init__(self, bus: Bus, *, columns: Sequence[str], max_staleness: int, timeout_s: float) -> None:
@@ -51,8 +55,11 @@ class RankRows:
         self._groups: dict[str, TokenTree] = {}
 
     def trees(self, step: int, parts: Sequence[TreePart]) -> list[TokenTree]:
-        """The parts as train step ``step`` sees them, in their order. Raises BusTimeout where the bus does not answer
-        within ``timeout_s``, LeaseLost where a part's lease has ended, BusLost where the bus is gone."""
+        """Returns the parts as train step ``step`` sees them, in their order.
+
+        Raises BusTimeout if the bus does not answer within ``timeout_s``, LeaseLost if a part's lease has ended, and
+        BusLost if the bus has exited.
+        """
         if step != self._step:
             self._step, self._groups = step, {}
         unread: dict[int, dict[str, None]] = {}  # lease → its groups, each once, in order
@@ -73,33 +80,38 @@ class RankRows:
 def _part_of(tree: TokenTree, part: TreePart) -> TokenTree:
     first = [one.uid for one in tree.episodes].index(part.uids[0])
     piece = piece_of(tree, first, first + len(part.uids))
-    assert [one.uid for one in piece.episodes] == part.uids, "a group is cut into runs of its episodes"
+    assert [one.uid for one in piece.episodes] == part.uids, "a part holds adjacent episodes"
     return piece if piece.counts_group == part.counts_group else replace(piece, counts_group=part.counts_group)
 
 
-def policy_rows(context: RunContext, bus: Bus) -> RankRows:
-    """Of a rank of the policy."""
-    return _rows(context, bus, policy_columns(context.config))
+def policy_groups(context: RunContext, bus: Bus) -> RankGroups:
+    """Returns the reader of a policy rank."""
+    return _rank_groups(context, bus, policy_columns(context.config))
 
 
-def critic_rows(context: RunContext, bus: Bus) -> RankRows:
-    return _rows(context, bus, CRITIC_COLUMNS)
+def critic_groups(context: RunContext, bus: Bus) -> RankGroups:
+    """Returns the reader of the critic."""
+    return _rank_groups(context, bus, CRITIC_COLUMNS)
 
 
-def _rows(context: RunContext, bus: Bus, columns: Sequence[str]) -> RankRows:
+def _rank_groups(context: RunContext, bus: Bus, columns: Sequence[str]) -> RankGroups:
     config = context.config
-    return RankRows(bus, columns=columns, max_staleness=config.mode.max_staleness, timeout_s=config.run.stall_timeout_s)
+    return RankGroups(
+        bus, columns=columns, max_staleness=config.mode.max_staleness, timeout_s=config.run.stall_timeout_s
+    )
 
 
 def policy_columns(config: RelaxConfig) -> tuple[str, ...]:
-    """What the policy trains on in this run."""
+    """Returns the columns that the policy trains on in this run."""
     requirements = find_algorithm(config.algo.name).requirements(config.algo)
     return train_columns(requirements, routing_replay=config.algo.routing_replay, truncates=config.rollout.truncates)
 
 
 def train_columns(requirements: Requirements, *, routing_replay: bool, truncates: bool) -> tuple[str, ...]:
-    """What the policy trains on: the rollout's columns, the advantages, and what the algorithm asks for. ``truncates``:
-    top_k, top_p or min_p leave tokens out."""
+    """Returns the policy's columns: those of the rollout, the advantages, and what the algorithm requires.
+
+    ``truncates`` is True if top_k, top_p or min_p restricts sampling.
+    """
     extra = [c.ADVANTAGES]
     if routing_replay:
         extra.append(c.ROUTED_EXPERTS)

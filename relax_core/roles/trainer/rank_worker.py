@@ -1,4 +1,4 @@
-"""A rank > 0 of a role that spans several processes: it does what the role's lead, rank 0, tells it to."""
+"""A rank above 0 of a role with several processes, which executes the calls of the role's lead, rank 0."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ import ray
 
 from relax_core.contracts.engine import WeightManifest
 from relax_core.roles.process.discovery import discover_bus
-from relax_core.roles.process.failure import broke_of_others, failure_line, what_was_lost
+from relax_core.roles.process.failure import RankLost, failure_line, is_broken_collective, what_was_lost
 from relax_core.roles.process.output_log import keep_output
 from relax_core.roles.process.role_context import RunContext, worker_name
 from relax_core.roles.process.worker import RUN_PLUGINS, Wait, WorkerStatus, process_host, python_stacks
 from relax_core.roles.trainer.build_backend import build_role_backend, load_published
-from relax_core.roles.trainer.rank_batches import RankRows, TreePart, policy_rows
-from relax_core.roles.trainer.worker_group import RankLost
+from relax_core.roles.trainer.rank_batches import RankGroups, TreePart, policy_groups
 
 if TYPE_CHECKING:
     from relax_core.train.policy_backend import MegatronBackend
 
 log = logging.getLogger(__name__)
-STATUS_GROUPS = {"status": 1, "files": 1}  # threads of their own tell how the rank is, and write its files
+STATUS_GROUPS = {"status": 1, "files": 1}  # the status and file writes have their own threads
 
 
 class RankWorker:
-    """Its calls run one after the other, in the lead's order; only what it tells of itself, and files, come at once.
-    Start it with `STATUS_GROUPS`. It belongs to one lead for life: a lead that was started anew needs new other ranks,
-    and the calls of a lead that knew another process of its name raise RankLost.
+    """Executes the lead's calls one after the other, in order; only status and file writes run beside them.
 
-    ``ends_with_others``: Ray starts it anew, so it ends itself where a collective breaks. So the break reaches a lead
-    that has no connection to the rank that died.
+    Start it with `STATUS_GROUPS`. It belongs to one lead: a restarted lead needs new other ranks, and if this process
+    itself was restarted, the calls of its former lead raise RankLost.
+
+    With ``ends_with_others``, Ray restarts it, so it exits if a collective breaks. The break then reaches a lead that
+    has no connection to the rank that died.
     """
 
     role: str
@@ -49,56 +49,57 @@ class RankWorker:
         self._name, self._context, self._rank = name, context, rank
         self._taken = False
         self._built: MegatronBackend | None = None
-        self._failure: BaseException | None = None  # the first of its own
+        self._failure: BaseException | None = None  # the first failure of this rank's own
         self._failed_at = 0.0
         self._doing, self._since = "", time.time()
         self._wait: Wait | None = None
 
     def warm_up(self) -> None:
-        """Takes seconds, in which the lead does the same."""
+        """Imports what the back end needs, which takes seconds in which the lead does so too."""
         import relax_core.train.policy_backend  # noqa: F401
 
-    # -- the lead's -------------------------------------------------------------------------------------------------
+    # -- called by the lead -----------------------------------------------------------------------------------------
     def build(self, store_address: str) -> None:
-        """Makes this rank's part of the model, with all other ranks."""
+        """Builds this rank's part of the model together with all other ranks."""
         self._taken = True
         with self._busy("build"):
             self._built = build_role_backend(self._context, self.role, rank=self._rank, store_address=store_address)
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """What the back end answers."""
+        """Calls the back end and returns its answer."""
         with self._busy(method):
             return getattr(self._backend, method)(*arguments)
 
     def follow(self, method: str, *arguments: Any) -> None:
-        """`call`, where the lead wants no answer."""
+        """Calls the back end without returning its answer."""
         self.call(method, *arguments)
 
     def export(self) -> None:
-        """This rank's share in an export, which the lead gets."""
+        """Takes part in an export, whose tensors rank 0 gets."""
         with self._busy("export"):
             for _ in self._backend.export():
-                raise AssertionError("rank 0 alone gets tensors")
+                raise AssertionError("only rank 0 gets tensors")
 
     def load_published(self, manifest: WeightManifest) -> bool:
-        """`relax_core.roles.trainer.build_backend.load_published` here."""
+        """Loads a published version; returns False if newer ones have replaced it."""
         with self._busy("load_weights"):
             return load_published(self._backend, manifest)
 
     @ray.method(concurrency_group="files")
     def write_copy(self, folder: Path) -> None:
-        """This rank's share in the write of a checkpoint; the step goes on beside it."""
+        """Writes this rank's part of a checkpoint, beside the train step."""
         with self._failures("write_copy"):
             self._backend.write_copy(folder)
 
-    # -- anyone's ---------------------------------------------------------------------------------------------------
+    # -- called by any process --------------------------------------------------------------------------------------
     @ray.method(concurrency_group="status")
     def taken_pid(self) -> int | None:
-        """This process, once it has a lead."""
+        """Returns this process's pid once it has a lead, else None."""
         return os.getpid() if self._taken else None
 
     @ray.method(concurrency_group="status")
     def status(self) -> WorkerStatus:
+        """Returns this rank's status."""
         lead = worker_name(self.role, 0)
         failure = self._failure
         if failure is not None:
@@ -118,7 +119,7 @@ class RankWorker:
             state="running" if self._taken else "starting",
             since=self._since,
             pid=os.getpid(),
-            detail=f"{self._doing or 'waits'} as {lead} says",
+            detail=f"{self._doing or 'waits'}, driven by {lead}",
             error=None,
             host=process_host(),
             waits=self._waits_of(idle),
@@ -130,26 +131,27 @@ class RankWorker:
 
     @ray.method(concurrency_group="status")
     def stacks(self) -> dict[str, str]:
+        """Returns the stacks of this process's threads."""
         return python_stacks()
 
     @ray.method(concurrency_group="status")
     def request_stop(self) -> None:
-        """Nothing: it stops where its lead does."""
+        """Does nothing, because the rank stops with its lead."""
 
     @ray.method(concurrency_group="status")
     def join(self, timeout_s: float) -> bool:
-        """True: it has no loop that could be waited for."""
+        """Returns True, because the rank has no loop to wait for."""
         return True
 
     @property
     def _backend(self) -> MegatronBackend:
         if self._built is None:
-            raise RankLost(f"{self._name} was started anew")
+            raise RankLost(f"{self._name} was restarted")
         return self._built
 
     @contextmanager
     def waiting(self, what: str, *, on: str) -> Iterator[None]:
-        """Tells others what this rank waits for and on whom, for as long as the block runs."""
+        """Records, while the block runs, what this rank waits for and on which worker."""
         self._wait = Wait(what=what, on=on, since=time.time())
         try:
             yield
@@ -167,16 +169,16 @@ class RankWorker:
 
     @contextmanager
     def _failures(self, method: str) -> Iterator[None]:
-        """Keeps the first failure of this rank's own for `status`: the lead may wait for this rank, and not hear it."""
+        """Stores the first failure of this rank's own for `status`, because the lead may wait and not receive it."""
         try:
             yield
         except RankLost:
             raise
         except Exception as error:
-            if not broke_of_others(error):
+            if not is_broken_collective(error):
                 self._fail(method, error)
             elif self.ends_with_others:
-                log.error("%s ends, since a collective of %s broke: %s", self._name, method, error)
+                log.error("%s ends, because a collective of %s broke: %s", self._name, method, error)
                 logging.shutdown()
                 os._exit(1)
             raise
@@ -188,28 +190,33 @@ class RankWorker:
 
 
 class ActorRank(RankWorker):
-    """Of the trainer; a class for each role, since Ray titles a process by its class."""
+    """A rank of the trainer; each role has its own class, because Ray titles a process by its class."""
 
     role = "actor"
-    _rows: RankRows
+    _rank_groups: RankGroups
 
     def build(self, store_address: str) -> None:
+        """Builds this rank's part of the model and connects to the bus."""
         super().build(store_address)
         with self._busy("build"):
-            self._rows = policy_rows(self._context, discover_bus(self._context, self.waiting))
+            self._rank_groups = policy_groups(self._context, discover_bus(self._context, self.waiting))
 
     def accumulate(self, step: int, parts: Sequence[TreePart]) -> None:
-        """Trains on these parts of groups, whose rows this rank reads from the bus."""
+        """Trains on these parts of groups, which this rank reads from the bus."""
         with self._busy("accumulate"):
             backend = self._backend
-            backend.accumulate(self._rows.trees(step, parts))
+            backend.accumulate(self._rank_groups.trees(step, parts))
 
 
 class ActorFwdRank(RankWorker):
+    """A rank of actor_fwd."""
+
     role = "actor_fwd"
     ends_with_others = True
 
 
 class ReferenceRank(RankWorker):
+    """A rank of the reference."""
+
     role = "reference"
     ends_with_others = True

@@ -1,5 +1,7 @@
-"""A checkpoint of the run is one cut: models, optimizers and random states, and the bus's ledger and cursor. Beside
-them lies the configuration that they were made with."""
+"""Saves checkpoints of the run, each a consistent snapshot of models, optimizers, random states, ledger and cursor.
+
+Each checkpoint also holds the configuration of its run.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +27,24 @@ from relax_core.train.checkpoints.checkpoint_store import (
     CheckpointStore,
 )
 
-EVALUATIONS = "evaluations"  # in meta.json: version → value of run.keep_best
-LOOK_S = 0.5  # how often a write that is waited for is looked at
+EVALUATIONS = "evaluations"  # the key in meta.json that maps versions to values of run.keep_best
+CHECK_S = 0.5  # the time between two checks of a write that is waited for
 
 
 class RunCheckpoints:
-    """Takes the cut after a train step was acknowledged: what the ledger calls trained, the weights have seen. With
-    ``run.async_save`` a thread writes it while the next steps run; it counts once it is whole.
+    """Takes a snapshot after a train step was acknowledged, so that ledger and weights agree on what was trained.
 
-    ``moved_on``: told in words of each bit of progress of a write that is waited for.
+    With ``run.async_save`` a thread writes the snapshot while the next steps run; it counts once it is complete.
+    ``report_progress`` is called with a text for each progress of a write that is waited for.
     """
 
     def __init__(
-        self, context: RunContext, *, bus: Bus, worker_group: TrainerWorkerGroup, moved_on: Callable[[str], None]
+        self,
+        context: RunContext,
+        *,
+        bus: Bus,
+        worker_group: TrainerWorkerGroup,
+        report_progress: Callable[[str], None],
     ) -> None:
         run = context.config.run
         self._best = _best_metric(context)
@@ -47,7 +54,7 @@ class RunCheckpoints:
         self._timeout_s = context.config.bus.call_timeout_s
         self._bus = bus
         self._worker_group = worker_group
-        self._moved_on = moved_on
+        self._report_progress = report_progress
         self._taken = context.start_step
         self._config = to_yaml(context.config)
         self._data_digest = context.data_digest
@@ -56,8 +63,10 @@ class RunCheckpoints:
         self._write: Future[Path] | None = None
 
     def save(self, version: int) -> None:
-        """Saves the state after ``version`` steps, unless that is what the newest checkpoint holds. One at a time: it
-        waits for the write before it, and raises what that had failed of."""
+        """Saves the state after ``version`` steps, unless the newest checkpoint holds it already.
+
+        It waits for the previous write first and raises what that write failed with.
+        """
         if version == self._taken:
             return
         self.finish()
@@ -86,52 +95,54 @@ class RunCheckpoints:
             self.finish()
 
     def finish(self) -> None:
-        """Waits until the newest checkpoint is on disk, however long that takes while it goes on. Raises what its write
-        failed of, RuntimeError where it stands still for ``run.stall_timeout_s``: starting anew would meet the same
-        disk."""
+        """Waits until the newest checkpoint is on disk, without a limit while the write makes progress.
+
+        Raises what the write failed with, and RuntimeError if nothing is written for ``run.stall_timeout_s``; it is no
+        loss that a restart repairs, because the disk stays the same.
+        """
         if self._write is None:
             return
         seen, moved = -1, time.monotonic()
-        while not wait([self._write], timeout=min(LOOK_S, self._deadline_s)).done:
+        while not wait([self._write], timeout=min(CHECK_S, self._deadline_s)).done:
             progress = self._store.progress(self._taken)
             if progress != seen:
                 seen, moved = progress, time.monotonic()
-                self._moved_on(f"writes checkpoint of step {self._taken}")
+                self._report_progress(f"writes checkpoint of step {self._taken}")
             elif time.monotonic() - moved > self._deadline_s:
                 raise RuntimeError(
-                    f"the checkpoint of step {self._taken} is not written: nothing came to the disk for "
-                    f"{self._deadline_s:g} s. Choose another one with run.dir, or raise run.stall_timeout_s."
+                    f"the checkpoint of step {self._taken} is not written: nothing was written to the disk for "
+                    f"{self._deadline_s:g} s. Choose another disk with run.dir, or raise run.stall_timeout_s."
                 )
         self._write.result(timeout=0)
         self._write = None
 
     def due(self, version: int) -> bool:
-        """Whether this version is evaluated, and its checkpoint may come to be the best one."""
+        """Returns True if this version is evaluated, so that its checkpoint may become the best one."""
         return self._best is not None and version in self._best.candidates
 
-    def judge(self, version: int, values: Mapping[str, float]) -> bool:
-        """An evaluation's figures are in. Returns whether the run has waited long enough for a better one."""
+    def record_evaluation(self, version: int, values: Mapping[str, float]) -> bool:
+        """Records an evaluation's figures; returns True if the run must end because it does not improve."""
         if self._best is None:
             return False
-        self._best.take(version, values)
+        self._best.add(version, values)
         self._name_best()
         return self._best.exhausted()
 
     def _name_best(self) -> None:
-        """The best checkpoint may come before its evaluation, or after it."""
+        """Names the best checkpoint, which may be written before or after its evaluation."""
         with self._naming:
             best = None if self._best is None else self._best.best()
             if best is not None:
                 self._store.name_best(best.version)
 
     def raise_failure(self) -> None:
-        """Raises what the write beside the steps failed of; returns at once."""
+        """Raises what the write beside the steps failed with; returns at once."""
         if self._write is not None and self._write.done():
             self.finish()
 
 
 def _best_metric(context: RunContext) -> BestMetric | None:
-    """None where no figure chooses a best checkpoint. The weights that a run begins with have none of their own."""
+    """Returns the tracker of run.keep_best, or None without one; the initial weights have no checkpoint to keep."""
     run = context.config.run
     if run.keep_best is None:
         return None

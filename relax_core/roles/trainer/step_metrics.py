@@ -1,5 +1,7 @@
-"""What the trainer tells of a step: rewards and lengths of the rows that it consumed, and where its time went. The unit
-of every figure stands in docs/metrics.md."""
+"""The trainer's metrics of a step: rewards and lengths of its groups, and the parts of its time.
+
+docs/metrics.md has the unit of every figure.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +24,22 @@ HISTOGRAM_BINS = 20
 
 
 @dataclass(kw_only=True)
-class StepRows:
-    """The rows that a step consumed, by which leases, and the trainer's groups that were made of them, in the same
-    order. ``dropped``: uids that were masked whole, and why."""
+class StepGroups:
+    """The groups that a step consumed.
 
-    rows: list[LeasedRow] = field(default_factory=list)
+    ``leased`` are the groups as leased, ``lease_ids`` their leases, and ``groups`` the trainer's trees made of them, in
+    the same order. ``dropped`` maps uids of episodes that were masked as a whole to the reasons.
+    """
+
+    leased: list[LeasedRow] = field(default_factory=list)
     groups: list[TokenTree] = field(default_factory=list)
     lease_ids: list[int] = field(default_factory=list)
     dropped: dict[str, str] = field(default_factory=dict)
 
     def values(self, *, step: int) -> dict[str, float]:
-        """Figures over the step's samples; what has no data is left out."""
+        """Returns the figures over the step's samples; figures without data are left out."""
         episodes = [one for group in self.groups for one in group.episodes]
-        staleness = [step - version for row in self.rows for version in row.versions]
+        staleness = [step - version for row in self.leased for version in row.versions]
         parts: dict[str, list[float]] = {}
         for one in episodes:
             for name, value in one.parts.items():
@@ -52,7 +57,7 @@ class StepRows:
         }
 
     def length_histogram(self, *, step: int) -> HistogramRecord:
-        """How the lengths of the answers are distributed, in at most `HISTOGRAM_BINS` bins of equal width."""
+        """Returns the distribution of the answers' lengths in at most `HISTOGRAM_BINS` bins of equal width."""
         lengths = self._lengths()
         least, largest = int(lengths[0]), int(lengths[-1])
         width = math.ceil((largest - least + 1) / HISTOGRAM_BINS)
@@ -72,17 +77,17 @@ class StepRows:
         )
 
     def _lengths(self) -> np.ndarray:
-        """Tokens of each answer, int64 ``[samples]``, in ascending order."""
+        """Returns the tokens of each answer, int64 ``[samples]``, in ascending order."""
         return np.sort(np.concatenate([group.lengths for group in self.groups]))
 
 
 def group_rewards(group: TokenTree) -> np.ndarray:
-    """The rewards of a group's episodes, float32 ``[episodes]``; an episode without one never gets here."""
+    """Returns the rewards of a group's episodes, float32 ``[episodes]``; every episode here has one."""
     return np.array([one.reward for one in group.episodes], dtype=np.float32)
 
 
 def reward_values(groups: list[np.ndarray]) -> dict[str, float]:
-    """``groups``: the rewards of each group's samples. A group without signal has several samples and one reward."""
+    """Returns figures of rewards, given one array per group; a group without signal has several equal rewards."""
     rewards = np.concatenate(groups)
     several = [group for group in groups if len(group) > 1]
     values = {
@@ -97,8 +102,10 @@ def reward_values(groups: list[np.ndarray]) -> dict[str, float]:
 
 
 def length_values(lengths: np.ndarray) -> dict[str, float]:
-    """``lengths``: int64 ``[samples]``, in ascending order. A quantile p is the least length that p % of the answers do
-    not exceed."""
+    """Returns figures of lengths, given int64 ``[samples]`` in ascending order.
+
+    The quantile p is the smallest length that p % of the answers do not exceed.
+    """
     return {
         "response_tokens": float(lengths.mean()),
         "response_tokens/min": float(lengths[0]),
@@ -108,8 +115,10 @@ def length_values(lengths: np.ndarray) -> dict[str, float]:
 
 
 def sampled_entropy(groups: list[TokenTree]) -> dict[str, float]:
-    """−mean log-prob of the trained tokens in the engine: an estimate, from samples, of the entropy of what they were
-    drawn from, in nats a token."""
+    """Returns -mean log-prob of the trained tokens in the engine, in nats per token.
+
+    This estimates, from samples, the entropy of the distributions that the tokens were sampled from.
+    """
     trained = np.concatenate([group.logprobs[group.loss_mask] for group in groups])
     tokens = len(trained)
     if not tokens:
@@ -117,11 +126,13 @@ def sampled_entropy(groups: list[TokenTree]) -> dict[str, float]:
     return {"entropy": -float(trained.sum(dtype=np.float64)) / tokens}
 
 
-def step_values(rows: StepRows, result: StepResult, clock: StepClock, *, step: int, step_ms: float) -> dict[str, float]:
-    """The trainer's record of a step, as names and numbers."""
+def step_values(
+    consumed: StepGroups, result: StepResult, clock: StepClock, *, step: int, step_ms: float
+) -> dict[str, float]:
+    """Returns the trainer's record of a step as names and numbers."""
     metrics, critic = result.metrics.policy, result.metrics.critic
     return {
-        **rows.values(step=step),
+        **consumed.values(step=step),
         "loss": metrics.loss,
         "grad_norm": metrics.grad_norm,
         "learning_rate": metrics.learning_rate,
@@ -129,7 +140,7 @@ def step_values(rows: StepRows, result: StepResult, clock: StepClock, *, step: i
         "samples": metrics.samples,
         "tokens": metrics.tokens,
         "rows": metrics.rows,
-        "repeated_rows": 1.0 - sum(group.computed_rows for group in rows.groups) / max(1, metrics.rows),
+        "repeated_rows": 1.0 - sum(group.computed_rows for group in consumed.groups) / max(1, metrics.rows),
         "samples_per_s": 1e3 * metrics.samples / step_ms,
         "tokens_per_s": 1e3 * metrics.tokens / step_ms,
         **logprob_gap(metrics),
@@ -150,7 +161,7 @@ def step_values(rows: StepRows, result: StepResult, clock: StepClock, *, step: i
 
 
 def logprob_gap(metrics: StepMetrics) -> dict[str, float]:
-    """Where no token was compared, which stale samples alone do not allow, there is no gap: it is left out."""
+    """Returns the gap between the trainer's and the engine's log-probs, which stale samples alone do not have."""
     if not metrics.logprob_gap_tokens:
         return {"logprob_gap_tokens": 0.0}
     return {
@@ -161,7 +172,7 @@ def logprob_gap(metrics: StepMetrics) -> dict[str, float]:
 
 
 def critic_values(metrics: StepMetrics) -> dict[str, float]:
-    """The critic's part: its loss, the mean return, what its algorithm tells, and the variance that it explained."""
+    """Returns the critic's figures: its loss, the mean return, its algorithm's metrics and the explained variance."""
     found = {name: value for name, value in metrics.algorithm.items() if name not in MOMENTS}
     found |= {"loss": metrics.loss, "grad_norm": metrics.grad_norm, "return": metrics.algorithm["return"]}
     explained = explained_variance(metrics.algorithm)

@@ -1,4 +1,4 @@
-"""Where the time of a train step goes, on the trainer's lead rank."""
+"""Measures the parts of a train step's time on the trainer's lead rank."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ LeaseT = TypeVar("LeaseT", Lease, Lease | None)
 
 @dataclass(kw_only=True)
 class StepClock:
-    """Milliseconds of one step on the lead rank, by part. ``wait_ms``: rows were not ready; ``bus_ms``: all else of the
-    calls that acknowledge and lease. ``push_ms``: how long the last push took; it goes on beside the trainer, and only
-    what was waited for is in ``sync_ms``. ``stall_ms``: how long an engine's decoding stood still for it."""
+    """Milliseconds of one step on the lead rank, by part.
+
+    ``wait_ms`` is the wait for groups, and ``bus_ms`` the rest of the calls that lease and acknowledge. ``push_ms`` is
+    the time of the last push, which runs beside the trainer; only the wait for its end is in ``sync_ms``. ``stall_ms``
+    is how long the push stopped an engine's decoding.
+    """
 
     wait_ms: float = 0.0
     bus_ms: float = 0.0
@@ -29,14 +32,14 @@ class StepClock:
     checkpoint_ms: float = 0.0
 
     def timed(self, part: str, call: Callable[[], T]) -> T:
-        """Calls it and adds its time to ``part``."""
+        """Calls ``call`` and adds its time to ``part``."""
         began = time.perf_counter()
         result = call()
         self._add(part, time.perf_counter() - began)
         return result
 
     def timed_lease(self, call: Callable[[], LeaseT], *, timeout_s: float) -> LeaseT:
-        """Calls the bus for a lease; where it raises `BusTimeout` it has waited ``timeout_s`` for rows."""
+        """Calls the bus for a lease; a call that raises `BusTimeout` has waited ``timeout_s`` for groups."""
         began = time.perf_counter()
         try:
             lease = call()

@@ -1,4 +1,4 @@
-"""The trainer's calls to its engines: new weights, and in time sharing the memory. No engine holds a step for long."""
+"""The trainer's calls to its engines, for new weights and for shared memory; no engine delays a step for long."""
 
 from __future__ import annotations
 
@@ -23,27 +23,29 @@ log = logging.getLogger(__name__)
 
 
 class WaitingOn(Protocol):
-    """`Worker.waiting`."""
+    """The signature of `Worker.waiting`."""
 
-    def __call__(self, what: str, *, on: str) -> AbstractContextManager[None]: ...
+    def __call__(self, what: str, *, on: str) -> AbstractContextManager[None]:
+        """Records a wait for ``what`` on the worker ``on`` while the block runs."""
 
 
 class Engines(Protocol):
-    """`EngineDirectory`, as it is used here."""
+    """The part of `EngineDirectory` that is used here."""
 
-    def reachable(self) -> list[EngineClient]: ...
+    def reachable(self) -> list[EngineClient]:
+        """Returns clients of the engines that are up."""
 
-    def forget(self, url: str) -> None: ...
+    def forget(self, url: str) -> None:
+        """Forgets this engine's address, so that the next use asks for it."""
 
 
 class EngineSync:
-    """Publishes weight versions and hands memory over. All calls to one engine are made in order, in a thread of its
-    own.
+    """Publishes weight versions and hands memory over; all calls to one engine run in order, in their own thread.
 
-    A step waits for an engine's push, and for its taking back of memory, ``engine.silent_s`` seconds at most. The
-    giving up of memory is waited for until the engine has answered or is gone: training in memory that an engine still
-    holds would end the trainer, and in time sharing the next step needs that engine's samples anyway. The engine's
-    owner ends an engine that is silent for ``run.heartbeat_timeout_s``, and each call has ``engine.sync_timeout_s``.
+    A step waits at most ``engine.silent_s`` seconds for an engine's push or for its memory's return to it. It waits
+    until each engine has released its memory or has died, because training in memory that an engine still uses would
+    crash the trainer, and with time sharing the next step needs that engine's samples anyway. An engine's owner kills
+    an engine that is silent for ``run.heartbeat_timeout_s``, and each call has the limit ``engine.sync_timeout_s``.
     """
 
     def __init__(
@@ -64,15 +66,15 @@ class EngineSync:
         )
         self._push: Push | None = None
         self._behind: frozenset[str] = frozenset()
-        self._told: set[str] = set()  # engines that were named as such
+        self._named: set[str] = set()  # engines whose delay was logged
         self._resumes: dict[str, Future[dict[str, Any]]] = {}  # engine url → its newest `resume_memory`
 
     def publish(self, version: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Writes the weights. Their push goes on beside the trainer; take its end before the next version."""
+        """Publishes the weights; their push runs beside the trainer, so call `end_push` before the next version."""
         self._push = self._publisher.publish(version, tensors)
 
     def end_push(self) -> SyncReport | None:
-        """Waits for the end of the newest version's push; None where it was waited for before."""
+        """Waits for the end of the newest version's push; returns None if it was waited for before."""
         if self._push is None:
             return None
         with self._waiting("the end of the newest weights' push", on="engine"):
@@ -80,32 +82,32 @@ class EngineSync:
         for url, why in report.refused.items():
             log.warning("weights %d: %s does not serve them: %s", report.version, url, why)
             self._engines.forget(url)
-        for url in report.behind - self._told:
+        for url in report.behind - self._named:
             log.warning(
-                "weights %d: %s has not answered within engine.silent_s=%g; its owner brings it to the newest ones "
-                "when it answers",
+                "weights %d: %s has not answered within engine.silent_s=%g; its owner sends it the newest weights when "
+                "it answers",
                 report.version,
                 url,
                 self._silent_s,
             )
-        self._told |= report.behind
+        self._named |= report.behind
         self._behind = report.behind
         return report
 
     def release_memory(self) -> None:
-        """Time sharing: returns once every engine has given up its memory, or is gone."""
+        """Returns once every engine has released its memory or has died; for time sharing."""
         calls = {client.url: self._calls.put(client.url, client.release_memory) for client in self._engines.reachable()}
-        with self._waiting("the engines to give up their memory", on="engine"):
+        with self._waiting("the engines to release their memory", on="engine"):
             _, late = wait(calls.values(), timeout=self._stall_s)
         if late:
             urls = ", ".join(url for url, call in calls.items() if call in late)
-            raise EngineUnreachable(f"{urls}: memory not given up within run.stall_timeout_s={self._stall_s:g}")
-        resumes, self._resumes = self._resumes, {}  # each was made before the same engine's release
+            raise EngineUnreachable(f"{urls}: memory not released within run.stall_timeout_s={self._stall_s:g}")
+        resumes, self._resumes = self._resumes, {}  # each has ended, because the same engine's release came after it
         _check(resumes)
         _check(calls)
 
     def resume_memory(self) -> None:
-        """Time sharing: tells every engine that the memory is its own again."""
+        """Tells every engine that it may use its memory again; for time sharing."""
         self._resumes = {
             client.url: self._calls.put(client.url, client.resume_memory) for client in self._engines.reachable()
         }
@@ -115,12 +117,15 @@ class EngineSync:
         _check({url: call for url, call in self._resumes.items() if call.done()})
 
     def close(self) -> None:
+        """Ends the publisher."""
         self._publisher.close()
 
 
 def _check(calls: Mapping[str, Future[dict[str, Any]]]) -> None:
-    """Of calls that have ended. An engine that is gone has no memory, and its owner restarts it; one that refuses is
-    there and keeps its memory, which is raised."""
+    """Raises the error of a call that an engine rejected, because that engine keeps its memory.
+
+    All calls must have ended. An engine that is unreachable has died and uses no memory; its owner restarts it.
+    """
     failed: dict[str, EngineError] = {}
     for url, call in calls.items():
         try:

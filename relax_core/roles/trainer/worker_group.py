@@ -1,5 +1,7 @@
-"""The ranks of one model as one: the lead's own back end and its other ranks' in other processes, called in step; of
-the trainer also the critic."""
+"""The worker group of a model: the lead's own back end and the other ranks' in other processes, called in step.
+
+The trainer's worker group also has the critic.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +19,10 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 from relax_core.contracts.bus import Lease
 from relax_core.contracts.engine import WeightManifest
 from relax_core.contracts.tree import TokenTree
-from relax_core.roles.process.failure import broke_of_others, first_cause
+from relax_core.roles.process.failure import RankLost, first_cause, is_broken_collective
 from relax_core.roles.process.role_context import worker_name
 from relax_core.roles.trainer.build_backend import load_published
-from relax_core.roles.trainer.rank_batches import RankRows, TreePart, parts_of
+from relax_core.roles.trainer.rank_batches import RankGroups, TreePart, parts_of
 from relax_core.train.checkpoints.checkpoint_store import SLOWEST_WRITE_S
 from relax_core.train.packing.micro_batches import ROW, split_over_ranks, with_row_numbers
 from relax_core.train.step.updates import UpdateMetrics
@@ -31,56 +33,56 @@ if TYPE_CHECKING:
     from relax_core.train.policy_backend import MegatronBackend
 
 
-POLICY, CRITIC = "train", "critic"  # their folders in a checkpoint
-DEATH_SHOWS_S = 10.0  # a collective breaks as soon as a process dies; Ray tells who it was a moment later
+POLICY, CRITIC = "train", "critic"  # the folders of the models in a checkpoint
+DEATH_SHOWS_S = 10.0  # Ray reports the death of a process a moment after it has broken a collective
 
 Member = tuple[str, Any]  # a worker's name and its Ray handle
-Sent = Sequence[tuple[str, Any]]  # a worker's name and the Ray reference of what it was asked
+Sent = Sequence[tuple[str, Any]]  # a worker's name and the Ray reference of its answer
 WaitingOn = Callable[..., AbstractContextManager[None]]  # `Worker.waiting`
 
 
-class RankLost(RuntimeError):
-    """A rank of a model, or the critic, died, was started anew or did not answer before its deadline; the text names
-    it."""
-
-
 def raise_cause(method: str, sent: Sent, error: BaseException) -> None:
-    """``error``: what a call to all ranks broke of. Raises RankLost where one of those who were asked is lost, and
-    what one of them raised by itself where ``error`` is only a collective that broke of it."""
-    references = {reference: who for who, reference in sent}
+    """Raises the cause of ``error``, which a call to all ranks raised, if the other ranks' answers show one.
+
+    Raises RankLost if one of these ranks is lost. If ``error`` is a broken collective, raises the error of the rank
+    that caused the break. Otherwise returns.
+    """
+    references = {reference: name for name, reference in sent}
     ray.wait(list(references), num_returns=len(references), timeout=DEATH_SHOWS_S)
     own = []
-    for reference, who in references.items():
+    for reference, name in references.items():
         try:
             ray.get(reference, timeout=0)
         except RayActorError as death:
-            raise RankLost(f"{who} was lost in {method}: {death}") from error
-        except RankLost as anew:
-            raise RankLost(f"{who} was lost in {method}: {first_cause(anew)}") from error
-        except GetTimeoutError:  # it still waits
+            raise RankLost(f"{name} was lost in {method}: {death}") from error
+        except RankLost as restarted:
+            raise RankLost(f"{name} was lost in {method}: {first_cause(restarted)}") from error
+        except GetTimeoutError:  # this rank is still waiting in the collective
             continue
         except RayTaskError as failure:
-            if not broke_of_others(first_cause(failure)):
+            if not is_broken_collective(first_cause(failure)):
                 own.append(failure)
-    if own and broke_of_others(first_cause(error)):
+    if own and is_broken_collective(first_cause(error)):
         raise own[0] from error
 
 
 def take_answers(method: str, sent: Sent, *, timeout_s: float, waiting: WaitingOn) -> list[Any]:
-    """Of all who were asked, in their order. Raises RankLost for one that is lost or has not answered within
-    ``timeout_s``, and what one of them raised."""
+    """Returns the answers of all workers in ``sent``, in order.
+
+    Raises RankLost for a worker that is lost or has not answered within ``timeout_s``, and what a worker raised.
+    """
     deadline = time.monotonic() + timeout_s
     answers = []
-    for who, reference in sent:
-        with waiting(f"its part of {method}", on=who):
+    for name, reference in sent:
+        with waiting(f"its part of {method}", on=name):
             try:
                 answers.append(ray.get(reference, timeout=max(0.0, deadline - time.monotonic())))
             except (RayActorError, RankLost) as error:
-                raise RankLost(f"{who} was lost in {method}: {first_cause(error)}") from error
+                raise RankLost(f"{name} was lost in {method}: {first_cause(error)}") from error
             except GetTimeoutError as error:
-                raise RankLost(f"{who} was lost in {method}: no answer within {timeout_s:.0f} s") from error
+                raise RankLost(f"{name} was lost in {method}: no answer within {timeout_s:.0f} s") from error
             except RayTaskError as error:
-                if broke_of_others(first_cause(error)):
+                if is_broken_collective(first_cause(error)):
                     raise_cause(method, sent, error)
                 raise
     return answers
@@ -88,8 +90,11 @@ def take_answers(method: str, sent: Sent, *, timeout_s: float, waiting: WaitingO
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """``name``: of the lead's worker. ``lead``: its back end. ``other_ranks``: of ranks 1, 2, …. ``replicas``: the
-    ranks of each data-parallel replica, which get the same groups."""
+    """The ranks of a role.
+
+    ``name`` is that of the lead's worker, and ``lead`` its back end. ``other_ranks`` are ranks 1, 2, …. ``replicas``
+    holds the ranks of each data-parallel replica, which get the same groups.
+    """
 
     name: str
     lead: MegatronBackend
@@ -98,9 +103,9 @@ class Ranks:
 
 
 class WorkerGroup:
-    """All ranks of a role's model. Every call goes to the others first: so collectives find everyone there.
+    """Calls all ranks of a role's model; each call goes to the other ranks first, so that collectives can complete.
 
-    ``waiting``: tells who may be the one that the others wait for.
+    ``waiting`` records which workers the others may be waiting for.
     """
 
     def __init__(self, ranks: Ranks, *, timeout_s: float, waiting: WaitingOn) -> None:
@@ -110,20 +115,20 @@ class WorkerGroup:
         self._waiting = waiting
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights as `TrainBackend.export` gives them, for whoever takes them all."""
+        """Yields all weights as `TrainBackend.export` does."""
         sent = self._send(self._other_ranks, "export")
-        with self._together("export", sent):
+        with self._collective("export", sent):
             yield from self.lead.export()
         self._wait("export", sent)
 
     def logprobs(self, groups: Sequence[TokenTree]) -> list[np.ndarray]:
-        """Log-probs of the current weights, one float32 ``[rows]`` a group, in the order of ``groups``."""
+        """Returns the log-probs under the current weights, one float32 ``[rows]`` per group, in order."""
         if not self._other_ranks:
             return self.lead.logprobs(groups)
         shares = split_over_ranks(with_row_numbers(groups), len(self._replicas))
         answering = {ranks[0] for ranks in self._replicas}
         sent = self._send_shares("logprobs", shares, answering=answering)
-        with self._together("logprobs", sent):
+        with self._collective("logprobs", sent):
             mine = self.lead.logprobs(shares[0])
         answers = [mine, *self._wait("logprobs", sent)]
         ends = np.cumsum([group.rows for group in groups])
@@ -134,9 +139,9 @@ class WorkerGroup:
         return np.split(found, ends[:-1])
 
     def load_published(self, manifest: WeightManifest) -> bool:
-        """All ranks take up a published version; False where newer ones have replaced it before one had read it."""
+        """Loads a published version on all ranks; returns False if it was replaced before every rank had read it."""
         sent = self._send(self._other_ranks, "load_published", manifest)
-        with self._together("load_weights", sent):
+        with self._collective("load_weights", sent):
             mine = load_published(self.lead, manifest)
         return all([mine, *self._wait("load_weights", sent)])
 
@@ -144,31 +149,30 @@ class WorkerGroup:
     def _send_shares(
         self, method: str, shares: Sequence[list[TokenTree]], *, answering: set[int]
     ) -> list[tuple[str, Any]]:
-        """To each other rank the groups of its replica; the ranks in ``answering`` answer."""
+        """Sends each other rank the groups of its replica; the ranks in ``answering`` return their answers."""
         sent = []
         for ranks, share in zip(self._replicas, shares, strict=True):
             others = [rank for rank in ranks if rank > 0]
             argument = ray.put(share) if len(others) > 1 else share
             for rank in others:
-                who, other_rank = self._other_ranks[rank - 1]
-                how = other_rank.call if rank in answering else other_rank.follow
-                sent.append((rank, who, how.remote(method, argument)))
-        return [(who, reference) for _, who, reference in sorted(sent, key=lambda one: one[0])]
+                name, other_rank = self._other_ranks[rank - 1]
+                call = other_rank.call if rank in answering else other_rank.follow
+                sent.append((rank, name, call.remote(method, argument)))
+        return [(name, reference) for _, name, reference in sorted(sent, key=lambda one: one[0])]
 
     @staticmethod
     def _send(to: Sequence[Member], method: str, *arguments: Any) -> list[tuple[str, Any]]:
-        return [(who, getattr(handle, method).remote(*arguments)) for who, handle in to]
+        return [(name, getattr(handle, method).remote(*arguments)) for name, handle in to]
 
     @contextmanager
-    def _together(self, method: str, sent: Sent) -> Iterator[None]:
-        """Around the lead's own part. A collective that breaks is told as what broke it: a rank's loss, or its own
-        failure."""
+    def _collective(self, method: str, sent: Sent) -> Iterator[None]:
+        """Wraps the lead's own part; replaces the error of a broken collective by what caused the break."""
         if not sent:
             yield
             return
         with ExitStack() as waits:
-            for who in (self._name, *(who for who, _ in sent)):  # each may be the one whom the others wait for
-                waits.enter_context(self._waiting(f"{method} of all ranks", on=who))
+            for name in (self._name, *(name for name, _ in sent)):  # the others may be waiting for any of these
+                waits.enter_context(self._waiting(f"{method} of all ranks", on=name))
             try:
                 yield
             except RuntimeError as error:
@@ -180,10 +184,10 @@ class WorkerGroup:
 
 
 class TrainerWorkerGroup(WorkerGroup):
-    """The policy's ranks, and the critic where there is one, which works beside the lead.
+    """Calls the policy's ranks and the critic, if there is one, which works beside the lead.
 
-    Other ranks and critic are told which episodes of which groups they train, and read those groups' rows from the bus.
-    ``rows``: the lead reads its own in the same way; None where it trains the very trees that it is given.
+    Other ranks and critic get the names of the episodes that they train, and read their groups from the bus. With
+    ``rank_groups`` the lead reads its own groups in this way too; otherwise it trains the trees that it is given.
     """
 
     def __init__(
@@ -193,21 +197,22 @@ class TrainerWorkerGroup(WorkerGroup):
         timeout_s: float,
         waiting: WaitingOn,
         critic: Any | None = None,
-        rows: RankRows | None = None,
+        rank_groups: RankGroups | None = None,
     ) -> None:
         super().__init__(ranks, timeout_s=timeout_s, waiting=waiting)
         self._critic: list[Member] = [] if critic is None else [(worker_name("critic", 0), critic)]
-        self._rows = rows
+        self._rank_groups = rank_groups
         self._step = -1
-        self._lease_ids: dict[str, int] = {}  # of the step's groups
+        self._lease_ids: dict[str, int] = {}  # the leases of the step's groups
 
     def begin_step(self, step: int) -> None:
+        """Begins train step ``step`` on all ranks and the critic."""
         if step != self._step:
             self._step, self._lease_ids = step, {}
         self._all("begin_step", step, of_critic=(step,))
 
-    def note_lease(self, lease: Lease) -> None:
-        """Tells by which lease the step's next groups are read; call it before `accumulate` gets them."""
+    def add_lease(self, lease: Lease) -> None:
+        """Records by which lease the step's next groups are read; must come before `accumulate` gets them."""
         self._lease_ids.update((row.group_uid, lease.lease_id) for row in lease.rows)
 
     def accumulate(self, groups: Sequence[TokenTree]) -> None:
@@ -215,18 +220,18 @@ class TrainerWorkerGroup(WorkerGroup):
         if not groups:
             return
         shares = split_over_ranks(groups, len(self._replicas))
-        parts: list[list[TreePart]] = [[] for _ in range(1 + len(self._other_ranks))]  # of each rank
+        parts: list[list[TreePart]] = [[] for _ in range(1 + len(self._other_ranks))]  # by rank
         for ranks, share in zip(self._replicas, shares, strict=True):
             own = self._parts(share)
             for rank in ranks:
                 parts[rank] = own
         sent = [
-            (who, other_rank.accumulate.remote(self._step, own))
-            for (who, other_rank), own in zip(self._other_ranks, parts[1:], strict=True)
+            (name, other_rank.accumulate.remote(self._step, own))
+            for (name, other_rank), own in zip(self._other_ranks, parts[1:], strict=True)
         ]
         sent += self._send(self._critic, "accumulate", self._step, self._parts(groups))
-        mine = shares[0] if self._rows is None else self._rows.trees(self._step, parts[0])
-        with self._together("accumulate", sent):
+        mine = shares[0] if self._rank_groups is None else self._rank_groups.trees(self._step, parts[0])
+        with self._collective("accumulate", sent):
             self.lead.accumulate(mine)
         self._wait("accumulate", sent)
 
@@ -234,33 +239,35 @@ class TrainerWorkerGroup(WorkerGroup):
         return parts_of(trees, self._lease_ids) if self._other_ranks or self._critic else []
 
     def finish_step(self) -> UpdateMetrics:
+        """Ends the step and returns the metrics of policy and critic."""
         policy, critic = self._all("finish_step")
         return UpdateMetrics(policy=policy, critic=critic)
 
     def copy_state(self) -> None:
-        """All ranks, and the critic, copy to the host what a checkpoint holds."""
+        """Copies the state of a checkpoint to the host, on all ranks and the critic."""
         self._all("copy_state")
 
     def write_copy(self, folder: Path) -> None:
-        """Writes the copies to ``folder``/train and, with a critic, ``folder``/critic; in any thread, beside steps.
-        A write that stands still it does not notice."""
+        """Writes the copies to ``folder``/train and, with a critic, ``folder``/critic; callable from any thread.
+
+        It runs beside train steps. It does not detect that a write has stalled.
+        """
         sent = self._send(self._other_ranks, "write_copy", folder / POLICY)
         sent += self._send(self._critic, "write_copy", folder / CRITIC)
-        with self._together("write_copy", sent):
+        with self._collective("write_copy", sent):
             self.lead.write_copy(folder / POLICY)
         take_answers("write_copy", sent, timeout_s=SLOWEST_WRITE_S, waiting=self._waiting)
 
     def load(self, folder: Path) -> None:
-        """Reads what `write_copy` wrote, in whatever layout."""
+        """Loads what `write_copy` wrote; the layout may be another one."""
         self._all("load", folder / POLICY, of_critic=(folder / CRITIC,))
 
     def _all(self, method: str, *arguments: Any, of_critic: Sequence[Any] = ()) -> tuple[Any, Any]:
-        """Calls a method of every rank, and the critic's with arguments of its own; the lead's and the critic's
-        answers."""
+        """Calls a method of every rank and of the critic; returns the lead's and the critic's answers."""
         sent = self._send(self._other_ranks, "follow", method, *arguments) + self._send(
             self._critic, method, *of_critic
         )
-        with self._together(method, sent):
+        with self._collective(method, sent):
             mine = getattr(self.lead, method)(*arguments)
         answers = self._wait(method, sent)
         return mine, answers[-1] if self._critic else None

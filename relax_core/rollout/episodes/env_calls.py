@@ -1,4 +1,4 @@
-"""Calls of one episode's environment: each with a deadline, plain functions in threads, never two at a time."""
+"""Calls of one episode's environment, each with a deadline; plain functions run in threads, one call at a time."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ log = logging.getLogger(__name__)
 
 
 class EnvTooSlow(Exception):
-    """A call did not end before its deadline."""
+    """A call of the environment did not end before its deadline."""
 
 
 class EnvCalls:
-    """One episode's calls, one after the other. ``timeout_s``: seconds that a call may take."""
+    """Makes the calls of one episode, one after the other; ``timeout_s`` is the limit of a call in seconds."""
 
     def __init__(self, *, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._thread: threading.Thread | None = None  # of the newest plain call
+        self._thread: threading.Thread | None = None  # the thread of the newest call of a plain function
 
     async def __call__(self, function: Callable[..., Any], *given: Any) -> Any:
-        """What ``function`` returns. Raises `EnvTooSlow` past the deadline, and whatever the function raises."""
+        """Returns what ``function`` returns; raises `EnvTooSlow` past the deadline, and what ``function`` raises."""
         try:
             async with asyncio.timeout(self._timeout_s) as limit:
                 if inspect.iscoroutinefunction(function):
@@ -37,30 +37,35 @@ class EnvCalls:
             raise
 
     async def close(self, function: Callable[[], Any]) -> None:
-        """Calls the env's ``close``. Where a plain call was left behind, that is done when the call has ended, and
-        nobody waits for it. What the env raises is logged."""
-        left = self._thread
-        if left is not None and left.is_alive() and not inspect.iscoroutinefunction(function):
+        """Calls the env's ``close`` and logs what it raises.
+
+        If a call of a plain function is still running after its deadline, a thread closes the env when that call ends,
+        and this method returns at once.
+        """
+        running = self._thread
+        if running is not None and running.is_alive() and not inspect.iscoroutinefunction(function):
 
             def close_later() -> None:
-                left.join()
+                running.join()
                 function()
 
             threading.Thread(target=close_later, daemon=True, name="env close").start()
             return
         try:
             await self(function)
-        except Exception as error:  # foreign code: the episode is over, and its result stands
+        except Exception as error:  # plug-in code: the episode has ended and keeps its result
             log.warning("an env did not close: %s: %s", type(error).__name__, error)
 
     async def _in_thread(self, function: Callable[..., Any], *given: Any) -> Any:
-        """What ``function`` returns, from a thread of its own. One that hangs holds up neither other episodes nor the
-        end of the process, as one in a pool of threads would."""
+        """Returns what ``function`` returns; it runs in a thread of its own.
+
+        A call that hangs therefore delays neither other episodes nor the end of the process, which a thread pool would.
+        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
 
         def settle(result: Any, error: Exception | None) -> None:
-            if future.done():  # nobody waits any more
+            if future.done():  # the caller has stopped waiting
                 return
             if error is None:
                 future.set_result(result)
@@ -72,11 +77,11 @@ class EnvCalls:
             failure: Exception | None = None
             try:
                 result = function(*given)
-            except StopIteration as error:  # which no future takes
+            except StopIteration as error:  # a future does not accept a StopIteration
                 failure = RuntimeError(f"StopIteration: {error}")
-            except Exception as error:  # crosses to the caller, who raises it
+            except Exception as error:  # the future carries it to the caller, which raises it
                 failure = error
-            with suppress(RuntimeError):  # the loop has ended
+            with suppress(RuntimeError):  # the event loop has ended
                 loop.call_soon_threadsafe(settle, result, failure)
 
         self._thread = threading.Thread(target=work, daemon=True, name="env")

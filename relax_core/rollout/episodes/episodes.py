@@ -1,7 +1,7 @@
-"""The episodes of a group with an environment of several turns: a program each, at its own pace.
+"""Plays the episodes of a group with an environment of several turns, each episode at its own pace.
 
-Reset → prompt → response → step → prompt …, until the env says done, the most turns were played, a response was cut, or
-the context is full.
+An episode is reset → prompt → response → step → prompt …, until the env says done, the limit of turns is reached, a
+response is cut, or the context is full.
 """
 
 from __future__ import annotations
@@ -38,13 +38,17 @@ from relax_core.rollout.rewards.reward_inputs import response_text
 from relax_core.rollout.rewards.reward_pool import RewardPool
 from relax_core.rollout.sample_seeds import sampling_seed
 
-SHOWN = 200  # characters of an opening in an error
+SHOWN = 200  # the characters of an opening that an error shows
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupStart:
-    """A group that begins. ``rid``: with which the names of its requests begin. ``min_version``: see `PromptRequest`.
-    ``asks``, ``asked``: are told the name of each request when it goes out and when its response is in."""
+    """A group whose episodes are about to start.
+
+    ``rid`` is the prefix of its requests' names. ``where`` is the data row's file and line. `PromptRequest` explains
+    ``min_version``. ``on_request`` and ``on_response`` are called with a request's name when the request is sent and
+    when its response has arrived.
+    """
 
     index: int
     attempt: int
@@ -52,13 +56,13 @@ class GroupStart:
     where: str
     rid: str
     min_version: int
-    asks: Callable[[str], None] = lambda rid: None
-    asked: Callable[[str], None] = lambda rid: None
+    on_request: Callable[[str], None] = lambda rid: None
+    on_response: Callable[[str], None] = lambda rid: None
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenEnv:
-    """The env of an episode that has begun, and how it is called."""
+    """The env of an episode that has started, with the object that calls it."""
 
     env: BaseInteractionEnv
     calls: EnvCalls
@@ -66,8 +70,10 @@ class OpenEnv:
 
 @dataclass(eq=False, kw_only=True)
 class EpisodeRecord:
-    """What an episode has been so far. ``failed``: why it has no reward, where its env raised or took too long; with
-    ``error`` where it raised."""
+    """The messages, turns and state of one episode.
+
+    ``failed`` says why the episode has no reward if its env raised or was too slow. ``error`` is what the env raised.
+    """
 
     uid: str
     messages: list[Message] = field(default_factory=list)
@@ -78,9 +84,11 @@ class EpisodeRecord:
     error: Exception | None = None
 
     def fail(self, ended: Ended, words: str, error: Exception | None) -> None:
+        """Ends the episode without a reward."""
         self.ended, self.failed, self.error = ended, words, error
 
     def reward_input(self, row: DataRow, where: str) -> RewardInput:
+        """Returns the input of the reward for this episode."""
         return RewardInput(
             response=self.texts[-1] if self.texts else "",
             stopped=bool(self.turns) and self.turns[-1].response.finish_reason == "stop",
@@ -96,8 +104,11 @@ class EpisodeRecord:
 
 
 class EpisodePlayer:
-    """Plays the groups of one env with turns. ``sampling``: its ``n`` is the episodes a group, its ``max_new_tokens``
-    hold for one turn. ``seed``: the run's."""
+    """Plays the groups of an env of several turns.
+
+    ``sampling.n`` is the number of episodes per group, and ``sampling.max_new_tokens`` the limit of one turn. ``seed``
+    is the run's seed.
+    """
 
     def __init__(
         self,
@@ -120,18 +131,18 @@ class EpisodePlayer:
         self._seed = seed
 
     async def play(self, start: GroupStart, tasks: asyncio.TaskGroup) -> list[EpisodeRecord]:
-        """The ended episodes of a group, in order. ``tasks``: see `SharedRequests.generate`.
+        """Returns the ended episodes of a group in order; `SharedRequests.generate` explains ``tasks``.
 
-        Raises `BadRow` or ValueError for an opening that leaves no room for a response, as `PromptMaker` does;
-        ValueError where the episodes of the group open differently; `WrongResult` for what the contract does not allow.
+        Raises `BadRow` or ValueError if the opening leaves no room for a response, as `PromptMaker` does; ValueError if
+        the episodes of the group open differently; `WrongResult` if the env returns what its contract does not allow.
         """
         uid = group_uid(start.index)
-        records = [EpisodeRecord(uid=sample_uid(uid, place)) for place in range(self._group_size)]
+        records = [EpisodeRecord(uid=sample_uid(uid, sample)) for sample in range(self._group_size)]
         opened: list[OpenEnv | None] = [None] * len(records)
         try:
             async with asyncio.TaskGroup() as opening:
-                for place, record in enumerate(records):
-                    opening.create_task(self._reset(start, place, record, opened))
+                for sample, record in enumerate(records):
+                    opening.create_task(self._reset(start, sample, record, opened))
             begun = [record for record in records if record.ended is None]
             if begun:
                 _check_openings(begun, name=self._name, where=start.where)
@@ -139,28 +150,28 @@ class EpisodePlayer:
                 prompt_ids = self._prompts.opening(messages, where=start.where)
                 between = TurnTokens(self._prompts.tokenizer, messages)
                 async with asyncio.TaskGroup() as playing:
-                    for place, (record, env) in enumerate(zip(records, opened, strict=True)):
+                    for sample, (record, env) in enumerate(zip(records, opened, strict=True)):
                         if env is not None and record.ended is None:
-                            playing.create_task(self._play(start, place, record, env, prompt_ids, between, tasks))
+                            playing.create_task(self._play(start, sample, record, env, prompt_ids, between, tasks))
         except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from failures  # the first one ended the others
+            raise failures.exceptions[0] from failures  # the first failure cancelled the other tasks
         finally:
             await asyncio.gather(*(one.calls.close(one.env.close) for one in opened if one is not None))
         return records
 
-    async def _reset(self, start: GroupStart, place: int, record: EpisodeRecord, opened: list[OpenEnv | None]) -> None:
-        """Opens the env of the episode at ``place``, and takes its first messages."""
+    async def _reset(self, start: GroupStart, sample: int, record: EpisodeRecord, opened: list[OpenEnv | None]) -> None:
+        """Opens the env of episode ``sample`` and stores its first messages."""
         begins = EpisodeStart(
             row=start.row,
             group_seed=sampling_seed(self._seed, index=start.index, purpose="env"),
-            episode_seed=sampling_seed(self._seed, index=start.index, purpose=f"env/{place}"),
+            episode_seed=sampling_seed(self._seed, index=start.index, purpose=f"env/{sample}"),
             attempt=start.attempt,
         )
 
         async def reset() -> None:
             calls = EnvCalls(timeout_s=self._config.step_timeout_s)
             env: BaseInteractionEnv = await calls(self._open, begins, self._config)
-            opened[place] = OpenEnv(env=env, calls=calls)
+            opened[sample] = OpenEnv(env=env, calls=calls)
             observation = await calls(env.reset)
             record.messages += await calls(env.format_observation, observation)
 
@@ -169,26 +180,26 @@ class EpisodePlayer:
     async def _play(
         self,
         start: GroupStart,
-        place: int,
+        sample: int,
         record: EpisodeRecord,
         env: OpenEnv,
         prompt_ids: list[int],
         between: TurnTokens,
         tasks: asyncio.TaskGroup,
     ) -> None:
-        """One episode, turn by turn, until it has ended."""
+        """Plays one episode turn by turn until it has ended."""
         while record.ended is None:
             number = len(record.turns)
             request = PromptRequest(
-                rid=f"{start.rid}.{place}.{number}",
+                rid=f"{start.rid}.{sample}.{number}",
                 input_ids=prompt_ids,
-                sampling_seed=sampling_seed(self._seed, index=start.index, purpose=f"train/{place}/{number}"),
+                sampling_seed=sampling_seed(self._seed, index=start.index, purpose=f"train/{sample}/{number}"),
                 min_version=start.min_version,
             )
             began_s = time.time()
-            start.asks(request.rid)
+            start.on_request(request.rid)
             response = await self._requests.generate(request, tie=start.index, tasks=tasks)
-            start.asked(request.rid)
+            start.on_response(request.rid)
             played = PlayedTurn(prompt_ids=prompt_ids, response=response, began_s=began_s, ended_s=time.time())
             record.turns.append(played)
             record.texts.append(response_text(response, tokenizer=self._prompts.tokenizer, stop=self._stop))
@@ -207,7 +218,7 @@ class EpisodePlayer:
                 record.ended = "context_full"
 
     async def _step(self, opened: OpenEnv, record: EpisodeRecord, messages: list[Message]) -> None:
-        """The env's answer to the newest response: its reward, and the ``messages`` that follow, or the end."""
+        """Stores the reward for the newest response, and the ``messages`` that follow it or the end of the episode."""
         env, calls = opened.env, opened.calls
         step: StepResult = await calls(env.step, Action(text=record.texts[-1], stopped=True))
         record.turns[-1] = replace(record.turns[-1], reward=step.reward)
@@ -219,21 +230,23 @@ class EpisodePlayer:
             messages += await calls(env.format_observation, step.observation)
 
     async def _guarded(self, call: Any, record: EpisodeRecord, *, where: str, what: str) -> None:
-        """What the env raises, or a call that takes too long, ends the episode; a result of the wrong shape the run."""
+        """Awaits a call of the env. An error or a missed deadline ends the episode; a wrong result ends the run."""
         try:
             await call
         except WrongResult as error:
             raise WrongResult(f"episode {record.uid} ({where}), {what}: {error}") from error
         except EnvTooSlow as error:
-            words = f"env {self._name}: {what}: {error}. Raise env.step_timeout_s, or mend the env"
+            words = f"env {self._name}: {what}: {error}. Raise env.step_timeout_s, or make the env faster"
             record.fail("step_timeout", words, error)
-        except Exception as error:  # foreign code: the episode ends without a reward, up to reward.max_failed
+        except Exception as error:  # plug-in code: the episode ends without a reward, up to reward.max_failed
             record.fail("env_failed", f"env {self._name}: {what}: {plugin_words(error)}", error)
 
 
 def _check_openings(begun: Sequence[EpisodeRecord], *, name: str, where: str) -> None:
-    """Raises ValueError where an episode opens differently than the first: answers to different prompts have no common
-    baseline."""
+    """Raises ValueError if an episode opens differently than the first one.
+
+    Episodes with different prompts have no common baseline.
+    """
     first = begun[0]
     for other in begun[1:]:
         if other.messages != first.messages:
@@ -246,7 +259,7 @@ def _check_openings(begun: Sequence[EpisodeRecord], *, name: str, where: str) ->
 
 @dataclass(frozen=True, kw_only=True)
 class PlayedFigures:
-    """Of one group. ``tokens``: sampled ones. ``reward_s``: seconds that the rewards took."""
+    """The figures of one group; ``tokens`` are sampled ones, and ``reward_s`` is the time of its rewards in seconds."""
 
     episodes: int
     turns: int
@@ -256,6 +269,7 @@ class PlayedFigures:
 
     @staticmethod
     def of(records: Sequence[EpisodeRecord], *, reward_s: float) -> PlayedFigures:
+        """Returns the figures of a group's episodes."""
         responses = [turn.response for record in records for turn in record.turns]
         return PlayedFigures(
             episodes=len(records),
@@ -269,8 +283,10 @@ class PlayedFigures:
 async def score_episodes(
     records: Sequence[EpisodeRecord], rewards: RewardPool, *, row: DataRow, where: str
 ) -> list[PlayedEpisode]:
-    """The episodes with their rewards, in order. One whose env failed has none. Raises as `RewardPool.score` does, and
-    `RewardsFailed` where too many envs fail."""
+    """Returns the episodes with their rewards, in order; an episode whose env failed has no reward.
+
+    Raises what `RewardPool.score` raises, and `RewardsFailed` if too many envs fail.
+    """
     inputs = {record.uid: record.reward_input(row, where) for record in records}
     whole = [record for record in records if not record.failed]
     outputs = await rewards.score([inputs[record.uid] for record in whole]) if whole else []
@@ -278,7 +294,7 @@ async def score_episodes(
     for record in records:
         if record.failed:
             output = scored[record.uid] = RewardOutput(reward=None, reason=record.failed)
-            rewards.failures.note(inputs[record.uid], output, record.error)
+            rewards.failures.record(inputs[record.uid], output, record.error)
     return [
         PlayedEpisode(
             uid=record.uid,

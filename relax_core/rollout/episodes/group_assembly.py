@@ -1,4 +1,4 @@
-"""From an engine's responses and their rewards to a complete group, ready for the bus."""
+"""Makes a complete group for the bus from an engine's responses and their rewards."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from relax_core.contracts.engine import Generated
 from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.tree import NOT_SAMPLED, TRUNCATED, Episode, TokenTree, Turn, group_uid, sample_uid
-from relax_core.rollout.episodes.tree_builder import PlayedEpisode, build_tree, checked_kept, version_runs
+from relax_core.rollout.episodes.tree_builder import PlayedEpisode, build_tree, checked_kept, version_spans
 
-MakeExtras = Callable[[TokenTree], Mapping[str, np.ndarray]]  # what is put with a complete group, e.g. its advantages
+MakeExtras = Callable[[TokenTree], Mapping[str, np.ndarray]]  # computes a complete group's extras, e.g. its advantages
 REWARD_FAILED = "reward_failed"
-CUT = ("turn_cut", "context_full")  # how an episode of several turns ends that was cut
-MIN_SAMPLES = 2  # a group-relative advantage of one sample says nothing
+CUT = ("turn_cut", "context_full")  # the ends of an episode of several turns that was cut
+MIN_SAMPLES = 2  # a group-relative advantage of one sample has no meaning
 
 
 @dataclass(frozen=True, kw_only=True)
 class DroppedGroup:
-    """A group that yields nothing to train, and why."""
+    """A group with nothing to train on, and the reason."""
 
     group_uid: str
     reason: str
 
 
 class GroupFilter:
-    """An algorithm's `drop_group`, and how many groups it refused since the last that it kept."""
+    """An algorithm's `drop_group` with the number of groups that it dropped since the last one that it kept."""
 
     def __init__(self, drop_group: Callable[[Sequence[float], int], str | None]) -> None:
         self._drop_group = drop_group
         self._dropped_in_a_row = 0
 
     def __call__(self, rewards: Sequence[float]) -> str | None:
-        """Why a group with these rewards is refused; None for a group to keep."""
+        """Returns why a group with these rewards is dropped, or None to keep it."""
         reason = self._drop_group(rewards, self._dropped_in_a_row)
         self._dropped_in_a_row = 0 if reason is None else self._dropped_in_a_row + 1
         return reason
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
-    """One response with its reward: an episode of one turn. ``trained_from``: its first token that is trained."""
+class ScoredResponse:
+    """One response with its reward, which is an episode of one turn; ``trained_from`` is its first trained token."""
 
     uid: str
     response: Generated
@@ -55,9 +55,11 @@ class Answer:
 
 
 def trained_from(generated: Generated, *, mask_off_policy: bool, mask_truncated: bool) -> int:
-    """The first token of a response that is trained. ``mask_off_policy``: of a response that several weight versions
-    made, only the newest one's tokens are; its version is then that one. ``mask_truncated``: of a response that was cut
-    at its limit none is."""
+    """Returns the index of a response's first trained token.
+
+    With ``mask_off_policy``, only the tokens of the newest weight version in the response are trained, and that version
+    is the response's version. With ``mask_truncated``, no token of a response that reached its length limit is trained.
+    """
     versions = generated.versions
     if mask_truncated and generated.finish_reason == "length":
         return len(versions)
@@ -66,25 +68,27 @@ def trained_from(generated: Generated, *, mask_off_policy: bool, mask_truncated:
     return 0
 
 
-def one_turn_tree(uid: str, prompt_ids: Sequence[int], answers: Sequence[Answer]) -> TokenTree:
-    """The prompt as trunk, each answer as a branch. Raises ValueError for a kept set without the token that was sampled
-    from it."""
+def one_turn_tree(uid: str, prompt_ids: Sequence[int], answers: Sequence[ScoredResponse]) -> TokenTree:
+    """Returns a tree with the prompt as its trunk and each answer as a branch.
+
+    Raises ValueError if a token is not in the kept set that it was sampled from.
+    """
     trunk, lengths = len(prompt_ids), np.array([len(one.response.output_ids) for one in answers])
-    behind = trunk + np.cumsum(lengths)
-    rows = int(behind[-1])
+    branch_ends = trunk + np.cumsum(lengths)
+    rows = int(branch_ends[-1])
     token_ids, end = np.empty(rows, dtype=np.int32), np.full(rows, rows, dtype=np.int32)
     logprobs, loss_mask = np.zeros(rows, dtype=np.float32), np.zeros(rows, dtype=bool)
     versions = np.full(rows, NOT_SAMPLED, dtype=np.int32)
     token_ids[:trunk] = prompt_ids
     episodes = []
-    for one, length, last in zip(answers, lengths.tolist(), behind.tolist(), strict=True):
+    for one, length, last in zip(answers, lengths.tolist(), branch_ends.tolist(), strict=True):
         response, first = one.response, last - length
         token_ids[first:last] = response.output_ids
         end[first:last] = last
         logprobs[first:last] = response.logprobs
         versions[first:last] = own = response.versions
         loss_mask[first + one.trained_from : last] = True
-        turn = Turn(first, last, response.engine, version_runs(own), response.finish_reason)
+        turn = Turn(first, last, response.engine, version_spans(own), response.finish_reason)
         parts = {"exact": float(one.output.exact), **(one.output.parts or {})}
         episodes.append(Episode(one.uid, [last - 1], one.output.reward, parts, [turn], response.finish_reason))
     experts = _experts(trunk, answers)
@@ -101,26 +105,28 @@ def one_turn_tree(uid: str, prompt_ids: Sequence[int], answers: Sequence[Answer]
     )
 
 
-def _kept(trunk: int, answers: Sequence[Answer]) -> KeptTokens | None:
-    """One kept set a row; those of the prompt leave nothing out."""
+def _kept(trunk: int, answers: Sequence[ScoredResponse]) -> KeptTokens | None:
+    """Returns one kept set per row, or None without kept sets; the sets of prompt rows hold the whole vocabulary."""
     checked = [checked_kept(one.response, what=f"sample {one.uid}") for one in answers]
     kept = [own for own in checked if own is not None]
     if not kept:
         return None
-    assert len(kept) == len(answers), "asked for with every prompt of a run or with none"
+    assert len(kept) == len(answers), "either all prompts of a run ask for kept sets or none does"
     return KeptTokens.joined([KeptTokens.whole(trunk, vocab_size=kept[0].vocab_size), *kept])
 
 
-def _experts(trunk: int, answers: Sequence[Answer]) -> np.ndarray | None:
-    """What each row was routed to, ``[rows, layers, experts a token]``; 0 for the last token of an answer, which no
-    engine ever feeds."""
+def _experts(trunk: int, answers: Sequence[ScoredResponse]) -> np.ndarray | None:
+    """Returns the experts of each row, ``[rows, layers, experts per token]``, or None if they were not recorded.
+
+    The last token of an answer has zeros, because an engine does not run the model on it.
+    """
     of_prompt = next((one.response.prompt_experts for one in answers if one.response.prompt_experts is not None), None)
     if of_prompt is None:
         return None
     parts = [of_prompt]
     for one in answers:
         own = one.response.response_experts
-        assert own is not None, "asked for with every prompt of a run or with none"
+        assert own is not None, "either all prompts of a run ask for routed experts or none does"
         parts += [own, np.zeros_like(parts[0][:1])]
     assert len(parts[0]) == trunk
     return np.concatenate(parts)
@@ -138,17 +144,18 @@ def complete_group(
     mask_truncated: bool = False,
     extras: MakeExtras | None = None,
 ) -> GroupRow | DroppedGroup:
-    """The bus row of a group whose every response is in, or the reason why there is none.
+    """Returns the group for the bus once all its responses are in, or why there is none.
 
-    A response whose reward is None is dropped alone; with fewer than two left of several, or none of one, the group is.
-    None was aborted: the engine pool goes on with those.
-    ``refuse`` may drop a group that is complete. ``teacher``: the name that travels with the row, where there is one.
-    ``extras``: makes what travels with the rows of a group that is kept.
-    ``mask_off_policy``, ``mask_truncated``: see `trained_from`. A masked episode stays in the row, as its reward is
-    part of the group's baseline; a group without one trained token is dropped.
+    A response without a reward is dropped alone. The group is dropped if fewer than two responses of several have a
+    reward, or if the only one has none. ``refuse`` may drop a complete group. ``teacher`` is the name of the teacher
+    that scores the group, and ``extras`` computes further columns of a group that is kept.
+
+    `trained_from` explains ``mask_off_policy`` and ``mask_truncated``. A masked episode stays in the group, because its
+    reward is part of the baseline; a group without trained tokens is dropped. No response here was aborted, because
+    the engine pool continues aborted ones.
     """
     uid = group_uid(index)
-    kept: list[Answer] = []
+    kept: list[ScoredResponse] = []
     dropped: dict[str, str] = {}
     for response, output in sorted(zip(generated, rewards, strict=True), key=lambda pair: pair[0].sample):
         one = sample_uid(uid, response.sample)
@@ -156,7 +163,7 @@ def complete_group(
             dropped[one] = REWARD_FAILED
         else:
             first = trained_from(response, mask_off_policy=mask_off_policy, mask_truncated=mask_truncated)
-            kept.append(Answer(uid=one, response=response, output=output, trained_from=first))
+            kept.append(ScoredResponse(uid=one, response=response, output=output, trained_from=first))
     if len(kept) < min(MIN_SAMPLES, len(generated)):
         return DroppedGroup(group_uid=uid, reason=REWARD_FAILED)
     tree = one_turn_tree(uid, prompt_ids, kept)
@@ -173,9 +180,12 @@ def complete_episodes(
     mask_truncated: bool = False,
     extras: MakeExtras | None = None,
 ) -> GroupRow | DroppedGroup:
-    """`complete_group` for the ended episodes of an env with turns, in order. ``mask_off_policy``: of an episode that
-    several weight versions made, only the newest one's tokens are trained. ``mask_truncated``: of an episode that was
-    cut, at a response's limit or at the context's, none is."""
+    """Returns the group of an env of several turns for the bus, like `complete_group`, or why there is none.
+
+    ``episodes`` are the ended episodes in order. With ``mask_off_policy``, only tokens of the newest weight version in
+    an episode are trained. With ``mask_truncated``, no token of an episode is trained that was cut at a response's
+    limit or at the context's.
+    """
     uid = group_uid(index)
     kept = [one for one in episodes if one.reward is not None]
     dropped = {one.uid: REWARD_FAILED for one in episodes if one.reward is None}
@@ -187,7 +197,7 @@ def complete_episodes(
         for one in tree.episodes:
             newest = max(version for turn in one.turns for version, _ in turn.versions)
             for turn in one.turns:
-                own = slice(turn.start, turn.end)  # an episode's own: a draw has one episode
+                own = slice(turn.start, turn.end)  # no other episode has these rows, because each draw has its own rows
                 if mask_off_policy:
                     loss_mask[own] = tree.versions[own] == newest
                 if mask_truncated and one.ended in CUT:
@@ -220,7 +230,7 @@ def _complete(
         group_uid=uid,
         index=index,
         uids=[one.uid for one in tree.episodes],
-        versions=np.maximum(oldest, oldest[trained].min()).tolist(),  # what is not trained makes no row stale
+        versions=np.maximum(oldest, oldest[trained].min()).tolist(),  # untrained tokens do not make a group stale
         columns=encode_tree(tree) | named,
         dropped=dropped,
     )

@@ -1,4 +1,4 @@
-"""Turns of several episodes that are ready together go to the engines in one request."""
+"""Sends turns of several episodes that are ready together to the engines in one request."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from relax_core.engines.pool.engine_pool import EnginePool
 
 
 class SharedRequests:
-    """Asks ``pool`` for one response a prompt. What is asked for in one round of the event loop, of prompts that wait
-    for the same weights, is one request."""
+    """Asks ``pool`` for one response per prompt.
+
+    Prompts that are asked for in one iteration of the event loop and wait for the same weights share a request.
+    """
 
     def __init__(self, pool: EnginePool, sampling: SamplingParams) -> None:
         self._pool = pool
@@ -20,8 +22,11 @@ class SharedRequests:
         self._ready: dict[int, list[tuple[PromptRequest, int, asyncio.Future[Generated]]]] = {}  # by weight version
 
     async def generate(self, request: PromptRequest, *, tie: int, tasks: asyncio.TaskGroup) -> Generated:
-        """The response to ``request``, whose ``rid`` is nobody else's. Cancelled where the pool gives it up. ``tie``
-        chooses among engines that are equally loaded. A failure of the engines ends ``tasks``."""
+        """Returns the response to ``request``, whose ``rid`` must be unique.
+
+        The call is cancelled if the pool gives the request up. ``tie`` chooses among equally loaded engines. A failure
+        of the engines ends ``tasks``.
+        """
         future: asyncio.Future[Generated] = asyncio.get_running_loop().create_future()
         ready = self._ready.setdefault(request.min_version, [])
         ready.append((request, tie, future))
@@ -30,14 +35,14 @@ class SharedRequests:
         return await future
 
     async def _send(self, version: int) -> None:
-        await asyncio.sleep(0)  # until all that is ready in this round has asked
+        await asyncio.sleep(0)  # all episodes that are ready in this iteration add their requests first
         ready = self._ready.pop(version)
         requests = [request for request, _, _ in ready]
-        async for place, (response,) in self._pool.generate(
+        async for number, (response,) in self._pool.generate(
             requests, self._sampling, places=[tie for _, tie, _ in ready]
         ):
-            future = ready[place][2]
-            if not future.done():  # else its episode was given up
+            future = ready[number][2]
+            if not future.done():  # a done future belongs to an episode that was given up
                 future.set_result(response)
         for _, _, future in ready:
-            future.cancel()  # those that the pool gave up
+            future.cancel()  # a future without response belongs to a request that the pool gave up

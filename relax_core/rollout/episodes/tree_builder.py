@@ -1,9 +1,9 @@
-"""From the turns of a group's episodes to its token tree.
+"""Builds a group's token tree from the turns of its episodes.
 
-Rows that nothing sampled are shared by their ids, and by the experts that they were routed to where these are recorded.
-A response's rows are always new: what was sampled is shared only where it is the very same draw, behind which a path
-forks. A history that differs from the one before goes on from the last row that both have; where there is none, the
-group is a forest.
+Rows that were not sampled are shared if their ids are equal, and their routed experts where those are recorded. A
+response always has new rows: sampled rows are shared only by episodes that continue the same draw, and the tree forks
+after them. A history that differs from the previous one continues after their last common row. If they have no common
+row, the group is a forest.
 """
 
 from __future__ import annotations
@@ -20,32 +20,35 @@ from relax_core.contracts.tree import NOT_SAMPLED, Episode, TokenTree, Turn
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Run:
-    """Neighbouring rows of one path, each the only child of the one before: of a prompt, or a part of one response.
+class Chain:
+    """Adjacent rows of one path, each the only child of the row before: a part of a prompt or of a response.
 
-    ``token_ids`` int32 ``[rows]``. ``response``: the response that sampled these rows, of which they are those from
-    ``offset`` on. ``experts`` ``[known rows, layers, experts a token]``: of the first rows; an engine never feeds the
-    last token of a response, so that only a later turn tells what that one was routed to. ``first``: its first row,
-    once the tree is laid out.
+    ``token_ids`` is int32 ``[rows]``. ``response`` is the response that sampled these rows, and ``offset`` the index of
+    the first of them in it. ``experts`` ``[known rows, layers, experts per token]`` covers the first rows only: an
+    engine does not run the model on the last token of a response, so only a later turn knows that token's experts.
+    ``first`` is the number of the chain's first row once the tree is laid out.
     """
 
     token_ids: np.ndarray
-    parent: Run | None
+    parent: Chain | None
     response: Generated | None = None
     offset: int = 0
     experts: np.ndarray | None = None
-    children: list[Run] = field(default_factory=list)
+    children: list[Chain] = field(default_factory=list)
     first: int = 0
 
     @property
-    def behind(self) -> int:
+    def end(self) -> int:
+        """The number of the row after the chain's last row."""
         return self.first + len(self.token_ids)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlayedTurn:
-    """One request of an episode and its response. ``prompt_ids``: all tokens in front of the response. ``reward``: of
-    this turn alone. Times are Unix seconds."""
+    """One request of an episode and its response.
+
+    ``prompt_ids`` are all tokens before the response. ``reward`` is that of this turn alone. Times are Unix seconds.
+    """
 
     prompt_ids: Sequence[int]
     response: Generated
@@ -66,14 +69,19 @@ class PlayedEpisode:
 
 
 class TreeBuilder:
-    """Grows the token tree of one group. A place in it is the end of a `Run`; ``root`` is in front of all rows."""
+    """Grows the token tree of one group; ``root`` is an empty chain before all rows.
+
+    Every method takes and returns positions in the tree; a position is the end of a `Chain`.
+    """
 
     def __init__(self) -> None:
-        self.root = Run(token_ids=np.empty(0, dtype=np.int32), parent=None)
+        self.root = Chain(token_ids=np.empty(0, dtype=np.int32), parent=None)
 
-    def observe(self, at: Run, ids: Sequence[int] | np.ndarray, experts: np.ndarray | None = None) -> Run:
-        """The place behind ``ids`` that follow ``at`` and were not sampled there. Rows that other paths have there with
-        the same ids, and the same ``experts`` ``[ids, layers, experts a token]``, are shared."""
+    def observe(self, at: Chain, ids: Sequence[int] | np.ndarray, experts: np.ndarray | None = None) -> Chain:
+        """Returns the position after ``ids``, which follow ``at`` and were not sampled there.
+
+        Rows of other paths with the same ids and the same ``experts`` ``[ids, layers, experts per token]`` are shared.
+        """
         rest = np.asarray(ids, dtype=np.int32)
         while len(rest):
             shared, common = None, 0
@@ -82,198 +90,212 @@ class TreeBuilder:
                     shared = child
                     break
             if shared is None:
-                run = Run(token_ids=rest, parent=at, experts=experts)
-                at.children.append(run)
-                return run
+                chain = Chain(token_ids=rest, parent=at, experts=experts)
+                at.children.append(chain)
+                return chain
             at = _ended_at(shared, common)
             rest, experts = rest[common:], None if experts is None else experts[common:]
         return at
 
-    def sample(self, at: Run, response: Generated) -> Run:
-        """The place behind a response that was sampled at ``at``: new rows, whatever their ids."""
-        run = Run(token_ids=response.output_ids, parent=at, response=response, experts=response.response_experts)
-        at.children.append(run)
-        return run
+    def sample(self, at: Chain, response: Generated) -> Chain:
+        """Returns the position after a response that was sampled at ``at``, whose rows are always new."""
+        chain = Chain(token_ids=response.output_ids, parent=at, response=response, experts=response.response_experts)
+        at.children.append(chain)
+        return chain
 
-    def follow(self, own: Run, ids: Sequence[int] | np.ndarray, experts: np.ndarray | None = None) -> Run:
-        """The place behind ``ids``, which begin at the root, for an episode whose path so far ends at ``own``: along
-        that path as far as ids and ``experts`` agree, what was sampled there included, and observed from there on."""
+    def follow(self, own: Chain, ids: Sequence[int] | np.ndarray, experts: np.ndarray | None = None) -> Chain:
+        """Returns the position after ``ids``, which start at the root, for an episode whose path ends at ``own``.
+
+        The rows of that path, sampled ones included, are shared as far as ids and ``experts`` agree. The rest is
+        observed.
+        """
         path = [own]
         while (parent := path[-1].parent) is not None:
             path.append(parent)
         at, rest = self.root, np.asarray(ids, dtype=np.int32)
-        for run in reversed(path[:-1]):
-            common = _common(run, rest, experts)
+        for chain in reversed(path[:-1]):
+            common = _common(chain, rest, experts)
             if common:
-                _learn_last(run, experts, common)
-                at = _ended_at(run, common)
+                _learn_last(chain, experts, common)
+                at = _ended_at(chain, common)
                 rest, experts = rest[common:], None if experts is None else experts[common:]
-            if at is not run:
+            if at is not chain:
                 break
         return self.observe(at, rest, experts)
 
-    def add(self, episode: PlayedEpisode) -> list[Run]:
-        """Grows an episode's rows; returns the place behind each of its turns."""
-        ends: list[Run] = []
+    def add(self, episode: PlayedEpisode) -> list[Chain]:
+        """Adds an episode's rows and returns the position after each of its turns."""
+        ends: list[Chain] = []
         for turn in episode.turns:
             own = ends[-1] if ends else self.root
             at = self.follow(own, turn.prompt_ids, turn.response.prompt_experts)
             ends.append(self.sample(at, turn.response))
         return ends
 
-    def runs(self) -> list[Run]:
-        """All runs, depth-first, with their ``first`` rows told."""
-        found: list[Run] = []
-        rows, open_runs = 0, list(reversed(self.root.children))
-        while open_runs:
-            run = open_runs.pop()
-            run.first = rows
-            rows += len(run.token_ids)
-            found.append(run)
-            open_runs += reversed(run.children)
+    def chains(self) -> list[Chain]:
+        """Returns all chains depth-first and sets their ``first`` rows."""
+        found: list[Chain] = []
+        rows, open_chains = 0, list(reversed(self.root.children))
+        while open_chains:
+            chain = open_chains.pop()
+            chain.first = rows
+            rows += len(chain.token_ids)
+            found.append(chain)
+            open_chains += reversed(chain.children)
         return found
 
 
 def build_tree(group_uid: str, episodes: Sequence[PlayedEpisode]) -> TokenTree:
-    """The tree of these episodes, each sampled row of which is trained. Raises ValueError for a kept set without the
-    token that was sampled from it."""
+    """Returns the tree of these episodes, in which every sampled row is trained.
+
+    Raises ValueError if a token is not in the kept set that it was sampled from.
+    """
     builder = TreeBuilder()
     ends = [builder.add(episode) for episode in episodes]
-    runs = builder.runs()
-    rows = runs[-1].behind
+    chains = builder.chains()
+    rows = chains[-1].end
     end = np.empty(rows, dtype=np.int32)
     logprobs, versions = np.zeros(rows, dtype=np.float32), np.full(rows, NOT_SAMPLED, dtype=np.int32)
-    behind = {id(run): run.behind for run in runs}
-    for run in reversed(runs):
-        if run.children:
-            behind[id(run)] = behind[id(run.children[-1])]
-        end[run.first : run.behind] = behind[id(run)]
-        if run.response is not None:
-            own = slice(run.offset, run.offset + len(run.token_ids))
-            logprobs[run.first : run.behind] = run.response.logprobs[own]
-            versions[run.first : run.behind] = run.response.versions[own]
-    experts = _experts(runs)
+    subtree_ends = {id(chain): chain.end for chain in chains}
+    for chain in reversed(chains):
+        if chain.children:
+            subtree_ends[id(chain)] = subtree_ends[id(chain.children[-1])]
+        end[chain.first : chain.end] = subtree_ends[id(chain)]
+        if chain.response is not None:
+            own = slice(chain.offset, chain.offset + len(chain.token_ids))
+            logprobs[chain.first : chain.end] = chain.response.logprobs[own]
+            versions[chain.first : chain.end] = chain.response.versions[own]
+    experts = _experts(chains)
     return TokenTree(
         group_uid=group_uid,
-        token_ids=np.concatenate([run.token_ids for run in runs]),
+        token_ids=np.concatenate([chain.token_ids for chain in chains]),
         end=end,
         loss_mask=versions >= 0,
         logprobs=logprobs,
         versions=versions,
         episodes=[_episode(*one) for one in zip(episodes, ends, strict=True)],
-        kept=_kept(runs),
+        kept=_kept(chains),
         extras={} if experts is None else {ROUTED_EXPERTS: experts},
     )
 
 
-def version_runs(versions: np.ndarray) -> list[tuple[int, int]]:
-    """(version, tokens) of neighbours with one version."""
+def version_spans(versions: np.ndarray) -> list[tuple[int, int]]:
+    """Returns (version, tokens) of each span of adjacent tokens with one weight version."""
     if not len(versions):
         return []
     first = int(versions[0])
-    if (versions == first).all():  # nearly always: the general way costs ten times as much
+    if (versions == first).all():  # this is the usual case, and the general code is ten times as slow
         return [(first, len(versions))]
     starts = np.flatnonzero(np.diff(versions, prepend=NOT_SAMPLED - 1))
     sizes = np.diff(starts, append=len(versions))
     return list(zip(versions[starts].tolist(), sizes.tolist(), strict=True))
 
 
-def _episode(played: PlayedEpisode, ends: Sequence[Run]) -> Episode:
-    inner: set[int] = set()  # runs that a later turn of the episode goes on behind
-    for run in ends:
-        above = run.parent
+def _episode(played: PlayedEpisode, ends: Sequence[Chain]) -> Episode:
+    inner: set[int] = set()  # chains that a later turn of the episode continues
+    for chain in ends:
+        above = chain.parent
         while above is not None:
             inner.add(id(above))
             above = above.parent
     turns = [
         Turn(
-            run.behind - len(turn.response.output_ids),
-            run.behind,
+            chain.end - len(turn.response.output_ids),
+            chain.end,
             turn.response.engine,
-            version_runs(turn.response.versions),
+            version_spans(turn.response.versions),
             turn.response.finish_reason,
             turn.reward,
             turn.began_s,
             turn.ended_s,
         )
-        for turn, run in zip(played.turns, ends, strict=True)
+        for turn, chain in zip(played.turns, ends, strict=True)
     ]
-    leaves = [run.behind - 1 for run in ends if id(run) not in inner]
+    leaves = [chain.end - 1 for chain in ends if id(chain) not in inner]
     return Episode(played.uid, leaves, played.reward, played.parts, turns, played.ended)
 
 
-def _common(run: Run, ids: np.ndarray, experts: np.ndarray | None) -> int:
-    """How many of the run's first rows are those of ``ids``, routed to the same experts where both tell."""
-    length = min(len(run.token_ids), len(ids))
-    same = run.token_ids[:length] == ids[:length]
-    if experts is not None and run.experts is not None:
-        known = min(length, len(run.experts))
-        same[:known] &= (run.experts[:known] == experts[:known]).all((1, 2))
+def _common(chain: Chain, ids: np.ndarray, experts: np.ndarray | None) -> int:
+    """Returns how many of the chain's first rows equal ``ids``, with equal experts where both are known."""
+    length = min(len(chain.token_ids), len(ids))
+    same = chain.token_ids[:length] == ids[:length]
+    if experts is not None and chain.experts is not None:
+        known = min(length, len(chain.experts))
+        same[:known] &= (chain.experts[:known] == experts[:known]).all((1, 2))
     return length if same.all() else int(same.argmin())
 
 
-def _learn_last(run: Run, experts: np.ndarray | None, common: int) -> None:
-    """A later turn tells what the last token of a response was routed to."""
-    if experts is not None and run.experts is not None and len(run.experts) < common:
-        run.experts = np.concatenate([run.experts, experts[len(run.experts) : common]])
+def _learn_last(chain: Chain, experts: np.ndarray | None, common: int) -> None:
+    """Adds the experts of a response's last token, which a later turn knows."""
+    if experts is not None and chain.experts is not None and len(chain.experts) < common:
+        chain.experts = np.concatenate([chain.experts, experts[len(chain.experts) : common]])
 
 
-def _ended_at(run: Run, rows: int) -> Run:
-    """The place behind the run's first rows: where it goes on, it is split. The later part stays the same object, so
-    that a place that was told before stays what it was; it is the first child, so that a response stays in one piece.
+def _ended_at(chain: Chain, rows: int) -> Chain:
+    """Returns a chain that ends after the first ``rows`` rows of ``chain``, which is split there if it is longer.
+
+    The later part stays the same object, so that positions that callers hold stay valid. It becomes the first child, so
+    that a response's rows stay adjacent.
     """
-    if rows == len(run.token_ids):
-        return run
-    assert run.parent is not None and rows
-    head = Run(
-        token_ids=run.token_ids[:rows],
-        parent=run.parent,
-        response=run.response,
-        offset=run.offset,
-        experts=None if run.experts is None else run.experts[:rows],
-        children=[run],
+    if rows == len(chain.token_ids):
+        return chain
+    assert chain.parent is not None and rows
+    head = Chain(
+        token_ids=chain.token_ids[:rows],
+        parent=chain.parent,
+        response=chain.response,
+        offset=chain.offset,
+        experts=None if chain.experts is None else chain.experts[:rows],
+        children=[chain],
     )
-    siblings = run.parent.children
-    siblings[siblings.index(run)] = head
-    run.parent = head
-    run.token_ids = run.token_ids[rows:]
-    run.experts = None if run.experts is None else run.experts[rows:]
-    run.offset += rows
+    siblings = chain.parent.children
+    siblings[siblings.index(chain)] = head
+    chain.parent = head
+    chain.token_ids = chain.token_ids[rows:]
+    chain.experts = None if chain.experts is None else chain.experts[rows:]
+    chain.offset += rows
     return head
 
 
-def _experts(runs: Sequence[Run]) -> np.ndarray | None:
-    """What each row was routed to, ``[rows, layers, experts a token]``; 0 where no engine ever fed the row."""
-    if runs[0].experts is None:
+def _experts(chains: Sequence[Chain]) -> np.ndarray | None:
+    """Returns the experts of each row, ``[rows, layers, experts per token]``, or None if they were not recorded.
+
+    Rows on which no engine ran the model have zeros.
+    """
+    if chains[0].experts is None:
         return None
     parts = []
-    for run in runs:
-        assert run.experts is not None, "asked for with every prompt of a run or with none"
-        parts += [run.experts, np.zeros((len(run.token_ids) - len(run.experts), *run.experts.shape[1:]), np.uint8)]
+    for chain in chains:
+        known = chain.experts
+        assert known is not None, "either all prompts of a run ask for routed experts or none does"
+        parts += [known, np.zeros((len(chain.token_ids) - len(known), *known.shape[1:]), np.uint8)]
     return np.concatenate(parts)
 
 
 def checked_kept(response: Generated, *, what: str) -> KeptTokens | None:
-    """The kept sets of a response, where it has them. Raises ValueError, which names the engine and ``what`` was asked
-    for, for sets without the tokens that were sampled from them."""
+    """Returns the kept sets of a response, or None if it has none.
+
+    Raises ValueError, which names the engine and ``what`` was asked for, if a sampled token is not in its kept set.
+    """
     kept = response.kept
     if kept is not None and (fault := kept.fault(response.output_ids)) is not None:
         raise ValueError(f"{response.engine or 'the engine'}, {what}: {fault}")
     return kept
 
 
-def _kept(runs: Sequence[Run]) -> KeptTokens | None:
-    """One kept set a row; those of rows that nothing sampled leave nothing out."""
-    sizes = {run.response.kept.vocab_size for run in runs if run.response is not None and run.response.kept is not None}
+def _kept(chains: Sequence[Chain]) -> KeptTokens | None:
+    """Returns one kept set per row, or None without kept sets; rows that were not sampled keep the whole vocabulary."""
+    responses = [chain.response for chain in chains if chain.response is not None]
+    sizes = {response.kept.vocab_size for response in responses if response.kept is not None}
     if not sizes:
         return None
     (vocab_size,) = sizes
     parts = []
-    for run in runs:
-        if run.response is None:
-            parts.append(KeptTokens.whole(len(run.token_ids), vocab_size=vocab_size))
+    for chain in chains:
+        if chain.response is None:
+            parts.append(KeptTokens.whole(len(chain.token_ids), vocab_size=vocab_size))
             continue
-        kept = checked_kept(run.response, what=f"request {run.response.rid}")
-        assert kept is not None, "asked for with every prompt of a run or with none"
-        parts.append(kept.take(np.arange(run.offset, run.offset + len(run.token_ids))))
+        kept = checked_kept(chain.response, what=f"request {chain.response.rid}")
+        assert kept is not None, "either all prompts of a run ask for kept sets or none does"
+        parts.append(kept.take(np.arange(chain.offset, chain.offset + len(chain.token_ids))))
     return KeptTokens.joined(parts)

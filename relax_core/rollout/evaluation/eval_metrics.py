@@ -1,4 +1,4 @@
-"""What an evaluation's answers amount to: accuracy, pass@k and maj@k, each with an interval of 95 %."""
+"""Estimates accuracy, pass@k and maj@k from an evaluation's answers, each with an interval of 95 %."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ import numpy as np
 
 from relax_core.data.shares import Z_95, wilson
 
-MOST_SAMPLES = 256  # answers a prompt: binomial coefficients of more leave float64's exact range far behind
-FEWEST_VOTERS = 3  # of two voters the majority is whoever wins the tie
+MOST_SAMPLES = 256  # answers per prompt; binomial coefficients of more exceed float64's range of exact integers
+FEWEST_VOTERS = 3  # with two voters the winner of the tie would decide
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """One answer to a prompt. ``vote``: the answer as the reward understood it, for majority votes; None: it has none.
-    ``reward``: None where none could be computed. ``cut``: it ran into the token limit. ``tokens``: its length."""
+    """One answer to a prompt.
+
+    ``vote`` is the answer as the reward understood it, for majority votes, or None. ``reward`` is None if none could be
+    computed. ``cut`` is True if the answer reached the token limit. ``tokens`` is its length.
+    """
 
     text: str
     exact: bool
@@ -31,7 +34,7 @@ class Answer:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """A figure over an evaluation's prompts, and its interval of 95 %."""
+    """An estimate over an evaluation's prompts with the limits of its interval of 95 %."""
 
     value: float
     low: float
@@ -39,13 +42,15 @@ class Estimate:
 
 
 def accuracy(answers: Sequence[Sequence[Answer]]) -> Estimate:
-    """The share of fully right answers, ``answers`` being those of each prompt; the same number for every prompt."""
+    """Returns the share of exact answers; ``answers`` holds those of each prompt, equally many for every prompt."""
     return _share([fmean(answer.exact for answer in of_prompt) for of_prompt in answers], answers_each=len(answers[0]))
 
 
 def mean_reward(answers: Sequence[Sequence[Answer]]) -> Estimate | None:
-    """The mean reward of all answers that have one, with the normal interval of the prompts' means; None without any.
-    Rewards have no bounds, so Wilson's interval is none of theirs."""
+    """Returns the mean reward of all answers that have one, with the normal interval of the prompts' means.
+
+    Returns None if no answer has a reward. Rewards are unbounded, so Wilson's interval does not apply to them.
+    """
     known = [[answer.reward for answer in of_prompt if answer.reward is not None] for of_prompt in answers]
     rewards = [reward for of_prompt in known for reward in of_prompt]
     if not rewards:
@@ -57,37 +62,37 @@ def mean_reward(answers: Sequence[Sequence[Answer]]) -> Estimate | None:
 
 
 def pass_at_k(answers: Sequence[Sequence[Answer]], k: int) -> Estimate:
-    """The chance that at least one of ``k`` answers to a prompt is right."""
+    """Returns the probability that at least one of ``k`` answers to a prompt is right."""
     estimates = [pass_chance(len(one), sum(answer.exact for answer in one), k) for one in answers]
     return _share(estimates, answers_each=len(answers[0]) // k)
 
 
 def majority_at_k(answers: Sequence[Sequence[Answer]], k: int) -> Estimate:
-    """The chance that the most frequent of ``k`` answers to a prompt is right, ties broken by lot."""
+    """Returns the probability that the most frequent of ``k`` answers to a prompt is right; ties break at random."""
     return _share([majority_chance(one, k) for one in answers], answers_each=len(answers[0]) // k)
 
 
 def ks(samples: int) -> list[int]:
-    """The k of pass@k and maj@k for so many answers a prompt: 2, 4, 8 … and all of them."""
+    """Returns the k of pass@k and maj@k for a number of answers per prompt: 2, 4, 8 … and all of them."""
     powers = [2**power for power in range(1, samples.bit_length()) if 2**power < samples]
     return [*powers, samples] if samples > 1 else []
 
 
 def pass_chance(answers: int, right: int, k: int) -> float:
-    """The chance that ``k`` of ``answers``, drawn without putting back, hold one of the ``right`` ones.
+    """Returns the probability that ``k`` of ``answers``, drawn without replacement, contain one of the ``right`` ones.
 
-    Unbiased for pass@k. Source: Chen et al., Evaluating large language models trained on code (2021), equation 1:
-    1 − C(n − c, k) / C(n, k).
+    This is the unbiased estimator of pass@k, 1 - C(n - c, k) / C(n, k), of Chen et al., Evaluating large language
+    models trained on code (2021), equation 1.
     """
     return 1.0 - math.comb(answers - right, k) / math.comb(answers, k)
 
 
 def majority_chance(answers: Sequence[Answer], k: int) -> float:
-    """The chance that of ``k`` answers, drawn without putting back, the most frequent one is right; where several are
-    the most frequent, each counts alike, and where nobody votes the answer is wrong.
+    """Returns the probability that the most frequent of ``k`` answers, drawn without replacement, is right.
 
-    It is the mean over all draws (a U-statistic), so unbiased for maj@k, which Wang et al., Self-consistency (2022),
-    call the majority vote. An answer is right where the first of its voters is.
+    If several answers are the most frequent, each counts equally. If nobody votes, the result is wrong. This is the
+    mean over all draws (a U-statistic), so it is unbiased for maj@k, the majority vote of Wang et al., Self-consistency
+    (2022). An answer is right if the first answer with the same vote is.
     """
     votes = Counter(answer.vote for answer in answers if answer.vote is not None)
     right: dict[str | None, bool] = {}
@@ -102,15 +107,15 @@ def majority_chance(answers: Sequence[Answer], k: int) -> float:
 
 
 def _draws_won(mine: int, *, others: Sequence[int], total: int, k: int) -> float:
-    """In how many of the draws of ``k`` an answer given ``mine`` times is the most frequent; a tie of j + 1 counts
-    1 / (j + 1).
+    """Returns the number of draws of ``k`` that an answer given ``mine`` times wins; a tie of j + 1 counts 1 / (j + 1).
 
-    For each count x of mine: the ways to draw the other k − x with no answer more often than x, by how many are drawn
-    exactly x times. These are the coefficients of a product of polynomials in z (drawn) and u (drawn x times).
+    For each count x of this answer, the code counts the ways to draw the other k - x with no answer more often than x,
+    by the number of answers that are drawn exactly x times. These are the coefficients of a product of polynomials in z
+    (drawn answers) and u (answers drawn x times).
     """
     won = 0.0
     for x in range(1, min(mine, k) + 1):
-        small = total - mine - sum(count for count in others if count >= x)  # never reach x, or do not vote
+        small = total - mine - sum(count for count in others if count >= x)  # answers that never reach x or do not vote
         ways = np.zeros((k - x + 1, (k - x) // x + 1))
         ways[:, 0] = [math.comb(small, drawn) for drawn in range(k - x + 1)]
         for count in (count for count in others if count >= x):
@@ -124,12 +129,12 @@ def _draws_won(mine: int, *, others: Sequence[int], total: int, k: int) -> float
 
 
 def _share(estimates: Sequence[float], *, answers_each: int) -> Estimate:
-    """The mean of the prompts' shares and its interval: Wilson's, with as many cases as the prompts' spread speaks for.
+    """Returns the mean of the prompts' shares with Wilson's interval for an effective number of answers.
 
-    Prompts are drawn independently, a prompt's answers are not. The mean p of N prompts whose shares have variance v
-    is as sure as p of N p(1 − p) / v single answers (the design effect of Kish, Survey Sampling, 1965; used so by Korn
-    and Graubard, Survey Methodology 24, 1998), but never surer than of all ``answers_each`` answers of all prompts, and
-    never less sure than of one a prompt.
+    Prompts are drawn independently, but the answers to one prompt are not. The mean p of N prompts whose shares have
+    the variance v is as certain as p of N p (1 - p) / v single answers (the design effect of Kish, Survey Sampling,
+    1965, used so by Korn and Graubard, Survey Methodology 24, 1998). The effective number is at most that of all
+    answers, ``answers_each`` per prompt, and at least one per prompt.
     """
     prompts = len(estimates)
     value = fmean(estimates)

@@ -1,4 +1,4 @@
-"""Evaluation on held-out rows: at chosen weight versions of a run, on the same engines, or of a model by itself."""
+"""Evaluates weight versions of a run, or a model without a run, on held-out data rows with the engines."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from relax_core.rollout.sample_seeds import sampling_seed
 
 RecordTexts = Callable[[int, list[dict[str, str | bool]]], None]
 Record = Callable[[str, int, Mapping[str, float]], None]
-Note = Callable[[int, Mapping[str, float]], Awaitable[bool]]
-TEXT_ROWS = 16  # of each set whose answers are kept
-SAMPLES_A_CALL = 16384  # that are asked for together; an engine takes four times as many in one request
+EndsRun = Callable[[int, Mapping[str, float]], Awaitable[bool]]
+TEXT_ROWS = 16  # data rows of each set whose answers are recorded
+SAMPLES_A_CALL = 16384  # samples that are asked for together; one engine request may hold four times as many
 
 
 def eval_versions(*, every: int, start: int, total_steps: int) -> list[int]:
-    """Weight versions to evaluate: the first, every ``every`` steps, the last. None at all where ``every`` is 0."""
+    """Returns the weight versions to evaluate: the first, every ``every`` steps, the last; none if ``every`` is 0."""
     if every == 0:
         return []
     return [v for v in range(start, total_steps + 1) if v in (start, total_steps) or v % every == 0]
@@ -42,14 +42,15 @@ def eval_versions(*, every: int, start: int, total_steps: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalRow:
+    """A data row of an evaluation set with the token ids of its prompt."""
+
     row: DataRow
     input_ids: list[int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedSet:
-    """An evaluation set as the engine is asked. ``bad``: rows that cannot be asked, those with a prompt that is too
-    long among them; they count as nothing."""
+    """An evaluation set with its prompts; ``bad`` holds the data rows without a usable prompt, which do not count."""
 
     name: str
     rows: list[EvalRow]
@@ -58,18 +59,21 @@ class PreparedSet:
 
 @dataclass(frozen=True, kw_only=True)
 class SetAnswers:
-    """The answers to a set's prompts, in order. ``unscored``: answers whose reward could not be computed; they are not
-    exact, and the mean reward leaves them out."""
+    """The answers to a set's prompts, in order."""
 
     of: PreparedSet
     answers: list[list[Answer]]
 
     @property
     def unscored(self) -> int:
+        """The number of answers whose reward could not be computed.
+
+        They are not exact, and the mean reward leaves them out.
+        """
         return sum(answer.reward is None for of_prompt in self.answers for answer in of_prompt)
 
     def estimates(self) -> dict[str, Estimate]:
-        """exact, and of several answers a prompt pass@k and maj@k for the k of `ks`; empty without rows."""
+        """Returns accuracy and, for several answers per prompt, pass@k and maj@k; empty for a set without data rows."""
         if not self.answers:
             return {}
         found = {"exact": accuracy(self.answers)}
@@ -80,7 +84,7 @@ class SetAnswers:
         return found
 
     def values(self) -> dict[str, float]:
-        """All figures under the names of their metrics; an estimate's interval as NAME/low and NAME/high."""
+        """Returns all figures by metric name; the interval of NAME is NAME/low and NAME/high."""
         values: dict[str, float] = {}
         for name, one in self.estimates().items():
             values |= {name: one.value, f"{name}/low": one.low, f"{name}/high": one.high}
@@ -91,7 +95,7 @@ class SetAnswers:
 
 
 def metric_names(*, samples: int, sets: Sequence[str]) -> list[str]:
-    """The metrics of an evaluation that a best checkpoint may be chosen by, without their source ``eval``."""
+    """Returns the metrics by which a best checkpoint may be chosen, without their source ``eval``."""
     figures = ["exact", "reward"]
     for k in ks(samples):
         figures += [f"pass@{k}", *([f"maj@{k}"] if k >= FEWEST_VOTERS else [])]
@@ -99,11 +103,11 @@ def metric_names(*, samples: int, sets: Sequence[str]) -> list[str]:
 
 
 def prepare(one: EvalSet, prompts: PromptMaker, *, most_bad: float) -> PreparedSet:
-    """The prompts of a set. Raises ValueError where more than the share ``most_bad`` of its rows cannot be asked."""
+    """Returns a set with its prompts; raises ValueError if more than the share ``most_bad`` of its rows is unusable."""
     rows, bad = [], list(one.bad)
-    for place, row in enumerate(one.rows):
+    for number, row in enumerate(one.rows):
         try:
-            where = f"eval row {place}" + (f" of {one.name}" if one.name else "")
+            where = f"eval row {number}" + (f" of {one.name}" if one.name else "")
             rows.append(EvalRow(row=row, input_ids=prompts.tokens(row, where=where)))
         except BadRow as error:
             bad.append(error)
@@ -119,21 +123,23 @@ async def ask(
     prompts: PromptMaker,
     rewards: RewardPool,
     sampling: SamplingParams,
-    told: Callable[[int], None] | None = None,
+    on_progress: Callable[[int], None] | None = None,
 ) -> list[SetAnswers]:
-    """Asks all prompts of all sets together, with weights ``version`` or newer, and scores the answers. An answer
-    belongs to its set's name and its place in it, whatever other sets there are. ``told``: how many prompts are
-    answered."""
-    places = [(one, place) for one in sets for place in range(len(one.rows))]
-    told = told or (lambda count: None)
+    """Asks all prompts of all sets together, with weights ``version`` or newer, and scores the answers.
+
+    The sampling seed of a prompt depends on its set's name and its number in the set, and not on other sets.
+    ``on_progress`` is called with the number of prompts answered so far.
+    """
+    asked = [(one, number) for one in sets for number in range(len(one.rows))]
+    on_progress = on_progress or (lambda count: None)
     requests = [
         PromptRequest(
-            rid=f"eval-{version}-{number}",
-            input_ids=one.rows[place].input_ids,
-            sampling_seed=sampling_seed(0, index=place, purpose=f"eval/{one.name}" if one.name else "eval"),
+            rid=f"eval-{version}-{request}",
+            input_ids=one.rows[number].input_ids,
+            sampling_seed=sampling_seed(0, index=number, purpose=f"eval/{one.name}" if one.name else "eval"),
             min_version=version,
         )
-        for number, (one, place) in enumerate(places)
+        for request, (one, number) in enumerate(asked)
     ]
     answered: dict[int, asyncio.Task[list[Answer]]] = {}
     together = max(1, SAMPLES_A_CALL // sampling.n)
@@ -141,22 +147,23 @@ async def ask(
         async with asyncio.TaskGroup() as tasks:
             for first in range(0, len(requests), together):
                 call = requests[first : first + together]
-                async for number, responses in pool.generate(call, sampling, places=range(first, first + len(call))):
-                    one, place = places[first + number]
+                async for position, responses in pool.generate(call, sampling, places=range(first, first + len(call))):
+                    one, number = asked[first + position]
+                    data_row = one.rows[number].row
                     inputs = [
-                        reward_input(one.rows[place].row, response, tokenizer=prompts.tokenizer, stop=sampling.stop)
+                        reward_input(data_row, response, tokenizer=prompts.tokenizer, stop=sampling.stop)
                         for response in responses
                     ]
-                    answered[first + number] = tasks.create_task(_score(responses, inputs, rewards))
-                    told(len(answered))
+                    answered[first + position] = tasks.create_task(_score(responses, inputs, rewards))
+                    on_progress(len(answered))
     except BaseExceptionGroup as failures:
-        raise failures.exceptions[0] from failures  # the first one ended the others
+        raise failures.exceptions[0] from failures  # the first failure cancelled the other tasks
     answers = iter([answered[number].result() for number in range(len(requests))])
     return [SetAnswers(of=one, answers=[next(answers) for _ in one.rows]) for one in sets]
 
 
 async def _score(responses: Sequence[Generated], inputs: Sequence[RewardInput], rewards: RewardPool) -> list[Answer]:
-    """The answers to one prompt; other prompts are generated and scored meanwhile."""
+    """Returns the answers to one prompt, while other prompts are generated and scored."""
     outputs = await rewards.score(inputs)
     return [_answer(*one) for one in zip(responses, inputs, outputs, strict=True)]
 
@@ -178,9 +185,9 @@ def _answer(response: Generated, given: RewardInput, output: RewardOutput) -> An
 class Evaluator:
     """Runs the evaluations one after the other, each as soon as its version is one step away.
 
-    ``wait_version(version)`` returns when the run has reached that version. `gate` lets training prompts of a version
-    pass only after its evaluation, where ``in_order``: then the engine's batches are the same in every run. ``note`` is
-    told each evaluation's figures and returns whether the run ends with them; then nothing passes the gate any more.
+    ``wait_version(version)`` returns when the run has reached that version. With ``in_order``, `gate` lets training
+    prompts of a version pass only after its evaluation, so that the engine's batches are equal in every run.
+    ``ends_run`` receives each evaluation's figures and returns True to end the run; then nothing passes the gate.
     """
 
     def __init__(
@@ -196,7 +203,7 @@ class Evaluator:
         in_order: bool,
         record: Record,
         record_texts: RecordTexts,
-        note: Note | None = None,
+        ends_run: EndsRun | None = None,
     ) -> None:
         self._sets = sets
         self._pool = pool
@@ -207,10 +214,11 @@ class Evaluator:
         self._in_order = in_order
         self._record = record
         self._record_texts = record_texts
-        self._note = note
+        self._ends_run = ends_run
         self._done: dict[int, asyncio.Event] = {version: asyncio.Event() for version in versions}
 
     async def run(self) -> None:
+        """Runs all evaluations, or ends early if ``ends_run`` returns True."""
         for version, done in self._done.items():
             await self._wait_version(version - 1)
             if await self._evaluate(version):
@@ -218,7 +226,7 @@ class Evaluator:
             done.set()
 
     async def gate(self, version: int) -> None:
-        """Returns when no evaluation stands before training prompts that start at ``version``."""
+        """Returns when no evaluation must come before training prompts that start at ``version``."""
         if self._in_order:
             for due, done in self._done.items():
                 if due <= version:
@@ -236,11 +244,11 @@ class Evaluator:
         values = evaluation_values(found)
         self._record("eval", version, values)
         self._record_texts(version, [text for one in found for text in _texts(one)])
-        return self._note is not None and await self._note(version, values)
+        return self._ends_run is not None and await self._ends_run(version, values)
 
 
 def evaluation_values(found: Sequence[SetAnswers]) -> dict[str, float]:
-    """The figures of the first set under their own names, and those of every named set as SET/NAME."""
+    """Returns the figures of the first set by their names, and those of every named set as SET/NAME."""
     values = found[0].values()
     for one in found:
         if one.of.name:
@@ -249,7 +257,7 @@ def evaluation_values(found: Sequence[SetAnswers]) -> dict[str, float]:
 
 
 def _texts(found: SetAnswers) -> list[dict[str, str | bool]]:
-    """The first rows with the first answer to each."""
+    """Returns the first data rows, each with the first answer to it."""
     texts: list[dict[str, str | bool]] = [
         {
             "prompt": str(one.row["prompt"]),

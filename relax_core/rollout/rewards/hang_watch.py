@@ -1,4 +1,4 @@
-"""Sees that a reward in the rollout's own process hangs, which stands where nobody can end it."""
+"""Reports a reward that hangs in the rollout's own process, where no other thread can end the call."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from contextlib import contextmanager
 
 from relax_core.contracts.reward import RewardConfig
 
-LOOK_S = 1.0  # a pause of the whole process counts as one look
+CHECK_S = 1.0  # a pause of the whole process counts as one check
 OnHang = Callable[[RuntimeError], None]
 
 
 class HangWatch:
-    """Calls ``on_hang`` once, in a thread of its own, where scoring takes longer than ``config.timeout_s`` an answer.
-    ``shared``: the calls under way share one interpreter, so a second in which n of them are is 1/n second of each."""
+    """Calls ``on_hang`` once, in its own thread, if scoring takes longer than ``config.timeout_s`` per answer.
+
+    ``shared`` means that concurrent calls share one interpreter: of a second with n calls, 1/n second counts for each.
+    """
 
     def __init__(self, config: RewardConfig, on_hang: OnHang, *, shared: bool) -> None:
         self._config = config
@@ -23,11 +25,11 @@ class HangWatch:
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._left_s: dict[object, float] = {}
-        threading.Thread(target=self._look, name="reward-watch", daemon=True).start()
+        threading.Thread(target=self._check, name="reward-watch", daemon=True).start()
 
     @contextmanager
     def scoring(self, answers: int) -> Iterator[None]:
-        """For as long as the block runs, ``answers`` answers are scored; from any thread."""
+        """Marks that ``answers`` answers are scored while the block runs; callable from any thread."""
         call = object()
         with self._lock:
             self._left_s[call] = self._config.timeout_s * answers
@@ -38,14 +40,15 @@ class HangWatch:
                 del self._left_s[call]
 
     def close(self) -> None:
+        """Ends the watching thread."""
         self._closed.set()
 
-    def _look(self) -> None:
-        look_s = min(LOOK_S, self._config.timeout_s)
-        while not self._closed.wait(look_s):
+    def _check(self) -> None:
+        check_s = min(CHECK_S, self._config.timeout_s)
+        while not self._closed.wait(check_s):
             with self._lock:
                 hangs = any(left_s <= 0 for left_s in self._left_s.values())
-                passed_s = look_s / len(self._left_s) if self._shared and self._left_s else look_s
+                passed_s = check_s / len(self._left_s) if self._shared and self._left_s else check_s
                 self._left_s = {call: left_s - passed_s for call, left_s in self._left_s.items()}
             if hangs:
                 self._on_hang(

@@ -1,4 +1,4 @@
-"""How often a reward failed lately, and the end of the run where that is too often."""
+"""Tracks the share of recent answers without a reward and ends the run if it is too high."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Mapping
 
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput
 
-WINDOW_ROWS = 64  # data rows, the answers to each of which are looked at together
-FEWEST_ROWS = 8  # one bad row, all of whose answers fail, says nothing about the others
-LOGGED = 20  # failures whose words are logged
+WINDOW_ROWS = 64  # the newest data rows whose answers count
+FEWEST_ROWS = 8  # a single bad data row, all of whose answers fail, must not end the run
+LOGGED = 20  # the failures that are logged
 log = logging.getLogger(__name__)
 
 
 class RewardsFailed(ValueError):
-    """More answers than ``reward.max_failed`` allows had no reward; the text has the first cause."""
+    """More answers than ``reward.max_failed`` allows had no reward; the text names the first cause."""
 
 
 class RewardFailures:
@@ -29,16 +29,15 @@ class RewardFailures:
 
     @property
     def share(self) -> float:
-        """The share of answers without a reward, over the newest rows; 0 before there are any."""
+        """The share of answers without a reward over the newest data rows; 0 before the first answer."""
         flags = [flag for _, flags in self._rows for flag in flags]
         return sum(flags) / len(flags) if flags else 0.0
 
-    def note(self, given: RewardInput, output: RewardOutput, error: BaseException | None = None) -> None:
-        """One answer was scored. The answers to one row are noted one after the other. ``error``: what the reward
-        raised in this process.
+    def record(self, given: RewardInput, output: RewardOutput, error: BaseException | None = None) -> None:
+        """Records one scored answer; ``error`` is what the reward raised in this process.
 
-        Raises `RewardsFailed` where the share over the newest rows, `FEWEST_ROWS` at least, is above
-        ``reward.max_failed``.
+        The answers to one data row must be recorded one after the other. Raises `RewardsFailed` if the share over the
+        newest rows, at least `FEWEST_ROWS`, is above ``reward.max_failed``.
         """
         if not self._rows or self._rows[-1][0] is not given.row:
             self._rows.append((given.row, []))
@@ -47,7 +46,7 @@ class RewardFailures:
             return
         self._count += 1
         which = ", ".join(word for word in (given.uid and f"sample {given.uid}", given.where) if word)
-        cause = (output.reason or "it gave None without a reason") + (f" ({which})" if which else "")
+        cause = (output.reason or "the reward returned None without a reason") + (f" ({which})" if which else "")
         self._first = self._first or cause
         if self._count <= LOGGED:
             log.warning("no reward, the sample is dropped: %s", cause, exc_info=error)
@@ -56,5 +55,5 @@ class RewardFailures:
         raise RewardsFailed(
             f"reward {self._config.name}: {self.share:.0%} of the answers to the newest {len(self._rows)} data "
             f"rows have no reward, more than reward.max_failed={self._config.max_failed:g}. The first: "
-            f"{self._first}. Mend the reward or the data, or raise reward.max_failed."
+            f"{self._first}. Correct the reward or the data, or raise reward.max_failed."
         ) from error

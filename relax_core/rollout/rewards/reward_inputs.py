@@ -1,4 +1,4 @@
-"""What a reward sees of a response."""
+"""Makes a reward's input from an engine's response."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ def reward_input(
     uid: str = "",
     where: str = "",
 ) -> RewardInput:
-    """The response's text without the token or the string of ``stop`` that ended it; its tokens stay what they are.
-    ``uid`` and ``where``: see `RewardInput`."""
+    """Returns the input with the response's text, without the stop token or the string of ``stop`` that ended it.
+
+    `RewardInput` explains ``uid`` and ``where``.
+    """
     text = response_text(response, tokenizer=tokenizer, stop=stop)
     stopped = response.finish_reason == "stop"
     return RewardInput(response=text, stopped=stopped, answer=str(row["answer"]), row=row, uid=uid, where=where)
 
 
 def response_text(response: Generated, *, tokenizer: PromptTokenizer, stop: Sequence[str]) -> str:
-    """A response's text without the token or the string of ``stop`` that ended it."""
+    """Returns a response's text without the stop token or the string of ``stop`` that ended it."""
     ids = response.output_ids.tolist()
     if response.finish_reason != "stop":
         return tokenizer.decode(ids)

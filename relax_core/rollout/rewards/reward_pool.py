@@ -1,4 +1,4 @@
-"""A run's reward, ready to score: in the event loop, in threads, awaited, or in worker processes that can be killed."""
+"""Scores groups with the run's reward: in the event loop, in threads, awaited, or in killable worker processes."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from relax_core.rollout.rewards.reward_calls import Outcome, score_async, score_
 from relax_core.rollout.rewards.reward_failures import RewardFailures
 from relax_core.rollout.rewards.reward_worker import RewardWorker
 
-IN_LOOP_S = 1e-3  # a group is scored in the event loop where that takes no longer, which a thread's start would add to
-ALONE_S = 1e-3  # an answer whose scoring takes longer has a thread of its own
-_PACE_KEPT = 0.9  # of the longest time lately, a call later: a slow call is forgotten after some tens of quick ones
+IN_LOOP_S = 1e-3  # a group that takes no longer is scored in the event loop, because a thread would add as much
+ALONE_S = 1e-3  # an answer that takes longer is scored in its own thread
+_PACE_KEPT = 0.9  # the factor per call by which a slow answer's time decays, so that it counts for some tens of calls
 
 
 class RewardPool:
-    """One reward, ready to score groups, many at the same time. It belongs to one event loop.
+    """Scores groups with one reward, many at the same time; a pool belongs to one event loop.
 
     An isolated reward runs in ``workers`` child processes. A call that takes longer than ``config.timeout_s`` seconds
-    an answer is killed with its process, which is started anew; its answers get reward None with the reason. So do
-    those of a process that dies, those of an async reward that takes longer, and those of any reward that raises.
+    per answer is killed with its process, which is restarted, and its answers have no reward. Answers also have no
+    reward if their process dies, if an async reward takes too long, or if the reward raises.
 
-    A reward that is not isolated has at most ``concurrency`` calls under way. A plain function runs in threads; the
-    groups of one that takes microseconds are scored in the event loop itself, as a thread costs more than they do.
+    A reward that is not isolated has at most ``concurrency`` calls in flight. A plain function runs in threads, or in
+    the event loop if it takes microseconds, because a thread would cost more than the call.
 
-    ``log_file``: takes what the child processes print. ``on_hang``: is given the error, in another thread, where a
-    reward that is not isolated takes longer than ``config.timeout_s`` an answer and nobody can end it.
+    ``log_file`` receives the output of the child processes. ``on_hang`` is called with an error, in another thread, if
+    a reward that is not isolated takes longer than ``config.timeout_s`` per answer, because such a call cannot be
+    ended.
     """
 
     def __init__(
@@ -55,20 +56,23 @@ class RewardPool:
         for worker in self._workers:
             self._idle.put(worker)
         self._threads = ThreadPoolExecutor(len(self._workers) or concurrency, thread_name_prefix="reward")
-        self._calls = asyncio.Semaphore(concurrency)  # of an async reward
+        self._calls = asyncio.Semaphore(concurrency)  # limits the calls of an async reward
         self._watch = None if spec.isolated or on_hang is None else HangWatch(config, on_hang, shared=not spec.is_async)
-        self._answer_s = float("inf")  # the longest that an answer took lately; unknown before the first group
+        self._answer_s = float("inf")  # the longest recent time of an answer; unknown before the first group
 
     async def score(self, inputs: Sequence[RewardInput]) -> list[RewardOutput]:
-        """The outputs of the answers to one data row, in order. Raises `RewardsFailed` where too many of the newest
-        answers have no reward, and RuntimeError where a worker cannot start or the pool was closed."""
+        """Returns the outputs of the answers to one data row, in order.
+
+        Raises `RewardsFailed` if too many of the newest answers have no reward, and RuntimeError if a worker cannot
+        start or the pool was closed.
+        """
         outcomes = [outcome for call in await self._outcomes(inputs) for outcome in call]
         for given, (output, error) in zip(inputs, outcomes, strict=True):
-            self.failures.note(given, output, error)
+            self.failures.record(given, output, error)
         return [output for output, _ in outcomes]
 
     async def _outcomes(self, inputs: Sequence[RewardInput]) -> list[list[Outcome]]:
-        """Of every call that these answers take, in order."""
+        """Returns the outcomes of each call that scores these answers, in order."""
         each = [inputs] if self._spec.score_group is not None else [[given] for given in inputs]
         if self._spec.is_async:
             return await asyncio.gather(*map(self._awaited, each))
@@ -82,11 +86,11 @@ class RewardPool:
 
     async def _awaited(self, inputs: Sequence[RewardInput]) -> list[Outcome]:
         async with self._calls:
-            with self._hang_watch(2 * len(inputs)):  # one that keeps the event loop to itself is not cancelled
+            with self._hang_watch(2 * len(inputs)):  # a call that blocks the event loop cannot be cancelled
                 return await score_async(self._spec, inputs, self._config)
 
     def _in_worker(self, inputs: Sequence[RewardInput]) -> list[Outcome]:
-        worker = self._idle.get_nowait()  # there are as many threads as workers
+        worker = self._idle.get_nowait()  # never empty, because there are as many threads as workers
         try:
             return [(output, None) for output in worker.score(inputs)]
         finally:
@@ -105,13 +109,15 @@ class RewardPool:
         return nullcontext() if self._watch is None else self._watch.scoring(answers)
 
     def close(self) -> None:
-        """Ends all workers; calls under way in them come back without a reward, and nobody waits for those in threads.
-        May be called twice."""
+        """Ends all workers; may be called twice.
+
+        Calls in flight in worker processes return without a reward. Calls in threads are not waited for.
+        """
         for worker in self._workers:
             worker.stop()
         if self._watch is not None:
             self._watch.close()
-        # A thread that was waiting for a worker has seen it die.
+        # A thread that waits for a worker has noticed the worker's end.
         self._threads.shutdown(wait=bool(self._workers), cancel_futures=True)
         for worker in self._workers:
             worker.close_pipes()

@@ -1,4 +1,4 @@
-"""One worker process of an isolated reward, which is killed and started anew where it hangs or dies."""
+"""Runs one worker process of an isolated reward and restarts the process if it hangs or dies."""
 
 from __future__ import annotations
 
@@ -20,43 +20,47 @@ from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput
 from relax_core.rollout.rewards.reward_frames import HEADER_BYTES, Ready, payload_bytes, to_frame
 
 _START_DEADLINE_S = 120.0
-_END_DEADLINE_S = 10.0  # of a process that was killed
-_CLOSED_S = 10.0  # how long one that closed its pipe may take to end
+_END_DEADLINE_S = 10.0  # the limit for the end of a killed process
+_CLOSED_S = 10.0  # the limit for the end of a process that closed its pipe
 _READ_BYTES = 1 << 16
 
 
-class _Gone(Exception):
+class _WorkerLost(Exception):
     """The worker process died, or did not answer before the deadline; the text says which."""
 
 
 class RewardWorker:
-    """One place for a worker process; a process that is lost is replaced."""
+    """Scores in one worker process; a process that is lost is replaced."""
 
     def __init__(self, config: RewardConfig, log_file: Path | None) -> None:
         self._config = config
         self._log_file = log_file
-        self._lock = threading.Lock()  # between a restart and `stop`
+        self._lock = threading.Lock()  # serialises a restart and `stop`
         self._stopped = False
         self._process = self._start()
         self._ready = False
 
     def score(self, inputs: Sequence[RewardInput]) -> list[RewardOutput]:
-        """One output an input, in order, within ``config.timeout_s`` seconds an input; called by one thread at a time.
-        Raises RuntimeError where the process cannot start or `stop` was called."""
+        """Returns one output per input, in order, within ``config.timeout_s`` seconds per input.
+
+        Must be called by one thread at a time. Raises RuntimeError if the process cannot start or `stop` was called.
+        """
         self._wait_ready()
         limit_s = self._config.timeout_s * len(inputs)
         try:
             return msgspec.msgpack.decode(self._answer(inputs, limit_s=limit_s), type=list[RewardOutput])
-        except _Gone as error:
+        except _WorkerLost as error:
             self._restart()
             return [RewardOutput(reward=None, reason=f"reward {self._config.name}: {error}")] * len(inputs)
 
     def stop(self) -> None:
+        """Kills the process for good; a call in flight returns without a reward."""
         with self._lock:
             self._stopped = True
             self._kill()
 
     def close_pipes(self) -> None:
+        """Closes the pipes to the process."""
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
             pipe.close()
@@ -71,7 +75,7 @@ class RewardWorker:
                 stderr=log,
                 bufsize=0,
                 env=os.environ | {"PYTHONPATH": os.pathsep.join([str(root), *sys.path]), "OMP_NUM_THREADS": "1"},
-                start_new_session=True,  # Ctrl-C is the owner's, and a kill reaches what the reward started
+                start_new_session=True,  # Ctrl-C reaches only the owner, and a kill reaches the reward's own children
             )
         assert process.stdin is not None and process.stdout is not None
         os.set_blocking(process.stdin.fileno(), False)
@@ -98,14 +102,14 @@ class RewardWorker:
             return
         try:
             error = msgspec.msgpack.decode(self._answer(self._config, limit_s=_START_DEADLINE_S), type=Ready).error
-        except _Gone as gone:
-            error = str(gone)
+        except _WorkerLost as lost:
+            error = str(lost)
         if error:
             raise RuntimeError(f"reward {self._config.name}: its worker process could not start: {error}")
         self._ready = True
 
     def _answer(self, message: Any, *, limit_s: float) -> bytes:
-        """What the process says to a message. Raises `_Gone` where that takes longer than ``limit_s`` seconds."""
+        """Returns the process's answer; raises `_WorkerLost` if it takes longer than ``limit_s`` seconds."""
         assert self._process.stdin is not None and self._process.stdout is not None
         to_worker, from_worker = self._process.stdin.fileno(), self._process.stdout.fileno()
         deadline = time.monotonic() + limit_s
@@ -114,7 +118,7 @@ class RewardWorker:
             poll = select.poll()
             poll.register(descriptor, event)
             if not poll.poll(max(0.0, deadline - time.monotonic()) * 1e3):
-                raise _Gone(f"no answer within {limit_s:g} s")
+                raise _WorkerLost(f"no answer within {limit_s:g} s")
 
         def read(count: int) -> bytes:
             received = bytearray()
@@ -135,10 +139,10 @@ class RewardWorker:
                 raise self._died() from None
         return read(payload_bytes(read(HEADER_BYTES)))
 
-    def _died(self) -> _Gone:
+    def _died(self) -> _WorkerLost:
         try:
             code = self._process.wait(_CLOSED_S)
         except subprocess.TimeoutExpired:
-            return _Gone("its worker process closed its pipe and goes on")
+            return _WorkerLost("its worker process closed its pipe and keeps running")
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return _Gone(f"its worker process died ({how})")
+        return _WorkerLost(f"its worker process died ({how})")

@@ -1,8 +1,7 @@
-"""A reward's worker process: ``python -m relax_core.rollout.rewards.reward_worker_main NAME``, a child of a
-`RewardPool`.
+"""The worker process of an isolated reward: ``python -m relax_core.rollout.rewards.reward_worker_main NAME``.
 
-It dies with its owner, whatever kills that: a thread waits for the end of stdin, and where library code never lets
-go of the interpreter, the kernel's CPU timer ends the process.
+A `RewardPool` starts it as a child. It always ends with its owner: a thread waits for the end of stdin, and if library
+code never releases the interpreter, the kernel's CPU timer ends the process.
 """
 
 from __future__ import annotations
@@ -22,22 +21,23 @@ from relax_core.registry import find_reward
 from relax_core.rollout.rewards.reward_calls import score_here
 from relax_core.rollout.rewards.reward_frames import HEADER_BYTES, Ready, payload_bytes, to_frame
 
-_CPU_GRACE_S = 1.0  # the owner kills first; this is for a worker without an owner
+_CPU_GRACE_S = 1.0  # the owner kills a slow worker first; the timer is for a worker without an owner
 
 
 def main() -> None:
+    """Reads the settings, imports the reward and scores until stdin ends."""
     ignore_stop_signals()
     requests = sys.stdin.buffer
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what a library prints must not mix with the replies
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a log that is read while the run goes on
+    os.dup2(2, 1)  # the output of a library must not mix with the replies
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # the log is read while the run goes on
     threading.Thread(target=_exit_with_owner, daemon=True).start()
     config_frame = _read(requests)
     try:
         spec = find_reward(sys.argv[1])
         config = msgspec.msgpack.decode(config_frame, type=spec.config)
         spec.prepare()
-    except Exception as error:  # whatever a plug-in raises reaches the user through the owner
+    except Exception as error:  # plug-in code: the owner reports the error to the user
         replies.write(to_frame(Ready(f"{type(error).__name__}: {error}")))
         raise
     replies.write(to_frame(Ready("")))
@@ -58,7 +58,7 @@ def _read(requests: BinaryIO) -> bytes:
 
 def _exit_with_owner() -> None:
     poll = select.poll()
-    poll.register(sys.stdin.fileno(), 0)  # no events: only the hang-up is reported
+    poll.register(sys.stdin.fileno(), 0)  # an empty event mask reports only the hang-up
     poll.poll()
     os._exit(0)
 

@@ -1,41 +1,38 @@
-"""One made-up group through all functions of an algorithm."""
+"""Tries an algorithm: one made-up group goes through all its functions."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from relax_core.contracts.algorithm import AdvantageInputs, AlgorithmSpec, LossInputs, StepTotals, ValueInputs
+from relax_core.contracts.algorithm import (
+    AdvantageInputs,
+    AlgorithmSpec,
+    LossInputs,
+    Requirements,
+    StepTotals,
+    ValueInputs,
+)
 
-SAMPLES = 8  # of a group, at most
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
+SAMPLES = 8  # the largest number of samples in the group
+TOKENS = 3  # tokens per sample
 TOKENS = 3  # a sample
 
 
 def try_algorithm(spec: AlgorithmSpec, config: Any) -> None:
-    """Calls every function of ``spec`` with tensors as the contract describes them, on the CPU: rewards of which half
-    are 0 and half are 1, log-probs near -1, all tokens trained. Raises what the functions raise, and `WrongResult`."""
+    """Calls every function of ``spec`` with tensors as the contract describes them, on the CPU.
+
+    Half of the rewards are 0 and half are 1, log-probs are near -1, and all tokens are trained. Raises what the
+    functions raise, and `WrongResult`.
+    """
     import torch
 
     requirements = spec.requirements(config)
     samples = min(SAMPLES, config.group_size)
-    tokens = samples * TOKENS
     random = torch.Generator().manual_seed(0)
-
-    def logprobs() -> torch.Tensor:
-        return -1.0 + 0.1 * torch.rand(tokens, generator=random)
-
-    top_k = 0 if requirements.teacher is None else requirements.teacher.top_k
-    rollout = logprobs()
-    group = AdvantageInputs(
-        rewards=(torch.arange(samples) % 2).float(),
-        lengths=torch.full((samples,), TOKENS),
-        loss_mask=torch.ones(tokens, dtype=torch.bool),
-        sample_ids=torch.repeat_interleave(torch.arange(samples), TOKENS),
-        old_logprobs=rollout,
-        rollout_logprobs=rollout,
-        reference_logprobs=logprobs() if requirements.reference else None,
-        teacher_logprobs=logprobs() if requirements.teacher is not None else None,
-        values=torch.zeros(tokens) if requirements.critic else None,
-    )
+    group = _made_up_group(requirements, samples, random)
+    tokens = samples * TOKENS
     advantages = spec.advantages(group, config)
     returns = advantages if spec.returns is None or not requirements.critic else spec.returns(group, advantages, config)
     if spec.normalize is not None and requirements.whole_step:
@@ -43,12 +40,14 @@ def try_algorithm(spec: AlgorithmSpec, config: Any) -> None:
     if spec.drop_group is not None:
         spec.drop_group(group.rewards.tolist(), 0, config)
     spec.denominator(StepTotals(tokens=tokens, samples=samples, groups=1), config)
-    current = logprobs().requires_grad_()
+    top_k = 0 if requirements.teacher is None else requirements.teacher.top_k
+    old_logprobs = group.old_logprobs
+    assert old_logprobs is not None
     outputs = spec.loss(
         LossInputs(
-            logprobs=current,
-            old_logprobs=rollout,
-            rollout_logprobs=rollout,
+            logprobs=_logprobs(tokens, random).requires_grad_(),
+            old_logprobs=old_logprobs,
+            rollout_logprobs=old_logprobs,
             advantages=advantages,
             loss_mask=group.loss_mask,
             sample_ids=group.sample_ids,
@@ -75,3 +74,27 @@ def try_algorithm(spec: AlgorithmSpec, config: Any) -> None:
             ),
             config,
         ).loss_sum.backward()
+
+
+def _made_up_group(requirements: Requirements, samples: int, random: Generator) -> AdvantageInputs:
+    import torch
+
+    tokens = samples * TOKENS
+    rollout = _logprobs(tokens, random)
+    return AdvantageInputs(
+        rewards=(torch.arange(samples) % 2).float(),
+        lengths=torch.full((samples,), TOKENS),
+        loss_mask=torch.ones(tokens, dtype=torch.bool),
+        sample_ids=torch.repeat_interleave(torch.arange(samples), TOKENS),
+        old_logprobs=rollout,
+        rollout_logprobs=rollout,
+        reference_logprobs=_logprobs(tokens, random) if requirements.reference else None,
+        teacher_logprobs=_logprobs(tokens, random) if requirements.teacher is not None else None,
+        values=torch.zeros(tokens) if requirements.critic else None,
+    )
+
+
+def _logprobs(tokens: int, random: Generator) -> Tensor:
+    import torch
+
+    return -1.0 + 0.1 * torch.rand(tokens, generator=random)

@@ -1,7 +1,7 @@
-"""Plug-ins are tried on real rows before anything starts, in a process that is killed where it hangs.
+"""Tries the plug-ins of a run on real data rows before anything starts, in a process that is killed if it hangs.
 
-The env makes the messages of a row, the reward scores the row's own answer, and an algorithm of the user's own takes
-one made-up group from its rewards to a loss.
+The env makes the messages of a data row, the reward scores the row's own answer, and a user's own algorithm takes one
+made-up group from its rewards to a loss.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ import msgspec
 
 from relax_core.rollout.rewards.reward_frames import HEADER_BYTES, payload_bytes, to_frame
 
-START_S = 120.0  # an interpreter, and imports of plug-ins and their libraries
+START_S = 120.0  # the limit for the start of an interpreter and the imports of plug-ins and their libraries
 END_S = 10.0
 _READ_BYTES = 1 << 16
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """``rows``: (where it is from, the row). ``env``, ``reward``, ``algo``: the name of what is tried, and its
-    settings as msgpack; an empty name is not tried. ``call_s``: seconds that one call of an env or a reward
-    may take; a reward has its ``timeout_s`` where that is more."""
+    """What the child process is to try.
+
+    ``rows`` holds data rows with their origin (file and line). ``env``, ``reward`` and ``algo`` are the name of a
+    plug-in and its settings as msgpack; a plug-in with an empty name is not tried. ``call_s`` is the limit of one call
+    of an env or a reward in seconds; a reward has its ``timeout_s`` if that is longer.
+    """
 
     rows: list[tuple[str, dict[str, Any]]]
     env: tuple[str, bytes] = ("", b"")
@@ -40,18 +43,20 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The child begins with something, which takes ``limit_s`` seconds at most."""
+    """The child process starts ``what``, which may take at most ``limit_s`` seconds."""
 
     what: str
     limit_s: float
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The child process has tried everything and found ``problems``."""
+
     problems: list[str]
 
 
 def try_plugins(request: Request) -> list[str]:
-    """What is wrong with the plug-ins, a sentence each; a hang and a crash among them."""
+    """Returns the problems of the plug-ins, one sentence each; a hang and a crash are problems too."""
     root = Path(__file__).parents[3]
     with tempfile.TemporaryFile() as printed:
         process = subprocess.Popen(
@@ -61,12 +66,12 @@ def try_plugins(request: Request) -> list[str]:
             stderr=printed,
             bufsize=0,
             env=os.environ | {"PYTHONPATH": os.pathsep.join([str(root), *sys.path]), "OMP_NUM_THREADS": "1"},
-            start_new_session=True,  # a kill reaches what a plug-in started
+            start_new_session=True,  # a kill then reaches processes that a plug-in started
         )
         assert process.stdin is not None and process.stdout is not None
         try:
             with process.stdin, process.stdout:
-                with suppress(BrokenPipeError):  # it has died, which is told below
+                with suppress(BrokenPipeError):  # the process has died, which is reported below
                     process.stdin.write(to_frame(request))
                 stage = Stage(what="the plug-ins' worker process: its start", limit_s=START_S)
                 while True:

@@ -1,5 +1,4 @@
-"""The process in which plug-ins are tried: ``python -m relax_core.rollout.trial.plugin_trial_main``, of
-`try_plugins`."""
+"""The child process in which `try_plugins` tries plug-ins: ``python -m relax_core.rollout.trial.plugin_trial_main``."""
 
 from __future__ import annotations
 
@@ -24,8 +23,9 @@ ALGORITHM_S = 60.0
 
 
 def main() -> None:
+    """Reads a `Request` from stdin, tries its plug-ins, and writes a `Stage` before each call and `Done` at the end."""
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what a plug-in prints must not mix with the replies
+    os.dup2(2, 1)  # the output of a plug-in must not mix with the replies
     header = sys.stdin.buffer.read(HEADER_BYTES)
     request = msgspec.msgpack.decode(sys.stdin.buffer.read(payload_bytes(header)), type=Request)
     problems = [
@@ -33,23 +33,26 @@ def main() -> None:
         *(_try_reward(request, replies) if request.reward[0] else ()),
         *(_try_algorithm(request, replies) if request.algo[0] else ()),
     ]
-    _say(replies, Done(problems=problems))
+    _send(replies, Done(problems=problems))
 
 
-def _say(replies: BinaryIO, message: Stage | Done) -> None:
+def _send(replies: BinaryIO, message: Stage | Done) -> None:
     replies.write(to_frame(message))
 
 
 def _try_env(request: Request, replies: BinaryIO) -> Iterator[str]:
-    """A wrong type, a hang and a crash. Rows for which it raises are told by the look at the data, which counts them
-    against ``data.max_bad_rows``; of an env with turns, where it raises for every row."""
+    """Yields a problem if the env returns a wrong type, or if an env of several turns raises for every data row.
+
+    Single rows for which an env raises are reported by the check of the data, which counts them against
+    ``data.max_bad_rows``.
+    """
     name, packed = request.env
-    _say(replies, Stage(what=f"env.name={name}: its import", limit_s=START_S))
+    _send(replies, Stage(what=f"env.name={name}: its import", limit_s=START_S))
     spec = find_env(name)
     config = msgspec.msgpack.decode(packed, type=spec.config)
     failed: list[str] = []
     for where, row in request.rows:
-        _say(replies, Stage(what=f"env.name={name}: messages for {where}", limit_s=request.call_s))
+        _send(replies, Stage(what=f"env.name={name}: messages for {where}", limit_s=request.call_s))
         try:
             if spec.messages is not None:
                 spec.messages(row, config)
@@ -58,14 +61,14 @@ def _try_env(request: Request, replies: BinaryIO) -> Iterator[str]:
         except WrongResult as error:
             yield f"env.name={name}: {where}: {error}"
             return
-        except Exception as error:  # foreign code: the look at the data meets it again, row by row
+        except Exception as error:  # plug-in code: the check of the data reports it for each row
             failed.append(f"env.name={name}: {where}: {plugin_words(error)}")
     if spec.has_turns and failed and len(failed) == len(request.rows):
         yield failed[0]
 
 
 async def _open_once(spec: EnvSpec, row: Mapping[str, Any], config: Any) -> None:
-    """Opens an episode and closes it; a step needs a model's response."""
+    """Opens an episode and closes it; no step is made, because a step needs a model's response."""
     assert spec.open is not None
     env = spec.open(EpisodeStart(row=row, group_seed=0, episode_seed=0), config)
     try:
@@ -75,14 +78,14 @@ async def _open_once(spec: EnvSpec, row: Mapping[str, Any], config: Any) -> None
         await _result(env.close())
 
 
-async def _result(came: Any) -> Any:
-    return await came if inspect.isawaitable(came) else came
+async def _result(returned: Any) -> Any:
+    return await returned if inspect.isawaitable(returned) else returned
 
 
 def _try_reward(request: Request, replies: BinaryIO) -> Iterator[str]:
-    """One row's failure says nothing about the others; a wrong type does."""
+    """Yields a problem if the reward returns a wrong type, or if none of the data rows gets a reward."""
     name, packed = request.reward
-    _say(replies, Stage(what=f"reward.name={name}: its import", limit_s=START_S))
+    _send(replies, Stage(what=f"reward.name={name}: its import", limit_s=START_S))
     spec = find_reward(name)
     config = msgspec.msgpack.decode(packed, type=spec.config)
     if (problem := _problem(spec.prepare, f"reward.name={name}: prepare")) is not None:
@@ -94,13 +97,13 @@ def _try_reward(request: Request, replies: BinaryIO) -> Iterator[str]:
         given = RewardInput(response=answer, stopped=True, answer=answer, row=row)
         what = f"reward.name={name}: the score of {where}, with its own answer as the response"
         answers = 1 if spec.score is not None else 2
-        _say(replies, Stage(what=what, limit_s=max(request.call_s, config.timeout_s * answers)))
+        _send(replies, Stage(what=what, limit_s=max(request.call_s, config.timeout_s * answers)))
         try:
             output = _first_output(spec, given, config)
         except WrongResult as error:
             yield f"reward.name={name}: {error}"
             return
-        except Exception as error:  # foreign code: whatever it raises is told
+        except Exception as error:  # plug-in code: the error is reported if no row has a reward
             first = first or f"{what}: {plugin_words(error)}"
             continue
         if output.reward is not None:
@@ -111,23 +114,23 @@ def _try_reward(request: Request, replies: BinaryIO) -> Iterator[str]:
 
 
 def _first_output(spec: RewardSpec, given: RewardInput, config: Any) -> RewardOutput:
-    """A reward of whole groups gets the answer twice, so that a list of the wrong length shows."""
-    came: Any = spec.score(given, config) if spec.score is not None else spec.score_group([given] * 2, config)  # type: ignore[misc]
+    """Returns the first output; a reward of groups gets the answer twice, so that a list of wrong length is noticed."""
+    result: Any = spec.score(given, config) if spec.score is not None else spec.score_group([given] * 2, config)  # type: ignore[misc]
     if spec.is_async:
-        came = asyncio.run(came)
-    output = came if spec.score is not None else came[0]
+        result = asyncio.run(result)
+    output = result if spec.score is not None else result[0]
     assert isinstance(output, RewardOutput), "the registry checks what a reward returns"
     return output
 
 
 def _try_algorithm(request: Request, replies: BinaryIO) -> Iterator[str]:
     name, packed = request.algo
-    _say(replies, Stage(what=f"algo.name={name}: its import", limit_s=START_S))
+    _send(replies, Stage(what=f"algo.name={name}: its import", limit_s=START_S))
     spec = find_algorithm(name)
     config = msgspec.msgpack.decode(packed, type=spec.config)
     import torch  # noqa: F401
 
-    _say(replies, Stage(what=f"algo.name={name}: a made-up group from its rewards to a loss", limit_s=ALGORITHM_S))
+    _send(replies, Stage(what=f"algo.name={name}: a made-up group from its rewards to a loss", limit_s=ALGORITHM_S))
     problem = _problem(lambda: try_algorithm(spec, config), f"algo.name={name}, tried on a made-up group")
     yield from [problem] if problem is not None else []
 
@@ -135,7 +138,7 @@ def _try_algorithm(request: Request, replies: BinaryIO) -> Iterator[str]:
 def _problem(call: Callable[[], Any], what: str) -> str | None:
     try:
         call()
-    except Exception as error:  # foreign code: whatever it raises is told
+    except Exception as error:  # plug-in code: every error is reported
         return f"{what}: {plugin_words(error)}"
     return None
 

@@ -1,4 +1,4 @@
-"""A worker that follows the trainer waits on, however often its own deadline passes, and tells who owes."""
+"""A worker downstream of the trainer retries after each deadline and logs which worker it waits for."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ OWED = "rollout has no group in flight and owes new ones"
 
 
 class CoreBus:
-    """The bus's state machine behind a worker's calls; what cannot come now counts as timed out, and then ``meanwhile``
-    happens."""
+    """The bus's state machine behind a worker's calls; a call that must wait times out and then calls ``meanwhile``."""
 
     def __init__(self, core: BusCore, meanwhile: Callable[[int], object]) -> None:
         self._core, self._meanwhile = core, meanwhile

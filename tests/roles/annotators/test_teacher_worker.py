@@ -1,4 +1,4 @@
-"""Both ways to a teacher's log-probs give the same numbers, those of transformers; and the columns made of them."""
+"""Both teacher scorers give the log-probs of transformers, and the columns made of them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ GROUPS = make_groups([[5, 1, 8], [7, 2], [3]], prompt_lengths=[9, 4, 12], seed=3
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama, whatever family the student is of: a teacher only has to know the same tokens."""
+    """Returns a Llama for any family of the student, because a teacher only needs the same tokens."""
     path = tmp_path_factory.mktemp("teacher")
     make_family_model(path, "llama, llama3 rope", seed=5)
     return path
@@ -65,7 +65,7 @@ def context(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> RunContex
 
 
 class OneEngine:
-    """What `EngineTeacher` uses of a directory; ``lost`` times it gives the address of an engine that is gone."""
+    """The part of a directory that `EngineTeacher` uses; it gives the address of a dead engine ``lost`` times."""
 
     def __init__(self, client: EngineClient, lost: list[EngineClient]) -> None:
         self._client, self._lost = client, lost
@@ -99,7 +99,7 @@ def client(context: RunContext, folder: Path) -> Iterator[EngineClient]:
 
 
 def expected(folder: Path, group: TokenTree) -> list[torch.Tensor]:
-    """Of each sample the log-softmax that predicts its response, ``[tokens, vocab]``."""
+    """Returns for each sample the log-softmax that predicts its response, ``[tokens, vocab]``."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
@@ -144,7 +144,7 @@ def test_forward_and_engine_agree_with_transformers(
 def test_both_score_the_turns_of_trees_of_any_depth(
     context: RunContext, client: EngineClient, folder: Path, top_k: int
 ) -> None:
-    """An engine scores path by path, the forward pass each row once."""
+    """An engine scores each path, and the forward pass each row once."""
     random = np.random.default_rng(5)
     trees = [random_tree(random, uid=f"g{place}", roots=2, vocabulary=VOCABULARY) for place in range(2)]
     by_engine = EngineTeacher(context, OneEngine(client, []), 0, top_k=top_k).score(trees)  # type: ignore[arg-type]
@@ -169,7 +169,7 @@ def test_an_engine_that_died_is_waited_for_but_not_for_ever(context: RunContext,
 
 
 class Fixed:
-    """A teacher whose every log-prob is one number."""
+    """A teacher whose log-probs all equal one number."""
 
     def __init__(self, value: float) -> None:
         self._value = value

@@ -1,4 +1,4 @@
-"""What the trainer leases, and the wait for a whole train step's groups, on the bus's own state machine."""
+"""Leases of a whole train step's groups, on the bus's own state machine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_trainer_leases_what_the_algorithm_needs() -> None:
 
 
 class CoreBus:
-    """The bus's state machine behind the calls that the role makes; what cannot come now counts as timed out."""
+    """The bus's state machine behind the calls that the role makes; a call that must wait times out at once."""
 
     def __init__(self, core: BusCore) -> None:
         self._core = core
@@ -74,7 +74,7 @@ def test_a_whole_step_is_waited_for() -> None:
 
 
 def test_a_lost_groups_replacement_need_not_wait_for_company() -> None:
-    """One of a step's groups ages out after it had its advantages; what replaces it comes alone until the step ends."""
+    """One of a step's groups ages out after it got its advantages; only its replacement comes until the step ends."""
     core = make_core(max_staleness=1)
     old, on_policy, *later = core.admit(4)
     core.put([make_row(old), make_row(on_policy)])

@@ -1,4 +1,4 @@
-"""Addresses of engines, from owners of which one is silent."""
+"""Addresses of engines come from their owners, one of which is silent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.roles.engine.test_engine_owner import context_of
 
 @ray.remote(num_cpus=0, max_concurrency=8)
 class Owner:
-    """An engine's owner, as the directory knows it; it answers once it is let go."""
+    """An engine's owner as the directory sees it; it answers once it is released."""
 
     def __init__(self, url: str, *, held: bool) -> None:
         import threading

@@ -1,4 +1,4 @@
-"""An engine that lives and does not answer is killed; one that answers is not."""
+"""An engine that runs and does not answer is killed; one that answers is not."""
 
 from __future__ import annotations
 

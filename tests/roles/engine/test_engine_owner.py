@@ -1,4 +1,4 @@
-"""Engines' owners: the ports that they take, and when they bring weights."""
+"""Engine owners: the ports of their engines, and when they send weights."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def context_of(config: RelaxConfig, tmp_path: Path) -> RunContext:
 
 @pytest.mark.parametrize("host", [EngineHost, TeacherEngineHost])
 def test_a_fixed_port_is_the_students_and_no_teachers(tmp_path: Path, host: type[EngineHost]) -> None:
-    """Both may be rank 0 of one run."""
+    """Both engines may have rank 0 in one run."""
     config, port = load_config(settle=settle), free_port()
     context = context_of(replace(config, engine=replace(config.engine, port=port)), tmp_path)
     owner = host("owner", context, 0)
@@ -64,32 +64,32 @@ def test_a_fixed_port_is_the_students_and_no_teachers(tmp_path: Path, host: type
 
 
 def test_the_owner_brings_weights_at_once_only_where_no_push_has_been() -> None:
-    catch_up = WeightReconciler(patience_s=60.0)
-    assert catch_up.due(-1, 0, pushed=-1, now=0.0), "a new process"
-    catch_up.brought(4)
-    assert catch_up.due(4, 5, pushed=4, now=1.0), "the trainer may not know this process yet"
+    reconciler = WeightReconciler(retry_after_s=60.0)
+    assert reconciler.due(-1, 0, pushed=-1, now=0.0), "a new process"
+    reconciler.brought(4)
+    assert reconciler.due(4, 5, pushed=4, now=1.0), "the trainer may not know this process yet"
     for version in range(5, 500):
-        assert not catch_up.due(version, version + 1, pushed=version, now=float(version)), "a push is on its way"
-    assert not catch_up.due(500, 501, pushed=500, now=500.0)
-    assert not catch_up.due(500, 501, pushed=500, now=559.0)
-    assert catch_up.due(500, 501, pushed=500, now=560.0)
-    assert not catch_up.due(501, 501, pushed=501, now=561.0)
-    assert not catch_up.due(500, 501, pushed=500, now=562.0), "it had caught up in between"
-    assert catch_up.due(-1, 502, pushed=500, now=563.0), "given up, or a new process"
+        assert not reconciler.due(version, version + 1, pushed=version, now=float(version)), "a push is on its way"
+    assert not reconciler.due(500, 501, pushed=500, now=500.0)
+    assert not reconciler.due(500, 501, pushed=500, now=559.0)
+    assert reconciler.due(500, 501, pushed=500, now=560.0)
+    assert not reconciler.due(501, 501, pushed=501, now=561.0)
+    assert not reconciler.due(500, 501, pushed=500, now=562.0), "it had caught up in between"
+    assert reconciler.due(-1, 502, pushed=500, now=563.0), "given up, or a new process"
 
 
 def test_what_a_push_did_not_bring_is_offered_at_once_and_what_is_refused_again_later() -> None:
-    catch_up = WeightReconciler(patience_s=60.0)
-    assert not catch_up.due(3, 4, pushed=3, now=0.0), "its push is under way"
-    assert catch_up.due(3, 4, pushed=4, now=1.0), "its push was refused"
-    catch_up.offered(3, 4, now=2.0)
-    assert not catch_up.due(3, 4, pushed=4, now=61.0), "so was the owner's offer"
-    assert catch_up.due(3, 4, pushed=4, now=62.0)
-    assert catch_up.due(3, 5, pushed=5, now=3.0), "but not that of the next one"
+    reconciler = WeightReconciler(retry_after_s=60.0)
+    assert not reconciler.due(3, 4, pushed=3, now=0.0), "its push is under way"
+    assert reconciler.due(3, 4, pushed=4, now=1.0), "its push was refused"
+    reconciler.offered(3, 4, now=2.0)
+    assert not reconciler.due(3, 4, pushed=4, now=61.0), "so was the owner's offer"
+    assert reconciler.due(3, 4, pushed=4, now=62.0)
+    assert reconciler.due(3, 5, pushed=5, now=3.0), "but not that of the next one"
 
 
 class RefusedPush:
-    """Between publisher and engine: each push is of other bytes than those published."""
+    """Sits between publisher and engine, and changes the bytes of each push."""
 
     def __init__(self, client: EngineClient) -> None:
         self.url, self.group_ranks, self._client = client.url, client.group_ranks, client
@@ -102,7 +102,8 @@ def test_a_refused_push_is_made_good_by_the_owner_at_once_and_a_damaged_file_is_
     tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:
     """Neither the next version nor the end of engine.sync_timeout_s, which is far away here, is waited for. Where the
-    file that tells the newest version is damaged the owner says so, and goes on with the next version."""
+    file that tells the newest version is damaged the owner says so, and goes on with the next version.
+    """
     config = load_config(settle=settle)
     context = context_of(replace(config, engine=replace(config.engine, sync_timeout_s=3600.0)), tmp_path)
     owner = EngineHost("owner", context, 0)

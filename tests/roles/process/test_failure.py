@@ -1,4 +1,4 @@
-"""What a user reads first of a failure."""
+"""The first cause and the class of a worker's failure."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from relax_core.contracts.bus import BusLost, BusTimeout
 from relax_core.contracts.engine import EngineError, EngineUnreachable
 from relax_core.registry import find_reward
-from relax_core.roles.process.failure import broke_of_others, failure_line, first_cause, what_was_lost
+from relax_core.roles.process.failure import failure_line, first_cause, is_broken_collective, what_was_lost
 from relax_core.weights.version_folder import PublishedUnreadable
 
 PLUGIN = """
@@ -77,7 +77,7 @@ def gone_actor() -> BaseException:
 
 
 def lost_rank() -> BaseException:
-    from relax_core.roles.trainer.worker_group import RankLost
+    from relax_core.roles.process.failure import RankLost
 
     return RankLost("trainer rank 1 was lost")
 
@@ -133,9 +133,9 @@ def test_a_collective_that_breaks_is_of_others_and_a_ranks_own_error_is_not(tmp_
     broken += [lambda: alone.broadcast([torch.zeros(1)], root(1)).wait(), lambda: dist.HashStore().wait(["who"], soon)]
     for call in broken:
         error = caught(call)
-        assert broke_of_others(error), error
+        assert is_broken_collective(error), error
     own = [lambda: torch.zeros(2) @ torch.zeros(3), lambda: alone.broadcast([torch.zeros(1)], root(7))]
     own += [lambda: torch.empty(1 << 60), lambda: [][0]]
     for call in own:
         error = caught(call)
-        assert not broke_of_others(error), error
+        assert not is_broken_collective(error), error

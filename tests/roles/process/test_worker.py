@@ -1,4 +1,4 @@
-"""A worker's life: starts by itself, tells its state, keeps its first failure, ends when it is asked to."""
+"""A worker starts by itself, reports its state, keeps its first failure and stops when it is asked to."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def test_a_long_work_that_goes_on_is_told(context: RunContext) -> None:
 
     def script(worker: Scripted) -> None:
         assert go.wait(60.0)
-        worker.moved_on("writes checkpoint of step 3")
-        worker.moved_on("writes checkpoint of step 3")
+        worker.report_progress("writes checkpoint of step 3")
+        worker.report_progress("writes checkpoint of step 3")
         raise BusClosed(worker.status().detail)
 
     worker = Scripted(context, script)

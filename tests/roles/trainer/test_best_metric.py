@@ -1,4 +1,4 @@
-"""The best evaluation, whose checkpoint stays, and when enough is enough."""
+"""The best evaluation, whose checkpoint is kept, and the end of a run that does not improve."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from relax_core.roles.trainer.best_metric import Best, BestMetric
 
 
 def metric(*values: float, patience: int = 0, candidates: tuple[int, ...] = (10, 20, 30, 40)) -> BestMetric:
-    """After evaluations at 0, 10, 20 … with these values."""
+    """Returns a tracker after evaluations of versions 0, 10, 20 … with these values."""
     best = BestMetric("eval/exact", patience=patience, candidates=candidates, seen={})
     for place, value in enumerate(values):
-        best.take(10 * place, {"exact": value, "reward": 9.0})
+        best.add(10 * place, {"exact": value, "reward": 9.0})
     return best
 
 
@@ -23,7 +23,7 @@ def test_what_is_still_to_be_judged_stays_and_what_was_passed_over_does_not() ->
     assert metric(0.1).kept() == {0, 10, 20, 30, 40}
     assert metric(0.1, 0.5, 0.2).kept() == {10, 30, 40}
     passed_over = metric(0.1)
-    passed_over.take(30, {"exact": 0.05})  # a rollout that was restarted begins with the newest version
+    passed_over.add(30, {"exact": 0.05})  # a rollout that was restarted begins with the newest version
     assert passed_over.kept() == {0, 40}
 
 
@@ -36,14 +36,14 @@ def test_patience_counts_evaluations_since_the_best() -> None:
 
 def test_an_evaluation_that_is_told_twice_counts_once() -> None:
     best = metric(0.5, 0.4, patience=2)
-    best.take(10, {"exact": 0.4})
+    best.add(10, {"exact": 0.4})
     assert not best.exhausted()
     assert best.seen() == {0: 0.5, 10: 0.4}
 
 
 def test_evaluations_before_a_resume_count() -> None:
     best = BestMetric("eval/exact", patience=3, candidates=[30], seen={0: 0.2, 10: 0.7, 20: 0.6})
-    best.take(20, {"exact": 0.6})
-    best.take(30, {"exact": 0.1})
+    best.add(20, {"exact": 0.6})
+    best.add(30, {"exact": 0.1})
     assert best.best() == Best(version=10, value=0.7)
     assert not best.exhausted() and best.kept() == {10}

@@ -1,4 +1,4 @@
-"""What a rank reads of a step's groups: the very trees that the lead would have handed on, each row once a step."""
+"""A rank reads the trees of a step's groups that the lead would have sent, each group once per step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from relax_core.bus.state.bus_state import BusCore
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import Lease, LeasedRow, LeaseLost, LeaseRequest
 from relax_core.contracts.tree import TokenTree
-from relax_core.roles.trainer.rank_batches import RankRows, parts_of
+from relax_core.roles.trainer.rank_batches import RankGroups, parts_of
 from relax_core.train.packing.leased_trees import decode_train_tree
 from relax_core.train.packing.micro_batches import REPEATED, MicroBatcher, split_over_ranks
 from tests.bus.make_rows import make_core, make_row
@@ -25,7 +25,7 @@ STEP, MAX_STALENESS = 2, 1  # the trees' tokens have versions 0, 1 and 2
 
 
 class CoreBus:
-    """The bus's state machine behind `Bus.read`; ``reads``: the groups of each call."""
+    """The bus's state machine behind `Bus.read`; ``reads`` holds the groups of each call."""
 
     def __init__(self, core: BusCore) -> None:
         self._core = core
@@ -39,7 +39,7 @@ class CoreBus:
 
 
 def random_groups(core: BusCore) -> list[TokenTree]:
-    """Put, one for each admission; some have old tokens, episodes that share sampled rows, and several roots."""
+    """Puts one group per admission; some have old tokens, episodes that share sampled rows, and several roots."""
     random = np.random.default_rng(5)
     trees = []
     for admission in core.admit(GROUPS):
@@ -63,12 +63,12 @@ def decoded(rows: Sequence[LeasedRow]) -> list[TokenTree]:
     return [decode_train_tree(row, step=STEP, oldest_version=STEP - MAX_STALENESS)[0] for row in rows]
 
 
-def rank_rows(bus: Any) -> RankRows:
-    return RankRows(bus, columns=COLUMNS, max_staleness=MAX_STALENESS, timeout_s=60.0)
+def rank_rows(bus: Any) -> RankGroups:
+    return RankGroups(bus, columns=COLUMNS, max_staleness=MAX_STALENESS, timeout_s=60.0)
 
 
 def shares_of(trees: Sequence[TokenTree], *, budget_rows: int) -> list[list[list[TokenTree]]]:
-    """Of each micro-batch the share of each of two ranks."""
+    """Returns the share of each of two ranks in each micro-batch."""
     batcher = MicroBatcher(budget_rows, ranks=2)
     batches = [*batcher.add(trees), batcher.flush()]
     return [split_over_ranks(batch, 2) for batch in batches]
@@ -89,7 +89,7 @@ def assert_same_tree(one: TokenTree, other: TokenTree) -> None:
 
 @pytest.mark.parametrize("budget_rows", [40, 100, 100_000])
 def test_what_ranks_read_is_what_the_lead_would_hand_on(budget_rows: int) -> None:
-    """The lead cuts trees without tokens; each rank's parts of the whole trees are those that whole trees give."""
+    """The lead splits trees without tokens; each rank's parts are those that whole trees give."""
     core = make_core(groups_per_step=GROUPS, group_size=64)
     random_groups(core)
     first, second = (leased(core, c.STRUCTURE_COLUMNS, groups=GROUPS // 2) for _ in range(2))

@@ -1,4 +1,4 @@
-"""A run's checkpoints: one cut, written beside the steps, and a failure that is not lost."""
+"""A run's checkpoints are consistent snapshots, are written beside the steps, and report their failures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.roles.run_context import context_in
 
 
 class Lead:
-    """A back end whose state is one number, and whose disk is as slow as the test wants."""
+    """A back end whose state is one number and whose write lasts as long as the test wants."""
 
     def __init__(self) -> None:
         self.state = 0
@@ -52,27 +52,27 @@ def lead() -> Iterator[Lead]:
 
 
 def nobody(words: str) -> None:
-    """Does not care how far a write is."""
+    """Ignores the progress of a write."""
 
 
 def checkpoints(
     lead: Lead,
     run_dir: Path,
     *overrides: str,
-    moved_on: Callable[[str], None] = nobody,
+    report_progress: Callable[[str], None] = nobody,
     **changes: Any,
 ) -> RunCheckpoints:
-    """``changes``: of the run's context."""
+    """Returns the checkpoints of a run; ``changes`` are fields of its context."""
     context = replace(context_in(run_dir, "run.keep_last=9", *overrides), **changes)
     whole: Any = lead
     ranks = Ranks(name="actor-0", lead=whole, other_ranks=[], replicas=[[0]])
     worker_group = TrainerWorkerGroup(ranks, timeout_s=30, waiting=lambda what, *, on: nullcontext())
     bus: Any = Bus(lead)
-    return RunCheckpoints(context, bus=bus, worker_group=worker_group, moved_on=moved_on)
+    return RunCheckpoints(context, bus=bus, worker_group=worker_group, report_progress=report_progress)
 
 
 def saved(run_dir: Path) -> dict[str, tuple[bytes, str]]:
-    """Of each whole checkpoint: the bus's part and the trainer's."""
+    """Returns the bus's and the trainer's part of each complete checkpoint."""
     return {
         folder.name: ((folder / BUS_SNAPSHOT).read_bytes(), (folder / "train").read_text())
         for folder in sorted((run_dir / "checkpoints").glob("step_*"))
@@ -141,7 +141,7 @@ def test_a_disk_that_stands_still_is_told(lead: Lead, tmp_path: Path) -> None:
     one = checkpoints(lead, tmp_path, *SHORT)
     lead.may_write.clear()
     one.save(1)
-    words = r"checkpoint of step 1 is not written: nothing came to the disk for 0.2 s.*run\.stall_timeout_s"
+    words = r"checkpoint of step 1 is not written: nothing was written to the disk for 0.2 s.*run\.stall_timeout_s"
     with pytest.raises(RuntimeError, match=words):
         one.finish()
 
@@ -158,7 +158,7 @@ def test_a_slow_disk_is_waited_for_as_long_as_it_goes_on(lead: Lead, tmp_path: P
         if len(told) == 8:  # looks are STALL_S apart
             lead.may_write.set()
 
-    one = checkpoints(lead, tmp_path, *SHORT, moved_on=a_byte_more)
+    one = checkpoints(lead, tmp_path, *SHORT, report_progress=a_byte_more)
     lead.may_write.clear()
     one.save(1)
     began = time.monotonic()
@@ -179,13 +179,13 @@ def exact(value: float) -> dict[str, float]:
 def test_the_best_evaluations_checkpoint_stays_also_over_a_resume(lead: Lead, tmp_path: Path) -> None:
     one = checkpoints(lead, tmp_path, *BEST, "run.steps=10", data_digest="d1")
     assert [version for version in range(11) if one.due(version)] == [2, 4, 6, 8, 10]
-    assert not one.judge(0, exact(0.1))
+    assert not one.record_evaluation(0, exact(0.1))
     one.save(2)
     one.save(4)  # the evaluation of version 2 is still to come
     assert sorted(saved(tmp_path)) == ["step_00000002", "step_00000004"]
-    assert not one.judge(2, exact(0.9))
+    assert not one.record_evaluation(2, exact(0.9))
     assert (tmp_path / "checkpoints" / "best").resolve().name == "step_00000002"
-    assert not one.judge(4, exact(0.5))
+    assert not one.record_evaluation(4, exact(0.5))
     one.save(6)
     assert sorted(saved(tmp_path)) == ["step_00000002", "step_00000006"]
     run = CheckpointStore.read_meta(tmp_path / "checkpoints" / "step_00000006").run
@@ -193,14 +193,14 @@ def test_the_best_evaluations_checkpoint_stays_also_over_a_resume(lead: Lead, tm
 
     start = {"start_step": 6, "resume_from": tmp_path / "checkpoints" / "step_00000006"}
     resumed = checkpoints(lead, tmp_path, *BEST, "run.steps=10", **start)
-    assert resumed.judge(6, exact(0.3))  # the second in a row that is no better
+    assert resumed.record_evaluation(6, exact(0.3))  # the second in a row that is no better
     resumed.save(8)
     assert sorted(saved(tmp_path)) == ["step_00000002", "step_00000008"]
-    assert not resumed.judge(8, exact(0.95))
+    assert not resumed.record_evaluation(8, exact(0.95))
     assert (tmp_path / "checkpoints" / "best").resolve().name == "step_00000008"
 
 
 def test_without_a_figure_nothing_is_due_and_nothing_ends(lead: Lead, tmp_path: Path) -> None:
     one = checkpoints(lead, tmp_path)
     assert not any(one.due(version) for version in range(100))
-    assert not any(one.judge(version, exact(0.0)) for version in range(100))
+    assert not any(one.record_evaluation(version, exact(0.0)) for version in range(100))

@@ -1,4 +1,4 @@
-"""The trainer's record of a step, against figures worked out by hand."""
+"""The trainer's record of a step, against figures computed by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import LeasedRow
 from relax_core.contracts.train import StepMetrics
-from relax_core.roles.trainer.step_metrics import StepRows, step_values
+from relax_core.roles.trainer.step_metrics import StepGroups, step_values
 from relax_core.roles.trainer.step_timing import StepClock
 from relax_core.train.packing.leased_trees import decode_train_tree
 from relax_core.train.step.updates import StepResult, UpdateMetrics
@@ -24,7 +24,7 @@ from tests.trees import answers_tree
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """``untrained``: so many of its first tokens are masked."""
+    """One answer; its first ``untrained`` tokens are masked."""
 
     reward: float
     tokens: int
@@ -61,9 +61,9 @@ def row(*samples: Answer) -> LeasedRow:
     return LeasedRow(group_uid="g", index=0, uids=uids, versions=versions, columns=columns)
 
 
-def step_rows(rows: Sequence[LeasedRow]) -> StepRows:
+def step_rows(rows: Sequence[LeasedRow]) -> StepGroups:
     groups = [decode_train_tree(row, step=10, oldest_version=0)[0] for row in rows]
-    return StepRows(rows=list(rows), groups=groups, lease_ids=[1])
+    return StepGroups(leased=list(rows), groups=groups, lease_ids=[1])
 
 
 ROWS = step_rows(

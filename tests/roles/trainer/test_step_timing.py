@@ -1,4 +1,4 @@
-"""The parts of a step's time, taken from real calls: each call's time is in the clock once, as what it was."""
+"""The parts of a step's time, measured with real calls; the clock counts each call once, in its part."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from relax_core.roles.trainer.step_timing import StepClock
 
 
 def lease_after(seconds: float, *, waited_s: float) -> Lease:
-    """What a bus that is asked for ``seconds`` answers, of which rows were not ready for ``waited_s``."""
+    """Returns a bus call that takes ``seconds``, of which it waits ``waited_s`` for groups."""
     until = time.perf_counter() + seconds
     while time.perf_counter() < until:
         pass

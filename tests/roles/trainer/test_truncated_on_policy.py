@@ -1,5 +1,6 @@
 """What the engine sampled under top_k, top_p, min_p and bans is on policy for every role: they normalise over the very
-tokens that were left, so ratios are 1 and divergences 0 where the weights are the same."""
+tokens that were left, so ratios are 1 and divergences 0 where the weights are the same.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ Rows = Mapping[str, Sequence[LeasedRow]]  # truncation → groups
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose banned token is likely wherever these prompts lead."""
+    """Returns a model that gives the banned token a high probability after all these prompts."""
     path = tmp_path_factory.mktemp("model")
     model = make_model(None, seed=0, tied=False)
     with torch.no_grad():
@@ -104,7 +105,7 @@ async def responses_to(client: EngineClient, params: SamplingParams) -> list[Gen
 
 
 def rows_of(client: EngineClient, truncations: Mapping[str, dict[str, Any]]) -> Rows:
-    """As the rollout puts them on the bus."""
+    """Returns the groups as the rollout puts them on the bus."""
     found: dict[str, list[LeasedRow]] = {}
     for name, changes in truncations.items():
         params = SamplingParams(n=SAMPLES, max_new_tokens=24, temperature=TEMPERATURE, banned_token_ids=[BANNED])
@@ -137,7 +138,7 @@ def scored(folder: Path, rows: Rows) -> Rows:
 
 
 def scored_by(folder: Path, rows: Rows) -> Rows:
-    """With the columns of actor_fwd, reference, teacher and critic: the same model's log-probs, and values of 0."""
+    """Returns the groups with the columns of actor_fwd, reference, teacher and critic, all of one model."""
     backend = make_backend(folder, trainable=False, temperature=TEMPERATURE, banned_token_ids=[BANNED])
     return {name: [annotated(row, backend) for row in of_name] for name, of_name in rows.items()}
 
@@ -151,7 +152,7 @@ def annotated(row: LeasedRow, backend: Any) -> LeasedRow:
 
 
 def train_groups(rows: Sequence[LeasedRow], spec: AlgorithmSpec, config: Any) -> list[TokenTree]:
-    """As the maker of their advantages and the trainer see them."""
+    """Returns the groups as the advantages role and the trainer see them."""
     requirements = spec.requirements(config)
     advantages = advantage_extras([c.decode_tree(row) for row in rows], spec, config)
     skipped = {c.OLD_LOGPROBS: requirements.old_logprobs == "rollout", c.REFERENCE_LOGPROBS: not requirements.reference}
@@ -166,7 +167,7 @@ def train_groups(rows: Sequence[LeasedRow], spec: AlgorithmSpec, config: Any) ->
 
 
 class Recorded:
-    """An algorithm whose loss keeps what it was given and what it gave."""
+    """An algorithm whose loss records its inputs and outputs."""
 
     def __init__(self, spec: AlgorithmSpec) -> None:
         self.seen: list[tuple[LossInputs, LossOutputs]] = []
@@ -190,7 +191,7 @@ def test_the_ratio_is_one_for_every_algorithm(folder: Path, scored: Rows, algori
 
 
 def check_on_policy(folder: Path, scored: Rows, algorithm: str, old_logprobs: str) -> None:
-    """With a KL to the reference, which is the policy itself: it is 0 wherever it is placed."""
+    """Checks that the KL to the reference, which is the policy itself, is 0 for every placement."""
     recorded = Recorded(find_algorithm(algorithm))
     config: Any = recorded.spec.config(group_size=SAMPLES, old_logprobs=old_logprobs, kl_coef=0.1)
     backend = make_backend(
@@ -242,7 +243,7 @@ def test_the_ratio_is_one_for_every_algorithm_with_sglang(folder: Path, sglang_c
 
 
 def test_a_kl_in_the_reward_charges_nothing_where_policy_and_reference_are_equal(scored: Rows) -> None:
-    """RLOO's default. With log-probs over the whole vocabulary it charged -log(kept mass) a token."""
+    """This is RLOO's default. With log-probs over the whole vocabulary each token would pay -log(kept mass)."""
     spec = find_algorithm("rloo")
     with_kl, without = (
         spec.config(group_size=SAMPLES, kl_coef=coef, kl_placement="reward", kl_estimator="k1") for coef in (1.0, 0.0)
@@ -254,7 +255,7 @@ def test_a_kl_in_the_reward_charges_nothing_where_policy_and_reference_are_equal
 
 
 def test_without_the_list_a_banned_token_takes_a_third_of_the_mass(folder: Path, rows: Rows) -> None:
-    """So the trainer's log-probs are the engine's with the list, and far off without it."""
+    """The trainer's log-probs equal the engine's with the list, and differ much without it."""
     gaps = {}
     for banned in ([BANNED], []):
         backend = make_backend(folder, trainable=False, temperature=TEMPERATURE, banned_token_ids=banned)
@@ -325,7 +326,7 @@ def test_every_role_that_computes_log_probs_leases_the_sets(kind: Any, folder: P
 
 
 class OneEngine:
-    """What `EngineTeacher` uses of a directory."""
+    """The part of a directory that `EngineTeacher` uses."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
@@ -338,7 +339,7 @@ class OneEngine:
 def test_a_teacher_that_is_the_student_has_nothing_to_teach(
     folder: Path, client: EngineClient, scored: Rows, served_by: str, tmp_path: Path
 ) -> None:
-    """Sets that have fewer tokens than the teacher tells are among them."""
+    """Some kept sets have fewer tokens than the teacher returns."""
     top_k = 12
     keys = [f"rollout.temperature={TEMPERATURE}", f"rollout.banned_token_ids=[{BANNED}]", "rollout.top_p=0.9"]
     context = context_of(["algo=distill", *keys], model_folder=folder, run_dir=tmp_path)

@@ -1,4 +1,4 @@
-"""The trainer's calls to engines that stand still: what is waited for, what is not, and in which order they arrive."""
+"""The trainer's calls to stopped engines: which ones are waited for, and in which order they arrive."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["launch", "model_folder", "start_engine"]
 
 
 class Waits:
-    """`Worker.waiting`: what is waited for now."""
+    """Stands for `Worker.waiting` and holds the current waits."""
 
     def __init__(self) -> None:
         self.now: list[str] = []
@@ -55,7 +55,7 @@ class Engines:
 
 @pytest.fixture
 def stopped() -> Iterator[Callable[[Engine], None]]:
-    """Stops engines, which go on at the test's end at the latest."""
+    """Stops engines, which continue at the test's end at the latest."""
     pids: list[int] = []
 
     def stop(engine: Engine) -> None:
@@ -68,7 +68,7 @@ def stopped() -> Iterator[Callable[[Engine], None]]:
 
 
 def has_memory(engine: Engine) -> bool:
-    """Whether it takes a sample in. One without memory leaves it in the queue, also after its thread has had a turn."""
+    """Returns True if the engine starts a sample; without memory it leaves the sample in its queue."""
     with ThreadPoolExecutor() as pool:
         tokens = pool.submit(engine.generate, prompts_of([5, 6]), SamplingParams(max_new_tokens=2))
         deadline = time.monotonic() + 60.0
@@ -84,7 +84,7 @@ def has_memory(engine: Engine) -> bool:
 def test_in_time_sharing_a_stopped_engine_holds_nobody_up_and_gets_its_calls_in_order(
     start_engine: Callable[..., Engine], stopped: Callable[[Engine], None], tmp_path: Path
 ) -> None:
-    """It has given up its memory, and is stopped before the new weights: it takes them, and only then the memory."""
+    """The engine is stopped after it released its memory; it loads the weights before it takes the memory back."""
     lives, slow = start_engine(), start_engine()
     config = load_config()
     context = context_of(replace(config, engine=replace(config.engine, silent_s=1.0)), tmp_path)
@@ -102,7 +102,7 @@ def test_in_time_sharing_a_stopped_engine_holds_nobody_up_and_gets_its_calls_in_
         releasing = pool.submit(sync.release_memory)
         with pytest.raises(TimeoutError):  # the trainer would train in memory that the engine may hold
             releasing.result(1.5)
-        assert waits.now == ["the engines to give up their memory"]
+        assert waits.now == ["the engines to release their memory"]
         os.kill(slow.process.pid, signal.SIGCONT)
         releasing.result(60.0)
     assert slow.version == 1 and not has_memory(slow), "its memory came back after it was given up"

@@ -31,7 +31,7 @@ from relax_core.registry import find_env, find_reward
 from relax_core.rollout.rewards.reward_failures import FEWEST_ROWS, RewardsFailed
 from relax_core.tools.make_tiny import tiny_model_folder
 from tests.contracts.engine.harness import TOKEN, Engine
-from tests.rollout.sampler_harness import GROUP_SIZE, STEP_GROUPS, CoreBus, renamed, sample, within
+from tests.rollout.rollout_loop_harness import GROUP_SIZE, STEP_GROUPS, CoreBus, renamed, sample, within
 from tests.trees import path_of, tree_of
 
 CONTEXT = 192
@@ -52,7 +52,7 @@ def env_of(kind: Callable[[EpisodeStart, Any], BaseInteractionEnv]) -> EnvSpec:
 
 
 def play(engine: Engine, folder: Path, bus: CoreBus, env: EnvSpec, **given: Any) -> list[Any]:
-    """Runs the sampler until the bus has had enough; returns what it recorded."""
+    """Runs the loop until the bus closes; returns the metrics that it recorded."""
     records: list[Any] = []
 
     async def scene() -> None:
@@ -64,14 +64,14 @@ def play(engine: Engine, folder: Path, bus: CoreBus, env: EnvSpec, **given: Any)
 
 
 def path_ids(tree: TokenTree, place: int) -> list[int]:
-    """The token ids of an episode with one segment, from its root to its leaf."""
+    """Returns the token ids of an episode with one segment, from its root to its leaf."""
     rows = path_of(tree, tree.episodes[place].leaves[0])
     ids: list[int] = tree.token_ids[rows].tolist()
     return ids
 
 
 class Echo(BaseInteractionEnv):
-    """Says what it was told, ``turns`` times; a plain env, so that it runs in threads."""
+    """Repeats each response, ``turns`` times; its functions are plain, so that they run in threads."""
 
     turns = 2
 
@@ -92,7 +92,7 @@ class Echo(BaseInteractionEnv):
 
 
 class CountingClient(EngineClient):
-    """Notes how many prompts each request has."""
+    """Records the number of prompts in each request."""
 
     sizes: list[int]
 

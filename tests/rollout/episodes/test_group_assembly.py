@@ -1,4 +1,4 @@
-"""From responses and rewards to a bus row: who is kept, who is dropped and why."""
+"""Groups from responses and rewards: which samples are kept, which are dropped, and why."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def completed(*pairs: tuple[Generated, float | None]) -> object:
 
 
 def test_a_whole_group_is_in_the_order_of_its_samples() -> None:
-    """Responses come in the order of completion; uids, rewards and columns must not."""
+    """Responses arrive in the order of completion; uids, rewards and columns are in the order of samples."""
     row = completed((response(2), 0.2), (response(0), 1.0), (response(1, "length", version=5), 0.1))
     assert not isinstance(row, DroppedGroup)
     assert (row.group_uid, row.index, row.dropped) == ("g00000012", 12, {})
@@ -80,7 +80,7 @@ def test_a_reward_of_none_is_dropped_alone_and_never_becomes_0() -> None:
 
 
 def sets_of(sample: int) -> KeptTokens:
-    """Of its token t: t and some more; one set is the whole vocabulary."""
+    """Returns a kept set per token t with t and some others; one set is the whole vocabulary."""
     sets = [[token, 20 + sample, *range(30, 30 + sample)] for token in range(sample + 2)]
     return KeptTokens.of_lists([list(range(40)), *sets[1:]], vocab_size=40)
 
@@ -152,7 +152,7 @@ def test_a_complete_group_may_be_refused_and_the_refusals_are_counted() -> None:
 
 @pytest.mark.parametrize(("mask", "masks", "versions"), [(False, [1] * 5, [4, 5]), (True, [0, 1, 1, 1, 1], [5, 5])])
 def test_tokens_of_older_weights_are_masked_on_request(mask: bool, masks: list[int], versions: list[int]) -> None:
-    """Then a sample is as old as the newest weights that worked on it; one of a single version is never masked."""
+    """A sample is then as old as the newest weights in it; a sample of a single version is not masked."""
     row = complete_group(
         index=12,
         prompt_ids=[1, 2, 3],
@@ -231,7 +231,7 @@ def test_the_way_of_a_truncated_sample_from_the_engine_to_the_ledger(aggregation
 
 
 def episodes_row(*episodes: tuple[float | None, str, list[list[int]]], **given: Any) -> GroupRow | DroppedGroup:
-    """``episodes``: reward, how it ended, and of each turn the versions of its tokens."""
+    """Returns a group; ``episodes`` holds the reward, the end, and for each turn the versions of its tokens."""
     played = []
     for place, (reward, ended, turns) in enumerate(episodes):
         prompt, made = [1, 2], list[PlayedTurn]()
@@ -254,7 +254,7 @@ def test_an_episode_without_a_reward_is_dropped_alone() -> None:
 
 
 def test_masks_go_by_episode() -> None:
-    """The newest version's tokens of all turns, and nothing of an episode that was cut."""
+    """All turns' tokens of the newest version are trained, and no token of an episode that was cut."""
     given = ((1.0, "env_done", [[3, 4], [4]]), (0.0, "turn_cut", [[5], [5]]), (0.0, "max_turns", [[3]]))
     row = episodes_row(*given, mask_off_policy=True, mask_truncated=True)
     assert isinstance(row, GroupRow)

@@ -1,4 +1,4 @@
-"""The tree of a group's episodes, against a tree of single rows that is made by the words of the contract."""
+"""The tree of a group's episodes, against a tree of single rows that is built as the contract says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from relax_core.contracts.columns import ROUTED_EXPERTS
 from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.tree import TokenTree, check_tree
-from relax_core.rollout.episodes.group_assembly import Answer, one_turn_tree
+from relax_core.rollout.episodes.group_assembly import ScoredResponse, one_turn_tree
 from relax_core.rollout.episodes.tree_builder import PlayedEpisode, PlayedTurn, TreeBuilder, build_tree
 from tests.responses import response
 
@@ -29,7 +29,7 @@ def episode(uid: str, *turns: PlayedTurn, reward: float = 0.0) -> PlayedEpisode:
 
 @dataclass(eq=False)
 class Row:
-    """One row of the plain tree: ``draw`` is the response that sampled it, None where it was observed."""
+    """One row of the plain tree; ``draw`` is the response that sampled it, or None for an observed row."""
 
     token: int
     parent: Row | None
@@ -67,7 +67,7 @@ def agree(row: Row, token: int, experts: tuple[int, ...] | None) -> bool:
 
 
 def plain_tree(episodes: Sequence[PlayedEpisode]) -> tuple[list[Row], list[list[Row]]]:
-    """All rows, depth-first, and the last row of each turn of each episode."""
+    """Returns all rows depth-first, and the last row of each turn of each episode."""
     root, ends = Row(0, None), list[list[Row]]()
     for one in episodes:
         at, own = root, list[Row]()
@@ -121,7 +121,7 @@ def test_a_group_of_one_turn_has_the_tree_of_the_quick_way() -> None:
         "g",
         prompt,
         [
-            Answer(uid=f"g.{k}", response=one, output=RewardOutput(reward=0.0), trained_from=0)
+            ScoredResponse(uid=f"g.{k}", response=one, output=RewardOutput(reward=0.0), trained_from=0)
             for k, one in enumerate(responses)
         ],
     )
@@ -203,12 +203,12 @@ def test_a_place_stays_what_it_was_when_its_run_is_split() -> None:
     short = builder.observe(builder.root, [1, 2])
     assert builder.observe(builder.root, [1, 2, 3, 4]) is long and builder.observe(builder.root, [1, 2]) is short
     builder.sample(short, response([9], versions=0))
-    assert [run.token_ids.tolist() for run in builder.runs()] == [[1, 2], [3, 4], [9]]
+    assert [chain.token_ids.tolist() for chain in builder.chains()] == [[1, 2], [3, 4], [9]]
 
 
 @st.composite
 def groups(draw: st.DrawFn, *, routed: bool) -> list[PlayedEpisode]:
-    """Episodes whose openings, answers and observations agree often, and whose histories are rewritten at times."""
+    """Returns episodes whose openings, answers and observations often agree; some histories are rewritten."""
     token = st.integers(1, 2)
     texts = st.lists(token, min_size=1, max_size=3)
 

@@ -1,4 +1,4 @@
-"""pass@k and maj@k against what they mean: every draw of k answers, counted one by one."""
+"""The estimates of pass@k and maj@k against an enumeration of every draw of k answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def answer(vote: str | None, *, exact: bool = False, reward: float | None = 0.0)
 
 
 def drawn_majority(answers: list[Answer], k: int) -> float:
-    """The mean over all draws; a tie counts as the share of its answers that are right."""
+    """Returns the mean over all draws; a tie counts as the share of its answers that are right."""
     right = {}
     for one in answers:
         right.setdefault(one.vote, one.exact)
@@ -84,7 +84,7 @@ def test_a_greedy_evaluation_has_wilsons_interval() -> None:
 
 
 def test_intervals_follow_the_spread_of_the_prompts() -> None:
-    """Half of the answers are right each time: of half of the prompts all, or of every prompt half."""
+    """Half of the answers are right: all answers of half of the prompts, or half of the answers of every prompt."""
     hard_and_easy = [[answer("a", exact=place < 20)] * 8 for place in range(40)]
     all_alike = [[answer("a", exact=place % 2 == 0) for place in range(8)]] * 40
     first, second = accuracy(hard_and_easy), accuracy(all_alike)

@@ -89,7 +89,7 @@ def asked(
 def test_sets_answers_and_what_is_left_out(
     start_engine: Callable[..., Engine], launch: EngineLaunch, tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One engine for all of it: several sets, several answers, prompts that are too long, rewards that are None."""
+    """One engine serves several sets with several answers, prompts that are too long, and rewards of None."""
     engine = start_engine(model_folder=tiny_folder, engine=dataclasses.replace(launch.engine, context_length=CONTEXT))
     params = SamplingParams(
         n=4, max_new_tokens=8, temperature=1.0, stop_token_ids=maker(tiny_folder).tokenizer.stop_token_ids

@@ -1,4 +1,4 @@
-"""What a reward sees: the text before whatever ended the response."""
+"""A reward's input holds the text before the token or string that ended the response."""
 
 from __future__ import annotations
 

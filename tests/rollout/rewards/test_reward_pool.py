@@ -90,7 +90,7 @@ def make_pool(tmp_path: Path) -> Any:
 
 
 def _given(*responses: str) -> list[RewardInput]:
-    """Answers to one data row."""
+    """Returns answers to one data row."""
     row = {"level": 3}
     return [RewardInput(response=text, stopped=True, answer="a", row=row) for text in responses]
 
@@ -104,7 +104,7 @@ def _pids(pool: RewardPool) -> set[int]:
 
 
 def _alive(pid: int) -> bool:
-    """False also for a zombie: it has ended, whoever has to collect it."""
+    """Returns whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -160,7 +160,7 @@ def test_a_worker_that_closed_its_pipe_is_not_waited_for(make_pool: Any, monkeyp
     monkeypatch.setattr(reward_worker, "_CLOSED_S", 0.2)
     pool = make_pool()
     (output,) = score(pool, _given("close"))
-    assert output.reward is None and "closed its pipe and goes on" in (output.reason or "")
+    assert output.reward is None and "closed its pipe and keeps running" in (output.reason or "")
     assert score(pool, _given("abc"))[0].reward == 3.0
 
 
@@ -227,7 +227,7 @@ def test_too_many_answers_without_a_reward_end_it_with_the_first_cause(make_pool
 
 
 def test_one_bad_row_ends_nothing(make_pool: Any) -> None:
-    """All of its answers fail, before any other row was seen."""
+    """All answers to the row fail before any other row is scored."""
     pool = make_pool(isolated=False, max_failed=0.0)
     outputs = score(pool, _given(*["raise it"] * 50))
     assert [output.reward for output in outputs] == [None] * 50

@@ -1,4 +1,4 @@
-"""Where a reward runs: in the event loop, in threads, awaited, in worker processes; none is in another's way."""
+"""A reward runs in the event loop, in threads, awaited, or in worker processes, without blocking others."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def group_of(*responses: str) -> list[RewardInput]:
 
 
 def scored(pool: RewardPool, *groups: Sequence[RewardInput]) -> list[list[RewardOutput]]:
-    """All groups at once."""
+    """Scores all groups at the same time."""
 
     async def score_all() -> list[list[RewardOutput]]:
         async with asyncio.timeout(LONG_S):
@@ -72,7 +72,7 @@ def test_groups_in_threads_are_under_way_at_once_and_the_event_loop_is_free() ->
 
 
 def test_groups_in_worker_processes_are_under_way_at_once(tmp_path: Path) -> None:
-    """Each waits until all of them have begun."""
+    """Each group waits until all of them have started."""
     path = tmp_path / "waits.py"
     path.write_text(
         f"""

@@ -1,12 +1,15 @@
-"""The sampler's loop with the bus's own state machine and a trainer that takes what it gets: for its tests."""
+"""Runs the rollout loop in tests, with the bus's own state machine and a trainer that consumes every group."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from relax_core.config.schema import Overlong
 from relax_core.contracts import columns as c
@@ -14,7 +17,7 @@ from relax_core.contracts.bus import Admission, BusClosed, BusTimeout, GroupRow,
 from relax_core.contracts.data import BadRow, DataRow, EvalSet
 from relax_core.contracts.engine import SamplingParams
 from relax_core.contracts.env import EnvConfig, EnvSpec
-from relax_core.contracts.reward import RewardSpec
+from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.engines.pool.engine_pool import EnginePool
 from relax_core.engines.protocol.engine_client import EngineClient
@@ -22,9 +25,10 @@ from relax_core.registry import find_env, find_reward
 from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.episodes.episodes import EpisodePlayer
 from relax_core.rollout.episodes.group_assembly import MakeExtras
+from relax_core.rollout.prompt_admissions import RolloutLoopSettings
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_pool import RewardPool
-from relax_core.rollout.rollout_loop import Sampler, SamplerSettings
+from relax_core.rollout.rollout_loop import RolloutLoop
 from relax_core.rollout.weight_update_handler import WeightUpdateHandler
 from tests.bus.make_rows import for_actor, make_core
 from tests.contracts.engine.harness import Engine
@@ -32,11 +36,12 @@ from tests.contracts.engine.harness import Engine
 STEP_GROUPS = 3
 GROUP_SIZE = 2
 CONTEXT = 64
-LONG_S = 120.0  # a deadline that nothing here comes near
+Recorded = tuple[str, int, Mapping[str, float]]  # source, weight version and figures
+LONG_S = 120.0  # a deadline that only a hang reaches
 
 
 class CoreBus:
-    """`BusCore` in the sampler's own event loop, with a trainer that takes a step as soon as its rows are there."""
+    """`BusCore` in the loop's own event loop, with a trainer that makes a step as soon as its groups are there."""
 
     def __init__(
         self,
@@ -101,8 +106,10 @@ def _fields(request: Any) -> dict[str, Any]:
 
 
 class Rows:
-    """Row ``i`` is at place ``i`` of the order, with the prompt ``rev <100 + i>``; ``changes``: other prompts at some
-    indices, None for a row that cannot be used."""
+    """A source whose data row ``i`` has the index ``i`` and the prompt ``rev <100 + i>``.
+
+    ``changes`` maps indices to other prompts, or to None for a data row that cannot be used.
+    """
 
     def __init__(self, changes: Mapping[int, str | None]) -> None:
         self._changes = changes
@@ -138,94 +145,108 @@ async def sample(
     bus: CoreBus,
     *,
     reward: RewardSpec | None = None,
+    reclaimed: Sequence[Admission] = (),
+    client: EngineClient | None = None,
+    workers: int = 1,
+    **options: Any,
+) -> list[Recorded]:
+    """Runs a loop with the ``options`` of `build_loop` until the bus closes; returns the metrics that it recorded."""
+    client = client or engine.new_client()
+    spec = reward or find_reward("reverse_digits")
+    records: list[Recorded] = []
+
+    async def client_for(number: int, refresh: bool) -> Any:
+        return client
+
+    with RewardPool(spec, spec.config(name=spec.name, timeout_s=LONG_S), workers=1, concurrency=8) as rewards:
+        pool = EnginePool(1, client_for, patience_s=60.0)
+        loop = build_loop(folder, bus, pool, rewards, records, workers=workers, **options)
+        await _run_to_end(loop, reclaimed, client, alone=workers == 1)
+    return records
+
+
+def build_loop(
+    folder: Path,
+    bus: CoreBus,
+    pool: EnginePool,
+    rewards: RewardPool,
+    records: list[Recorded],
+    *,
     prompts: Mapping[int, str | None] | None = None,
     bad_rows: BadRows | None = None,
     overlong: Overlong = Overlong.drop,
     gate: Callable[[int], Awaitable[None]] = no_gate,
-    reclaimed: Sequence[Admission] = (),
     max_new_tokens: int = 8,
     temperature: float = 1.0,
     max_aborts: int | None = None,
     mask_truncated: bool = False,
     in_order: bool = False,
-    client: EngineClient | None = None,
     advantages: MakeExtras | None = None,
     env: EnvSpec | None = None,
     env_config: EnvConfig | None = None,
     context: int = CONTEXT,
     worker: int = 0,
     workers: int = 1,
-) -> list[tuple[str, int, Mapping[str, float]]]:
-    """Runs the sampler until the bus has had enough; returns what it recorded."""
-    client = client or engine.new_client()
+) -> RolloutLoop:
+    """Returns a loop over `Rows` with ``prompts`` as their changes; it adds its metrics to ``records``."""
     tokenizer = PromptTokenizer(folder)
-    spec = reward or find_reward("reverse_digits")
     env = env or find_env("single_turn")
     env_config = env_config or env.config(name=env.name)
-    records: list[tuple[str, int, Mapping[str, float]]] = []
-
-    async def client_for(place: int, on_policy: bool) -> Any:
-        return client
-
-    with RewardPool(spec, spec.config(name=spec.name, timeout_s=LONG_S), workers=1, concurrency=8) as rewards:
-        pool = EnginePool(1, client_for, patience_s=60.0)
-        prompt_maker = PromptMaker(
-            env=env,
-            env_config=env_config,
-            tokenizer=tokenizer,
-            max_prompt_tokens=context - 8,
-            overlong=overlong,
-        )
-        sampling = SamplingParams(
+    prompt_maker = PromptMaker(
+        env=env, env_config=env_config, tokenizer=tokenizer, max_prompt_tokens=context - 8, overlong=overlong
+    )
+    settings = RolloutLoopSettings(
+        seed=0,
+        batch_prompts=math.ceil((STEP_GROUPS + bus.core.settings.spare_groups) / workers),
+        sampling=SamplingParams(
             n=GROUP_SIZE,
             max_new_tokens=max_new_tokens,
             temperature=temperature,
             stop_token_ids=tokenizer.stop_token_ids,
+        ),
+        admit_timeout_s=60.0,
+        call_timeout_s=60.0,
+        worker=worker,
+        alone=workers == 1,
+        mask_truncated=mask_truncated,
+        in_order=in_order,
+    )
+    player = handler = None
+    if env.has_turns:
+        player = EpisodePlayer(
+            env=env, env_config=env_config, prompts=prompt_maker, pool=pool, sampling=settings.sampling, seed=0
         )
-        player = None
-        if env.has_turns:
-            player = EpisodePlayer(
-                env=env, env_config=env_config, prompts=prompt_maker, pool=pool, sampling=sampling, seed=0
-            )
-        sampler = Sampler(
-            bus=bus,
-            pool=pool,
-            source=Rows(prompts or {}),
-            prompts=prompt_maker,
-            rewards=rewards,
-            player=player,
-            settings=SamplerSettings(
-                seed=0,
-                batch_prompts=math.ceil((STEP_GROUPS + bus.core.settings.spare_groups) / workers),
-                sampling=sampling,
-                admit_timeout_s=60.0,
-                call_timeout_s=60.0,
-                worker=worker,
-                alone=workers == 1,
-                mask_truncated=mask_truncated,
-                in_order=in_order,
-            ),
-            record=lambda source, version, values: records.append((source, version, values)),
-            gate=gate,
-            bad_rows=bad_rows or BadRows(rows=1000, most=0.05, tell=lambda rows: None),
-            weight_update_handler=None
-            if max_aborts is None
-            else WeightUpdateHandler(bus, pool, max_aborts=max_aborts, call_timeout_s=60.0, worker=worker),
-            advantages=advantages,
-        )
-        try:
-            await sampler.run(reclaimed)
-        except BusClosed:
-            return records
-        finally:
-            await client.aclose()
-            left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
-            assert workers > 1 or not [task for task in left if "Sampler" in repr(task)], left
-    raise AssertionError("the sampler ended by itself")
+    if max_aborts is not None:
+        handler = WeightUpdateHandler(bus, pool, max_aborts=max_aborts, call_timeout_s=60.0, worker=worker)
+    return RolloutLoop(
+        bus=bus,
+        pool=pool,
+        source=Rows(prompts or {}),
+        prompts=prompt_maker,
+        rewards=rewards,
+        player=player,
+        settings=settings,
+        record=lambda source, version, values: records.append((source, version, values)),
+        gate=gate,
+        bad_rows=bad_rows or BadRows(rows=1000, most=0.05, report=lambda rows: None),
+        weight_update_handler=handler,
+        advantages=advantages,
+    )
+
+
+async def _run_to_end(loop: RolloutLoop, reclaimed: Sequence[Admission], client: EngineClient, *, alone: bool) -> None:
+    """Runs the loop until the bus closes; fails if a loop that is alone leaves a task behind."""
+    try:
+        with pytest.raises(BusClosed):
+            await loop.run(reclaimed)
+    finally:
+        await client.aclose()
+        left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        assert not alone or not [task for task in left if "RolloutLoop" in repr(task)], left
 
 
 def renamed(engine: Engine) -> Callable[[int], None]:
-    """The weights in force become those of the next version: their push, without the wait."""
+    """Returns a callback that renames the served weights to the next version, as a push of equal weights would."""
 
     def on_step(version: int) -> None:
         engine.post("/update_weight_version", {"new_version": version})
@@ -234,6 +255,17 @@ def renamed(engine: Engine) -> Callable[[int], None]:
 
 
 async def within(call: Awaitable[None]) -> None:
-    """A loop that does not hear of a failure would wait for ever."""
+    """Awaits ``call`` with a deadline, because a loop that misses a failure would wait for ever."""
     async with asyncio.timeout(LONG_S):
         await call
+
+
+def scored(score: Callable[[RewardInput, Any], RewardOutput]) -> RewardSpec:
+    return dataclasses.replace(find_reward("reverse_digits"), score=score)
+
+
+async def sample_with(
+    engine: Engine, folder: Path, *, put: Callable[[Sequence[GroupRow]], None] = lambda rows: None, **changes: Any
+) -> None:
+    """Runs a loop of two steps whose puts call ``put``."""
+    await sample(engine, folder, CoreBus(steps=2, put=put), **changes)

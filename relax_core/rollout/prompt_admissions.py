@@ -1,0 +1,159 @@
+"""Turns the bus's admissions into prompts that are ready for the engine, and leaves out data rows without a prompt."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from relax_core.contracts.bus import Admission, BusTimeout
+from relax_core.contracts.data import BadRow, DataRow, PromptSource
+from relax_core.contracts.engine import PromptRequest, SamplingParams
+from relax_core.contracts.tree import group_uid
+from relax_core.rollout.bad_rows import BadRows
+from relax_core.rollout.prompt_tokens import PromptMaker
+from relax_core.rollout.sample_seeds import sampling_seed
+from relax_core.rollout.teacher_choice import TeacherOf
+from relax_core.rollout.weight_update_handler import WeightUpdateHandler
+
+AGAIN_S = 1.0  # the timeout for the prompt that replaces a bad data row; the bus has its credit and answers at once
+log = logging.getLogger(__name__)
+
+
+class AdmissionBus(Protocol):
+    """The calls of the bus that admissions need."""
+
+    async def admit_async(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
+        """Waits until groups may be sampled and returns their admissions; raises BusTimeout."""
+
+    async def drop_async(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
+        """Ends a group without training; the ledger keeps the reason."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutLoopSettings:
+    """The settings of a rollout loop.
+
+    ``batch_prompts`` is the largest number of prompts in one engine request. ``worker`` is the rank of the rollout
+    worker, and ``alone`` is True if no other worker asks for admissions. With ``in_order``, groups go to the bus in the
+    order in which their responses arrived, which is equal in every run.
+    """
+
+    seed: int
+    batch_prompts: int
+    sampling: SamplingParams
+    admit_timeout_s: float
+    call_timeout_s: float
+    worker: int = 0
+    alone: bool = True
+    mask_off_policy: bool = False
+    mask_truncated: bool = False
+    in_order: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdmittedPrompt:
+    """An admitted prompt that is ready for the engine; ``where`` is its data row's file and line.
+
+    For an env of several turns the request has no tokens, because the env opens its own episodes.
+    """
+
+    index: int
+    attempt: int
+    row: DataRow
+    where: str
+    request: PromptRequest
+    teacher: str | None
+
+
+class PromptAdmissions:
+    """Asks the bus for admissions and makes their prompts; `RolloutLoop` explains the parameters.
+
+    ``opens_itself`` is True for an env of several turns, whose requests have no tokens yet.
+    """
+
+    def __init__(
+        self,
+        *,
+        bus: AdmissionBus,
+        source: PromptSource,
+        prompts: PromptMaker,
+        settings: RolloutLoopSettings,
+        bad_rows: BadRows,
+        teacher_of: TeacherOf | None,
+        weight_update_handler: WeightUpdateHandler | None,
+        opens_itself: bool,
+    ) -> None:
+        self._bus = bus
+        self._source = source
+        self._prompts = prompts
+        self._settings = settings
+        self._bad_rows = bad_rows
+        self._teacher_of = teacher_of
+        self._weight_update_handler = weight_update_handler
+        self._opens_itself = opens_itself
+
+    async def next(self) -> list[Admission]:
+        """Waits for admissions without a limit, because the trainer may be busy; the controller detects stalls."""
+        settings = self._settings
+        while True:
+            try:
+                return await self._bus.admit_async(
+                    settings.batch_prompts, worker=settings.worker, timeout_s=settings.admit_timeout_s
+                )
+            except BusTimeout as late:
+                log.warning("waits on: %s", late)
+
+    async def prompts(self, admissions: Sequence[Admission]) -> list[AdmittedPrompt]:
+        """Returns the prompts of these admissions that can be used.
+
+        A data row that cannot be used ends its group with the reason, and the next row replaces it at once. Therefore
+        the prompt batches of a worker that is alone are equal in every run with the same data and seed.
+        """
+        prompts: list[AdmittedPrompt] = []
+        while admissions:
+            if self._weight_update_handler is not None:
+                self._weight_update_handler.admit(admissions)
+            left_out = 0
+            for admission in admissions:
+                self._bad_rows.draw(self._source.number(admission.index))
+                try:
+                    prompts.append(self._prompt(admission))
+                except BadRow as error:
+                    left_out += 1
+                    await self.leave_out(admission.index, error)
+            # If other workers ask too, one of them may have taken the credit, and these prompts must not wait for it.
+            admissions = await self._admitted_at_once(left_out) if left_out and self._settings.alone else ()
+        return prompts
+
+    async def leave_out(self, index: int, error: BadRow) -> None:
+        """Ends the group of a data row that cannot be used; raises ValueError if there are too many such rows."""
+        if self._weight_update_handler is not None:
+            self._weight_update_handler.end(index)
+        await self._bus.drop_async(group_uid(index), reason=error.reason, timeout_s=self._settings.call_timeout_s)
+        self._bad_rows.leave_out(self._source.number(index), error)
+
+    async def _admitted_at_once(self, count: int) -> Sequence[Admission]:
+        """Returns no admission if the bus wants no more groups: a group that over-sampling ended leaves no credit."""
+        try:
+            return await self._bus.admit_async(count, worker=self._settings.worker, timeout_s=AGAIN_S)
+        except BusTimeout:
+            return ()
+
+    def _prompt(self, admission: Admission) -> AdmittedPrompt:
+        row = self._source.row(admission.index)
+        where = self._source.where(self._source.number(admission.index))
+        return AdmittedPrompt(
+            index=admission.index,
+            attempt=admission.attempt,
+            row=row,
+            where=where,
+            request=PromptRequest(
+                rid=f"{admission.group_uid}-{admission.attempt}",
+                input_ids=[] if self._opens_itself else self._prompts.tokens(row, where=where),
+                sampling_seed=sampling_seed(self._settings.seed, index=admission.index),
+                min_version=admission.min_version,
+            ),
+            teacher=None if self._teacher_of is None else self._teacher_of(row, where),
+        )

@@ -1,0 +1,100 @@
+"""Other ranks and a bus with groups of several sizes, for the tests of the worker group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from relax_core.bus.factory import create_bus
+from relax_core.bus.ray.ray_bus import RayBus
+from relax_core.config.schema import BusConfig
+from relax_core.contracts import columns as c
+from relax_core.contracts.bus import GroupRow, Lease, LeaseRequest
+from relax_core.contracts.tree import TokenTree
+from relax_core.roles.process.role_context import BUS, RunContext
+from relax_core.roles.trainer.rank_batches import policy_columns
+from tests.roles.run_context import context_in
+from tests.roles.trainer.worker_group_harness import (
+    ANSWERS,
+    STEP,
+)
+from tests.trees import answers_tree, with_tokens
+
+
+@pytest.fixture
+def other_ranks(ray_session: str) -> Iterator[list[Any]]:
+    import ray
+
+    started: list[Any] = []
+    yield started
+    for other_rank in started:
+        ray.kill(other_rank)
+
+
+@pytest.fixture(scope="module")
+def context(ray_session: str, tmp_path_factory: pytest.TempPathFactory) -> RunContext:
+    folder = tmp_path_factory.mktemp("worker_group")
+    return replace(context_in(folder), namespace=f"test-{folder.name}")
+
+
+@pytest.fixture(scope="module")
+def bus(context: RunContext) -> Iterator[RayBus]:
+    """Returns a bus with a group for each of `ANSWERS`; the answers of a group share one prompt of 3 rows."""
+    bus = create_bus(
+        BusConfig(name="ray", lease_s=600.0, call_timeout_s=30.0, inline_bytes=64, max_row_bytes=1 << 20),
+        groups_per_step=len(ANSWERS),
+        group_size=4,
+        max_staleness=1,
+        on_stale="drop",
+        total_steps=10,
+        ledger_path=context.run_dir / "ledger.sqlite",
+        name=BUS,
+        namespace=context.namespace,
+    )
+    for admission, lengths in zip(bus.admit(len(ANSWERS), timeout_s=60.0), ANSWERS, strict=True):
+        first = 100 * admission.index
+        ids = np.arange(first, first + 3 + sum(lengths))
+        tree = answers_tree(admission.group_uid, ids[:3], lengths, ids[3:])
+        tree = with_tokens(tree, advantages=ids[3:] / 8)
+        uids = [f"{admission.group_uid}.{sample}" for sample in range(4)]
+        kept, dropped = uids[: len(lengths)], dict.fromkeys(uids[len(lengths) :], "failed")
+        row = GroupRow(
+            group_uid=admission.group_uid,
+            index=admission.index,
+            uids=kept,
+            versions=[0] * len(kept),
+            columns=c.encode_tree(tree),
+            dropped=dropped,
+        )
+        bus.put([row], timeout_s=60.0)
+    yield bus
+    bus.close(reason="the test is over", timeout_s=60.0)
+    bus.terminate()
+
+
+@pytest.fixture(scope="module")
+def lease(bus: RayBus, context: RunContext) -> Lease:
+    """Returns a lease of all groups without tokens, as the lead of several data-parallel ranks has; no test ends it."""
+    return bus.lease(
+        LeaseRequest(
+            task="actor",
+            columns=policy_columns(context.config),
+            payloads=c.STRUCTURE_COLUMNS,
+            min_groups=len(ANSWERS),
+            max_groups=len(ANSWERS),
+            step=STEP,
+        ),
+        timeout_s=60.0,
+    )
+
+
+@pytest.fixture
+def groups(bus: RayBus, lease: Lease, context: RunContext) -> list[TokenTree]:
+    """Returns the whole groups, as the lead of one data-parallel rank has them."""
+    uids = [row.group_uid for row in lease.rows]
+    columns = policy_columns(context.config)
+    return [c.decode_tree(row) for row in bus.read(lease.lease_id, uids, columns=columns, timeout_s=60.0)]
