@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from relax_core.bus.ledger.ledger_reader import FILTERS, Event, FileBooks, LedgerFile, SampleLife
+from relax_core.bus.ledger.ledger_reader import FILTERS, Event, FileCounts, LedgerFile, SampleLife
 from relax_core.config.errors import nearest
 from relax_core.contracts.tree import Episode, Turn, group_uid, sample_uid
 
@@ -66,7 +66,7 @@ def parse_filters(words: Sequence[str]) -> dict[str, str | int]:
     return filters
 
 
-def look_up(run: Path, filters: dict[str, str | int]) -> tuple[list[SampleLife], FileBooks]:
+def look_up(run: Path, filters: dict[str, str | int]) -> tuple[list[SampleLife], FileCounts]:
     """The samples that fit, none without a filter, and the whole run's books. ValueError says in words what is not
     there, and what is."""
     try:
@@ -184,7 +184,7 @@ def _reward_words(made: Episode) -> str:
     return f"{made.reward:.4g}" + (f" ({parts})" if parts else "")
 
 
-def summary_lines(lives: Sequence[SampleLife], books: FileBooks, filters: dict[str, Any]) -> list[str]:
+def summary_lines(lives: Sequence[SampleLife], books: FileCounts, filters: dict[str, Any]) -> list[str]:
     """Counts of what was asked for, and of the whole run."""
     asked = " ".join(f"{key}={value}" for key, value in filters.items())
     lines = [f"{asked}: {len(lives):,} samples: {_counted(states(lives))}"] if filters else []

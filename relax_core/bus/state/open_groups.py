@@ -1,4 +1,4 @@
-"""The bus's view of one group from its admission to its end."""
+"""The state of one group from its admission to its end."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from relax_core.contracts.bus import Admission, GroupRow, LeasedRow
 
 @dataclass(slots=True, kw_only=True)
 class OpenGroup:
-    """An admitted group that has no end yet. ``row`` is None until rollout puts it.
+    """An admitted group that has no end yet.
 
-    ``worker``: the rollout worker to which it was admitted. ``done``: tasks that worked on it. ``leases``: task → lease
-    id. ``actor_step``: the train step whose lease holds it. ``deliveries``: how often the actor got it.
-    ``newest_version``: of the row's newest token, where its columns tell.
+    ``row`` is None until the rollout puts the complete group. ``worker`` is the rollout worker to which it was
+    admitted. ``done`` holds the tasks that have written their columns. ``leases`` maps each task to its lease id.
+    ``actor_step`` is the train step whose lease holds the group. ``deliveries`` counts how often the actor leased it.
+    ``newest_version`` is the version of its newest token, if its columns contain the episodes.
     """
 
     admission: Admission
@@ -30,23 +31,29 @@ class OpenGroup:
 
     @property
     def in_flight(self) -> bool:
+        """Is True until the rollout puts the complete group."""
         return self.row is None
+
+    def ready_from(self, version: int) -> int:
+        """Returns the weight version from which on the group can be trained; ``version`` is in force."""
+        return self.admission.min_version if self.in_flight else version
 
     @property
     def oldest_version(self) -> int:
-        """Version of the oldest trained token; before the row is here, the oldest that it can be."""
+        """The version of the oldest trained token; while the group is in flight, the oldest that it may have."""
         return self.admission.min_version if self.row is None else min(self.row.versions)
 
     def has_columns(self, columns: Iterable[str]) -> bool:
+        """Returns whether the group is complete and has all these columns."""
         return self.row is not None and all(column in self.row.columns for column in columns)
 
     def leased_row(self, columns: Iterable[str]) -> LeasedRow:
-        """The row as a task sees it. Raises ValueError for a column that it lacks."""
+        """Returns the group with these columns for a lease. Raises ValueError for a column that it lacks."""
         row = self.row
-        assert row is not None, "only rows that are here are leased"
+        assert row is not None, "only complete groups are leased"
         try:
             asked = {column: row.columns[column] for column in columns}
         except KeyError as lacking:
             there = ", ".join(row.columns)
-            raise ValueError(f"bus: row {row.group_uid} has no column {lacking}: ask for one of {there}") from lacking
+            raise ValueError(f"bus: group {row.group_uid} has no column {lacking}: ask for one of {there}") from lacking
         return LeasedRow(group_uid=row.group_uid, index=row.index, uids=row.uids, versions=row.versions, columns=asked)

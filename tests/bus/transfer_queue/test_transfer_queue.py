@@ -226,11 +226,11 @@ def test_a_killed_server_is_named_to_all_who_wait_and_nothing_stays(
         waiting = pool.submit(bus.lease, for_worker(), timeout_s=LONG_S)
         wait_for(lambda: len(bus.waits(timeout_s=T)) == 1)
         os.kill(servers[victim].pid, signal.SIGKILL)
-        with pytest.raises(BusLost, match=f"{servers[victim].title} is gone"):
+        with pytest.raises(BusLost, match=f"{servers[victim].title} has exited"):
             waiting.result(timeout=T)
-        with pytest.raises(BusLost, match=f"{servers[victim].title} is gone"):
+        with pytest.raises(BusLost, match=f"{servers[victim].title} has exited"):
             pool.submit(bus.put, [make_row(one) for one in admissions], timeout_s=LONG_S).result(timeout=T)
-        with pytest.raises(BusLost, match=f"{servers[victim].title} is gone"):
+        with pytest.raises(BusLost, match=f"{servers[victim].title} has exited"):
             pool.submit(bus.progress, timeout_s=LONG_S).result(timeout=T)
     assert not [server.pid for server in servers if psutil.pid_exists(server.pid)]
     assert not Path(servers[0].folder).parent.exists()

@@ -89,7 +89,7 @@ def test_an_ack_is_persisted_even_when_its_next_lease_times_out(make_bus: MakeBu
     bus.put([make_row(admission)], timeout_s=T)
     lease = bus.lease(for_actor(0, groups=1), timeout_s=T)
     with pytest.raises(
-        BusTimeout, match=r"the ack of step 0 is persisted; actor waits for 1 group at step 1 .* rollout"
+        BusTimeout, match=r"the ack of step 0 is recorded; actor waits for 1 group at step 1 .* rollout"
     ):
         bus.ack([lease.lease_id], step=0, dropped={}, then=for_actor(1, groups=1), timeout_s=SHORT)
     assert bus.progress(timeout_s=T).version == 1
