@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import LeasedRow
+from relax_core.contracts.chains import runs_of
 from relax_core.contracts.kept_tokens import KeptTokens
-from relax_core.contracts.tree import Episode, Media, TokenTree, Turn, check_tree, runs_of
+from relax_core.contracts.tree import Episode, Media, TokenTree, Turn, check_tree
 from tests.trees import answers_tree, path_of, random_tree, with_tokens
 
 SEEDS = st.integers(0, 2**31)
@@ -237,7 +238,7 @@ WRONG: dict[str, tuple[Callable[[TokenTree], TokenTree], str]] = {
     ),
     "a log-prob that is no number": (at("logprobs", 4, np.nan), "row 4: its log-prob is nan"),
     "an endless log-prob": (at("logprobs", 5, -np.inf), "row 5: its log-prob is -inf"),
-    "a sampled root": (at("versions", 0, 3), "a sampled row has nothing in front of it"),
+    "a sampled root": (at("versions", 0, 3), "a sampled row has no row before it"),
     "an array of another length": (
         lambda tree: dataclasses.replace(tree, logprobs=tree.logprobs[1:]),
         r"logprobs has shape \[6\], token_ids \[7\]",

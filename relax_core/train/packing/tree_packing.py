@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from relax_core.contracts.tree import TokenTree, together
+from relax_core.contracts.chains import together
+from relax_core.contracts.tree import TokenTree
 
 MASKLESS_SAVES_PAIRS = 2**17  # of token rows: what attention without a mask must save, on a CPU, to be taken
 

@@ -110,5 +110,5 @@ def test_a_file_from_before_token_trees_is_refused_in_words(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with closing(sqlite3.connect(path)) as database:
         database.execute("CREATE TABLE generated (id INTEGER PRIMARY KEY, weight_versions BLOB, rewards BLOB)")
-    with pytest.raises(ValueError, match=r"before token trees wrote it.*Use another run.dir"):
+    with pytest.raises(ValueError, match=r"without token trees.*Use another run.dir"):
         Journal(path)

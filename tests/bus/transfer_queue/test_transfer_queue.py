@@ -72,7 +72,7 @@ def bus(ray_session: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def keys(bus: TransferQueueBus) -> list[str]:
     """What TransferQueue holds for this bus."""
     client = bus.open()
-    return client.call(client.keys(bus.place.partition), timeout_s=T, what="a list of keys")
+    return client.call(client.keys(bus.location.partition), timeout_s=T, what="a list of keys")
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -134,10 +134,10 @@ def test_what_a_dead_writer_left_is_swept(bus: TransferQueueBus) -> None:
     client = bus.open()
     dead = NewSample(f"g00000000:aaaa:{time.time() - 1:.0f}", {"a": PIXELS})
     alive = NewSample.of("g00000001", {"a": PIXELS}, timeout_s=T)
-    client.call(client.put(bus.place.partition, [dead, alive]), timeout_s=T, what="a put")
+    client.call(client.put(bus.location.partition, [dead, alive]), timeout_s=T, what="a put")
     ray.get(bus._actor.sweep.remote(), timeout=T)
     wait_for(lambda: keys(bus) == [alive.key])
-    client.call(client.clear(bus.place.partition, [alive.key]), timeout_s=T, what="a clear")
+    client.call(client.clear(bus.location.partition, [alive.key]), timeout_s=T, what="a clear")
 
 
 def test_abandoned_keys() -> None:
@@ -149,7 +149,7 @@ def test_abandoned_keys() -> None:
 
 def test_a_place_that_another_row_has_now_is_not_read(bus: TransferQueueBus) -> None:
     """TransferQueue gives a freed place to the next sample: a slow reader must not get that one's payload."""
-    client, partition = bus.open(), bus.place.partition
+    client, partition = bus.open(), bus.location.partition
 
     def put(uid: str) -> StoredColumns:
         (stored,) = client.call(
@@ -202,7 +202,7 @@ def test_the_bus_process_is_light(bus: TransferQueueBus) -> None:
 
 
 def test_nothing_listens_on_the_network_and_nobody_else_may_enter(bus: TransferQueueBus) -> None:
-    servers = bus.place.plane.servers
+    servers = bus.location.plane.servers
     assert len(servers) == 3
     for server in servers:
         ours = {int(port) for port in server.ports.values()}
@@ -221,7 +221,7 @@ def test_a_killed_server_is_named_to_all_who_wait_and_nothing_stays(
     from concurrent.futures import ThreadPoolExecutor
 
     with a_bus(tmp_path, f"killed{victim}") as bus, ThreadPoolExecutor(1) as pool:
-        servers = bus.place.plane.servers
+        servers = bus.location.plane.servers
         admissions = bus.admit(2, timeout_s=T)
         waiting = pool.submit(bus.lease, for_worker(), timeout_s=LONG_S)
         wait_for(lambda: len(bus.waits(timeout_s=T)) == 1)
@@ -238,7 +238,7 @@ def test_a_killed_server_is_named_to_all_who_wait_and_nothing_stays(
 
 def test_a_stopped_server_is_named_and_ends_with_the_bus(ray_session: str, tmp_path: Path) -> None:
     with a_bus(tmp_path, "stopped") as bus:
-        servers = bus.place.plane.servers
+        servers = bus.location.plane.servers
         admissions = bus.admit(2, timeout_s=T)
         os.kill(servers[1].pid, signal.SIGSTOP)
         with pytest.raises(BusTimeout, match=f"no answer to a put within 1.0 s.*{servers[1].title}"):
