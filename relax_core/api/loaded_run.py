@@ -82,7 +82,7 @@ class LoadedRun:
         Raises FileNotFoundError where the run has no ledger yet.
         """
         with LedgerFile(self.folder / LEDGER) as ledger:
-            return [_sample_row(life) for life in ledger.lives(filters)]
+            return [_sample_row(life) for life in ledger.samples(filters)]
 
     def frame(self, what: str, **filters: str | int) -> Any:
         """ "curves", "answers" or "samples" as a data frame. Raises ImportError where pandas is not installed."""

@@ -66,7 +66,7 @@ class PromptTokenizer:
         try:
             return self._template.render(**(self._special_tokens | self._arguments | own))
         except Exception as error:  # A template is the model author's code and may raise any error.
-            raise ValueError(f"the chat template does not accept it: {type(error).__name__}: {error}") from error
+            raise ValueError(f"the chat template does not take it: {type(error).__name__}: {error}") from error
 
     def encode_text(self, text: str) -> list[int]:
         """Returns the token ids of a text from `render`."""
@@ -129,7 +129,7 @@ def token_difference(one: Path, other: Path) -> str | None:
     odd = min(set(vocabularies[0].items()) ^ set(vocabularies[1].items()), key=lambda pair: (pair[1], pair[0]))
     ids = [vocabulary.get(odd[0], "not there") for vocabulary in vocabularies]
     sizes = [len(vocabulary) for vocabulary in vocabularies]
-    return f"{odd[0]!r} is {ids[0]} in one folder ({sizes[0]} tokens) and {ids[1]} in the other ({sizes[1]})"
+    return f"{odd[0]!r} is {ids[0]} in the one ({sizes[0]} tokens) and {ids[1]} in the other ({sizes[1]})"
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import strategies as st
 
 from relax_core.contracts.bus import Admission, BusClosed, GroupRow, Lease, LeaseLost, LeaseRequest
-from tests.bus.books_model import FLUSH_S, BooksModel, Saved
+from tests.bus.ledger_model import FLUSH_S, LedgerModel, Saved
 from tests.bus.make_rows import uids_of
 
 LEASE_S = 10.0
@@ -23,7 +23,7 @@ COLUMNS = st.sampled_from([("a",), ("a", "b")])
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 
-class BusModel(BooksModel):
+class BusModel(LedgerModel):
     """What clients do and what goes wrong. Actions take Hypothesis's ``draw``."""
 
     # -- what clients do ----------------------------------------------------------------------------------------

@@ -167,7 +167,7 @@ def test_a_malformed_table_is_named_with_its_place(tmp_path: Path, name: str, te
         _file_source(str(tmp_path / name), eval_size=0, eval_rows=0)
 
 
-FIELDS = r"rows\.csv, line 2: it has not as many fields as the first line, 2"
+FIELDS = r"rows\.csv, line 2: it has another number of fields than the first line, 2"
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ class LedgerFile:
     ) -> None:
         self._database.close()
 
-    def lives(self, filters: Mapping[str, str | int]) -> list[SampleLife]:
+    def samples(self, filters: Mapping[str, str | int]) -> list[SampleLife]:
         """Returns the samples for which one event fits all of ``filters``, in order of issue.
 
         The keys of ``filters`` are those of `FILTERS`; without a filter, all samples are returned. ``step`` and
@@ -140,7 +140,7 @@ class LedgerFile:
             self._made[row[0]] = {one.uid: one for one in decode_episodes(row[1])}
         return self._made[row[0]].get(uid)
 
-    def books(self, *, run_over: bool) -> FileCounts:
+    def counts(self, *, run_over: bool) -> FileCounts:
         """Counts all samples in one pass over the events.
 
         ``run_over`` says that every step is done, so no sample may be open.

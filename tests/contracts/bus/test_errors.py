@@ -53,7 +53,7 @@ def test_what_a_lease_does_not_hold_is_not_read(make_bus: MakeBus) -> None:
     (uid,) = [row.group_uid for row in lease.rows]
     with pytest.raises(ValueError, match=f"lease {lease.lease_id} does not hold {second.group_uid}"):
         bus.read(lease.lease_id, [uid, second.group_uid], columns=("a",), timeout_s=T)
-    with pytest.raises(ValueError, match=f"row {uid} has no column 'tokens': ask for one of a"):
+    with pytest.raises(ValueError, match=f"group {uid} has no column 'tokens': ask for one of a"):
         bus.read(lease.lease_id, [uid], columns=("a", "tokens"), timeout_s=T)
     bus.revoke("advantages", timeout_s=T)
     with pytest.raises(LeaseLost, match=f"lease {lease.lease_id} is not held"):
@@ -71,7 +71,7 @@ def test_a_row_that_ended_in_a_workers_hands_is_not_read(make_bus: MakeBus) -> N
     worker = bus.lease(for_worker(), timeout_s=T)
     trainer = bus.lease(for_actor(0, groups=1), timeout_s=T)
     bus.ack([trainer.lease_id], step=0, dropped={}, timeout_s=T)
-    with pytest.raises(LeaseLost, match=f"row {old.group_uid} of lease {worker.lease_id} has ended"):
+    with pytest.raises(LeaseLost, match=f"group {old.group_uid} of lease {worker.lease_id} has ended"):
         bus.read(worker.lease_id, [old.group_uid], columns=("a",), timeout_s=T)
 
 
@@ -84,7 +84,7 @@ def test_a_wrong_step_is_refused(make_bus: MakeBus) -> None:
     bus.ack([lease.lease_id], step=0, dropped={}, timeout_s=T)
     with pytest.raises(ValueError, match="ack of step 0, but version 1 is in force"):
         bus.ack([lease.lease_id], step=0, dropped={}, timeout_s=T)
-    with pytest.raises(ValueError, match="rows of step 0, version 1 is in force"):
+    with pytest.raises(ValueError, match="groups of step 0, version 1 is in force"):
         bus.lease(for_actor(0), timeout_s=T)
     with pytest.raises(BusTimeout, match="version 1 is in force, actor owes the ack of step 1"):
         bus.lease(for_actor(2), timeout_s=0.05)
@@ -130,7 +130,7 @@ def test_a_write_must_cover_its_rows(make_bus: MakeBus) -> None:
     lease = bus.lease(for_worker(groups=2), timeout_s=T)
     with pytest.raises(ValueError, match="wrong: g00000001"):
         bus.write(lease.lease_id, {first.group_uid: {"b": b"x"}}, timeout_s=T)
-    with pytest.raises(ValueError, match=r"row g\d+ has 600\d bytes"):
+    with pytest.raises(ValueError, match=r"group g\d+ has 600\d bytes"):
         bus.write(lease.lease_id, {a.group_uid: {"b": bytes(6000 - 9)} for a in (first, second)}, timeout_s=T)
     with pytest.raises(ValueError, match="belongs to task advantages"):
         bus.ack([lease.lease_id], step=0, dropped={}, timeout_s=T)
