@@ -63,7 +63,7 @@ class LedgerModel:
         self.worker_leases: list[Lease] = []
         self.issued: set[str] = set()
         self.trained: dict[str, int] = {}  # uid → staleness
-        self.unfilled = 0  # groups that the steps so far could have trained beyond those that they did
+        self.unfilled = 0  # groups that the steps so far could have trained and did not
         self.saved: list[Saved] = []
 
     def new_file(self) -> Path:

@@ -1,4 +1,4 @@
-"""What plug-ins may return, and what is said of the rest."""
+"""Tests which results of plug-ins are accepted, and the errors for the others."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_a_denominator_is_above_0(came: Any) -> None:
 
 
 class TurnsEnv(BaseInteractionEnv):
-    """Returns what it is told to."""
+    """Returns the results that the test gives it."""
 
     def __init__(self, came: Any) -> None:
         self.came = came

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import ray
 
-from relax_core.bus.transfer_queue.data_plane_client import process_exists
 from relax_core.bus.transfer_queue.messages import PlaneAddress, Server
 from relax_core.bus.transfer_queue.server_actors import ControllerHost, StorageHost
 
@@ -69,7 +69,7 @@ class DataPlane:
     def _left_after(self, timeout_s: float) -> list[int]:
         """Returns the ids of processes that still exist after ``timeout_s`` seconds; returns at once when none does."""
         deadline = time.monotonic() + timeout_s
-        while left := [server.pid for server in self.address.servers if process_exists(server.pid)]:
+        while left := [server.pid for server in self.address.servers if psutil.pid_exists(server.pid)]:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.01)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+import psutil
 
 from relax_core.bus.transfer_queue.messages import PlaneAddress, Server, StoredColumns, new_key
 from relax_core.bus.transfer_queue.sockets import use_unix_sockets
@@ -96,7 +97,7 @@ class PlaneClient:
 
     def _require_servers(self, what: str) -> None:
         for server in self._address.servers:
-            if not process_exists(server.pid):
+            if not psutil.pid_exists(server.pid):
                 raise BusLost(f"{server.title} has exited (process {server.pid}, call: {what})")
 
     # -- requests -----------------------------------------------------------------------------------------------
@@ -212,12 +213,3 @@ def _ended(samples: Sequence[StoredColumns]) -> LeaseLost:
     return LeaseLost(
         f"groups of this lease ended while they were read (it had {groups}, …): they were dropped or trained"
     )
-
-
-def process_exists(pid: int) -> bool:
-    """Returns whether a process of this id exists, stopped or running."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

@@ -101,7 +101,7 @@ def test_a_failed_write_is_told_at_the_next_flush(journal: Journal, path: Path) 
     journal.append("issued", "g0", ["g0.0"])
     with pytest.raises(LedgerUnwritable, match=r"ledger\.sqlite: no such table"):
         journal.flush(timeout_s=T)
-    journal.append("issued", "g0", ["g0.0"])  # the bus itself goes on
+    journal.append("issued", "g0", ["g0.0"])  # the bus goes on after a failed write
     with pytest.raises(LedgerUnwritable):
         journal.close(timeout_s=T)
 

@@ -1,4 +1,4 @@
-"""The ledger's file read back: lives of samples, and counts from the events alone."""
+"""Tests of reading the ledger's file: the events of samples, and counts over all events."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_what_a_restore_undid_is_told_as_undone(run: PersistedRun) -> None:
 
 
 def test_a_restore_to_a_later_checkpoint_brings_its_events_back(run: PersistedRun) -> None:
-    """As when a run goes on from an older checkpoint, dies, and then takes the newest."""
+    """A run resumes from an older checkpoint, dies, and then resumes from the newest."""
     run.roll_out(2)
     older = run.core.snapshot()
     run.train()
@@ -128,7 +128,7 @@ def test_a_fresh_start_on_an_old_file_sets_all_of_it_aside(run: PersistedRun) ->
 
 
 def test_event_ids_are_never_used_again(run: PersistedRun) -> None:
-    """What a row's rollout told is found by them, also of what was undone and then lost with the process."""
+    """The payloads of a group are found by event ids, also those of events that were undone and then lost."""
     run.roll_out(2)
     snapshot = run.core.snapshot()
     run.train()
@@ -143,7 +143,7 @@ def test_event_ids_are_never_used_again(run: PersistedRun) -> None:
     assert doubled == 0
 
 
-def test_books_find_what_is_lost_and_what_was_trained_twice(run: PersistedRun) -> None:
+def test_counts_report_lost_and_twice_trained_samples(run: PersistedRun) -> None:
     first, second = run.roll_out(2)
     run.train()
     third, _ = run.roll_out(2)
@@ -158,7 +158,7 @@ def test_books_find_what_is_lost_and_what_was_trained_twice(run: PersistedRun) -
             [],
         )
         assert len(file.counts(run_over=True).lost) == 4
-    # No bus does this; the file is made to tell it.
+    # No bus writes such events, so the test writes them.
     run.journal.append("trained", first.group_uid, uids_of(first)[:1], step=1, versions=[1])
     run.journal.append("dropped", third.group_uid, uids_of(third)[:1], step=1, reason="stale")
     run.journal.flush(timeout_s=T)

@@ -1,4 +1,4 @@
-"""What is special about the Ray backend: processes, the object store, async twins."""
+"""Tests of the Ray backend alone: processes, the object store, asynchronous methods."""
 
 from __future__ import annotations
 

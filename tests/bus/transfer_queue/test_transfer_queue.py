@@ -1,4 +1,4 @@
-"""What is special about the TransferQueue backend: who holds what, what is freed when, and how its processes end."""
+"""Tests of the TransferQueue backend alone: which process holds a payload, when it is freed, how the processes end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from relax_core.contracts.bus import BusLost, BusTimeout, LeaseLost
 from tests.bus.make_rows import for_actor, for_worker, make_row
 
 T = 120.0
-LONG_S = 400.0  # whoever waits for the end of its own deadline comes too late for T
+LONG_S = 400.0  # a call that waits for the end of this deadline is too late for T
 NAMESPACE = "test-transfer-queue"
 PIXELS = bytes(range(256)) * 400  # beyond inline_bytes
 
@@ -64,13 +64,13 @@ def a_bus(tmp_path: Path, name: str) -> Iterator[TransferQueueBus]:
 
 @pytest.fixture(scope="module")
 def bus(ray_session: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TransferQueueBus]:
-    """One for the tests that leave it as it was: no group open, nothing stored."""
+    """Returns a bus for the tests that leave no group open and nothing stored."""
     with a_bus(tmp_path_factory.mktemp("bus"), "shared") as bus:
         yield bus
 
 
 def keys(bus: TransferQueueBus) -> list[str]:
-    """What TransferQueue holds for this bus."""
+    """Returns the keys that TransferQueue holds for this bus."""
     client = bus.open()
     return client.call(client.keys(bus.location.partition), timeout_s=T, what="a list of keys")
 
@@ -83,7 +83,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def train_step(bus: TransferQueueBus, columns: dict[str, bytes]) -> None:
-    """One step of two groups, with a column that another role writes."""
+    """Trains one step of two groups, with a column that another role writes."""
     step = bus.progress(timeout_s=T).version
     rows = [make_row(a, version=step, columns=columns) for a in bus.admit(2, timeout_s=T)]
     bus.put(rows, timeout_s=T)
@@ -147,8 +147,8 @@ def test_abandoned_keys() -> None:
     assert abandoned([key], {key: object()}, now=time.time() + 1000.0) == []
 
 
-def test_a_place_that_another_row_has_now_is_not_read(bus: TransferQueueBus) -> None:
-    """TransferQueue gives a freed place to the next sample: a slow reader must not get that one's payload."""
+def test_an_index_that_another_sample_has_now_is_not_read(bus: TransferQueueBus) -> None:
+    """TransferQueue gives a freed index to the next sample. A slow reader must not get that sample's payload."""
     client, partition = bus.open(), bus.location.partition
 
     def put(uid: str) -> StoredColumns:

@@ -1,4 +1,4 @@
-"""Errors arrive as themselves and name what was wrong."""
+"""Tests that errors arrive with their own type and name the cause."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def test_what_a_lease_does_not_hold_is_not_read(make_bus: MakeBus) -> None:
         bus.read(lease.lease_id, [uid], columns=("a",), timeout_s=T)
 
 
-def test_a_row_that_ended_in_a_workers_hands_is_not_read(make_bus: MakeBus) -> None:
-    """A worker may hold a row that the trainer takes and trains meanwhile."""
+def test_a_leased_group_that_has_ended_is_not_read(make_bus: MakeBus) -> None:
+    """A worker may hold a group that the trainer leases and trains meanwhile."""
     bus = make_bus(groups_per_step=1, max_staleness=0)
     (old,) = bus.admit(1, timeout_s=T)
     bus.put([make_row(old)], timeout_s=T)
