@@ -3,6 +3,9 @@
 An entry is one int32 for each sample, at ``index * group_size + number``: 0 has no end, t + 1 was trained at step t,
 -(r + 1) was dropped with reason number r. Counts are computed from these entries. The closed entries at the beginning
 are counted once, so that every operation costs the same after a million samples.
+
+The entries are the truth for counts and checkpoints: they take four bytes for each sample, and no call to the bus reads
+the disk. The journal is a log of events for people; a run can resume from a checkpoint in a folder without its file.
 """
 
 from __future__ import annotations

@@ -58,10 +58,9 @@ class BusCore:
 
     # -- calls of the rollout --------------------------------------------------------------------------------------
     def admit(self, max_groups: int, *, worker: int = 0) -> list[Admission]:
-        """Admits up to ``max_groups`` groups of a rollout worker and returns their admissions.
+        """Admits up to ``max_groups`` groups of a rollout worker; the list of admissions may be empty.
 
-        The list may be empty. The staleness window limits the groups, and each of several workers has a limit of its
-        own.
+        The staleness window limits the groups, and each of several workers has a limit of its own.
         """
         self._require_running()
         checks.check_admit(max_groups)
@@ -112,10 +111,7 @@ class BusCore:
         return reclaimed
 
     def accepts(self, uid: str) -> bool:
-        """Returns whether a `put` of this group would enter it.
-
-        It is False if the group is complete already, has ended, or was never admitted.
-        """
+        """Returns whether `put` would enter this group: it was admitted, is not complete and has not ended."""
         group = self.groups.get(uid)
         return group is not None and group.in_flight
 
@@ -155,10 +151,7 @@ class BusCore:
             self._end_as_dropped(group, dict.fromkeys(group.uids, reason))
 
     def version_change(self, since_version: int, *, worker: int = 0) -> VersionChange | None:
-        """Returns the new version and the worker's groups that ended in flight since ``since_version``.
-
-        Returns None while ``since_version`` is in force.
-        """
+        """Returns the new version and the worker's groups that ended with it; None before the version changes."""
         self._require_running()
         if self.version == since_version:
             return None
