@@ -177,7 +177,7 @@ class Bus(Protocol):
         A waiting `admit` of this worker raises `LeaseLost`, because only its predecessor can have made the call.
         """
 
-    def put(self, rows: Sequence[GroupRow], *, timeout_s: float) -> None:
+    def put(self, groups: Sequence[GroupRow], *, timeout_s: float) -> None:
         """Enters complete groups. Ignores a group that is in, trained or dropped already (at-least-once delivery)."""
 
     def drop(self, group_uid: str, *, reason: str, timeout_s: float) -> None:

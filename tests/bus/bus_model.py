@@ -104,7 +104,7 @@ class BusModel(LedgerModel):
         lease = self.core.lease(request)
         if lease is not None:
             for leased in lease.rows:
-                row = self.core.groups[leased.group_uid].row
+                row = self.core.groups[leased.group_uid].complete
                 assert row is not None and "b" not in row.columns, "worked on twice"
             self.worker_leases.append(lease)
 

@@ -46,7 +46,7 @@ from relax_core.contracts.bus import (
 
 Answer = bytes | tuple[Any, ...]  # the bytes of a Reply, with the object refs of its blocks if it has any
 
-_row_decoder = msgspec.msgpack.Decoder(list[WireGroup])
+_groups_decoder = msgspec.msgpack.Decoder(list[WireGroup])
 _request_decoder = msgspec.msgpack.Decoder(LeaseRequest)
 _columns_decoder = msgspec.msgpack.Decoder(dict[str, WireColumns])
 
@@ -121,12 +121,12 @@ class BusActor:
     @answers
     async def put(self, body: bytes, blocks: list[Block]) -> None:
         """Enters complete groups and puts the large payloads of accepted groups into the object store."""
-        wire_rows = _row_decoder.decode(body)
-        sized = [_row(wire, _sized(wire.large, blocks)) for wire in wire_rows]
-        self._core.check_rows(sized)
-        accepted = [wire for wire in wire_rows if self._core.accepts(wire.group_uid)]
+        wire_groups = _groups_decoder.decode(body)
+        sized = [_complete_group(wire, _sized(wire.large, blocks)) for wire in wire_groups]
+        self._core.check_groups(sized)
+        accepted = [wire for wire in wire_groups if self._core.accepts(wire.group_uid)]
         refs = [ray.put(block) for block in blocks] if accepted else []
-        self._core.put([_row(wire, _stored(wire.large, blocks, refs)) for wire in accepted])
+        self._core.put([_complete_group(wire, _stored(wire.large, blocks, refs)) for wire in accepted])
         self._changed()
 
     @answers
@@ -161,9 +161,9 @@ class BusActor:
     @answers
     async def write(self, lease_id: int, body: bytes, blocks: list[Block], then: bytes | None, timeout_s: float) -> Any:
         """Adds columns to a lease's groups, ends the lease and waits for the next one if ``then`` asks for one."""
-        rows = _columns_decoder.decode(body)
+        groups = _columns_decoder.decode(body)
         refs = [ray.put(block) for block in blocks]
-        columns = {uid: {**row.columns, **_stored(row.large, blocks, refs)} for uid, row in rows.items()}
+        columns = {uid: {**group.columns, **_stored(group.large, blocks, refs)} for uid, group in groups.items()}
         self._core.write(lease_id, cast(Mapping[str, Mapping[str, bytes]], columns))
         self._changed()
         return (
@@ -259,17 +259,17 @@ class BusActor:
     def pack_lease(self, lease: Lease) -> tuple[Any, tuple[Any, ...]]:
         """Returns the lease as a message, and the object refs of the blocks that it refers to."""
         numbers: dict[ray.ObjectRef, int] = {}
-        rows = []
-        for row in lease.rows:
+        groups = []
+        for group in lease.rows:
             small: dict[str, bytes] = {}
             large: dict[str, BlockLocation] = {}
-            for column, payload in cast(Mapping[str, bytes | _StoredPayload], row.columns).items():
+            for column, payload in cast(Mapping[str, bytes | _StoredPayload], group.columns).items():
                 if isinstance(payload, _StoredPayload):
                     large[column] = (numbers.setdefault(payload.block, len(numbers)), payload.position)
                 else:
                     small[column] = payload
-            rows.append(WireGroup(row.group_uid, row.index, row.uids, row.versions, small, large))
-        return WireLease(lease.lease_id, lease.task, rows, lease.waited_s), tuple(numbers)
+            groups.append(WireGroup(group.group_uid, group.index, group.uids, group.versions, small, large))
+        return WireLease(lease.lease_id, lease.task, groups, lease.waited_s), tuple(numbers)
 
     # -- changes and time ---------------------------------------------------------------------------------------
     def _changed(self) -> None:
@@ -291,7 +291,7 @@ class BusActor:
         self._changed()
 
 
-def _row(wire: WireGroup, large: Mapping[str, Any]) -> GroupRow:
+def _complete_group(wire: WireGroup, large: Mapping[str, Any]) -> GroupRow:
     return GroupRow(
         group_uid=wire.group_uid,
         index=wire.index,

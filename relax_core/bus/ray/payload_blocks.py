@@ -51,7 +51,7 @@ class WireLease(msgspec.Struct, frozen=True, array_like=True):
 
     lease_id: int
     task: str
-    rows: list[WireGroup]
+    groups: list[WireGroup]
     waited_s: float
 
 

@@ -70,13 +70,13 @@ class RayBus:
         """Returns the worker's admissions whose groups are not complete, with one attempt more."""
         return _decode(self._call("reclaim", worker, timeout_s=timeout_s), list[Admission])
 
-    def put(self, rows: Sequence[GroupRow], *, timeout_s: float) -> None:
+    def put(self, groups: Sequence[GroupRow], *, timeout_s: float) -> None:
         """Enters complete groups."""
-        self._call("put", *self._pack_rows(rows), timeout_s=timeout_s)
+        self._call("put", *self._pack_groups(groups), timeout_s=timeout_s)
 
-    async def put_async(self, rows: Sequence[GroupRow], *, timeout_s: float) -> None:
+    async def put_async(self, groups: Sequence[GroupRow], *, timeout_s: float) -> None:
         """Enters complete groups."""
-        await self._call_async("put", *self._pack_rows(rows), timeout_s=timeout_s)
+        await self._call_async("put", *self._pack_groups(groups), timeout_s=timeout_s)
 
     def drop(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
         """Ends a group that is in flight."""
@@ -95,13 +95,15 @@ class RayBus:
         call = self._call_async("wait_version", since_version, worker, timeout_s, timeout_s=timeout_s)
         return _decode(await call, VersionChange)
 
-    def _pack_rows(self, rows: Sequence[GroupRow]) -> tuple[bytes, list[Block]]:
+    def _pack_groups(self, groups: Sequence[GroupRow]) -> tuple[bytes, list[Block]]:
         packer = BlockPacker(inline_bytes=self.settings.inline_bytes)
-        wire_rows = [
-            WireGroup(row.group_uid, row.index, row.uids, row.versions, *packer.split(row.columns), row.dropped)
-            for row in rows
+        wire_groups = [
+            WireGroup(
+                group.group_uid, group.index, group.uids, group.versions, *packer.split(group.columns), group.dropped
+            )
+            for group in groups
         ]
-        return encode(wire_rows), packer.blocks
+        return encode(wire_groups), packer.blocks
 
     # -- calls of workers that lease ------------------------------------------------------------------------------
     def lease(self, request: LeaseRequest, *, timeout_s: float) -> Lease:
@@ -199,8 +201,8 @@ class RayBus:
         if wire is None:
             return None
         blocks: list[Block] = get(refs, timeout_s=timeout_s, what=f"the payloads of a {method}") if refs else []
-        rows = [_leased_row(row, blocks) for row in wire.rows]
-        return Lease(lease_id=wire.lease_id, task=wire.task, rows=rows, waited_s=wire.waited_s)
+        groups = [_leased_group(group, blocks) for group in wire.groups]
+        return Lease(lease_id=wire.lease_id, task=wire.task, rows=groups, waited_s=wire.waited_s)
 
     async def _call_async(self, method: str, *args: Any, timeout_s: float) -> msgspec.Raw:
         reference = getattr(self._actor, method).remote(*args)
@@ -259,7 +261,7 @@ def _decode(value: msgspec.Raw, kind: type[T]) -> T:
     return msgspec.msgpack.decode(value, type=kind)
 
 
-def _leased_row(wire: WireGroup, blocks: list[Block]) -> LeasedRow:
+def _leased_group(wire: WireGroup, blocks: list[Block]) -> LeasedRow:
     return LeasedRow(
         group_uid=wire.group_uid,
         index=wire.index,

@@ -115,31 +115,31 @@ class BusCore:
         group = self.groups.get(uid)
         return group is not None and group.in_flight
 
-    def check_rows(self, rows: Sequence[GroupRow]) -> None:
+    def check_groups(self, groups: Sequence[GroupRow]) -> None:
         """Raises ValueError for the first group that contradicts its admission or is too large."""
-        for row in rows:
-            checks.check_issued(row.group_uid, row.index, issued=self._next_index)
-            checks.check_size(row.group_uid, payload_bytes(row.columns), max_row_bytes=self.settings.max_row_bytes)
-            group = self.groups.get(row.group_uid)
+        for given in groups:
+            checks.check_issued(given.group_uid, given.index, issued=self._next_index)
+            checks.check_size(given.group_uid, payload_bytes(given.columns), max_row_bytes=self.settings.max_row_bytes)
+            group = self.groups.get(given.group_uid)
             if group is not None:
-                checks.check_samples(row, group.uids, version=self.version)
+                checks.check_samples(given, group.uids, version=self.version)
 
-    def put(self, rows: Sequence[GroupRow]) -> None:
+    def put(self, groups: Sequence[GroupRow]) -> None:
         """Enters complete groups: all of them, or none if one is refused. A group without kept samples ends at once."""
         self._require_open()
-        self.check_rows(rows)
-        for row in rows:
-            group = self.groups.get(row.group_uid)
+        self.check_groups(groups)
+        for given in groups:
+            group = self.groups.get(given.group_uid)
             if group is None or not group.in_flight:
                 continue
-            self.ledger.put(row.group_uid, row.uids, row.versions, persisted=persisted_payloads(row.columns))
-            if row.uids:
-                group.row = msgspec.structs.replace(row, columns=dict(row.columns))
+            self.ledger.put(given.group_uid, given.uids, given.versions, persisted=persisted_payloads(given.columns))
+            if given.uids:
+                group.complete = msgspec.structs.replace(given, columns=dict(given.columns))
                 if self.settings.spare_groups:
-                    group.newest_version = newest_version(row.columns)
+                    group.newest_version = newest_version(given.columns)
                 self._drop_if_stale(group)
             else:
-                self._end_as_dropped(group, row.dropped)
+                self._end_as_dropped(group, given.dropped)
 
     def drop(self, uid: str, *, reason: str) -> None:
         """Ends a group that is in flight. Does nothing if the group is complete or has ended."""
@@ -186,17 +186,17 @@ class BusCore:
     def _hand_out(self, request: LeaseRequest, chosen: list[OpenGroup]) -> Lease:
         lease = self.leases.open(request, [group.admission.group_uid for group in chosen])
         payloads = request.columns if request.payloads is None else request.payloads
-        rows = []
+        leased = []
         for group in chosen:
-            row = group.row
-            assert row is not None
+            complete = group.complete
+            assert complete is not None
             group.leases[request.task] = lease.lease_id
             if request.task == checks.ACTOR:
                 group.actor_step = self.version
                 group.deliveries += 1
-                self.ledger.lease(row.group_uid, row.uids, step=self.version, delivery=group.deliveries)
-            rows.append(group.leased_row(payloads))
-        return Lease(lease_id=lease.lease_id, task=lease.task, rows=rows)
+                self.ledger.lease(complete.group_uid, complete.uids, step=self.version, delivery=group.deliveries)
+            leased.append(group.leased_group(payloads))
+        return Lease(lease_id=lease.lease_id, task=lease.task, rows=leased)
 
     def read(self, lease_id: int, group_uids: Sequence[str], columns: Sequence[str]) -> Lease:
         """Returns these groups of a lease with these columns. The lease stays as it is."""
@@ -206,8 +206,8 @@ class BusCore:
         checks.check_read(lease.lease_id, group_uids, held=lease.group_uids)
         if ended := [uid for uid in group_uids if uid not in self.groups]:
             raise LeaseLost(f"group {ended[0]} of lease {lease_id} has ended: it was trained or dropped")
-        rows = [self.groups[uid].leased_row(columns) for uid in group_uids]
-        return Lease(lease_id=lease_id, task=lease.task, rows=rows)
+        leased = [self.groups[uid].leased_group(columns) for uid in group_uids]
+        return Lease(lease_id=lease_id, task=lease.task, rows=leased)
 
     def write(self, lease_id: int, columns: Mapping[str, Mapping[str, bytes]]) -> None:
         """Adds columns to every group of a worker's lease and ends the lease. Skips groups that have ended."""
@@ -217,12 +217,12 @@ class BusCore:
         checks.check_write(lease_id, columns, task=lease.task, held=lease.group_uids)
         written = [(group, columns[uid]) for uid in lease.group_uids if (group := self.groups.get(uid)) is not None]
         for group, payloads in written:
-            assert group.row is not None
-            size = payload_bytes({**group.row.columns, **payloads})
-            checks.check_size(group.row.group_uid, size, max_row_bytes=self.settings.max_row_bytes)
+            assert group.complete is not None
+            size = payload_bytes({**group.complete.columns, **payloads})
+            checks.check_size(group.complete.group_uid, size, max_row_bytes=self.settings.max_row_bytes)
         for group, payloads in written:
-            assert group.row is not None
-            group.row.columns.update(payloads)
+            assert group.complete is not None
+            group.complete.columns.update(payloads)
             group.done.add(lease.task)
             del group.leases[lease.task]
         self.leases.remove(lease_id)
@@ -234,7 +234,7 @@ class BusCore:
         self.expire()
         leases = self.leases.of_step(lease_ids, step)
         groups = [self.groups[uid] for lease in leases for uid in lease.group_uids]
-        checks.check_dropped(dropped, [group.row.uids for group in groups if group.row is not None])
+        checks.check_dropped(dropped, [group.complete.uids for group in groups if group.complete is not None])
         for group in groups:
             self._end_as_trained(group, step=step, masked=dropped)
         for lease in leases:
@@ -337,13 +337,17 @@ class BusCore:
 
     # -- ends of groups and leases ------------------------------------------------------------------------------
     def _end_as_trained(self, group: OpenGroup, *, step: int, masked: Mapping[str, str]) -> None:
-        row = group.row
-        assert row is not None
-        trained = [(uid, version) for uid, version in zip(row.uids, row.versions, strict=True) if uid not in masked]
+        complete = group.complete
+        assert complete is not None
+        trained = [
+            (uid, version) for uid, version in zip(complete.uids, complete.versions, strict=True) if uid not in masked
+        ]
         self._staleness.update(step - version for _, version in trained)
-        self.ledger.train(row.index, row.group_uid, [uid for uid, _ in trained], [v for _, v in trained], step=step)
-        drops = {uid: masked[uid] for uid in row.uids if uid in masked} | row.dropped
-        self.ledger.drop(row.index, row.group_uid, drops, step=step)
+        self.ledger.train(
+            complete.index, complete.group_uid, [uid for uid, _ in trained], [v for _, v in trained], step=step
+        )
+        drops = {uid: masked[uid] for uid in complete.uids if uid in masked} | complete.dropped
+        self.ledger.drop(complete.index, complete.group_uid, drops, step=step)
         del self.groups[group.admission.group_uid]
 
     def _end_as_dropped(self, group: OpenGroup, reasons: Mapping[str, str]) -> None:
@@ -355,20 +359,20 @@ class BusCore:
         """Ends a group that no train step needs any more, and returns whether it did."""
         if group.actor_step is not None or not is_surplus(group, self.settings, version=self.version):
             return False
-        if group.row is None:
+        if group.complete is None:
             self._retired.add(self.version, group)
             self._end_as_dropped(group, dict.fromkeys(group.uids, OVER_SAMPLED))
         else:
-            self._end_as_dropped(group, dict.fromkeys(group.row.uids, OVER_SAMPLED) | group.row.dropped)
+            self._end_as_dropped(group, dict.fromkeys(group.complete.uids, OVER_SAMPLED) | group.complete.dropped)
         return True
 
     def _drop_if_stale(self, group: OpenGroup) -> None:
         """Ends a waiting group that left the window: it can never be trained, and its slot is free at once."""
-        row = group.row
-        if row is None or group.actor_step is not None or self.settings.on_stale != "drop":
+        complete = group.complete
+        if complete is None or group.actor_step is not None or self.settings.on_stale != "drop":
             return
         if group.oldest_version < self.version - self.settings.max_staleness:
-            self._end_as_dropped(group, dict.fromkeys(row.uids, STALE) | row.dropped)
+            self._end_as_dropped(group, dict.fromkeys(complete.uids, STALE) | complete.dropped)
 
     def _end_lease(self, lease: HeldLease, *, reason: str) -> None:
         self.leases.remove(lease.lease_id)
@@ -378,9 +382,9 @@ class BusCore:
                 continue
             del group.leases[lease.task]
             if lease.step is not None:
-                assert group.row is not None
+                assert group.complete is not None
                 group.actor_step = None
-                self.ledger.give_back(uid, group.row.uids, step=lease.step, reason=reason)
+                self.ledger.give_back(uid, group.complete.uids, step=lease.step, reason=reason)
                 self._drop_if_stale(group)
 
     # -- checks of calls ----------------------------------------------------------------------------------------

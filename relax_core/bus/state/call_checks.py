@@ -76,26 +76,27 @@ def check_issued(uid: str, index: int | None, *, issued: int) -> None:
         raise ValueError(f"bus: group {uid!r} (index {index}) was never admitted: use the admission's uid and index")
 
 
-def check_samples(row: GroupRow, issued: Sequence[str], *, version: int) -> None:
+def check_samples(group: GroupRow, issued: Sequence[str], *, version: int) -> None:
     """Refuses a group whose samples or versions contradict its admission.
 
     ``issued`` lists the uids that the admission opened. ``version`` is the version in force; an engine may have the
     next version before the trainer acknowledges its step, so ``version + 1`` is allowed.
     """
-    named = [*row.uids, *row.dropped]
+    named = [*group.uids, *group.dropped]
     if len(named) != len(issued) or set(named) != set(issued):
         wrong = sorted(set(named) ^ set(issued)) or sorted({uid for uid in named if named.count(uid) > 1})
         raise ValueError(
-            f"bus: group {row.group_uid} must name each of its {len(issued)} samples once, as kept or as dropped; "
+            f"bus: group {group.group_uid} must name each of its {len(issued)} samples once, as kept or as dropped; "
             f"wrong: {', '.join(wrong[:4])}"
         )
-    if len(row.versions) != len(row.uids):
+    if len(group.versions) != len(group.uids):
         raise ValueError(
-            f"bus: group {row.group_uid} has {len(row.uids)} samples and {len(row.versions)} versions: give one each"
+            f"bus: group {group.group_uid} has {len(group.uids)} samples and {len(group.versions)} versions: give one "
+            "version for each sample"
         )
-    if max(row.versions, default=0) > version + 1:
+    if max(group.versions, default=0) > version + 1:
         raise ValueError(
-            f"bus: group {row.group_uid} names weights {max(row.versions)}, but version {version} is in force: no "
+            f"bus: group {group.group_uid} names weights {max(group.versions)}, but version {version} is in force: no "
             "engine can have them. Does an engine serve another run's weights?"
         )
 

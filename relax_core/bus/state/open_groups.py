@@ -12,7 +12,7 @@ from relax_core.contracts.bus import Admission, GroupRow, LeasedRow
 class OpenGroup:
     """An admitted group that has no end yet.
 
-    ``row`` is None until the rollout puts the complete group. ``worker`` is the rollout worker to which it was
+    ``complete`` is None until the rollout puts the complete group. ``worker`` is the rollout worker to which it was
     admitted. ``done`` holds the tasks that have written their columns. ``leases`` maps each task to its lease id.
     ``actor_step`` is the train step whose lease holds the group. ``deliveries`` counts how often the actor leased it.
     ``newest_version`` is the version of its newest token, if its columns contain the episodes.
@@ -22,7 +22,7 @@ class OpenGroup:
     uids: tuple[str, ...]
     admitted_at: float
     worker: int
-    row: GroupRow | None = None
+    complete: GroupRow | None = None
     done: set[str] = field(default_factory=set)
     leases: dict[str, int] = field(default_factory=dict)
     actor_step: int | None = None
@@ -32,7 +32,7 @@ class OpenGroup:
     @property
     def in_flight(self) -> bool:
         """Is True until the rollout puts the complete group."""
-        return self.row is None
+        return self.complete is None
 
     def ready_from(self, version: int) -> int:
         """Returns the weight version from which on the group can be trained; ``version`` is in force."""
@@ -41,19 +41,23 @@ class OpenGroup:
     @property
     def oldest_version(self) -> int:
         """The version of the oldest trained token; while the group is in flight, the oldest that it may have."""
-        return self.admission.min_version if self.row is None else min(self.row.versions)
+        return self.admission.min_version if self.complete is None else min(self.complete.versions)
 
     def has_columns(self, columns: Iterable[str]) -> bool:
         """Returns whether the group is complete and has all these columns."""
-        return self.row is not None and all(column in self.row.columns for column in columns)
+        return self.complete is not None and all(column in self.complete.columns for column in columns)
 
-    def leased_row(self, columns: Iterable[str]) -> LeasedRow:
+    def leased_group(self, columns: Iterable[str]) -> LeasedRow:
         """Returns the group with these columns for a lease. Raises ValueError for a column that it lacks."""
-        row = self.row
-        assert row is not None, "only complete groups are leased"
+        group = self.complete
+        assert group is not None, "only complete groups are leased"
         try:
-            asked = {column: row.columns[column] for column in columns}
+            asked = {column: group.columns[column] for column in columns}
         except KeyError as lacking:
-            there = ", ".join(row.columns)
-            raise ValueError(f"bus: group {row.group_uid} has no column {lacking}: ask for one of {there}") from lacking
-        return LeasedRow(group_uid=row.group_uid, index=row.index, uids=row.uids, versions=row.versions, columns=asked)
+            there = ", ".join(group.columns)
+            raise ValueError(
+                f"bus: group {group.group_uid} has no column {lacking}: ask for one of {there}"
+            ) from lacking
+        return LeasedRow(
+            group_uid=group.group_uid, index=group.index, uids=group.uids, versions=group.versions, columns=asked
+        )

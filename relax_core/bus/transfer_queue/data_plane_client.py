@@ -133,9 +133,9 @@ class PlaneClient:
             )
         )
         found = {
-            position: row
-            for positions, rows in zip(groups.values(), answers, strict=True)
-            for position, row in zip(positions, rows, strict=True)
+            position: columns
+            for positions, answer in zip(groups.values(), answers, strict=True)
+            for position, columns in zip(positions, answer, strict=True)
         }
         return [found[position] for position in range(len(wanted))]
 

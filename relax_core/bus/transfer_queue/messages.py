@@ -79,7 +79,7 @@ class StoredLease(msgspec.Struct, frozen=True, array_like=True):
 
     lease_id: int
     task: str
-    rows: list[StoredGroup]
+    groups: list[StoredGroup]
     waited_s: float
 
 

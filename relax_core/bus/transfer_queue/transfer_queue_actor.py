@@ -31,7 +31,7 @@ from relax_core.contracts.bus import BusLost, GroupRow, Lease
 SWEEP_S = 30.0  # interval of the search for samples whose writers died
 TIDY_TIMEOUT_S = 60.0
 
-_row_decoder = msgspec.msgpack.Decoder(list[StoredGroup])
+_groups_decoder = msgspec.msgpack.Decoder(list[StoredGroup])
 _columns_decoder = msgspec.msgpack.Decoder(dict[str, WrittenColumns])
 
 
@@ -77,16 +77,16 @@ class TransferQueueBusActor(BusActor):
     @answers
     async def put(self, body: bytes) -> None:
         """Enters complete groups whose payloads are stored already."""
-        rows = [self._group_row(row) for row in _row_decoder.decode(body)]
-        self._core.put(rows)
+        groups = [self._complete_group(group) for group in _groups_decoder.decode(body)]
+        self._core.put(groups)
         self._changed()
 
     @answers
     async def write(self, lease_id: int, body: bytes, then: bytes | None, timeout_s: float) -> Any:
         """Adds columns whose payloads are stored already, and ends the lease."""
         written = {
-            uid: {**row.columns, **self._payloads([row.stored] if row.stored else [])}
-            for uid, row in _columns_decoder.decode(body).items()
+            uid: {**group.columns, **self._payloads([group.stored] if group.stored else [])}
+            for uid, group in _columns_decoder.decode(body).items()
         }
         self._core.write(lease_id, cast(Mapping[str, Mapping[str, bytes]], written))
         self._changed()
@@ -99,14 +99,14 @@ class TransferQueueBusActor(BusActor):
         process_id, settings, _ = await super().describe()
         return process_id, settings, encode(self._location)
 
-    def _group_row(self, row: StoredGroup) -> GroupRow:
+    def _complete_group(self, group: StoredGroup) -> GroupRow:
         return GroupRow(
-            group_uid=row.group_uid,
-            index=row.index,
-            uids=row.uids,
-            versions=row.versions,
-            columns={**row.columns, **self._payloads(row.stored)},
-            dropped=row.dropped,
+            group_uid=group.group_uid,
+            index=group.index,
+            uids=group.uids,
+            versions=group.versions,
+            columns={**group.columns, **self._payloads(group.stored)},
+            dropped=group.dropped,
         )
 
     def _payloads(self, stored: list[StoredColumns]) -> dict[str, Any]:
@@ -120,19 +120,21 @@ class TransferQueueBusActor(BusActor):
 
     def pack_lease(self, lease: Lease) -> tuple[StoredLease, tuple[Any, ...]]:
         """Returns the lease with the location of its payloads, which the client fetches."""
-        rows = []
-        for row in lease.rows:
+        groups = []
+        for group in lease.rows:
             inline: dict[str, bytes] = {}
             stored: dict[str, StoredColumns] = {}
-            for column, payload in cast(Mapping[str, bytes | _StoredPayload], row.columns).items():
+            for column, payload in cast(Mapping[str, bytes | _StoredPayload], group.columns).items():
                 if isinstance(payload, _StoredPayload):
                     sample = payload.sample
                     one = stored.setdefault(sample.key, StoredColumns(sample.key, sample.index, {}))
                     one.sizes[column] = payload.nbytes
                 else:
                     inline[column] = payload
-            rows.append(StoredGroup(row.group_uid, row.index, row.uids, row.versions, inline, list(stored.values())))
-        return StoredLease(lease.lease_id, lease.task, rows, lease.waited_s), ()
+            groups.append(
+                StoredGroup(group.group_uid, group.index, group.uids, group.versions, inline, list(stored.values()))
+            )
+        return StoredLease(lease.lease_id, lease.task, groups, lease.waited_s), ()
 
     # -- the data plane -----------------------------------------------------------------------------------------
     async def _watch(self, title: str, host: Any) -> None:

@@ -64,21 +64,21 @@ class TransferQueueBus(RayBus):
             return self._client
 
     # -- calls that store payloads ------------------------------------------------------------------------------
-    def put(self, rows: Sequence[GroupRow], *, timeout_s: float) -> None:
+    def put(self, groups: Sequence[GroupRow], *, timeout_s: float) -> None:
         """Stores the payloads, then enters the groups."""
         deadline = time.monotonic() + timeout_s
-        samples = [NewSample.of(row.group_uid, row.columns, timeout_s=timeout_s) for row in rows]
+        samples = [NewSample.of(group.group_uid, group.columns, timeout_s=timeout_s) for group in groups]
         stored = self._store(samples, timeout_s=timeout_s)
-        self._call("put", _pack_rows(rows, stored), timeout_s=_left_s(deadline))
+        self._call("put", _pack_groups(groups, stored), timeout_s=_left_s(deadline))
 
-    async def put_async(self, rows: Sequence[GroupRow], *, timeout_s: float) -> None:
+    async def put_async(self, groups: Sequence[GroupRow], *, timeout_s: float) -> None:
         """Stores the payloads, then enters the groups."""
         deadline = time.monotonic() + timeout_s
-        samples = [NewSample.of(row.group_uid, row.columns, timeout_s=timeout_s) for row in rows]
+        samples = [NewSample.of(group.group_uid, group.columns, timeout_s=timeout_s) for group in groups]
         client = await asyncio.to_thread(self.open)
         request = client.put(self.location.partition, samples)
         stored = await client.call_async(request, timeout_s=min(timeout_s, STUCK_S), what="a put")
-        await self._call_async("put", _pack_rows(rows, stored), timeout_s=_left_s(deadline))
+        await self._call_async("put", _pack_groups(groups, stored), timeout_s=_left_s(deadline))
 
     def write(
         self,
@@ -90,10 +90,10 @@ class TransferQueueBus(RayBus):
     ) -> Lease | None:
         """Stores the payloads, then writes the columns."""
         deadline = time.monotonic() + timeout_s
-        samples = [NewSample.of(uid, row, timeout_s=timeout_s) for uid, row in columns.items()]
+        samples = [NewSample.of(uid, group, timeout_s=timeout_s) for uid, group in columns.items()]
         stored = self._store(samples, timeout_s=timeout_s)
         written = {
-            uid: WrittenColumns(_kept(row), one) for (uid, row), one in zip(columns.items(), stored, strict=True)
+            uid: WrittenColumns(_kept(group), one) for (uid, group), one in zip(columns.items(), stored, strict=True)
         }
         request = encode(then) if then else None
         left_s = _left_s(deadline)
@@ -110,13 +110,13 @@ class TransferQueueBus(RayBus):
         lease = _lease_decoder.decode(open_answer(answer)[0])
         if lease is None:
             return None
-        wanted = [one for row in lease.rows for one in row.stored]
+        wanted = [one for group in lease.groups for one in group.stored]
         client = self.open()
         request = client.get(self.location.partition, wanted)
         found = client.call(request, timeout_s=STUCK_S, what=f"the payloads of a {method}")
-        payloads = {one.key: row for one, row in zip(wanted, found, strict=True)}
-        rows = [_leased_row(row, payloads) for row in lease.rows]
-        return Lease(lease_id=lease.lease_id, task=lease.task, rows=rows, waited_s=lease.waited_s)
+        payloads = {one.key: group for one, group in zip(wanted, found, strict=True)}
+        groups = [_leased_group(group, payloads) for group in lease.groups]
+        return Lease(lease_id=lease.lease_id, task=lease.task, rows=groups, waited_s=lease.waited_s)
 
     def terminate(self) -> None:
         """Ends the bus process, and the data plane if this bus owns it."""
@@ -151,25 +151,27 @@ def _kept(columns: Columns) -> dict[str, bytes]:
     return {column: payload for column, payload in columns.items() if column in PERSISTED_COLUMNS}
 
 
-def _pack_rows(rows: Sequence[GroupRow], stored: Sequence[StoredColumns | None]) -> bytes:
+def _pack_groups(groups: Sequence[GroupRow], stored: Sequence[StoredColumns | None]) -> bytes:
     return encode(
         [
             StoredGroup(
-                row.group_uid,
-                row.index,
-                row.uids,
-                row.versions,
-                _kept(row.columns),
+                group.group_uid,
+                group.index,
+                group.uids,
+                group.versions,
+                _kept(group.columns),
                 [one] if one is not None else [],
-                row.dropped,
+                group.dropped,
             )
-            for row, one in zip(rows, stored, strict=True)
+            for group, one in zip(groups, stored, strict=True)
         ]
     )
 
 
-def _leased_row(row: StoredGroup, payloads: Mapping[str, Columns]) -> LeasedRow:
-    columns = dict(row.columns)
-    for one in row.stored:
+def _leased_group(group: StoredGroup, payloads: Mapping[str, Columns]) -> LeasedRow:
+    columns = dict(group.columns)
+    for one in group.stored:
         columns |= payloads[one.key]
-    return LeasedRow(group_uid=row.group_uid, index=row.index, uids=row.uids, versions=row.versions, columns=columns)
+    return LeasedRow(
+        group_uid=group.group_uid, index=group.index, uids=group.uids, versions=group.versions, columns=columns
+    )
