@@ -106,14 +106,14 @@ def test_rows_that_do_not_fit_their_admission(make_bus: MakeBus) -> None:
     bus = make_bus(max_row_bytes=5000)
     (admission,) = bus.admit(1, timeout_s=T)
     row = make_row(admission)
-    foreign = msgspec.structs.replace(admission, index=7, group_uid="g00000007")
+    never_admitted = msgspec.structs.replace(admission, index=7, group_uid="g00000007")
     wrong: list[tuple[Any, str]] = [
-        (make_row(admission, columns={"a": bytes(6000)}), "row g00000000 has 6000 bytes, bus.max_row_bytes=5000"),
+        (make_row(admission, columns={"a": bytes(6000)}), "group g00000000 has 6000 bytes, bus.max_row_bytes=5000"),
         (msgspec.structs.replace(row, uids=uids_of(admission)[:1]), r"wrong: g00000000\.1"),
         (msgspec.structs.replace(row, uids=uids_of(admission)[:1] * 2), "each of its 2 samples once"),
         (msgspec.structs.replace(row, versions=[0]), "2 samples and 1 versions"),
         (msgspec.structs.replace(row, versions=[0, 2]), "names weights 2, but version 0 is in force"),
-        (make_row(foreign), "'g00000007' .index 7. was never admitted"),
+        (make_row(never_admitted), "'g00000007' .index 7. was never admitted"),
         (msgspec.structs.replace(row, index=1), "never admitted"),
     ]
     for bad, text in wrong:
@@ -146,7 +146,7 @@ def test_requests_that_can_never_be_met(make_bus: MakeBus, changes: dict[str, An
         bus.lease(for_actor(0, groups=3), timeout_s=T)
 
 
-def test_a_closed_bus_says_so_and_keeps_its_books_open_to_readers(make_bus: MakeBus) -> None:
+def test_a_closed_bus_says_so_and_lets_its_ledger_be_read(make_bus: MakeBus) -> None:
     bus = make_bus()
     bus.admit(1, timeout_s=T)
     bus.close(reason="the trainer failed", timeout_s=T)
