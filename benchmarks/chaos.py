@@ -302,7 +302,7 @@ def read_books(folder: Path, *, run_over: bool) -> tuple[int, int]:
     if not (folder / "ledger.sqlite").exists():  # it ended before it began
         return 0, 0
     with LedgerFile(folder / "ledger.sqlite") as file:
-        books = file.books(run_over=run_over)
+        books = file.counts(run_over=run_over)
     return len(books.lost), len(books.trained_twice)
 
 

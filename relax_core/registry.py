@@ -1,13 +1,13 @@
-"""Finds algorithms, rewards and envs: by name, by entry point, by file path.
+"""Finds algorithms, rewards and envs by name, by entry point or by file path.
 
-A plug-in is one module with a module-level ``SPEC`` (contracts/). It is found as
+A plug-in is one module with a module-level ``SPEC`` (see contracts/). It is found as
 
 - a name: module ``algorithms.<name>``, ``rewards.<name>``, ``envs.<name>``;
 - an entry point of an installed package, in group ``relax.algorithms``, ``relax.rewards`` or ``relax.envs``;
 - a path that ends in ``.py``.
 
-Listing names imports no plug-in. A plug-in that fails to import is reported with its file and line. What its functions
-return is checked where it enters (contracts/checked.py).
+Listing names imports no plug-in. The error of a plug-in that fails to import names its file and line. The results of
+its functions are checked (contracts/checked.py).
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ Spec = AlgorithmSpec | RewardSpec | EnvSpec
 
 
 class PluginError(ValueError):
-    """A plug-in that is unknown or broken; the text names it, and what to do."""
+    """A plug-in is unknown or broken. The text names it and the fix."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Home:
-    """Where plug-ins of one kind live, and what their SPEC must be."""
+    """The package of the plug-ins of one kind, and the types of their SPEC and settings."""
 
     package: str
     spec: type
@@ -58,7 +58,7 @@ class _Home:
 
     @property
     def folder(self) -> Path:
-        """Relax's own one, whatever package of the same name the user's project has."""
+        """Relax's own folder, also if the user's project has a package of the same name."""
         return _ROOT / self.package
 
 
@@ -70,42 +70,43 @@ _HOMES: dict[Kind, _Home] = {
 
 
 def find_algorithm(name: str) -> AlgorithmSpec:
-    """The algorithm called ``name``, or in the file ``name``. Raises `PluginError`."""
+    """Returns the algorithm called ``name``, or in the file ``name``. Raises `PluginError`."""
     return cast(AlgorithmSpec, find("algo", name))
 
 
 def find_reward(name: str) -> RewardSpec:
-    """The reward called ``name``, or in the file ``name``. Raises `PluginError`."""
+    """Returns the reward called ``name``, or in the file ``name``. Raises `PluginError`."""
     return cast(RewardSpec, find("reward", name))
 
 
 def find_env(name: str) -> EnvSpec:
-    """The env called ``name``, or in the file ``name``. Raises `PluginError`."""
+    """Returns the env called ``name``, or in the file ``name``. Raises `PluginError`."""
     return cast(EnvSpec, find("env", name))
 
 
 def is_file_plugin(name: str) -> bool:
+    """Returns whether a plug-in's name is the path of a file."""
     return name.endswith(".py")
 
 
 def names(kind: Kind) -> list[str]:
-    """Names that can be given without a path, sorted. Imports no plug-in."""
+    """Returns the names that can be given without a path, sorted. Imports no plug-in."""
     return sorted({*_builtin_names(kind), *_entry_points(kind)})
 
 
 def known(kind: Kind) -> dict[str, str]:
-    """Name → one line on what it is. Imports every plug-in of this kind."""
+    """Returns name → summary of every plug-in of this kind, and imports all of them."""
     return {name: find(kind, name).summary for name in names(kind)}
 
 
 def package_of(kind: Kind, name: str) -> str | None:
-    """The installed package whose entry point gives ``name``; None for Relax's own."""
+    """Returns the installed package whose entry point gives ``name``; None for Relax's own plug-ins."""
     point = None if name in _builtin_names(kind) else _entry_points(kind).get(name)
     return point.dist.name if point is not None and point.dist is not None else None
 
 
 def is_plugin_module(name: str) -> bool:
-    """Whether a module of this name holds a plug-in: one of Relax's own, an installed package's, or a file's."""
+    """Returns whether a module of this name contains a plug-in: Relax's own, an installed package's, or a file's."""
     installed = {point.module for kind in KINDS for point in _entry_points(kind).values()}
     packages = {home.package for home in _HOMES.values()}
     return name.startswith(_FILE_MODULE) or name.split(".")[0] in packages or name in installed
@@ -113,7 +114,7 @@ def is_plugin_module(name: str) -> bool:
 
 @cache
 def find(kind: Kind, name: str) -> Spec:
-    """The SPEC of a plug-in of this kind. Raises `PluginError`, whose text names what exists."""
+    """Returns the SPEC of a plug-in of this kind. Raises `PluginError`, whose text lists the known names."""
     where = f"{kind}.name={name}"
     if is_file_plugin(name):
         spec = _load_file(Path(name), where=where, kind=kind)
@@ -141,13 +142,13 @@ def find(kind: Kind, name: str) -> Spec:
 
 
 def _builtin_names(kind: Kind) -> list[str]:
-    """Modules of the kind's package that set SPEC; the source is read, not run."""
+    """Returns the modules of the kind's package that set SPEC. Their source is parsed and not run."""
     files = _HOMES[kind].folder.glob("*.py")
     return sorted(file.stem for file in files if not file.stem.startswith("_") and _sets_spec(file))
 
 
 def _sets_spec(file: Path) -> bool:
-    """A file that cannot be parsed counts: asking for it then names its error."""
+    """Returns whether a file sets SPEC, or cannot be parsed: `find` then reports its syntax error."""
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
     except SyntaxError:
@@ -168,7 +169,7 @@ def _entry_points(kind: Kind) -> dict[str, importlib.metadata.EntryPoint]:
 def _import(module_name: str, *, where: str, file: Path) -> ModuleType:
     try:
         return importlib.import_module(module_name)
-    except Exception as error:  # whatever a plug-in raises becomes one line with its file and line
+    except Exception as error:  # Any error of a plug-in becomes one line with its file and line.
         raise _broken(error, where=where, file=file) from error
 
 
@@ -176,7 +177,7 @@ def _load_file(path: Path, *, where: str, kind: Kind) -> Spec:
     path = path.expanduser()
     try:
         there = path.is_file()
-    except OSError as error:  # a name that is too long, a folder that this user may not look into
+    except OSError as error:  # the name is too long, or the user may not read the folder
         raise PluginError(f"{kind}.name: {error.strerror}: {str(path)[:100]}") from error
     if not there:
         raise PluginError(f"{where}: no such file. Give the path of a Python file with a SPEC.")
@@ -185,17 +186,17 @@ def _load_file(path: Path, *, where: str, kind: Kind) -> Spec:
     source = importlib.util.spec_from_file_location(module_name, path)
     assert source is not None and source.loader is not None
     module = importlib.util.module_from_spec(source)
-    sys.modules[module_name] = module  # dataclasses look their module up by name
+    sys.modules[module_name] = module  # dataclasses find their module by name
     try:
         source.loader.exec_module(module)
-    except Exception as error:  # whatever a plug-in raises becomes one line with its file and line
+    except Exception as error:  # Any error of a plug-in becomes one line with its file and line.
         del sys.modules[module_name]
         raise _broken(error, where=where, file=path) from error
     return _checked(getattr(module, "SPEC", None), where=where, file=path, kind=kind)
 
 
 def _broken(error: Exception, *, where: str, file: Path) -> PluginError:
-    """Names the last line of the plug-in's own file that the error passed through."""
+    """Returns an error that names the last line of the plug-in's own file in the traceback."""
     if isinstance(error, SyntaxError) and error.filename == str(file):
         line = error.lineno
     else:
@@ -222,7 +223,7 @@ def _checked(spec: object, *, where: str, file: Path, kind: Kind) -> Spec:
 
 
 def place_in_plugin(error: BaseException) -> str:
-    """Where a plug-in's own code raised, or called what raised, as "FILE, line N"; empty for an error of nobody's."""
+    """Returns "FILE, line N" of the innermost plug-in code in the traceback; empty if no plug-in's code is in it."""
     places = [
         f"{frame.f_code.co_filename}, line {line}"
         for frame, line in traceback.walk_tb(error.__traceback__)
@@ -232,25 +233,25 @@ def place_in_plugin(error: BaseException) -> str:
 
 
 def plugin_words(error: BaseException) -> str:
-    """An error in one line, with its place in the plug-in."""
+    """Returns an error in one line, with its file and line in the plug-in."""
     words = f"{type(error).__name__}: {error}".splitlines()[0]
     place = place_in_plugin(error)
     return f"{words} ({place})" if place else words
 
 
 def is_builtin(kind: Kind, name: str) -> bool:
-    """Whether the plug-in of this name is one of Relax's own."""
+    """Returns whether the plug-in of this name is one of Relax's own."""
     return name in _builtin_names(kind)
 
 
 def with_file(kind: Kind, config: Any, file: str) -> Any:
-    """Settings of a plug-in file as those of a copy of it at ``file``, which other processes load."""
+    """Returns settings of a plug-in file that refer to a copy of the file at ``file``, which other processes load."""
     _make_picklable(type(config), kind, file)
     return dataclasses.replace(config, name=file)
 
 
 def _make_picklable(config: type, kind: Kind, name: str) -> None:
-    """Settings of a file plug-in cross to other processes as path and values: there is no module to import there."""
+    """Makes settings of a file's plug-in picklable as path and values: other processes cannot import its module."""
     path = str(Path(name).resolve())
 
     def reduce(instance: object) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Plug-ins: by name, by file, by entry point; and what a broken one says."""
+"""Tests plug-ins by name, by file and by entry point, and the errors of broken ones."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_broken_plugin_names_file_and_line(tmp_path: Path, text: str, message:
 
 
 def test_entry_point(tmp_path: Path) -> None:
-    """A real installed package, as far as importlib.metadata can tell: a module and its dist-info."""
+    """The package is installed as far as importlib.metadata can see: a module and its dist-info."""
     write(tmp_path, REWARD, "length_reward.py")
     info = tmp_path / "length_reward-1.0.dist-info"
     info.mkdir()
@@ -125,7 +125,7 @@ def test_entry_point(tmp_path: Path) -> None:
 
 
 def test_builtins_are_found_whatever_lies_beside_the_run(tmp_path: Path) -> None:
-    """A project with packages of these names; its own plug-in still finds the modules beside it."""
+    """The project has packages of these names. Its own plug-in still finds the modules beside it."""
     for name in ("algorithms", "rewards", "envs", "launchers"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("raise RuntimeError('of the project')\n")

@@ -89,7 +89,7 @@ class LoadedRun:
         Raises FileNotFoundError if the run has no ledger yet.
         """
         with LedgerFile(self.folder / LEDGER) as ledger:
-            return [_sample(history) for history in ledger.lives(filters)]
+            return [_sample(history) for history in ledger.samples(filters)]
 
     def frame(self, what: str, **filters: str | int) -> Any:
         """Returns "curves", "answers" or "samples" as a data frame. Raises ImportError if pandas is not installed."""

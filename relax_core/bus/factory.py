@@ -1,4 +1,4 @@
-"""Makes the bus that the config names, and finds the one of a running run."""
+"""Creates the bus that the config names, and connects to the bus of a running run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 BACKENDS = ("ray", "transfer_queue")
 
-# Every waiting call holds one place in Ray's queue of the actor: there must always be room for the call that wakes it.
+# Every waiting call occupies one of the actor's concurrent calls. The call that wakes it must always find a free one.
 _MAX_CALLS = 10_000
 START_TIMEOUT_S = 60.0
 
@@ -42,10 +42,11 @@ def create_bus(
 ) -> RayBus:
     """Starts the bus process and waits until it answers.
 
-    ``name`` and ``namespace`` are what `connect_bus` finds it by. It ends with the process that called this.
-    ``plane``: where bus=transfer_queue puts its payloads; None starts one that ends with the bus, with its sockets
-    below ``socket_folder``, a short path: a socket's may have 107 bytes. ``node_options``: Ray's, of where it runs.
-    Raises ValueError for an unknown backend or settings that make no sense.
+    `connect_bus` finds it by ``name`` and ``namespace``. The bus process ends with the process that called this
+    function. ``plane`` stores the payloads of bus=transfer_queue; if it is None, a new one starts that ends with the
+    bus and has its sockets below ``socket_folder``. That path must be short, because a socket's path may have 107
+    bytes. ``node_options`` are Ray's options for the node on which the bus process runs. Raises ValueError for an
+    unknown backend or settings that make no sense.
     """
     if config.name not in BACKENDS:
         raise ValueError(f"bus={config.name} is not built. What exists for bus: {', '.join(BACKENDS)}")
@@ -108,7 +109,7 @@ def _start_transfer_queue_bus(
 
 
 def connect_bus(name: str, namespace: str) -> RayBus:
-    """The bus of a running run. Raises ValueError when there is none of that name."""
+    """Returns the bus of a running run. Raises ValueError if none has this name."""
     import ray
 
     from relax_core.bus.ray.ray_bus import RayBus, describe
@@ -117,13 +118,14 @@ def connect_bus(name: str, namespace: str) -> RayBus:
         actor = ray.get_actor(name, namespace=namespace)
     except ValueError:
         raise ValueError(f"no bus named {name!r} runs in namespace {namespace!r}: create it first") from None
-    _, settings, place = describe(actor, timeout_s=START_TIMEOUT_S)
-    if msgspec.msgpack.decode(place) is None:
+    _, settings, payload_location = describe(actor, timeout_s=START_TIMEOUT_S)
+    if msgspec.msgpack.decode(payload_location) is None:
         return RayBus(actor, settings=settings)
 
     from relax_core.bus.transfer_queue.messages import PayloadLocation
     from relax_core.bus.transfer_queue.transfer_queue_bus import TransferQueueBus
 
-    bus = TransferQueueBus(actor, settings=settings, place=msgspec.msgpack.decode(place, type=PayloadLocation))
-    bus.open()  # now, while everything starts, and not in the first step
+    location = msgspec.msgpack.decode(payload_location, type=PayloadLocation)
+    bus = TransferQueueBus(actor, settings=settings, location=location)
+    bus.open()  # The import and the connection take seconds, which the start of the run hides.
     return bus

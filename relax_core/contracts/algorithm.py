@@ -1,9 +1,9 @@
-"""What an algorithm is: one declarative record and pure functions on flat token tensors.
+"""The contract of an algorithm: one declarative record and pure functions on flat token tensors.
 
-All per-token tensors are flat over the response tokens of a micro-batch, ``[tokens]``, float32; ``sample_ids``
-``[tokens]`` int64 says which sample of the micro-batch (0..num_samples-1) a token belongs to. So nothing here can
-depend on packing, padding or layout. Losses are SUMS; the trainer divides by one global denominator of the whole
-train step, after every micro-batch and every rank has added its part.
+All per-token tensors are flat over the response tokens of a micro-batch, ``[tokens]``, float32. ``sample_ids``
+``[tokens]`` int64 says which sample of the micro-batch (0..num_samples-1) a token belongs to, so an algorithm does not
+depend on packing, padding or layout. Losses are SUMS: the trainer divides by one global denominator of the whole train
+step, after every micro-batch and every rank has added its part.
 """
 
 from __future__ import annotations
@@ -21,9 +21,13 @@ ServedBy = Literal["forward", "engine"]
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherRequirements:
-    """Teachers of a distillation. ``models``: name → Hugging Face folder, or a builtin's name. ``key``: the data column
-    that names a prompt's teacher; empty where there is one teacher. ``top_k``: top-k tokens whose log-probs are
-    wanted beside the sampled one's; 0: none. ``served_by``: a forward pass of the trainer's back end, or an engine."""
+    """The teachers of a distillation.
+
+    ``models`` maps a name to a Hugging Face folder or to the name of a builtin model. ``key`` is the data column that
+    names a prompt's teacher; it is empty if there is one teacher. ``top_k`` is the number of the teacher's most likely
+    tokens whose log-probs the loss needs beside that of the sampled token; 0 means none. ``served_by`` says whether a
+    forward pass of the training back end or an engine computes them.
+    """
 
     models: Mapping[str, str]
     key: str = ""
@@ -33,10 +37,12 @@ class TeacherRequirements:
 
 @dataclass(frozen=True, kw_only=True)
 class Requirements:
-    """Roles and columns that an algorithm needs under given settings. ``entropy``: the loss wants the entropy of the
-    distribution that each token was sampled from. ``whole_step``: of a spec with ``normalize``, whether it must see a
-    whole train step's groups under these settings. ``rollout_logprobs``: the advantages want the engine's log-probs
-    beside the old ones."""
+    """The roles and columns that an algorithm needs with its present settings.
+
+    ``entropy``: the loss needs the entropy of the distribution that each token was sampled from. ``whole_step``: for an
+    algorithm with ``normalize``, whether that function must see all groups of a train step with these settings.
+    ``rollout_logprobs``: the advantages need the engine's log-probs beside the old log-probs.
+    """
 
     old_logprobs: OldLogprobs
     reference: bool = False
@@ -49,13 +55,13 @@ class Requirements:
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageInputs:
-    """One whole group. ``rewards`` ``[samples]``; log-prob tensors are None unless `Requirements` asked for them.
+    """The inputs of one whole group. Log-prob tensors are None unless `Requirements` asked for them.
 
-    ``old_logprobs`` are those of `LossInputs`: recomputed, or the engine's own where a reference is asked for. A sample
-    that is masked whole has a reward all the same: it counts in the group's baseline.
+    ``old_logprobs`` are those of `LossInputs`; if a reference is required, they may be the engine's own. A sample whose
+    tokens are all masked has a reward too, because it counts in the group's baseline.
     """
 
-    rewards: Tensor
+    rewards: Tensor  # [samples]
     lengths: Tensor  # [samples] int64, response tokens
     loss_mask: Tensor  # [tokens] bool
     sample_ids: Tensor  # [tokens] int64
@@ -63,16 +69,18 @@ class AdvantageInputs:
     rollout_logprobs: Tensor | None = None  # [tokens], of the engine's sampling distribution
     reference_logprobs: Tensor | None = None
     teacher_logprobs: Tensor | None = None  # [tokens], of the sampled tokens
-    values: Tensor | None = None  # [tokens], of the critic, in front of each token
+    values: Tensor | None = None  # [tokens], the critic's value before each token
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossInputs:
-    """One micro-batch. ``logprobs``, ``entropy`` and ``top_logprobs`` carry the gradient; everything else is detached.
+    """The inputs of one micro-batch.
 
-    The last five are None unless `Requirements` asked for them. ``top``: the teacher's top-k tokens at each position.
+    ``logprobs``, ``entropy`` and ``top_logprobs`` carry the gradient; all other tensors are detached. The last five are
+    None unless `Requirements` asked for them. ``top`` in a name refers to the teacher's top-k tokens at each position.
+
     All log-probs of a token, and its entropy, are of distributions over the same tokens: those that top_k, top_p and
-    min_p left when it was sampled, without the banned ones. Where fewer than ``top_k`` were left, the rest of both
+    min_p kept when the token was sampled, without the banned ones. If fewer than ``top_k`` were kept, the rest of both
     ``top`` tensors is `relax_core.contracts.kept_tokens.OUTSIDE`, a probability of 0.
     """
 
@@ -92,8 +100,11 @@ class LossInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class ValueInputs:
-    """One micro-batch of the critic. ``values`` carries the gradient. ``returns``: what they should be; ``old_values``:
-    the critic's own when the advantages were computed."""
+    """The critic's inputs of one micro-batch.
+
+    ``values`` carries the gradient. ``returns`` are the targets. ``old_values`` are the critic's values from which the
+    advantages were computed.
+    """
 
     values: Tensor  # [tokens]
     old_values: Tensor  # [tokens]
@@ -105,9 +116,12 @@ class ValueInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class LossOutputs:
-    """``loss_sum``: scalar, the numerator. ``metric_sums``: name → (sum, count) scalars; the trainer adds them over
-    micro-batches and ranks and reports sum / count. ``per_token`` ``[tokens]``: what was aggregated, detached, for
-    whoever compares implementations."""
+    """The result of a loss on one micro-batch.
+
+    ``loss_sum`` is the numerator, a scalar. ``metric_sums`` maps a name to (sum, count) scalars; the trainer adds them
+    over micro-batches and ranks and reports sum / count. ``per_token`` ``[tokens]`` holds the aggregated values,
+    detached, for comparisons of implementations.
+    """
 
     loss_sum: Tensor
     metric_sums: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -116,7 +130,7 @@ class LossOutputs:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTotals:
-    """Counts over the whole train step, all ranks. ``tokens``: trained (unmasked) ones."""
+    """Counts over the whole train step and all ranks. ``tokens`` counts the trained (unmasked) ones."""
 
     tokens: int
     samples: int
@@ -125,9 +139,12 @@ class StepTotals:
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """What every algorithm has. ``group_size``: samples a prompt. ``mini_batches``: optimizer updates that a train
-    step's groups are split into. ``epochs``: times that each of them is trained on. ``routing_replay``: the trainer's
-    mixture of experts routes each token as the engine's did (R3, arXiv 2510.11370)."""
+    """The settings that every algorithm has.
+
+    ``group_size`` is the number of samples for each prompt. ``mini_batches`` is the number of optimizer updates that a
+    train step's groups are split into. ``epochs`` is the number of times that each of them is trained on.
+    ``routing_replay``: the trainer's mixture of experts routes each token as the engine's did (R3, arXiv 2510.11370).
+    """
 
     name: str
     group_size: int
@@ -138,19 +155,22 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmSpec:
-    """One algorithm. Every function gets the settings, an instance of ``config`` (a dataclass under `AlgorithmConfig`).
+    """The record of one algorithm. Every function gets the settings, an instance of ``config``, as its last argument.
 
-    ``check`` raises ValueError (key, value, fix) for settings that make no sense together.
-    ``advantages`` → ``[tokens]`` float32. ``denominator``: from the step's global counts.
-    ``normalize``: of an algorithm whose advantages need statistics beyond one group. It gets the advantages of as many
-    groups as a train step has, ``[tokens]`` each, and the inputs that they were made of, and returns the advantages to
-    train with; it is not called where `Requirements.whole_step` is false.
-    ``drop_group``: may refuse a complete group before it enters the bus; the prompt is replaced by the next. It gets
-    the rewards of the group's samples and how many groups were refused since the last that was kept, and returns the
-    reason for the ledger, or None to keep the group.
-    ``value_loss``: the critic's loss, of an algorithm that needs one; its denominator is the policy's. The critic
-    learns the returns ``[tokens]``: what ``returns`` makes of a group and its advantages before ``normalize``, or
-    without it those advantages plus the values.
+    - ``config`` is a dataclass under `AlgorithmConfig`.
+    - ``check`` raises ValueError (key, value, fix) for settings that make no sense together.
+    - ``advantages`` returns ``[tokens]`` float32.
+    - ``denominator`` computes the loss's denominator from the step's global counts.
+    - ``normalize`` is for advantages that need statistics beyond one group. It gets the advantages of as many groups as
+      a train step has, ``[tokens]`` each, and the inputs from which they were computed, and returns the advantages to
+      train with. It is not called if `Requirements.whole_step` is False.
+    - ``drop_group`` may refuse a complete group before it enters the bus; the next prompt replaces it. It gets the
+      rewards of the group's samples and the number of groups that were refused since the last one was kept. It returns
+      the reason for the ledger, or None to keep the group.
+    - ``value_loss`` is the critic's loss, for an algorithm that needs a critic; its denominator is the policy's. The
+      critic learns the returns ``[tokens]``.
+    - ``returns`` computes them from a group and its advantages before ``normalize``. Without it, the returns are these
+      advantages plus the values.
     """
 
     name: str

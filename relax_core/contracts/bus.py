@@ -1,10 +1,11 @@
-"""The data bus: rollout and trainer meet here, and every sample's fate is persisted here.
+"""The contract of the data bus, through which rollout and trainer exchange groups and which records how samples end.
 
-A row is a COMPLETE group. Columns arrive from several roles; a task sees a row only when every column that it asked
-for is there. Delivery is at least once, by leases with deadlines; training is exactly once, through the ledger.
+The rollout enters COMPLETE groups. Several roles add columns to a group; a task sees a group only when it has every
+column that the task asked for. Delivery is at least once, by leases with deadlines; training is exactly once, through
+the ledger.
 
-Every call takes ``timeout_s``, in seconds; a call that waited that long raises `BusTimeout`, which says for what and on
-whom it waited. A bus that was closed raises `BusClosed`.
+Every call takes ``timeout_s``, in seconds. A call that waited that long raises `BusTimeout`, which names what it waited
+for and which task has to act. A call to a closed bus raises `BusClosed`.
 """
 
 from __future__ import annotations
@@ -16,26 +17,27 @@ import msgspec
 
 
 class BusTimeout(TimeoutError):
-    """A wait ran past its deadline. The text names what was waited for, since when, and who owes it."""
+    """A wait passed its deadline. The text names what the call waited for, since when, and which task has to act."""
 
 
 class BusClosed(RuntimeError):
-    """The run has ended: there is nothing more to wait for."""
+    """The run has ended, so no call can wait for anything more."""
 
 
 class BusLost(RuntimeError):
-    """The bus process died. Its state is that of the last snapshot: whoever owns the run has to restore it."""
+    """The bus process died. The controller has to restore the state of the last snapshot."""
 
 
 class LeaseLost(RuntimeError):
-    """The lease expired or was released; its rows went back and may be with another worker."""
+    """The lease expired or was released. Its groups went back, and another worker may have them."""
 
 
 class Admission(msgspec.Struct, frozen=True, kw_only=True):
-    """Leave for one prompt group to enter rollout.
+    """The permission for one prompt group to enter the rollout.
 
-    ``min_version``: the engine must not start it with weights older than this, else it could fall out of the window.
-    ``attempt``: 0 for a fresh group; more when an earlier owner was lost. Sampling seeds do not depend on it.
+    ``min_version`` is the oldest weight version with which the engine may start the group, so that it stays inside the
+    window. ``attempt`` is 0 for a new group and higher if an earlier rollout worker was lost; sampling seeds do not
+    depend on it.
     """
 
     index: int
@@ -45,10 +47,10 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A complete group as it enters the bus.
+    """A complete group as the rollout enters it.
 
-    ``uids``: the samples kept; ``versions``: for each of them the oldest weight version among its trained tokens.
-    ``dropped``: samples of the group that were not kept, uid → reason.
+    ``uids`` names the samples that were kept, and ``versions`` has the oldest weight version among the trained tokens
+    of each. ``dropped`` maps the uids of the other samples to the reason.
     """
 
     group_uid: str
@@ -60,7 +62,7 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeasedRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A row as a task sees it: only the payloads that it asked for."""
+    """A group in a lease. ``columns`` has only the payloads that the task asked for."""
 
     group_uid: str
     index: int
@@ -70,15 +72,14 @@ class LeasedRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a task wants next.
+    """The request for the next lease of a task.
 
-    ``task``: "actor" consumes rows; any other name works on rows once and writes columns.
-    ``columns``: what a row must have. ``payloads``: those of them that come with the lease, None for all; whoever needs
-    the others calls `Bus.read`.
-    ``min_groups``, ``max_groups``: how many rows come back; the call waits for the minimum.
-    ``step``: train step that will consume the rows (task "actor" only): rows older than ``step - max_staleness`` are
-    dropped as stale (or handed out for masking, as the bus was configured).
-    ``lease_s``: seconds until the rows go back by themselves.
+    The task "actor" consumes groups; any other task works on each group once and writes columns. ``columns`` names the
+    columns that a group must have. ``payloads`` names those that come with the lease, None for all; `Bus.read` reads
+    the others. ``min_groups`` and ``max_groups`` bound the number of groups; the call waits for the minimum. ``step``
+    is the train step that consumes the groups (task "actor" only): groups older than ``step - max_staleness`` are
+    dropped as stale, or leased for masking if the bus is configured so. ``lease_s`` is the time in seconds after which
+    the groups go back.
     """
 
     task: str
@@ -91,7 +92,10 @@ class LeaseRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """Rows on loan. ``waited_s``: seconds that the call for it waited in the bus because too few rows were ready."""
+    """Groups that a task holds.
+
+    ``waited_s`` is the time in seconds for which the call waited because too few were ready.
+    """
 
     lease_id: int
     task: str
@@ -100,7 +104,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LedgerCounts(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of samples. ``lost`` and ``trained_twice`` are computed from the ledger's entries, not asserted."""
+    """Counts of samples. ``lost`` and ``trained_twice`` are computed from the ledger's entries."""
 
     issued: int
     trained: int
@@ -111,7 +115,10 @@ class LedgerCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BusProgress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the run stands. ``version``: weight version in force, = train steps done."""
+    """The state of the run.
+
+    ``version`` is the weight version in force, which equals the number of finished train steps.
+    """
 
     version: int
     admitted: int
@@ -124,17 +131,23 @@ class BusProgress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VersionChange(msgspec.Struct, frozen=True, kw_only=True):
-    """``version`` is in force now. ``retired``: groups in flight that ended with the change, since the train steps had
-    enough without them (over-sampling): whoever generates them may stop."""
+    """A new weight version in force.
+
+    ``retired`` names the groups in flight that ended with the change, because the train steps had enough groups without
+    them (over-sampling). The rollout may stop to generate them.
+    """
 
     version: int
     retired: list[str]
 
 
 class BusWait(msgspec.Struct, frozen=True, kw_only=True):
-    """A call that waits in the bus. ``task``, ``worker``: whose, the latter as the place of that worker among the
-    task's. ``text``: for what, and who owes it, with uids. ``owed_by``: the tasks that have to act before it can go on;
-    of rollout the workers, as "rollout-1", whose groups it waits for."""
+    """A call that waits in the bus.
+
+    ``task`` and ``worker`` name the caller; ``worker`` is its number among the task's workers. ``since_s`` is the time
+    in seconds since the call came. ``text`` says what the call waits for, with uids. ``owed_by`` lists the tasks that
+    have to act before the call can go on; rollout workers whose groups it waits for are named as "rollout-1".
+    """
 
     task: str
     since_s: float
@@ -144,40 +157,51 @@ class BusWait(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bus(Protocol):
-    """What every backend does. All arguments beyond the first are keyword-only. ``worker``: which of the rollout's
-    workers calls, counted from 0; an admission belongs to the worker that asked for it."""
+    """The methods of every bus backend. All arguments beyond the first are keyword-only.
 
-    # -- rollout's side -----------------------------------------------------------------------------------------
+    ``worker`` is the number of the calling rollout worker, from 0. An admission belongs to the worker that asked for
+    it.
+    """
+
+    # -- calls of the rollout ------------------------------------------------------------------------------------
     def admit(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
-        """Waits for credit, then lets 1..max_groups prompt groups in. Opens their samples in the ledger. Workers that
-        wait get credit in the order in which they asked, and each has its part of the groups in flight at most. Groups
-        of a restored snapshot go to whoever asks first."""
+        """Waits for credit, then admits 1 to ``max_groups`` prompt groups and opens their samples in the ledger.
+
+        Waiting workers get credit in the order in which they asked, and each has at most its part of the groups in
+        flight. The groups of a restored snapshot go to the worker that asks first.
+        """
 
     def reclaim(self, *, worker: int = 0, timeout_s: float) -> list[Admission]:
-        """The worker's admissions whose rows never came: what it has to do again after a restart, in order of issue.
-        A waiting `admit` of this worker, which only its predecessor can have left, gets `LeaseLost`."""
+        """Returns the worker's admissions whose groups never came, in order of issue: its work after a restart.
 
-    def put(self, rows: Sequence[GroupRow], *, timeout_s: float) -> None:
-        """Enters complete groups. A group that is already in, trained or dropped is ignored (at-least-once)."""
+        A waiting `admit` of this worker raises `LeaseLost`, because only its predecessor can have made the call.
+        """
+
+    def put(self, groups: Sequence[GroupRow], *, timeout_s: float) -> None:
+        """Enters complete groups. Ignores a group that is in, trained or dropped already (at-least-once delivery)."""
 
     def drop(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
-        """Closes an admitted group that yields nothing; its credit comes back."""
+        """Ends an admitted group that yields nothing. Its credit becomes free."""
 
     def wait_version(self, since_version: int, *, worker: int = 0, timeout_s: float) -> VersionChange:
-        """Returns once another version than ``since_version`` is in force, with which of the worker's groups ended
-        since then; one caller of each worker may follow it. After ``timeout_s`` it returns as well, with the same
-        version and nothing."""
+        """Returns once another version than ``since_version`` is in force, with the worker's groups that ended since.
 
-    # -- workers' side ------------------------------------------------------------------------------------------
+        One caller of each worker may call it. After ``timeout_s`` it returns the same version and no groups.
+        """
+
+    # -- calls of workers that lease ------------------------------------------------------------------------------
     def lease(self, request: LeaseRequest, *, timeout_s: float) -> Lease:
-        """Waits until at least one row fits, then leases it."""
+        """Waits until enough groups are ready, then leases them."""
 
     def read(
         self, lease_id: int, group_uids: Sequence[str], *, columns: Sequence[str], timeout_s: float
     ) -> list[LeasedRow]:
-        """Columns of rows of a lease that is held, in the order of ``group_uids``; any process that knows the lease may
-        ask, so each rank can read what it trains. The lease goes on as it was. Raises `LeaseLost` where the lease or a
-        row of it has ended, ValueError for a group that is not in the lease and for a column that a row lacks."""
+        """Returns columns of groups of a held lease, in the order of ``group_uids``. The lease stays as it is.
+
+        Any process that knows the lease may call it, so that each rank can read what it trains. Raises `LeaseLost` if
+        the lease or one of its groups has ended, and ValueError for a group that is not in the lease or a column that a
+        group lacks.
+        """
 
     def write(
         self,
@@ -187,7 +211,7 @@ class Bus(Protocol):
         then: LeaseRequest | None = None,
         timeout_s: float,
     ) -> Lease | None:
-        """Adds columns (group_uid → column → payload), ends the lease; ``then`` waits for the next one at once."""
+        """Adds columns (group_uid → column → payload) and ends the lease. With ``then`` it waits for the next lease."""
 
     def ack(
         self,
@@ -198,26 +222,36 @@ class Bus(Protocol):
         then: LeaseRequest | None = None,
         timeout_s: float,
     ) -> Lease | None:
-        """Train step ``step`` consumed these leases: closes their samples as trained (``dropped``: uid → reason for
-        those that were masked whole), sets the version to ``step + 1``. ``then`` waits for the next lease at once."""
+        """Ends the samples of these leases as trained at train step ``step``, and sets the version to ``step + 1``.
+
+        ``dropped`` maps the uids of samples whose tokens were all masked to the reason. With ``then`` the call waits
+        for the next lease.
+        """
 
     def release(self, lease_ids: Sequence[int], *, timeout_s: float) -> None:
-        """Gives rows back unused."""
+        """Gives groups back unused."""
 
     def revoke(self, task: str, *, timeout_s: float) -> None:
-        """A worker of this task was lost: its leases end, their rows go back, its waiting calls get `LeaseLost`."""
+        """Ends the leases of a task whose worker was lost.
 
-    # -- the run's side -----------------------------------------------------------------------------------------
-    def progress(self, *, timeout_s: float) -> BusProgress: ...
+        Their groups go back, and its waiting calls raise `LeaseLost`.
+        """
+
+    # -- calls of the controller ---------------------------------------------------------------------------------
+    def progress(self, *, timeout_s: float) -> BusProgress:
+        """Returns the state of the run."""
 
     def waits(self, *, timeout_s: float) -> list[BusWait]:
-        """Who waits for admissions or leases right now, the longest wait first."""
+        """Returns the calls that wait for admissions or leases now, the longest wait first."""
 
     def snapshot(self, *, timeout_s: float) -> bytes:
-        """The bus's part of a checkpoint's cut, as msgpack: ledger, cursor, what is open. Rows in flight are not in
-        it: their prompts are issued again on resume, each once."""
+        """Returns the bus's part of a checkpoint as msgpack: ledger, data cursor and open groups.
 
-    def restore(self, snapshot: bytes, *, timeout_s: float) -> None: ...
+        Groups in flight are not in it. Their prompts are issued again on resume, each once.
+        """
+
+    def restore(self, snapshot: bytes, *, timeout_s: float) -> None:
+        """Goes back to a snapshot."""
 
     def close(self, *, reason: str, timeout_s: float) -> None:
-        """Ends the run: whoever waits gets `BusClosed`."""
+        """Ends the run: every waiting call raises `BusClosed`."""

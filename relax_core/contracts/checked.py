@@ -1,7 +1,7 @@
-"""Plug-ins whose results are checked where they enter: `relax_core.registry` hands out no others.
+"""Wraps plug-ins so that their results are checked; `relax_core.registry` returns only wrapped plug-ins.
 
-A result that is not what the contract says raises `WrongResult`, which names the plug-in, its file, what came and what
-is wanted.
+A result that contradicts the contract raises `WrongResult`, which names the plug-in, its file, the result and what is
+wanted.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-SHOWN = 80  # characters of what came
-A_REWARD = "a finite number, or RewardOutput(reward=…), whose reward is None where it could not be computed"
-A_STEP = "StepResult(observation=…), with reward and done where there are any"
+SHOWN = 80  # characters of a wrong result that an error shows
+A_REWARD = "a finite number, or RewardOutput(reward=…), whose reward is None if it could not be computed"
+A_STEP = "StepResult(observation=…), with reward and done if there are any"
 MESSAGES = 'a list that is not empty, of {"role": text, "content": text}'
 
 
@@ -38,32 +38,35 @@ class WrongResult(TypeError):
 
 
 class _Source:
-    """Who returned something: the words with which an error begins."""
+    """The plug-in's function that returned a result, in the words with which an error begins."""
 
     def __init__(self, kind: str, name: str, function: Callable[..., Any]) -> None:
-        whole = inspect.unwrap(function)  # an object may be called as well
+        whole = inspect.unwrap(function)  # the function may be an object with __call__
         code = getattr(whole, "__code__", None) or getattr(type(whole).__call__, "__code__", None)
         file = f" ({code.co_filename})" if code is not None else ""
         self._words = f"{kind} {name}{file}: {getattr(function, '__name__', 'it')}"
 
     def wrong(self, came: object, wanted: str, *, what: str = "") -> WrongResult:
+        """Returns the error for a result of the wrong type or value."""
         shown = repr(came)
         shown = shown if len(shown) <= SHOWN else f"{shown[:SHOWN]}…"
         of = f" {what}=" if what else " "
         return WrongResult(f"{self._words} returned{of}{shown} of type {type(came).__name__}. Wanted: {wanted}.")
 
     def wrong_tensor(self, came: object, wanted: str, *, what: str = "") -> WrongResult:
+        """Returns the error for a result that is not the wanted tensor, with its shape and dtype."""
         if not hasattr(came, "shape"):
             return self.wrong(came, wanted, what=what)
-        told = f"a {type(came).__name__} of shape {list(came.shape)} and dtype {getattr(came, 'dtype', None)}"
-        return WrongResult(f"{self._words} returned{f' {what},' if what else ''} {told}. Wanted: {wanted}.")
+        described = f"a {type(came).__name__} of shape {list(came.shape)} and dtype {getattr(came, 'dtype', None)}"
+        return WrongResult(f"{self._words} returned{f' {what},' if what else ''} {described}. Wanted: {wanted}.")
 
 
 def checked_reward(spec: RewardSpec) -> RewardSpec:
-    """The same reward, which returns a `RewardOutput` an answer, whatever kind of number came; async where it was.
+    """Returns the reward with a function that gives a `RewardOutput` for each answer.
 
-    A number alone is the reward; it is exact where it is 1 (or True). NaN and infinity are no rewards: the reason says
-    so. Raises `WrongResult` for anything else, and for a ``score_group`` whose list is not as long as the group.
+    The function is async if the reward's own is. A number alone is the reward, and the answer is exact if it is 1 (or
+    True). If the reward is NaN or infinite, there is no reward, and the reason says so. The function raises
+    `WrongResult` for anything else, and for a ``score_group`` whose list is not as long as the group.
     """
     if spec.score_group is None:
         return replace(spec, score=_checked_score(spec))
@@ -95,7 +98,7 @@ def _checked_score_group(spec: RewardSpec) -> Callable[[Sequence[RewardInput], A
             raise source.wrong(_not_awaited(came), wanted)
         if len(came) != count:
             raise source.wrong(came, f"{wanted}; {len(came)} came")
-        return [_one_reward(one, spec.name, source, what=f"entry {place}") for place, one in enumerate(came)]
+        return [_one_reward(one, spec.name, source, what=f"entry {position}") for position, one in enumerate(came)]
 
     def score_group(given: Sequence[RewardInput], config: Any) -> list[RewardOutput]:
         return outputs(given_score(given, config), len(given))
@@ -115,7 +118,7 @@ def _one_reward(came: Any, name: str, source: _Source, *, what: str = "") -> Rew
 
 
 def _not_awaited(came: Any) -> Any:
-    """Closes a coroutine that a plain function returned, which Python would complain about elsewhere."""
+    """Closes a coroutine that a plain function returned, so that Python does not warn about it later."""
     if inspect.iscoroutine(came):
         came.close()
     return came
@@ -152,10 +155,10 @@ def _finite(output: RewardOutput, name: str) -> RewardOutput:
 
 
 def _as_number(value: object) -> float | None:
-    """A number of Python, numpy or torch, of any number of dimensions with one element; None for what is not one."""
+    """Returns a number of Python, or an array or tensor of one element, as a float; None for any other object."""
     if isinstance(value, numbers.Real):
         return float(value)
-    if hasattr(value, "item") and getattr(value, "ndim", None) is not None:  # an array of numpy, a tensor of torch
+    if hasattr(value, "item") and getattr(value, "ndim", None) is not None:  # an array of numpy or a tensor of torch
         shape = getattr(value, "shape", None)
         if shape is not None and math.prod(shape) == 1 and isinstance(inner := value.item(), numbers.Real):
             return float(inner)
@@ -163,7 +166,7 @@ def _as_number(value: object) -> float | None:
 
 
 def checked_env(spec: EnvSpec) -> EnvSpec:
-    """The same env, which raises `WrongResult` where it returns no conversation, and no `StepResult` of a step."""
+    """Returns the env with functions that raise `WrongResult` if they return no conversation, or no `StepResult`."""
     if spec.messages is not None:
         given_messages = spec.messages
         source = _Source("env", spec.name, given_messages)
@@ -182,7 +185,7 @@ def checked_env(spec: EnvSpec) -> EnvSpec:
 
 
 class _CheckedInteraction(BaseInteractionEnv):
-    """An episode's env whose results are checked. Its methods are async where the env's own are."""
+    """An episode's env whose results are checked. Its methods are async if the env's own are."""
 
     def __init__(self, env: BaseInteractionEnv, name: str) -> None:
         def source(method: Callable[..., Any]) -> _Source:
@@ -202,7 +205,7 @@ class _CheckedInteraction(BaseInteractionEnv):
 
 
 def _then(function: Callable[..., Any], check: Callable[[Any], Any]) -> Callable[..., Any]:
-    """``function`` with what it returns checked; async where it is."""
+    """Returns ``function`` with a check of its result; it is async if ``function`` is."""
     if not inspect.iscoroutinefunction(function):
         return lambda *given: check(function(*given))
 
@@ -214,7 +217,7 @@ def _then(function: Callable[..., Any], check: Callable[[Any], Any]) -> Callable
 
 def _value(came: Any, source: _Source) -> Any:
     if inspect.isawaitable(came):
-        raise source.wrong(_not_awaited(came), "an observation; make the method async def where it has to wait")
+        raise source.wrong(_not_awaited(came), "an observation; make the method async def if it has to wait")
     return came
 
 
@@ -223,9 +226,7 @@ def _checked_step(came: Any, source: _Source) -> StepResult:
         raise source.wrong(_not_awaited(came), A_STEP)
     reward = None if came.reward is None else _as_number(came.reward)
     if came.reward is not None and (reward is None or not math.isfinite(reward)):
-        raise source.wrong(
-            came.reward, "a finite number, or None where the turn has no reward of its own", what="reward"
-        )
+        raise source.wrong(came.reward, "a finite number, or None if the turn has no reward of its own", what="reward")
     done = _as_number(came.done)
     if done is None:
         raise source.wrong(came.done, "True or False", what="done")
@@ -242,15 +243,20 @@ def _conversation(came: Any, source: _Source) -> list[Message]:
             raise source.wrong(message, MESSAGES, what="a message")
         content = message.get("content")
         if isinstance(content, Sequence) and not isinstance(content, str):
-            raise source.wrong(content, "text; content in parts, such as pictures, is not taken yet", what="content")
+            raise source.wrong(
+                content, "text; content in parts (pictures, sounds) is not supported yet", what="content"
+            )
         if not isinstance(content, str):
             raise source.wrong(message, MESSAGES, what="a message")
     return list(came)
 
 
 def checked_algorithm(spec: AlgorithmSpec) -> AlgorithmSpec:
-    """The same algorithm, whose functions raise `WrongResult` where a tensor has another shape than the contract says,
-    or advantages or returns are not finite. A loss that is not finite is the trainer's to tell, with its step."""
+    """Returns the algorithm with functions that raise `WrongResult` for a tensor of a wrong shape.
+
+    They raise it for advantages and returns that are not finite, too. The trainer itself reports a loss that is not
+    finite, with its step.
+    """
     changes: dict[str, Any] = {
         "advantages": _checked_advantages(spec),
         "loss": _checked_loss(spec.name, spec.loss),
@@ -274,8 +280,8 @@ def _per_token(came: Any, tokens: int, source: _Source, *, what: str = "") -> An
     if not isinstance(came, torch.Tensor) or list(came.shape) != [tokens] or not came.is_floating_point():
         raise source.wrong_tensor(came, wanted, what=what)
     if not bool(torch.isfinite(came).all()):
-        place = int((~torch.isfinite(came)).nonzero()[0])
-        raise source.wrong(float(came[place]), wanted, what=f"{what or 'the tensor'}[{place}]")
+        position = int((~torch.isfinite(came)).nonzero()[0])
+        raise source.wrong(float(came[position]), wanted, what=f"{what or 'the tensor'}[{position}]")
     return came
 
 

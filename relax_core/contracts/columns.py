@@ -1,7 +1,7 @@
-"""How a token tree travels as bus columns: one payload of bytes for each (group, column).
+"""Encodes a token tree as the columns of a group: one payload of bytes for each (group, column).
 
-A column of numbers is the array's bytes, little-endian and C-ordered, read without a copy: its dtype stands here, its
-rows are the tree's. Episodes and media are msgpack. No pickle anywhere.
+A column of numbers is the array's bytes, little-endian and C-ordered, which are read without a copy; this module
+defines its dtype, and its number of rows is the tree's. Episodes and media are msgpack. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ LOGPROBS = "logprobs"
 VERSIONS = "versions"
 EPISODES = "episodes"  # list[Episode]
 MEDIA = "media"  # list[Media]
-FORWARD_COLUMNS = (TOKEN_IDS, END, VERSIONS, EPISODES)  # what a forward pass of another model needs
-# A tree without its tokens: what micro-batches are cut by, and what a step's metrics are computed from.
+FORWARD_COLUMNS = (TOKEN_IDS, END, VERSIONS, EPISODES)  # the inputs of a forward pass
+# A tree without its tokens, from which micro-batches are formed and a step's metrics are computed.
 STRUCTURE_COLUMNS = (END, LOSS_MASK, LOGPROBS, VERSIONS, EPISODES)
 ROLLOUT_COLUMNS = (TOKEN_IDS, END, LOSS_MASK, LOGPROBS, VERSIONS, EPISODES, MEDIA)
 
 OLD_LOGPROBS = "old_logprobs"  # written by actor_fwd
 REFERENCE_LOGPROBS = "reference_logprobs"  # written by reference
-VALUES = "values"  # written by critic, in front of each row
-ADVANTAGES = "advantages"  # one a token (`relax_core.contracts.tree.BY_TOKEN`)
-RETURNS = "returns"  # one a token, where there is a critic
+VALUES = "values"  # written by critic, the value before each row
+ADVANTAGES = "advantages"  # one for each token (`relax_core.contracts.tree.BY_TOKEN`)
+RETURNS = "returns"  # one for each token, if there is a critic
 TEACHER = "teacher"  # msgpack str, the name of the prompt's teacher
 TEACHER_LOGPROBS = "teacher_logprobs"  # written by teacher
 TEACHER_TOP_IDS = "teacher_top_ids"  # [rows, top_k], written by teacher
-TEACHER_TOP_LOGPROBS = "teacher_top_logprobs"  # the same
-ROUTED_EXPERTS = "routed_experts"  # [rows, layers with experts, experts a token], behind two bytes that name the dtype
-KEPT_TOKENS = "kept_tokens"  # KeptTokens, one set a row, where top_k, top_p or min_p leaves tokens out
+TEACHER_TOP_LOGPROBS = "teacher_top_logprobs"  # [rows, top_k], written by teacher
+ROUTED_EXPERTS = "routed_experts"  # [rows, MoE layers, experts per token], after two bytes that name the dtype
+KEPT_TOKENS = "kept_tokens"  # KeptTokens, one set for each row, if top_k, top_p or min_p leaves tokens out
 
-PERSISTED_COLUMNS = (EPISODES,)  # the ledger's file keeps it of every group: it is small
+PERSISTED_COLUMNS = (EPISODES,)  # small columns that the ledger's file stores for every group
 
 _DTYPES = {
     TOKEN_IDS: "<i4",
@@ -60,7 +60,7 @@ _DTYPES = {
     TEACHER_TOP_LOGPROBS: "<f4",
 }
 _EXTRAS = {*_DTYPES, ROUTED_EXPERTS} - {*ROLLOUT_COLUMNS}
-_WIDE = {TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS}  # with a second axis
+_WIDE = {TEACHER_TOP_IDS, TEACHER_TOP_LOGPROBS}  # columns with a second axis
 _EXPERT_DTYPES: dict[bytes, np.dtype[Any]] = {b"u1": np.dtype("u1"), b"u2": np.dtype("<u2")}
 
 _encoder = msgspec.msgpack.Encoder()
@@ -70,7 +70,7 @@ _kept_decoder = msgspec.msgpack.Decoder(KeptTokens)
 
 
 def encode_tree(tree: TokenTree) -> Columns:
-    """All that the tree has. Raises ValueError as `check_tree` does."""
+    """Returns all columns of a tree. Raises ValueError as `check_tree` does."""
     check_tree(tree)
     columns = {
         TOKEN_IDS: encode_column(TOKEN_IDS, tree.token_ids),
@@ -83,13 +83,13 @@ def encode_tree(tree: TokenTree) -> Columns:
         **{name: encode_column(name, array) for name, array in tree.extras.items()},
     }
     if tree.kept is not None:
-        assert tree.kept.tokens == tree.rows, "one set a row"
+        assert tree.kept.tokens == tree.rows, "a tree has one kept set for each row"
         columns[KEPT_TOKENS] = _encoder.encode(tree.kept)
     return columns
 
 
 def encode_column(name: str, array: np.ndarray) -> bytes:
-    """The bytes of an array in the column's dtype. They do not tell the rows, which must be the tree's."""
+    """Returns the bytes of an array in the column's dtype. They do not contain the number of rows."""
     if name == ROUTED_EXPERTS:
         narrow = b"u1" if array.max(initial=0) <= np.iinfo(np.uint8).max else b"u2"
         return narrow + array.astype(_EXPERT_DTYPES[narrow], copy=False).tobytes()
@@ -97,8 +97,11 @@ def encode_column(name: str, array: np.ndarray) -> bytes:
 
 
 def decode_column(name: str, payload: bytes, *, rows: int) -> np.ndarray:
-    """A read-only view of the payload: ``[rows]``, or ``[rows, …]``. ``rows``: the tree's rows, or of an extra by
-    token its tokens. Raises ValueError where the payload is of another number."""
+    """Returns a read-only view of the payload, ``[rows]`` or ``[rows, …]``.
+
+    ``rows`` is the tree's number of rows, or of tokens for an extra by token. Raises ValueError if the payload has
+    another number of entries.
+    """
     if name == ROUTED_EXPERTS:
         flat = np.frombuffer(payload, dtype=_EXPERT_DTYPES[bytes(payload[:2])], offset=2)
     else:
@@ -112,13 +115,17 @@ def decode_column(name: str, payload: bytes, *, rows: int) -> np.ndarray:
 
 
 def decode_episodes(payload: bytes) -> list[Episode]:
+    """Returns the episodes of column `EPISODES`."""
     return _episodes_decoder.decode(payload)
 
 
 def decode_tree(row: LeasedRow) -> TokenTree:
-    """The tree of a leased row, with the columns that were leased: `END`, `VERSIONS` and `EPISODES` at least. Without
-    `LOSS_MASK` all sampled rows count as trained; without `LOGPROBS` they are 0; without `TOKEN_IDS` they are -1, which
-    no model embeds. Raises ValueError, with the group's uid, where the columns do not belong together."""
+    """Returns the tree of a leased group that has at least the columns `END`, `VERSIONS` and `EPISODES`.
+
+    Without `LOSS_MASK` all sampled rows count as trained. Without `LOGPROBS` the log-probs are 0. Without `TOKEN_IDS`
+    the ids are -1, which no model embeds. Raises ValueError, with the group's uid, if the columns contradict each
+    other.
+    """
     columns = row.columns
     try:
         return _decode_tree(row.group_uid, columns)
@@ -152,12 +159,15 @@ def _decode_tree(uid: str, columns: Mapping[str, bytes]) -> TokenTree:
 
 
 def persisted_payloads(columns: Mapping[str, bytes]) -> tuple[bytes, ...] | None:
-    """What the ledger's file keeps of a row; None for a row without it, e.g. one whose samples were all dropped."""
+    """Returns the payloads that the ledger's file stores for a group; None if the group lacks one.
+
+    A group whose samples were all dropped has no columns.
+    """
     if not all(column in columns for column in PERSISTED_COLUMNS):
         return None
     return tuple(columns[column] for column in PERSISTED_COLUMNS)
 
 
 def payload_bytes(columns: Mapping[str, bytes]) -> int:
-    """Bytes of all payloads of a row."""
+    """Returns the number of bytes of all payloads of a group."""
     return sum(len(payload) for payload in columns.values())

@@ -1,4 +1,7 @@
-"""Where prompts come from: random access by index, so that a cursor is one integer and a lost prompt can be redone."""
+"""The contract of a prompt source: random access by index, so that the data cursor is one integer.
+
+A prompt that was lost can be read again by its index.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,11 @@ TOO_LONG = "too_long"
 
 
 class BadRow(ValueError):
-    """A data row that cannot be used, while others can. ``reason`` is what the ledger books: ``too_long``, or
-    ``bad_row:`` and one word. The text names the row's file and line and says what is wrong with it."""
+    """A data row that cannot be used, although others can.
+
+    ``reason`` is the reason in the ledger: ``too_long``, or ``bad_row:`` and one word. The text names the data row's
+    file and line and says what is wrong.
+    """
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
@@ -22,14 +28,17 @@ class BadRow(ValueError):
 
     @staticmethod
     def because(word: str, text: str) -> BadRow:
-        """A row whose own content is wrong; ``word`` says which part of it."""
+        """Returns the error for a data row with wrong content; ``word`` says which part of it is wrong."""
         return BadRow(f"{BAD_ROW}:{word}", text)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSet:
-    """Rows that are evaluated and never trained. ``name``: empty where the run has one set without a name.
-    ``bad``: rows that cannot be used; they are no wrong answers."""
+    """Data rows that are evaluated and never trained.
+
+    ``name`` is empty if the run has one set without a name. ``bad`` lists the data rows that cannot be used; they do
+    not count as wrong answers.
+    """
 
     name: str
     rows: Sequence[DataRow]
@@ -37,25 +46,25 @@ class EvalSet:
 
 
 class PromptSource(Protocol):
-    """``row(index)`` for index 0, 1, 2 … without end: epochs follow each other, each shuffled by the run's seed.
+    """Data rows in an endless order: epochs follow each other, and each is shuffled by the run's seed.
 
-    The same (source, seed, index) always gives the same row, in any process. Rows have numbers 0..len-1.
+    The same (source, seed, index) gives the same data row in any process. Data rows have numbers 0..len-1.
     """
 
     def __len__(self) -> int:
-        """How many rows are trained on, bad ones included."""
+        """Returns the number of data rows for training, with those that cannot be used."""
 
     def number(self, index: int) -> int:
-        """The number of the row at place ``index`` of the endless order."""
+        """Returns the number of the data row at ``index`` of the endless order."""
 
     def row(self, index: int) -> DataRow:
-        """The row at place ``index`` of the endless order. Raises `BadRow` for one that cannot be used."""
+        """Returns the data row at ``index`` of the endless order. Raises `BadRow` if it cannot be used."""
 
     def numbered(self, number: int) -> DataRow:
-        """The row with this number. Raises `BadRow` for one that cannot be used."""
+        """Returns the data row with this number. Raises `BadRow` if it cannot be used."""
 
     def where(self, number: int) -> str:
-        """File and line of the row with this number, for an error about it."""
+        """Returns file and line of the data row with this number, for an error about it."""
 
     def held_out(self) -> EvalSet:
-        """The held-out split, never among `row`'s."""
+        """Returns the held-out split, which shares no data row with `row`."""

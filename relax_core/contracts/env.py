@@ -1,4 +1,4 @@
-"""What an environment is: how a data row becomes a conversation, and what follows a response."""
+"""The contract of an environment: it turns a data row into a conversation and answers the model's responses."""
 
 from __future__ import annotations
 
@@ -9,21 +9,26 @@ from typing import Any, Literal
 
 Message = dict[str, str]
 
-# Why an episode of several turns ended: the env said so; the most turns were played; the context has no room for a
-# further turn; a response was cut at rollout.max_new_tokens. The last two carry no reward: the env took too long, or
-# raised.
+# The reasons why an episode of several turns ends: the env said so; it had max_turns turns; the context has no room for
+# another turn; a response was cut at rollout.max_new_tokens; a call of the env took too long; the env raised an error.
+# The last two give no reward.
 Ended = Literal["env_done", "max_turns", "context_full", "turn_cut", "step_timeout", "env_failed"]
 
 
 @dataclass(frozen=True)
 class EnvConfig:
+    """The settings that every env has."""
+
     name: str
 
 
 @dataclass(frozen=True)
 class InteractionConfig(EnvConfig):
-    """The settings of an env with turns. ``max_turns``: responses an episode at most. ``step_timeout_s``: seconds that
-    one call of the env may take; an episode whose env takes longer ends without a reward."""
+    """The settings of an env with turns.
+
+    ``max_turns`` is the largest number of responses in an episode. ``step_timeout_s`` is the time in seconds that one
+    call of the env may take; an episode whose env takes longer ends without a reward.
+    """
 
     max_turns: int = 8
     step_timeout_s: float = 30.0
@@ -31,9 +36,12 @@ class InteractionConfig(EnvConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeStart:
-    """What an episode begins with. ``row``: the data row. ``group_seed`` is the same for all episodes of a group,
-    ``episode_seed`` is the episode's own; both are the same in every run with the same seed. ``attempt``: how often the
-    group was given to a rollout worker before, since a worker died."""
+    """The inputs of an episode.
+
+    ``row`` is the data row. ``group_seed`` is the same for all episodes of a group, ``episode_seed`` is the episode's
+    own; every run with the same seed has the same ones. ``attempt`` is the number of rollout workers that had the group
+    before and died.
+    """
 
     row: Mapping[str, Any]
     group_seed: int
@@ -43,8 +51,11 @@ class EpisodeStart:
 
 @dataclass(frozen=True, kw_only=True)
 class Action:
-    """One response of the model. ``text``: without the token or the string that ended it. ``stopped``: False where it
-    was cut at rollout.max_new_tokens."""
+    """One response of the model.
+
+    ``text`` is without the token or the string that ended it. ``stopped`` is False if it was cut at
+    rollout.max_new_tokens.
+    """
 
     text: str
     stopped: bool
@@ -52,9 +63,12 @@ class Action:
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
-    """What follows an action. ``observation``: what `BaseInteractionEnv.format_observation` takes; it is not read where
-    ``done``. ``reward``: of this turn, None where the turn has none of its own. ``done``: the episode has ended.
-    ``info``: what the env tells beside it."""
+    """The env's answer to an action.
+
+    ``observation`` is the input of `BaseInteractionEnv.format_observation`; it is not read if ``done``. ``reward`` is
+    this turn's, None if the turn has none of its own. ``done``: the episode has ended. ``info`` holds further values
+    for logs.
+    """
 
     observation: Any = None
     reward: float | None = None
@@ -63,42 +77,45 @@ class StepResult:
 
 
 class BaseInteractionEnv(ABC):
-    """The environment of one episode; each episode has an object of its own, and no two of its calls overlap.
+    """The environment of one episode. Each episode has an object of its own, and no two of its calls overlap.
 
-    Each method may be ``async def``. A plain one runs in a thread, so that it may wait. What a method raises, and a
-    call that takes longer than ``config.step_timeout_s``, ends the episode without a reward. Text of the env is encoded
-    without the special tokens of the chat template, but for the opening, which is a prompt like any other.
+    Each method may be ``async def``. A plain method runs in a thread, so it may wait. An error in a method, or a call
+    that takes longer than ``config.step_timeout_s``, ends the episode without a reward. Text of the env is encoded
+    without the special tokens of the chat template; only the opening messages are a prompt like any other.
     """
 
     @abstractmethod
     def reset(self) -> Any:
-        """The first observation. It is the same for all episodes of a group."""
+        """Returns the first observation. It must be the same for all episodes of a group."""
 
     @abstractmethod
     def step(self, action: Action) -> StepResult | Awaitable[StepResult]:
-        """What follows the model's response. It is never called again for the same one."""
+        """Returns the env's answer to the model's response. It is called once for each response."""
 
     def format_observation(self, observation: Any) -> Sequence[Message] | Awaitable[Sequence[Message]]:
-        """The messages that show an observation to the model. Text becomes one message of the user; a list of messages
-        stays as it is."""
+        """Returns the messages that show an observation to the model.
+
+        By default, text becomes one message of the user, and a list of messages stays as it is.
+        """
         if isinstance(observation, str):
             return [{"role": "user", "content": observation}]
         messages: Sequence[Message] = observation
         return messages
 
     def close(self) -> Any:
-        """The episode is over, however it ended."""
+        """Frees the episode's resources. It is called when the episode is over, for whatever reason."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnvSpec:
-    """One environment, as exactly one of two functions. ``messages(row, config)``: the conversation that opens an
-    episode of one turn, for the chat template; the response ends the episode. ``open(start, config)``: the environment
-    of one episode of several turns; ``config`` is a dataclass under `InteractionConfig` then.
+    """The record of one environment, with exactly one of two functions.
 
-    ``row`` has "prompt" (text or messages) and "answer". Raises ValueError where both functions or none is given, and
-    for ``open`` with other settings.
+    ``messages(row, config)`` returns the conversation that opens an episode of one turn, for the chat template; the
+    response ends the episode. ``open(start, config)`` returns the environment of one episode of several turns;
+    ``config`` must then be a dataclass under `InteractionConfig`. ``row`` has "prompt" (text or messages) and "answer".
+
+    Raises ValueError if both functions or none is given, and for ``open`` with another class of settings.
     """
 
     name: str
@@ -118,4 +135,5 @@ class EnvSpec:
 
     @property
     def has_turns(self) -> bool:
+        """Is True if episodes may have several turns."""
         return self.open is not None

@@ -1,7 +1,7 @@
-"""The kept sets: which tokens top_k, top_p and min_p left where a token was sampled.
+"""The kept set of a sampled token: the tokens that top_k, top_p and min_p kept when it was sampled.
 
-An engine samples from softmax over such a set, so whoever computes log-probs of the sampled tokens normalises over the
-same set. This file is the one place that encodes and decodes it.
+An engine samples from softmax over such a set, so log-probs of sampled tokens must be normalised over the same set.
+Only this module encodes and decodes kept sets.
 """
 
 from __future__ import annotations
@@ -13,18 +13,21 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-BITS = 32  # of a word
+BITS = 32  # bits in a word
 
-# The log-prob of a token that was left out, and its logit: the probability is exactly 0 in float32 and float64. It is
-# finite, so that differences of two such log-probs, and a softmax over nothing else, give no NaN.
+# The log-prob and the logit of a token that was left out. Its probability is exactly 0 in float32 and float64. The
+# value is finite, so that differences of two such log-probs, and a softmax over such logits alone, give no NaN.
 OUTSIDE = -1e30
 
 
 class KeptArrays(NamedTuple):
-    """Kept sets as arrays. ``counts`` int64 ``[tokens]``. ``listed``, ``masked`` bool ``[tokens]``: which sets are
-    given as ids and which as bits; a set of neither kind is the whole vocabulary. ``ids`` int64 ``[listed ids]``: of
-    the listed sets, one after the other, ``counts`` of each. ``bits`` uint8 ``[masked sets, bytes]``: bit i of byte j
-    is token 8 j + i."""
+    """Kept sets as arrays.
+
+    ``counts`` int64 ``[tokens]`` has the number of tokens in each set. ``listed`` and ``masked``, bool ``[tokens]``,
+    say which sets are stored as ids and which as bits; a set of neither kind is the whole vocabulary. ``ids`` int64
+    ``[listed ids]`` has the ids of the listed sets one after the other. ``bits`` uint8 ``[masked sets, bytes]``: bit i
+    of byte j is token 8 j + i.
+    """
 
     counts: np.ndarray
     listed: np.ndarray
@@ -34,12 +37,14 @@ class KeptArrays(NamedTuple):
 
 
 class KeptTokens(msgspec.Struct, frozen=True, array_like=True):
-    """One kept set for each of some sampled tokens. ``counts``: int32 ``[tokens]``, how many tokens each set has; 0
-    says that nothing was left out. ``words``: uint32, set after set. All numbers are little-endian.
+    """Encoded kept sets, one for each of some sampled tokens.
 
-    A set of n of ``vocab_size`` tokens takes min(n, ceil(vocab_size / 32)) words: its token ids where these are no
+    ``counts`` is int32 ``[tokens]``, the number of tokens in each set; 0 means that nothing was left out. ``words`` is
+    uint32, set after set. All numbers are little-endian.
+
+    A set of n out of ``vocab_size`` tokens takes min(n, ceil(vocab_size / 32)) words: its token ids if these are not
     longer than a bitmask of the vocabulary, else that bitmask (bit i of word j is token 32 j + i). So a set never takes
-    more than a bit for each token of the vocabulary.
+    more than one bit for each token of the vocabulary.
     """
 
     vocab_size: int
@@ -48,17 +53,18 @@ class KeptTokens(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def tokens(self) -> int:
-        """How many sets there are."""
+        """The number of sets."""
         return len(self.counts) // 4
 
     @property
     def nbytes(self) -> int:
+        """The number of bytes of all sets."""
         return len(self.counts) + len(self.words)
 
     # -- encoding ---------------------------------------------------------------------------------------------------
     @staticmethod
     def of_mask(mask: np.ndarray) -> KeptTokens:
-        """Of a bool array ``[tokens, vocab]``, True where a token was kept. No set may be empty."""
+        """Encodes a bool array ``[tokens, vocab]`` that is True if a token was kept. No set may be empty."""
         vocab_size = mask.shape[1]
         bits = _packed(mask)
         counts = np.bitwise_count(bits).sum(1, dtype=np.int64)
@@ -78,8 +84,10 @@ class KeptTokens(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def of_lists(sets: Sequence[Sequence[int]], *, vocab_size: int) -> KeptTokens:
-        """Of one list of token ids a sampled token. Raises ValueError for an empty list and an id that is not in the
-        vocabulary."""
+        """Encodes one list of token ids for each sampled token.
+
+        Raises ValueError for an empty list and for an id that is not in the vocabulary.
+        """
         counts = np.fromiter(map(len, sets), dtype="<i4", count=len(sets))
         ids = np.fromiter(chain.from_iterable(sets), dtype=np.int64, count=int(counts.sum()))
         if not counts.all():
@@ -97,19 +105,19 @@ class KeptTokens(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def whole(tokens: int, *, vocab_size: int) -> KeptTokens:
-        """Of tokens for which nothing was left out."""
+        """Returns the sets of tokens for which nothing was left out."""
         return KeptTokens(vocab_size, bytes(4 * tokens), b"")
 
     @staticmethod
     def joined(parts: Sequence[KeptTokens]) -> KeptTokens:
-        """One after the other; of one vocabulary, and one part at least."""
+        """Concatenates sets of the same vocabulary; ``parts`` has at least one entry."""
         assert len({part.vocab_size for part in parts}) == 1, "kept sets of different vocabularies"
         counts, words = (b"".join(one) for one in zip(*((part.counts, part.words) for part in parts), strict=True))
         return KeptTokens(parts[0].vocab_size, counts, words)
 
     # -- decoding ---------------------------------------------------------------------------------------------------
     def arrays(self) -> KeptArrays:
-        """Raises ValueError where counts and words do not belong together."""
+        """Decodes the sets. Raises ValueError if counts and words contradict each other."""
         counts, width = self._counts().astype(np.int64), _mask_words(self.vocab_size)
         sizes = _words_of(counts, width)
         outside = counts.size > 0 and not 0 <= counts.min() <= counts.max() < self.vocab_size
@@ -129,7 +137,7 @@ class KeptTokens(msgspec.Struct, frozen=True, array_like=True):
         )
 
     def mask(self) -> np.ndarray:
-        """bool ``[tokens, vocab]``, True where a token was kept."""
+        """Returns bool ``[tokens, vocab]``, True if a token was kept."""
         sets = self.arrays()
         mask = np.zeros((len(sets.counts), 8 * sets.bits.shape[1]), dtype=bool)
         mask[np.repeat(np.flatnonzero(sets.listed), sets.counts[sets.listed]), sets.ids] = True
@@ -138,23 +146,23 @@ class KeptTokens(msgspec.Struct, frozen=True, array_like=True):
         return mask[:, : self.vocab_size]
 
     def lists(self) -> list[list[int]]:
-        """One list of token ids a sampled token."""
+        """Returns one list of token ids for each sampled token."""
         return [np.flatnonzero(row).tolist() for row in self.mask()]
 
     def word_ends(self) -> np.ndarray:
-        """int64 ``[tokens]``, behind which word each set ends."""
+        """Returns int64 ``[tokens]``: the end of each set in words."""
         return np.cumsum(_words_of(self._counts().astype(np.int64), _mask_words(self.vocab_size)))
 
-    def take(self, places: np.ndarray) -> KeptTokens:
-        """The sets at ``places``, int64 ``[n]``, in their order."""
+    def take(self, positions: np.ndarray) -> KeptTokens:
+        """Returns the sets at ``positions``, int64 ``[n]``, in their order."""
         counts, ends = self._counts(), self.word_ends()
-        wanted = np.diff(ends, prepend=0)[places]
-        shift = np.repeat(ends[places] - np.cumsum(wanted), wanted)
+        wanted = np.diff(ends, prepend=0)[positions]
+        shift = np.repeat(ends[positions] - np.cumsum(wanted), wanted)
         words = np.frombuffer(self.words, dtype="<u4")[np.arange(len(shift)) + shift]
-        return KeptTokens(self.vocab_size, counts[places].tobytes(), words.tobytes())
+        return KeptTokens(self.vocab_size, counts[positions].tobytes(), words.tobytes())
 
     def fault(self, token_ids: Sequence[int] | np.ndarray) -> str | None:
-        """Why these cannot be the sets that ``token_ids`` were sampled from, or None."""
+        """Returns why ``token_ids`` cannot have been sampled from these sets; None if they can."""
         if self.tokens != len(token_ids):
             return f"{self.tokens} kept sets came for {len(token_ids)} tokens"
         try:
@@ -173,15 +181,15 @@ class KeptTokens(msgspec.Struct, frozen=True, array_like=True):
         inside[sets.masked] = sets.bits[np.arange(len(of_masked)), of_masked >> 3] >> (of_masked & 7) & 1
         if inside.all():
             return None
-        place = int(np.argmin(inside))
-        return f"its token {place}, id {token_ids[place]}, is not in the set that it was sampled from"
+        position = int(np.argmin(inside))
+        return f"its token {position}, id {token_ids[position]}, is not in the set that it was sampled from"
 
     def _counts(self) -> np.ndarray:
         return np.frombuffer(self.counts, dtype="<i4")
 
 
 def set_bytes(kept: int, *, vocab_size: int) -> int:
-    """What a set of ``kept`` tokens takes, its count included."""
+    """Returns the number of bytes that a set of ``kept`` tokens takes, with its count."""
     return 4 + 4 * min(kept, _mask_words(vocab_size))
 
 
@@ -194,7 +202,7 @@ def _words_of(counts: np.ndarray, mask_words: int) -> np.ndarray:
 
 
 def _packed(mask: np.ndarray) -> np.ndarray:
-    """bool ``[sets, vocab]`` → uint32 ``[sets, words]``."""
+    """Packs bool ``[sets, vocab]`` into uint32 ``[sets, words]``."""
     packed = np.packbits(mask, axis=1, bitorder="little")
     words = np.zeros((len(mask), _mask_words(mask.shape[1])), dtype="<u4")
     words.view(np.uint8)[:, : packed.shape[1]] = packed

@@ -1,4 +1,4 @@
-"""What a reward is: a function of the answer's text and the data row, scored in-process or in a killable worker."""
+"""The contract of a reward: a function of a response and its data row, run in the rollout or in a worker process."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class RewardInput:
-    """``response``: text without the stop token or stop string. ``stopped``: False when the response ran into the token
-    limit. ``answer``: the data row's reference. ``row``: the whole data row. ``uid``: the episode's, and ``where``: the
-    row's file and line; both are empty outside of training.
+    """The input of a reward for one response.
 
-    Of an env with turns ``response`` and ``stopped`` are the last turn's. ``turns``: the texts of all responses, in
-    order. ``turn_rewards``: what the env gave for each, None where it gave none. ``messages``: the whole conversation,
-    responses included. ``ended``: why the episode ended (`relax_core.contracts.env.Ended`). All four are empty where
-    one response answers a row."""
+    ``response`` is the text without the stop token or stop string. ``stopped`` is False if the response was cut at the
+    token limit. ``answer`` is the data row's reference answer and ``row`` the whole data row. ``uid`` is the episode's
+    uid and ``where`` the data row's file and line; both are empty outside of training.
+
+    In an env with turns, ``response`` and ``stopped`` are those of the last turn. ``turns`` has the texts of all
+    responses, in order. ``turn_rewards`` has the env's reward for each, None if it gave none. ``messages`` is the whole
+    conversation with the responses. ``ended`` is the reason why the episode ended (`relax_core.contracts.env.Ended`).
+    These four are empty if one response answers a data row.
+    """
 
     response: str
     stopped: bool
@@ -33,10 +36,13 @@ class RewardInput:
 
 @dataclass(frozen=True, kw_only=True)
 class RewardOutput:
-    """``reward`` None: it could not be computed (the sample is dropped, never trained as 0).
-    ``exact``: the answer is fully right; what accuracy counts. ``reason``: why there is no reward, else empty.
-    ``answer``: what the reward took for the answer, by which an evaluation counts votes for maj@k; empty where it found
-    none, None where the whole response is the answer."""
+    """The result of a reward for one response.
+
+    ``reward`` is None if it could not be computed; the sample is then dropped and never trained as 0. ``exact`` says
+    that the answer is fully right; accuracy counts it. ``reason`` says why there is no reward, else it is empty.
+    ``answer`` is the text that the reward took for the answer; an evaluation counts votes for maj@k by it. It is empty
+    if the reward found none, and None if the whole response is the answer.
+    """
 
     reward: float | None
     exact: bool = False
@@ -47,8 +53,11 @@ class RewardOutput:
 
 @dataclass(frozen=True)
 class RewardConfig:
-    """``timeout_s``: seconds that the scoring of one answer may take. ``max_failed``: the share of answers that may
-    have no reward, over the newest data rows; beyond it the run ends."""
+    """The settings that every reward has.
+
+    ``timeout_s`` is the time in seconds that the scoring of one answer may take. ``max_failed`` is the share of answers
+    that may have no reward, over the newest data rows; above it the run ends.
+    """
 
     name: str
     timeout_s: float = 5.0
@@ -60,19 +69,20 @@ Scored = RewardOutput | float
 
 @dataclass(frozen=True, kw_only=True)
 class RewardSpec:
-    """One reward, as exactly one of two functions. ``score`` takes one answer; ``score_group`` takes a list of the
-    answers to one data row and returns a list with one entry for each of them. An entry may be a plain number instead
-    of a `RewardOutput`; 1 is exact then. Either may be ``async def``: then it is awaited in the rollout's event loop,
-    and cancelled after ``config.timeout_s`` seconds an answer. Several calls may be under way at the same time, those
-    of plain functions in threads.
+    """The record of one reward, with exactly one of two functions.
 
-    ``isolated``: it runs library code that may hang or crash, so it runs in a worker process that is killed after
-    ``config.timeout_s`` seconds an answer. The answers of a call that was cancelled or killed have no reward. Where a
-    plain function that is not isolated takes longer than that, the run ends. ``check`` raises ValueError for settings
-    that make no sense. ``prepare`` does slow imports; a worker process calls it once at its start, outside of any
-    timeout.
+    ``score`` takes one answer. ``score_group`` takes a list of the answers to one data row and returns a list with one
+    entry for each. An entry may be a plain number instead of a `RewardOutput`; the answer is then exact if the number
+    is 1. An ``async def`` function is awaited in the rollout's event loop and cancelled after ``config.timeout_s``
+    seconds for each answer. Several calls may run at the same time; those of plain functions run in threads.
 
-    Raises ValueError where both functions or none is given, and for one that is async and isolated."""
+    ``isolated``: the function runs library code that may hang or crash, so it runs in a worker process that is killed
+    after ``config.timeout_s`` seconds for each answer. The answers of a cancelled or killed call have no reward. If a
+    plain function that is not isolated takes longer, the run ends. ``check`` raises ValueError for settings that make
+    no sense. ``prepare`` does slow imports; a worker process calls it once at its start, without a timeout.
+
+    Raises ValueError if both functions or none is given, and for a function that is async and isolated.
+    """
 
     name: str
     summary: str
@@ -95,6 +105,6 @@ class RewardSpec:
 
     @property
     def is_async(self) -> bool:
-        """Whether its function has to be awaited; it may be an object with an ``async def __call__``."""
+        """Is True if the function has to be awaited; the function may be an object with an ``async def __call__``."""
         function = inspect.unwrap(self.score or self.score_group)  # type: ignore[arg-type]  # one of them is there
         return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)

@@ -1,7 +1,8 @@
-"""The signals that stop a run, and who takes them.
+"""The signals that stop a run, and how its processes handle them.
 
-The supervisor alone does. Every other process of a run has them blocked from its start on, as a process inherits that:
-what sends a signal to all processes of a run, as systemd and Slurm do, stops it as one signal to the supervisor does.
+Only the supervisor handles them. Every other process of a run blocks them from its start on, because a process inherits
+the blocked signals of its parent. So systemd and Slurm, which signal all processes of a run, stop it like one signal to
+the supervisor.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def ignore_stop_signals() -> None:
-    """For a process that runs a user's code, in the thread that starts the threads of that code. The code may start
-    programs and end them by such a signal: they must not inherit that it is blocked, nor that it is ignored. So this
-    process takes the signals, and a function without effect handles them: getpid, as Python sets handlers of its own in
-    the main thread alone, which Ray may have kept."""
+    """Makes this process ignore the stop signals without blocking them, for a process that runs a user's code.
+
+    The user's code may start programs and end them by such a signal, and these programs must inherit neither that the
+    signal is blocked nor that it is ignored. So this function unblocks the signals and installs getpid, a C function
+    without effect, as their handler: Python can set handlers in the main thread only, and Ray may use that thread. Call
+    it in the thread that starts the threads of the user's code.
+    """
     libc = ctypes.CDLL(None)
     for number in STOP_SIGNALS:
         libc.signal(int(number), libc.getpid)

@@ -1,4 +1,4 @@
-"""The training back end's contract. No Ray here: roles move data, a back end computes."""
+"""The contract of the training back end, which computes and imports no Ray; the roles move the data."""
 
 from __future__ import annotations
 
@@ -17,16 +17,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """What one train step reports, over all ranks. ``moe``: of a mixture of experts, how evenly tokens went to them
-    (`relax_core.train.model.moe.balance_metrics`). ``timings_ms``: parts of the step on this rank.
-    ``rows``: token rows that were computed, those that several micro-batches or ranks repeat once for each."""
+    """The metrics of one train step over all ranks.
+
+    ``moe`` says how evenly the tokens were routed to the experts (`relax_core.train.model.moe.balance_metrics`).
+    ``timings_ms`` has the durations of parts of the step on this rank, in milliseconds. ``rows`` counts the token rows
+    that were computed; a row that several micro-batches or ranks compute counts once for each.
+    """
 
     loss: float
     grad_norm: float
     learning_rate: float
     tokens: int
     samples: int
-    logprob_gap_max: float  # over fresh tokens; 0 if there were none
+    logprob_gap_max: float  # over on-policy tokens; 0 if there are none
     logprob_gap_mean: float
     logprob_gap_tokens: int
     algorithm: dict[str, float] = field(default_factory=dict)
@@ -36,44 +39,48 @@ class StepMetrics:
 
 
 class TrainBackend(Protocol):
-    """One rank's part of the trainer. All ranks call the same methods in the same order; those of one data-parallel
-    replica (its tensor, pipeline and context parallel ranks) with the same groups."""
+    """One rank's part of the trainer.
+
+    All ranks call the same methods in the same order. The ranks of one data-parallel replica (tensor, pipeline and
+    context parallel) pass the same groups.
+    """
 
     def begin_step(self, step: int) -> None:
-        """Clears gradients and sums; ``step`` sets the learning rate."""
+        """Clears gradients and sums. ``step`` determines the learning rate."""
 
     def accumulate(self, groups: Sequence[TokenTree]) -> None:
-        """Forward and backward over this rank's groups of one micro-batch (may be empty on a rank)."""
+        """Runs forward and backward over this rank's groups of one micro-batch; a rank may have none."""
 
     def finish_step(self) -> StepMetrics:
-        """Divides by the global denominator, clips, steps the optimizer."""
+        """Divides by the global denominator, clips the gradients and steps the optimizer."""
 
     def logprobs(self, groups: Sequence[TokenTree]) -> list[np.ndarray]:
-        """Log-probs of the current weights, one float32 ``[rows]`` a group, 0 where nothing was sampled."""
+        """Returns the current weights' log-probs, float32 ``[rows]`` for each group; 0 if a row was not sampled."""
 
     @property
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Name and shape of what `export` gives, in its order."""
+        """The names and shapes of the tensors of `export`, in its order."""
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights, Hugging Face names and shapes, in the order of the family's map."""
+        """Yields all weights with Hugging Face names and shapes, in the order of the family's map."""
 
     def load_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Sets all weights from Hugging Face names; raises ValueError for a missing, unknown or misshapen one."""
+        """Sets all weights from Hugging Face names. Raises ValueError for a missing, unknown or misshapen one."""
 
     def copy_state(self) -> None:
-        """Copies to the host what a checkpoint holds."""
+        """Copies to the host the state that a checkpoint holds."""
 
     def write_copy(self, folder: Path) -> None:
-        """Writes the newest copy, in any thread, while training goes on."""
+        """Writes the newest copy. Any thread may call it while training goes on."""
 
     def save(self, folder: Path) -> None:
-        """Both of the above."""
+        """Copies the state and writes it."""
 
     def load(self, folder: Path) -> None:
-        """Reads what any layout wrote."""
+        """Reads the checkpoint of any layout."""
 
     def offload(self) -> None:
-        """Gives up the device's memory (colocate); a no-op where device and host share it."""
+        """Frees the device's memory (colocate). It does nothing if device and host share their memory."""
 
-    def onload(self) -> None: ...
+    def onload(self) -> None:
+        """Loads the state back to the device after `offload`."""

@@ -1,7 +1,8 @@
-"""Rows of a file by number, each checked and with "prompt" and "answer" in their places.
+"""Reads the data rows of a file by number, checks each, and stores its prompt and answer under "prompt" and "answer".
 
-A row is checked when it is read: one that cannot be used is a `BadRow`, and the others can. Of a JSONL file only the
-places of its lines are kept, of a Parquet file one row group at a time. A CSV file and a JSON list stay in memory.
+A data row is checked when it is read. A row that cannot be used raises `BadRow`, and the others stay usable. For a
+JSONL file only the offsets of its lines are kept in memory, for a Parquet file one row group at a time. A CSV file and
+a JSON list are kept in memory as a whole.
 """
 
 from __future__ import annotations
@@ -20,20 +21,23 @@ from relax_core.contracts.data import BadRow, DataRow
 
 
 class RowFile(Protocol):
-    """Rows by number, 0..len-1."""
+    """Data rows by number, 0..len-1."""
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, number: int) -> DataRow:
-        """Raises `BadRow` for a row that cannot be used."""
+        """Returns a data row. Raises `BadRow` if it cannot be used."""
 
     def where(self, number: int) -> str:
-        """File and line, for an error about this row."""
+        """Returns file and line of a data row, for an error about it."""
 
 
 def open_rows(path: Path, *, prompt_key: str, answer_key: str) -> RowFile:
-    """Opens a .jsonl, .json, .csv or .parquet file. Raises ValueError for one that is not there, has another suffix or
-    no rows, for a Parquet file that is malformed or lacks a column, and for a JSON list or CSV that is malformed."""
+    """Opens a .jsonl, .json, .csv or .parquet file.
+
+    Raises ValueError for a file that does not exist, has another suffix or no rows; for a Parquet file that is
+    malformed or lacks a column; and for a malformed JSON list or CSV file.
+    """
     if path.suffix not in _READERS:
         raise ValueError(f"data file {path}: unknown suffix {path.suffix!r}. Use one of: {', '.join(_READERS)}.")
     if not path.is_file():
@@ -45,14 +49,14 @@ def open_rows(path: Path, *, prompt_key: str, answer_key: str) -> RowFile:
 
 
 class JsonlRows:
-    """One JSON object a line; blank lines are skipped."""
+    """The data rows of a file with one JSON object on each line. Blank lines are skipped."""
 
     def __init__(self, path: Path, prompt_key: str, answer_key: str) -> None:
         self._path, self._prompt_key, self._answer_key = path, prompt_key, answer_key
         self._offsets, self._lines = array("q"), array("q")
         offset = 0
         with path.open("rb") as file:
-            if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:  # some editors begin a file with it
+            if file.read(len(codecs.BOM_UTF8)) == codecs.BOM_UTF8:  # some editors write it at the beginning
                 offset = len(codecs.BOM_UTF8)
             file.seek(offset)
             for line_number, line in enumerate(file, start=1):
@@ -66,6 +70,7 @@ class JsonlRows:
         return len(self._offsets)
 
     def where(self, number: int) -> str:
+        """Returns file and line of a data row."""
         return f"{self._path}, line {self._lines[number]}"
 
     def __getitem__(self, number: int) -> DataRow:
@@ -82,7 +87,10 @@ class JsonlRows:
 
 
 class RowsInMemory:
-    """Rows that are all read, and where each stands in the file; or why it is none, in one word and in words."""
+    """Data rows that are all in memory.
+
+    Each entry is (file and line, data row), or (file and line, (one word, text)) for a row that cannot be used.
+    """
 
     def __init__(
         self, rows: Sequence[tuple[str, Mapping[str, Any] | tuple[str, str]]], prompt_key: str, answer_key: str
@@ -93,6 +101,7 @@ class RowsInMemory:
         return len(self._rows)
 
     def where(self, number: int) -> str:
+        """Returns file and line of a data row."""
         return self._rows[number][0]
 
     def __getitem__(self, number: int) -> DataRow:
@@ -104,7 +113,7 @@ class RowsInMemory:
 
 
 def read_json_list(path: Path, prompt_key: str, answer_key: str) -> RowsInMemory:
-    """A .json file that holds one list of objects."""
+    """Reads a .json file that holds one list of objects."""
     text = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     try:
         found = msgspec.json.decode(text, type=list[Any])
@@ -120,7 +129,7 @@ def _object(row: Any) -> dict[str, Any] | tuple[str, str]:
 
 
 def read_csv(path: Path, prompt_key: str, answer_key: str) -> RowsInMemory:
-    """A .csv file with the columns' names in its first line. Every value is text."""
+    """Reads a .csv file with the columns' names in its first line. Every value is text."""
     csv.field_size_limit(sys.maxsize)
     rows: list[tuple[str, Mapping[str, Any] | tuple[str, str]]] = []
     with path.open(encoding="utf-8-sig", newline="") as file:
@@ -129,7 +138,7 @@ def read_csv(path: Path, prompt_key: str, answer_key: str) -> RowsInMemory:
             for row in reader:
                 where = f"{path}, line {reader.line_num}"
                 fields = len(row) - (None in row)
-                wrong = ("fields", f"it has not as many fields as the first line, {fields}.")
+                wrong = ("fields", f"it has another number of fields than the first line, {fields}.")
                 rows.append((where, wrong if None in row or None in row.values() else row))
         except (csv.Error, UnicodeDecodeError) as error:
             raise ValueError(f"{path}, line {reader.line_num}: not CSV in UTF-8: {error}") from error
@@ -137,7 +146,10 @@ def read_csv(path: Path, prompt_key: str, answer_key: str) -> RowsInMemory:
 
 
 class ParquetRows:
-    """A row group is read when one of its rows is asked for; the last one stays in memory."""
+    """The data rows of a Parquet file.
+
+    A row group is read when one of its rows is read; the last one stays in memory.
+    """
 
     def __init__(self, path: Path, prompt_key: str, answer_key: str) -> None:
         import pyarrow
@@ -162,6 +174,7 @@ class ParquetRows:
         return self._starts[-1]
 
     def where(self, number: int) -> str:
+        """Returns file and number of a data row."""
         return f"{self._path}, row {number}"
 
     def __getitem__(self, number: int) -> DataRow:
@@ -183,7 +196,9 @@ _READERS: dict[str, Callable[[Path, str, str], RowFile]] = {
 
 
 def check_row(row: Mapping[str, Any], *, where: str, prompt_key: str, answer_key: str) -> DataRow:
-    """The row with its prompt under "prompt" and its answer, as text, under "answer"; other keys stay as they are.
+    """Returns the data row with its prompt under "prompt" and its answer, as text, under "answer".
+
+    Other keys stay as they are.
 
     Raises `BadRow` with a text that starts with ``where``.
     """

@@ -1,4 +1,7 @@
-"""Whether data is the data that it was: by its content, wherever the files lie and whatever they are called."""
+"""Computes a digest of the training data's content, so that a resume can check that the data is the same.
+
+The digest does not depend on the paths and names of the files.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,18 @@ import xxhash
 from relax_core.config.schema import DataConfig
 from relax_core.data.paths import data_parts
 
-WHOLE_BYTES = 256 << 20  # files up to this are read as a whole; of larger ones as much, in blocks spread over the file
+WHOLE_BYTES = 256 << 20  # up to this size, a file is read as a whole; of a larger file, blocks of this total are read
 BLOCK_BYTES = 1 << 20
-SETTLED_S = 0.1  # a file that was written this long ago has another time once it changes
+SETTLED_S = 0.1  # if a file was written this long ago, its next change has another modification time
 _known: dict[tuple[str, int, int, int], str] = {}
 
 
 def data_digest(config: DataConfig) -> str:
-    """xxh3-128, in hex, of the training files in their order, of their weights and of the held-out file; empty for a
-    generated task. Raises ValueError as `data_parts` does, OSError for a file that cannot be read."""
+    """Returns the xxh3-128, in hex, of the training files in order, their weights and the held-out file.
+
+    It is empty for a generated task. Raises ValueError as `data_parts` does, and OSError for a file that cannot be
+    read.
+    """
     if config.task is not None:
         return ""
     hasher = xxhash.xxh3_128()
@@ -33,8 +39,11 @@ def data_digest(config: DataConfig) -> str:
 
 
 def file_digest(path: Path) -> str:
-    """xxh3-128 of a file's size and bytes, in hex. Of a file above `WHOLE_BYTES`, blocks spread evenly over it stand
-    for the whole. A file that nobody has changed since is not read again in this process."""
+    """Returns the xxh3-128, in hex, of a file's size and bytes.
+
+    For a file above `WHOLE_BYTES`, blocks spread evenly over it represent the whole. A file that has not changed is not
+    read again in this process.
+    """
     stat = path.stat()
     key = (str(path), stat.st_size, stat.st_mtime_ns, stat.st_ino)
     if key in _known:
@@ -46,8 +55,8 @@ def file_digest(path: Path) -> str:
                 hasher.update(block)
         else:
             blocks = WHOLE_BYTES // BLOCK_BYTES
-            for place in range(blocks):
-                file.seek(place * (stat.st_size - BLOCK_BYTES) // (blocks - 1), os.SEEK_SET)
+            for number in range(blocks):
+                file.seek(number * (stat.st_size - BLOCK_BYTES) // (blocks - 1), os.SEEK_SET)
                 hasher.update(file.read(BLOCK_BYTES))
     if time.time() - stat.st_mtime > SETTLED_S:
         _known[key] = hasher.hexdigest()

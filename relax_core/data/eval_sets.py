@@ -1,4 +1,4 @@
-"""The sets of rows that an evaluation asks: the held-out rows of the training data, or files by name."""
+"""The sets of data rows that an evaluation asks: the held-out rows of the training data, or files by name."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from relax_core.contracts.data import BadRow, EvalSet, PromptSource
 from relax_core.data.shares import too_many_bad
 from relax_core.data.sources import read_eval_set, rows_of
 
-_FIGURES = ("exact", "reward")  # whose ends of the interval would be taken for a set's figures
+_FIGURES = ("exact", "reward")  # names that would clash with the names of an evaluation's metrics
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def held_out_count(config: RelaxConfig) -> int:
-    """How many held-out rows of the training data an evaluation asks; 0 where none of its sets is that one."""
+    """Returns how many held-out rows of the training data an evaluation asks; 0 if none of its sets is that one."""
     return config.eval.rows if config.eval.every and asks_held_out(config) else 0
 
 
 def asks_held_out(config: RelaxConfig) -> bool:
-    """Whether one of the sets is the held-out rows of the training data."""
+    """Returns whether one of the sets is the held-out rows of the training data."""
     return not config.eval.sets or None in config.eval.sets.values()
 
 
 def eval_sets(config: RelaxConfig, source: PromptSource | None) -> list[EvalSet]:
-    """The sets in the order of ``eval.sets``, ``eval.rows`` rows of each at most; the held-out rows alone where there
-    are no names. ``source``: may be None where no set is its held-out rows. Raises ValueError (key, value, fix) for a
-    file that cannot serve, and as `check_bad_rows` does.
+    """Returns the sets in the order of ``eval.sets``, each with at most ``eval.rows`` data rows.
+
+    Without names, the held-out rows are the only set. ``source`` may be None if no set is its held-out rows. Raises
+    ValueError (key, value, fix) for a file that cannot be used, and as `check_bad_rows` does.
     """
     sets = [_read(config, source, name, file) for name, file in (config.eval.sets or {"": None}).items()]
     for one in sets:
@@ -37,14 +38,16 @@ def eval_sets(config: RelaxConfig, source: PromptSource | None) -> list[EvalSet]
 
 
 def check_bad_rows(name: str, usable: int, bad: Sequence[BadRow], *, most: float) -> None:
-    """Raises ValueError where more than the share ``most`` of an evaluation set's rows cannot be used, or all of them:
-    what was left of it would be another set."""
+    """Raises ValueError if all rows of an evaluation set, or more than the share ``most`` of them, cannot be used.
+
+    The remaining rows would be another set.
+    """
     rows = usable + len(bad)
     if bad and (not usable or too_many_bad(len(bad), rows, rows=rows, most=most)):
         what = f"eval.sets.{name}" if name else "the held-out rows"
         raise ValueError(
             f"{what}: {len(bad)} of {rows} rows cannot be used, more than data.max_bad_rows={most:g}. The first: "
-            f"{bad[0]} Mend the data, or raise data.max_bad_rows."
+            f"{bad[0]} Correct the data, or raise data.max_bad_rows."
         )
 
 
@@ -58,7 +61,7 @@ def _read(config: RelaxConfig, source: PromptSource | None, name: str, file: str
 
 
 def name_problems(config: RelaxConfig) -> Iterator[str]:
-    """Names that are no part of a metric's name."""
+    """Yields a problem for each name that cannot be part of a metric's name."""
     for name in config.eval.sets:
         if not _NAME.fullmatch(name) or name in _FIGURES:
             yield f"eval.sets: {name!r} is no name for a set. Use another, of letters, digits and . _ - alone."

@@ -1,7 +1,7 @@
-"""Generated tasks: every example is a pure function of (task, split, seed, index), so a cursor is one integer.
+"""Generated tasks: every example is a pure function of (task, split, seed, index), so the data cursor is one integer.
 
-The held-out split is drawn by content: a prompt whose checksum falls into one slot of sixteen is held out for good.
-So no training row can equal an evaluation row, whatever the seed.
+The held-out split is chosen by content: a prompt whose checksum falls into one of sixteen slots is always held out. So
+no training row can equal an evaluation row, whatever the seed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal
 Split = Literal["train", "eval"]
 
 REVERSED_DIGITS = 5
-_EVAL_SEED = 0  # the same evaluation rows for every run seed: figures of two runs can be compared
+_EVAL_SEED = 0  # every run seed has the same evaluation rows, so that two runs can be compared
 _HELD_OUT_SLOTS = 16
 
 
@@ -37,7 +37,7 @@ _THINGS = ("apples", "books", "cards", "coins", "eggs", "pens")
 
 
 def _arithmetic(rng: random.Random) -> Example:
-    """A word problem with one operation on small numbers; the answer lies in 0..25."""
+    """Returns a word problem with one operation on small numbers. The answer lies in 0..25."""
     name, thing = rng.choice(_NAMES), rng.choice(_THINGS)
     kind = rng.choice(("gain", "loss", "groups"))
     if kind == "gain":
@@ -61,7 +61,7 @@ LONGEST_PROMPT = {"reverse_digits": 9, "arithmetic": 47}  # characters
 
 
 def task_names() -> tuple[str, ...]:
-    """The tasks that exist."""
+    """Returns the names of the tasks."""
     return tuple(_TASKS)
 
 
@@ -72,7 +72,7 @@ def check_task(task: str | None) -> None:
 
 
 def example(task: str, *, split: Split, seed: int, index: int) -> Example:
-    """Example ``index`` of a split; the same in every process. ``seed`` has no say in the eval split."""
+    """Returns example ``index`` of a split, the same in every process. The eval split does not depend on ``seed``."""
     check_task(task)
     rng = random.Random(f"{task}/{split}/{seed if split == 'train' else _EVAL_SEED}/{index}")
     while True:

@@ -1,4 +1,4 @@
-"""The order of training rows: epochs without end, each shuffled by the run's seed, and nothing kept in memory."""
+"""The order of training rows: endless epochs, each shuffled by the run's seed, computed without a list in memory."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from fractions import Fraction
 from itertools import accumulate
 
 _ROUNDS = 4
-BLOCK_PROMPTS = 1000  # the longest block of a mixture: shares are exact to a thousandth
+BLOCK_PROMPTS = 1000  # the longest block of a mixture, so that shares are exact to a thousandth
 
 
 def row_of(index: int, *, rows: int, seed: int, shuffle: bool, stream: int = 0) -> int:
-    """The row 0..rows-1 that stands at place ``index`` of the endless order.
+    """Returns the data row 0..rows-1 at ``index`` of the endless order.
 
-    Every ``rows`` places in a row are an epoch and hold each row once. The same arguments give the same row in any
-    process and with any library version. ``stream`` tells orders of the same seed apart.
+    Every ``rows`` successive indices are an epoch and contain each data row once. The same arguments give the same row
+    in any process and with any library version. ``stream`` selects among different orders of the same seed.
     """
     assert index >= 0 and rows > 0
-    epoch, place = divmod(index, rows)
+    epoch, position = divmod(index, rows)
     key = f"{seed}/{epoch}/{stream}" if stream else f"{seed}/{epoch}"
-    return _permuted(place, rows=rows, key=key.encode()) if shuffle else place
+    return _permuted(position, rows=rows, key=key.encode()) if shuffle else position
 
 
 class Mixture:
     """Prompts from several parts in fixed shares, with one integer as cursor.
 
-    The endless order is cut into blocks of the same length. Each block holds every part's exact share of prompts, in an
-    order of its own that the seed fixes; so any place is found without looking at those before it. The block is as
-    short as the weights allow (3:1 gives blocks of 4), and `BLOCK_PROMPTS` at most, with shares rounded to it.
+    The endless order is divided into blocks of the same length. Each block contains every part's exact share of
+    prompts, in an order of its own that the seed determines, so any index is found without the indices before it. The
+    block is as short as the weights allow (3:1 gives blocks of 4), and at most `BLOCK_PROMPTS` long, with shares
+    rounded to it.
     """
 
     def __init__(self, weights: Sequence[float], *, seed: int) -> None:
@@ -40,7 +41,7 @@ class Mixture:
         self._seed = seed
 
     def place(self, index: int) -> tuple[int, int]:
-        """The part that gives the prompt at place ``index`` of the order, and the place in that part's own order."""
+        """Returns the part that gives the prompt at ``index`` of the order, and its index in that part's own order."""
         length = self._starts[-1]
         block, slot = divmod(index, length)
         slot = _permuted(slot, rows=length, key=f"{self._seed}/mixture/{block}".encode())
@@ -49,7 +50,10 @@ class Mixture:
 
 
 def block_shares(weights: Sequence[float]) -> list[int]:
-    """How many prompts of a block each part gives."""
+    """Returns how many prompts of a block each part gives.
+
+    Raises ValueError for a weight below a thousandth of all weights together.
+    """
     exact = [Fraction(str(weight)) for weight in weights]
     total = sum(exact, start=Fraction(0))
     length = math.lcm(*(Fraction(weight, total).denominator for weight in exact))
@@ -61,32 +65,33 @@ def block_shares(weights: Sequence[float]) -> list[int]:
 
 
 def apportion(total: int, weights: Sequence[float]) -> list[int]:
-    """``total`` as whole numbers in the proportion of ``weights``, which are 0 or more and not all 0.
+    """Splits ``total`` into whole numbers in the proportion of ``weights``, which are 0 or more and not all 0.
 
-    Source: the method of largest remainders (Hamilton); of equal remainders the first ones get one more.
+    Source: the method of largest remainders (Hamilton). Among equal remainders, the first ones get one more.
     """
     exact = [Fraction(str(weight)) for weight in weights]
     quotas = [total * weight / sum(exact, start=Fraction(0)) for weight in exact]
     shares = [math.floor(quota) for quota in quotas]
-    by_remainder = sorted(range(len(quotas)), key=lambda place: shares[place] - quotas[place])
-    for place in by_remainder[: total - sum(shares)]:
-        shares[place] += 1
+    by_remainder = sorted(range(len(quotas)), key=lambda part: shares[part] - quotas[part])
+    for part in by_remainder[: total - sum(shares)]:
+        shares[part] += 1
     return shares
 
 
-def _permuted(place: int, *, rows: int, key: bytes) -> int:
-    """A keyed permutation of 0..rows-1: a Feistel network on the next even power of two, walked until it lands inside.
+def _permuted(position: int, *, rows: int, key: bytes) -> int:
+    """Returns a keyed permutation of 0..rows-1 at ``position``.
 
-    Source: Black and Rogaway, Ciphers with Arbitrary Finite Domains (2002), cycle walking.
+    It is a Feistel network on the next even power of two, repeated until the result is below ``rows``. Source: Black
+    and Rogaway, Ciphers with Arbitrary Finite Domains (2002), cycle walking.
     """
     half_bits = max(1, (max(rows - 1, 1).bit_length() + 1) // 2)
     mask = (1 << half_bits) - 1
     while True:
-        left, right = place >> half_bits, place & mask
+        left, right = position >> half_bits, position & mask
         for number in range(_ROUNDS):
             message = b"%d/%d" % (number, right)
             digest = hashlib.blake2b(message, key=key[:64], digest_size=8).digest()
             left, right = right, left ^ (int.from_bytes(digest, "big") & mask)
-        place = (left << half_bits) | right
-        if place < rows:
-            return place
+        position = (left << half_bits) | right
+        if position < rows:
+            return position

@@ -1,4 +1,4 @@
-"""Which files the training rows are read from, and in which shares."""
+"""Resolves the configured training files and their shares."""
 
 from __future__ import annotations
 
@@ -15,18 +15,21 @@ _WANTED = "Give a list of files, [a.jsonl,more/*.parquet], or files with their w
 
 @dataclass(frozen=True, kw_only=True)
 class FilePart:
-    """Files that are drawn from together. ``weight``: their share of the prompts beside the other parts' weights; None
-    where every row of every file comes once an epoch."""
+    """Files that are drawn from together.
+
+    ``weight`` is their share of the prompts relative to the other parts' weights; None if every row of every file comes
+    once in each epoch.
+    """
 
     files: tuple[Path, ...]
     weight: float | None = None
 
 
 def data_parts(config: DataConfig) -> list[FilePart]:
-    """The files of ``data.path`` or ``data.paths``, wildcards resolved, in the order in which their rows are numbered.
+    """Returns the files of ``data.path`` or ``data.paths`` in the order in which their rows are numbered.
 
-    A list is one part, a mapping one part an entry. Raises ValueError (key, value, fix) for what names no file, or one
-    file twice.
+    Wildcards are resolved. A list is one part; in a mapping each entry is a part. Raises ValueError (key, value, fix)
+    for an entry that names no file, and for a file that is named twice.
     """
     assert config.task is None
     if config.path is not None:
@@ -47,7 +50,7 @@ def data_parts(config: DataConfig) -> list[FilePart]:
 
 
 def _files(name: object) -> tuple[Path, ...]:
-    """One file, or those that a pattern with * ? [ matches, in alphabetical order."""
+    """Returns one file, or the files that a pattern with * ? [ matches, in alphabetical order."""
     if not isinstance(name, str) or not name:
         raise ValueError(f"data.paths: {name!r} is no path. {_WANTED}.")
     if not glob.has_magic(name) or Path(name).exists():

@@ -1,4 +1,4 @@
-"""Prompt sources: a generated task, or rows of JSONL or Parquet files, behind one random-access order."""
+"""Prompt sources: a generated task, or the data rows of files, in one endless order with random access."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ GENERATED_KEYS = ("prompt", "answer")
 
 
 def make_source(config: DataConfig, *, seed: int, eval_rows: int) -> PromptSource:
-    """The source that ``config`` describes. ``eval_rows`` is how many held-out rows an evaluation scores.
+    """Returns the source that ``config`` describes.
 
-    Raises ValueError (key, value, fix) for a task or files that cannot serve.
+    ``eval_rows`` is the number of held-out rows that an evaluation scores.
+
+    Raises ValueError (key, value, fix) for a task or files that cannot be used.
     """
     given = [config.task, config.path, config.paths]
     if sum(one is not None for one in given) != 1:
@@ -68,12 +70,15 @@ def _file_source(config: DataConfig, *, seed: int, eval_rows: int) -> FileSource
 
 
 def rows_of(file: Path, config: DataConfig) -> RowFile:
-    """The rows of one file, with the columns that ``config`` names. Raises ValueError as `open_rows`."""
+    """Returns the data rows of one file, with the columns that ``config`` names.
+
+    Raises ValueError as `open_rows` does.
+    """
     return open_rows(file, prompt_key=config.prompt_key, answer_key=config.answer_key)
 
 
 def read_eval_set(name: str, chosen: Iterable[tuple[RowFile, int]]) -> EvalSet:
-    """The evaluation set of these rows (file, number); those that cannot be used stand apart."""
+    """Returns the evaluation set of these data rows (file, number), with those that cannot be used in ``bad``."""
     rows: list[DataRow] = []
     bad: list[BadRow] = []
     for file, number in chosen:
@@ -85,7 +90,10 @@ def read_eval_set(name: str, chosen: Iterable[tuple[RowFile, int]]) -> EvalSet:
 
 
 def _held_out_counts(config: DataConfig, files: Sequence[RowFile]) -> list[int]:
-    """How many rows at each file's end are held out: together ``data.eval_size``, in proportion to the files' rows."""
+    """Returns how many rows at each file's end are held out.
+
+    Together they are ``data.eval_size`` rows, in proportion to the files' rows.
+    """
     sizes = [len(file) for file in files]
     if config.eval_path is not None or config.eval_size == 0:
         return [0] * len(files)
@@ -99,7 +107,7 @@ def _held_out_counts(config: DataConfig, files: Sequence[RowFile]) -> list[int]:
 
 
 def _part_rows(parts: Sequence[FilePart], counts: Sequence[int]) -> list[int]:
-    """How many training rows each part has."""
+    """Returns how many training rows each part has."""
     ends = list(accumulate(len(part.files) for part in parts))
     return [sum(counts[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
 
@@ -113,8 +121,7 @@ def _eval_count(wanted: int, *, available: int, where: str) -> int:
 
 
 def file_rows(config: DataConfig) -> tuple[RowFile, int]:
-    """The rows of the configured files that are trained on, and how many there are. Raises ValueError as
-    `make_source`."""
+    """Returns the training rows of the configured files, and their number. Raises ValueError as `make_source` does."""
     files = [rows_of(file, config) for part in data_parts(config) for file in part.files]
     kept = _held_out_counts(config, files)
     rows = FirstRows(files, [len(file) - count for file, count in zip(files, kept, strict=True)])
@@ -136,6 +143,7 @@ class FirstRows:
         return file[place]
 
     def where(self, number: int) -> str:
+        """Returns file and line of a data row."""
         file, place = self._find(number)
         return file.where(place)
 
@@ -146,7 +154,7 @@ class FirstRows:
 
 
 class GeneratedSource:
-    """``rows`` examples of a generated task, over and over, a new order each epoch."""
+    """``rows`` examples of a generated task, in a new order in each epoch."""
 
     def __init__(self, task: str, *, rows: int, held_out: int, seed: int, shuffle: bool) -> None:
         generated.check_task(task)
@@ -158,19 +166,23 @@ class GeneratedSource:
         return self._rows
 
     def number(self, index: int) -> int:
+        """Returns the number of the example at ``index`` of the endless order."""
         return row_of(index, rows=self._rows, seed=self._seed, shuffle=self._shuffle)
 
     def row(self, index: int) -> DataRow:
-        """The row at place ``index`` of the endless order."""
+        """Returns the data row at ``index`` of the endless order."""
         return self.numbered(self.number(index))
 
     def numbered(self, number: int) -> DataRow:
+        """Returns the data row with this number."""
         return _as_row(generated.example(self._task, split="train", seed=self._seed, index=number))
 
     def where(self, number: int) -> str:
+        """Returns task and number of an example."""
         return f"data.task={self._task}, example {number}"
 
     def held_out(self) -> EvalSet:
+        """Returns the held-out split."""
         rows = [
             _as_row(generated.example(self._task, split="eval", seed=self._seed, index=index))
             for index in range(self._held_out)
@@ -183,11 +195,11 @@ def _as_row(example: generated.Example) -> DataRow:
 
 
 class FileSource:
-    """Rows of files, over and over; ``held_out`` is already read.
+    """The data rows of files in an endless order. ``held_out`` is already read.
 
-    Without ``weights`` every row comes once an epoch, in a new order each time. With them, one for each of the
-    ``parts`` (which says how many of the rows, in order, are whose), a `Mixture` says which part gives each prompt,
-    and every part goes through its own rows, epoch by epoch.
+    Without ``weights`` every row comes once in each epoch, in a new order each time. With ``weights``, one for each of
+    ``parts`` (the number of successive rows in each part), a `Mixture` determines which part gives each prompt, and
+    every part goes through its own rows, epoch by epoch.
     """
 
     def __init__(
@@ -219,6 +231,7 @@ class FileSource:
         return len(self._rows)
 
     def number(self, index: int) -> int:
+        """Returns the number of the data row at ``index`` of the endless order."""
         if self._mixture is None:
             return row_of(index, rows=len(self._rows), seed=self._seed, shuffle=self._shuffle)
         part, place = self._mixture.place(index)
@@ -226,14 +239,20 @@ class FileSource:
         return self._starts[part] + mine
 
     def row(self, index: int) -> DataRow:
-        """The row at place ``index`` of the endless order. Raises `BadRow` that names the file's row."""
+        """Returns the data row at ``index`` of the endless order.
+
+        Raises `BadRow`, which names the file and the line.
+        """
         return self._rows[self.number(index)]
 
     def numbered(self, number: int) -> DataRow:
+        """Returns the data row with this number. Raises `BadRow` if it cannot be used."""
         return self._rows[number]
 
     def where(self, number: int) -> str:
+        """Returns file and line of a data row."""
         return self._rows.where(number)
 
     def held_out(self) -> EvalSet:
+        """Returns the held-out split."""
         return self._held_out

@@ -1,8 +1,8 @@
-"""The model's tokenizer and chat template, from the files in its folder.
+"""The model's tokenizer and chat template, read from the files in its folder.
 
-It reads tokenizer.json with the `tokenizers` library and renders the chat template with jinja2 under the settings of
-transformers, so the rollout imports neither transformers nor torch (seconds, and hundreds of MB). A test holds it
-equal to transformers' own `apply_chat_template`.
+The module reads tokenizer.json with the library tokenizers and renders the chat template with jinja2, with the settings
+that transformers uses. So the rollout imports neither transformers nor torch, which would take seconds and hundreds of
+megabytes. A test checks that the result equals transformers' `apply_chat_template`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     import jinja2
 
 _SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")  # which the renderer sets itself
+_OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")  # variables that `render` sets
 
 
 class PromptTokenizer:
-    """Text in, token ids out, and back.
+    """Converts text to token ids and back.
 
-    ``stop_token_ids``: tokens that end a response, sorted. ``template_arguments``: more variables for the chat
-    template, such as Qwen3's enable_thinking. Raises ValueError for a folder that lacks what it needs, and for a
+    ``stop_token_ids`` are the tokens that end a response, sorted. ``template_arguments`` are more variables for the
+    chat template, such as Qwen3's enable_thinking. Raises ValueError for a folder that lacks a needed file, and for a
     variable that its template does not read.
     """
 
@@ -38,7 +38,7 @@ class PromptTokenizer:
             )
         try:
             self._tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
-        except Exception as error:  # the library raises nothing narrower
+        except Exception as error:  # The library raises plain Exception.
             raise ValueError(f"model folder {model_folder}: tokenizer.json cannot be read: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -51,26 +51,32 @@ class PromptTokenizer:
         self.stop_token_ids = self._stop_token_ids(model_folder)
 
     def encode(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation as the chat template writes it, up to where the assistant's answer begins.
+        """Returns the token ids of a conversation as the chat template renders it, up to the next answer.
 
-        Raises ValueError, in the template's words, for a conversation that it does not take.
+        Raises ValueError, with the template's message, for a conversation that the template does not accept.
         """
         return self.encode_text(self.render(messages))
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The text of a conversation, whose token ids `encode_text` gives. Raises ValueError as `encode` does."""
+        """Returns the text of a conversation, which `encode_text` turns into ids.
+
+        Raises ValueError as `encode` does.
+        """
         own = dict(zip(_OWN_VARIABLES, (list(messages), None, None, True), strict=True))
         try:
             return self._template.render(**(self._special_tokens | self._arguments | own))
-        except Exception as error:  # a template is foreign code and raises what it likes
+        except Exception as error:  # A template is the model author's code and may raise any error.
             raise ValueError(f"the chat template does not take it: {type(error).__name__}: {error}") from error
 
     def encode_text(self, text: str) -> list[int]:
-        """Token ids of a text that `render` made."""
+        """Returns the token ids of a text from `render`."""
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_plain(self, text: str) -> list[int]:
-        """Token ids of a text in which the name of a special token is text: markup of an environment ends nothing."""
+        """Returns the token ids of a text in which names of special tokens are plain text.
+
+        So no text of an environment can end a turn.
+        """
         self._tokenizer.encode_special_tokens = True
         try:
             return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -79,20 +85,23 @@ class PromptTokenizer:
 
     @property
     def vocabulary_size(self) -> int:
-        """Rows that an embedding must have for every token: the largest id and 1."""
+        """The number of rows that an embedding needs for every token: the largest id plus 1."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def spans(self, text: str) -> list[tuple[int, int]]:
-        """Where each token of a bare text begins and ends in it, in characters."""
+        """Returns where each token of a plain text begins and ends in it, in characters."""
         offsets: list[tuple[int, int]] = self._tokenizer.encode(text, add_special_tokens=False).offsets
         return offsets
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of response tokens. Special tokens are shown: an answer with one inside is not the bare answer."""
+        """Returns the text of response tokens with their special tokens.
+
+        So a response with a special token inside differs from a response without it.
+        """
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def _stop_token_ids(self, model_folder: Path) -> list[int]:
-        """The tokenizer's end token, and those that the model's own generation settings name."""
+        """Returns the tokenizer's end token and those in the model's generation settings, sorted."""
         found: set[int] = set()
         end = self._tokenizer.token_to_id(self._special_tokens.get("eos_token", ""))
         if end is not None:
@@ -109,7 +118,7 @@ class PromptTokenizer:
 
 
 def token_difference(one: Path, other: Path) -> str | None:
-    """Why token ids of two model folders do not mean the same, in words; None where they do."""
+    """Returns why token ids of two model folders do not mean the same; None if they do."""
     from tokenizers import Tokenizer
 
     vocabularies = [
@@ -124,7 +133,7 @@ def token_difference(one: Path, other: Path) -> str | None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """Of the files of a model folder, only tokenizer.json must exist."""
+    """Returns the content of a JSON file, or nothing if there is no file: only tokenizer.json must exist."""
     try:
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:
@@ -132,7 +141,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens that a template may name; older folders write a token as an object."""
+    """Returns the special tokens that a template may name. Older folders write a token as an object."""
     tokens = {key: settings.get(key) for key in _SPECIAL_TOKEN_KEYS}
     return {
         key: token["content"] if isinstance(token, dict) else token
@@ -142,7 +151,7 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _chat_template(model_folder: Path, settings: Mapping[str, Any]) -> str:
-    """chat_template.jinja where there is one, else the entry in tokenizer_config.json."""
+    """Returns the content of chat_template.jinja if it exists, else the entry in tokenizer_config.json."""
     file = model_folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
@@ -158,7 +167,7 @@ def _chat_template(model_folder: Path, settings: Mapping[str, Any]) -> str:
 
 
 def _check_arguments(arguments: Mapping[str, Any], template: str, model_folder: Path) -> None:
-    """A template ignores what it does not know, so a typing mistake would change nothing and say nothing."""
+    """Raises ValueError for an argument that the template does not read: it would be ignored silently."""
     if not arguments:
         return
     from jinja2 import meta
@@ -169,12 +178,12 @@ def _check_arguments(arguments: Mapping[str, Any], template: str, model_folder: 
     for name in arguments:
         if name not in read:
             what = f"it reads {', '.join(sorted(read))}" if read else "it reads no variable of a user's"
-            told = f"its chat template does not read data.chat_template_kwargs.{name}; {what}."
-            raise ValueError(f"model folder {model_folder}: {told}")
+            problem = f"its chat template does not read data.chat_template_kwargs.{name}; {what}."
+            raise ValueError(f"model folder {model_folder}: {problem}")
 
 
 def _compile(template: str, *, what: str) -> jinja2.Template:
-    """Raises ValueError, which begins with ``what``, for a template that does not parse."""
+    """Compiles a template. Raises ValueError, which begins with ``what``, if it does not parse."""
     from jinja2 import TemplateSyntaxError
 
     try:
@@ -184,7 +193,7 @@ def _compile(template: str, *, what: str) -> jinja2.Template:
 
 
 def _environment() -> jinja2.Environment:
-    """The sandbox, filters and globals that transformers gives a chat template."""
+    """Returns a jinja2 environment with the sandbox, filters and globals that transformers gives a chat template."""
     from jinja2 import TemplateError, ext, nodes
     from jinja2.parser import Parser
     from jinja2.sandbox import ImmutableSandboxedEnvironment

@@ -1,2 +1,4 @@
-"""The room says what the language model of a Hugging Face folder is made of. Trainer, embedded engine and memory plan
-read the same description. Nothing here imports torch."""
+"""The model families: what the language model of a Hugging Face folder consists of. Nothing here imports torch.
+
+Start reading in `table.py`; trainer, embedded engine and memory plan use the same `Architecture`.
+"""

@@ -11,8 +11,11 @@ OUTPUT_WEIGHT = "lm_head.weight"
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Every layer has ``count`` experts of ``width`` hidden units each, and routes a token to ``per_token`` of them.
-    ``normalized`` says whether the weights of the chosen experts are made to add up to 1."""
+    """The mixture of experts of a model.
+
+    Every layer has ``count`` experts of ``width`` hidden units each, and routes a token to ``per_token`` of them.
+    ``normalized`` says whether the weights of the chosen experts are scaled to a sum of 1.
+    """
 
     count: int
     per_token: int
@@ -49,7 +52,10 @@ class Architecture:
 
     @property
     def ignored_weights(self) -> frozenset[str]:
-        """A folder may hold tensors of these Hugging Face names, which carry nothing of their own: a tied output weight
-        that is stored a second time, and the rotary frequencies that old versions of transformers stored."""
+        """The Hugging Face names of tensors that a folder may contain but that carry no information.
+
+        They are a tied output weight that is stored a second time, and the rotary frequencies that old versions of
+        transformers stored.
+        """
         frequencies = {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq" for layer in range(self.num_layers)}
         return frozenset(frequencies | ({OUTPUT_WEIGHT} if self.tie_word_embeddings else set()))

@@ -1,4 +1,4 @@
-"""The module finds the family, the architecture and the weight files of a Hugging Face folder."""
+"""Finds the family, the architecture and the weight files of a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ WEIGHT_INDEX = "model.safetensors.index.json"
 
 
 class _Index(msgspec.Struct):
-    """``weight_map`` maps each tensor to its file."""
+    """The index of a model's weight files. ``weight_map`` maps each tensor to its file."""
 
     weight_map: dict[str, str]
 
 
 def find_family(name: str) -> Family:
-    """Returns the family of that name, and raises a ValueError that lists the names where there is none."""
+    """Returns the family of that name. Raises a ValueError that lists the names if there is none."""
     if name not in FAMILIES:
         raise ValueError(f"model.family={name}: no such model family. What exists: {_known()}.")
     return FAMILIES[name]
 
 
 def read_hf_config(model_folder: Path) -> dict[str, Any]:
-    """Returns the content of a Hugging Face folder's config.json. Raises ValueError where there is none."""
+    """Returns the content of a Hugging Face folder's config.json. Raises ValueError if there is none."""
     path = model_folder / "config.json"
     if not path.is_file():
         raise ValueError(f"model.path={model_folder}: no config.json there. Give a Hugging Face model folder.")
@@ -38,7 +38,7 @@ def read_hf_config(model_folder: Path) -> dict[str, Any]:
 
 
 def family_of(hf_config: HfConfig, *, model_folder: Path) -> Family:
-    """Returns the family of a folder's model_type, and raises a ValueError that lists the names where none has it."""
+    """Returns the family of a folder's model_type. Raises a ValueError that lists the names if none has it."""
     model_type = hf_config.get("model_type")
     if model_type not in FAMILIES:
         raise ValueError(
@@ -49,8 +49,11 @@ def family_of(hf_config: HfConfig, *, model_folder: Path) -> Family:
 
 
 def folder_architecture(model_folder: Path, *, family: str | None = None) -> Architecture:
-    """Returns what a folder's config.json describes. ``family`` None takes whichever family it is of. Raises ValueError
-    where it is of another family than ``family``, which is named then, and where it cannot be computed."""
+    """Returns the architecture that a folder's config.json describes.
+
+    If ``family`` is None, the folder may be of any family. Raises ValueError if it is of another family than
+    ``family``, or if Relax cannot compute its model.
+    """
     hf_config = read_hf_config(model_folder)
     wanted = None if family is None else find_family(family)
     found = family_of(hf_config, model_folder=model_folder)
@@ -63,9 +66,11 @@ def folder_architecture(model_folder: Path, *, family: str | None = None) -> Arc
 
 
 def weight_files(model_folder: Path) -> list[Path]:
-    """Returns the safetensors files of a folder's weights in order, or an empty list. An index that is there decides,
-    since some folders hold the weights a second time under names of their maker's own (consolidated.safetensors).
-    Raises ValueError for an index that cannot be read."""
+    """Returns the safetensors files of a folder's weights in order; the list may be empty.
+
+    If there is an index, it decides, because some folders hold the weights a second time under other names
+    (consolidated.safetensors). Raises ValueError for an index that cannot be read.
+    """
     index = model_folder / WEIGHT_INDEX
     if index.is_file():
         try:

@@ -1,4 +1,4 @@
-"""The module reads a model's rotary embedding from config.json: its base, and how its frequencies are scaled."""
+"""Reads a model's rotary embedding from config.json: its base, and how its frequencies are scaled."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ class LinearScaling:
     factor: float
 
     def scaled(self, frequencies: Tensor) -> Tensor:
+        """Returns the scaled frequencies."""
         return frequencies / self.factor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Scaling:
-    """Llama 3.1's scaling changes low frequencies only (rope_type "llama3" of transformers, `apply_scaling` of Meta's
-    llama-models).
+    """Llama 3.1's scaling, which changes low frequencies only.
 
-    A frequency that turns at least ``high_freq_factor`` times in ``original_positions`` tokens stays as it is, one that
-    turns at most ``low_freq_factor`` times is divided by ``factor``, and between the two the share that stays grows
-    linearly with the number of turns.
+    Sources: rope_type "llama3" of transformers, and `apply_scaling` of Meta's llama-models. A frequency that turns at
+    least ``high_freq_factor`` times in ``original_positions`` tokens stays as it is. One that turns at most
+    ``low_freq_factor`` times is divided by ``factor``. Between them, the share that stays grows linearly with the
+    number of turns.
     """
 
     factor: float
@@ -39,6 +40,7 @@ class Llama3Scaling:
     original_positions: int
 
     def scaled(self, frequencies: Tensor) -> Tensor:
+        """Returns the scaled frequencies."""
         turns = frequencies * (self.original_positions / (2 * math.pi))
         kept = ((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)).clip(0.0, 1.0)
         return frequencies * kept + frequencies / self.factor * (1.0 - kept)
@@ -46,21 +48,25 @@ class Llama3Scaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Component i of a head of dimension d turns by ``theta``^(-2i/d) radians a position before ``scaling`` (Su et al.
-    2021, arXiv 2104.09864)."""
+    """A rotary embedding (Su et al. 2021, arXiv 2104.09864).
+
+    Component i of a head of dimension d turns by ``theta``^(-2i/d) radians per position before ``scaling``.
+    """
 
     theta: float
     scaling: LinearScaling | Llama3Scaling | None = None
 
     def scaled(self, frequencies: Tensor) -> Tensor:
-        """Returns the frequencies that are used, given the plain ones; both are float32 ``[head_dim / 2]`` in radians a
-        position."""
+        """Returns the scaled frequencies of the plain ones, both float32 ``[head_dim / 2]`` in radians per position."""
         return frequencies if self.scaling is None else self.scaling.scaled(frequencies)
 
 
 def read_rope(config: Mapping[str, Any], *, family: str) -> Rope:
-    """Reads config.json, where transformers 5 writes ``rope_parameters``, and older versions wrote ``rope_scaling`` and
-    ``rope_theta``. Raises ValueError for a scaling that is not computed, KeyError for one that lacks a number."""
+    """Reads the rotary embedding from config.json.
+
+    transformers 5 writes ``rope_parameters``; older versions wrote ``rope_scaling`` and ``rope_theta``. Raises
+    ValueError for a scaling that Relax does not compute, and KeyError for one that lacks a number.
+    """
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     kind = given.get("rope_type") or given.get("type") or "default"
     theta = float(given.get("rope_theta") or config.get("rope_theta") or DEFAULT_THETA)

@@ -1,4 +1,7 @@
-"""The table of families: an entry says how a family differs from the others; `read_architecture` serves them all."""
+"""The table of model families.
+
+An entry describes how a family differs from the others; `read_architecture` reads all.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ HfConfig = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """One ``value`` of config.json's ``key`` is computed; ``why`` is the clause that a refusal of any other ends in."""
+    """A key of config.json of which Relax computes one ``value`` only. ``why`` is the last clause of the refusal."""
 
     key: str
     value: Any
@@ -23,9 +26,11 @@ class Only:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """``name`` is config.json's model_type. The family takes the values of ``only`` beside those of `COMMON`.
-    ``experts`` reads the mixture of experts of a family that has one. ``check`` raises ValueError for what no single
-    key tells."""
+    """A model family; ``name`` is config.json's model_type.
+
+    The family accepts the values in ``only`` and in `COMMON`. ``experts`` reads the mixture of experts of a family that
+    has one. ``check`` raises ValueError for a combination that no single key shows.
+    """
 
     name: str
     qkv_bias: bool = False
@@ -49,8 +54,11 @@ NO_ATTENTION_BIAS = Only("attention_bias", False, "no bias of the attention's ou
 
 
 def read_architecture(family: Family, config: HfConfig) -> Architecture:
-    """Returns what a config.json of ``family`` describes. Raises ValueError for what it lacks, and for what would need
-    other code: no model may be trained as something else."""
+    """Returns the architecture that a config.json of ``family`` describes.
+
+    Raises ValueError for a missing key, and for a model that would need other code, so that no model is trained as a
+    different one.
+    """
     for only in (*COMMON, *family.only):
         given = config.get(only.key)
         if given is not None and given != only.value:
@@ -92,7 +100,7 @@ def _described(family: Family, config: HfConfig) -> Architecture:
 
 
 def _qwen3_experts(config: HfConfig) -> Experts:
-    """transformers 5 writes ``num_local_experts``, older versions wrote ``num_experts``."""
+    """Reads the experts. transformers 5 writes ``num_local_experts``, older versions wrote ``num_experts``."""
     count = config["num_local_experts"] if "num_local_experts" in config else config["num_experts"]
     return Experts(
         count=count,
@@ -122,7 +130,10 @@ def _check_qwen3_experts(config: HfConfig) -> None:
 
 
 def _check_mistral_window(config: HfConfig) -> None:
-    """A window that no context outgrows changes nothing. Without the key transformers takes one of 4096 tokens."""
+    """Refuses a sliding window that is shorter than the context.
+
+    Without the key, transformers uses one of 4096 tokens.
+    """
     window, positions = config.get("sliding_window", 4096), config["max_position_embeddings"]
     if window is not None and window < positions:
         absent = "" if "sliding_window" in config else " (which transformers takes where the key is absent)"

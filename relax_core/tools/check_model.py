@@ -1,7 +1,7 @@
-"""`relax check-model FOLDER`: can the trainer load this Hugging Face folder?
+"""`relax check-model FOLDER` says whether the trainer can load a Hugging Face folder.
 
-It reads config.json and the headers of the weights, no tensor: seconds for a model of any size. There is nothing to
-convert: a run reads the folder itself, each rank its own slices.
+It reads config.json and the headers of the weight files but no tensor, so it takes seconds for a model of any size.
+Nothing needs conversion: a run reads the folder itself, each rank its own slices.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from relax_core.families.folder import folder_architecture
 from relax_core.train.hf.check_weights import weight_problems
 from relax_core.train.hf.weight_rules import tensor_shape, weight_rules
 
-SHOWN = 20  # problems; a wrong folder has thousands
+SHOWN = 20  # the number of problems that are printed; a wrong folder has thousands
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0, or 2 where the folder cannot be loaded, with the problems on stderr."""
+    """Runs the command line. Returns 0, or 2 if the folder cannot be loaded, with the problems on stderr."""
     parser = argparse.ArgumentParser(prog="relax check-model", description=__doc__)
     parser.add_argument("folder", type=Path, help="a Hugging Face model folder")
     folder = parser.parse_args(arguments).folder

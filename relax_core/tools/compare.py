@@ -1,4 +1,4 @@
-"""`relax compare multirun/…`: runs side by side, and over their seeds, as tables and as curves in one picture."""
+"""`relax compare multirun/…` compares runs, alone and over their seeds, in tables and in a picture of their curves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from relax_core.observe.service.sinks import read_metrics
 from relax_core.tools.compare_seeds import Spread, mean_curve, settings_of, spread_of
 
 PICTURE = "compare.png"
-USAGE = 2
+USAGE = 2  # exit code of this command if there is nothing to compare
 REFUSED = 2  # exit code of a run that could not start
 Curve = tuple[str, str, str]  # name of the value, source, title
 REWARD = ("reward", ACTOR, "mean reward in training")
@@ -24,15 +24,18 @@ EXACT = ("exact", EVAL, "exact answers on held-out prompts")
 EXACT_IN_TRAINING = ("exact", ACTOR, "exact answers in training")
 COLOURS = ("#1f5fa8", "#d9660a", "#2b8a3e", "#b5179e", "#5a5a5a", "#0b7285", "#c92a2a", "#7950f2", "#996600", "#3d3d3d")
 STYLES = ("-", "--", ":")
-SMOOTH = 25  # curves are means over a 25th of their steps
+SMOOTH = 25  # a curve is a moving mean over a 25th of its steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedRun:
-    """``label``: what tells it from the others. ``folder``: None for a run that never started. ``summary``: None for a
-    run that has not ended. ``outcome``: in one or two words. ``cause``: why it was refused or not started.
-    ``settings``: what runs share that differ by their seed alone; None where that is not known. ``group_label``: what
-    tells such runs from the others."""
+    """A run in a comparison.
+
+    ``label`` distinguishes it from the others. ``folder`` is None if the run never started. ``summary`` is None if the
+    run has not ended. ``outcome`` is one or two words. ``cause`` says why the run was refused or not started.
+    ``settings`` is the same for runs that differ by their seed alone, and None if it is not known. ``group_label``
+    distinguishes such runs from the others.
+    """
 
     label: str
     folder: Path | None
@@ -44,7 +47,7 @@ class ComparedRun:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0, or 2 where there is nothing to compare."""
+    """Runs the command line. Returns 0, or 2 if there is nothing to compare."""
     parser = argparse.ArgumentParser(prog="relax compare", description=__doc__)
     parser.add_argument("folders", type=Path, nargs="+", help="folders of sweeps (multirun/…) or of runs (runs/…)")
     parser.add_argument("--picture", type=Path, help=f"default: {PICTURE} in the first folder")
@@ -58,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def show(folders: Sequence[Path], *, picture: Path | None = None) -> None:
-    """Prints the table and draws the curves. Raises ValueError where a folder is no sweep's and no run's."""
+    """Prints the tables and draws the curves. Raises ValueError for a folder of neither a sweep nor a run."""
     runs = [run for folder in folders for run in read_runs(folder)]
     print(table(runs))
     for run in runs:
@@ -71,7 +74,7 @@ def show(folders: Sequence[Path], *, picture: Path | None = None) -> None:
 
 
 def read_runs(folder: Path) -> list[ComparedRun]:
-    """The runs of a sweep in their order, or the one run of this folder."""
+    """Returns the runs of a sweep in order, or the one run of this folder."""
     index = folder / "sweep.json"
     if index.is_file():
         rows = json.loads(index.read_text(encoding="utf-8"))["runs"]
@@ -83,7 +86,10 @@ def read_runs(folder: Path) -> list[ComparedRun]:
 
 
 def table(runs: Sequence[ComparedRun]) -> str:
-    """One line a run: how it ended, how far it came, how good and how fast it was. The best of a column has a star."""
+    """Returns a table with one line for each run: outcome, steps, results and speed.
+
+    A star marks the best of a column.
+    """
     rows = [_figures(run.summary) for run in runs]
     best = {name: max((value for row in rows if (value := row[name]) is not None), default=None) for name in _COLUMNS}
     lines = [["run", "outcome", "steps", *_COLUMNS.values()]]
@@ -95,7 +101,7 @@ def table(runs: Sequence[ComparedRun]) -> str:
 
 
 def by_settings(runs: Sequence[ComparedRun]) -> list[list[ComparedRun]]:
-    """Runs that differ by their seed alone together, in the order in which each first comes."""
+    """Groups the runs that differ by their seed alone, in the order of their first runs."""
     groups: dict[str, list[ComparedRun]] = {}
     for number, run in enumerate(runs):
         groups.setdefault(run.settings or f"run {number}", []).append(run)
@@ -103,7 +109,10 @@ def by_settings(runs: Sequence[ComparedRun]) -> list[list[ComparedRun]]:
 
 
 def seeds_table(groups: Sequence[Sequence[ComparedRun]]) -> str:
-    """One line a group of `by_settings`: mean and sample standard deviation of its runs that have finished."""
+    """Returns a table with one line for each group of `by_settings`.
+
+    It has the mean and the sample standard deviation over the finished runs.
+    """
     lines = [["over seeds", "finished", *_COLUMNS.values()]]
     for group in groups:
         ended = [_figures(run.summary) for run in group if run.outcome == "finished"]
@@ -120,8 +129,10 @@ def _aligned(lines: Sequence[Sequence[str]]) -> str:
 
 
 def draw(runs: Sequence[ComparedRun], path: Path) -> Path | None:
-    """A PNG with all runs' curves, of runs that differ by their seed alone their mean in a band of one standard
-    deviation; None where no run has a step yet."""
+    """Draws the curves of all runs as a PNG and returns its path; returns None if no run has a step yet.
+
+    Runs that differ by their seed alone are drawn as their mean with a band of one standard deviation.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -157,15 +168,17 @@ def draw(runs: Sequence[ComparedRun], path: Path) -> Path | None:
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnRuns:
-    """One curve. ``records``: of each run that it is the mean of."""
+    """One curve. ``records`` has the metrics of each run of which it is the mean."""
 
     label: str
     records: Sequence[Sequence[MetricRecord]]
 
 
 def drawn_runs(runs: Sequence[ComparedRun]) -> list[DrawnRuns]:
-    """Runs that differ by their seed alone as one. A run that ended early would cut their mean short: it counts only
-    where none has finished."""
+    """Returns the runs, with those that differ by their seed alone as one curve.
+
+    A run that ended early would shorten the mean, so it counts only if no run of its group has finished.
+    """
     drawn = []
     for group in by_settings([run for run in runs if run.folder is not None]):
         counted = [run for run in group if run.outcome == "finished"] or group
@@ -193,7 +206,7 @@ def _plot(axis: Any, curve: Mapping[int, Spread], number: int, *, label: str, ma
 
 
 def curves_of(records: Sequence[Sequence[MetricRecord]]) -> tuple[Curve, Curve]:
-    """What is drawn of these runs: where none of them was evaluated, exact answers in training."""
+    """Returns the curves to draw. If no run was evaluated, the second one is exact answers in training."""
     evaluated = any(record.source == EVAL for held in records for record in held)
     return REWARD, EXACT if evaluated else EXACT_IN_TRAINING
 
@@ -229,7 +242,7 @@ def _without_seed(label: str) -> str:
 
 
 def _run(row: Mapping[str, Any], label: str, *, group_label: str) -> ComparedRun:
-    """``row``: of sweep.json, or with the folder alone."""
+    """Reads a run. ``row`` is an entry of sweep.json, or has the folder alone."""
     folder = Path(row["folder"]) if row["folder"] is not None else None
     file = folder / SUMMARY_FILE if folder is not None else None
     summary = json.loads(file.read_text(encoding="utf-8")) if file is not None and file.is_file() else None
@@ -250,13 +263,13 @@ def _run(row: Mapping[str, Any], label: str, *, group_label: str) -> ComparedRun
 
 
 def _short(overrides: Sequence[Sequence[str]]) -> list[str]:
-    """Only what is not the same in all runs."""
+    """Returns for each run the overrides that are not the same in all runs."""
     same = set(overrides[0]).intersection(*overrides[1:]) if len(overrides) > 1 else set()
     return [" ".join(word for word in words if word not in same) or f"run {n}" for n, words in enumerate(overrides)]
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
-    """Means over the last few steps; as many as there are at the beginning."""
+    """Returns moving means over the last steps; at the beginning the window is shorter."""
     window = max(1, len(values) // SMOOTH)
     means = []
     for end in range(1, len(values) + 1):

@@ -1,4 +1,4 @@
-"""Draws docs/one_step.svg: the token tree of a small group, its arrays, and the way that it goes in one train step."""
+"""Draws docs/one_step.svg: the token tree of a small group, its arrays, and its path through one train step."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SETTINGS: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.size": 9,
 }
-METADATA = {"Date": None, "Creator": None}  # the same bytes every time
+METADATA = {"Date": None, "Creator": None}  # without these, every file has other bytes
 WIDTH, HEIGHT = 11.0, 7.3  # inches; the axes have the same units
 
 
 class Stop(NamedTuple):
-    """A station of the group's way: who has it, in which file, and what it does."""
+    """A station on the group's path: the role, its file, and what it does."""
 
     name: str
     file: str
@@ -37,14 +37,14 @@ class Stop(NamedTuple):
 
 WAY = (
     Stop("rollout", "rollout/rollout_loop.py", "samples, scores,\nbuilds the tree"),
-    Stop("bus", "bus/state/bus_state.py", "keeps complete groups,\nbooks every episode"),
+    Stop("bus", "bus/state/bus_state.py", "keeps complete groups,\nrecords every episode"),
     Stop("trainer", "train/policy_backend.py", "packs trees, loss,\ngradient, update"),
     Stop("weights", "weights/version_file.py", "one file with digests\nfor each version"),
 )
 
 
 def small_group() -> TokenTree:
-    """A prompt with two answers. The second one has two turns, which two weight versions sampled."""
+    """Returns a group of one prompt with two answers. The second has two turns, sampled by two weight versions."""
     versions = np.array([*[NOT_SAMPLED] * 4, 7, 7, 7, 7, *[NOT_SAMPLED] * 3, 8, 8], dtype=np.int32)
     rows = len(versions)
     right = Episode("g00000000.0", [5], 1.0, {}, [Turn(4, 6, "engine-0", [(7, 2)], "stop")], "stop")
@@ -63,7 +63,7 @@ def small_group() -> TokenTree:
 
 
 def draw_step(path: Path) -> None:
-    """Writes the picture to ``path``, an SVG whose bytes depend on nothing but this file and matplotlib's version."""
+    """Writes the picture to ``path``, an SVG whose bytes depend on this file and matplotlib's version only."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -83,7 +83,7 @@ def draw_step(path: Path) -> None:
 
 
 def _box(axes: Axes, x: float, y: float, width: float, height: float, colour: str) -> None:
-    """A box around its centre."""
+    """Draws a box around its centre."""
     from matplotlib.patches import FancyBboxPatch
 
     corner = (x - width / 2, y - height / 2)
@@ -110,33 +110,33 @@ def _colour(tree: TokenTree, row: int) -> str:
 
 
 def _draw_tree(axes: Axes, tree: TokenTree) -> None:
-    """Each row at its position in its own path, each answer on a height of its own."""
+    """Draws each row at its position in its own path, and each answer at its own height."""
     _text(axes, 0.3, 7.0, "A group is a token tree: each row is one token, computed once", align="left", weight="bold")
     runs = tree.runs
     heights = {0: 5.9, 1: 6.4, 2: 5.4}
     positions, parents = runs.positions(), runs.parents()
     run_of = runs.of_rows(np.arange(tree.rows))
 
-    def place(row: int) -> tuple[float, float]:
+    def point(row: int) -> tuple[float, float]:
         return 0.75 + 0.72 * float(positions[row]), heights[int(run_of[row])]
 
     for row in range(tree.rows):
-        x, y = place(row)
+        x, y = point(row)
         if parents[row] >= 0:
-            from_x, from_y = place(int(parents[row]))
+            from_x, from_y = point(int(parents[row]))
             axes.plot([from_x + 0.27, x - 0.27], [from_y, y], color=LINE, linewidth=1.0, zorder=0)
         _box(axes, x, y, 0.54, 0.34, _colour(tree, row))
         _text(axes, x, y, TOKENS[row])
         _text(axes, x, y - 0.27, str(row), size=6.5, color=LINE)
     _text(axes, 0.4, 6.32, "prompt: the trunk", align="left", size=8)
     for episode, note in zip(tree.episodes, ("one turn", "two turns"), strict=True):
-        x, y = place(episode.leaves[0])
+        x, y = point(episode.leaves[0])
         _text(axes, x + 0.45, y + 0.07, f"episode {episode.uid}", align="left", size=8)
         _text(axes, x + 0.45, y - 0.11, f"{note}; reward {episode.reward}", align="left", size=8)
 
 
 def _draw_arrays(axes: Axes, tree: TokenTree) -> None:
-    """The flat arrays, one column a row of the tree."""
+    """Draws the flat arrays, with one column for each row of the tree."""
     _text(
         axes,
         0.3,
@@ -147,8 +147,8 @@ def _draw_arrays(axes: Axes, tree: TokenTree) -> None:
     )
     left, step, top, height = 1.85, 0.62, 4.5, 0.27
     member = [["", ""] for _ in range(tree.rows)]
-    for place, row in zip(*(array.tolist() for array in tree.tokens), strict=True):
-        member[row][place] = str(place)
+    for episode, row in zip(*(array.tolist() for array in tree.tokens), strict=True):
+        member[row][episode] = str(episode)
     lines: list[tuple[str, Sequence[str]]] = [
         ("row", [str(row) for row in range(tree.rows)]),
         ("token_ids", TOKENS),
@@ -156,7 +156,7 @@ def _draw_arrays(axes: Axes, tree: TokenTree) -> None:
         ("loss_mask", [str(int(trained)) for trained in tree.loss_mask.tolist()]),
         ("versions", [str(version).replace("-", "−") for version in tree.versions.tolist()]),
         ("logprobs", [f"−{-value:.1f}" if value else "0" for value in tree.logprobs.tolist()]),
-        ("episode", ["".join(places) for places in member]),
+        ("episode", ["".join(episodes) for episodes in member]),
     ]
     for number, (name, cells) in enumerate(lines):
         y = top - number * height
@@ -171,7 +171,7 @@ def _draw_arrays(axes: Axes, tree: TokenTree) -> None:
 
 
 def _cell(axes: Axes, x: float, y: float, width: float, height: float, colour: str) -> None:
-    """A cell of the table around its centre."""
+    """Draws a cell of the table around its centre."""
     from matplotlib.patches import Rectangle
 
     corner = (x - width / 2, y - height / 2)
@@ -179,10 +179,10 @@ def _cell(axes: Axes, x: float, y: float, width: float, height: float, colour: s
 
 
 def _draw_way(axes: Axes) -> None:
-    """The stations from left to right, and back from the weights to the rollout's engine."""
+    """Draws the stations from left to right, and the path back from the weights to the rollout's engine."""
     _text(axes, 0.3, 2.2, "Its way in one train step t", align="left", weight="bold")
     width, gap, y = 2.0, 0.72, 1.35
-    centres = [0.35 + width / 2 + place * (width + gap) for place in range(len(WAY))]
+    centres = [0.35 + width / 2 + number * (width + gap) for number in range(len(WAY))]
     carried = ("columns of bytes", "a lease", "weights t + 1")
     for x, stop in zip(centres, WAY, strict=True):
         _box(axes, x, y, width, 1.0, "white")
@@ -200,6 +200,7 @@ def _draw_way(axes: Axes) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line."""
     parser = argparse.ArgumentParser(prog="python -m relax_core.tools.draw_step", description=__doc__)
     parser.add_argument("path", type=Path, help="the SVG to write, docs/one_step.svg in the repository")
     draw_step(parser.parse_args(arguments).path)

@@ -1,4 +1,4 @@
-"""`relax export CHECKPOINT OUT`: a checkpoint as a Hugging Face folder.
+"""`relax export CHECKPOINT OUT` writes a checkpoint as a Hugging Face folder.
 
 CHECKPOINT is a folder of a run's checkpoints/, saved in any layout. One process reads it, without Ray.
 """
@@ -16,14 +16,14 @@ from relax_core.tools.make_tiny import tiny_model_folder
 from relax_core.train.checkpoints.checkpoint_store import CONFIG, META, CheckpointStore
 
 DTYPES = ("float32", "bfloat16")
-POLICY = "train"  # in a run's checkpoint
+POLICY = "train"  # the folder of the policy's weights in a checkpoint
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0, or 2 where nothing was written; then stderr says why."""
+    """Runs the command line. Returns 0, or 2 with the reason on stderr if nothing was written."""
     parser = argparse.ArgumentParser(prog="relax export", description=__doc__)
     parser.add_argument("checkpoint", type=Path, help="such as RUN/checkpoints/step_00000100")
-    parser.add_argument("out", type=Path, help="the folder to write; one that is there is replaced")
+    parser.add_argument("out", type=Path, help="the folder to write; an existing one is replaced")
     parser.add_argument("--dtype", choices=DTYPES, help="default: that of the trainer's weights")
     parser.add_argument("--model", type=Path, help="folder of configuration and tokenizer; default: the run's own")
     parser.add_argument("--shard-gb", type=float, default=4.0, help="largest file; default: 4")
@@ -38,11 +38,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def export(checkpoint: Path, out: Path, *, model: Path | None, dtype: str | None, shard_gb: float) -> None:
-    """Checks every file against its digest, then writes ``out``. Raises ValueError and OSError as
-    `relax_core.train.checkpoints.checkpoint_export.export_checkpoint` does."""
-    from relax_core.train.checkpoints.checkpoint_export import (
-        export_checkpoint,  # seconds of imports: after the words are checked
-    )
+    """Checks every file of a checkpoint against its digest, then writes ``out``.
+
+    Raises ValueError and OSError as `relax_core.train.checkpoints.checkpoint_export.export_checkpoint` does.
+    """
+    # This import takes seconds, so the command line is parsed first.
+    from relax_core.train.checkpoints.checkpoint_export import export_checkpoint
 
     if shard_gb <= 0:
         raise ValueError(f"--shard-gb {shard_gb:g}: must be more than 0.")
@@ -61,7 +62,7 @@ def export(checkpoint: Path, out: Path, *, model: Path | None, dtype: str | None
 
 
 def _model_of_run(checkpoint: Path) -> Path:
-    """Where the run that saved it had its model from."""
+    """Returns the model folder of the run that saved the checkpoint."""
     saved = yaml.safe_load((checkpoint / CONFIG).read_text(encoding="utf-8"))["model"]
     if saved["path"] is None:
         return tiny_model_folder(saved["builtin"], task=saved["task"])

@@ -1,8 +1,8 @@
-"""What became of a sample: ``relax lineage RUN uid=… | group=… | step=… | reason=…``.
+"""`relax lineage RUN uid=… | group=… | step=… | reason=…` shows how samples ended.
 
-Prints every event of the samples that fit all filters, and the books of the whole run as its events tell them. Without
-a filter it prints the books alone. Works while the run goes on. Exit code 1 where a sample was lost or trained twice,
-2 for a question that cannot be answered.
+It prints every event of the samples that fit all filters, and the counts of the whole run. Without a filter it prints
+the counts alone. It works while the run goes on. The exit code is 1 if a sample was lost or trained twice, and 2 if the
+question cannot be answered.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from relax_core.bus.ledger.ledger_reader import FILTERS, Event, FileBooks, LedgerFile, SampleLife
+from relax_core.bus.ledger.ledger_reader import FILTERS, Event, FileCounts, LedgerFile, SampleLife
 from relax_core.config.errors import nearest
 from relax_core.contracts.tree import Episode, Turn, group_uid, sample_uid
 
@@ -27,7 +27,7 @@ LEDGER = "ledger.sqlite"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line. Returns the exit code."""
+    """Runs the command line and returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="relax lineage", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -37,21 +37,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         filters = parse_filters(given.filter)
-        lives, books = look_up(given.run, filters)
+        samples, counts = look_up(given.run, filters)
     except (ValueError, sqlite3.Error) as error:
         print(f"lineage: {error}", file=sys.stderr)
         return 2
     if given.json:
-        answer = {"run": str(given.run), "filters": filters, "samples": lives, "counts": states(lives), "books": books}
+        answer = {
+            "run": str(given.run),
+            "filters": filters,
+            "samples": samples,
+            "counts": states(samples),
+            "books": counts,
+        }
         print(msgspec.json.encode(answer).decode())
     else:
-        for line in (*(line for life in lives for line in life_lines(life)), *summary_lines(lives, books, filters)):
+        for line in (
+            *(line for sample in samples for line in sample_lines(sample)),
+            *summary_lines(samples, counts, filters),
+        ):
             print(line)
-    return 1 if books.lost or books.trained_twice else 0
+    return 1 if counts.lost or counts.trained_twice else 0
 
 
 def parse_filters(words: Sequence[str]) -> dict[str, str | int]:
-    """``["step=4", "reason=stale"]`` → ``{"step": 4, "reason": "stale"}``; ValueError lists what there is."""
+    """Parses ``["step=4", "reason=stale"]`` into ``{"step": 4, "reason": "stale"}``.
+
+    Raises ValueError, which lists the filters, for an unknown or wrong one.
+    """
     filters: dict[str, str | int] = {}
     for word in words:
         key, equals, value = word.partition("=")
@@ -66,25 +78,29 @@ def parse_filters(words: Sequence[str]) -> dict[str, str | int]:
     return filters
 
 
-def look_up(run: Path, filters: dict[str, str | int]) -> tuple[list[SampleLife], FileBooks]:
-    """The samples that fit, none without a filter, and the whole run's books. ValueError says in words what is not
-    there, and what is."""
+def look_up(run: Path, filters: dict[str, str | int]) -> tuple[list[SampleLife], FileCounts]:
+    """Returns the samples that fit (none without a filter) and the counts of the whole run.
+
+    Raises ValueError, with the nearest existing value, for a run or a filter value that does not exist.
+    """
     try:
         ledger = LedgerFile(run / LEDGER)
     except FileNotFoundError as error:
         raise ValueError(f"{error} is not there: {_other_runs(run)}") from None
     with ledger:
-        lives = ledger.lives(filters) if filters else []
-        if filters and not lives:
+        samples = ledger.samples(filters) if filters else []
+        if filters and not samples:
             for key, value in filters.items():
-                if not ledger.lives({key: value}):
+                if not ledger.samples({key: value}):
                     raise ValueError(_unknown(ledger, key, value))
-        return lives, ledger.books(run_over=_is_over(run))
+        return samples, ledger.counts(run_over=_is_over(run))
 
 
 def _is_over(run: Path) -> bool:
-    """All train steps are done, and nothing was left open: a run that was stopped, or resumed with fewer steps than it
-    had groups for, keeps its open samples for a resume."""
+    """Returns whether all train steps are done and no sample is open.
+
+    A run that was stopped, or resumed with fewer steps than it had groups for, keeps its open samples for a resume.
+    """
     try:
         summary = msgspec.json.decode((run / "summary.json").read_bytes())
     except FileNotFoundError:
@@ -120,32 +136,32 @@ def _unknown(ledger: LedgerFile, key: str, value: str | int) -> str:
 
 
 def _nearest_uid(uid: str, last: str) -> str:
-    """``uid``'s numbers, written as uids are and kept inside of what was issued."""
-    last_index, last_place = (int(number) for number in re.findall(r"\d+", last))
+    """Returns a uid with the numbers in ``uid``, limited to those that were issued."""
+    last_index, last_number = (int(number) for number in re.findall(r"\d+", last))
     numbers = [int(number) for number in re.findall(r"\d+", uid)][:2]
-    index, place = (*numbers, 0, 0)[:2] if len(numbers) < 2 else numbers
-    return sample_uid(group_uid(min(index, last_index)), min(place, last_place))
+    index, number = (*numbers, 0, 0)[:2] if len(numbers) < 2 else numbers
+    return sample_uid(group_uid(min(index, last_index)), min(number, last_number))
 
 
-def states(lives: Sequence[SampleLife]) -> dict[str, int]:
-    """How many samples are in which state."""
-    return dict(sorted(Counter(life.state for life in lives).items()))
+def states(samples: Sequence[SampleLife]) -> dict[str, int]:
+    """Returns how many samples are in each state."""
+    return dict(sorted(Counter(sample.state for sample in samples).items()))
 
 
-def life_lines(life: SampleLife) -> list[str]:
-    """A sample's life as text."""
-    born = life.events[0].time
-    lines = [f"{life.uid}  {life.state}"]
-    for event in life.events:
+def sample_lines(sample: SampleLife) -> list[str]:
+    """Returns the events of a sample as lines of text."""
+    born = sample.events[0].time
+    lines = [f"{sample.uid}  {sample.state}"]
+    for event in sample.events:
         clock = time.strftime("%H:%M:%S", time.localtime(event.time)) + f".{int(event.time % 1 * 1000):03d}"
         undone = "  (undone by a resume)" if event.undone else ""
-        for name, words in _told(event):
+        for name, words in _event_lines(event):
             lines.append(f"  {clock}  {event.time - born:+9.3f} s  {name:<9}  {words}{undone}")
     return lines
 
 
-def _told(event: Event) -> list[tuple[str, str]]:
-    """(name, words) of each line that an event makes."""
+def _event_lines(event: Event) -> list[tuple[str, str]]:
+    """Returns (name, text) for each line that an event gives."""
     more = f", {event.reason}" if event.reason else ""
     match event.event:
         case "issued":
@@ -184,15 +200,15 @@ def _reward_words(made: Episode) -> str:
     return f"{made.reward:.4g}" + (f" ({parts})" if parts else "")
 
 
-def summary_lines(lives: Sequence[SampleLife], books: FileBooks, filters: dict[str, Any]) -> list[str]:
-    """Counts of what was asked for, and of the whole run."""
+def summary_lines(samples: Sequence[SampleLife], counts: FileCounts, filters: dict[str, Any]) -> list[str]:
+    """Returns the counts of the selected samples and of the whole run as lines of text."""
     asked = " ".join(f"{key}={value}" for key, value in filters.items())
-    lines = [f"{asked}: {len(lives):,} samples: {_counted(states(lives))}"] if filters else []
+    lines = [f"{asked}: {len(samples):,} samples: {_counted(states(samples))}"] if filters else []
     lines.append(
-        f"whole run: {books.issued:,} issued: {books.trained:,} trained; dropped: {_counted(books.dropped)}; "
-        f"open: {_counted(books.open)}; lost {len(books.lost):,}; trained twice {len(books.trained_twice):,}"
+        f"whole run: {counts.issued:,} issued: {counts.trained:,} trained; dropped: {_counted(counts.dropped)}; "
+        f"open: {_counted(counts.open)}; lost {len(counts.lost):,}; trained twice {len(counts.trained_twice):,}"
     )
-    for what, uids in (("lost", books.lost), ("trained twice", books.trained_twice)):
+    for what, uids in (("lost", counts.lost), ("trained twice", counts.trained_twice)):
         if uids:
             lines.append(f"{what}: {', '.join(uids[:8])}{' …' if len(uids) > 8 else ''}")
     return lines

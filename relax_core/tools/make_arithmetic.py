@@ -1,4 +1,4 @@
-"""Writes arithmetic word problems as JSONL: ``{"question": …, "answer": …}`` a line."""
+"""Writes arithmetic word problems as JSONL, with one object ``{"question": …, "answer": …}`` on each line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from relax_core.data.generated import example
 
 
 def write_arithmetic(path: Path, *, rows: int, seed: int) -> None:
-    """Writes ``rows`` problems; the same seed gives the same file."""
+    """Writes ``rows`` problems. The same seed gives the same file."""
     encoder = msgspec.json.Encoder()
     with path.open("wb") as file:
         for index in range(rows):
@@ -20,6 +20,7 @@ def write_arithmetic(path: Path, *, rows: int, seed: int) -> None:
 
 
 def main() -> None:
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description="Write arithmetic word problems as JSONL.")
     parser.add_argument("--rows", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,9 +1,9 @@
-"""The builtin tiny models: a character-level tokenizer and a 2-layer Qwen3 with a short supervised warm start.
+"""Makes the builtin tiny models: a character-level tokenizer and a 2-layer Qwen3 with a short supervised warm start.
 
-They exist so that a laptop can run the whole system: about a hundred thousand parameters that GRPO teaches to solve a
-generated task in half a minute. `tiny_model_folder` makes one once and keeps it in the user's cache. The teacher, for
-distillation, is the same model after more of the same supervised steps. The mixture of experts is a Qwen3-MoE of twice
-the parameters, of which a token uses a third.
+With them a laptop can run the whole system: each has about a hundred thousand parameters, and GRPO teaches it a
+generated task in half a minute. `tiny_model_folder` makes a model once and stores it in the user's cache. The teacher,
+for distillation, is the same model after more of the same supervised steps. The mixture of experts is a Qwen3-MoE with
+twice the parameters, of which a token uses a third.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 STUDENT, TEACHER, EXPERTS = "tiny_qwen3", "tiny_qwen3_teacher", "tiny_qwen3_moe"
 MODEL_NAMES = (STUDENT, TEACHER, EXPERTS)
 MAX_POSITIONS = 4096  # prompt and response tokens of one sample at most
-RECIPE_VERSION = 1  # raise it when anything below changes what is made
+RECIPE_VERSION = 1  # to be raised when a change below gives other models
 _LIBRARIES = ("torch", "transformers", "tokenizers")
 _MAKE_DEADLINE_S = 600.0
 
@@ -53,9 +53,9 @@ _CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class WarmStart:
-    """The supervised steps before GRPO, AdamW on the answer's tokens. ``steps`` × ``batch_size`` examples.
+    """The supervised steps before GRPO: AdamW on the answers' tokens, ``steps`` × ``batch_size`` examples.
 
-    ``seed`` sets the first weights too: with an unlucky one the same steps leave GRPO too little to start from.
+    ``seed`` also determines the initial weights. With some seeds, the same steps leave GRPO too little to start from.
     """
 
     steps: int
@@ -66,8 +66,8 @@ class WarmStart:
     beta2: float = 0.99
 
 
-# So many steps that GRPO has something to start from and something left to learn.
-# The teacher has the task to the last digit; more steps would only make it surer of itself.
+# After these steps the student solves some of the tasks, so that GRPO gets rewards and can still improve.
+# The teacher solves all of them; more steps would only sharpen its distribution.
 _WARM_STARTS = {
     (STUDENT, "reverse_digits"): WarmStart(steps=58, seed=8),
     (STUDENT, "arithmetic"): WarmStart(steps=240, seed=0, lr=3e-3),
@@ -79,7 +79,7 @@ _WARM_STARTS = {
 
 
 def make_tiny_qwen3(folder: Path, *, task: str, name: str = STUDENT) -> None:
-    """Writes model and tokenizer as a Hugging Face folder. With one torch thread the result is the same every time."""
+    """Writes model and tokenizer as a Hugging Face folder. With one torch thread, the result is always the same."""
     check_task(task)
     recipe = _WARM_STARTS[name, task]
     import torch
@@ -94,7 +94,10 @@ def make_tiny_qwen3(folder: Path, *, task: str, name: str = STUDENT) -> None:
 
 
 def _tokenizer_core() -> Tokenizer:
-    """One token a character, upper case folded; the chat marks and the role names are one token each."""
+    """Returns a tokenizer with one token for each character, in lower case.
+
+    The chat marks and the role names are one token each.
+    """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     vocabulary = {token: index for index, token in enumerate((*_SPECIAL_TOKENS, *_ROLES, *_CHARACTERS))}
@@ -108,14 +111,14 @@ def _tokenizer_core() -> Tokenizer:
 
 
 def tiny_prompt_tokenizer(*, template_arguments: Mapping[str, Any] | None = None) -> PromptTokenizer:
-    """The tokenizer of every builtin model, before any of them is made. Imports no transformers."""
+    """Returns the tokenizer of every builtin model without making a model. Imports no transformers."""
     with tempfile.TemporaryDirectory() as folder:
         write_prompt_tokenizer(Path(folder))
         return PromptTokenizer(Path(folder), template_arguments=template_arguments)
 
 
 def write_prompt_tokenizer(folder: Path) -> None:
-    """Writes what `PromptTokenizer` reads of the tokenizer's files."""
+    """Writes the tokenizer's files that `PromptTokenizer` reads."""
     _tokenizer_core().save(str(folder / "tokenizer.json"))
     settings = {"eos_token": "<|im_end|>", "chat_template": _CHAT_TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
@@ -137,12 +140,12 @@ def _build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def write_tiny_tokenizer(folder: Path) -> None:
-    """Writes only the tokenizer's files."""
+    """Writes the tokenizer's files alone."""
     _build_tokenizer().save_pretrained(folder)
 
 
 def tiny_config(name: str = STUDENT) -> dict[str, Any]:
-    """The sizes in a builtin model's config.json, known before any model is made."""
+    """Returns the sizes in a builtin model's config.json without making the model."""
     dense = {
         "model_type": "qwen3",
         "vocab_size": len(_SPECIAL_TOKENS) + len(_ROLES) + len(_CHARACTERS),
@@ -200,7 +203,7 @@ def _train_warm_start(model: TinyModel, tokenizer: PreTrainedTokenizerFast, reci
 
 
 def _batch(tokenizer: PreTrainedTokenizerFast, examples: list[Example]) -> tuple[Tensor, Tensor]:
-    """Ids ``[batch, width]`` padded on the right, and the next token of each place, -1 where nothing is learned."""
+    """Returns ids ``[batch, width]``, padded on the right, and each position's next token, -1 if it is not trained."""
     import torch
 
     prompts = tokenizer.apply_chat_template(
@@ -218,14 +221,14 @@ def _batch(tokenizer: PreTrainedTokenizerFast, examples: list[Example]) -> tuple
 
 
 def default_cache_root() -> Path:
-    """``$XDG_CACHE_HOME/relax/models``, by default under ``~/.cache``."""
+    """Returns ``$XDG_CACHE_HOME/relax/models``, by default below ``~/.cache``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "relax" / "models"
 
 
 def tiny_model_folder(name: str, *, task: str, cache_root: Path | None = None) -> Path:
-    """The folder of a builtin model, made on first use in a process of its own (about ten seconds).
+    """Returns the folder of a builtin model, which is made on first use in a process of its own (about ten seconds).
 
-    Processes that ask at the same time wait for the first. Raises ValueError for an unknown name or task.
+    Other processes that call it at the same time wait for the first. Raises ValueError for an unknown name or task.
     """
     if name not in MODEL_NAMES:
         raise ValueError(f"model.builtin={name!r}: no such builtin model. Use one of: {', '.join(MODEL_NAMES)}.")
@@ -249,7 +252,7 @@ def _cache_key(name: str, task: str) -> str:
 
 @contextmanager
 def _locked(path: Path, *, deadline_s: float) -> Iterator[None]:
-    """Holds a lock file between processes; the kernel frees it when its holder dies."""
+    """Holds a lock file against other processes. The kernel releases it when the process dies."""
     give_up = time.monotonic() + deadline_s
     with path.open("w") as file:
         while True:
@@ -266,7 +269,7 @@ def _locked(path: Path, *, deadline_s: float) -> Iterator[None]:
 
 
 def _make_in_subprocess(folder: Path, *, name: str, task: str) -> None:
-    """Makes the model beside its place and renames it there: a half-made folder is never seen."""
+    """Makes the model in a temporary folder and renames it, so that no process sees a half-made folder."""
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         done = subprocess.run(
@@ -298,6 +301,7 @@ def _make_in_subprocess(folder: Path, *, name: str, task: str) -> None:
 
 
 def main() -> None:
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description="Make the builtin tiny model and print its folder.")
     parser.add_argument("--name", default=STUDENT, choices=MODEL_NAMES, help="which of them")
     parser.add_argument("--task", required=True, choices=task_names(), help="generated task of the warm start")

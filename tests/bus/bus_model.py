@@ -1,4 +1,4 @@
-"""A plain model of a run, moved by random choices, that checks every answer of the bus's core against itself."""
+"""A model of a run, moved by random choices, that checks every answer of the bus's core."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import pytest
 from hypothesis import strategies as st
 
 from relax_core.contracts.bus import Admission, BusClosed, GroupRow, Lease, LeaseLost, LeaseRequest
-from tests.bus.books_model import FLUSH_S, BooksModel, Saved
+from tests.bus.ledger_model import FLUSH_S, LedgerModel, Saved
 from tests.bus.make_rows import uids_of
 
 LEASE_S = 10.0
-MOST_WORKERS = 3  # of the rollout
+MOST_WORKERS = 3  # the largest number of rollout workers
 WORKERS = st.integers(0, MOST_WORKERS - 1)
 COLUMNS = st.sampled_from([("a",), ("a", "b")])
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 
-class BusModel(BooksModel):
-    """What clients do and what goes wrong. Actions take Hypothesis's ``draw``."""
+class BusModel(LedgerModel):
+    """The actions of clients, and their faults. Actions take Hypothesis's ``draw``."""
 
-    # -- what clients do ----------------------------------------------------------------------------------------
+    # -- actions of clients -------------------------------------------------------------------------------------
     def admit(self, draw: Draw) -> None:
         self.admit_groups(draw(st.integers(1, 12)), worker=draw(WORKERS))
 
@@ -49,7 +49,7 @@ class BusModel(BooksModel):
             assert own <= -(-let_in // self.rollout_workers), "it takes another worker's part"
 
     def roll_out(self, draw: Draw) -> None:
-        """Some of what may be generated arrives, in any order."""
+        """Puts some of the groups that may be generated, in any order."""
         self.admit(draw)
         ready = draw(st.permutations(self.startable()))
         for admission in ready[: draw(st.integers(0, len(ready)))]:
@@ -104,7 +104,7 @@ class BusModel(BooksModel):
         lease = self.core.lease(request)
         if lease is not None:
             for leased in lease.rows:
-                row = self.core.groups[leased.group_uid].row
+                row = self.core.groups[leased.group_uid].complete
                 assert row is not None and "b" not in row.columns, "worked on twice"
             self.worker_leases.append(lease)
 
@@ -158,7 +158,7 @@ class BusModel(BooksModel):
         self.end_step(mask=draw(st.booleans()))
 
     def end_step(self, *, mask: bool) -> None:
-        """The step ends with all leases that are still held."""
+        """Ends the step with all held leases."""
         step = self.core.version
         self.core.expire()
         held = [lease for lease in self.actor_leases if lease.lease_id in self.core.leases]
@@ -180,7 +180,7 @@ class BusModel(BooksModel):
             self.check_surplus(step)
 
     def check_surplus(self, step: int) -> None:
-        """After step ``step``: groups in flight may have ended only because the steps have enough without them."""
+        """Checks that groups in flight ended after ``step`` only because the steps have enough groups without them."""
         gone = [uid for uid in self.in_flight if uid not in self.core.groups]
         for uid in gone:
             over = self.in_flight.pop(uid).min_version < step + 1 - self.max_staleness
@@ -190,21 +190,21 @@ class BusModel(BooksModel):
             may_be_left = 0 if self.spare_groups else self.unfilled
             assert len(self.core.groups) <= may_be_left, "nobody will train what is left"
             return
-        for worker in range(MOST_WORKERS):  # each hears of its own groups, whoever asked before it
+        for worker in range(MOST_WORKERS):  # each gets its own groups, whichever worker asked before
             change = self.core.version_change(step, worker=worker)
             own = sorted(uid for uid in gone if self.owners[uid] == worker)
             assert change is not None and (change.version, sorted(change.retired)) == (step + 1, own)
             assert self.core.version_change(step + 1, worker=worker) is None
 
     def train(self, draw: Draw) -> None:
-        """A step with whatever is ready."""
+        """Trains a step with the groups that are ready."""
         if self.core.slots_left():
             lease = self.lease_rows(1, self.gps, draw(COLUMNS))
             self.actor_leases += [lease] if lease else []
         self.ack(draw)
 
     def train_fully(self) -> None:
-        """A step of a run in which nothing goes wrong: it must get all of its groups."""
+        """Trains a step of a run without faults, which must get all of its groups."""
         for worker in range(MOST_WORKERS):
             self.admit_groups(100, worker=worker)
         for admission in self.startable():
@@ -216,7 +216,7 @@ class BusModel(BooksModel):
         self.actor_leases = [lease]
         self.end_step(mask=False)
 
-    # -- what goes wrong ----------------------------------------------------------------------------------------
+    # -- faults -------------------------------------------------------------------------------------------------
     def release(self, draw: Draw) -> None:
         if self.actor_leases:
             self.core.release([self.actor_leases.pop().lease_id])
@@ -259,7 +259,7 @@ class BusModel(BooksModel):
         return group_uid not in self.core.groups and group_uid not in self.in_flight
 
     def crash_and_resume(self, draw: Draw) -> None:
-        """The process is lost. Of what came after the checkpoint everything is on disk, or nothing."""
+        """Kills the process and resumes. Of the events after the checkpoint, either all or none are on disk."""
         if not self.saved:
             return
         saved = draw(st.sampled_from(self.saved))
@@ -272,12 +272,12 @@ class BusModel(BooksModel):
         self.back_to(saved)
 
     def restore(self, draw: Draw) -> None:
-        """The run goes back in the process that it has."""
+        """Goes back to a checkpoint in the same process."""
         if self.saved:
             self.back_to(draw(st.sampled_from(self.saved)))
 
     def start_afresh(self, draw: Draw) -> None:
-        """A crash before there was a checkpoint: nothing of the file counts any more."""
+        """Crashes before the first checkpoint, so that nothing in the file counts any more."""
         if self.saved:
             return
         self.journal.close(timeout_s=FLUSH_S)
@@ -306,7 +306,7 @@ class BusModel(BooksModel):
         self.in_flight = {a.group_uid: a for a in again}
 
     def close(self) -> None:
-        """Whoever calls after this hears that the run has ended; the books stay as they are."""
+        """Closes the bus. Later calls must raise, and the ledger must not change."""
         before = self.core.progress()
         self.core.close(reason="the test is over")
         self.core.close(reason="again")

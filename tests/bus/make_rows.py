@@ -1,4 +1,4 @@
-"""Small parts that the bus's tests share."""
+"""Helpers of the bus's tests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def make_core(*, clock: Clock | None = None, **changes: Any) -> BusCore:
 
 
 def uids_of(admission: Admission, group_size: int = 2) -> list[str]:
-    return [sample_uid(admission.group_uid, place) for place in range(group_size)]
+    return [sample_uid(admission.group_uid, number) for number in range(group_size)]
 
 
 def make_row(
@@ -52,7 +52,10 @@ def make_row(
     dropped: Mapping[str, str] | None = None,
     columns: Mapping[str, bytes] | None = None,
 ) -> GroupRow:
-    """A row of the admission with every sample at ``version`` (default: its min_version). Column "a" holds its uid."""
+    """Returns a complete group of the admission with every sample at ``version`` (default: its min_version).
+
+    Column "a" holds the group's uid.
+    """
     dropped = dict(dropped or {})
     kept = [uid for uid in uids_of(admission, group_size) if uid not in dropped]
     return GroupRow(

@@ -1,4 +1,4 @@
-"""A bus core whose events go to a file, with rows as the rollout makes them."""
+"""A bus core that writes its events to a file, with groups like those of a rollout."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ T = 120.0
 
 
 def generated_row(admission: Admission) -> GroupRow:
-    """Two samples whose weights changed while they were made; the second was better."""
+    """Returns a group of two samples whose weights changed during their generation.
+
+    The second has the higher reward.
+    """
     tree = answers_tree(
         admission.group_uid,
         [1, 2],
@@ -37,7 +40,7 @@ def generated_row(admission: Admission) -> GroupRow:
 
 
 class PersistedRun:
-    """A bus core whose events go to a file."""
+    """A bus core that writes its events to a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

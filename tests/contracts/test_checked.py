@@ -1,4 +1,4 @@
-"""What plug-ins may return, and what is said of the rest."""
+"""Tests which results of plug-ins are accepted, and the errors for the others."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_a_denominator_is_above_0(came: Any) -> None:
 
 
 class TurnsEnv(BaseInteractionEnv):
-    """Returns what it is told to."""
+    """Returns the results that the test gives it."""
 
     def __init__(self, came: Any) -> None:
         self.came = came
@@ -237,7 +237,7 @@ def test_observations_are_text_or_messages_and_content_parts_are_refused() -> No
     for wrong in (None, 3, [], {"role": "user", "content": "x"}, [{"role": "user"}]):
         with pytest.raises(WrongResult, match=r"env mine \(.*\): format_observation returned"):
             env.format_observation(wrong)
-    with pytest.raises(WrongResult, match="Wanted: text; content in parts, such as pictures, is not taken yet"):
+    with pytest.raises(WrongResult, match=r"Wanted: text; content in parts .* is not supported yet"):
         env.format_observation([{"role": "user", "content": [{"type": "image", "image": "a.png"}]}])
 
 

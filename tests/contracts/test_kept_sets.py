@@ -1,4 +1,4 @@
-"""The encoding of kept sets: nothing is lost, no set is longer than a bitmask, what does not fit is told."""
+"""Tests the encoding of kept sets: it is lossless, never longer than a bitmask, and reports wrong data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VOCAB = 100  # a bitmask has 4 words
 
 
 def random_sets(vocab: int, tokens: int, seed: int) -> tuple[np.ndarray, list[int]]:
-    """Sets from one token to all of them, ``[tokens, vocab]``, and a token out of each."""
+    """Returns sets from one token to all of them, ``[tokens, vocab]``, and a token in each."""
     random = np.random.default_rng(seed)
     sampled = random.integers(0, vocab, tokens)
     mask = random.random((tokens, vocab)) < random.choice([0.0, 0.02, 0.3, 1.0], (tokens, 1))

@@ -1,4 +1,4 @@
-"""What a process with a user's code in it does with stop signals, in a process of its own."""
+"""Tests how a process with a user's code handles stop signals, in a process of its own."""
 
 from __future__ import annotations
 

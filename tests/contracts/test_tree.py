@@ -1,4 +1,4 @@
-"""The token tree against its definition by brute force: who sees whom, tokens, cuts, refusals, and its columns."""
+"""Tests the token tree against its definition by brute force: visibility, tokens, parts, refusals and columns."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import LeasedRow
+from relax_core.contracts.chains import runs_of
 from relax_core.contracts.kept_tokens import KeptTokens
-from relax_core.contracts.tree import Episode, Media, TokenTree, Turn, check_tree, runs_of
+from relax_core.contracts.tree import Episode, Media, TokenTree, Turn, check_tree
 from tests.trees import answers_tree, path_of, random_tree, with_tokens
 
 SEEDS = st.integers(0, 2**31)
@@ -24,7 +25,7 @@ VOCABULARY = 32
 
 @st.composite
 def forests_by_parent(draw: st.DrawFn) -> list[int]:
-    """The parent of each row, -1 of a root, in depth-first order: any row on the path of the one before it."""
+    """Draws the parent of each row, -1 at a root, in depth-first order: any row on the path of the row before."""
     parents = [-1]
     for _ in range(draw(st.integers(0, 30))):
         path, row = [-1], len(parents) - 1
@@ -37,7 +38,7 @@ def forests_by_parent(draw: st.DrawFn) -> list[int]:
 
 
 def ends_of(parents: list[int]) -> np.ndarray:
-    """int32 ``[rows]``: behind the last row that has the row on its path."""
+    """Returns int32 ``[rows]``: the row behind the last row that has the row on its path."""
     end = np.arange(1, len(parents) + 1, dtype=np.int32)
     for row in range(len(parents)):
         above = row
@@ -82,7 +83,7 @@ def test_subtrees_that_do_not_nest_are_refused_and_no_others(parents: list[int],
 
 
 def tokens_of(tree: TokenTree) -> list[tuple[int, int]]:
-    """(episode, sampled row), each once, by definition."""
+    """Returns (episode, sampled row) pairs, each once, by the definition."""
     return [
         (place, row)
         for place, one in enumerate(tree.episodes)
@@ -118,7 +119,7 @@ def test_rows_that_episodes_share_and_several_segments_are_among_the_trees_of_th
 
 
 def whole_tree(random: np.random.Generator, *, roots: int = 1, experts: int = 8) -> TokenTree:
-    """A random tree with everything that a tree may have."""
+    """Draws a random tree with every optional part."""
     tree = random_tree(random, roots=roots, vocabulary=VOCABULARY)
     mask = random.random((tree.rows, VOCABULARY)) < 0.3
     mask[np.arange(tree.rows), tree.token_ids] = True
@@ -193,7 +194,7 @@ def test_columns_give_back_the_tree_and_are_read_where_they_lie(seed: int, roots
 
 @pytest.mark.parametrize("answers", [1, 16])
 def test_the_trunk_is_in_the_columns_once(answers: int) -> None:
-    """Token, end, version and log-prob take 4 bytes a row each, the loss mask 1; an episode takes less than 200."""
+    """Token, end, version and log-prob take 4 bytes per row each, the loss mask 1, and an episode less than 200."""
     prompt, tokens = 4096, 64
     random = np.random.default_rng(0)
     ids = random.integers(0, 150_000, prompt), random.integers(0, 150_000, answers * tokens)
@@ -210,7 +211,7 @@ def one_answer_each() -> TokenTree:
 
 
 def with_episode(tree: TokenTree, **changes: Any) -> TokenTree:
-    """With another second episode."""
+    """Returns a change that replaces the second episode."""
     return dataclasses.replace(tree, episodes=[tree.episodes[0], msgspec.structs.replace(tree.episodes[1], **changes)])
 
 
@@ -237,7 +238,7 @@ WRONG: dict[str, tuple[Callable[[TokenTree], TokenTree], str]] = {
     ),
     "a log-prob that is no number": (at("logprobs", 4, np.nan), "row 4: its log-prob is nan"),
     "an endless log-prob": (at("logprobs", 5, -np.inf), "row 5: its log-prob is -inf"),
-    "a sampled root": (at("versions", 0, 3), "a sampled row has nothing in front of it"),
+    "a sampled root": (at("versions", 0, 3), "a sampled row has no row before it"),
     "an array of another length": (
         lambda tree: dataclasses.replace(tree, logprobs=tree.logprobs[1:]),
         r"logprobs has shape \[6\], token_ids \[7\]",
@@ -278,7 +279,7 @@ def test_log_probs_of_rows_that_nothing_sampled_say_nothing() -> None:
 
 
 def test_an_answer_without_a_token_is_refused() -> None:
-    """It would else have the tokens of the branch in front of it."""
+    """Otherwise it would have the tokens of the branch before it."""
     with pytest.raises(ValueError, match=r"group g0: episode g0\.1 has a turn without a token"):
         check_tree(answers_tree("g0", [7, 8], [3, 0], [1, 2, 3]))
 

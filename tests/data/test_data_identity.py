@@ -1,4 +1,4 @@
-"""Data is known by its content: files may move, and may not change."""
+"""Tests that data is recognised by its content: files may move, and must not change."""
 
 from __future__ import annotations
 

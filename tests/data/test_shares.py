@@ -1,4 +1,4 @@
-"""Shares seen of a few: Wilson's interval against its published figures, and when bad rows are too many."""
+"""Tests Wilson's interval against its published figures, and when bad rows are too many."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_what_is_wrong_with_a_parquet_file_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv"])
 def test_a_byte_order_mark_is_skipped(tmp_path: Path, suffix: str) -> None:
-    """Also where the file is written by hand, with Windows' ends of lines."""
+    """The file may be written by hand, with Windows' line ends."""
     path = Path(_write(tmp_path / f"rows{suffix}", ROWS))
     path.write_bytes(codecs.BOM_UTF8 + path.read_bytes().replace(b"\r\n", b"\n").replace(b"\n", b"\r\n"))
     source = _file_source(str(path), shuffle=False)
@@ -167,7 +167,7 @@ def test_a_malformed_table_is_named_with_its_place(tmp_path: Path, name: str, te
         _file_source(str(tmp_path / name), eval_size=0, eval_rows=0)
 
 
-FIELDS = r"rows\.csv, line 2: it has not as many fields as the first line, 2"
+FIELDS = r"rows\.csv, line 2: it has another number of fields than the first line, 2"
 
 
 @pytest.mark.parametrize(

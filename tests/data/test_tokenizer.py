@@ -1,4 +1,4 @@
-"""The tokenizer without transformers, held against transformers' own on a real folder."""
+"""Tests that the tokenizer without transformers equals transformers' own on a real folder."""
 
 from __future__ import annotations
 

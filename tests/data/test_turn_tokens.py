@@ -1,4 +1,4 @@
-"""The tokens of later turns equal the chat template's own, wherever it only appends."""
+"""Tests that the tokens of later turns equal the chat template's own if the template only appends."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_next_prompt_is_the_template_s_rendering_of_the_whole(
 
 
 def test_what_was_sampled_stays_as_it_is(tokenizer: PromptTokenizer) -> None:
-    """Another spelling of the answer's text than the tokenizer's own, and an end in the middle."""
+    """The sampled tokens spell the answer differently than the tokenizer would, and have an end token in the middle."""
     (end,) = tokenizer.stop_token_ids
     sampled = [end, *tokenizer.encode_plain("1"), end]
     prompt = TurnTokens(tokenizer, OPENING).next_prompt([5, 6], sampled, HIGHER)

@@ -1,4 +1,4 @@
-"""What is read of a config.json, what is refused of it, and which files a folder's weights are in."""
+"""Tests what is read from a config.json, what is refused, and which files hold a folder's weights."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_family_is_under_its_own_name() -> None:
     [("qwen2", True, False), ("llama", False, False), ("mistral", False, False), ("qwen3", False, True)],
 )
 def test_a_layer_has_what_transformers_gives_it(family: str, bias: bool, norm: bool) -> None:
-    """The description is read of our table, the truth of the names of transformers' parameters."""
+    """Compares the description from our table with the names of transformers' parameters."""
     from transformers import AutoModelForCausalLM
 
     values = SIZES | NO_WINDOW
@@ -65,8 +65,10 @@ def test_a_layer_has_what_transformers_gives_it(family: str, bias: bool, norm: b
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_either_spelling_is_the_same(family: str) -> None:
-    """transformers 4 wrote rope_theta and rope_scaling, and num_experts; transformers 5 writes rope_parameters, and
-    num_local_experts."""
+    """Version 4 of transformers wrote rope_theta, rope_scaling and num_experts.
+
+    Version 5 writes rope_parameters and num_local_experts.
+    """
     old = SIZES | NO_WINDOW | {"rope_theta": 5e5, "rope_scaling": LLAMA_3_1, "tie_word_embeddings": True}
     if family == "qwen3_moe":
         old |= EXPERTS
@@ -83,7 +85,7 @@ def test_either_spelling_is_the_same(family: str) -> None:
 
 
 def test_what_an_old_config_leaves_out() -> None:
-    """Llama 2's config.json has neither rope_theta nor head_dim, the first Llama's no num_key_value_heads."""
+    """Llama 2's config.json has neither rope_theta nor head_dim; the first Llama's has no num_key_value_heads."""
     one = read_architecture(FAMILIES["llama"], {k: v for k, v in SIZES.items() if k != "num_key_value_heads"})
     assert (one.num_kv_heads, one.head_dim, one.rope, one.rms_norm_eps) == (4, 16, Rope(theta=10000.0), 1e-6)
     assert not one.tie_word_embeddings

@@ -48,7 +48,7 @@ def kill_and_resume(folder: Path, *, seed: int) -> None:
     assert resumed.summary["staleness"]["max"] <= 1
     resumed.assert_books_closed()
     with LedgerFile(folder / "ledger.sqlite") as file:
-        books = file.books(run_over=True)
+        books = file.counts(run_over=True)
     assert books.lost == books.trained_twice == [] and books.open == {}
     assert books.issued == resumed.summary["ledger"]["issued"]
 

@@ -58,7 +58,7 @@ def test_one_of_two_engines_stands_still_and_one_is_killed_and_nothing_is_lost(t
     assert max(line["values"]["aborts"] for line in lines if line["source"] == "rollout") > 0
     assert [one["tier"] for one in run.summary["recoveries"]] == [1], "one engine of two is no reason to begin anew"
     with LedgerFile(run.folder / "ledger.sqlite") as file:
-        lives = [life for step in range(STEPS) for life in file.lives({"step": step}) if life.state == "trained"]
+        lives = [life for step in range(STEPS) for life in file.samples({"step": step}) if life.state == "trained"]
     made = [event.made for life in lives for event in life.events if event.made is not None]
     assert len(made) == books["trained"], "a sample came to the bus twice"
     turns = [turn for one in made for turn in one.turns]

@@ -1,4 +1,4 @@
-"""The committed picture of a step is what the command writes."""
+"""Tests that the committed picture of a step is what the command writes."""
 
 from __future__ import annotations
 

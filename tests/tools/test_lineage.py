@@ -1,4 +1,4 @@
-"""The lineage tool, on a small run's ledger."""
+"""Tests the lineage tool on a small run's ledger."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.bus.persisted_run import PersistedRun, T
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two groups trained at step 0, then one dropped and one open."""
+    """Returns a run with two groups trained at step 0, one dropped and one open."""
     run = PersistedRun(tmp_path / "run" / "ledger.sqlite")
     run.roll_out(2)
     run.train()

@@ -1,4 +1,4 @@
-"""The builtin model: loads, starts where it should, and is the same every time."""
+"""Tests that the builtin model loads, starts with the wanted accuracy, and is the same every time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _sampled(folder: Path, *, task: str) -> list[RewardOutput]:
-    """Rewards of one sampled response to each held-out prompt, at temperature 1."""
+    """Returns the rewards of one sampled response to each held-out prompt, at temperature 1."""
     import torch
     from transformers import AutoModelForCausalLM
 

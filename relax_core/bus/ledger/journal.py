@@ -1,4 +1,4 @@
-"""The ledger's events on disk: one thread appends them to SQLite in batches, off the bus's path."""
+"""The ledger on disk: a thread appends the events to SQLite in batches, so no call to the bus waits for the disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from relax_core.contracts.bus import BusTimeout
 from relax_core.contracts.columns import PERSISTED_COLUMNS
 
-GATHER_S = 0.2  # how long the thread gathers events before it writes them
+GATHER_S = 0.2  # the thread gathers events for this long and writes them as one batch
 
 _COLUMNS = "id, event, uid, group_uid, step, version, reason, time"
 _FIELDS = "event TEXT, uid TEXT, group_uid TEXT, step INTEGER, version INTEGER, reason TEXT, time REAL"
@@ -34,7 +34,7 @@ _LAST_ID = (
 
 
 class LedgerUnwritable(RuntimeError):
-    """The ledger's file could not be written; the text names the file and the cause."""
+    """The ledger's file could not be written. The text names the file and the cause."""
 
 
 class _Events(NamedTuple):
@@ -50,6 +50,7 @@ class _Events(NamedTuple):
     persisted: tuple[bytes, ...] | None
 
     def rows(self) -> Iterator[tuple[object, ...]]:
+        """Yields one row of table ``events`` for each uid."""
         versions = self.versions if self.versions is not None else repeat(self.version)
         for number, (uid, version) in enumerate(zip(self.uids, versions, strict=False)):
             yield (self.first_id + number, self.event, uid, self.group_uid, self.step, version, self.reason, self.time)
@@ -65,11 +66,14 @@ class _Flushed(NamedTuple):
 
 
 class Journal:
-    """Appends to table ``events`` of ``path``. Events that a restore undid move to table ``rolled_back``; one to a
-    checkpoint that an earlier restore had gone behind brings its events back. Table ``generated`` has the rollout's
-    words on a row's samples, in order of uids, under the id of the first ``put`` event.
+    """Appends events to table ``events`` of the SQLite file ``path``.
 
-    A failed write (disk full) stops the writing, not the bus: the next `flush` raises `LedgerUnwritable`.
+    A restore moves the events that it undoes to table ``rolled_back``. A later restore to a checkpoint after them moves
+    them back. Table ``generated`` has the payloads of `PERSISTED_COLUMNS` of each complete group, under the id of the
+    first ``put`` event of the group.
+
+    If a write fails (for instance because the disk is full), the thread stops writing and the bus goes on; the next
+    `flush` raises `LedgerUnwritable`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,7 +87,8 @@ class Journal:
         if fields != ["id", *PERSISTED_COLUMNS]:
             self._database.close()
             raise ValueError(
-                f"{path}: a Relax from before token trees wrote it, so a run cannot go on in it. Use another run.dir."
+                f"{path}: an older Relax, without token trees, wrote this ledger, so a run cannot continue it. "
+                "Use another run.dir."
             )
         self.position: int = self._database.execute(_LAST_ID).fetchone()[0]
         self._queue: deque[_Events | _RollBack | _Flushed] = deque()
@@ -106,8 +111,11 @@ class Journal:
         reason: str = "",
         persisted: tuple[bytes, ...] | None = None,
     ) -> None:
-        """One event for each uid; ``versions`` one a uid, or ``version`` for all; ``persisted``: the payloads of
-        `PERSISTED_COLUMNS`, one row of table ``generated``. Never waits for the disk."""
+        """Appends one event for each uid and never waits for the disk.
+
+        ``versions`` has one weight version for each uid; ``version`` is one for all. ``persisted`` holds the payloads
+        of `PERSISTED_COLUMNS`, which become one row of table ``generated``.
+        """
         first_id = self.position + 1
         self.position += len(uids)
         self._enqueue(
@@ -115,13 +123,18 @@ class Journal:
         )
 
     def roll_back(self, position: int) -> None:
-        """Goes back to what was in force when `position` had this value: everything else is set aside. The restore
-        itself takes an id, and later events get higher ones."""
+        """Goes back to the events that were in force at ``position``, an earlier value of `position`.
+
+        The restore takes an id of its own, and later events get higher ids.
+        """
         self.position = max(self.position, position) + 1
         self._enqueue(_RollBack(self.position, position))
 
     def flush(self, *, timeout_s: float) -> None:
-        """Waits until everything appended so far is on disk. After `close` there is nothing to wait for."""
+        """Waits until all appended events are on disk. After `close` it returns at once.
+
+        Raises `BusTimeout` after ``timeout_s`` seconds, and `LedgerUnwritable` if a write failed.
+        """
         if self._closed:
             return
         marker = _Flushed(threading.Event())
@@ -135,7 +148,7 @@ class Journal:
             ) from self._failure
 
     def close(self, *, timeout_s: float) -> None:
-        """Writes what is left and ends the thread."""
+        """Writes the remaining events, ends the thread and closes the file."""
         if self._closed:
             return
         try:
@@ -194,8 +207,11 @@ class Journal:
 
 
 def history(position: int, restores: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The ids that were in force at ``position``, as spans (after, up to), the newest first. ``restores``: (its id, the
-    position it went back to), in order. What came after a restore stands on what it went back to."""
+    """Returns the ids that were in force at ``position``, as spans (after, up to), the newest first.
+
+    ``restores`` lists (id of the restore, position that it went back to), in order. Events after a restore continue
+    from the position that it went back to.
+    """
     spans = []
     for restore_id, back_to in reversed(restores):
         if restore_id <= position:

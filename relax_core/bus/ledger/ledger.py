@@ -1,8 +1,11 @@
-"""The ledger: every sample that was issued ends exactly once, trained at a step or dropped with a reason.
+"""The ledger in memory: every issued sample ends exactly once, as trained at a step or as dropped with a reason.
 
-An entry is one int32 a sample, at ``index * group_size + place``: 0 has no end, t + 1 was trained at step t,
--(r + 1) was dropped with reason number r. Counts are taken from these entries. Closed entries at the front are counted
-once and never again, so that every operation costs the same after a million samples.
+An entry is one int32 for each sample, at ``index * group_size + number``: 0 has no end, t + 1 was trained at step t,
+-(r + 1) was dropped with reason number r. Counts are computed from these entries. The closed entries at the beginning
+are counted once, so that every operation costs the same after a million samples.
+
+The entries are the truth for counts and checkpoints: they take four bytes for each sample, and no call to the bus reads
+the disk. The journal is a log of events for people; a run can resume from a checkpoint in a folder without its file.
 """
 
 from __future__ import annotations
@@ -21,7 +24,10 @@ if TYPE_CHECKING:
 
 
 class LedgerState(msgspec.Struct, frozen=True):
-    """The ledger in a snapshot. ``ends``: the entries, little-endian int32. ``journal_position``: last event id."""
+    """The ledger in a snapshot.
+
+    ``ends`` holds the entries as little-endian int32. ``journal_position`` is the id of the last event.
+    """
 
     group_size: int
     ends: bytes
@@ -31,7 +37,7 @@ class LedgerState(msgspec.Struct, frozen=True):
 
 
 class Ledger:
-    """Entries of all samples ever issued; events also go to ``journal`` (None: nowhere)."""
+    """Holds the entries of all issued samples, and sends each event to ``journal`` unless that is None."""
 
     def __init__(self, *, group_size: int, journal: Journal | None) -> None:
         self._group_size = group_size
@@ -39,21 +45,21 @@ class Ledger:
         self._ends = array("i")
         self._reasons: list[str] = []
         self._reason_codes: dict[str, int] = {}
-        # Ends beyond a sample's first. Nothing in the bus should ever write here; the counts tell whether it did.
+        # Ends of a sample after its first one. They are errors; `counts` reports them as trained twice.
         self._further_ends: dict[int, list[int]] = {}
-        self._settled = 0  # entries in front that are all closed and already counted
+        self._settled = 0  # number of entries at the beginning that are closed and counted
         self._settled_trained = 0
-        self._settled_dropped: Counter[int] = Counter()  # by code
+        self._settled_dropped: Counter[int] = Counter()  # drops by code
 
     # -- events -------------------------------------------------------------------------------------------------
     def issue(self, index: int, group_uid: str, uids: Sequence[str], *, attempt: int, min_version: int) -> None:
-        """Opens a group's samples, or notes that an open one is issued again (``attempt`` > 0)."""
+        """Opens a group's samples, or records that open ones are issued again (``attempt`` > 0)."""
         start = index * self._group_size
         assert start <= len(self._ends)
         if start == len(self._ends):
             self._ends.extend([0] * self._group_size)
             if index == 0 and self._journal and self._journal.position:
-                self._journal.roll_back(0)  # what an earlier start left in the file is not of this run
+                self._journal.roll_back(0)  # events of an earlier start in this file do not belong to this run
         if self._journal:
             reason = f"attempt {attempt}" if attempt else ""
             self._journal.append("issued", group_uid, uids, version=min_version, reason=reason)
@@ -61,27 +67,29 @@ class Ledger:
     def put(
         self, group_uid: str, uids: Sequence[str], versions: Sequence[int], *, persisted: tuple[bytes, ...] | None
     ) -> None:
-        """``persisted``: the payloads of `PERSISTED_COLUMNS`, kept as they are: whoever reads the file decodes them."""
+        """Records a complete group. ``persisted`` holds the encoded payloads of `PERSISTED_COLUMNS`."""
         if self._journal:
             self._journal.append("put", group_uid, uids, versions=versions, persisted=persisted)
 
     def lease(self, group_uid: str, uids: Sequence[str], *, step: int, delivery: int) -> None:
+        """Records that the actor leased a group for ``step``, for the ``delivery``-th time."""
         if self._journal:
             reason = f"delivery {delivery}" if delivery > 1 else ""
             self._journal.append("leased", group_uid, uids, step=step, reason=reason)
 
     def give_back(self, group_uid: str, uids: Sequence[str], *, step: int, reason: str) -> None:
-        """The actor's lease ended without training."""
+        """Records that the actor's lease ended without training."""
         if self._journal:
             self._journal.append("returned", group_uid, uids, step=step, reason=reason)
 
     def train(self, index: int, group_uid: str, uids: Sequence[str], versions: Sequence[int], *, step: int) -> None:
+        """Ends samples as trained at ``step``. ``versions`` has one weight version for each uid."""
         self._end(index, uids, step + 1)
         if self._journal:
             self._journal.append("trained", group_uid, uids, step=step, versions=versions)
 
     def drop(self, index: int, group_uid: str, reasons: Mapping[str, str], *, step: int) -> None:
-        """``reasons``: uid → reason. ``step``: the train step under way."""
+        """Ends samples as dropped. ``reasons`` maps uid to reason; ``step`` is the current train step."""
         for uid, reason in reasons.items():
             self._end(index, (uid,), -(self._reason_code(reason) + 1))
             if self._journal:
@@ -97,16 +105,19 @@ class Ledger:
     def _end(self, index: int, uids: Sequence[str], code: int) -> None:
         start = index * self._group_size
         for uid in uids:
-            place = start + int(uid[uid.rindex(".") + 1 :])
-            if self._ends[place] == 0:
-                self._ends[place] = code
+            entry = start + int(uid[uid.rindex(".") + 1 :])
+            if self._ends[entry] == 0:
+                self._ends[entry] = code
             else:
-                self._further_ends.setdefault(place, []).append(code)
+                self._further_ends.setdefault(entry, []).append(code)
 
-    # -- the books ----------------------------------------------------------------------------------------------
+    # -- counts -------------------------------------------------------------------------------------------------
     def counts(self, open_indices: Iterable[int]) -> LedgerCounts:
-        """Counts over all entries. ``open_indices``: the groups that the bus still holds; a sample without an end that
-        belongs to none of them is lost."""
+        """Returns the counts over all entries.
+
+        ``open_indices`` names the groups that the bus still holds. A sample without an end that belongs to none of them
+        is lost.
+        """
         self._settle()
         trained, drops = _tally(self._ends[self._settled :])
         trained += self._settled_trained
@@ -115,7 +126,7 @@ class Ledger:
         size = self._group_size
         still_open = sum(self._ends[index * size : (index + 1) * size].count(0) for index in open_indices)
         trained_twice = sum(
-            sum(code > 0 for code in (self._ends[place], *further)) > 1 for place, further in self._further_ends.items()
+            sum(code > 0 for code in (self._ends[entry], *further)) > 1 for entry, further in self._further_ends.items()
         )
         return LedgerCounts(
             issued=len(self._ends),
@@ -127,7 +138,7 @@ class Ledger:
         )
 
     def _settle(self) -> None:
-        """Counts the closed entries in front once and moves the mark past them."""
+        """Counts the closed entries at the beginning once, and remembers how many they are."""
         try:
             first_open = self._ends.index(0, self._settled)
         except ValueError:
@@ -139,16 +150,20 @@ class Ledger:
 
     # -- snapshots ----------------------------------------------------------------------------------------------
     def state(self) -> LedgerState:
+        """Returns the ledger's part of a snapshot."""
         return LedgerState(
             group_size=self._group_size,
             ends=self._ends.tobytes(),
             reasons=list(self._reasons),
-            further_ends={place: list(codes) for place, codes in self._further_ends.items()},
+            further_ends={entry: list(codes) for entry, codes in self._further_ends.items()},
             journal_position=self._journal.position if self._journal else 0,
         )
 
     def restore(self, state: LedgerState) -> None:
-        """Goes back to ``state``; events that the journal got after it are set aside."""
+        """Goes back to ``state`` and moves later events in the journal aside.
+
+        Raises ValueError if the snapshot has another group size.
+        """
         if state.group_size != self._group_size:
             raise ValueError(
                 f"bus: the snapshot has group_size={state.group_size}, this run group_size={self._group_size}: "
@@ -158,7 +173,7 @@ class Ledger:
         self._ends.frombytes(state.ends)
         self._reasons = list(state.reasons)
         self._reason_codes = {reason: code for code, reason in enumerate(self._reasons)}
-        self._further_ends = {place: list(codes) for place, codes in state.further_ends.items()}
+        self._further_ends = {entry: list(codes) for entry, codes in state.further_ends.items()}
         self._settled = 0
         self._settled_trained = 0
         self._settled_dropped = Counter()
@@ -167,7 +182,7 @@ class Ledger:
 
 
 def _tally(entries: array[int]) -> tuple[int, Counter[int]]:
-    """(entries that were trained, drops by code)."""
+    """Returns (number of trained entries, drops by code)."""
     counts = Counter(entries)
     drops = Counter({code: count for code, count in counts.items() if code < 0})
     return sum(count for code, count in counts.items() if code > 0), drops

@@ -1,4 +1,4 @@
-"""Reads a run's ledger.sqlite, also while the run writes it: the life of any sample, and the books from its events."""
+"""Reads a run's ledger.sqlite, also while the run writes it: the events of any sample, and counts over all events."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ import msgspec
 from relax_core.contracts.columns import decode_episodes
 from relax_core.contracts.tree import Episode
 
-BUSY_S = 10.0  # how long a read waits for a writer's lock
-SETTLE_S = 2.0  # a group's end is on disk as a whole after the journal's next batch
+BUSY_S = 10.0  # a read waits this long for a writer's lock
+SETTLE_S = 2.0  # all ends of a group are on disk this long after the first of them
 FILTERS = ("uid", "group", "step", "reason")
 _FIELD_OF = {"uid": "uid", "group": "group_uid", "step": "step", "reason": "reason"}
 _EVENT = "id, event, uid, group_uid, step, version, reason, time"
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One thing that happened to a sample. ``time``: Unix seconds. ``version``: of ``issued`` the oldest weights that
-    may be used, of ``put`` and ``trained`` those of the oldest trained token. ``undone``: a resume went back behind it.
-    ``made``: of ``put``."""
+    """One event of a sample.
+
+    ``time`` is in Unix seconds. ``version`` of an ``issued`` event is the oldest weight version that may be used; of
+    ``put`` and ``trained`` events it is the version of the oldest trained token. ``undone`` is True if a resume went
+    back behind the event. ``made`` is the episode of a ``put`` event.
+    """
 
     event: str
     time: float
@@ -37,7 +40,10 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class SampleLife(msgspec.Struct, frozen=True, kw_only=True):
-    """Every event of a sample, in order. ``state``: "trained", "dropped", or what happened last to an open one."""
+    """Every event of a sample, in order.
+
+    ``state`` is "trained", "dropped", the last event of an open sample, or "undone" if no event is in force.
+    """
 
     uid: str
     group: str
@@ -45,9 +51,12 @@ class SampleLife(msgspec.Struct, frozen=True, kw_only=True):
     events: list[Event]
 
 
-class FileBooks(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of samples, from the file's events alone. ``open``: by what happened last. ``lost``: without an end though
-    a sibling of its group has one (groups end whole), or though the run is over. ``trained_twice``: uids."""
+class FileCounts(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts of samples, computed from the events in the file alone.
+
+    ``open`` counts the open samples by their last event. ``lost`` lists the samples without an end although another
+    sample of their group has one (groups end as a whole), or although the run is over. ``trained_twice`` lists uids.
+    """
 
     issued: int
     trained: int
@@ -58,12 +67,12 @@ class FileBooks(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LedgerFile:
-    """Use as a context manager. Raises FileNotFoundError where there is no such file. It never writes."""
+    """Reads a ledger file as a context manager; it never writes. Raises FileNotFoundError if there is no such file."""
 
     def __init__(self, path: Path) -> None:
         if not path.is_file():
             raise FileNotFoundError(path)
-        # Without a log beside it nobody has the file open; read as immutable it needs no lock file in the run's folder.
+        # If there is no write-ahead log, no process has the file open. Opened as immutable, it needs no lock file.
         immutable = "" if path.with_name(f"{path.name}-wal").exists() else "&immutable=1"
         self._database = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro{immutable}", uri=True, timeout=BUSY_S)
         self._made: dict[int, dict[str, Episode]] = {}
@@ -76,11 +85,11 @@ class LedgerFile:
     ) -> None:
         self._database.close()
 
-    def lives(self, filters: Mapping[str, str | int]) -> list[SampleLife]:
-        """The samples that one event fits in all of ``filters`` (keys of `FILTERS`), in order of issue; all without
-        a filter.
+    def samples(self, filters: Mapping[str, str | int]) -> list[SampleLife]:
+        """Returns the samples for which one event fits all of ``filters``, in order of issue.
 
-        ``step`` and ``reason`` look at what is in force, ``uid`` and ``group`` also at what a resume has undone.
+        The keys of ``filters`` are those of `FILTERS`; without a filter, all samples are returned. ``step`` and
+        ``reason`` compare with events in force, ``uid`` and ``group`` also with events that a resume has undone.
         """
         where = " AND ".join(f"{_FIELD_OF[key]} = ?" for key in filters) or "TRUE"
         values = tuple(filters.values())
@@ -95,9 +104,12 @@ class LedgerFile:
         )
         for row in rows:
             found.setdefault(row[2], []).append(row)
-        return [self._life(uid, rows) for uid, rows in sorted(found.items(), key=lambda item: _place(item[0]))]
+        return [
+            self._sample_events(uid, rows)
+            for uid, rows in sorted(found.items(), key=lambda item: _issue_order(item[0]))
+        ]
 
-    def _life(self, uid: str, rows: list[tuple[Any, ...]]) -> SampleLife:
+    def _sample_events(self, uid: str, rows: list[tuple[Any, ...]]) -> SampleLife:
         events = [
             Event(
                 event=event,
@@ -114,7 +126,10 @@ class LedgerFile:
         return SampleLife(uid=uid, group=rows[0][3], state=in_force[-1] if in_force else "undone", events=events)
 
     def _made_of(self, event_id: int, uid: str) -> Episode | None:
-        """``generated`` has one row for all samples of a group, under the id of the first."""
+        """Returns the episode of a ``put`` event.
+
+        Table ``generated`` has one row for all samples of a group, under the id of the group's first ``put`` event.
+        """
         row = self._database.execute(
             "SELECT id, episodes FROM generated WHERE id <= ? ORDER BY id DESC LIMIT 1",
             (event_id,),
@@ -125,9 +140,12 @@ class LedgerFile:
             self._made[row[0]] = {one.uid: one for one in decode_episodes(row[1])}
         return self._made[row[0]].get(uid)
 
-    def books(self, *, run_over: bool) -> FileBooks:
-        """One pass over all events. ``run_over``: every step is done, so no sample may be open."""
-        samples: dict[str, str] = {}  # uid → what happened last
+    def counts(self, *, run_over: bool) -> FileCounts:
+        """Counts all samples in one pass over the events.
+
+        ``run_over`` says that every step is done, so no sample may be open.
+        """
+        samples: dict[str, str] = {}  # uid → last event
         trained: Counter[str] = Counter()
         dropped: Counter[str] = Counter()
         group_ended: dict[str, float] = {}
@@ -144,36 +162,36 @@ class LedgerFile:
         lost = [uid for uid in still_open if run_over or group_ended.get(uid.rpartition(".")[0], settled) < settled]
         for uid in lost:
             del still_open[uid]
-        return FileBooks(
+        return FileCounts(
             issued=len(samples),
             trained=len(trained),
             dropped=dict(sorted(dropped.items())),
             open=dict(sorted(Counter(still_open.values()).items())),
-            lost=sorted(lost, key=_place),
-            trained_twice=sorted((uid for uid, times in trained.items() if times > 1), key=_place),
+            lost=sorted(lost, key=_issue_order),
+            trained_twice=sorted((uid for uid, times in trained.items() if times > 1), key=_issue_order),
         )
 
     def _all_events(self) -> Iterator[tuple[str, str, str, str, float]]:
         return self._database.execute("SELECT event, uid, group_uid, reason, time FROM events ORDER BY id")
 
     def last_uid(self) -> str | None:
-        """The uid issued last; None for an empty ledger."""
+        """Returns the uid that was issued last; None for an empty ledger."""
         row = self._database.execute(
             "SELECT uid FROM events WHERE event = 'issued' ORDER BY group_uid DESC, id DESC LIMIT 1"
         ).fetchone()
         return row[0] if row else None
 
     def steps(self) -> tuple[int, int] | None:
-        """First and last train step that events name; None before any."""
+        """Returns the first and the last train step that events name; None if no event names one."""
         first, last = self._database.execute("SELECT MIN(step), MAX(step) FROM events").fetchone()
         return None if first is None else (first, last)
 
     def reasons(self) -> dict[str, int]:
-        """Every reason that events give, and how many do."""
+        """Returns every reason that events give, with the number of events."""
         return dict(self._database.execute("SELECT reason, COUNT(*) FROM events WHERE reason != '' GROUP BY reason"))
 
 
-def _place(uid: str) -> tuple[str, int]:
-    """Sorts in order of issue."""
-    group, _, place = uid.rpartition(".")
-    return group, int(place)
+def _issue_order(uid: str) -> tuple[str, int]:
+    """Returns a key that sorts uids in order of issue."""
+    group, _, number = uid.rpartition(".")
+    return group, int(number)

@@ -1,4 +1,7 @@
-"""The bus process: `BusCore` behind one async Ray actor. It imports no torch and holds all rows and books of a run."""
+"""The bus process: `BusCore` behind one asynchronous Ray actor.
+
+It imports no torch and holds the run's groups and ledger.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,11 @@ from relax_core.bus.ray.payload_blocks import (
     BlockLocation,
     Reply,
     WireColumns,
+    WireGroup,
     WireLease,
-    WireRow,
     encode,
 )
-from relax_core.bus.ray.waiting_calls import WaitingRoom
+from relax_core.bus.ray.waiting_calls import WaitingCalls
 from relax_core.bus.state.bus_state import BusCore
 from relax_core.bus.state.settings import BusSettings
 from relax_core.bus.state.wait_reasons import ROLLOUT, admit_owed_by, explain_admit, explain_lease, lease_owed_by
@@ -41,19 +44,19 @@ from relax_core.contracts.bus import (
     VersionChange,
 )
 
-Answer = bytes | tuple[Any, ...]  # a Reply's bytes, and the refs of its blocks if there are any
+Answer = bytes | tuple[Any, ...]  # the bytes of a Reply, with the object refs of its blocks if it has any
 
-_row_decoder = msgspec.msgpack.Decoder(list[WireRow])
+_groups_decoder = msgspec.msgpack.Decoder(list[WireGroup])
 _request_decoder = msgspec.msgpack.Decoder(LeaseRequest)
 _columns_decoder = msgspec.msgpack.Decoder(dict[str, WireColumns])
 
 
 @dataclass(frozen=True, slots=True)
 class _StoredPayload:
-    """A large payload in the object store: one place in a block that this process put."""
+    """A large payload in Ray's object store: one array in a block that this process put."""
 
     block: ray.ObjectRef
-    place: int
+    position: int
     nbytes: int
 
     def __len__(self) -> int:
@@ -61,7 +64,7 @@ class _StoredPayload:
 
 
 def answers(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Answer]]:
-    """Sends a method's value, or one of the contract's errors, as a `Reply`."""
+    """Returns the method's value, or one of the contract's errors, as a `Reply`."""
 
     @functools.wraps(method)
     async def answer(self: BusActor, *args: Any) -> Answer:
@@ -82,21 +85,22 @@ def answers(method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[An
 
 
 class BusActor:
-    """Methods take msgpack bodies and a deadline in seconds; see `RayBus` for what they do."""
+    """The methods of the bus process. They take msgpack bodies and deadlines in seconds; `RayBus` describes them."""
 
     def __init__(self, settings: bytes, ledger_path: str) -> None:
         self._settings = msgspec.msgpack.decode(settings, type=BusSettings)
         self._journal = Journal(Path(ledger_path))
         ledger = Ledger(group_size=self._settings.group_size, journal=self._journal)
         self._core = BusCore(self._settings, ledger=ledger, clock=time.monotonic)
-        self._room = WaitingRoom()
+        self._waiting = WaitingCalls()
         self._expiry: asyncio.TimerHandle | None = None
-        self._lost: BusLost | None = None  # set by a backend whose payloads are in processes of their own
+        self._lost: BusLost | None = None  # set by a backend whose payloads are stored in other processes
 
-    # -- rollout's side -----------------------------------------------------------------------------------------
+    # -- calls of the rollout ------------------------------------------------------------------------------------
     @answers
     async def admit(self, max_groups: int, worker: int, timeout_s: float) -> Any:
-        return await self._room.wait(
+        """Waits for admissions."""
+        return await self._waiting.wait(
             lambda: self._core.admit(max_groups, worker=worker) or None,
             explain=lambda waited_s: explain_admit(self._core, worker, waited_s=waited_s),
             timeout_s=timeout_s,
@@ -107,31 +111,35 @@ class BusActor:
 
     @answers
     async def reclaim(self, worker: int) -> Any:
+        """Returns the worker's admissions that are in flight, and ends the waits of its earlier process."""
         reclaimed = self._core.reclaim(worker=worker)
-        # Ray lets a call of a process that was killed wait on: it would take credits that nobody then uses.
+        # Ray does not cancel the call of a killed process. It would take credits that no process uses.
         lost = LeaseLost(f"the admissions of an earlier process of {ROLLOUT}-{worker} were reclaimed")
-        self._room.fail_task(ROLLOUT, lost, worker=worker)
+        self._waiting.fail_task(ROLLOUT, lost, worker=worker)
         return reclaimed
 
     @answers
     async def put(self, body: bytes, blocks: list[Block]) -> None:
-        wire_rows = _row_decoder.decode(body)
-        sized = [_row(wire, _sized(wire.large, blocks)) for wire in wire_rows]
-        self._core.check_rows(sized)
-        accepted = [wire for wire in wire_rows if self._core.accepts(wire.group_uid)]
+        """Enters complete groups and puts the large payloads of accepted groups into the object store."""
+        wire_groups = _groups_decoder.decode(body)
+        sized = [_complete_group(wire, _sized(wire.large, blocks)) for wire in wire_groups]
+        self._core.check_groups(sized)
+        accepted = [wire for wire in wire_groups if self._core.accepts(wire.group_uid)]
         refs = [ray.put(block) for block in blocks] if accepted else []
-        self._core.put([_row(wire, _stored(wire.large, blocks, refs)) for wire in accepted])
+        self._core.put([_complete_group(wire, _stored(wire.large, blocks, refs)) for wire in accepted])
         self._changed()
 
     @answers
     async def drop(self, group_uid: str, reason: str) -> None:
+        """Ends a group that is in flight."""
         self._core.drop(group_uid, reason=reason)
         self._changed()
 
     @answers
     async def wait_version(self, since_version: int, worker: int, timeout_s: float) -> Any:
+        """Waits for another version. After ``timeout_s`` it returns the old version without groups."""
         try:
-            return await self._room.wait(
+            return await self._waiting.wait(
                 lambda: self._core.version_change(since_version, worker=worker),
                 explain=lambda _: "",
                 timeout_s=timeout_s,
@@ -139,43 +147,49 @@ class BusActor:
         except BusTimeout:
             return VersionChange(version=since_version, retired=[])
 
-    # -- workers' side ------------------------------------------------------------------------------------------
+    # -- calls of workers that lease ------------------------------------------------------------------------------
     @answers
     async def lease(self, request: bytes, timeout_s: float) -> Any:
+        """Waits for a lease."""
         return await self._lease(request, timeout_s)
 
     @answers
     async def read(self, lease_id: int, group_uids: list[str], columns: list[str]) -> Any:
+        """Returns columns of a held lease."""
         return self._core.read(lease_id, group_uids, columns)
 
     @answers
     async def write(self, lease_id: int, body: bytes, blocks: list[Block], then: bytes | None, timeout_s: float) -> Any:
-        rows = _columns_decoder.decode(body)
+        """Adds columns to a lease's groups, ends the lease and waits for the next one if ``then`` asks for one."""
+        groups = _columns_decoder.decode(body)
         refs = [ray.put(block) for block in blocks]
-        columns = {uid: {**row.columns, **_stored(row.large, blocks, refs)} for uid, row in rows.items()}
+        columns = {uid: {**group.columns, **_stored(group.large, blocks, refs)} for uid, group in groups.items()}
         self._core.write(lease_id, cast(Mapping[str, Mapping[str, bytes]], columns))
         self._changed()
         return (
-            await self._lease(then, timeout_s, after=f"the write of lease {lease_id} is persisted; ") if then else None
+            await self._lease(then, timeout_s, after=f"the write of lease {lease_id} is recorded; ") if then else None
         )
 
     @answers
     async def ack(
         self, lease_ids: list[int], step: int, dropped: dict[str, str], then: bytes | None, timeout_s: float
     ) -> Any:
+        """Records a train step and waits for the next lease if ``then`` asks for one."""
         self._core.ack(lease_ids, step=step, dropped=dropped)
         self._changed()
-        return await self._lease(then, timeout_s, after=f"the ack of step {step} is persisted; ") if then else None
+        return await self._lease(then, timeout_s, after=f"the ack of step {step} is recorded; ") if then else None
 
     @answers
     async def release(self, lease_ids: list[int]) -> None:
+        """Gives leases back unused."""
         self._core.release(lease_ids)
         self._changed()
 
     @answers
     async def revoke(self, task: str) -> None:
+        """Ends all leases and waits of a task whose worker was lost."""
         self._core.revoke(task)
-        self._room.fail_task(task, LeaseLost(f"the leases of task {task} were revoked"))
+        self._waiting.fail_task(task, LeaseLost(f"the leases of task {task} were revoked"))
         self._changed()
 
     async def _lease(self, request_body: bytes, timeout_s: float, *, after: str = "") -> Lease:
@@ -183,7 +197,7 @@ class BusActor:
         lease = self._core.lease(request)
         if lease is None:
             since = self._core.clock()
-            lease = await self._room.wait(
+            lease = await self._waiting.wait(
                 lambda: self._core.lease(request),
                 explain=lambda waited_s: after + explain_lease(self._core, request, waited_s=waited_s),
                 timeout_s=timeout_s,
@@ -194,69 +208,76 @@ class BusActor:
         self._arm_expiry()
         return lease
 
-    # -- the run's side -----------------------------------------------------------------------------------------
+    # -- calls of the controller ---------------------------------------------------------------------------------
     @answers
     async def progress(self) -> Any:
+        """Returns the counts of the run."""
         return self._core.progress()
 
     @answers
     async def waits(self) -> Any:
-        return self._room.waits()
+        """Returns the waiting calls."""
+        return self._waiting.waits()
 
     @answers
     async def wait_progress(self, since_version: int, timeout_s: float) -> Any:
+        """Waits until the version changes or the bus is closed, at most ``timeout_s``, and returns the counts."""
+
         def attempt() -> BusProgress | None:
             moved = self._core.version != since_version or self._core.closed_because is not None
             return self._core.progress() if moved else None
 
         try:
-            return await self._room.wait(attempt, explain=lambda _: "", timeout_s=timeout_s)
+            return await self._waiting.wait(attempt, explain=lambda _: "", timeout_s=timeout_s)
         except BusTimeout:
             return self._core.progress()
 
     @answers
     async def snapshot(self, timeout_s: float) -> Any:
+        """Returns the state for a checkpoint once the ledger's events are on disk."""
         snapshot = self._core.snapshot()
         await asyncio.to_thread(self._journal.flush, timeout_s=timeout_s)
         return snapshot
 
     @answers
     async def restore(self, snapshot: bytes) -> None:
+        """Goes back to a snapshot."""
         self._core.restore(snapshot)
         self._changed()
 
     @answers
     async def close(self, reason: str, timeout_s: float) -> None:
+        """Closes the bus and writes the remaining events of the ledger."""
         self._core.close(reason=reason)
         self._changed()
         await asyncio.to_thread(self._journal.close, timeout_s=timeout_s)
 
     async def describe(self) -> tuple[int, bytes, bytes]:
-        """(process id, settings, where the payloads are if not here), the last two as msgpack."""
+        """Returns (process id, settings, location of the payloads or None), the last two as msgpack."""
         return os.getpid(), encode(self._settings), encode(None)
 
     def pack_lease(self, lease: Lease) -> tuple[Any, tuple[Any, ...]]:
-        """Returns the lease for the wire and the refs of the blocks that it points into."""
+        """Returns the lease as a message, and the object refs of the blocks that it refers to."""
         numbers: dict[ray.ObjectRef, int] = {}
-        rows = []
-        for row in lease.rows:
+        groups = []
+        for group in lease.rows:
             small: dict[str, bytes] = {}
             large: dict[str, BlockLocation] = {}
-            for column, payload in cast(Mapping[str, bytes | _StoredPayload], row.columns).items():
+            for column, payload in cast(Mapping[str, bytes | _StoredPayload], group.columns).items():
                 if isinstance(payload, _StoredPayload):
-                    large[column] = (numbers.setdefault(payload.block, len(numbers)), payload.place)
+                    large[column] = (numbers.setdefault(payload.block, len(numbers)), payload.position)
                 else:
                     small[column] = payload
-            rows.append(WireRow(row.group_uid, row.index, row.uids, row.versions, small, large))
-        return WireLease(lease.lease_id, lease.task, rows, lease.waited_s), tuple(numbers)
+            groups.append(WireGroup(group.group_uid, group.index, group.uids, group.versions, small, large))
+        return WireLease(lease.lease_id, lease.task, groups, lease.waited_s), tuple(numbers)
 
     # -- changes and time ---------------------------------------------------------------------------------------
     def _changed(self) -> None:
-        self._room.wake()
+        self._waiting.wake()
         self._arm_expiry()
 
     def _arm_expiry(self) -> None:
-        """Keeps one timer, set to the next lease that runs out."""
+        """Sets the one timer to the time at which the next lease runs out."""
         if self._expiry is not None:
             self._expiry.cancel()
             self._expiry = None
@@ -270,7 +291,7 @@ class BusActor:
         self._changed()
 
 
-def _row(wire: WireRow, large: Mapping[str, Any]) -> GroupRow:
+def _complete_group(wire: WireGroup, large: Mapping[str, Any]) -> GroupRow:
     return GroupRow(
         group_uid=wire.group_uid,
         index=wire.index,
@@ -282,11 +303,11 @@ def _row(wire: WireRow, large: Mapping[str, Any]) -> GroupRow:
 
 
 def _sized(large: Mapping[str, BlockLocation], blocks: list[Block]) -> dict[str, Any]:
-    return {column: blocks[number][place] for column, (number, place) in large.items()}
+    return {column: blocks[number][position] for column, (number, position) in large.items()}
 
 
 def _stored(large: Mapping[str, BlockLocation], blocks: list[Block], refs: list[ray.ObjectRef]) -> dict[str, Any]:
     return {
-        column: _StoredPayload(refs[number], place, len(blocks[number][place]))
-        for column, (number, place) in large.items()
+        column: _StoredPayload(refs[number], position, len(blocks[number][position]))
+        for column, (number, position) in large.items()
     }

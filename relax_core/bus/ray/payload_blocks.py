@@ -1,7 +1,7 @@
-"""How calls cross to the bus process: msgpack bodies, and large payloads beside them in blocks.
+"""Messages to and from the bus process: msgpack bodies, with large payloads beside them in blocks.
 
-A block is a list of uint8 arrays of one column. Ray moves it out of band and reads it without a copy. Small payloads
-stay in the body.
+A block is a list of uint8 arrays of one column. Ray transfers it out of band and reads it without a copy. Small
+payloads stay in the body.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from relax_core.bus.ledger.journal import LedgerUnwritable
 from relax_core.contracts.bus import BusClosed, BusLost, BusTimeout, LeaseLost
 from relax_core.contracts.columns import PERSISTED_COLUMNS
 
-BLOCK_BYTES = 64 * 1024 * 1024  # a block is closed at this size, so that few rows keep little memory alive
+BLOCK_BYTES = 64 * 1024 * 1024  # a full block is closed, so that one leased group keeps little memory allocated
 
 Block = list[np.ndarray]
-BlockLocation = tuple[int, int]  # (number of the block, place in it)
+BlockLocation = tuple[int, int]  # (number of the block, position in it)
 
-# Errors that cross as themselves.
+# The client raises these errors with the type that they have in the bus process.
 ERRORS: dict[str, type[Exception]] = {
     error.__name__: error for error in (BusTimeout, BusClosed, BusLost, LeaseLost, LedgerUnwritable, ValueError)
 }
 
 
-class WireRow(msgspec.Struct, frozen=True, array_like=True):
-    """A row on its way in or out. ``large``: column → where its payload lies in the blocks."""
+class WireGroup(msgspec.Struct, frozen=True, array_like=True):
+    """A group in a put or a lease. ``large`` maps a column to the location of its payload in the blocks."""
 
     group_uid: str
     index: int
@@ -40,21 +40,23 @@ class WireRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WireColumns(msgspec.Struct, frozen=True, array_like=True):
-    """Columns that a task wrote for one row."""
+    """The columns that a task wrote for one group."""
 
     columns: dict[str, bytes]
     large: dict[str, BlockLocation]
 
 
 class WireLease(msgspec.Struct, frozen=True, array_like=True):
+    """A lease whose large payloads lie in blocks."""
+
     lease_id: int
     task: str
-    rows: list[WireRow]
+    groups: list[WireGroup]
     waited_s: float
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
-    """``error``: a name in `ERRORS`, or "" and the call's value."""
+    """The answer to a call. ``error`` is a name in `ERRORS`, or empty if ``value`` holds the call's value."""
 
     error: str
     text: str
@@ -62,25 +64,25 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
 
 
 class BlockPacker:
-    """Sorts the payloads of one call into small and large ones."""
+    """Separates the small and the large payloads of one call."""
 
     def __init__(self, *, inline_bytes: int) -> None:
         self._inline_bytes = inline_bytes
-        self._filling: dict[str, tuple[int, int]] = {}  # column → (block it fills, bytes in it)
+        self._filling: dict[str, tuple[int, int]] = {}  # column → (its open block, bytes in it)
         self.blocks: list[Block] = []
 
     def split(self, columns: Mapping[str, bytes]) -> tuple[dict[str, bytes], dict[str, BlockLocation]]:
-        """Returns (payloads for the body, places of the others in `blocks`)."""
+        """Returns (payloads for the body, locations of the others in `blocks`)."""
         small: dict[str, bytes] = {}
         large: dict[str, BlockLocation] = {}
         for column, payload in columns.items():
             if len(payload) <= self._inline_bytes or column in PERSISTED_COLUMNS:
                 small[column] = payload
             else:
-                large[column] = self._place(column, payload)
+                large[column] = self._add_to_block(column, payload)
         return small, large
 
-    def _place(self, column: str, payload: bytes) -> BlockLocation:
+    def _add_to_block(self, column: str, payload: bytes) -> BlockLocation:
         number, filled = self._filling.get(column, (-1, BLOCK_BYTES))
         if filled >= BLOCK_BYTES:
             number, filled = len(self.blocks), 0
@@ -91,9 +93,9 @@ class BlockPacker:
 
 
 def join(columns: dict[str, bytes], large: Mapping[str, BlockLocation], blocks: Iterable[Block]) -> dict[str, bytes]:
-    """The columns of a leased row; large ones are read-only memoryviews of the object store, not copies."""
+    """Returns the columns of a leased group; large ones are read-only memoryviews of the object store, not copies."""
     blocks = list(blocks)
-    views = {column: cast(bytes, blocks[number][place].data) for column, (number, place) in large.items()}
+    views = {column: cast(bytes, blocks[number][position].data) for column, (number, position) in large.items()}
     return columns | views
 
 
@@ -101,4 +103,5 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(value: Any) -> bytes:
+    """Returns ``value`` as msgpack."""
     return _encoder.encode(value)

@@ -1,4 +1,4 @@
-"""`RayBus`: the client of the bus process, for any process of the run. See `relax_core.contracts.bus.Bus`."""
+"""`RayBus`: the client of the bus process for any process of the run. See `relax_core.contracts.bus.Bus`."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from relax_core.bus.ray.payload_blocks import (
     BlockPacker,
     Reply,
     WireColumns,
+    WireGroup,
     WireLease,
-    WireRow,
     encode,
     join,
 )
@@ -35,9 +35,9 @@ from relax_core.contracts.bus import (
     VersionChange,
 )
 
-# The bus keeps the deadlines itself; the client waits this much longer before it calls the bus process stuck.
+# The bus process enforces the deadlines. The client waits this much longer before it reports the process as stuck.
 ANSWER_GRACE_S = 10.0
-PROCESS_GONE = "the bus process is gone"
+PROCESS_GONE = "the bus process has exited"
 
 T = TypeVar("T")
 
@@ -46,55 +46,68 @@ _lease_decoder = msgspec.msgpack.Decoder(WireLease | None)
 
 
 class RayBus:
-    """A handle on the bus process. Picklable, so that it can be passed to Ray actors; safe to use from many threads.
+    """A handle on the bus process. It can be pickled for Ray actors, and any thread may use it.
 
-    The bus process ends with the process that created it, or by `terminate`.
+    The methods are described in `relax_core.contracts.bus.Bus`; those with suffix ``_async`` do the same from an event
+    loop. The bus process ends with the process that created it, or by `terminate`.
     """
 
     def __init__(self, actor: Any, *, settings: BusSettings) -> None:
         self._actor = actor
         self.settings = settings
 
-    # -- rollout's side -----------------------------------------------------------------------------------------
+    # -- calls of the rollout ------------------------------------------------------------------------------------
     def admit(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
+        """Waits for credit and returns 1 to ``max_groups`` admissions."""
         return _decode(self._call("admit", max_groups, worker, timeout_s, timeout_s=timeout_s), list[Admission])
 
     async def admit_async(self, max_groups: int, *, worker: int = 0, timeout_s: float) -> list[Admission]:
+        """Waits for credit and returns 1 to ``max_groups`` admissions."""
         call = self._call_async("admit", max_groups, worker, timeout_s, timeout_s=timeout_s)
         return _decode(await call, list[Admission])
 
     def reclaim(self, *, worker: int = 0, timeout_s: float) -> list[Admission]:
+        """Returns the worker's admissions whose groups are not complete, with one attempt more."""
         return _decode(self._call("reclaim", worker, timeout_s=timeout_s), list[Admission])
 
-    def put(self, rows: Sequence[GroupRow], *, timeout_s: float) -> None:
-        self._call("put", *self._pack_rows(rows), timeout_s=timeout_s)
+    def put(self, groups: Sequence[GroupRow], *, timeout_s: float) -> None:
+        """Enters complete groups."""
+        self._call("put", *self._pack_groups(groups), timeout_s=timeout_s)
 
-    async def put_async(self, rows: Sequence[GroupRow], *, timeout_s: float) -> None:
-        await self._call_async("put", *self._pack_rows(rows), timeout_s=timeout_s)
+    async def put_async(self, groups: Sequence[GroupRow], *, timeout_s: float) -> None:
+        """Enters complete groups."""
+        await self._call_async("put", *self._pack_groups(groups), timeout_s=timeout_s)
 
     def drop(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
+        """Ends a group that is in flight."""
         self._call("drop", group_uid, reason, timeout_s=timeout_s)
 
     async def drop_async(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
+        """Ends a group that is in flight."""
         await self._call_async("drop", group_uid, reason, timeout_s=timeout_s)
 
     def wait_version(self, since_version: int, *, worker: int = 0, timeout_s: float) -> VersionChange:
+        """Waits until another version than ``since_version`` is in force, at most ``timeout_s`` seconds."""
         return _decode(self._call("wait_version", since_version, worker, timeout_s, timeout_s=timeout_s), VersionChange)
 
     async def wait_version_async(self, since_version: int, *, worker: int = 0, timeout_s: float) -> VersionChange:
+        """Waits until another version than ``since_version`` is in force, at most ``timeout_s`` seconds."""
         call = self._call_async("wait_version", since_version, worker, timeout_s, timeout_s=timeout_s)
         return _decode(await call, VersionChange)
 
-    def _pack_rows(self, rows: Sequence[GroupRow]) -> tuple[bytes, list[Block]]:
+    def _pack_groups(self, groups: Sequence[GroupRow]) -> tuple[bytes, list[Block]]:
         packer = BlockPacker(inline_bytes=self.settings.inline_bytes)
-        wire_rows = [
-            WireRow(row.group_uid, row.index, row.uids, row.versions, *packer.split(row.columns), row.dropped)
-            for row in rows
+        wire_groups = [
+            WireGroup(
+                group.group_uid, group.index, group.uids, group.versions, *packer.split(group.columns), group.dropped
+            )
+            for group in groups
         ]
-        return encode(wire_rows), packer.blocks
+        return encode(wire_groups), packer.blocks
 
-    # -- workers' side ------------------------------------------------------------------------------------------
+    # -- calls of workers that lease ------------------------------------------------------------------------------
     def lease(self, request: LeaseRequest, *, timeout_s: float) -> Lease:
+        """Waits for a lease."""
         lease = self._call_for_lease("lease", encode(request), timeout_s, timeout_s=timeout_s)
         assert lease is not None
         return lease
@@ -102,6 +115,7 @@ class RayBus:
     def read(
         self, lease_id: int, group_uids: Sequence[str], *, columns: Sequence[str], timeout_s: float
     ) -> list[LeasedRow]:
+        """Returns columns of groups of a held lease."""
         lease = self._call_for_lease("read", lease_id, list(group_uids), list(columns), timeout_s=timeout_s)
         assert lease is not None
         return lease.rows
@@ -114,6 +128,7 @@ class RayBus:
         then: LeaseRequest | None = None,
         timeout_s: float,
     ) -> Lease | None:
+        """Adds columns to a lease's groups, ends the lease and returns the next one if ``then`` asks for one."""
         packer = BlockPacker(inline_bytes=self.settings.inline_bytes)
         body = encode({uid: WireColumns(*packer.split(payloads)) for uid, payloads in columns.items()})
         request = encode(then) if then else None
@@ -128,43 +143,51 @@ class RayBus:
         then: LeaseRequest | None = None,
         timeout_s: float,
     ) -> Lease | None:
+        """Records a train step and returns the next lease if ``then`` asks for one."""
         request = encode(then) if then else None
         return self._call_for_lease(
             "ack", list(lease_ids), step, dict(dropped), request, timeout_s, timeout_s=timeout_s
         )
 
     def release(self, lease_ids: Sequence[int], *, timeout_s: float) -> None:
+        """Gives leases back unused."""
         self._call("release", list(lease_ids), timeout_s=timeout_s)
 
     def revoke(self, task: str, *, timeout_s: float) -> None:
+        """Ends all leases and waits of a task."""
         self._call("revoke", task, timeout_s=timeout_s)
 
-    # -- the run's side -----------------------------------------------------------------------------------------
+    # -- calls of the controller ---------------------------------------------------------------------------------
     def progress(self, *, timeout_s: float) -> BusProgress:
+        """Returns the counts of the run."""
         return _decode(self._call("progress", timeout_s=timeout_s), BusProgress)
 
     def waits(self, *, timeout_s: float) -> list[BusWait]:
+        """Returns the calls that wait in the bus."""
         return _decode(self._call("waits", timeout_s=timeout_s), list[BusWait])
 
     def wait_progress(self, since_version: int, *, timeout_s: float) -> BusProgress:
-        """Returns once the version is not ``since_version`` any more, the bus is closed, or ``timeout_s`` is over."""
+        """Waits until the version is not ``since_version``, the bus is closed or ``timeout_s`` is over."""
         return _decode(self._call("wait_progress", since_version, timeout_s, timeout_s=timeout_s), BusProgress)
 
     def snapshot(self, *, timeout_s: float) -> bytes:
+        """Returns the state for a checkpoint, as msgpack."""
         return _decode(self._call("snapshot", timeout_s, timeout_s=timeout_s), bytes)
 
     def restore(self, snapshot: bytes, *, timeout_s: float) -> None:
+        """Goes back to a snapshot."""
         self._call("restore", snapshot, timeout_s=timeout_s)
 
     def close(self, *, reason: str, timeout_s: float) -> None:
+        """Closes the bus and brings the ledger to disk."""
         self._call("close", reason, timeout_s, timeout_s=timeout_s)
 
     def process_id(self, *, timeout_s: float) -> int:
-        """Process id of the bus."""
+        """Returns the process id of the bus."""
         return describe(self._actor, timeout_s=timeout_s)[0]
 
     def terminate(self) -> None:
-        """Ends the bus process; call `close` first, which brings the ledger to disk."""
+        """Ends the bus process. Call `close` before, which brings the ledger to disk."""
         ray.kill(self._actor)
 
     # -- transport ----------------------------------------------------------------------------------------------
@@ -178,8 +201,8 @@ class RayBus:
         if wire is None:
             return None
         blocks: list[Block] = get(refs, timeout_s=timeout_s, what=f"the payloads of a {method}") if refs else []
-        rows = [_leased_row(row, blocks) for row in wire.rows]
-        return Lease(lease_id=wire.lease_id, task=wire.task, rows=rows, waited_s=wire.waited_s)
+        groups = [_leased_group(group, blocks) for group in wire.groups]
+        return Lease(lease_id=wire.lease_id, task=wire.task, rows=groups, waited_s=wire.waited_s)
 
     async def _call_async(self, method: str, *args: Any, timeout_s: float) -> msgspec.Raw:
         reference = getattr(self._actor, method).remote(*args)
@@ -193,9 +216,9 @@ class RayBus:
 
 
 def describe(actor: Any, *, timeout_s: float) -> tuple[int, BusSettings, bytes]:
-    """(process id, settings, where the payloads are, as msgpack) of a bus process."""
-    process_id, settings, place = get(actor.describe.remote(), timeout_s=timeout_s, what="describe")
-    return process_id, msgspec.msgpack.decode(settings, type=BusSettings), place
+    """Returns (process id, settings, location of the payloads as msgpack) of a bus process."""
+    process_id, settings, location = get(actor.describe.remote(), timeout_s=timeout_s, what="describe")
+    return process_id, msgspec.msgpack.decode(settings, type=BusSettings), location
 
 
 async def _awaited(reference: Any) -> Any:
@@ -203,6 +226,10 @@ async def _awaited(reference: Any) -> Any:
 
 
 def get(references: Any, *, timeout_s: float, what: str) -> Any:
+    """Returns the values of object refs.
+
+    Raises `BusTimeout` if they do not come, `BusLost` if the bus process has exited.
+    """
     try:
         return ray.get(references, timeout=timeout_s + ANSWER_GRACE_S)
     except GetTimeoutError:
@@ -222,7 +249,7 @@ def _lost(what: str, error: Exception) -> BusLost:
 
 
 def open_answer(answer: Any) -> tuple[msgspec.Raw, list[Any]]:
-    """Returns (the value, the refs of its blocks); raises the error that the answer carries."""
+    """Returns (the value, the object refs of its blocks), or raises the error that the answer carries."""
     body, *refs = answer if isinstance(answer, tuple) else (answer,)
     reply = _reply_decoder.decode(body)
     if reply.error:
@@ -234,7 +261,7 @@ def _decode(value: msgspec.Raw, kind: type[T]) -> T:
     return msgspec.msgpack.decode(value, type=kind)
 
 
-def _leased_row(wire: WireRow, blocks: list[Block]) -> LeasedRow:
+def _leased_group(wire: WireGroup, blocks: list[Block]) -> LeasedRow:
     return LeasedRow(
         group_uid=wire.group_uid,
         index=wire.index,

@@ -1,4 +1,4 @@
-"""Calls that wait inside the bus process. Each is woken only when it can proceed, fails, or its deadline passes."""
+"""Calls that wait inside the bus process. A call is woken only if it can proceed, fails, or its deadline passes."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class _Waiter:
     future: asyncio.Future[Any]
 
 
-class WaitingRoom:
-    """All waiting calls, first come first served. Belongs to one event loop."""
+class WaitingCalls:
+    """All waiting calls, served in the order in which they came. They belong to one event loop."""
 
     def __init__(self) -> None:
         self._waiters: dict[_Waiter, None] = {}
@@ -40,10 +40,10 @@ class WaitingRoom:
         task: str | None = None,
         worker: int = 0,
     ) -> T:
-        """Returns what ``attempt`` gives as soon as it is not None; it is tried now and after each `wake`.
+        """Returns the value of ``attempt`` as soon as it is not None; it is tried now and after each `wake`.
 
-        After ``timeout_s`` raises `BusTimeout` with ``explain(timeout_s)``. ``task``, ``worker``: whom `fail_task`
-        reaches, and under which name `waits` has it, with ``owed_by``.
+        After ``timeout_s`` seconds it raises `BusTimeout` with the text ``explain(timeout_s)``. `fail_task` ends the
+        calls of a ``task`` and ``worker``, and `waits` reports them with ``owed_by``.
         """
         result = attempt()
         if result is not None:
@@ -68,7 +68,7 @@ class WaitingRoom:
             self._waiters.pop(waiter, None)
 
     def wake(self) -> None:
-        """Something changed: whoever can proceed now does."""
+        """Tries every waiting call again, because the state has changed."""
         for waiter in list(self._waiters):
             try:
                 result = waiter.attempt()
@@ -79,17 +79,17 @@ class WaitingRoom:
                 self._finish(waiter, result=result)
 
     def fail_task(self, task: str, error: Exception, *, worker: int = 0) -> None:
-        """Ends the waits of a task's worker that was lost."""
+        """Ends the waits of a task's worker that was lost, with ``error``."""
         for waiter in [waiter for waiter in self._waiters if (waiter.task, waiter.worker) == (task, worker)]:
             self._finish(waiter, error=error)
 
     def fail_all(self, error: Exception) -> None:
-        """Ends every wait."""
+        """Ends every wait with ``error``."""
         for waiter in list(self._waiters):
             self._finish(waiter, error=error)
 
     def waits(self) -> list[BusWait]:
-        """The waits that belong to a task, the longest first."""
+        """Returns the waits that belong to a task, the longest first."""
         now = asyncio.get_running_loop().time()
         return [
             BusWait(
@@ -104,11 +104,11 @@ class WaitingRoom:
         ]
 
     def _time_out(self, waiter: _Waiter) -> None:
-        if waiter in self._waiters:  # else it was woken in this very turn of the loop
+        if waiter in self._waiters:  # else it was woken in the same turn of the event loop
             self._finish(waiter, error=BusTimeout(waiter.explain(waiter.timeout_s)))
 
     def _finish(self, waiter: _Waiter, *, result: Any = None, error: Exception | None = None) -> None:
-        """Ends a wait; it leaves the room at once, so that it cannot be ended twice."""
+        """Ends a wait and removes it at once, so that it cannot end twice."""
         del self._waiters[waiter]
         if error is not None:
             waiter.future.set_exception(error)

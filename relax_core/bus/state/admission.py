@@ -1,4 +1,7 @@
-"""Which train step a new prompt group is for, and with which weights it may start (DESIGN §5)."""
+"""Decides how many prompt groups may enter the rollout, and from which weight version on each may start.
+
+A group enters only if some train step inside the staleness window can consume it (the staleness rule of DESIGN §5).
+"""
 
 from __future__ import annotations
 
@@ -20,20 +23,21 @@ def plan_admissions(
 ) -> list[int]:
     """Returns the ``min_version`` of each group that may enter now, at most ``max_groups``.
 
-    ``supply_versions``: of every group that is not yet leased for step ``version``, the weight version from which on
-    it can be trained. A new group goes to the first step c for which the supply falls short: fewer groups that can be
-    trained by step c than slots up to it. It enters iff c is at most one step past the window, and within the run.
+    ``supply_versions`` names, for every group that is not leased for step ``version``, the weight version from which on
+    the group can be trained. A new group is meant for the first step c whose supply falls short, which means that fewer
+    groups can be trained by step c than there are slots up to step c. The group enters if c is at most one step past
+    the window and inside the run.
 
-    Without losses this is place // groups_per_step. After a loss the hole is filled first: groups that the engine holds
-    back for a later version cannot fill it.
+    If no group is lost, group k is meant for step k // groups_per_step. After a loss, a new group fills the missing
+    slot first, because groups that the engine holds back for a later version cannot fill it.
 
-    ``spare_groups`` are let in beyond the slots: for each step anew where its ``surplus`` is dropped, once where it is
-    kept and counts for the next step.
+    ``spare_groups`` are admitted beyond the slots: for each step anew if ``surplus`` is "drop", and once for the whole
+    run if it is "keep", because an unused group then counts for the next step.
     """
     last_step = min(version + max_staleness + 1, total_steps - 1)
     if last_step < version:
         return []
-    # supply[k]: groups that can be trained by step version + k and not before.
+    # supply[k] counts the groups that can be trained from step version + k on.
     supply = [0] * (last_step - version + 1)
     for ready_from in supply_versions:
         if ready_from <= last_step:

@@ -1,6 +1,6 @@
-"""The bus as a synchronous state machine: no Ray, no asyncio, no waiting. A backend wraps it with transport and waits.
+"""The bus as a synchronous state machine without Ray, asyncio and waiting; a backend adds transport and waits.
 
-A method that cannot proceed yet returns an empty list or None; the backend calls it again after the next change.
+A method that cannot proceed yet returns an empty list or None. The backend calls it again after the next change.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import msgspec
 
 from relax_core.bus.ledger.ledger import Ledger
+from relax_core.bus.state import call_checks as checks
 from relax_core.bus.state.admission import plan_admissions
-from relax_core.bus.state.call_checks import ACTOR, check_lease_request, check_read, check_samples, check_size
-from relax_core.bus.state.leases import HeldLease, LeaseBook
+from relax_core.bus.state.leases import HeldLease, LeaseTable
 from relax_core.bus.state.open_groups import OpenGroup
 from relax_core.bus.state.selection import choose_for_actor, choose_for_worker
 from relax_core.bus.state.settings import BusSettings
@@ -37,36 +37,36 @@ STALE = "stale"
 
 
 class BusCore:
-    """All state of a bus. ``clock`` gives seconds and never goes back; payloads may be anything that has a length."""
+    """Holds all state of a bus.
+
+    ``clock`` returns seconds and never goes back. A payload may be any object that has a length in bytes.
+    """
 
     def __init__(self, settings: BusSettings, *, ledger: Ledger, clock: Callable[[], float]) -> None:
         self.settings = settings
         self.ledger = ledger
         self.clock = clock
         self.version = 0
-        # In order of issue: groups enter with growing indices and nothing is ever inserted before another.
+        # The groups are in order of issue, because each new group has a higher index than all before it.
         self.groups: dict[str, OpenGroup] = {}
-        self.leases = LeaseBook(clock)
+        self.leases = LeaseTable(clock)
         self.closed_because: str | None = None
-        self._reissue: deque[tuple[int, int]] = deque()  # (index, attempt) of a restored snapshot
+        self._reissue: deque[tuple[int, int]] = deque()  # (index, attempt) of a snapshot's open groups
         self._next_index = 0
         self._staleness: Counter[int] = Counter()
         self._retired = RetiredGroups()
 
-    # -- rollout's side -----------------------------------------------------------------------------------------
+    # -- calls of the rollout --------------------------------------------------------------------------------------
     def admit(self, max_groups: int, *, worker: int = 0) -> list[Admission]:
-        """Lets up to ``max_groups`` groups of a rollout worker in, as many as the window allows now and as leave the
-        other workers their part; may be none."""
+        """Admits up to ``max_groups`` groups of a rollout worker; the list of admissions may be empty.
+
+        The staleness window limits the groups, and each of several workers has a limit of its own.
+        """
         self._require_running()
-        if max_groups < 1:
-            raise ValueError(f"bus: admit was asked for max_groups={max_groups}: ask for 1 or more")
+        checks.check_admit(max_groups)
         settings = self.settings
         min_versions = plan_admissions(
-            [
-                group.admission.min_version if group.in_flight else self.version
-                for group in self.groups.values()
-                if group.actor_step != self.version
-            ],
+            [group.ready_from(self.version) for group in self.groups.values() if group.actor_step != self.version],
             version=self.version,
             slots_left=self.slots_left(),
             groups_per_step=settings.groups_per_step,
@@ -86,14 +86,17 @@ class BusCore:
             index, attempt = self._next_index, 0
             self._next_index += 1
         admission = Admission(index=index, group_uid=group_uid(index), min_version=min_version, attempt=attempt)
-        uids = tuple(sample_uid(admission.group_uid, place) for place in range(self.settings.group_size))
+        uids = tuple(sample_uid(admission.group_uid, number) for number in range(self.settings.group_size))
         group = OpenGroup(admission=admission, uids=uids, admitted_at=self.clock(), worker=worker)
         self.groups[admission.group_uid] = group
         self.ledger.issue(index, admission.group_uid, uids, attempt=attempt, min_version=min_version)
         return admission
 
     def reclaim(self, *, worker: int = 0) -> list[Admission]:
-        """The worker's admissions whose rows are not here, each with one attempt more, in order of issue."""
+        """Returns the worker's admissions whose groups are not complete, in order of issue.
+
+        Each has one attempt more.
+        """
         self._require_running()
         reclaimed = []
         for group in self.groups.values():
@@ -108,60 +111,59 @@ class BusCore:
         return reclaimed
 
     def accepts(self, uid: str) -> bool:
-        """Whether a row of this group would be entered now (else it is in, or has ended, or was never admitted)."""
+        """Returns whether `put` would enter this group: it was admitted, is not complete and has not ended."""
         group = self.groups.get(uid)
         return group is not None and group.in_flight
 
-    def check_rows(self, rows: Sequence[GroupRow]) -> None:
-        """Raises ValueError for the first row that does not fit its admission or is too large."""
-        for row in rows:
-            self._require_issued(row.group_uid, row.index)
-            check_size(row.group_uid, payload_bytes(row.columns), max_row_bytes=self.settings.max_row_bytes)
-            group = self.groups.get(row.group_uid)
+    def check_groups(self, groups: Sequence[GroupRow]) -> None:
+        """Raises ValueError for the first group that contradicts its admission or is too large."""
+        for given in groups:
+            checks.check_issued(given.group_uid, given.index, issued=self._next_index)
+            checks.check_size(given.group_uid, payload_bytes(given.columns), max_row_bytes=self.settings.max_row_bytes)
+            group = self.groups.get(given.group_uid)
             if group is not None:
-                check_samples(row, group.uids, version=self.version)
+                checks.check_samples(given, group.uids, version=self.version)
 
-    def put(self, rows: Sequence[GroupRow]) -> None:
-        """Enters complete groups, all or none. A row without kept samples ends its group."""
+    def put(self, groups: Sequence[GroupRow]) -> None:
+        """Enters complete groups: all of them, or none if one is refused. A group without kept samples ends at once."""
         self._require_open()
-        self.check_rows(rows)
-        for row in rows:
-            group = self.groups.get(row.group_uid)
+        self.check_groups(groups)
+        for given in groups:
+            group = self.groups.get(given.group_uid)
             if group is None or not group.in_flight:
                 continue
-            self.ledger.put(row.group_uid, row.uids, row.versions, persisted=persisted_payloads(row.columns))
-            if row.uids:
-                group.row = msgspec.structs.replace(row, columns=dict(row.columns))
+            self.ledger.put(given.group_uid, given.uids, given.versions, persisted=persisted_payloads(given.columns))
+            if given.uids:
+                group.complete = msgspec.structs.replace(given, columns=dict(given.columns))
                 if self.settings.spare_groups:
-                    group.newest_version = newest_version(row.columns)
+                    group.newest_version = newest_version(given.columns)
                 self._drop_if_stale(group)
             else:
-                self._end_as_dropped(group, row.dropped)
+                self._end_as_dropped(group, given.dropped)
 
     def drop(self, uid: str, *, reason: str) -> None:
-        """Ends a group that is in flight. One whose row is here, or that has ended, is left alone."""
+        """Ends a group that is in flight. Does nothing if the group is complete or has ended."""
         self._require_open()
         group = self.groups.get(uid)
         if group is None:
-            self._require_issued(uid, None)
+            checks.check_issued(uid, None, issued=self._next_index)
         elif group.in_flight:
             self._end_as_dropped(group, dict.fromkeys(group.uids, reason))
 
     def version_change(self, since_version: int, *, worker: int = 0) -> VersionChange | None:
-        """What the worker had in flight and ended with the versions after ``since_version``; None while there is
-        none."""
+        """Returns the new version and the worker's groups that ended with it; None before the version changes."""
         self._require_running()
         if self.version == since_version:
             return None
         return VersionChange(version=self.version, retired=self._retired.since(since_version, worker=worker))
 
-    # -- workers' side ------------------------------------------------------------------------------------------
+    # -- calls of workers that lease --------------------------------------------------------------------------------
     def lease(self, request: LeaseRequest) -> Lease | None:
-        """Leases rows, or returns None while fewer than ``min_groups`` fit."""
+        """Leases groups, or returns None while fewer than ``min_groups`` are ready."""
         self._require_running()
-        check_lease_request(request, version=self.version, groups_per_step=self.settings.groups_per_step)
+        checks.check_lease_request(request, version=self.version, groups_per_step=self.settings.groups_per_step)
         self.expire()
-        if request.task == ACTOR:
+        if request.task == checks.ACTOR:
             if request.step != self.version:
                 return None
             chosen = choose_for_actor(
@@ -184,66 +186,55 @@ class BusCore:
     def _hand_out(self, request: LeaseRequest, chosen: list[OpenGroup]) -> Lease:
         lease = self.leases.open(request, [group.admission.group_uid for group in chosen])
         payloads = request.columns if request.payloads is None else request.payloads
-        rows = []
+        leased = []
         for group in chosen:
-            row = group.row
-            assert row is not None
+            complete = group.complete
+            assert complete is not None
             group.leases[request.task] = lease.lease_id
-            if request.task == ACTOR:
+            if request.task == checks.ACTOR:
                 group.actor_step = self.version
                 group.deliveries += 1
-                self.ledger.lease(row.group_uid, row.uids, step=self.version, delivery=group.deliveries)
-            rows.append(group.leased_row(payloads))
-        return Lease(lease_id=lease.lease_id, task=lease.task, rows=rows)
+                self.ledger.lease(complete.group_uid, complete.uids, step=self.version, delivery=group.deliveries)
+            leased.append(group.leased_group(payloads))
+        return Lease(lease_id=lease.lease_id, task=lease.task, rows=leased)
 
     def read(self, lease_id: int, group_uids: Sequence[str], columns: Sequence[str]) -> Lease:
-        """The lease with these rows and columns alone; it is held on as it was."""
+        """Returns these groups of a lease with these columns. The lease stays as it is."""
         self._require_running()
         self.expire()
         lease = self.leases.held(lease_id)
-        check_read(lease.lease_id, group_uids, held=lease.group_uids)
+        checks.check_read(lease.lease_id, group_uids, held=lease.group_uids)
         if ended := [uid for uid in group_uids if uid not in self.groups]:
-            raise LeaseLost(f"row {ended[0]} of lease {lease_id} has ended: it was trained or dropped")
-        rows = [self.groups[uid].leased_row(columns) for uid in group_uids]
-        return Lease(lease_id=lease_id, task=lease.task, rows=rows)
+            raise LeaseLost(f"group {ended[0]} of lease {lease_id} has ended: it was trained or dropped")
+        leased = [self.groups[uid].leased_group(columns) for uid in group_uids]
+        return Lease(lease_id=lease_id, task=lease.task, rows=leased)
 
     def write(self, lease_id: int, columns: Mapping[str, Mapping[str, bytes]]) -> None:
-        """Adds columns to every row of a worker's lease and ends it. Rows that have ended meanwhile are passed over."""
+        """Adds columns to every group of a worker's lease and ends the lease. Skips groups that have ended."""
         self._require_open()
         self.expire()
         lease = self.leases.held(lease_id)
-        if lease.task == ACTOR:
-            raise ValueError(f"bus: lease {lease_id} is the actor's: end it with ack or release, not write")
-        if set(columns) != set(lease.group_uids):
-            raise ValueError(
-                f"bus: a write must give columns for each row of lease {lease_id}; "
-                f"wrong: {', '.join(sorted(set(columns) ^ set(lease.group_uids))[:4])}"
-            )
+        checks.check_write(lease_id, columns, task=lease.task, held=lease.group_uids)
         written = [(group, columns[uid]) for uid in lease.group_uids if (group := self.groups.get(uid)) is not None]
         for group, payloads in written:
-            assert group.row is not None
-            size = payload_bytes({**group.row.columns, **payloads})
-            check_size(group.row.group_uid, size, max_row_bytes=self.settings.max_row_bytes)
+            assert group.complete is not None
+            size = payload_bytes({**group.complete.columns, **payloads})
+            checks.check_size(group.complete.group_uid, size, max_row_bytes=self.settings.max_row_bytes)
         for group, payloads in written:
-            assert group.row is not None
-            group.row.columns.update(payloads)
+            assert group.complete is not None
+            group.complete.columns.update(payloads)
             group.done.add(lease.task)
             del group.leases[lease.task]
         self.leases.remove(lease_id)
 
     def ack(self, lease_ids: Sequence[int], *, step: int, dropped: Mapping[str, str]) -> None:
-        """Books the leases' samples as trained at ``step`` or as ``dropped``; the version becomes ``step + 1``."""
+        """Records the leases' samples as trained at ``step`` or as ``dropped``. The version becomes ``step + 1``."""
         self._require_open()
-        if step != self.version:
-            raise ValueError(
-                f"bus: ack of step {step}, but version {self.version} is in force: ack step {self.version}"
-            )
+        checks.check_ack_step(step, version=self.version)
         self.expire()
         leases = self.leases.of_step(lease_ids, step)
         groups = [self.groups[uid] for lease in leases for uid in lease.group_uids]
-        foreign = set(dropped).difference(*(group.row.uids for group in groups if group.row is not None))
-        if foreign:
-            raise ValueError(f"bus: ack drops samples that are not in its leases: {', '.join(sorted(foreign)[:4])}")
+        checks.check_dropped(dropped, [group.complete.uids for group in groups if group.complete is not None])
         for group in groups:
             self._end_as_trained(group, step=step, masked=dropped)
         for lease in leases:
@@ -254,7 +245,7 @@ class BusCore:
                 self._drop_if_stale(group)
 
     def release(self, lease_ids: Sequence[int]) -> None:
-        """Gives rows back unused. A lease that has ended already is passed over."""
+        """Gives groups back unused. Skips leases that have ended already."""
         self._require_open()
         for lease_id in lease_ids:
             if lease_id in self.leases:
@@ -267,34 +258,36 @@ class BusCore:
             self._end_lease(lease, reason="revoked")
 
     def expire(self) -> None:
-        """Takes back the rows of every lease that ran out. A closed bus keeps its books as they are."""
+        """Takes back the groups of every lease whose time is over. Does nothing on a closed bus."""
         if self.closed_because is not None:
             return
         for lease in self.leases.overdue():
             self._end_lease(lease, reason="expired")
 
-    # -- the run's side -----------------------------------------------------------------------------------------
+    # -- calls of the controller -----------------------------------------------------------------------------------
     def slots_left(self) -> int:
-        """Rows that the train step under way may still get."""
+        """Returns how many more groups the current train step may still get."""
         leased = sum(group.actor_step == self.version for group in self.groups.values())
         return self.settings.groups_per_step - leased
 
     def credits(self) -> int:
-        """DESIGN §5: room for groups that the weights in force may start."""
+        """Returns how many more groups may start with the weights in force (DESIGN §5)."""
         outstanding = sum(group.admission.min_version <= self.version for group in self.groups.values())
         return max(0, self.settings.window_groups - outstanding)
 
     def room_of(self, worker: int) -> int:
-        """How many groups more a rollout worker may have in flight, whatever the window allows."""
+        """Returns how many more groups a rollout worker may have in flight, regardless of the staleness window."""
         most = self.settings.most_in_flight
         if most is None:
             return sys.maxsize
         return most - sum(group.in_flight and group.worker == worker for group in self.groups.values())
 
     def finished(self) -> bool:
+        """Returns whether all train steps are done."""
         return self.version >= self.settings.total_steps
 
     def progress(self) -> BusProgress:
+        """Returns the counts of groups and samples, and the staleness histogram of all trained samples."""
         in_flight = sum(group.in_flight for group in self.groups.values())
         leased = sum(group.actor_step is not None for group in self.groups.values())
         return BusProgress(
@@ -309,11 +302,12 @@ class BusCore:
         )
 
     def _open_indices(self) -> Iterator[tuple[int, int]]:
-        """(index, attempt) of all groups without an end, in order of issue."""
+        """Yields (index, attempt) of all groups without an end, in order of issue."""
         yield from ((group.admission.index, group.admission.attempt) for group in self.groups.values())
         yield from self._reissue
 
     def snapshot(self) -> bytes:
+        """Returns the state that a checkpoint stores, as msgpack. It contains no payloads."""
         state = Snapshot(
             version=self.version,
             next_index=self._next_index,
@@ -324,7 +318,7 @@ class BusCore:
         return msgspec.msgpack.encode(state)
 
     def restore(self, snapshot: bytes) -> None:
-        """Goes back to a snapshot: its open groups are admitted again, each before any fresh one."""
+        """Goes back to a snapshot. The snapshot's open groups are admitted again, before any new group."""
         self._require_open()
         state = msgspec.msgpack.decode(snapshot, type=Snapshot)
         self.ledger.restore(state.ledger)
@@ -337,46 +331,48 @@ class BusCore:
         self._staleness = Counter(state.staleness_histogram)
 
     def close(self, *, reason: str) -> None:
+        """Closes the bus: later calls raise `BusClosed` with the first ``reason``."""
         if self.closed_because is None:
             self.closed_because = reason
 
     # -- ends of groups and leases ------------------------------------------------------------------------------
     def _end_as_trained(self, group: OpenGroup, *, step: int, masked: Mapping[str, str]) -> None:
-        row = group.row
-        assert row is not None
-        trained = [(uid, version) for uid, version in zip(row.uids, row.versions, strict=True) if uid not in masked]
+        complete = group.complete
+        assert complete is not None
+        trained = [
+            (uid, version) for uid, version in zip(complete.uids, complete.versions, strict=True) if uid not in masked
+        ]
         self._staleness.update(step - version for _, version in trained)
-        self.ledger.train(row.index, row.group_uid, [uid for uid, _ in trained], [v for _, v in trained], step=step)
-        drops = {uid: masked[uid] for uid in row.uids if uid in masked} | row.dropped
-        self.ledger.drop(row.index, row.group_uid, drops, step=step)
-        self._forget(group)
+        self.ledger.train(
+            complete.index, complete.group_uid, [uid for uid, _ in trained], [v for _, v in trained], step=step
+        )
+        drops = {uid: masked[uid] for uid in complete.uids if uid in masked} | complete.dropped
+        self.ledger.drop(complete.index, complete.group_uid, drops, step=step)
+        del self.groups[group.admission.group_uid]
 
     def _end_as_dropped(self, group: OpenGroup, reasons: Mapping[str, str]) -> None:
         admission = group.admission
         self.ledger.drop(admission.index, admission.group_uid, reasons, step=self.version)
-        self._forget(group)
+        del self.groups[group.admission.group_uid]
 
     def _drop_if_surplus(self, group: OpenGroup) -> bool:
-        """Ends a group that the steps do not need; returns whether it was one."""
+        """Ends a group that no train step needs any more, and returns whether it did."""
         if group.actor_step is not None or not is_surplus(group, self.settings, version=self.version):
             return False
-        if group.row is None:
+        if group.complete is None:
             self._retired.add(self.version, group)
             self._end_as_dropped(group, dict.fromkeys(group.uids, OVER_SAMPLED))
         else:
-            self._end_as_dropped(group, dict.fromkeys(group.row.uids, OVER_SAMPLED) | group.row.dropped)
+            self._end_as_dropped(group, dict.fromkeys(group.complete.uids, OVER_SAMPLED) | group.complete.dropped)
         return True
 
     def _drop_if_stale(self, group: OpenGroup) -> None:
-        """A waiting row that fell out of the window can never be trained: it makes room at once."""
-        row = group.row
-        if row is None or group.actor_step is not None or self.settings.on_stale != "drop":
+        """Ends a waiting group that left the window: it can never be trained, and its slot is free at once."""
+        complete = group.complete
+        if complete is None or group.actor_step is not None or self.settings.on_stale != "drop":
             return
         if group.oldest_version < self.version - self.settings.max_staleness:
-            self._end_as_dropped(group, dict.fromkeys(row.uids, STALE) | row.dropped)
-
-    def _forget(self, group: OpenGroup) -> None:
-        del self.groups[group.admission.group_uid]
+            self._end_as_dropped(group, dict.fromkeys(complete.uids, STALE) | complete.dropped)
 
     def _end_lease(self, lease: HeldLease, *, reason: str) -> None:
         self.leases.remove(lease.lease_id)
@@ -386,12 +382,12 @@ class BusCore:
                 continue
             del group.leases[lease.task]
             if lease.step is not None:
-                assert group.row is not None
+                assert group.complete is not None
                 group.actor_step = None
-                self.ledger.give_back(uid, group.row.uids, step=lease.step, reason=reason)
+                self.ledger.give_back(uid, group.complete.uids, step=lease.step, reason=reason)
                 self._drop_if_stale(group)
 
-    # -- what a call needs --------------------------------------------------------------------------------------
+    # -- checks of calls ----------------------------------------------------------------------------------------
     def _require_open(self) -> None:
         if self.closed_because is not None:
             raise BusClosed(f"the bus is closed: {self.closed_because}")
@@ -400,11 +396,3 @@ class BusCore:
         self._require_open()
         if self.finished():
             raise BusClosed(f"all {self.settings.total_steps} train steps are done")
-
-    def _require_issued(self, uid: str, index: int | None) -> None:
-        if index is None:
-            index = int(uid[1:]) if uid[1:].isdecimal() else -1
-        if not (0 <= index < self._next_index and uid == group_uid(index)):
-            raise ValueError(
-                f"bus: group {uid!r} (index {index}) was never admitted: use the admission's uid and index"
-            )

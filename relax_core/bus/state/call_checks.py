@@ -1,15 +1,23 @@
-"""What a call must satisfy; each check raises ValueError with the key, the value and the fix."""
+"""Checks the arguments of calls to the bus. Each check raises ValueError with the key, the value and the fix."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from relax_core.contracts.bus import GroupRow, LeaseRequest
+from relax_core.contracts.tree import group_uid
 
 ACTOR = "actor"
 
 
+def check_admit(max_groups: int) -> None:
+    """Refuses a call for less than one group."""
+    if max_groups < 1:
+        raise ValueError(f"bus: admit was asked for max_groups={max_groups}: ask for 1 or more")
+
+
 def check_lease_request(request: LeaseRequest, *, version: int, groups_per_step: int) -> None:
+    """Refuses a request with impossible counts, or one of the actor for a step that is over."""
     if not 1 <= request.min_groups <= request.max_groups or request.lease_s <= 0:
         raise ValueError(
             f"bus: a lease wants 1 <= min_groups <= max_groups and lease_s > 0, not min_groups={request.min_groups}, "
@@ -19,7 +27,7 @@ def check_lease_request(request: LeaseRequest, *, version: int, groups_per_step:
         return
     if request.step is None or request.step < version:
         raise ValueError(
-            f"bus: the actor asked for rows of step {request.step}, version {version} is in force: "
+            f"bus: the actor asked for groups of step {request.step}, version {version} is in force: "
             f"give step={version} or later"
         )
     if request.min_groups > groups_per_step:
@@ -30,38 +38,73 @@ def check_lease_request(request: LeaseRequest, *, version: int, groups_per_step:
 
 
 def check_read(lease_id: int, group_uids: Sequence[str], *, held: Sequence[str]) -> None:
-    """``held``: the groups of the lease."""
-    foreign = sorted(set(group_uids).difference(held))
-    if foreign:
+    """Refuses groups that are not among ``held``, the groups of the lease."""
+    unknown = sorted(set(group_uids).difference(held))
+    if unknown:
         raise ValueError(
-            f"bus: lease {lease_id} does not hold {', '.join(foreign[:4])}: read the groups that the lease came with"
+            f"bus: lease {lease_id} does not hold {', '.join(unknown[:4])}: read the groups that the lease came with"
         )
 
 
-def check_samples(row: GroupRow, issued: Sequence[str], *, version: int) -> None:
-    """``issued``: the uids that the group's admission opened. ``version``: the weights in force; engines may have the
-    next ones before the trainer acknowledges its step."""
-    told = [*row.uids, *row.dropped]
-    if len(told) != len(issued) or set(told) != set(issued):
-        wrong = sorted(set(told) ^ set(issued)) or sorted({uid for uid in told if told.count(uid) > 1})
+def check_write(lease_id: int, group_uids: Iterable[str], *, task: str, held: Sequence[str]) -> None:
+    """Refuses a write to the actor's lease, or one whose groups are not exactly ``held``, the groups of the lease."""
+    if task == ACTOR:
+        raise ValueError(f"bus: lease {lease_id} is the actor's: end it with ack or release, not write")
+    if wrong := sorted(set(group_uids) ^ set(held)):
         raise ValueError(
-            f"bus: row {row.group_uid} must name each of its {len(issued)} samples once, as kept or as dropped; "
+            f"bus: a write must give columns for each group of lease {lease_id}; wrong: {', '.join(wrong[:4])}"
+        )
+
+
+def check_ack_step(step: int, *, version: int) -> None:
+    """Refuses an acknowledgement of another step than the current one."""
+    if step != version:
+        raise ValueError(f"bus: ack of step {step}, but version {version} is in force: ack step {version}")
+
+
+def check_dropped(dropped: Iterable[str], leased: Iterable[Sequence[str]]) -> None:
+    """Refuses dropped samples that are not among ``leased``, the sample uids of each leased group."""
+    if unknown := sorted(set(dropped).difference(*leased)):
+        raise ValueError(f"bus: ack drops samples that are not in its leases: {', '.join(unknown[:4])}")
+
+
+def check_issued(uid: str, index: int | None, *, issued: int) -> None:
+    """Refuses a group that is not among the first ``issued`` ones. If ``index`` is None, the uid gives it."""
+    if index is None:
+        index = int(uid[1:]) if uid[1:].isdecimal() else -1
+    if not (0 <= index < issued and uid == group_uid(index)):
+        raise ValueError(f"bus: group {uid!r} (index {index}) was never admitted: use the admission's uid and index")
+
+
+def check_samples(group: GroupRow, issued: Sequence[str], *, version: int) -> None:
+    """Refuses a group whose samples or versions contradict its admission.
+
+    ``issued`` lists the uids that the admission opened. ``version`` is the version in force; an engine may have the
+    next version before the trainer acknowledges its step, so ``version + 1`` is allowed.
+    """
+    named = [*group.uids, *group.dropped]
+    if len(named) != len(issued) or set(named) != set(issued):
+        wrong = sorted(set(named) ^ set(issued)) or sorted({uid for uid in named if named.count(uid) > 1})
+        raise ValueError(
+            f"bus: group {group.group_uid} must name each of its {len(issued)} samples once, as kept or as dropped; "
             f"wrong: {', '.join(wrong[:4])}"
         )
-    if len(row.versions) != len(row.uids):
+    if len(group.versions) != len(group.uids):
         raise ValueError(
-            f"bus: row {row.group_uid} has {len(row.uids)} samples and {len(row.versions)} versions: give one each"
+            f"bus: group {group.group_uid} has {len(group.uids)} samples and {len(group.versions)} versions: give one "
+            "version for each sample"
         )
-    if max(row.versions, default=0) > version + 1:
+    if max(group.versions, default=0) > version + 1:
         raise ValueError(
-            f"bus: row {row.group_uid} names weights {max(row.versions)}, but version {version} is in force: no engine "
-            "can have them. Does an engine serve another run's weights?"
+            f"bus: group {group.group_uid} names weights {max(group.versions)}, but version {version} is in force: no "
+            "engine can have them. Does an engine serve another run's weights?"
         )
 
 
 def check_size(group_uid: str, nbytes: int, *, max_row_bytes: int) -> None:
+    """Refuses a group whose payloads have more than ``max_row_bytes`` bytes."""
     if nbytes > max_row_bytes:
         raise ValueError(
-            f"bus: row {group_uid} has {nbytes} bytes, bus.max_row_bytes={max_row_bytes}: "
-            "raise it or make the row smaller"
+            f"bus: group {group_uid} has {nbytes} bytes, bus.max_row_bytes={max_row_bytes}: "
+            "raise it or make the group smaller"
         )

@@ -1,4 +1,4 @@
-"""Which leases are out: whose, for which step, until when."""
+"""Records the leases that are held: by which task, for which train step, until when."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from relax_core.contracts.bus import LeaseLost, LeaseRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldLease:
-    """A lease that is out. ``step`` is set for the task "actor" only; times are seconds of the core's clock."""
+    """A lease that is held. ``step`` is set for the task "actor" only; times are seconds of the core's clock."""
 
     lease_id: int
     task: str
@@ -21,9 +21,11 @@ class HeldLease:
     expires_at: float
 
 
-class LeaseBook:
-    """All leases that are out, in the order in which they were given. Numbers are never given twice. What a lease means
-    for its groups is the core's business."""
+class LeaseTable:
+    """Holds all leases in the order in which they were given. A lease id is never used twice.
+
+    The caller changes the groups of a lease itself.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -37,7 +39,7 @@ class LeaseBook:
         return lease_id in self._held
 
     def open(self, request: LeaseRequest, group_uids: Sequence[str]) -> HeldLease:
-        """Enters a new lease of these groups."""
+        """Adds a new lease of these groups and returns it."""
         now = self._clock()
         lease = HeldLease(
             lease_id=self._next_id,
@@ -52,17 +54,17 @@ class LeaseBook:
         return lease
 
     def held(self, lease_id: int) -> HeldLease:
-        """Raises `LeaseLost` where it is not out."""
+        """Returns a lease. Raises `LeaseLost` if it is not held."""
         lease = self._held.get(lease_id)
         if lease is None:
             raise LeaseLost(
                 f"lease {lease_id} is not held: it expired, was released or revoked, or the bus was restored; "
-                "its rows went back and may be with another worker"
+                "its groups went back and another worker may have them"
             )
         return lease
 
     def of_step(self, lease_ids: Iterable[int], step: int) -> list[HeldLease]:
-        """The actor's leases of these numbers, each once; ValueError for one that was not given for this step."""
+        """Returns the actor's leases of these ids, each once. Raises ValueError for a lease of another step or task."""
         leases = [self.held(lease_id) for lease_id in dict.fromkeys(lease_ids)]
         for lease in leases:
             if lease.step != step:
@@ -71,18 +73,22 @@ class LeaseBook:
         return leases
 
     def of_task(self, task: str) -> list[HeldLease]:
+        """Returns the leases of a task."""
         return [lease for lease in self._held.values() if lease.task == task]
 
     def overdue(self) -> list[HeldLease]:
+        """Returns the leases whose time is over."""
         now = self._clock()
         return [lease for lease in self._held.values() if lease.expires_at <= now]
 
     def next_expiry(self) -> float | None:
-        """When the first one runs out, on the core's clock."""
+        """Returns when the next lease runs out, in seconds of the core's clock; None if no lease is held."""
         return min((lease.expires_at for lease in self._held.values()), default=None)
 
     def remove(self, lease_id: int) -> HeldLease:
+        """Removes a lease and returns it."""
         return self._held.pop(lease_id)
 
     def clear(self) -> None:
+        """Removes all leases."""
         self._held.clear()

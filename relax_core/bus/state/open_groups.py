@@ -1,4 +1,4 @@
-"""The bus's view of one group from its admission to its end."""
+"""The state of one group from its admission to its end."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from relax_core.contracts.bus import Admission, GroupRow, LeasedRow
 
 @dataclass(slots=True, kw_only=True)
 class OpenGroup:
-    """An admitted group that has no end yet. ``row`` is None until rollout puts it.
+    """An admitted group that has no end yet.
 
-    ``worker``: the rollout worker to which it was admitted. ``done``: tasks that worked on it. ``leases``: task → lease
-    id. ``actor_step``: the train step whose lease holds it. ``deliveries``: how often the actor got it.
-    ``newest_version``: of the row's newest token, where its columns tell.
+    ``complete`` is None until the rollout puts the complete group. ``worker`` is the rollout worker to which it was
+    admitted. ``done`` holds the tasks that have written their columns. ``leases`` maps each task to its lease id.
+    ``actor_step`` is the train step whose lease holds the group. ``deliveries`` counts how often the actor leased it.
+    ``newest_version`` is the version of its newest token, if its columns contain the episodes.
     """
 
     admission: Admission
     uids: tuple[str, ...]
     admitted_at: float
     worker: int
-    row: GroupRow | None = None
+    complete: GroupRow | None = None
     done: set[str] = field(default_factory=set)
     leases: dict[str, int] = field(default_factory=dict)
     actor_step: int | None = None
@@ -30,23 +31,33 @@ class OpenGroup:
 
     @property
     def in_flight(self) -> bool:
-        return self.row is None
+        """Is True until the rollout puts the complete group."""
+        return self.complete is None
+
+    def ready_from(self, version: int) -> int:
+        """Returns the weight version from which on the group can be trained; ``version`` is in force."""
+        return self.admission.min_version if self.in_flight else version
 
     @property
     def oldest_version(self) -> int:
-        """Version of the oldest trained token; before the row is here, the oldest that it can be."""
-        return self.admission.min_version if self.row is None else min(self.row.versions)
+        """The version of the oldest trained token; while the group is in flight, the oldest that it may have."""
+        return self.admission.min_version if self.complete is None else min(self.complete.versions)
 
     def has_columns(self, columns: Iterable[str]) -> bool:
-        return self.row is not None and all(column in self.row.columns for column in columns)
+        """Returns whether the group is complete and has all these columns."""
+        return self.complete is not None and all(column in self.complete.columns for column in columns)
 
-    def leased_row(self, columns: Iterable[str]) -> LeasedRow:
-        """The row as a task sees it. Raises ValueError for a column that it lacks."""
-        row = self.row
-        assert row is not None, "only rows that are here are leased"
+    def leased_group(self, columns: Iterable[str]) -> LeasedRow:
+        """Returns the group with these columns for a lease. Raises ValueError for a column that it lacks."""
+        group = self.complete
+        assert group is not None, "only complete groups are leased"
         try:
-            asked = {column: row.columns[column] for column in columns}
+            asked = {column: group.columns[column] for column in columns}
         except KeyError as lacking:
-            there = ", ".join(row.columns)
-            raise ValueError(f"bus: row {row.group_uid} has no column {lacking}: ask for one of {there}") from lacking
-        return LeasedRow(group_uid=row.group_uid, index=row.index, uids=row.uids, versions=row.versions, columns=asked)
+            there = ", ".join(group.columns)
+            raise ValueError(
+                f"bus: group {group.group_uid} has no column {lacking}: ask for one of {there}"
+            ) from lacking
+        return LeasedRow(
+            group_uid=group.group_uid, index=group.index, uids=group.uids, versions=group.versions, columns=asked
+        )

@@ -1,4 +1,4 @@
-"""Which ready rows a lease gets. ``groups`` always come in order of issue."""
+"""Selects the ready groups that a lease gets. The argument ``groups`` is always in order of issue."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from relax_core.bus.state.open_groups import OpenGroup
 def choose_for_worker(
     groups: Iterable[OpenGroup], *, task: str, columns: tuple[str, ...], max_groups: int
 ) -> list[OpenGroup]:
-    """Rows that the task has not worked on yet, lowest index first."""
+    """Returns the groups that the task has not worked on and does not hold, lowest index first."""
     chosen: list[OpenGroup] = []
     for group in groups:
         if len(chosen) == max_groups:
@@ -31,8 +31,10 @@ def choose_for_actor(
     slots: int,
     over_sampled: bool = False,
 ) -> list[OpenGroup]:
-    """Rows that train step ``step`` gets now, at most ``slots`` and ``max_groups``. ``over_sampled``: there are more
-    groups than the step needs, so nothing waits for one that is not ready."""
+    """Returns the groups that train step ``step`` gets now, at most ``slots`` and ``max_groups``.
+
+    If ``over_sampled``, there are more groups than the step needs, and no group waits for one that is not ready.
+    """
     free = [group for group in groups if group.actor_step is None]
     if over_sampled:
         free = [group for group in free if group.has_columns(columns)]
@@ -44,7 +46,10 @@ def choose_for_actor(
 
 
 def _in_order(free: list[OpenGroup], *, columns: tuple[str, ...], step: int, limit: int) -> list[OpenGroup]:
-    """Strictly in order of issue: a group that is not ready stops all behind it, unless it is for a later step."""
+    """Returns groups strictly in order of issue.
+
+    A group that is not ready stops all groups behind it, unless it is admitted for a later step.
+    """
     chosen: list[OpenGroup] = []
     for group in free:
         if len(chosen) == limit:
@@ -60,8 +65,11 @@ def _in_order(free: list[OpenGroup], *, columns: tuple[str, ...], step: int, lim
 def _oldest_window_first(
     free: list[OpenGroup], *, columns: tuple[str, ...], last_chance: int, max_groups: int, slots: int
 ) -> list[OpenGroup]:
-    """Lowest index first; but slots stay reserved for groups of version ``last_chance`` and older, which leave the
-    window after this step: rows that could wait get only the slots that those do not need."""
+    """Returns groups lowest index first, and reserves slots for the groups that leave the window after this step.
+
+    These are the groups of version ``last_chance`` and older. Groups that could wait get only the slots that the others
+    do not need.
+    """
     ready = [group for group in free if group.has_columns(columns)]
     reserved = sum(group.oldest_version <= last_chance for group in free)
     chosen: list[OpenGroup] = []

@@ -1,4 +1,4 @@
-"""What a bus is told once, when the run starts."""
+"""The settings of a bus, fixed when the run starts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ import msgspec
 
 
 class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """``groups_per_step``: rows one train step consumes. ``group_size``: samples a row. ``total_steps``: train steps of
-    the whole run. ``inline_bytes``: payloads up to this size travel inside the message, larger ones as object refs.
-    ``max_row_bytes``: a row whose payloads sum up to more is refused. ``spare_groups``: over-sampling, how many more
-    groups than a step needs are let in; ``surplus``: what becomes of those that a step did not need.
-    ``rollout_workers``: how many workers of the rollout share the groups."""
+    """Settings of a bus. Raises ValueError for a value that is too small or unknown.
+
+    ``groups_per_step`` is the number of groups that one train step consumes. ``group_size`` is the number of samples in
+    a group. ``total_steps`` is the number of train steps of the whole run. ``inline_bytes``: payloads up to this size
+    travel inside the message, larger ones beside it. ``max_row_bytes``: a group whose payloads have more bytes is
+    refused. ``spare_groups`` is the number of groups that over-sampling admits beyond what a step needs. ``surplus``
+    says whether unused groups are dropped or kept for later steps. ``rollout_workers`` is the number of workers that
+    share the groups.
+    """
 
     groups_per_step: int
     group_size: int
@@ -28,15 +32,17 @@ class BusSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def most_in_flight(self) -> int | None:
-        """Groups that one of several rollout workers may have in flight: its part of all that admission lets in, one
-        step past the window. None where a worker is alone."""
+        """The number of groups that one of several rollout workers may have in flight; None if there is one worker.
+
+        It is the worker's part of all groups that admission lets in, which reaches one step past the window.
+        """
         if self.rollout_workers == 1:
             return None
         return math.ceil((self.max_staleness + 2) * (self.groups_per_step + self.spare_groups) / self.rollout_workers)
 
     @property
     def window_groups(self) -> int:
-        """Groups that may be out at a time and may be started by the weights in force."""
+        """The number of groups without an end that may have been started by the weights in force."""
         steps = self.max_staleness + 1
         return steps * self.groups_per_step + self.spare_groups * (1 if self.surplus == "keep" else steps)
 

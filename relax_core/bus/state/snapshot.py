@@ -1,4 +1,4 @@
-"""The bus's part of a checkpoint, as it lies in bus.msgpack."""
+"""The bus's part of a checkpoint, stored in bus.msgpack."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from relax_core.bus.ledger.ledger import LedgerState
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """``next_index``: the data cursor. ``open_groups``: (index, attempt) of every group without an end, in order of
-    issue; they are admitted again. ``version``: train steps done."""
+    """The state of a bus without its payloads.
+
+    ``version`` is the number of finished train steps. ``next_index`` is the data cursor. ``open_groups`` lists (index,
+    attempt) of every group without an end, in order of issue; they are admitted again.
+    """
 
     version: int
     next_index: int

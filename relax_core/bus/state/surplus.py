@@ -1,4 +1,4 @@
-"""Over-sampling: which groups a train step that has ended left over, and no later one may train."""
+"""Over-sampling: finds the groups that a finished train step did not need and no later step may train."""
 
 from __future__ import annotations
 
@@ -12,29 +12,34 @@ OVER_SAMPLED = "over_sampled"
 
 
 class RetiredGroups:
-    """Groups that ended in flight because the steps do not need them, as news for the rollout worker that has each."""
+    """Holds the groups that ended in flight because no step needs them, until their rollout worker asks."""
 
     def __init__(self) -> None:
-        self._news: list[tuple[int, OpenGroup]] = []  # with the version at whose begin it ended
+        self._retired: list[tuple[int, OpenGroup]] = []  # with the version whose begin ended the group
 
     def add(self, version: int, group: OpenGroup) -> None:
-        self._news.append((version, group))
+        """Adds a group that ended when ``version`` came into force."""
+        self._retired.append((version, group))
 
     def since(self, version: int, *, worker: int) -> list[str]:
-        """The worker's groups that ended after ``version``. Forgets its older ones; a worker that is gone gets no
-        groups either, so its news stay few."""
-        self._news = [one for one in self._news if one[0] > version or one[1].worker != worker]
-        return [group.admission.group_uid for _, group in self._news if group.worker == worker]
+        """Returns the uids of the worker's groups that ended after ``version``, and forgets the worker's older ones.
+
+        A worker that has exited gets no new groups, so what it leaves here stays small.
+        """
+        self._retired = [one for one in self._retired if one[0] > version or one[1].worker != worker]
+        return [group.admission.group_uid for _, group in self._retired if group.worker == worker]
 
     def clear(self) -> None:
-        self._news.clear()
+        """Forgets all groups."""
+        self._retired.clear()
 
 
 def is_surplus(group: OpenGroup, settings: BusSettings, *, version: int) -> bool:
-    """Whether a group that no lease holds is over at the begin of step ``version``.
+    """Returns whether a group that no lease holds is not needed any more at the begin of step ``version``.
 
-    With surplus=drop a group in flight is, once the step that it was admitted for has passed; with surplus=keep it goes
-    on. A complete one is, once nothing of it is inside of the window; on_stale=drop ends it earlier.
+    With surplus=drop, a group in flight is not needed once the step that it was admitted for is over; with surplus=keep
+    it goes on. A complete group is not needed once none of its tokens is inside the window; on_stale=drop ends it
+    earlier.
     """
     if not settings.spare_groups:
         return False
@@ -49,7 +54,7 @@ def is_surplus(group: OpenGroup, settings: BusSettings, *, version: int) -> bool
 
 
 def newest_version(columns: Mapping[str, bytes]) -> int | None:
-    """The version of a row's newest token; None where the columns do not tell."""
+    """Returns the version of a group's newest token; None if the columns do not contain the episodes."""
     if EPISODES not in columns:
         return None
     turns = [turn for one in decode_episodes(columns[EPISODES]) for turn in one.turns]

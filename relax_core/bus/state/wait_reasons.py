@@ -1,4 +1,4 @@
-"""What a call waits for and who owes it, for the text of a `BusTimeout`."""
+"""Explains what a waiting call waits for and which task has to act, for logs and for the text of a `BusTimeout`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from relax_core.bus.state.open_groups import OpenGroup
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import LeaseRequest
 
-WRITERS = {  # of the columns that do not come with the rollout's row
+WRITERS = {  # the task that writes each column that the rollout does not write
     c.OLD_LOGPROBS: "actor_fwd",
     c.REFERENCE_LOGPROBS: "reference",
     c.ADVANTAGES: "advantages",
@@ -19,11 +19,11 @@ WRITERS = {  # of the columns that do not come with the rollout's row
     c.TEACHER_TOP_IDS: "teacher",
     c.TEACHER_TOP_LOGPROBS: "teacher",
 }
-ROLLOUT = "rollout"  # the task of admissions; a `reclaim` ends its waits
+ROLLOUT = "rollout"  # the task name of calls that wait for admissions
 
 
 def explain_admit(core: BusCore, worker: int, *, waited_s: float) -> str:
-    """E.g. "rollout waits for credit for 30.0 s at version 3: 16 groups are outstanding: …"."""
+    """Returns a text such as "rollout waits for credit for 30.0 s at version 3: 16 groups are outstanding: …"."""
     if core.room_of(worker) <= 0:
         return f"{ROLLOUT}-{worker} has its part of the groups in flight for {waited_s:.1f} s at version {core.version}"
     head = f"rollout waits for credit for {waited_s:.1f} s at version {core.version}"
@@ -39,7 +39,7 @@ def explain_admit(core: BusCore, worker: int, *, waited_s: float) -> str:
 
 
 def explain_lease(core: BusCore, request: LeaseRequest, *, waited_s: float) -> str:
-    """E.g. "actor waits for 8 groups at step 12 for 30.0 s: 3 in flight in rollout (…), 5 lack column advantages"."""
+    """Returns a text such as "actor waits for 8 groups at step 12 for 30.0 s: 3 in flight in rollout (…), …"."""
     at_step = f" at step {request.step}" if request.task == ACTOR else ""
     groups = "group" if request.min_groups == 1 else "groups"
     head = f"{request.task} waits for {request.min_groups} {groups}{at_step} for {waited_s:.1f} s"
@@ -59,13 +59,15 @@ def explain_lease(core: BusCore, request: LeaseRequest, *, waited_s: float) -> s
 
 
 def admit_owed_by(core: BusCore, worker: int) -> list[str]:
-    """Who else has to act before this worker is let on: the trainer frees credits by its ack, but nobody finishes the
-    groups that the worker has in flight for it."""
+    """Returns the tasks that have to act before this rollout worker gets an admission.
+
+    The trainer's ack frees credits. If the worker has its limit of groups in flight, only the worker itself can act.
+    """
     return [ACTOR] if core.room_of(worker) > 0 else []
 
 
 def lease_owed_by(core: BusCore, request: LeaseRequest) -> list[str]:
-    """The tasks that have to act before this lease can be given; of rollout, the workers that have groups in flight."""
+    """Returns the tasks that have to act before this lease can be given, with each rollout worker as "rollout-1"."""
     if request.task == ACTOR and request.step != core.version:
         return [ACTOR]
     waiting = [g for g in core.groups.values() if g.actor_step is None and not g.in_flight]
@@ -84,8 +86,8 @@ def _in_flight(core: BusCore, groups: list[OpenGroup]) -> list[str]:
     early = f", {held} of them held for a later version" if held else ""
     age = core.clock() - oldest.admitted_at
     where = f"{ROLLOUT}-{oldest.worker}, " if any(group.worker for group in groups) else ""
-    told = f"oldest {oldest.admission.group_uid}, {where}admitted {age:.0f} s ago{early}"
-    return [f"{len(groups)} in flight in rollout ({told})"]
+    details = f"oldest {oldest.admission.group_uid}, {where}admitted {age:.0f} s ago{early}"
+    return [f"{len(groups)} in flight in rollout ({details})"]
 
 
 def _lacking(groups: list[OpenGroup], columns: tuple[str, ...]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Starts and ends the processes of TransferQueue."""
+"""Starts and ends the processes of TransferQueue, which store the payloads of a bus."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import psutil
 import ray
 
-from relax_core.bus.transfer_queue.data_plane_client import lives
 from relax_core.bus.transfer_queue.messages import PlaneAddress, Server
 from relax_core.bus.transfer_queue.server_actors import ControllerHost, StorageHost
 
@@ -24,9 +24,11 @@ END_TIMEOUT_S = 2.0
 
 
 class DataPlane:
-    """TransferQueue's controller and its storage units, as actors of the process that makes this; they end with it, or
-    by `close`. Buses that share one keep apart by their partitions. All of it lives on one host, its sockets in a new
-    folder below ``folder``."""
+    """TransferQueue's controller and its storage units, as Ray actors that end with their creator or by `close`.
+
+    Several buses may share one data plane; each has a partition of its own. All processes run on one host, and their
+    sockets lie in a new folder below ``folder``. Raises ValueError on a cluster of several nodes.
+    """
 
     def __init__(self, *, storage_units: int, folder: Path) -> None:
         nodes = sum(node["Alive"] for node in ray.nodes())
@@ -51,20 +53,23 @@ class DataPlane:
         return str(folder)
 
     def close(self) -> None:
-        """Ends every process of it, and returns when they are gone. A stopped one does not heed Ray: it is killed."""
+        """Ends every process and returns when all have exited.
+
+        A stopped process does not react to Ray, so it is killed with SIGKILL.
+        """
         for host in self.hosts:
             ray.kill(host)
         for pid in self._left_after(END_TIMEOUT_S):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         left = self._left_after(END_TIMEOUT_S)
-        assert not left, f"these do not end: {left}"
+        assert not left, f"these processes do not end: {left}"
         self._remove_folder()
 
     def _left_after(self, timeout_s: float) -> list[int]:
-        """Process ids that are still there; returns as soon as there are none."""
+        """Returns the ids of processes that still exist after ``timeout_s`` seconds; returns at once when none does."""
         deadline = time.monotonic() + timeout_s
-        while left := [server.pid for server in self.address.servers if lives(server.pid)]:
+        while left := [server.pid for server in self.address.servers if psutil.pid_exists(server.pid)]:
             if time.monotonic() > deadline:
                 break
             time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""A client of a data plane: writes and reads columns of rows, with a deadline on every call."""
+"""A client of a data plane: it writes and reads the columns of groups, with a deadline on every call."""
 
 from __future__ import annotations
 
@@ -10,37 +10,38 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+import psutil
 
 from relax_core.bus.transfer_queue.messages import PlaneAddress, Server, StoredColumns, new_key
 from relax_core.bus.transfer_queue.sockets import use_unix_sockets
 from relax_core.contracts.bus import BusLost, BusTimeout, LeaseLost
 from relax_core.contracts.columns import PERSISTED_COLUMNS
 
-LOOK_S = 1.0  # how often a waiting call looks whether the servers still live
-KEY = "relax_key"  # the field beside the columns that says whose they are
+CHECK_S = 1.0  # a waiting call checks at this interval whether the servers still run
+KEY = "relax_key"  # the field that holds each sample's key, beside the columns
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class NewSample:
-    """What one call writes for one row, beside what the books keep."""
+    """The columns that one call writes for one group, without those that travel to the bus process."""
 
     key: str
     columns: dict[str, bytes]
 
     @classmethod
     def of(cls, group_uid: str, columns: Mapping[str, bytes], *, timeout_s: float) -> NewSample:
-        """``timeout_s``: when its writer gives up."""
+        """Makes a sample of a group's columns. ``timeout_s`` is the writer's deadline in seconds, stored in the key."""
         carried = {column: payload for column, payload in columns.items() if column not in PERSISTED_COLUMNS}
         return cls(new_key(group_uid, timeout_s=timeout_s), carried)
 
 
 class PlaneClient:
-    """One a process and plane; safe to use from many threads. Its requests run on a thread of its own.
+    """The client of a data plane, one for each process and plane; any thread may use it.
 
-    The coroutines below belong to that thread: hand them to `call` or `call_async`. ``inline_bytes``: larger payloads
-    travel as frames of their own, without a copy.
+    Its requests run on a thread of their own, and the coroutines below run on that thread only: pass them to `call` or
+    `call_async`. Payloads larger than ``inline_bytes`` travel as separate frames, without a copy.
     """
 
     def __init__(self, address: PlaneAddress, *, inline_bytes: int = 0) -> None:
@@ -63,11 +64,16 @@ class PlaneClient:
 
     # -- calls with a deadline ----------------------------------------------------------------------------------
     def call(self, request: Coroutine[Any, Any, T], *, timeout_s: float, what: str) -> T:
-        """Raises `BusLost` as soon as a server is gone, `BusTimeout` after ``timeout_s``; both name the servers."""
+        """Runs a request and returns its value.
+
+        Raises `BusLost` as soon as a server has exited and `BusTimeout` after ``timeout_s`` seconds; both name the
+        servers.
+        """
         guarded = self._guarded(request, timeout_s=timeout_s, what=what)
         return asyncio.run_coroutine_threadsafe(guarded, self._loop).result()
 
     async def call_async(self, request: Coroutine[Any, Any, T], *, timeout_s: float, what: str) -> T:
+        """Runs a request from an event loop of another thread; errors are those of `call`."""
         guarded = self._guarded(request, timeout_s=timeout_s, what=what)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(guarded, self._loop))
 
@@ -80,7 +86,7 @@ class PlaneClient:
                 if left_s <= 0:
                     servers = ", ".join(f"{server.title} (process {server.pid})" for server in self._address.servers)
                     raise BusTimeout(f"no answer to {what} within {timeout_s:.1f} s: one of these is stuck: {servers}")
-                await asyncio.wait({task}, timeout=min(LOOK_S, left_s))
+                await asyncio.wait({task}, timeout=min(CHECK_S, left_s))
                 if not task.done():
                     self._require_servers(what)
         finally:
@@ -91,44 +97,47 @@ class PlaneClient:
 
     def _require_servers(self, what: str) -> None:
         for server in self._address.servers:
-            if not lives(server.pid):
-                raise BusLost(f"{server.title} is gone (process {server.pid}, call: {what})")
+            if not psutil.pid_exists(server.pid):
+                raise BusLost(f"{server.title} has exited (process {server.pid}, call: {what})")
 
     # -- requests -----------------------------------------------------------------------------------------------
     async def put(self, partition: str, samples: Sequence[NewSample]) -> list[StoredColumns | None]:
-        """Stores samples; None for one without columns."""
+        """Stores samples and returns where each is; None for a sample without columns."""
         stored: list[StoredColumns | None] = [None] * len(samples)
-        for columns, places in _alike(tuple(sample.columns) for sample in samples).items():
+        for columns, positions in _positions_by_columns(tuple(sample.columns) for sample in samples).items():
             if not columns:
                 continue
-            fields: dict[str, list[Any]] = {KEY: [samples[place].key for place in places]}
+            fields: dict[str, list[Any]] = {KEY: [samples[position].key for position in positions]}
             for column in columns:
-                fields[column] = [self._as_value(samples[place].columns[column]) for place in places]
+                fields[column] = [self._as_value(samples[position].columns[column]) for position in positions]
             metadata = await self._client.async_kv_retrieve_meta(fields[KEY], partition, create=True)
             await self._storage.put_data(_tensor_dict(fields), metadata)
-            for place, index in zip(places, metadata.global_indexes, strict=True):
-                sizes = {column: len(payload) for column, payload in samples[place].columns.items()}
-                stored[place] = StoredColumns(samples[place].key, index, sizes)
+            for position, index in zip(positions, metadata.global_indexes, strict=True):
+                sizes = {column: len(payload) for column, payload in samples[position].columns.items()}
+                stored[position] = StoredColumns(samples[position].key, index, sizes)
         return stored
 
     def _as_value(self, payload: bytes) -> bytes | np.ndarray:
         return payload if len(payload) <= self._inline_bytes else np.frombuffer(payload, dtype=np.uint8)
 
     async def get(self, partition: str, wanted: Sequence[StoredColumns]) -> list[dict[str, bytes]]:
-        """The columns of each sample; large ones are read-only memoryviews of what came in.
+        """Returns the columns of each sample; large payloads are read-only memoryviews of the received bytes.
 
-        Raises `LeaseLost` when a sample was cleared: its group has ended.
+        Raises `LeaseLost` if a sample was cleared, because its group has ended.
         """
-        alike = _alike(tuple(sample.sizes) for sample in wanted)
+        groups = _positions_by_columns(tuple(sample.sizes) for sample in wanted)
         answers = await asyncio.gather(
-            *(self._get(partition, columns, [wanted[place] for place in places]) for columns, places in alike.items())
+            *(
+                self._get(partition, columns, [wanted[position] for position in positions])
+                for columns, positions in groups.items()
+            )
         )
         found = {
-            place: row
-            for places, rows in zip(alike.values(), answers, strict=True)
-            for place, row in zip(places, rows, strict=True)
+            position: columns
+            for positions, answer in zip(groups.values(), answers, strict=True)
+            for position, columns in zip(positions, answer, strict=True)
         }
-        return [found[place] for place in range(len(wanted))]
+        return [found[position] for position in range(len(wanted))]
 
     async def _get(
         self, partition: str, columns: tuple[str, ...], samples: Sequence[StoredColumns]
@@ -137,7 +146,7 @@ class PlaneClient:
         from transfer_queue.storage import StorageKeyNotFoundError
 
         indexes = [sample.index for sample in samples]
-        # Places that we know: the controller's samplers are passed by, who gets what is the bus's decision.
+        # The bus decides which task gets which sample: the request names indexes and uses no sampler of the library.
         metadata = BatchMeta(indexes, [partition] * len(indexes), {field: {} for field in (KEY, *columns)})
         try:
             answer = await self._storage.get_data(metadata)
@@ -146,32 +155,35 @@ class PlaneClient:
         if list(answer[KEY]) != [sample.key for sample in samples]:
             raise _ended(samples)
         fields = {column: list(answer[column]) for column in columns}
-        return [{column: _as_payload(fields[column][place]) for column in columns} for place in range(len(samples))]
+        return [
+            {column: _as_payload(fields[column][position]) for column in columns} for position in range(len(samples))
+        ]
 
     async def clear(self, partition: str, keys: Sequence[str]) -> None:
-        """Frees samples by key: a key that is gone cannot free what has its place now."""
+        """Frees samples by key. A key that was cleared before cannot free the later sample at the same index."""
         metadata = await self._client.async_kv_retrieve_meta(list(keys), partition, create=False)
         if metadata.size:
             await self._client.async_clear_samples(metadata)
 
     async def keys(self, partition: str) -> list[str]:
+        """Returns all keys of a partition."""
         answer = await self._client.async_kv_list(partition)
         return list(answer.get(partition, ()))
 
     def close(self) -> None:
-        """Ends its threads. No call may be under way."""
+        """Ends the client's threads. No call may be in progress."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._client.close()
         self._loop.close()
 
 
-def _alike(kinds: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], list[int]]:
-    """Columns → the places that have just these: one request has the same columns in every row."""
-    places: dict[tuple[str, ...], list[int]] = {}
-    for place, kind in enumerate(kinds):
-        places.setdefault(kind, []).append(place)
-    return places
+def _positions_by_columns(kinds: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], list[int]]:
+    """Returns columns → positions of the samples with these columns: all samples of a request have the same ones."""
+    positions: dict[tuple[str, ...], list[int]] = {}
+    for position, kind in enumerate(kinds):
+        positions.setdefault(kind, []).append(position)
+    return positions
 
 
 def _server_info(server: Server, *, role: str) -> Any:
@@ -199,14 +211,5 @@ def _as_payload(value: Any) -> bytes:
 def _ended(samples: Sequence[StoredColumns]) -> LeaseLost:
     groups = ", ".join(sample.key.partition(":")[0] for sample in samples[:4])
     return LeaseLost(
-        f"rows of this lease ended while they were read (it had {groups}, …): they were dropped or trained"
+        f"groups of this lease ended while they were read (it had {groups}, …): they were dropped or trained"
     )
-
-
-def lives(pid: int) -> bool:
-    """Whether the process is there, be it stopped or running."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True

@@ -1,4 +1,4 @@
-"""What crosses between bus process, clients and TransferQueue's servers, beside the payloads."""
+"""Messages between bus process, clients and TransferQueue's servers; they locate payloads and contain none."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-GRACE_S = 60.0  # a call may reach the bus this much after its deadline
+GRACE_S = 60.0  # a call may reach the bus this long after its deadline
 
 
 class Server(msgspec.Struct, frozen=True, kw_only=True):
-    """A server of TransferQueue. ``title``: how errors name it; ``folder``, ``ports``: where its sockets are."""
+    """A server of TransferQueue. ``title`` is its name in errors; ``folder`` and ``ports`` locate its sockets."""
 
     title: str
     pid: int
@@ -22,27 +22,32 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlaneAddress(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a data plane is. The order of ``units`` says which unit has which sample: all must use the same."""
+    """The address of a data plane.
+
+    All processes must use the same order of ``units``, which says which unit has a sample.
+    """
 
     controller: Server
     units: list[Server]
 
     @property
     def servers(self) -> tuple[Server, ...]:
+        """All servers, the controller first."""
         return (self.controller, *self.units)
 
 
 class PayloadLocation(msgspec.Struct, frozen=True):
-    """Where a bus has its payloads: a partition of a data plane."""
+    """The location of a bus's payloads: a partition of a data plane."""
 
     plane: PlaneAddress
     partition: str
 
 
 class StoredColumns(msgspec.Struct, frozen=True, array_like=True):
-    """One sample of TransferQueue: columns that one call wrote for one row. ``sizes``: column → bytes.
+    """One sample of TransferQueue: the columns that one call wrote for one group.
 
-    ``key`` names it for good; ``index`` is its place, which a later sample gets once this one was cleared.
+    ``key`` identifies the sample for good. ``index`` is its index in the partition; a later sample gets the index once
+    this one was cleared. ``sizes`` maps each column to its bytes.
     """
 
     key: str
@@ -50,8 +55,8 @@ class StoredColumns(msgspec.Struct, frozen=True, array_like=True):
     sizes: dict[str, int]
 
 
-class StoredRow(msgspec.Struct, frozen=True, array_like=True):
-    """A row on its way in or out. ``columns``: payloads that the books keep and that travel along."""
+class StoredGroup(msgspec.Struct, frozen=True, array_like=True):
+    """A group in a put or a lease. ``columns`` holds the payloads that travel in the message."""
 
     group_uid: str
     index: int
@@ -63,25 +68,30 @@ class StoredRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WrittenColumns(msgspec.Struct, frozen=True, array_like=True):
-    """Columns that a task wrote for one row."""
+    """The columns that a task wrote for one group."""
 
     columns: dict[str, bytes]
     stored: StoredColumns | None
 
 
 class StoredLease(msgspec.Struct, frozen=True, array_like=True):
+    """A lease whose payloads the client reads from the data plane."""
+
     lease_id: int
     task: str
-    rows: list[StoredRow]
+    groups: list[StoredGroup]
     waited_s: float
 
 
 def new_key(group_uid: str, *, timeout_s: float) -> str:
-    """A name that no other sample has. It carries when its writer has surely given up: a sample that the bus does not
-    know by then never gets known."""
+    """Returns a key that no other sample has.
+
+    It contains the time after which its writer has surely given up. If the bus does not know the sample by then, it
+    never will.
+    """
     return f"{group_uid}:{secrets.token_hex(4)}:{time.time() + timeout_s + GRACE_S:.0f}"
 
 
 def abandoned(keys: Iterable[str], known: Mapping[str, object], *, now: float) -> list[str]:
-    """The keys whose writers never told the bus of them, and no longer can."""
+    """Returns the keys whose writers never reported them to the bus and no longer can."""
     return [key for key in keys if key not in known and float(key.rpartition(":")[2]) < now]

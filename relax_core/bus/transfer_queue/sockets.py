@@ -1,8 +1,9 @@
-"""Puts TransferQueue's sockets into a folder of this user, and off the network.
+"""Moves TransferQueue's sockets from the network into a folder of this user.
 
-TransferQueue binds TCP ports at the node's address, asks nobody who they are, and reads pickle. Unix sockets in a
-folder that only this user may enter close that. The library has no setting for it, so the three helpers that make its
-addresses are replaced: a server's "IP" becomes its folder, its "ports" are names of sockets in there.
+TransferQueue binds TCP ports at the node's address, authenticates no client, and unpickles what it reads. Unix sockets
+in a folder that only this user may enter prevent that. The library has no setting for it, so this module replaces the
+three helper functions that make its addresses: a server's "IP" becomes its folder, and its "ports" become names of
+sockets in that folder.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from pathlib import Path
 
 
 def use_unix_sockets() -> None:
-    """Call before the first connection. Whoever connects to a server of `serve_below` needs it."""
-    # Read when the library is imported. More threads made a get of 64 x 200 KB twenty times slower.
+    """Replaces the library's addresses by Unix sockets. Call it before the first connection to a server."""
+    # The library reads this at import. More threads make a get of 64 x 200 KB twenty times slower.
     os.environ["TQ_NUM_THREADS"] = "1"
     from transfer_queue import controller
     from transfer_queue.storage import simple_storage
@@ -25,7 +26,7 @@ def use_unix_sockets() -> None:
 
 
 def serve_below(folder: Path) -> None:
-    """Makes the server that this process is about to start listen in ``folder``: one server a folder."""
+    """Makes the server that this process starts next listen in ``folder``. Each server needs a folder of its own."""
     use_unix_sockets()
     from transfer_queue import controller
     from transfer_queue.storage import simple_storage

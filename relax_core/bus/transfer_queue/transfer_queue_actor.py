@@ -1,7 +1,7 @@
-"""The bus process when TransferQueue carries the payloads: it keeps the books, who leases what, and what may be freed.
+"""The bus process when TransferQueue stores the payloads: it keeps the state and decides which samples may be freed.
 
-A payload that the core holds is a place in a sample of TransferQueue. A sample whose last place is forgotten, because
-its group ended, its row was refused or came twice, is cleared.
+A payload in the core's state is a reference to a column of a TransferQueue sample. When the last reference to a sample
+is deleted, because its group ended or its group was refused or came twice, the sample is cleared.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from relax_core.bus.ray.payload_blocks import encode
 from relax_core.bus.transfer_queue.messages import (
     PayloadLocation,
     StoredColumns,
+    StoredGroup,
     StoredLease,
-    StoredRow,
     WrittenColumns,
     abandoned,
 )
 from relax_core.contracts.bus import BusLost, GroupRow, Lease
 
-SWEEP_S = 30.0  # how often samples are looked for whose writers died
+SWEEP_S = 30.0  # interval of the search for samples whose writers died
 TIDY_TIMEOUT_S = 60.0
 
-_row_decoder = msgspec.msgpack.Decoder(list[StoredRow])
+_groups_decoder = msgspec.msgpack.Decoder(list[StoredGroup])
 _columns_decoder = msgspec.msgpack.Decoder(dict[str, WrittenColumns])
 
 
@@ -51,11 +51,15 @@ class _StoredPayload:
 
 
 class TransferQueueBusActor(BusActor):
-    """``place``: a `PayloadLocation`; ``hosts``: the processes of its plane, in the order of its servers."""
+    """The bus process over a data plane.
 
-    def __init__(self, settings: bytes, ledger_path: str, place: bytes, hosts: list[Any]) -> None:
+    ``location`` is a `PayloadLocation` as msgpack. ``hosts`` are the actors of the data plane, in the order of its
+    servers.
+    """
+
+    def __init__(self, settings: bytes, ledger_path: str, location: bytes, hosts: list[Any]) -> None:
         super().__init__(settings, ledger_path)
-        self._place = msgspec.msgpack.decode(place, type=PayloadLocation)
+        self._location = msgspec.msgpack.decode(location, type=PayloadLocation)
         self._hosts = hosts
         self._known: weakref.WeakValueDictionary[str, _Sample] = weakref.WeakValueDictionary()
         self._freed: list[str] = []
@@ -63,43 +67,46 @@ class TransferQueueBusActor(BusActor):
         self._tasks: list[asyncio.Task[None]] = []
 
     async def watch(self) -> None:
-        """Begins to watch over the plane and to tidy up."""
+        """Starts the tasks that watch the data plane's processes and free samples."""
         loops = [
-            self._watch(server.title, host) for server, host in zip(self._place.plane.servers, self._hosts, strict=True)
+            self._watch(server.title, host)
+            for server, host in zip(self._location.plane.servers, self._hosts, strict=True)
         ]
         self._tasks = [asyncio.create_task(loop) for loop in (*loops, self._clear_freed(), self._keep_sweeping())]
 
     @answers
     async def put(self, body: bytes) -> None:
-        rows = [self._group_row(row) for row in _row_decoder.decode(body)]
-        self._core.put(rows)
+        """Enters complete groups whose payloads are stored already."""
+        groups = [self._complete_group(group) for group in _groups_decoder.decode(body)]
+        self._core.put(groups)
         self._changed()
 
     @answers
     async def write(self, lease_id: int, body: bytes, then: bytes | None, timeout_s: float) -> Any:
+        """Adds columns whose payloads are stored already, and ends the lease."""
         written = {
-            uid: {**row.columns, **self._payloads([row.stored] if row.stored else [])}
-            for uid, row in _columns_decoder.decode(body).items()
+            uid: {**group.columns, **self._payloads([group.stored] if group.stored else [])}
+            for uid, group in _columns_decoder.decode(body).items()
         }
         self._core.write(lease_id, cast(Mapping[str, Mapping[str, bytes]], written))
         self._changed()
         return (
-            await self._lease(then, timeout_s, after=f"the write of lease {lease_id} is persisted; ") if then else None
+            await self._lease(then, timeout_s, after=f"the write of lease {lease_id} is recorded; ") if then else None
         )
 
     async def describe(self) -> tuple[int, bytes, bytes]:
-        """(process id, settings, where the payloads are), the last two as msgpack."""
+        """Returns (process id, settings, location of the payloads), the last two as msgpack."""
         process_id, settings, _ = await super().describe()
-        return process_id, settings, encode(self._place)
+        return process_id, settings, encode(self._location)
 
-    def _group_row(self, row: StoredRow) -> GroupRow:
+    def _complete_group(self, group: StoredGroup) -> GroupRow:
         return GroupRow(
-            group_uid=row.group_uid,
-            index=row.index,
-            uids=row.uids,
-            versions=row.versions,
-            columns={**row.columns, **self._payloads(row.stored)},
-            dropped=row.dropped,
+            group_uid=group.group_uid,
+            index=group.index,
+            uids=group.uids,
+            versions=group.versions,
+            columns={**group.columns, **self._payloads(group.stored)},
+            dropped=group.dropped,
         )
 
     def _payloads(self, stored: list[StoredColumns]) -> dict[str, Any]:
@@ -112,28 +119,33 @@ class TransferQueueBusActor(BusActor):
         return payloads
 
     def pack_lease(self, lease: Lease) -> tuple[StoredLease, tuple[Any, ...]]:
-        """A lease says where its payloads are: the client fetches them."""
-        rows = []
-        for row in lease.rows:
+        """Returns the lease with the location of its payloads, which the client fetches."""
+        groups = []
+        for group in lease.rows:
             inline: dict[str, bytes] = {}
             stored: dict[str, StoredColumns] = {}
-            for column, payload in cast(Mapping[str, bytes | _StoredPayload], row.columns).items():
+            for column, payload in cast(Mapping[str, bytes | _StoredPayload], group.columns).items():
                 if isinstance(payload, _StoredPayload):
                     sample = payload.sample
                     one = stored.setdefault(sample.key, StoredColumns(sample.key, sample.index, {}))
                     one.sizes[column] = payload.nbytes
                 else:
                     inline[column] = payload
-            rows.append(StoredRow(row.group_uid, row.index, row.uids, row.versions, inline, list(stored.values())))
-        return StoredLease(lease.lease_id, lease.task, rows, lease.waited_s), ()
+            groups.append(
+                StoredGroup(group.group_uid, group.index, group.uids, group.versions, inline, list(stored.values()))
+            )
+        return StoredLease(lease.lease_id, lease.task, groups, lease.waited_s), ()
 
-    # -- the plane ----------------------------------------------------------------------------------------------
+    # -- the data plane -----------------------------------------------------------------------------------------
     async def _watch(self, title: str, host: Any) -> None:
-        """The plane is lost with any of its processes: rows are spread over all units."""
+        """Waits until a process of the data plane exits.
+
+        All payloads are lost then, because each group's payloads are spread over the units.
+        """
         try:
             await host.stay.remote()
         except RayActorError as error:
-            self._lose(f"{title} is gone: {str(error).splitlines()[0]}")
+            self._lose(f"{title} has exited: {str(error).splitlines()[0]}")
 
     def _free(self, key: str) -> None:
         self._freed.append(key)
@@ -152,22 +164,22 @@ class TransferQueueBusActor(BusActor):
             await self.sweep()
 
     async def sweep(self) -> None:
-        """Frees what a writer stored that died before it told the bus."""
+        """Frees the samples of writers that died before they reported them to the bus."""
         for key in abandoned(await self._tidy(self._hosts[0].keys), self._known, now=time.time()):
             self._free(key)
 
     async def _tidy(self, method: Any, *args: Any) -> Any:
-        """A plane that does not answer this is lost as well; with the plane, tidying ends."""
+        """Calls a method of the controller. If it fails, the data plane is lost and this coroutine never returns."""
         try:
-            return await method.remote(self._place.partition, *args, TIDY_TIMEOUT_S)
+            return await method.remote(self._location.partition, *args, TIDY_TIMEOUT_S)
         except RayActorError:
-            pass  # `_watch` has told it
+            pass  # `_watch` reports the loss.
         except RayTaskError as error:
             self._lose(str(error.cause))
         await asyncio.Event().wait()
 
     def _lose(self, text: str) -> None:
-        """Whoever waits or calls from now on gets `BusLost`: what was stored cannot be had any more."""
+        """Makes all waiting and later calls raise `BusLost`, because the stored payloads cannot be read any more."""
         if self._lost is None and self._core.closed_because is None:
             self._lost = BusLost(text)
-            self._room.fail_all(self._lost)
+            self._waiting.fail_all(self._lost)

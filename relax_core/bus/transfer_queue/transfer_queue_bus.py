@@ -1,7 +1,7 @@
-"""`TransferQueueBus`: the bus whose payloads TransferQueue carries. See `relax_core.contracts.bus.Bus`.
+"""`TransferQueueBus`: the client of a bus whose payloads TransferQueue stores. See `relax_core.contracts.bus.Bus`.
 
-A client stores a row's payloads itself, then tells the bus process where they are; a lease tells it where to read.
-Only what the books keep of a row travels to the bus process.
+The client stores a group's payloads itself and reports their location to the bus process. A lease names the location
+from which the client reads them. Only the columns that the ledger persists travel to the bus process.
 """
 
 from __future__ import annotations
@@ -24,56 +24,61 @@ from relax_core.bus.transfer_queue.data_plane_client import NewSample, PlaneClie
 from relax_core.bus.transfer_queue.messages import (
     PayloadLocation,
     StoredColumns,
+    StoredGroup,
     StoredLease,
-    StoredRow,
     WrittenColumns,
 )
 from relax_core.bus.transfer_queue.transfer_queue_actor import TransferQueueBusActor
 from relax_core.contracts.bus import GroupRow, Lease, LeasedRow, LeaseRequest
 from relax_core.contracts.columns import PERSISTED_COLUMNS
 
-STUCK_S = 60.0  # a server that takes longer over one call is called stuck
+STUCK_S = 60.0  # a server counts as stuck if one call takes longer
 
 _lease_decoder = msgspec.msgpack.Decoder(StoredLease | None)
 Columns = Mapping[str, bytes]
 
 
 class TransferQueueBus(RayBus):
-    """``owned``: the plane that ends with this bus; only the process that created it has it."""
+    """The client of the bus. ``owned`` is the data plane that ends with this bus; only its creator has it."""
 
     def __init__(
-        self, actor: Any, *, settings: BusSettings, place: PayloadLocation, owned: DataPlane | None = None
+        self, actor: Any, *, settings: BusSettings, location: PayloadLocation, owned: DataPlane | None = None
     ) -> None:
         super().__init__(actor, settings=settings)
-        self.place = place
+        self.location = location
         self._owned = owned
         self._client: PlaneClient | None = None
         self._opening = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _reopen, (self._actor, self.settings, self.place)
+        return _reopen, (self._actor, self.settings, self.location)
 
     def open(self) -> PlaneClient:
-        """The client of the plane; the first call imports the library and connects: seconds."""
+        """Returns the client of the data plane.
+
+        The first call imports the library and connects, which takes seconds.
+        """
         with self._opening:
             if self._client is None:
-                self._client = PlaneClient(self.place.plane, inline_bytes=self.settings.inline_bytes)
+                self._client = PlaneClient(self.location.plane, inline_bytes=self.settings.inline_bytes)
             return self._client
 
-    # -- rows in ------------------------------------------------------------------------------------------------
-    def put(self, rows: Sequence[GroupRow], *, timeout_s: float) -> None:
+    # -- calls that store payloads ------------------------------------------------------------------------------
+    def put(self, groups: Sequence[GroupRow], *, timeout_s: float) -> None:
+        """Stores the payloads, then enters the groups."""
         deadline = time.monotonic() + timeout_s
-        samples = [NewSample.of(row.group_uid, row.columns, timeout_s=timeout_s) for row in rows]
+        samples = [NewSample.of(group.group_uid, group.columns, timeout_s=timeout_s) for group in groups]
         stored = self._store(samples, timeout_s=timeout_s)
-        self._call("put", _pack_rows(rows, stored), timeout_s=_left_s(deadline))
+        self._call("put", _pack_groups(groups, stored), timeout_s=_left_s(deadline))
 
-    async def put_async(self, rows: Sequence[GroupRow], *, timeout_s: float) -> None:
+    async def put_async(self, groups: Sequence[GroupRow], *, timeout_s: float) -> None:
+        """Stores the payloads, then enters the groups."""
         deadline = time.monotonic() + timeout_s
-        samples = [NewSample.of(row.group_uid, row.columns, timeout_s=timeout_s) for row in rows]
+        samples = [NewSample.of(group.group_uid, group.columns, timeout_s=timeout_s) for group in groups]
         client = await asyncio.to_thread(self.open)
-        request = client.put(self.place.partition, samples)
+        request = client.put(self.location.partition, samples)
         stored = await client.call_async(request, timeout_s=min(timeout_s, STUCK_S), what="a put")
-        await self._call_async("put", _pack_rows(rows, stored), timeout_s=_left_s(deadline))
+        await self._call_async("put", _pack_groups(groups, stored), timeout_s=_left_s(deadline))
 
     def write(
         self,
@@ -83,11 +88,12 @@ class TransferQueueBus(RayBus):
         then: LeaseRequest | None = None,
         timeout_s: float,
     ) -> Lease | None:
+        """Stores the payloads, then writes the columns."""
         deadline = time.monotonic() + timeout_s
-        samples = [NewSample.of(uid, row, timeout_s=timeout_s) for uid, row in columns.items()]
+        samples = [NewSample.of(uid, group, timeout_s=timeout_s) for uid, group in columns.items()]
         stored = self._store(samples, timeout_s=timeout_s)
         written = {
-            uid: WrittenColumns(_kept(row), one) for (uid, row), one in zip(columns.items(), stored, strict=True)
+            uid: WrittenColumns(_kept(group), one) for (uid, group), one in zip(columns.items(), stored, strict=True)
         }
         request = encode(then) if then else None
         left_s = _left_s(deadline)
@@ -95,25 +101,25 @@ class TransferQueueBus(RayBus):
 
     def _store(self, samples: Sequence[NewSample], *, timeout_s: float) -> list[StoredColumns | None]:
         client = self.open()
-        request = client.put(self.place.partition, samples)
+        request = client.put(self.location.partition, samples)
         return client.call(request, timeout_s=min(timeout_s, STUCK_S), what="a put")
 
-    # -- rows out -----------------------------------------------------------------------------------------------
+    # -- calls that read payloads -------------------------------------------------------------------------------
     def _call_for_lease(self, method: str, *args: Any, timeout_s: float) -> Lease | None:
         answer = get(getattr(self._actor, method).remote(*args), timeout_s=timeout_s, what=method)
         lease = _lease_decoder.decode(open_answer(answer)[0])
         if lease is None:
             return None
-        wanted = [one for row in lease.rows for one in row.stored]
+        wanted = [one for group in lease.groups for one in group.stored]
         client = self.open()
-        request = client.get(self.place.partition, wanted)
-        found = client.call(request, timeout_s=STUCK_S, what=f"the rows of a {method}")
-        payloads = {one.key: row for one, row in zip(wanted, found, strict=True)}
-        rows = [_leased_row(row, payloads) for row in lease.rows]
-        return Lease(lease_id=lease.lease_id, task=lease.task, rows=rows, waited_s=lease.waited_s)
+        request = client.get(self.location.partition, wanted)
+        found = client.call(request, timeout_s=STUCK_S, what=f"the payloads of a {method}")
+        payloads = {one.key: group for one, group in zip(wanted, found, strict=True)}
+        groups = [_leased_group(group, payloads) for group in lease.groups]
+        return Lease(lease_id=lease.lease_id, task=lease.task, rows=groups, waited_s=lease.waited_s)
 
     def terminate(self) -> None:
-        """Ends the bus process, and the plane if it is this bus's own."""
+        """Ends the bus process, and the data plane if this bus owns it."""
         super().terminate()
         if self._client is not None:
             self._client.close()
@@ -125,16 +131,16 @@ class TransferQueueBus(RayBus):
 def start_bus(
     settings: BusSettings, ledger_path: Path, *, options: dict[str, Any], plane: DataPlane, owned: DataPlane | None
 ) -> TransferQueueBus:
-    """Starts the bus process over a plane. ``options``: Ray's, with name and namespace."""
-    place = PayloadLocation(plane.address, f"{options['namespace']}/{options['name']}")
+    """Starts the bus process over a data plane. ``options`` are Ray's and contain name and namespace."""
+    location = PayloadLocation(plane.address, f"{options['namespace']}/{options['name']}")
     remote = ray.remote(TransferQueueBusActor).options(**options)
-    actor: Any = remote.remote(encode(settings), str(ledger_path), encode(place), plane.hosts)
+    actor: Any = remote.remote(encode(settings), str(ledger_path), encode(location), plane.hosts)
     get(actor.watch.remote(), timeout_s=START_TIMEOUT_S, what="watch")
-    return TransferQueueBus(actor, settings=settings, place=place, owned=owned)
+    return TransferQueueBus(actor, settings=settings, location=location, owned=owned)
 
 
-def _reopen(actor: Any, settings: BusSettings, place: PayloadLocation) -> TransferQueueBus:
-    return TransferQueueBus(actor, settings=settings, place=place)
+def _reopen(actor: Any, settings: BusSettings, location: PayloadLocation) -> TransferQueueBus:
+    return TransferQueueBus(actor, settings=settings, location=location)
 
 
 def _left_s(deadline: float) -> float:
@@ -145,25 +151,27 @@ def _kept(columns: Columns) -> dict[str, bytes]:
     return {column: payload for column, payload in columns.items() if column in PERSISTED_COLUMNS}
 
 
-def _pack_rows(rows: Sequence[GroupRow], stored: Sequence[StoredColumns | None]) -> bytes:
+def _pack_groups(groups: Sequence[GroupRow], stored: Sequence[StoredColumns | None]) -> bytes:
     return encode(
         [
-            StoredRow(
-                row.group_uid,
-                row.index,
-                row.uids,
-                row.versions,
-                _kept(row.columns),
+            StoredGroup(
+                group.group_uid,
+                group.index,
+                group.uids,
+                group.versions,
+                _kept(group.columns),
                 [one] if one is not None else [],
-                row.dropped,
+                group.dropped,
             )
-            for row, one in zip(rows, stored, strict=True)
+            for group, one in zip(groups, stored, strict=True)
         ]
     )
 
 
-def _leased_row(row: StoredRow, payloads: Mapping[str, Columns]) -> LeasedRow:
-    columns = dict(row.columns)
-    for one in row.stored:
+def _leased_group(group: StoredGroup, payloads: Mapping[str, Columns]) -> LeasedRow:
+    columns = dict(group.columns)
+    for one in group.stored:
         columns |= payloads[one.key]
-    return LeasedRow(group_uid=row.group_uid, index=row.index, uids=row.uids, versions=row.versions, columns=columns)
+    return LeasedRow(
+        group_uid=group.group_uid, index=group.index, uids=group.uids, versions=group.versions, columns=columns
+    )

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from relax_core.contracts.tree import TokenTree, together
+from relax_core.contracts.chains import together
+from relax_core.contracts.tree import TokenTree
 
 # On a CPU, attention without a mask is used if it computes at least this many fewer pairs of token rows.
 MASKLESS_SAVES_PAIRS = 2**17

@@ -101,7 +101,7 @@ def test_a_failed_write_is_told_at_the_next_flush(journal: Journal, path: Path) 
     journal.append("issued", "g0", ["g0.0"])
     with pytest.raises(LedgerUnwritable, match=r"ledger\.sqlite: no such table"):
         journal.flush(timeout_s=T)
-    journal.append("issued", "g0", ["g0.0"])  # the bus itself goes on
+    journal.append("issued", "g0", ["g0.0"])  # the bus goes on after a failed write
     with pytest.raises(LedgerUnwritable):
         journal.close(timeout_s=T)
 
@@ -110,5 +110,5 @@ def test_a_file_from_before_token_trees_is_refused_in_words(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with closing(sqlite3.connect(path)) as database:
         database.execute("CREATE TABLE generated (id INTEGER PRIMARY KEY, weight_versions BLOB, rewards BLOB)")
-    with pytest.raises(ValueError, match=r"before token trees wrote it.*Use another run.dir"):
+    with pytest.raises(ValueError, match=r"without token trees.*Use another run.dir"):
         Journal(path)

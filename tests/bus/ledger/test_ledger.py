@@ -1,4 +1,4 @@
-"""The books find what should never happen, cost little, and go through a snapshot."""
+"""Tests that the ledger reports lost and twice trained samples, costs little, and survives a snapshot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ledger's file read back: lives of samples, and books from the events alone."""
+"""Tests of reading the ledger's file: the events of samples, and counts over all events."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_life_has_every_event_and_what_the_rollout_told(run: PersistedRun) -> 
     run.core.release([lease.lease_id])
     run.train()
     with run.file() as file:  # the journal still has it open
-        (life,) = file.lives({"uid": uids_of(second)[1]})
+        (life,) = file.samples({"uid": uids_of(second)[1]})
     assert life.state == "trained" and life.group == second.group_uid
     assert words(life) == [
         ("issued", None, False),
@@ -60,12 +60,12 @@ def test_filters_must_fit_one_event_and_all_of_them(run: PersistedRun) -> None:
     third, fourth = run.core.admit(2)
     run.core.drop(third.group_uid, reason="engine failed")
     with run.file() as file:
-        assert [life.uid for life in file.lives({"group": first.group_uid})] == uids_of(first)
-        assert [life.uid for life in file.lives({"step": 0})] == uids_of(first) + uids_of(second)
-        assert [life.uid for life in file.lives({"step": 1})] == uids_of(third)
-        assert [life.uid for life in file.lives({"step": 1, "reason": "engine failed"})] == uids_of(third)
-        assert file.lives({"step": 0, "reason": "engine failed"}) == []
-        assert [life.state for life in file.lives({"group": fourth.group_uid})] == ["issued", "issued"]
+        assert [life.uid for life in file.samples({"group": first.group_uid})] == uids_of(first)
+        assert [life.uid for life in file.samples({"step": 0})] == uids_of(first) + uids_of(second)
+        assert [life.uid for life in file.samples({"step": 1})] == uids_of(third)
+        assert [life.uid for life in file.samples({"step": 1, "reason": "engine failed"})] == uids_of(third)
+        assert file.samples({"step": 0, "reason": "engine failed"}) == []
+        assert [life.state for life in file.samples({"group": fourth.group_uid})] == ["issued", "issued"]
         assert file.reasons() == {"engine failed": 2} and file.steps() == (0, 1)
         assert file.last_uid() == uids_of(fourth)[1]
 
@@ -77,7 +77,7 @@ def test_what_a_restore_undid_is_told_as_undone(run: PersistedRun) -> None:
     run.core.restore(snapshot)
     assert [a.index for a in run.roll_out(2)] == [a.index for a in admissions]
     with run.file() as file:
-        (life,) = file.lives({"uid": uids_of(admissions[0])[0]})
+        (life,) = file.samples({"uid": uids_of(admissions[0])[0]})
         assert words(life) == [
             ("issued", None, False),
             ("put", None, False),
@@ -87,12 +87,12 @@ def test_what_a_restore_undid_is_told_as_undone(run: PersistedRun) -> None:
             ("put", None, False),
         ]
         assert life.state == "put" and life.events[-1].made is not None
-        assert file.lives({"step": 0}) == []
-        assert file.books(run_over=False).open == {"put": 4}
+        assert file.samples({"step": 0}) == []
+        assert file.counts(run_over=False).open == {"put": 4}
 
 
 def test_a_restore_to_a_later_checkpoint_brings_its_events_back(run: PersistedRun) -> None:
-    """As when a run goes on from an older checkpoint, dies, and then takes the newest."""
+    """A run resumes from an older checkpoint, dies, and then resumes from the newest."""
     run.roll_out(2)
     older = run.core.snapshot()
     run.train()
@@ -102,13 +102,13 @@ def test_a_restore_to_a_later_checkpoint_brings_its_events_back(run: PersistedRu
     run.train()  # the same samples, on another line of history
     run.core.restore(newer)
     with run.file() as file:
-        assert file.books(run_over=True).trained_twice == []
-        assert file.books(run_over=True).trained == 4
-        (life, *_) = file.lives({"group": "g00000000"})
+        assert file.counts(run_over=True).trained_twice == []
+        assert file.counts(run_over=True).trained == 4
+        (life, *_) = file.samples({"group": "g00000000"})
     assert [undone for _, _, undone in words(life)] == [False] * 4 + [True] * 4
     run.core.restore(older)
     with run.file() as file:
-        assert file.books(run_over=False).open == {"put": 4}
+        assert file.counts(run_over=False).open == {"put": 4}
 
 
 def test_a_fresh_start_on_an_old_file_sets_all_of_it_aside(run: PersistedRun) -> None:
@@ -118,17 +118,17 @@ def test_a_fresh_start_on_an_old_file_sets_all_of_it_aside(run: PersistedRun) ->
     again = PersistedRun(run.path)
     again.roll_out(2)
     with again.file() as file:
-        books = file.books(run_over=False)
-        assert (books.issued, books.trained, books.open) == (4, 0, {"put": 4})
-        assert [event.undone for event in file.lives({"group": "g00000000"})[0].events] == [True] * 4 + [False] * 2
+        counts = file.counts(run_over=False)
+        assert (counts.issued, counts.trained, counts.open) == (4, 0, {"put": 4})
+        assert [event.undone for event in file.samples({"group": "g00000000"})[0].events] == [True] * 4 + [False] * 2
     again.train()
     with again.file() as file:
-        assert file.books(run_over=True).trained_twice == []
+        assert file.counts(run_over=True).trained_twice == []
     again.journal.close(timeout_s=T)
 
 
 def test_event_ids_are_never_used_again(run: PersistedRun) -> None:
-    """What a row's rollout told is found by them, also of what was undone and then lost with the process."""
+    """The payloads of a group are found by event ids, also those of events that were undone and then lost."""
     run.roll_out(2)
     snapshot = run.core.snapshot()
     run.train()
@@ -143,25 +143,31 @@ def test_event_ids_are_never_used_again(run: PersistedRun) -> None:
     assert doubled == 0
 
 
-def test_books_find_what_is_lost_and_what_was_trained_twice(run: PersistedRun) -> None:
+def test_counts_report_lost_and_twice_trained_samples(run: PersistedRun) -> None:
     first, second = run.roll_out(2)
     run.train()
     third, _ = run.roll_out(2)
     run.journal.flush(timeout_s=T)
     with run.file() as file:
-        books = file.books(run_over=False)
-        assert (books.issued, books.trained, books.open, books.lost, books.trained_twice) == (8, 4, {"put": 4}, [], [])
-        assert len(file.books(run_over=True).lost) == 4
-    # No bus does this; the file is made to tell it.
+        counts = file.counts(run_over=False)
+        assert (counts.issued, counts.trained, counts.open, counts.lost, counts.trained_twice) == (
+            8,
+            4,
+            {"put": 4},
+            [],
+            [],
+        )
+        assert len(file.counts(run_over=True).lost) == 4
+    # No bus writes such events, so the test writes them.
     run.journal.append("trained", first.group_uid, uids_of(first)[:1], step=1, versions=[1])
     run.journal.append("dropped", third.group_uid, uids_of(third)[:1], step=1, reason="stale")
     run.journal.flush(timeout_s=T)
     with closing(sqlite3.connect(run.path)) as database, database:
         database.execute("UPDATE events SET time = ?", (time.time() - SETTLE_S - 1.0,))
     with run.file() as file:
-        books = file.books(run_over=False)
-        assert books.lost == uids_of(third)[1:] and books.trained_twice == uids_of(first)[:1]
-        assert books.dropped == {"stale": 1} and books.open == {"put": 2}
+        counts = file.counts(run_over=False)
+        assert counts.lost == uids_of(third)[1:] and counts.trained_twice == uids_of(first)[:1]
+        assert counts.dropped == {"stale": 1} and counts.open == {"put": 2}
     assert second.group_uid
 
 
@@ -169,7 +175,7 @@ def test_a_row_without_the_rollouts_columns_is_read_without_them(run: PersistedR
     (admission,) = run.core.admit(1)
     run.core.put([msgspec.structs.replace(generated_row(admission), columns={"a": b"x"})])
     with run.file() as file:
-        (life, _) = file.lives({"group": admission.group_uid})
+        (life, _) = file.samples({"group": admission.group_uid})
     assert life.events[1].event == "put" and life.events[1].made is None
 
 
@@ -179,7 +185,7 @@ def test_a_finished_file_is_read_in_a_folder_that_nobody_may_write(run: Persiste
     run.journal.close(timeout_s=T)
     before = sorted(path.name for path in tmp_path.iterdir())
     with LedgerFile(run.path) as file:
-        assert file.books(run_over=True).trained == 4
+        assert file.counts(run_over=True).trained == 4
         assert sorted(path.name for path in tmp_path.iterdir()) == before == ["ledger.sqlite"]
 
 

@@ -1,4 +1,4 @@
-"""Payloads by size: inside the message, or beside it in blocks of one column."""
+"""Tests that small payloads travel inside the message, and large ones beside it in blocks of one column."""
 
 from __future__ import annotations
 

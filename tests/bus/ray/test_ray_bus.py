@@ -1,4 +1,4 @@
-"""What is special about the Ray backend: processes, the object store, async twins."""
+"""Tests of the Ray backend alone: processes, the object store, asynchronous methods."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ CALLS: list[Callable[[RayBus], object]] = [
 def test_a_killed_bus_is_named(bus: RayBus) -> None:
     os.kill(bus.process_id(timeout_s=T), signal.SIGKILL)
     for call in CALLS:
-        with pytest.raises(BusLost, match="the bus process is gone"):
+        with pytest.raises(BusLost, match="the bus process has exited"):
             call(bus)
 
 

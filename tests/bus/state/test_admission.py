@@ -1,4 +1,4 @@
-"""The admission rule against an independent place-by-place derivation, and holes."""
+"""Tests the admission rule against an independent derivation group by group, and after losses."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from relax_core.bus.state.admission import plan_admissions
 from tests.bus.make_rows import for_actor, make_core, make_row
 
 
-def by_place(place: int, *, version: int, slots_left: int, gps: int, staleness: int, total_steps: int) -> int | None:
-    """``min_version`` of the group at this place of the queue when nothing was ever lost; None: it has to wait."""
-    step = version if place < slots_left else version + 1 + (place - slots_left) // gps
+def by_position(
+    position: int, *, version: int, slots_left: int, gps: int, staleness: int, total_steps: int
+) -> int | None:
+    """Returns the ``min_version`` of the group at this position if nothing was lost; None if it has to wait."""
+    step = version if position < slots_left else version + 1 + (position - slots_left) // gps
     if step > version + staleness + 1 or step >= total_steps:
         return None
     return max(0, step - staleness)
@@ -29,7 +31,7 @@ def test_without_losses_the_place_in_the_queue_decides(
     slots_left = data.draw(st.integers(0, gps))
     expected: list[int] = []
     while True:
-        fits = by_place(
+        fits = by_position(
             len(expected), version=version, slots_left=slots_left, gps=gps, staleness=staleness, total_steps=10
         )
         if fits is None:

@@ -1,8 +1,8 @@
-"""Random histories of the bus's core, checked against a plain model of what happened to each sample.
+"""Random histories of the bus's core, checked against a model of each sample.
 
-The actions do whatever clients and crashes may do, in any order. After each the books must agree with the model, after
-each restore the ledger's file too; at the end a well-behaved run must always be able to finish from wherever the
-history left the bus.
+The actions are those of clients and crashes, in any order. After each action the counts must agree with the model;
+after each restore the ledger's file must agree, too. At the end, a run without faults must be able to finish from any
+state.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class BusMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.model: BusModel | None = None
-        # On shared memory: the journal is tested, not the disk.
+        # The file is in shared memory, because the test is about the journal and not about the disk.
         self.folder = tempfile.TemporaryDirectory(prefix=f"{Path(tempfile.gettempdir()).name}-", dir="/dev/shm")
 
     @initialize(
@@ -50,7 +50,7 @@ class BusMachine(RuleBasedStateMachine):
             rollout_workers=rollout_workers,
         )
 
-    # One rule for all: Hypothesis leaves some rules out of each history, and without rollout none would get anywhere.
+    # All actions are one rule: Hypothesis omits some rules in each history, and without rollout nothing would happen.
     @rule(action=st.sampled_from(WORK + TROUBLE), data=st.data())
     def act(self, action: str, data: st.DataObject) -> None:
         assert self.model is not None
@@ -58,9 +58,9 @@ class BusMachine(RuleBasedStateMachine):
             getattr(self.model, action)(data.draw)
 
     @invariant()
-    def books_agree(self) -> None:
+    def counts_agree(self) -> None:
         if self.model is not None:
-            self.model.check_books()
+            self.model.check_counts()
 
     def teardown(self) -> None:
         with self.folder:
@@ -74,14 +74,14 @@ class BusMachine(RuleBasedStateMachine):
         self.model.worker_leases = []
         while not self.model.core.finished():
             self.model.train_fully()
-            self.model.check_books()
+            self.model.check_counts()
         self.model.check_file()
         self.model.close()
 
 
 @pytest.mark.parametrize("on_stale", ["drop", "mask"])
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
-def test_any_history_keeps_the_books_right_and_can_finish(max_staleness: int, on_stale: str) -> None:
+def test_any_history_keeps_the_counts_right_and_can_finish(max_staleness: int, on_stale: str) -> None:
     machine = type("Machine", (BusMachine,), {"max_staleness": max_staleness, "on_stale": on_stale})
     run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=60, deadline=None))
 

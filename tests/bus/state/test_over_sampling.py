@@ -1,4 +1,4 @@
-"""More groups than a step needs: who trains, what becomes of the others, and that the steps stay full."""
+"""Tests of over-sampling: which groups train, how the others end, and that every step is full."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.bus.make_rows import for_actor, make_core, make_row
 
 
 def train(core: BusCore) -> list[int]:
-    """One step with what is ready; the indices that it took."""
+    """Trains one step with the ready groups and returns their indices."""
     lease = core.lease(for_actor(core.version))
     assert lease is not None
     core.ack([lease.lease_id], step=core.version, dropped={})
@@ -22,7 +22,7 @@ def train(core: BusCore) -> list[int]:
 
 
 def spans(versions: list[int]) -> dict[str, bytes]:
-    """Columns of a row of two samples whose tokens are of these versions, one after the other."""
+    """Returns the columns of a group of two samples with tokens of these versions, one after the other."""
     turn = Turn(1, 1 + len(versions), "engine-0", [(version, 1) for version in versions], "stop")
     episodes = [Episode(f"g.{place}", [len(versions)], 0.0, {}, [turn], "stop") for place in range(2)]
     return {"a": b"", EPISODES: msgspec.msgpack.encode(episodes)}
@@ -40,22 +40,22 @@ def test_the_fastest_groups_train_and_the_rest_ends_with_its_reason() -> None:
     admitted = core.admit(100)
     now, early = admitted[:4], admitted[4:]
     assert [one.min_version for one in admitted] == [0] * 4 + [1] * 4
-    core.put([make_row(now[3]), make_row(now[1])])  # the first in order of issue is not waited for
+    core.put([make_row(now[3]), make_row(now[1])])  # the step does not wait for the first group in order of issue
     core.put([make_row(now[2])])
     assert train(core) == [1, 2]
     change = core.version_change(-1)
     assert change is not None and (change.version, change.retired) == (1, [now[0].group_uid])
-    books = core.progress().ledger
-    assert books.dropped == {"over_sampled": 4} and books.lost == 0  # one in flight, one complete
-    core.put([make_row(now[0])])  # it comes all the same
-    assert core.progress().ledger == books
+    counts = core.progress().ledger
+    assert counts.dropped == {"over_sampled": 4} and counts.lost == 0  # one in flight, one complete
+    core.put([make_row(now[0])])  # a group that has ended arrives late
+    assert core.progress().ledger == counts
     assert [one.min_version for one in core.admit(100)] == [2] * 4, "the next step's are in already"
     core.put([make_row(one) for one in early])
     assert train(core) == [4, 5]
 
 
 def test_what_is_kept_goes_on_and_trains_masked() -> None:
-    """Nothing is dropped that still makes tokens; a complete group of old tokens alone is of no use."""
+    """A group in flight is not dropped; a complete group with old tokens only is dropped."""
     core = make_core(max_staleness=0, spare_groups=2, surplus="keep", on_stale="mask")
     slow, finished, first, second, *early = core.admit(100)
     core.put([make_row(one, columns=spans([0])) for one in (first, second, finished)])
@@ -88,9 +88,9 @@ def test_the_last_step_leaves_nothing_open(surplus: str) -> None:
         startable = [one for one in issued if one.min_version <= core.version]
         core.put([make_row(one, version=core.version) for one in startable[:2]])
         train(core)
-    books = core.progress().ledger
-    assert (books.open, books.lost, books.trained) == (0, 0, 3 * 2 * 2)
-    assert set(books.dropped) <= {"over_sampled", "stale"}
+    counts = core.progress().ledger
+    assert (counts.open, counts.lost, counts.trained) == (0, 0, 3 * 2 * 2)
+    assert set(counts.dropped) <= {"over_sampled", "stale"}
 
 
 def test_without_spares_the_plan_is_as_ever() -> None:

@@ -1,4 +1,4 @@
-"""What is special about the TransferQueue backend: who holds what, what is freed when, and how its processes end."""
+"""Tests of the TransferQueue backend alone: which process holds a payload, when it is freed, how the processes end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from relax_core.contracts.bus import BusLost, BusTimeout, LeaseLost
 from tests.bus.make_rows import for_actor, for_worker, make_row
 
 T = 120.0
-LONG_S = 400.0  # whoever waits for the end of its own deadline comes too late for T
+LONG_S = 400.0  # a call that waits for the end of this deadline is too late for T
 NAMESPACE = "test-transfer-queue"
 PIXELS = bytes(range(256)) * 400  # beyond inline_bytes
 
@@ -64,15 +64,15 @@ def a_bus(tmp_path: Path, name: str) -> Iterator[TransferQueueBus]:
 
 @pytest.fixture(scope="module")
 def bus(ray_session: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TransferQueueBus]:
-    """One for the tests that leave it as it was: no group open, nothing stored."""
+    """Returns a bus for the tests that leave no group open and nothing stored."""
     with a_bus(tmp_path_factory.mktemp("bus"), "shared") as bus:
         yield bus
 
 
 def keys(bus: TransferQueueBus) -> list[str]:
-    """What TransferQueue holds for this bus."""
+    """Returns the keys that TransferQueue holds for this bus."""
     client = bus.open()
-    return client.call(client.keys(bus.place.partition), timeout_s=T, what="a list of keys")
+    return client.call(client.keys(bus.location.partition), timeout_s=T, what="a list of keys")
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
@@ -83,7 +83,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def train_step(bus: TransferQueueBus, columns: dict[str, bytes]) -> None:
-    """One step of two groups, with a column that another role writes."""
+    """Trains one step of two groups, with a column that another role writes."""
     step = bus.progress(timeout_s=T).version
     rows = [make_row(a, version=step, columns=columns) for a in bus.admit(2, timeout_s=T)]
     bus.put(rows, timeout_s=T)
@@ -134,10 +134,10 @@ def test_what_a_dead_writer_left_is_swept(bus: TransferQueueBus) -> None:
     client = bus.open()
     dead = NewSample(f"g00000000:aaaa:{time.time() - 1:.0f}", {"a": PIXELS})
     alive = NewSample.of("g00000001", {"a": PIXELS}, timeout_s=T)
-    client.call(client.put(bus.place.partition, [dead, alive]), timeout_s=T, what="a put")
+    client.call(client.put(bus.location.partition, [dead, alive]), timeout_s=T, what="a put")
     ray.get(bus._actor.sweep.remote(), timeout=T)
     wait_for(lambda: keys(bus) == [alive.key])
-    client.call(client.clear(bus.place.partition, [alive.key]), timeout_s=T, what="a clear")
+    client.call(client.clear(bus.location.partition, [alive.key]), timeout_s=T, what="a clear")
 
 
 def test_abandoned_keys() -> None:
@@ -147,9 +147,9 @@ def test_abandoned_keys() -> None:
     assert abandoned([key], {key: object()}, now=time.time() + 1000.0) == []
 
 
-def test_a_place_that_another_row_has_now_is_not_read(bus: TransferQueueBus) -> None:
-    """TransferQueue gives a freed place to the next sample: a slow reader must not get that one's payload."""
-    client, partition = bus.open(), bus.place.partition
+def test_an_index_that_another_sample_has_now_is_not_read(bus: TransferQueueBus) -> None:
+    """TransferQueue gives a freed index to the next sample. A slow reader must not get that sample's payload."""
+    client, partition = bus.open(), bus.location.partition
 
     def put(uid: str) -> StoredColumns:
         (stored,) = client.call(
@@ -202,7 +202,7 @@ def test_the_bus_process_is_light(bus: TransferQueueBus) -> None:
 
 
 def test_nothing_listens_on_the_network_and_nobody_else_may_enter(bus: TransferQueueBus) -> None:
-    servers = bus.place.plane.servers
+    servers = bus.location.plane.servers
     assert len(servers) == 3
     for server in servers:
         ours = {int(port) for port in server.ports.values()}
@@ -221,16 +221,16 @@ def test_a_killed_server_is_named_to_all_who_wait_and_nothing_stays(
     from concurrent.futures import ThreadPoolExecutor
 
     with a_bus(tmp_path, f"killed{victim}") as bus, ThreadPoolExecutor(1) as pool:
-        servers = bus.place.plane.servers
+        servers = bus.location.plane.servers
         admissions = bus.admit(2, timeout_s=T)
         waiting = pool.submit(bus.lease, for_worker(), timeout_s=LONG_S)
         wait_for(lambda: len(bus.waits(timeout_s=T)) == 1)
         os.kill(servers[victim].pid, signal.SIGKILL)
-        with pytest.raises(BusLost, match=f"{servers[victim].title} is gone"):
+        with pytest.raises(BusLost, match=f"{servers[victim].title} has exited"):
             waiting.result(timeout=T)
-        with pytest.raises(BusLost, match=f"{servers[victim].title} is gone"):
+        with pytest.raises(BusLost, match=f"{servers[victim].title} has exited"):
             pool.submit(bus.put, [make_row(one) for one in admissions], timeout_s=LONG_S).result(timeout=T)
-        with pytest.raises(BusLost, match=f"{servers[victim].title} is gone"):
+        with pytest.raises(BusLost, match=f"{servers[victim].title} has exited"):
             pool.submit(bus.progress, timeout_s=LONG_S).result(timeout=T)
     assert not [server.pid for server in servers if psutil.pid_exists(server.pid)]
     assert not Path(servers[0].folder).parent.exists()
@@ -238,7 +238,7 @@ def test_a_killed_server_is_named_to_all_who_wait_and_nothing_stays(
 
 def test_a_stopped_server_is_named_and_ends_with_the_bus(ray_session: str, tmp_path: Path) -> None:
     with a_bus(tmp_path, "stopped") as bus:
-        servers = bus.place.plane.servers
+        servers = bus.location.plane.servers
         admissions = bus.admit(2, timeout_s=T)
         os.kill(servers[1].pid, signal.SIGSTOP)
         with pytest.raises(BusTimeout, match=f"no answer to a put within 1.0 s.*{servers[1].title}"):

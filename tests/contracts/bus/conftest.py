@@ -1,7 +1,7 @@
-"""The bus contract suite runs against every backend that `create_bus` knows.
+"""The contract suite of the bus runs against every backend that `create_bus` knows.
 
-Who writes another backend adds it to `relax_core.bus.factory.BACKENDS` and runs
-``pytest tests/contracts/bus``: nothing here knows how a backend works inside.
+The author of another backend adds it to `relax_core.bus.factory.BACKENDS` and runs ``pytest tests/contracts/bus``. No
+test here depends on how a backend works.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _numbers = itertools.count()
 
 @pytest.fixture(scope="session")
 def plane(ray_session: str) -> Iterator[DataPlane]:
-    """One for all buses of bus=transfer_queue: it takes seconds to start."""
-    from relax_core.bus.transfer_queue.data_plane import DataPlane  # late: it imports Ray
+    """Yields one data plane for all buses of bus=transfer_queue, because it takes seconds to start."""
+    from relax_core.bus.transfer_queue.data_plane import DataPlane  # imported here because it imports Ray
 
     plane = DataPlane(storage_units=2, folder=Path(tempfile.gettempdir()))
     yield plane
@@ -38,7 +38,10 @@ def plane(ray_session: str) -> Iterator[DataPlane]:
 
 @pytest.fixture(params=BACKENDS)
 def make_bus(request: pytest.FixtureRequest, ray_session: str, tmp_path: Path) -> Iterator[Callable[..., Bus]]:
-    """``make_bus(**changes)``: a fresh bus of 2 groups of 2 samples a step, staleness 1, payloads inline up to 1 KB."""
+    """Yields ``make_bus(**changes)``, which starts a new bus.
+
+    By default it has 2 groups of 2 samples per step, staleness 1, and payloads inline up to 1 KB.
+    """
     made: list[Any] = []
 
     def make(**changes: Any) -> Bus:

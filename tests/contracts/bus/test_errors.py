@@ -1,4 +1,4 @@
-"""Errors arrive as themselves and name what was wrong."""
+"""Tests that errors arrive with their own type and name the cause."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_what_a_lease_does_not_hold_is_not_read(make_bus: MakeBus) -> None:
     (uid,) = [row.group_uid for row in lease.rows]
     with pytest.raises(ValueError, match=f"lease {lease.lease_id} does not hold {second.group_uid}"):
         bus.read(lease.lease_id, [uid, second.group_uid], columns=("a",), timeout_s=T)
-    with pytest.raises(ValueError, match=f"row {uid} has no column 'tokens': ask for one of a"):
+    with pytest.raises(ValueError, match=f"group {uid} has no column 'tokens': ask for one of a"):
         bus.read(lease.lease_id, [uid], columns=("a", "tokens"), timeout_s=T)
     bus.revoke("advantages", timeout_s=T)
     with pytest.raises(LeaseLost, match=f"lease {lease.lease_id} is not held"):
@@ -63,15 +63,15 @@ def test_what_a_lease_does_not_hold_is_not_read(make_bus: MakeBus) -> None:
         bus.read(lease.lease_id, [uid], columns=("a",), timeout_s=T)
 
 
-def test_a_row_that_ended_in_a_workers_hands_is_not_read(make_bus: MakeBus) -> None:
-    """A worker may hold a row that the trainer takes and trains meanwhile."""
+def test_a_leased_group_that_has_ended_is_not_read(make_bus: MakeBus) -> None:
+    """A worker may hold a group that the trainer leases and trains meanwhile."""
     bus = make_bus(groups_per_step=1, max_staleness=0)
     (old,) = bus.admit(1, timeout_s=T)
     bus.put([make_row(old)], timeout_s=T)
     worker = bus.lease(for_worker(), timeout_s=T)
     trainer = bus.lease(for_actor(0, groups=1), timeout_s=T)
     bus.ack([trainer.lease_id], step=0, dropped={}, timeout_s=T)
-    with pytest.raises(LeaseLost, match=f"row {old.group_uid} of lease {worker.lease_id} has ended"):
+    with pytest.raises(LeaseLost, match=f"group {old.group_uid} of lease {worker.lease_id} has ended"):
         bus.read(worker.lease_id, [old.group_uid], columns=("a",), timeout_s=T)
 
 
@@ -84,7 +84,7 @@ def test_a_wrong_step_is_refused(make_bus: MakeBus) -> None:
     bus.ack([lease.lease_id], step=0, dropped={}, timeout_s=T)
     with pytest.raises(ValueError, match="ack of step 0, but version 1 is in force"):
         bus.ack([lease.lease_id], step=0, dropped={}, timeout_s=T)
-    with pytest.raises(ValueError, match="rows of step 0, version 1 is in force"):
+    with pytest.raises(ValueError, match="groups of step 0, version 1 is in force"):
         bus.lease(for_actor(0), timeout_s=T)
     with pytest.raises(BusTimeout, match="version 1 is in force, actor owes the ack of step 1"):
         bus.lease(for_actor(2), timeout_s=0.05)
@@ -106,14 +106,14 @@ def test_rows_that_do_not_fit_their_admission(make_bus: MakeBus) -> None:
     bus = make_bus(max_row_bytes=5000)
     (admission,) = bus.admit(1, timeout_s=T)
     row = make_row(admission)
-    foreign = msgspec.structs.replace(admission, index=7, group_uid="g00000007")
+    never_admitted = msgspec.structs.replace(admission, index=7, group_uid="g00000007")
     wrong: list[tuple[Any, str]] = [
-        (make_row(admission, columns={"a": bytes(6000)}), "row g00000000 has 6000 bytes, bus.max_row_bytes=5000"),
+        (make_row(admission, columns={"a": bytes(6000)}), "group g00000000 has 6000 bytes, bus.max_row_bytes=5000"),
         (msgspec.structs.replace(row, uids=uids_of(admission)[:1]), r"wrong: g00000000\.1"),
         (msgspec.structs.replace(row, uids=uids_of(admission)[:1] * 2), "each of its 2 samples once"),
         (msgspec.structs.replace(row, versions=[0]), "2 samples and 1 versions"),
         (msgspec.structs.replace(row, versions=[0, 2]), "names weights 2, but version 0 is in force"),
-        (make_row(foreign), "'g00000007' .index 7. was never admitted"),
+        (make_row(never_admitted), "'g00000007' .index 7. was never admitted"),
         (msgspec.structs.replace(row, index=1), "never admitted"),
     ]
     for bad, text in wrong:
@@ -130,7 +130,7 @@ def test_a_write_must_cover_its_rows(make_bus: MakeBus) -> None:
     lease = bus.lease(for_worker(groups=2), timeout_s=T)
     with pytest.raises(ValueError, match="wrong: g00000001"):
         bus.write(lease.lease_id, {first.group_uid: {"b": b"x"}}, timeout_s=T)
-    with pytest.raises(ValueError, match=r"row g\d+ has 600\d bytes"):
+    with pytest.raises(ValueError, match=r"group g\d+ has 600\d bytes"):
         bus.write(lease.lease_id, {a.group_uid: {"b": bytes(6000 - 9)} for a in (first, second)}, timeout_s=T)
     with pytest.raises(ValueError, match="belongs to task advantages"):
         bus.ack([lease.lease_id], step=0, dropped={}, timeout_s=T)
@@ -146,7 +146,7 @@ def test_requests_that_can_never_be_met(make_bus: MakeBus, changes: dict[str, An
         bus.lease(for_actor(0, groups=3), timeout_s=T)
 
 
-def test_a_closed_bus_says_so_and_keeps_its_books_open_to_readers(make_bus: MakeBus) -> None:
+def test_a_closed_bus_says_so_and_lets_its_ledger_be_read(make_bus: MakeBus) -> None:
     bus = make_bus()
     bus.admit(1, timeout_s=T)
     bus.close(reason="the trainer failed", timeout_s=T)

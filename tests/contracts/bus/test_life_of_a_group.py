@@ -1,4 +1,4 @@
-"""From admission to the end: what every backend must do with one caller at a time."""
+"""Tests of a group from its admission to its end, with one caller at a time."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def test_a_group_is_trained_once_and_persisted(make_bus: MakeBus) -> None:
     progress = bus.progress(timeout_s=T)
     assert (progress.version, progress.in_flight, progress.waiting, progress.leased) == (1, 0, 0, 0)
     assert progress.staleness_histogram == {0: 2}
-    books = progress.ledger
-    assert (books.issued, books.trained, books.open, books.lost, books.trained_twice) == (4, 2, 0, 0, 0)
-    assert books.dropped == {"masked": 1, "reward failed": 1}
+    counts = progress.ledger
+    assert (counts.issued, counts.trained, counts.open, counts.lost, counts.trained_twice) == (4, 2, 0, 0, 0)
+    assert counts.dropped == {"masked": 1, "reward failed": 1}
 
 
 def test_admissions_are_one_step_early_at_most(make_bus: MakeBus) -> None:
@@ -89,14 +89,14 @@ def test_an_ack_is_persisted_even_when_its_next_lease_times_out(make_bus: MakeBu
     bus.put([make_row(admission)], timeout_s=T)
     lease = bus.lease(for_actor(0, groups=1), timeout_s=T)
     with pytest.raises(
-        BusTimeout, match=r"the ack of step 0 is persisted; actor waits for 1 group at step 1 .* rollout"
+        BusTimeout, match=r"the ack of step 0 is recorded; actor waits for 1 group at step 1 .* rollout"
     ):
         bus.ack([lease.lease_id], step=0, dropped={}, then=for_actor(1, groups=1), timeout_s=SHORT)
     assert bus.progress(timeout_s=T).version == 1
 
 
 def test_a_rank_reads_its_own_rows_of_another_ranks_lease(make_bus: MakeBus) -> None:
-    """Rank 0 leases a small column; each rank reads the large ones of its rows, in its order, and the lease goes on."""
+    """Rank 0 leases a small column. Each rank reads the large columns of its groups, and the lease goes on."""
     bus = make_bus()
     admissions = bus.admit(2, timeout_s=T)
     large = [bytes([number]) * 5000 for number in range(2)]
@@ -193,7 +193,7 @@ def test_large_payloads_arrive_whole(make_bus: MakeBus) -> None:
 
 @pytest.mark.parametrize("on_stale", ["drop", "mask"])
 def test_rows_outside_the_window(make_bus: MakeBus, on_stale: str) -> None:
-    """At version 1 a row arrives that version 0 generated; no staleness is allowed."""
+    """At version 1 a group arrives that version 0 generated; no staleness is allowed."""
     bus = make_bus(groups_per_step=1, max_staleness=0, on_stale=on_stale)
     first, second = bus.admit(2, timeout_s=T)
     bus.put([make_row(first)], timeout_s=T)

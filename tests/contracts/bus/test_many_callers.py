@@ -1,4 +1,4 @@
-"""Many callers at once, in threads: everybody gets served, and nobody hangs."""
+"""Tests of many callers at once, in threads: each gets an answer, and none hangs."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ def test_every_sample_is_trained_exactly_once(make_bus: MakeBus, max_staleness: 
             future.result(timeout=T)
     assert Counter(trained) == Counter(f"g{index:08d}.{k}" for index in range(STEPS * GROUPS) for k in range(2))
     assert len(seen) == len(set(seen)) == STEPS * GROUPS
-    books = bus.progress(timeout_s=T).ledger
-    assert (books.issued, books.trained, books.open, books.lost, books.trained_twice) == (96, 96, 0, 0, 0)
+    counts = bus.progress(timeout_s=T).ledger
+    assert (counts.issued, counts.trained, counts.open, counts.lost, counts.trained_twice) == (96, 96, 0, 0, 0)
 
 
 def _await_waits(bus: Bus, count: int) -> None:
-    """Until so many calls wait in the bus."""
+    """Waits until so many calls wait in the bus."""
     deadline = time.monotonic() + T
     while len(waits := bus.waits(timeout_s=T)) < count:
         assert time.monotonic() < deadline, waits
@@ -121,7 +121,7 @@ def test_revoke_ends_the_waits_of_a_lost_worker(make_bus: MakeBus) -> None:
 
 
 def test_reclaim_ends_the_wait_that_a_lost_rollout_left(make_bus: MakeBus) -> None:
-    """A waiting admit of a killed process lives on in the bus: it must not take the successor's credits."""
+    """A waiting admit of a killed process stays in the bus. It must not take the successor's credits."""
     bus = make_bus()
     while len(bus.admit(100, timeout_s=T)) == 100:
         pass
@@ -155,7 +155,7 @@ def test_a_worker_that_is_back_gets_its_own_admissions_and_leaves_the_others_the
 
 
 def test_a_worker_that_comes_first_leaves_the_others_their_part(make_bus: MakeBus) -> None:
-    """Of 3 steps of 2 groups each of two workers may have 3 in flight; what it has finished does not count."""
+    """Of 3 steps of 2 groups, each of two workers may have 3 in flight. Finished groups do not count."""
     bus = make_bus(groups_per_step=2, max_staleness=1, rollout_workers=2)
     first = bus.admit(100, worker=0, timeout_s=T)
     assert len(first) == 3

@@ -1,4 +1,4 @@
-"""Whatever a group is made of crosses the bus unchanged, next to rows that are made of something else."""
+"""Tests that any columns cross the bus unchanged, beside groups with other columns."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_kind_of_payload_comes_back(make_bus: MakeBus) -> None:
     bus = make_bus()
     kinds = ("image", "video")
     rows = [make_row(a, columns=columns_of(kind)) for a, kind in zip(bus.admit(2, timeout_s=T), kinds, strict=True)]
-    bus.put(rows, timeout_s=T)  # rows of one call have different columns
+    bus.put(rows, timeout_s=T)  # the groups of one call have different columns
     (heard,) = bus.lease(for_worker(("sound", "a"), task="listener"), timeout_s=T).rows
     assert (heard.index, bytes(heard.columns["sound"])) == (1, b"\x00\xff" * 9000)
     request = msgspec.structs.replace(for_actor(0), columns=tuple(columns_of("image")))
@@ -73,7 +73,7 @@ def test_sizes_around_the_inline_limit(make_bus: MakeBus, nbytes: int) -> None:
     assert (bytes(columns["a"]), bytes(columns["b"])) == (payload, payload[::-1])
 
 
-def test_columns_that_the_books_keep_travel_too(make_bus: MakeBus) -> None:
+def test_columns_that_the_ledger_persists_travel_too(make_bus: MakeBus) -> None:
     bus = make_bus(groups_per_step=1)
     (admission,) = bus.admit(1, timeout_s=T)
     sent = {column: bytes([place]) * 2000 for place, column in enumerate((*PERSISTED_COLUMNS, "a"))}

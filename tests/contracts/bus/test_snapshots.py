@@ -1,4 +1,4 @@
-"""A snapshot is one cut: what was open then is issued again, each once and first; what was trained stays trained."""
+"""Tests of snapshots: open groups are issued again, each once and first, and trained groups stay trained."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = 60.0
 
 
 def _train_step(bus: Bus, step: int) -> list[str]:
-    """One whole step; returns the samples that it trained."""
+    """Trains one whole step and returns its samples."""
     version = bus.progress(timeout_s=T).version
     assert version == step
     lease = bus.lease(for_actor(step), timeout_s=T)
@@ -28,7 +28,7 @@ def test_open_groups_come_first_and_each_once(make_bus: MakeBus) -> None:
     half_dropped = make_row(admissions[3], dropped={uids_of(admissions[3])[0]: "reward failed"})
     bus.put([*(make_row(admission) for admission in admissions[:3]), half_dropped], timeout_s=T)
     trained = _train_step(bus, 0)
-    bus.lease(for_actor(1), timeout_s=T)  # held at the cut
+    bus.lease(for_actor(1), timeout_s=T)  # held when the snapshot is taken
     snapshot = bus.snapshot(timeout_s=T)
     at_cut = bus.progress(timeout_s=T)
 
@@ -45,8 +45,8 @@ def test_open_groups_come_first_and_each_once(make_bus: MakeBus) -> None:
     resumed.put([make_row(admission, version=1) for admission in again[:4]], timeout_s=T)
     trained += _train_step(resumed, 1) + _train_step(resumed, 2)
     assert len(trained) == len(set(trained)) == 12
-    books = resumed.progress(timeout_s=T).ledger
-    assert (books.trained, books.open, books.lost, books.trained_twice, books.dropped) == (12, 4, 0, 0, {})
+    counts = resumed.progress(timeout_s=T).ledger
+    assert (counts.trained, counts.open, counts.lost, counts.trained_twice, counts.dropped) == (12, 4, 0, 0, {})
 
 
 def test_open_groups_go_to_the_worker_that_asks_first(make_bus: MakeBus) -> None:
@@ -80,8 +80,8 @@ def test_a_running_bus_can_go_back(make_bus: MakeBus) -> None:
     again = bus.admit(4, timeout_s=T)
     bus.put([make_row(admission) for admission in again], timeout_s=T)
     _train_step(bus, 0)
-    books = bus.progress(timeout_s=T).ledger
-    assert (books.issued, books.trained, books.open, books.lost, books.trained_twice) == (8, 4, 4, 0, 0)
+    counts = bus.progress(timeout_s=T).ledger
+    assert (counts.issued, counts.trained, counts.open, counts.lost, counts.trained_twice) == (8, 4, 4, 0, 0)
 
 
 def test_another_group_size_is_refused(make_bus: MakeBus) -> None:

@@ -1,4 +1,4 @@
-"""Who waits in the bus, for what, and who owes it."""
+"""Tests of the waits in the bus: which task waits, for what, and which task has to act."""
 
 from __future__ import annotations
 
@@ -117,7 +117,10 @@ def test_the_rollout_follows_the_versions_and_hears_what_ended_with_them(make_bu
 
 
 def test_each_worker_hears_of_its_own_groups_however_late_it_asks(make_bus: MakeBus) -> None:
-    """The second worker's groups end with both steps, and it follows. The third one asks once, after both."""
+    """The second worker's groups end with both steps, and it asks after each.
+
+    The third worker asks once, after both.
+    """
     bus = make_bus(groups_per_step=1, max_staleness=0, spare_groups=2)
     retired: dict[int, list[str]] = {1: [], 2: []}
     for step in (0, 1):

@@ -1,5 +1,4 @@
-"""The engines under test: real processes over a tiny random Qwen3, one of each kind for the session and fresh ones on
-demand."""
+"""The engines under test: real processes with a tiny random Qwen3, one per kind and session, and new ones on demand."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ def launch(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Engi
 
 @pytest.fixture(scope="session")
 def sglang_launch(launch: EngineLaunch, tmp_path_factory: pytest.TempPathFactory) -> EngineLaunch:
-    """The same model behind SGLang's own server."""
+    """Returns a launch of SGLang's own server with the same model."""
     if not SGLANG_PYTHON.is_file():
         pytest.fail(f"{SGLANG_PYTHON} is missing: make sglang-cpu")
     engine = replace(
@@ -67,7 +66,7 @@ def sglang_launch(launch: EngineLaunch, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="session")
 def engines(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Engine]]:
-    """The session's engine of each kind, started when it is first asked for. It serves the folder's weights."""
+    """Returns the session's engine of each kind, started on first use. It serves the folder's weights."""
     processes: dict[str, EngineProcess] = {}
     with Started() as started:
 
@@ -85,14 +84,13 @@ def engines(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Engine]]
 
 @pytest.fixture(scope="session", params=ENGINES)
 def engine(request: pytest.FixtureRequest, engines: Callable[[str], Engine]) -> Engine:
-    """A test that changes it puts it back."""
+    """Returns the session's engine. A test that changes it restores it."""
     return engines(request.param)
 
 
 @pytest.fixture
 def start_engine(launch: EngineLaunch) -> Iterator[Callable[..., Engine]]:
-    """Starts embedded engines of its own for a test, by a launch of its own where it gives one; keywords replace fields
-    of it."""
+    """Yields a function that starts embedded engines for one test; keywords replace fields of the launch."""
     started: list[EngineProcess] = []
 
     def start(given: EngineLaunch = launch, **changes: object) -> Engine:

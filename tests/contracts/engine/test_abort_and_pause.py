@@ -1,4 +1,4 @@
-"""Abort gives back what was generated; the three ways to pause; memory given up and taken again."""
+"""Tests that an abort returns the generated tokens; of the three ways to pause; and of releasing memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.contracts.engine.harness import (
 
 @pytest.fixture(autouse=True)
 def left_as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The shared engine goes on, whatever a test left behind."""
+    """Lets the shared engine go on after each test."""
     yield
     if "engine" in request.fixturenames:
         engine = request.getfixturevalue("engine")
@@ -34,7 +34,7 @@ def left_as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 class Reader:
-    """Gathers a stream of one sample."""
+    """Collects the stream of one sample."""
 
     def __init__(self, events: Iterator[dict[str, Any]]) -> None:
         self._events = events
@@ -58,7 +58,7 @@ class Reader:
 
 
 def undisturbed(engine: Engine, tokens: int) -> list[int]:
-    """What the same sample is without interruption."""
+    """Returns the same sample without an interruption."""
     ids: list[int] = engine.post("/generate", long_request("calm", tokens=tokens))["output_ids"]
     return ids
 
@@ -87,7 +87,7 @@ def test_abort_reaches_what_still_waits(engine: Engine) -> None:
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 @sglang_only
 def test_pause_update_resume_marks_sglangs_versions(engine: Engine, tmp_path: Path, mode: PauseMode) -> None:
-    """Its client pauses, updates and resumes in one call."""
+    """SGLang's client pauses, updates and resumes in one call."""
     before = engine.version
     with engine.stream(long_request("spans")) as events:
         spans = Reader(events).read(5)
@@ -129,11 +129,11 @@ def test_pause_update_resume_marks_the_versions(start_engine: Any, tmp_path: Pat
 
 
 def test_retract_goes_on_as_if_nothing_had_happened(engine: Engine) -> None:
-    """Same weights: its cache is computed anew, and the tokens are those of an undisturbed run."""
+    """With the same weights the cache is computed again, and the tokens are those of a run without interruption."""
     with engine.stream(long_request("retracted")) as events:
         retracted = Reader(events).read(20)
         engine.client.pause("retract")
-        if engine.kind == "embedded":  # SGLang's loads are some steps old
+        if engine.kind == "embedded":  # SGLang reports loads that are some steps old
             load = engine.client.loads()
             assert (load["running"], load["queued"]) == (0, 1)
         engine.client.resume()

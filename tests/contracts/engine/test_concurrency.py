@@ -1,4 +1,4 @@
-"""Many requests at once, more than fit, all answered as if each were alone."""
+"""Tests that many requests at once, more than fit, get the answers that each would get alone."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What harms neither the embedded engine nor other requests: each of these once ended the process, its requests or its
-readiness, or held it up for ever."""
+"""Tests of requests that must harm neither the embedded engine nor other requests.
+
+Each of these once ended the process or its requests, made it unready, or blocked it for ever.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +44,12 @@ SEEDED = {
 }
 SCORED = {"sampling_params": {"max_new_tokens": 0}, "return_logprob": True, "logprob_start_len": 0}
 IDLE = 1500
-ROOM_MB = 40  # that the process may grow by for reasons of its own
+ROOM_MB = 40  # the process may grow by this much for other reasons
 
 
 @contextmanager
 def files_allowed(count: int) -> Iterator[None]:
-    """How many this process, and who is started meanwhile, may have open."""
+    """Limits the number of open files of this process and of those that it starts meanwhile."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
     try:
@@ -58,7 +60,7 @@ def files_allowed(count: int) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def door(launch: EngineLaunch) -> Iterator[Engine]:
-    """It may have 1024 files open, as a shell allows by default, and more where it asks for them."""
+    """Returns an engine that may open 1024 files, a shell's default, and more if it raises the limit."""
     with files_allowed(1024):
         process = EngineProcess.start(launch)
     yield Engine(process)
@@ -66,14 +68,14 @@ def door(launch: EngineLaunch) -> Iterator[Engine]:
 
 
 def generations(engine: Engine) -> list[Any]:
-    """The tokens of a greedy and of a seeded generation."""
+    """Returns the tokens of a greedy and of a seeded generation."""
     replies = [engine.post("/generate", GREEDY), *engine.post("/generate", SEEDED)]
     return [reply["output_ids"] for reply in replies]
 
 
 @pytest.fixture
 def unharmed(door: Engine) -> Iterator[Engine]:
-    """The engine, which lives on and makes the same tokens afterwards."""
+    """Yields the engine, and checks afterwards that it runs and generates the same tokens."""
     before = generations(door)
     yield door
     assert door.process.poll() is None and door.client.ready()
@@ -114,7 +116,7 @@ def test_numbers_and_lists_beyond_their_bounds_are_refused(unharmed: Engine, bod
 
 
 def test_at_their_bounds_they_are_taken_alone_and_together(unharmed: Engine) -> None:
-    """Each in one batch with a plain sample, whose log-probs stay what they are alone."""
+    """Each is in one batch with a plain sample, whose log-probs must equal those that it has alone."""
     alone = unharmed.post("/generate", SEEDED | {"return_logprob": True})
     for extreme in (
         {"top_k": MAX_TOP_K, "top_p": 5e-324},
@@ -142,7 +144,7 @@ def test_the_configuration_has_the_engines_bounds() -> None:
 def test_logits_that_are_not_finite_end_their_own_request_alone(
     start_engine: Callable[..., Engine], tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:
-    """A token's embedding is NaN: whoever has it in the prompt, or samples it, fails; in one batch with others."""
+    """A token's embedding is NaN. Requests fail that have it in the prompt or sample it, others in the batch do not."""
     poison, model = 7, make_model(None, seed=0, tied=False)
     untied = tmp_path / "untied"
     untied.mkdir()
@@ -183,7 +185,7 @@ def test_an_accept_header_of_any_bytes_is_read(unharmed: Engine) -> None:
 
 
 def raw_status(engine: Engine, head: bytes, body: str) -> int:
-    """The status of a request with the token and these bytes of a head."""
+    """Returns the status of a request with the token and these bytes of a head."""
     data = body.encode()
     head += f"authorization: Bearer {TOKEN}\r\nconnection: close\r\ncontent-length: {len(data)}\r\n\r\n".encode()
     with socket.create_connection(("127.0.0.1", engine.process.port)) as client:
@@ -211,7 +213,7 @@ def test_a_body_that_is_nested_deep_is_refused(unharmed: Engine, nested: str) ->
 
 
 def odd_files(folder: Path) -> dict[str, Path]:
-    """Folders whose weights are no files, by what they are."""
+    """Returns folders whose weights are no files, by their kind."""
     found = {name: folder / name for name in ("pipe", "device", "folder", "loop", "empty", "noise")}
     for path in found.values():
         path.mkdir()
@@ -252,7 +254,7 @@ def as_json(manifest: WeightManifest, **changed: Any) -> Any:
 
 
 def test_a_manifest_of_what_cannot_be_is_refused(unharmed: Engine, tmp_path: Path) -> None:
-    """Its own digest agrees each time: who sends it has the token."""
+    """The manifest's own digest is right each time, because its sender has the token."""
     manifest = publish(make_model(None, seed=0), tmp_path / "good", version=unharmed.version + 1)
     one = manifest.tensors[0]
     for changed in (
@@ -278,7 +280,7 @@ def test_a_manifest_of_what_cannot_be_is_refused(unharmed: Engine, tmp_path: Pat
 def digest_of(tensors: list[TensorSpec], manifest: WeightManifest) -> str:
     try:
         return _names_digest(tensors, manifest.digests)
-    except OverflowError:  # no digest can be made of such a size
+    except OverflowError:  # no digest exists for such a size
         return manifest.digest
 
 
@@ -344,7 +346,7 @@ def group_body(**changed: Any) -> dict[str, Any]:
 
 
 def test_groups_that_nobody_joins_hold_up_no_update(door: Engine, tmp_path: Path) -> None:
-    """Not even many of them; and there are not more than some."""
+    """Even many such groups block no update, and their number is limited."""
     with ThreadPoolExecutor(17) as pool:
         bodies = [group_body(group_name=f"lonely-{number}", timeout_s=4.0) for number in range(17)]
         calls = [pool.submit(door.call, "/init_weights_update_group", body) for body in bodies]
@@ -364,7 +366,7 @@ def test_versions_that_are_none_are_refused(unharmed: Engine, version: Any) -> N
 
 
 def test_a_header_of_150_mb_is_not_kept(unharmed: Engine) -> None:
-    """It needs no token."""
+    """The sender needs no token."""
     before, sent = peak_mb(unharmed), 0
     with socket.create_connection(("127.0.0.1", unharmed.process.port)) as client:
         client.settimeout(60.0)
@@ -375,7 +377,7 @@ def test_a_header_of_150_mb_is_not_kept(unharmed: Engine) -> None:
                 sent += 1
             assert b" 431 " in client.recv(1 << 16)
         except ConnectionError:
-            pass  # it was hung up on
+            pass  # the engine closed the connection
     assert peak_mb(unharmed) - before < ROOM_MB
     with ThreadPoolExecutor() as pool:
         assert pool.submit(unharmed.client.ready).result(60)
@@ -387,7 +389,7 @@ def peak_mb(engine: Engine) -> int:
 
 
 def test_idle_connections_keep_nobody_out(unharmed: Engine) -> None:
-    """They need no token. A stream that runs is not cut off, and the owner's question is answered."""
+    """They need no token. A running stream is not cut off, and the owner's request is answered."""
     idle: list[socket.socket] = []
     try:
         with files_allowed(IDLE + 1000), unharmed.stream(long_request("running", tokens=3000)) as events:
@@ -405,7 +407,7 @@ def test_idle_connections_keep_nobody_out(unharmed: Engine) -> None:
 
 
 def test_the_health_of_generation_is_asked_often_and_disturbs_nobody(unharmed: Engine) -> None:
-    """It needs no token. It makes no tokens of its own, and says at once why there are none."""
+    """The request needs no token. It generates nothing, and says at once why the engine generates nothing."""
     before = unharmed.client.loads()
     with ThreadPoolExecutor(16) as pool:
         asked = list(pool.map(lambda _: unharmed.call("/health_generate", method="GET", token=None), range(200)))
@@ -431,12 +433,15 @@ def test_a_client_that_hangs_up_in_the_middle_of_a_body_or_a_stream_leaves_nothi
     with socket.create_connection(("127.0.0.1", unharmed.process.port)) as client:
         client.sendall(head + f"content-length: {len(body)}\r\n\r\n".encode() + body)
         client.recv(100)
-        client.shutdown(socket.SHUT_WR)  # half of it: who says no more hears no more
+        client.shutdown(socket.SHUT_WR)  # a client that closes its sending side gets no answer
         wait_until(lambda: unharmed.client.loads()["running"] == 0, what="the end of what it asked for")
 
 
 def test_one_connection_too_many_questions(unharmed: Engine) -> None:
-    """A client that sends a thousand requests and reads nothing is hung up on; one that sends some gets its answers."""
+    """The engine closes the connection of a client that sends a thousand requests and reads nothing.
+
+    A client that sends some requests gets its answers.
+    """
     ready = b"GET /ready HTTP/1.1\r\n\r\n"
     with socket.create_connection(("127.0.0.1", unharmed.process.port)) as client:
         client.settimeout(60.0)

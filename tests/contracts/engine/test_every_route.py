@@ -1,6 +1,6 @@
-"""Requests of every kind to every route of the embedded engine: it answers each, and goes on as it was.
+"""Sends requests of every kind to every route of the embedded engine: it answers each and goes on as before.
 
-While they come, other requests run; these must get the tokens that they get alone.
+Other requests run meanwhile; they must get the tokens that they get alone.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ def in_words(numbers: list[int]) -> str:
 
 
 def body_of(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """Any of these fields, most of them as they should be, some not."""
+    """Draws a body with any of these fields, most of them valid, some not."""
     mostly = {name: st.one_of(*[one] * 9, JUNK) for name, one in fields.items()}
     return st.fixed_dictionaries({}, optional=mostly)
 
 
 def whole_body_of(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """All of these fields, most of them as they should be."""
+    """Draws a body with all of these fields, most of them valid."""
     return st.fixed_dictionaries({name: st.one_of(*[one] * 4, ODD) for name, one in fields.items()})
 
 
@@ -191,7 +191,7 @@ def engine(launch: EngineLaunch) -> Iterator[Engine]:
 
 
 class Neighbour:
-    """Asks for the same again and again, and compares. What was aborted has the beginning of its tokens."""
+    """Sends the same request again and again, and compares. An aborted one has the first tokens of the others."""
 
     def __init__(self, engine: Engine) -> None:
         self.compared = 0
@@ -210,7 +210,7 @@ class Neighbour:
                     if ids != whole[: len(ids)]:
                         self.wrong.append((ids, whole))
                 self.compared += found == self._expected
-        except Exception as error:  # it belongs to the test
+        except Exception as error:  # the test's own thread raises it again
             self.wrong.append(error)
 
     def end(self) -> None:
@@ -226,7 +226,7 @@ def tokens_of(engine: Engine) -> list[list[int]]:
 
 @pytest.fixture
 def neighbour(engine: Engine) -> Iterator[Neighbour]:
-    """Other requests that run meanwhile. Afterwards the engine is the process that it was."""
+    """Runs other requests meanwhile, and checks afterwards that the engine is the same process."""
     one = Neighbour(engine)
     yield one
     one.end()
@@ -242,7 +242,7 @@ def request(
     token: bool = True,
     whole: bool = True,
 ) -> bytes:
-    """``whole``: the body has the length that the head says."""
+    """Sends a request. If ``whole``, the body has the length that the head states."""
     lines = [b"%s %s HTTP/1.1" % (method, target), *(b"%s: %s" % one for one in headers), b"connection: close"]
     if token:
         lines.append(b"authorization: Bearer %s" % TOKEN.encode())
@@ -251,7 +251,10 @@ def request(
 
 
 def status_of(engine: Engine, data: bytes, *, whole: bool = True) -> int | None:
-    """None where it hung up without a word. ``whole``: nothing of the request is still to come."""
+    """Returns the status, None if the engine closed the connection without an answer.
+
+    ``whole`` says that the request was sent completely.
+    """
     with socket.create_connection(("127.0.0.1", engine.process.port)) as client:
         client.settimeout(ANSWERS_S)
         client.sendall(data)
@@ -261,7 +264,7 @@ def status_of(engine: Engine, data: bytes, *, whole: bool = True) -> int | None:
         try:
             while part := client.recv(1 << 16):
                 found += part
-        except ConnectionResetError:  # it has hung up on what it did not read
+        except ConnectionResetError:  # the engine closed the connection before it read everything
             pass
     found = found.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
     return int(found.split()[1]) if found else None
@@ -303,7 +306,7 @@ def test_generate(engine: Engine, neighbour: Neighbour) -> None:
 def controls(engine: Engine, asked: tuple[str, Any], headers: list[tuple[bytes, bytes]]) -> None:
     path, body = asked
     if isinstance(body, dict) and body.get("abort_all") is True:
-        return  # it does what it says
+        return  # these routes do what the request says
     engine.post("/begin_weight_update")
     try:
         check(status_of(engine, request(b"POST", path.encode(), headers, encoded(body, "json"))), path, body)
@@ -339,7 +342,7 @@ def asks(
     body: bytes,
     whole: bool,
 ) -> None:
-    """Without the token, with bytes of any kind, and bodies that never come as a whole."""
+    """Draws requests without the token, with any bytes, and with bodies that are never sent completely."""
     data = request(method, path + more, headers, body, token=False, whole=whole)
     status = status_of(engine, data, whole=whole)
     if status is None:
@@ -355,7 +358,7 @@ def test_anything_without_the_token(engine: Engine, neighbour: Neighbour) -> Non
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=400), st.booleans())
 def sends(engine: Engine, data: bytes, head: bool) -> None:
-    """What may be no HTTP at all."""
+    """Draws bytes that may not be HTTP at all."""
     data = b"POST /generate HTTP/1.1\r\n" + data if head else data
     status = status_of(engine, data, whole=False)
     assert status is None or status < 500
@@ -366,6 +369,6 @@ def test_any_bytes(engine: Engine, neighbour: Neighbour) -> None:
 
 
 def test_answers_are_json_that_all_can_read(engine: Engine) -> None:
-    """A greedy token has no log-prob below float's range, nor a scored one."""
+    """Neither a greedy nor a scored token has a log-prob below the range of a float."""
     reply = engine.post("/generate", {"input_ids": [5, 6], "return_logprob": True, "sampling_params": {"top_k": 1}})
     assert all(math.isfinite(logprob) for logprob, _, _ in reply["meta_info"]["output_token_logprobs"])

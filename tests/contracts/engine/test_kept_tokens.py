@@ -1,4 +1,4 @@
-"""Which tokens each token was sampled from, against transformers' own logits and warpers."""
+"""Tests from which tokens each token was sampled, against transformers' logits and warpers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def model() -> Any:
 
 
 def tempered_logits(model: Any, prompt: list[int], ids: list[int], params: SamplingParams) -> torch.Tensor:
-    """``[tokens, vocab]`` float64 in front of each response token."""
+    """Returns ``[tokens, vocab]`` float64, the logits before each response token."""
     with torch.no_grad():
         logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].double()
     logits[:, params.banned_token_ids] = float("-inf")
@@ -50,7 +50,7 @@ def tempered_logits(model: Any, prompt: list[int], ids: list[int], params: Sampl
 
 
 def expected_sets(logits: torch.Tensor, params: SamplingParams, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """What is kept ``[tokens, vocab]``, and for which tokens ``[tokens]`` that hangs on no rounding."""
+    """Returns the kept sets ``[tokens, vocab]``, and for which tokens ``[tokens]`` they depend on no rounding."""
     warped = TopKLogitsWarper(params.top_k)(None, logits) if params.top_k > 0 else logits
     before = logits if kind == "sglang" else warped  # SGLang's top_p counts the probabilities before top_k
     clear = torch.ones(len(logits), dtype=torch.bool)
@@ -67,7 +67,7 @@ def expected_sets(logits: torch.Tensor, params: SamplingParams, kind: str) -> tu
 
 
 def check(model: Any, one: Generated, params: SamplingParams, kind: str) -> int:
-    """Returns how many tokens' sets were compared."""
+    """Compares the sets and returns how many tokens were compared."""
     assert one.kept is not None and one.kept.vocab_size == VOCAB
     assert one.kept.fault(one.output_ids) is None
     logits = tempered_logits(model, PROMPTS[one.prompt], one.output_ids.tolist(), params)
@@ -182,7 +182,7 @@ def test_kept_sets_stay_with_their_tokens_when_the_weights_change(
 @embedded_only
 @pytest.mark.parametrize("top_k", [0, 3, VOCAB])
 def test_given_tokens_are_scored_over_their_sets(engine: Engine, model: Any, top_k: int) -> None:
-    """Beside tokens that were sampled from everything; without banned tokens."""
+    """They are scored beside tokens that were sampled from everything, and without banned tokens."""
     params = msgspec.structs.replace(WANTED, top_p=0.8, temperature=0.8, banned_token_ids=[7, 8])
     responses = engine.generate(prompts_of(*PROMPTS), params)
     rows = [
@@ -267,7 +267,7 @@ def test_sglang_scores_over_the_whole_vocabulary_only(engine: Engine) -> None:
 
 @pytest.fixture
 def random_sglang(sglang_launch: EngineLaunch) -> Iterator[Engine]:
-    """A server that is not deterministic."""
+    """Returns a server that is not deterministic."""
     process = EngineProcess.start(replace(sglang_launch, engine=replace(sglang_launch.engine, deterministic=False)))
     yield Engine(process, "sglang")
     process.stop(timeout_s=5.0)

@@ -1,4 +1,4 @@
-"""An SGLang server of ours: what it tells, what it hides, and that nothing of it is left behind."""
+"""Tests an SGLang server that Relax starts: its status, its redaction, and that nothing of it remains."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def started() -> Iterator[Started]:
 
 @pytest.fixture(scope="module")
 def blank(sglang_launch: EngineLaunch, started: Started, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """A server that has no weights yet, and prefills in small chunks; a test kills it at the end."""
+    """Returns a server without weights that prefills in small chunks. A test kills it at the end."""
     log = tmp_path_factory.mktemp("blank") / "engine.log"
     engine = replace(sglang_launch.engine, flags={"chunked-prefill-size": CHUNK})
     process = started.start(replace(sglang_launch, engine=engine, load_weights=False, log_file=log))
@@ -92,13 +92,13 @@ def test_prompts_that_wait_for_different_versions_share_a_call(blank: Engine, tm
 
 
 def test_a_prompt_that_new_weights_cut_in_two_is_asked_for_again(blank: Engine, tmp_path: Path) -> None:
-    """No log-prob may be of a cache that two versions made."""
+    """No log-prob may depend on a cache that two versions computed."""
     version, params, deadline = blank.version + 1, SamplingParams(max_new_tokens=4), time.monotonic() + 120.0
     blank.client.update_weights(publish(make_model(None, seed=9), tmp_path / "old", version=version))
     model = make_model(None, seed=10)
     manifest = publish(model, tmp_path / "new", version=version + 1)
     with ThreadPoolExecutor() as pool:
-        for attempt in range(20):  # one whose prefill ends before it was seen is no use
+        for attempt in range(20):  # repeated, because a prefill may end before the test sees it
             prompt = random_prompt(4000, seed=attempt)
             cut = pool.submit(blank.generate, prompts_of(prompt, min_version=version), params)
             while not (half := half_prefilled(blank)) and not cut.done():
@@ -117,7 +117,7 @@ def test_a_prompt_that_new_weights_cut_in_two_is_asked_for_again(blank: Engine, 
 
 
 def half_prefilled(engine: Engine) -> bool:
-    """Pauses it; whether the only prompt there has some chunks of its prefill behind it and some ahead."""
+    """Pauses the server and returns whether the only prompt has some chunks of its prefill done and some left."""
     engine.client.pause("in_place")
     loads = engine.client.loads()
     return loads["num_waiting_reqs"] == 0 and loads["num_waiting_uncached_tokens"] > 8 * CHUNK
@@ -163,7 +163,7 @@ def test_a_server_that_is_killed_takes_its_processes_along(blank: Engine, wait_u
 
 
 def test_a_server_that_was_killed_leaves_nothing(blank: Engine, started: Started) -> None:
-    """Neither sockets and files nor names in shared memory, once its owner has seen its end."""
+    """After its owner has seen its end, neither sockets and files nor names in shared memory remain."""
     assert blank.process.poll() is not None, "the test before has killed it"
     assert started.left(), "what it had made"
     blank.process.stop(timeout_s=0.0)
@@ -173,7 +173,7 @@ def test_a_server_that_was_killed_leaves_nothing(blank: Engine, started: Started
 def test_it_ends_with_an_owner_that_was_killed(
     sglang_launch: EngineLaunch, tmp_path: Path, wait_until: WaitUntil
 ) -> None:
-    """While it still starts: that takes the longest, and the life line holds from its first moment."""
+    """The owner dies during the server's long start. The pipe to the owner works from the first moment on."""
     launch = replace(sglang_launch, log_file=tmp_path / "log")
     owner = """
 import pickle, sys, time
@@ -192,7 +192,7 @@ time.sleep(600)
     child.stdin.write(pickle.dumps(launch))
     child.stdin.close()
     wait_until(lambda: bool(psutil.Process(child.pid).children()), what="its server", timeout_s=30.0)
-    time.sleep(3.0)  # into the imports
+    time.sleep(3.0)  # the server now runs its imports
     processes = psutil.Process(child.pid).children(recursive=True)
     child.kill()
     child.wait()

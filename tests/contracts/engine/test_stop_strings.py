@@ -1,4 +1,4 @@
-"""Stop strings: a response ends with the token that completes one, and is else the response that it would have been."""
+"""Tests that a response ends with the token that completes a stop string, and is otherwise unchanged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STOPPING = msgspec.structs.replace(PARAMS, stop=STOP)
 
 
 def text_of(ids: list[int]) -> str:
-    """What the tokenizer below makes of them: one or two letters a token."""
+    """Returns the text of token ids by the tokenizer below: one or two letters per token."""
     return "".join(LETTERS[token % 5] * (1 + token % 2) for token in ids)
 
 
@@ -62,7 +62,7 @@ def first_end(ids: list[int]) -> int | None:
 
 
 def as_expected(whole: Generated, stopped: Generated) -> bool:
-    """``stopped`` is the beginning of ``whole`` up to its first stop string. Returns whether it has one."""
+    """Checks that ``stopped`` is ``whole`` up to its first stop string, and returns whether it has one."""
     end = first_end(whole.output_ids.tolist())
     assert stopped.output_ids.tolist() == whole.output_ids[:end].tolist()
     assert stopped.logprobs == pytest.approx(whole.logprobs[:end], abs=2e-5)
@@ -85,8 +85,8 @@ def test_a_response_ends_with_the_token_that_completes_a_string(lettered: Engine
     assert sum(ended) >= 5 and not all(ended), ended  # the model writes them by chance
 
 
-def test_a_string_across_the_place_where_a_response_goes_on_is_found(lettered: Engine) -> None:
-    """An aborted sample is asked for again behind its own tokens."""
+def test_a_string_across_the_point_where_a_response_goes_on_is_found(lettered: Engine) -> None:
+    """An aborted sample is requested again after its own tokens."""
     prompts = prompts_of([5, 6, 7], [9, 8], [20, 30, 40, 11])
     stopped = [one for one in lettered.generate(prompts, STOPPING) if one.finish_reason == "stop"]
     across = [

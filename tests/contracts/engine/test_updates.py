@@ -1,4 +1,4 @@
-"""New weights by every transport, on both engines: served where their digest agrees, kept out where it does not."""
+"""Tests weight updates by every transport on both engines: served if the digest agrees, refused if it does not."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Damage = Callable[[Path], None]
 
 @pytest.fixture
 def engine_back(engine: Engine, tmp_path: Path) -> Iterator[Engine]:
-    """The session's engine; the folder's own weights come back, under a newer version."""
+    """Yields the session's engine. Afterwards the folder's own weights come back under a newer version."""
     yield engine
     newer = max(engine.version, 1000) + 1
     engine.client.update_weights(publish(make_model(None, seed=0), tmp_path / "back.bin", version=newer))
@@ -45,7 +45,7 @@ def engine_back(engine: Engine, tmp_path: Path) -> Iterator[Engine]:
 
 
 def publisher_of(name: str, engine: Engine, folder: Path, model: Path, *, damage: list[Damage]) -> WeightPublisher:
-    """``damage``: what happens to a published file before the engine is told of it."""
+    """Returns a publisher. ``damage`` changes a published file before the engine is told of it."""
     transport = build_transport(WeightTransportName(name), host="127.0.0.1", timeout_s=TIMEOUT_S)
 
     def receivers() -> list[object]:
@@ -63,7 +63,7 @@ def flip_a_bit(path: Path) -> None:
 
 
 def send(publisher: WeightPublisher, version: int) -> SyncReport:
-    """The version's weights are those of the model of this seed."""
+    """Sends a version with the weights of the model of this seed."""
     return publisher.publish(version, hf_weights(make_model(None, seed=version))).result(timeout=2 * TIMEOUT_S)
 
 
@@ -115,7 +115,7 @@ def test_the_same_version_again_is_not_loaded_again(engine_back: Engine, tmp_pat
 
 @sglang_only
 def test_two_senders_of_one_version_do_not_disturb_each_other(engine_back: Engine, tmp_path: Path) -> None:
-    """The trainer's push and the owner's catching up may come at the same time."""
+    """The trainer's push and the owner's weight reconciler may send at the same time."""
     version = engine_back.version + 1
     manifest = publish(make_model(None, seed=version), tmp_path / "both", version=version)
     with ThreadPoolExecutor() as pool:
@@ -128,7 +128,7 @@ def test_two_senders_of_one_version_do_not_disturb_each_other(engine_back: Engin
 
 @sglang_only
 def test_two_senders_from_disk_take_turns(engine_back: Engine, tmp_path: Path, model_folder: Path) -> None:
-    """SGLang's server would die of two loads at one time."""
+    """SGLang's server would die of two loads at the same time."""
     version = engine_back.version + 1
     publisher = WeightPublisher(tmp_path, list, transport=DiskTransport(), model_folder=model_folder)
     assert send(publisher, version).refused == {}
@@ -144,7 +144,7 @@ def test_two_senders_from_disk_take_turns(engine_back: Engine, tmp_path: Path, m
 
 @sglang_only
 def test_a_server_without_its_memory_is_not_woken_by_another_sender(engine_back: Engine, tmp_path: Path) -> None:
-    """In time sharing the trainer has taken it, and an engine's owner, who does not know, brings weights."""
+    """In time sharing the trainer has taken the memory. An engine's owner, which does not know it, sends weights."""
     engine, version = engine_back, engine_back.version + 1
     engine.client.release_memory()
     engine.new_client().update_weights(publish(make_model(None, seed=version), tmp_path / "w", version=version))
@@ -172,7 +172,7 @@ def test_a_session_that_was_left_open_is_closed_by_the_next_sender(engine_back: 
 def test_a_second_run_on_one_server_serves_nothing_of_the_first(
     engine_back: Engine, tmp_path: Path, model_folder: Path
 ) -> None:
-    """The first has left a higher version, its prefixes in the cache, a sample in flight, a pause and a session."""
+    """The first run has left a higher version, prefixes in the cache, a sample in flight, a pause and a session."""
     engine = engine_back
     left = engine.version + 60
     engine.client.update_weights(publish(make_model(None, seed=1), tmp_path / "first", version=left))
@@ -194,7 +194,7 @@ def test_a_second_run_on_one_server_serves_nothing_of_the_first(
 
 
 class RefusedInTheMiddle(SglangClient):
-    """Its server is asked to receive in a group that it does not know."""
+    """A sender that asks the server to receive in a group that it does not know."""
 
     def receive_weights(self, tensors: Sequence[TensorSpec], *, group: str, version: int) -> dict[str, Any]:
         return super().receive_weights(tensors, group="nobody", version=version)
@@ -223,8 +223,10 @@ def test_a_push_that_fails_in_the_middle_leaves_nothing_to_serve_and_nothing_ope
 def test_a_prompt_that_the_change_overtakes_is_not_read_from_the_old_cache(
     engine_back: Engine, tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:
-    """It is sent under one version, waits in the paused server, and is prefilled under the next, with its tokens in the
-    cache of the first."""
+    """The prompt is sent under one version and waits in the paused server.
+
+    It is prefilled under the next version, while its tokens are in the cache of the first.
+    """
     engine, before = engine_back, engine_back.version
     engine.generate(prompts_of(PROMPT), SamplingParams(max_new_tokens=2))  # fills the cache
     manifest = publish(make_model(None, seed=before + 1), tmp_path / "next", version=before + 1)

@@ -1,4 +1,4 @@
-"""A version is served once its weights are in and attested, and not before."""
+"""Tests that a version is served once its weights are loaded and attested, and not before."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROMPT = random_prompt(12)
 
 @pytest.fixture(scope="module")
 def blank(launch: Any) -> Any:
-    """An engine that has no weights yet."""
+    """Returns an engine without weights."""
     from dataclasses import replace
 
     from relax_core.engines.engine_process import EngineProcess
@@ -39,7 +39,7 @@ def blank(launch: Any) -> Any:
 
 
 def serves(engine: Engine, model: Any, version: int) -> None:
-    """Its log-probs are this model's, under this version."""
+    """Returns whether the engine's log-probs are this model's, under this version."""
     one = engine.generate(prompts_of(PROMPT), GREEDY)[0]
     with torch.no_grad():
         logits = model(torch.tensor([PROMPT + one.output_ids.tolist()])).logits[0, len(PROMPT) - 1 : -1]
@@ -206,7 +206,7 @@ def test_from_distributed_over_gloo(blank: Engine) -> None:
 
 
 def test_a_sender_that_joins_as_sglangs_trainers_do(blank: Engine) -> None:
-    """Their ``init_custom_process_group`` uses torch's own helper: the store's names must come out the same."""
+    """SGLang's ``init_custom_process_group`` uses torch's own helper, so the names in the store must be the same."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _new_process_group_helper
 

@@ -1,4 +1,4 @@
-"""What a plain model of a run knows of its books, beside a bus on a real ledger file.
+"""A model of a run's counts beside a bus that writes a real ledger file.
 
 The file must agree with the counts after every restore, every crash and at the end.
 """
@@ -23,7 +23,7 @@ FLUSH_S = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """A checkpoint: the bus's snapshot, what the model knew then, and the ledger's file as it was on disk."""
+    """A checkpoint: the bus's snapshot, the model's state at that time, and a copy of the ledger's file."""
 
     snapshot: bytes
     issued: set[str]
@@ -33,8 +33,8 @@ class Saved:
     file: Path
 
 
-class BooksModel:
-    """A bus, its ledger's file, and what became of each sample by the model."""
+class LedgerModel:
+    """A bus, its ledger's file, and the end of each sample according to the model."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class BooksModel:
         self.worker_leases: list[Lease] = []
         self.issued: set[str] = set()
         self.trained: dict[str, int] = {}  # uid → staleness
-        self.unfilled = 0  # groups that the steps so far could have trained beyond those that they did
+        self.unfilled = 0  # groups that the steps so far could have trained and did not
         self.saved: list[Saved] = []
 
     def new_file(self) -> Path:
@@ -71,7 +71,7 @@ class BooksModel:
         return self.folder / f"ledger{self.files}.sqlite"
 
     def start(self, file: Path) -> None:
-        """A bus process begins, on an empty file or on what an earlier one left."""
+        """Starts a bus on an empty file or on the file of an earlier bus."""
         settings = make_settings(
             groups_per_step=self.gps,
             group_size=self.group_size,
@@ -86,31 +86,31 @@ class BooksModel:
         self.journal = Journal(file)
         self.core = BusCore(settings, ledger=Ledger(group_size=self.group_size, journal=self.journal), clock=self.clock)
 
-    # -- what must always hold ----------------------------------------------------------------------------------
+    # -- invariants --------------------------------------------------------------------------------------------
     def check_file(self) -> None:
-        """The file's events alone tell the same as the counts, and as the model."""
+        """Checks that the counts of the file's events equal those of the bus and of the model."""
         self.journal.flush(timeout_s=FLUSH_S)
         counts = self.core.progress().ledger
         none_left = self.core.finished() and (self.spare_groups > 0 or not self.unfilled)
         with LedgerFile(self.file) as file:
-            books = file.books(run_over=none_left)
-        assert books.lost == books.trained_twice == []
-        assert (books.issued, books.trained, books.dropped) == (counts.issued, counts.trained, counts.dropped)
-        assert sum(books.open.values()) == counts.open
+            in_file = file.counts(run_over=none_left)
+        assert in_file.lost == in_file.trained_twice == []
+        assert (in_file.issued, in_file.trained, in_file.dropped) == (counts.issued, counts.trained, counts.dropped)
+        assert sum(in_file.open.values()) == counts.open
         with closing(sqlite3.connect(self.file)) as database:
             trained = {uid for (uid,) in database.execute("SELECT uid FROM events WHERE event = 'trained'")}
             issued = {uid for (uid,) in database.execute("SELECT uid FROM events WHERE event = 'issued'")}
         assert (issued, trained) == (self.issued, set(self.trained))
 
-    def check_books(self) -> None:
+    def check_counts(self) -> None:
         progress = self.core.progress()
-        books = progress.ledger
-        assert books.lost == 0
-        assert books.trained_twice == 0
-        assert books.issued == len(self.issued)
-        assert books.trained == len(self.trained)
-        assert books.issued == books.trained + sum(books.dropped.values()) + books.open
-        assert sum(progress.staleness_histogram.values()) == books.trained
+        counts = progress.ledger
+        assert counts.lost == 0
+        assert counts.trained_twice == 0
+        assert counts.issued == len(self.issued)
+        assert counts.trained == len(self.trained)
+        assert counts.issued == counts.trained + sum(counts.dropped.values()) + counts.open
+        assert sum(progress.staleness_histogram.values()) == counts.trained
         assert {k: list(self.trained.values()).count(k) for k in set(self.trained.values())} == (
             progress.staleness_histogram
         )

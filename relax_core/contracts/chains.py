@@ -1,0 +1,111 @@
+"""The chains of a token tree: maximal sequences of rows in which each row but the first is the only child.
+
+A tree has far fewer chains than rows, so paths and positions are computed on chains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Runs(NamedTuple):
+    """The chains of a tree, int64 ``[runs]`` each.
+
+    In a chain, each row but the first is the only child of the row before.
+
+    A chain has the rows ``start`` to ``stop`` (exclusive). ``end`` is the row behind its subtree. ``parent`` is the
+    chain whose last row is the parent of this chain's first row, -1 at a root. ``depth`` is the position of its first
+    row in that row's path.
+    """
+
+    start: np.ndarray
+    stop: np.ndarray
+    end: np.ndarray
+    parent: np.ndarray
+    depth: np.ndarray
+
+    def of_rows(self, rows: np.ndarray) -> np.ndarray:
+        """Returns the chain of each row, int64."""
+        return np.searchsorted(self.start, rows, side="right") - 1
+
+    def positions(self) -> np.ndarray:
+        """Returns the position of each row in its own path, int64 ``[rows]``."""
+        sizes = self.stop - self.start
+        return np.arange(int(sizes.sum())) + np.repeat(self.depth - self.start, sizes)
+
+    def parents(self) -> np.ndarray:
+        """Returns the parent row of each row, int64 ``[rows]``; -1 at a root."""
+        rows = np.arange(-1, int(self.stop[-1]) - 1)
+        rows[self.start] = np.where(self.parent < 0, -1, self.stop[self.parent] - 1)
+        return rows
+
+
+def runs_of(end: np.ndarray) -> Runs:
+    """Returns the chains of a forest whose ``end`` is ``[rows]``, with at least one row.
+
+    Raises ValueError if the subtrees do not nest.
+    """
+    rows = len(end)
+    starts = np.flatnonzero(np.concatenate(([True], end[1:] != end[:-1])))
+    stops = np.append(starts[1:], rows)
+    start, stop, last = starts.tolist(), stops.tolist(), end[starts].tolist()
+    parent, depth, above = list[int](), list[int](), list[int]()
+    for run, (first, behind, subtree) in enumerate(zip(start, stop, last, strict=True)):
+        while above and last[above[-1]] <= first:
+            above.pop()
+        its = above[-1] if above else -1
+        if not behind <= subtree <= (rows if its < 0 else last[its]):
+            raise ValueError(
+                f"end[{first}]={subtree} does not nest: a subtree must end inside the subtree of its parent"
+            )
+        parent.append(its)
+        depth.append(0 if its < 0 else depth[its] + stop[its] - start[its])
+        above.append(run)
+    return Runs(starts, stops, np.asarray(last), np.asarray(parent), np.asarray(depth))
+
+
+def together(forests: Sequence[Runs]) -> Runs:
+    """Concatenates the chains of forests whose rows are concatenated."""
+    if len(forests) == 1:
+        return forests[0]
+    rows = np.cumsum([0, *(runs.stop[-1] for runs in forests[:-1])])
+    before = np.cumsum([0, *(len(runs.start) for runs in forests[:-1])])
+    each = [len(runs.start) for runs in forests]
+    start, stop, end, parent, depth = (np.concatenate(column) for column in zip(*forests, strict=True))
+    shift = np.repeat(rows, each)
+    parent = np.where(parent < 0, -1, parent + np.repeat(before, each))
+    return Runs(start + shift, stop + shift, end + shift, parent, depth)
+
+
+def rows_of_episodes(runs: Runs, leaves: Sequence[Sequence[int]], wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the ``wanted`` (bool ``[rows]``) rows on the paths of each episode.
+
+    ``leaves`` has one leaf or more for each episode. The result is the episodes' numbers and the rows, int64, episode
+    by episode, rows ascending, each row once for each episode.
+    """
+    several = any(len(own) > 1 for own in leaves)
+    row = np.array([leaf for own in leaves for leaf in own], dtype=np.int64)
+    episode = np.repeat(np.arange(len(leaves)), [len(own) for own in leaves])
+    some = np.add.reduceat(wanted, runs.start, dtype=np.int64) > 0
+    run, stop = runs.of_rows(row), row + 1
+    pieces = []
+    while len(run):
+        here = some[run]
+        pieces.append(np.stack([episode[here], runs.start[run[here]], stop[here]]))
+        parent = runs.parent[run]
+        inner = parent >= 0
+        episode, run = episode[inner], parent[inner]
+        stop = runs.stop[run]
+    numbers, first, behind = np.concatenate(pieces, axis=1)
+    order = np.lexsort((first, numbers))
+    numbers, first, sizes = numbers[order], first[order], (behind - first)[order]
+    rows = np.arange(int(sizes.sum())) + np.repeat(first - np.cumsum(sizes) + sizes, sizes)
+    of_rows = np.repeat(numbers, sizes)
+    if several:
+        both = np.unique(of_rows * len(wanted) + rows)
+        of_rows, rows = np.divmod(both, len(wanted))
+    chosen = wanted[rows]
+    return (of_rows, rows) if chosen.all() else (of_rows[chosen], rows[chosen])
