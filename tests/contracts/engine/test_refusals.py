@@ -119,7 +119,6 @@ CHANGING = [
     "/update_weights_from_shared_memory",
     "/update_weights_from_disk",
     "/begin_weight_update",
-    "/update_weights_from_tensor",
     "/update_weights_from_distributed",
     "/end_weight_update",
     "/update_weight_version",
@@ -145,7 +144,7 @@ def test_unknown_routes_list_the_known_ones(engine: Engine) -> None:
 
 @embedded_only
 def test_an_oversize_body_is_refused_before_it_is_read(engine: Engine) -> None:
-    for path in ("/generate", "/pause_generation", "/update_weights_from_tensor"):
+    for path in ("/generate", "/pause_generation"):
         connection = engine.connection()
         connection.putrequest("POST", path)
         connection.putheader("Authorization", "Bearer token-of-the-run")

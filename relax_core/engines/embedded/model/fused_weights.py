@@ -132,11 +132,6 @@ class FusedWeights:
         """Of the largest tensor."""
         return max(math.prod(target.shape) for target in self._targets.values())
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors under their Hugging Face shapes."""
-        return sum(target.view.element_size() * math.prod(target.shape) for target in self._targets.values())
-
     def checked(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """All tensors of an update by name; raises ValueError that names every missing, unknown or misshapen one."""
         found = {name: tensor for name, tensor in tensors if name not in self._ignored}

@@ -49,7 +49,7 @@ class Prompt:
     ``generated``: see `PromptRequest`. ``stop``: strings that end a response, where there are any."""
 
     call: Call
-    place: int
+    index: int
     rid: str
     token_ids: list[int]
     settings: SamplingSettings

@@ -167,8 +167,7 @@ class SglangClient(SglangWeightCalls, EngineClient):
         body = sglang_body(chosen, call.sent, params, version=call.version, seeds=self._seeds)
         reader = EventReader(
             chosen,
-            n=params.n,
-            places=[(one.prompt, one.sample) for one in call.sent],
+            samples=[(one.prompt, one.sample) for one in call.sent],
             vocab_size=self._vocab_size if params.return_kept_tokens else None,
         )
         async for one in self._streamed(
@@ -182,6 +181,18 @@ class SglangClient(SglangWeightCalls, EngineClient):
             reason = finish_reason(one, params, generated=chosen[one.prompt].generated)
             whole = msgspec.structs.replace(one, prompt=places[one.prompt], finish_reason=reason)
             yield self._stopped(whole, chosen[one.prompt], params), mixed
+
+    async def _events(self, response: aiohttp.ClientResponse, reader: EventReader) -> AsyncIterator[Generated]:
+        """Reads SGLang's server-sent events and yields the responses that they finish."""
+        async for data in response.content.iter_any():
+            try:
+                events = list(reader.feed(data))
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise EngineError(f"engine {self.url} /generate: an event that cannot be read: {error}") from error
+            for event in events:
+                if isinstance(event, str):
+                    raise EngineError(f"engine {self.url} /generate: {event}")
+                yield event
 
     def _stopped(self, one: Generated, prompt: PromptRequest, params: SamplingParams) -> Generated:
         """Ends the response with the token that completes a stop string. SGLang looks at the tokens of one request

@@ -17,7 +17,7 @@ import uvicorn
 import uvloop
 
 from relax_core.engines.embedded.http import asgi, connections
-from relax_core.engines.embedded.http.connections import Connection, Places
+from relax_core.engines.embedded.http.connections import Connection, OpenConnections
 
 READ_S = 60.0
 GET = b"GET / HTTP/1.1\r\n\r\n"
@@ -30,7 +30,7 @@ class Door:
     `go`; on /much it gets MANY bytes."""
 
     def __init__(self, limit: int) -> None:
-        self.places = Places(limit)
+        self.connections = OpenConnections(limit)
         self.gone: list[str] = []  # paths whose client hung up
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -46,7 +46,7 @@ class Door:
         self.go, self._stop = asyncio.Event(), asyncio.Event()
         config = uvicorn.Config(
             cast(Any, self._answer),
-            http=cast("type[asyncio.Protocol]", partial(Connection, self.places)),
+            http=cast("type[asyncio.Protocol]", partial(Connection, self.connections)),
             ws="none",
             lifespan="off",
             interface="asgi3",
@@ -57,7 +57,7 @@ class Door:
         self._server = uvicorn.Server(config)
         listener = socket.create_server(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
-        sweeping = asyncio.create_task(self.places.sweep())
+        sweeping = asyncio.create_task(self.connections.sweep())
         serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         while not self._server.started:
             await asyncio.sleep(0.01)
@@ -82,7 +82,7 @@ class Door:
                     for _ in range(MANY >> 16):
                         await send({"type": "http.response.body", "body": bytes(1 << 16), "more_body": True})
                     self.gone += ["sent"] if (await receive())["type"] == "http.disconnect" else []
-            except asgi.ClientGone:
+            except asgi.ClientDisconnected:
                 self.gone.append(scope["path"])
                 return
         await asgi.answer(send, {"ok": True})
@@ -232,7 +232,7 @@ def test_who_does_not_read_is_hung_up_on(
 ) -> None:
     there = door()
     silent = connect(there, b"GET /much HTTP/1.1\r\n" + TOKEN + b"\r\n")
-    wait_until(lambda: len(there.places) == 0, what="the end of the connection")
+    wait_until(lambda: len(there.connections) == 0, what="the end of the connection")
     wait_until(lambda: there.gone == ["sent"], what="the end of the request")
     assert len(silent.to_end()) < MANY
     assert len(connect(there, b"GET /much HTTP/1.1\r\nconnection: close\r\n" + TOKEN + b"\r\n").answer()) > 0

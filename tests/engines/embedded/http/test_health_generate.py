@@ -57,7 +57,7 @@ def test_many_who_ask_cost_one_look(scheduler: Scheduler, monkeypatch: pytest.Mo
         return score(items)
 
     monkeypatch.setattr(scheduler, "score", counted)
-    monkeypatch.setattr(health_generate, "FRESH_S", 3600.0)
+    monkeypatch.setattr(health_generate, "REUSE_S", 3600.0)
 
     async def scene() -> None:
         health = HealthGenerate(scheduler)
@@ -68,7 +68,7 @@ def test_many_who_ask_cost_one_look(scheduler: Scheduler, monkeypatch: pytest.Mo
         gate.set()
         assert await asyncio.gather(*asking[1:]) == [{"status": "ok"}] * 49
         assert await health(b"") == {"status": "ok"} and len(looks) == 1
-        monkeypatch.setattr(health_generate, "FRESH_S", 0.0)
+        monkeypatch.setattr(health_generate, "REUSE_S", 0.0)
         await health(b"")
         assert len(looks) == 2
 
@@ -80,7 +80,7 @@ def test_a_decode_thread_that_hangs_is_told_and_survives_it(
 ) -> None:
     """Who asked has given up by then: the answer to nobody once ended the thread, and the process with it."""
     monkeypatch.setattr(health_generate, "DEADLINE_S", 0.1)
-    monkeypatch.setattr(health_generate, "FRESH_S", 0.0)
+    monkeypatch.setattr(health_generate, "REUSE_S", 0.0)
 
     async def scene() -> None:
         health = HealthGenerate(scheduler)
@@ -96,7 +96,7 @@ def test_a_decode_thread_that_hangs_is_told_and_survives_it(
 
 
 def test_what_stands_still_says_so_at_once(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health_generate, "FRESH_S", 0.0)
+    monkeypatch.setattr(health_generate, "REUSE_S", 0.0)
 
     async def scene() -> None:
         health = HealthGenerate(scheduler)
@@ -105,7 +105,7 @@ def test_what_stands_still_says_so_at_once(scheduler: Scheduler, monkeypatch: py
             (scheduler.release_memory, scheduler.resume_memory),
         ):
             await asyncio.wrap_future(scheduler.post(stop))
-            with pytest.raises(HttpError, match="paused, or has given up its memory"):
+            with pytest.raises(HttpError, match="paused, or its memory is released"):
                 await health(b"")
             await asyncio.wrap_future(scheduler.post(go_on))
             assert await health(b"") == {"status": "ok"}
