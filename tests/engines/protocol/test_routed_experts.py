@@ -22,14 +22,14 @@ def experts(rows: int, *, start: int = 0, layers: int = 2, per_token: int = 2) -
 
 def test_a_table_keeps_rows_through_growth_and_moves() -> None:
     table = RouteTable(4, layers=2, per_token=2, experts=300)
-    assert table.rows(3, 0).shape == (0, 2, 2)
+    assert table.first(3, 0).shape == (0, 2, 2)
     table.put(1, experts(2))
     table.record(np.array([0, 2, 40]), experts(3, start=100))
-    assert table.rows(1, 3).tolist() == [*experts(2).tolist(), experts(3, start=100)[1].tolist()]
-    assert table.rows(2, 41)[40].tolist() == experts(3, start=100)[2].tolist()
+    assert table.first(1, 3).tolist() == [*experts(2).tolist(), experts(3, start=100)[1].tolist()]
+    assert table.first(2, 41)[40].tolist() == experts(3, start=100)[2].tolist()
     table.move([(2, 0), (1, 2)])
-    assert table.rows(0, 41)[40].tolist() == experts(3, start=100)[2].tolist()
-    assert table.rows(2, 2).tolist() == experts(2).tolist()
+    assert table.first(0, 41)[40].tolist() == experts(3, start=100)[2].tolist()
+    assert table.first(2, 2).tolist() == experts(2).tolist()
     assert table.dtype == np.uint16
 
 

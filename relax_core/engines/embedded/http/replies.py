@@ -23,11 +23,11 @@ def finished(news: Progress, sent: set[int]) -> Finished:
     sample = news.sample
     prompt_experts = response_experts = None
     prompt = sample.prompt
-    if prompt.routes is not None and prompt.routes.rows is not None and news.routes is not None:
+    if prompt.routes is not None and prompt.routes.experts is not None and news.routes is not None:
         response_experts = Experts.of(news.routes)
         if prompt.index not in sent:
             sent.add(prompt.index)
-            prompt_experts = Experts.of(prompt.routes.rows)
+            prompt_experts = Experts.of(prompt.routes.experts)
     return Finished(
         rid=sample.prompt.rid,
         prompt=sample.prompt.index,
@@ -78,8 +78,8 @@ def sglang_reply(news: Progress, *, n: int, version: int, return_logprob: bool) 
     if news.kept is not None:
         meta["output_token_sampling_mask"] = news.kept.lists()
         meta["output_token_sampling_logprobs"] = news.logprobs
-    if prompt.routes is not None and prompt.routes.rows is not None and news.routes is not None:
-        rows = np.concatenate([prompt.routes.rows, news.routes]).astype("<i4")
+    if prompt.routes is not None and prompt.routes.experts is not None and news.routes is not None:
+        rows = np.concatenate([prompt.routes.experts, news.routes]).astype("<i4")
         meta["routed_experts"] = base64.b64encode(rows.tobytes()).decode()
     return {"text": "", "output_ids": news.ids, "meta_info": meta, "index": prompt.index * n + sample.index}
 
