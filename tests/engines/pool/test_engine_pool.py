@@ -178,7 +178,9 @@ def test_an_engine_that_dies_twice_is_no_matter_while_another_lives(
     start_engine: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is answered for longer than the patience, since the engine that lives waits for new weights."""
-    monkeypatch.setattr(watch_module, "LOOK_S", 3600.0)  # both are one process: each would be told the other's load
+    monkeypatch.setattr(
+        watch_module, "LOAD_POLL_S", 3600.0
+    )  # both are one process: each would be told the other's load
     lives = start_engine()
     held = [PromptRequest(rid=f"held-{at}", input_ids=[7, at], sampling_seed=3, min_version=1) for at in range(2)]
     directory = Directory(lives, lives)
@@ -235,13 +237,13 @@ def test_what_a_silent_engine_owes_is_asked_of_another(
     assert tokens(found) == expected
     assert {one.engine for _, responses in found for one in responses} == {"engine-0"}
     assert directory.calls.count(1) == 2, "it was asked before, and again when it answered"
-    assert "engine-1 is lost, what it owed is asked again" in caplog.text
+    assert "engine-1 does not answer; its open samples are asked for again" in caplog.text
     assert "/ready: no answer within 0.5 s" in caplog.text, "its stream has not ended of itself"
 
 
 def test_a_frozen_engine_is_looked_at_once(start_engine: Callable[..., Engine], monkeypatch: Any) -> None:
     """Each look that waits for it holds a thread; there are few, and rewards and aborts need them."""
-    monkeypatch.setattr(watch_module, "LOOK_S", 0.0)
+    monkeypatch.setattr(watch_module, "LOAD_POLL_S", 0.0)
     engine = start_engine()
     directory = Directory(engine, engine)
     heard: list[int] = []
@@ -252,13 +254,13 @@ def test_a_frozen_engine_is_looked_at_once(start_engine: Callable[..., Engine], 
         try:
             await until("it does not stop", lambda: process_state(engine.process.pid).startswith("T"))
             for _ in range(5):
-                watch.look(lambda number, samples: heard.append(number))
+                watch.poll_loads(lambda number, samples: heard.append(number))
                 await asyncio.sleep(0)
             assert directory.asked == [(0, False), (1, False)] and not heard
         finally:
             os.kill(engine.process.pid, signal.SIGCONT)
         await until("no look ended", lambda: sorted(heard) == [0, 1])
-        watch.look(lambda number, samples: heard.append(number))
+        watch.poll_loads(lambda number, samples: heard.append(number))
         await until("it is looked at no more", lambda: sorted(heard) == [0, 0, 1, 1])
         await directory.close()
 

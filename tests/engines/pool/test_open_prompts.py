@@ -25,7 +25,7 @@ def generated(sample: int, ids: list[int], *, reason: FinishReason, versions: in
 
 
 def open_prompt(n: int) -> OpenPrompt:
-    return OpenPrompt(place=4, tie=4, request=REQUEST, n=n, cost=1.0)
+    return OpenPrompt(index=4, tie=4, request=REQUEST, n=n, cost=1.0)
 
 
 def test_at_first_the_request_goes_out_as_it_is() -> None:

@@ -16,7 +16,7 @@ def prompt(place: int, *, tokens: int = 8, first: int = 0, cost: float = 100.0) 
     """A prompt whose tokens are its own from token ``first`` on."""
     ids = [1] * first + [10 + place] * (tokens - first)
     request = PromptRequest(rid="g", input_ids=ids, sampling_seed=0)
-    return OpenPrompt(place=place, tie=place, request=request, n=1, cost=cost)
+    return OpenPrompt(index=place, tie=place, request=request, n=1, cost=cost)
 
 
 @given(st.integers(1, 5), st.integers(0, 40), st.integers(0, 100), st.booleans())

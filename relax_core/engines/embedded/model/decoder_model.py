@@ -28,7 +28,7 @@ class LanguageModel:
         half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
         frequencies = config.rope.scaled(1.0 / config.rope.theta**half)
         angles = torch.outer(torch.arange(context_length, dtype=torch.float32), frequencies)
-        # The query's norm divides the scores by sqrt(dim); without norms, query and key are scaled by dim ** -0.25 each.
+        # The query's norm divides the scores by sqrt(dim); without norms, both are scaled by dim ** -0.25.
         length = 1.0 if config.qk_norm else config.head_dim**-0.25
         self._rotation = torch.polar(torch.full_like(angles, length), angles)[:, None]  # [positions, 1, dim / 2]
         self._floor = torch.tensor(math.sqrt(config.rms_norm_eps * config.hidden_size))

@@ -45,8 +45,8 @@ class Target(NamedTuple):
     """The part of the fused weights that one Hugging Face tensor is copied to.
 
     ``view`` gets the tensor after ``reshape(view_shape)``, times ``scale``; ``shape`` is its shape in the file. A
-    norm's scale is the root of its width, because the model computes x / |x| instead of x / rms(x). The query norm's scale is
-    1, because attention divides by that root.
+    norm's scale is the root of its width, because the model computes x / |x| instead of x / rms(x). The query norm's
+    scale is 1, because attention divides by that root.
     """
 
     shape: tuple[int, ...]

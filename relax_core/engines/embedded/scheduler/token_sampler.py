@@ -161,8 +161,8 @@ def sample(
     """Samples one token a row; returns token ids int64 ``[rows]`` and their log-probs float32 ``[rows]``.
 
     ``logits`` is float32 ``[rows, vocab]`` and is overwritten; ``random`` is float64 ``[rows]`` in [0, 1). A log-prob
-    is NaN if the row's logits were not finite. The kept sets of the rows that ``plan`` names are appended to ``kept``, in
-    parts.
+    is NaN if the row's logits were not finite. The kept sets of the rows that ``plan`` names are appended to ``kept``,
+    in parts.
     """
     rows, vocab = logits.shape
     if rows * vocab <= _CHUNK_ELEMENTS:

@@ -117,7 +117,7 @@ def test_kept_sets_come_with_the_log_probs_over_them() -> None:
 @pytest.mark.parametrize(
     ("meta", "words"),
     [
-        ({}, r"did not tell which tokens top_p, top_k and min_p left.*Use rollout\.top_p=1"),
+        ({}, r"does not say which tokens top_p, top_k and min_p kept.*Use rollout\.top_p=1"),
         (
             {"output_token_sampling_mask": [[5], [50]]},
             r"output_token_sampling_mask: a kept set has an id that is not in",
