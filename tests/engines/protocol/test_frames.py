@@ -137,8 +137,8 @@ def test_each_token_has_its_version_and_the_reader_tells_how_the_prompt_was_comp
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        (b'"end": 3', b'"end": 2', "weight_versions tell of the tokens [(0, 2)], but the response has 3 tokens"),
-        (b'"start": 0', b'"start": 1', "weight_versions tell of the tokens [(1, 3)]"),
+        (b'"end": 3', b'"end": 2', "weight_versions name the tokens [(0, 2)], but the response has 3 tokens"),
+        (b'"start": 0', b'"start": 1', "weight_versions name the tokens [(1, 3)]"),
         (b'"end": 3}', b'"end": 4}, {"version": "5", "start": 4, "end": 3}', "the tokens [(0, 4), (4, 3)]"),
         (b"[-0.5, 5, null], ", b"", "2 log-probs came for 3 tokens"),
     ],

@@ -144,7 +144,6 @@ def test_cache_grows_within_its_budget_and_keeps_what_it_holds(config: ModelConf
 def test_fused_weights_say_what_does_not_fit(folder: Path, config: ModelConfig) -> None:
     weights = FusedWeights(config, torch.float32)
     tensors = dict(read_safetensors(folder))
-    assert weights.nbytes == sum(value.numel() * 4 for name, value in tensors.items() if name != "lm_head.weight")
     tensors["model.embed_tokens.weight"] = torch.zeros(VOCAB, 64, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"wrong dtype: model.embed_tokens.weight is torch.int64"):
         weights.checked(tensors.items())
