@@ -145,7 +145,7 @@ def test_a_server_can_be_met_by_its_address(blank: Engine) -> None:
     attached = SglangClient(blank.process.url, TOKEN, **setting, **times)
     rollout = load_config(["rollout.top_k=4096", "rollout.top_p=0.9"]).rollout
     assert check_server(attached, timeout_s=10.0, rollout=rollout) == "0.5.23"
-    with pytest.raises(EngineError, match=r"rollout\.top_k=4097, but it tells at most 4096 kept tokens"):
+    with pytest.raises(EngineError, match=r"rollout\.top_k=4097, but it returns at most 4096 kept tokens"):
         check_server(attached, timeout_s=10.0, rollout=replace(rollout, top_k=4097))
     with pytest.raises(EngineError, match=r"rollout\.min_p=0\.1, but it was started with --enable-deterministic"):
         check_server(attached, timeout_s=10.0, rollout=replace(rollout, min_p=0.1))

@@ -1,4 +1,4 @@
-"""How SGLang is started where there is no GPU. A user's own flags stand behind these and win."""
+"""Holds the flags that start SGLang without a GPU; the user's own flags come after these and override them."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ CPU_FLAGS = (
     *("--sampling-backend", "pytorch"),
     *("--grammar-backend", "none"),
     "--disable-overlap-schedule",
-    "--sleep-on-idle",  # else its scheduler takes a whole core while it waits
+    "--sleep-on-idle",  # without it SGLang's scheduler takes a whole core while it waits
 )

@@ -109,4 +109,4 @@ def test_what_comes_in_otherwise_is_attested_at_its_end(tmp_path: Path) -> None:
         assert found is None if expected is None else expected in (found or "")
         model.load_weights(names)  # nobody watches any more
     told(Attest(digest, str(tmp_path / "o")), Model())
-    assert outcome(tmp_path / "o") == "nobody watched what came in"
+    assert outcome(tmp_path / "o") == "no digest was kept of the tensors that came in"
