@@ -25,8 +25,7 @@ class _Span(msgspec.Struct):
 
 
 class _Entry(msgspec.Struct, array_like=True, gc=False):
-    """A token's log-prob. SGLang sends its id and its text after it; they are not read, because ``output_ids`` has the
-    ids."""
+    """A token's log-prob; SGLang sends its id and text after it, which are not read (``output_ids`` has the ids)."""
 
     logprob: float
 

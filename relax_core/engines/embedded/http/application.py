@@ -21,6 +21,7 @@ class EngineApp:
         self._authorization = f"Bearer {token}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
         assert scope["type"] == "http"
         try:
             await self._route(scope, receive, send)

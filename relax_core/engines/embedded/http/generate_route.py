@@ -47,6 +47,7 @@ class GenerateRoute:
         self._open_samples = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request. Raises HttpError for a body that is refused."""
         compact = MSGPACK.encode() in asgi.headers(scope).get(b"accept", b"")
         body = await asgi.read_body(scope, receive, limit=MAX_BODY_BYTES)
         parse = partial(self._parse, body)

@@ -321,8 +321,8 @@ class SglangClient(SglangWeightCalls, EngineClient):
         """Scores as `EngineClient.score` does. Raises EngineError for options that SGLang does not support."""
         if banned_token_ids or any(row.kept is not None for row in rows):
             raise EngineError(
-                f"engine {self.url} /generate: scores without banned tokens or over kept sets are not possible, because
-                " "SGLang scores over the whole vocabulary only. Use algo.served_by=forward."
+                f"engine {self.url} /generate: scores without banned tokens or over kept sets are not possible; "
+                "SGLang scores over the whole vocabulary only. Use algo.served_by=forward."
             )
         if temperature != 1.0:
             raise EngineError(

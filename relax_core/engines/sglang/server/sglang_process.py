@@ -39,6 +39,7 @@ class OurPackageAlone(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """Returns the spec of relax_core, and None for every other module."""
         if fullname != "relax_core":
             return None
         folder = ROOT / fullname
