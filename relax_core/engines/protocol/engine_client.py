@@ -195,19 +195,19 @@ class EngineClient(WeightCalls):
         return loads
 
     def score(
-        self, rows: Sequence[TokensToScore], *, top_k: int, temperature: float, banned_token_ids: Sequence[int] = ()
+        self, items: Sequence[TokensToScore], *, top_k: int, temperature: float, banned_token_ids: Sequence[int] = ()
     ) -> list[TokenScores]:
         """Returns log-probs of given tokens under the engine's weights, and the ``top_k`` tokens at each position.
 
         The log-probs are those of logits / ``temperature`` over each token's kept set, without the banned tokens. The
         embedded engine honours all of these; SGLang scores at temperature 1 over the whole vocabulary only.
         """
-        body = score_body(rows, top_k=top_k, temperature=temperature, banned_token_ids=banned_token_ids)
+        body = score_body(items, top_k=top_k, temperature=temperature, banned_token_ids=banned_token_ids)
         status, data = self._answer("POST", "/generate", body, timeout_s=self._request_timeout_s)
         if status != 200:
             raise self._refusal("/generate", status, data)
         try:
-            return read_scores(data, rows, top_k=top_k, fewer="kept_tokens" in body or "banned_token_ids" in body)
+            return read_scores(data, items, top_k=top_k, fewer="kept_tokens" in body or "banned_token_ids" in body)
         except (ValueError, msgspec.DecodeError) as error:
             raise EngineError(f"engine {self.url} /generate: scores that cannot be read: {error}") from error
 

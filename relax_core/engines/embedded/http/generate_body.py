@@ -1,7 +1,4 @@
-"""Parses and checks the body of /generate: SGLang's fields and Relax's own.
-
-A field that this engine does not support is refused by name, unless it has its neutral value.
-"""
+"""Parses the body of /generate; a field that this engine does not support is refused unless its value is neutral."""
 
 from __future__ import annotations
 

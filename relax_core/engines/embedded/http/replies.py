@@ -79,8 +79,8 @@ def sglang_reply(news: Progress, *, n: int, version: int, return_logprob: bool) 
         meta["output_token_sampling_mask"] = news.kept.lists()
         meta["output_token_sampling_logprobs"] = news.logprobs
     if prompt.routes is not None and prompt.routes.experts is not None and news.routes is not None:
-        rows = np.concatenate([prompt.routes.experts, news.routes]).astype("<i4")
-        meta["routed_experts"] = base64.b64encode(rows.tobytes()).decode()
+        experts = np.concatenate([prompt.routes.experts, news.routes]).astype("<i4")
+        meta["routed_experts"] = base64.b64encode(experts.tobytes()).decode()
     return {"text": "", "output_ids": news.ids, "meta_info": meta, "index": prompt.index * n + sample.index}
 
 

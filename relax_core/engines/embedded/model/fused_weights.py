@@ -92,10 +92,10 @@ class FusedWeights:
         first = 0
         for part, count, scale in (("q", heads, 1.0), ("k", kv_heads, math.sqrt(dim))):
             for kind, fused in projections.items():
-                rows = fused[first * dim : (first + count) * dim]
-                view = rows.view(count, half, 2, *rows.shape[1:]).transpose(1, 2)
+                weight = fused[first * dim : (first + count) * dim]
+                view = weight.view(count, half, 2, *weight.shape[1:]).transpose(1, 2)
                 self._targets[f"{layer}self_attn.{part}_proj.{kind}"] = Target(
-                    tuple(rows.shape), tuple(view.shape), view
+                    tuple(weight.shape), tuple(view.shape), view
                 )
             if qk_norm is not None:
                 norm = qk_norm[first : first + count].view(count, half, 2).transpose(1, 2)

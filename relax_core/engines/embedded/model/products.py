@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ONEDNN_FROM = 1 << 21  # multiply-adds, for which MKL takes about 40 µs
-_STEP = 64  # the token count is padded to a multiple, because oneDNN prepares 0.4 ms a shape and keeps 1,024 shapes
+# Token counts are padded to a multiple of _STEP: oneDNN takes 0.4 ms to prepare a shape, and keeps 1,024 shapes.
+_STEP = 64
 
 
 def product(tokens: Tensor, weight_t: Tensor) -> Tensor:

@@ -148,7 +148,7 @@ class WeightUpdates:
             )
         return self._groups[name]
 
-    async def _collective(self, name: str, action: Callable[[], T], what: str) -> T:
+    async def _collective(self, name: str, action: Callable[[], T], action_name: str) -> T:
         """Runs a call of a group in the group's own thread, because it may wait until the group's deadline.
 
         Raises HttpError 400 if the call fails.
@@ -156,7 +156,7 @@ class WeightUpdates:
         try:
             return await asyncio.wrap_future(self._calls.put(name, action))
         except (RuntimeError, OSError) as error:
-            raise HttpError(400, f"group {name}: {what} failed: {clipped(str(error))}") from error
+            raise HttpError(400, f"group {name}: {action_name} failed: {clipped(str(error))}") from error
 
     def _open_session(self, route: str) -> dict[str, Tensor]:
         if self._session is None:

@@ -74,7 +74,7 @@ class Decoder:
         for prefix, slot in zip(prefixes, starts[:-1].tolist(), strict=True):
             for index in range(len(prefix.keys)):
                 self.kept.put(slot + index, prefix.done_kept)
-        plan = self.slots.plan().rows(first, self.slots.count)
+        plan = self.slots.plan().part(first, self.slots.count)
         ids, logprobs = self._sample(logits, plan, self.slots.first_draws(first), first=first)
         return self.slots.record_first(first, ids.numpy(), logprobs)
 

@@ -25,7 +25,7 @@ _CHUNK_ELEMENTS = 1 << 23  # logits that are sampled at one time, which bounds t
 
 
 class NonFiniteLogits(RuntimeError):
-    """The weights in force yield NaN for the rows ``slots``, where nothing can be sampled or scored."""
+    """The weights in force yield NaN for the samples in ``slots``, where nothing can be sampled or scored."""
 
     def __init__(self, slots: Sequence[int] = ()) -> None:
         super().__init__("the weights in force yield logits that are not finite")
@@ -62,18 +62,18 @@ class SamplingSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingPlan:
-    """The settings of a batch, one entry for each row of logits; a field is None if no row uses it."""
+    """The settings of a batch, one entry for each sample; a field is None if no sample uses it."""
 
-    inverse_temperature: Tensor | None = None  # [rows, 1] float32
-    greedy: Tensor | None = None  # [rows] bool
-    top_k: Tensor | None = None  # [rows, 1] int64, 1..vocab
-    top_p: Tensor | None = None  # [rows, 1] float64, 2 is off
-    min_p: Tensor | None = None  # [rows, 1] float64, 0 is off
-    banned: tuple[Tensor, Tensor] | None = None  # row indices and token ids
-    kept: Tensor | None = None  # int64, ascending indices of the rows whose kept sets are asked for
+    inverse_temperature: Tensor | None = None  # [batch, 1] float32
+    greedy: Tensor | None = None  # [batch] bool
+    top_k: Tensor | None = None  # [batch, 1] int64, 1..vocab
+    top_p: Tensor | None = None  # [batch, 1] float64, 2 is off
+    min_p: Tensor | None = None  # [batch, 1] float64, 0 is off
+    banned: tuple[Tensor, Tensor] | None = None  # indices of samples and token ids
+    kept: Tensor | None = None  # int64, ascending indices of the samples whose kept sets are asked for
 
-    def rows(self, first: int, last: int) -> SamplingPlan:
-        """Returns the plan of rows [first, last)."""
+    def part(self, first: int, last: int) -> SamplingPlan:
+        """Returns the plan of samples [first, last) of the batch."""
 
         def cut(values: Tensor | None) -> Tensor | None:
             return None if values is None else values[first:last]
@@ -102,7 +102,7 @@ PLAIN = SamplingPlan()
 def sampling_plan(settings: Sequence[SamplingSettings], *, vocab_size: int) -> SamplingPlan:
     """Returns the plan of a batch.
 
-    Greedy rows take the argmax and report its log-prob at temperature 1 without truncation, as SGLang does.
+    Greedy samples take the argmax and report its log-prob at temperature 1 without truncation, as SGLang does.
     """
     if all(one.plain for one in settings):
         return PLAIN
@@ -112,17 +112,17 @@ def sampling_plan(settings: Sequence[SamplingSettings], *, vocab_size: int) -> S
     truncates = [one.truncates for one in settings]
     top_k = [one.top_k if cut and one.top_k > 0 else vocab_size for one, cut in zip(settings, truncates, strict=True)]
     top_p = [one.top_p if cut and one.top_p < 1.0 else 2.0 for one, cut in zip(settings, truncates, strict=True)]
-    rows = [row for row, one in enumerate(settings) for _ in one.banned_token_ids]
+    banned = [index for index, one in enumerate(settings) for _ in one.banned_token_ids]
     ids = [token for one in settings for token in one.banned_token_ids]
     min_p = [one.min_p if cut else 0.0 for one, cut in zip(settings, truncates, strict=True)]
-    kept = [row for row, one in enumerate(settings) if one.tells_kept]
+    kept = [index for index, one in enumerate(settings) if one.tells_kept]
     return SamplingPlan(
         inverse_temperature=torch.from_numpy(inverse.astype(np.float32))[:, None] if (inverse != 1.0).any() else None,
         greedy=torch.from_numpy(greedy) if greedy.any() else None,
         top_k=torch.tensor(top_k).clamp_(max=vocab_size)[:, None] if any(truncates) else None,
         top_p=torch.tensor(top_p, dtype=torch.float64)[:, None] if any(truncates) else None,
         min_p=torch.tensor(min_p, dtype=torch.float64)[:, None] if any(min_p) else None,
-        banned=(torch.tensor(rows), torch.tensor(ids)) if rows else None,
+        banned=(torch.tensor(banned), torch.tensor(ids)) if banned else None,
         kept=torch.tensor(kept) if kept else None,
     )
 
@@ -150,7 +150,7 @@ def keys_behind(keys: np.ndarray, tokens: int) -> np.ndarray:
 
 
 def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """Returns uniform float64 numbers in [0, 1) for uint64 ``keys`` and token positions in the response, ``[rows]``."""
+    """Returns uniform float64 numbers in [0, 1) for uint64 ``keys`` and positions in the response, ``[batch]``."""
     bits = _mix(keys + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     return (bits >> np.uint64(16)).astype(np.float64) * _UNIT
 
@@ -158,24 +158,24 @@ def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
 def sample(
     logits: Tensor, plan: SamplingPlan, random: Tensor, *, kept: list[KeptTokens] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Samples one token a row; returns token ids int64 ``[rows]`` and their log-probs float32 ``[rows]``.
+    """Samples one token for each sample; returns token ids int64 ``[batch]`` and log-probs float32 ``[batch]``.
 
-    ``logits`` is float32 ``[rows, vocab]`` and is overwritten; ``random`` is float64 ``[rows]`` in [0, 1). A log-prob
-    is NaN if the row's logits were not finite. The kept sets of the rows that ``plan`` names are appended to ``kept``,
-    in parts.
+    ``logits`` is float32 ``[batch, vocab]`` and is overwritten; ``random`` is float64 ``[batch]`` in [0, 1). A log-prob
+    is NaN if the sample's logits were not finite. The kept sets of the samples that ``plan`` names are appended to
+    ``kept``, in parts.
     """
-    rows, vocab = logits.shape
-    if rows * vocab <= _CHUNK_ELEMENTS:
-        return _sample_rows(logits, plan, random, kept)
+    batch, vocab = logits.shape
+    if batch * vocab <= _CHUNK_ELEMENTS:
+        return _sample_part(logits, plan, random, kept)
     step = max(1, _CHUNK_ELEMENTS // vocab)
     parts = [
-        _sample_rows(logits[at : at + step], plan.rows(at, min(at + step, rows)), random[at : at + step], kept)
-        for at in range(0, rows, step)
+        _sample_part(logits[at : at + step], plan.part(at, min(at + step, batch)), random[at : at + step], kept)
+        for at in range(0, batch, step)
     ]
     return torch.cat([ids for ids, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
 
 
-def _sample_rows(
+def _sample_part(
     logits: Tensor, plan: SamplingPlan, random: Tensor, kept: list[KeptTokens] | None
 ) -> tuple[Tensor, Tensor]:
     if plan.banned is not None:
@@ -186,7 +186,7 @@ def _sample_rows(
         _truncate(logits, plan.top_k, plan.top_p, plan.min_p)
     logprobs = logits.log_softmax(-1)
     if plan.kept is not None and kept is not None:
-        # The mask is made from log-probs, because a row that is not finite has NaN there and no empty set.
+        # The mask is made from log-probs, because a sample whose logits are not finite has NaN there and no empty set.
         kept.append(KeptTokens.of_mask((logprobs[plan.kept] != float("-inf")).numpy()))
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     target = random.unsqueeze(1) * cumulative.narrow(1, logits.shape[1] - 1, 1)

@@ -103,7 +103,7 @@ def _kept(items: Sequence[ScoreItem]) -> KeptTokens | None:
 
 
 def _leave_out(logits: Tensor, kept: KeptTokens) -> None:
-    """Sets to -inf the logits of the tokens outside of ``kept``, which has one set a row.
+    """Sets to -inf the logits of the tokens outside of ``kept``, which has one set for each position.
 
     The vocabulary of the sets may be padded to another size than that of the logits.
     """

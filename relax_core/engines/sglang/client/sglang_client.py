@@ -316,10 +316,10 @@ class SglangClient(SglangWeightCalls, EngineClient):
             raise self._refusal("/flush_cache", status, data)
 
     def score(
-        self, rows: Sequence[TokensToScore], *, top_k: int, temperature: float, banned_token_ids: Sequence[int] = ()
+        self, items: Sequence[TokensToScore], *, top_k: int, temperature: float, banned_token_ids: Sequence[int] = ()
     ) -> list[TokenScores]:
         """Scores as `EngineClient.score` does. Raises EngineError for options that SGLang does not support."""
-        if banned_token_ids or any(row.kept is not None for row in rows):
+        if banned_token_ids or any(item.kept is not None for item in items):
             raise EngineError(
                 f"engine {self.url} /generate: scores without banned tokens or over kept sets are not possible; "
                 "SGLang scores over the whole vocabulary only. Use algo.served_by=forward."
@@ -329,9 +329,9 @@ class SglangClient(SglangWeightCalls, EngineClient):
                 f"engine {self.url} /generate: scores at temperature {temperature:g} are not possible, because SGLang "
                 "scores at temperature 1 only. Use rollout.temperature=1, or algo.served_by=forward."
             )
-        for index, row in enumerate(rows):
-            self._check(index, row.input_ids, rid=None)
-        return super().score(rows, top_k=top_k, temperature=temperature)
+        for index, item in enumerate(items):
+            self._check(index, item.input_ids, rid=None)
+        return super().score(items, top_k=top_k, temperature=temperature)
 
     def _check(self, index: int, token_ids: Sequence[int], *, rid: str | None) -> None:
         problem = unknown_token(index, token_ids, rid=rid, vocab_size=self._vocab_size)
