@@ -26,7 +26,7 @@ _NVIDIA_S = 10.0
 
 
 class Verdict(Enum):
-    """The kind of a finding: `bad` keeps a run from working, `note` does not."""
+    """Says how serious a finding is: `bad` keeps a run from working, `note` does not."""
 
     good = "ok"
     note = "note"
@@ -35,7 +35,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One finding; ``words`` says what was found and, if it is not good, what to do."""
+    """Holds one finding; ``words`` says what was found and, if it is not good, what to do."""
 
     topic: str
     verdict: Verdict

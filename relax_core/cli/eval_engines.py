@@ -19,7 +19,7 @@ STOP_S = 5.0
 
 
 class EvalEngine:
-    """An engine process and its client."""
+    """Holds an engine process and its client."""
 
     def __init__(self, process: EngineProcess, client: EngineClient, *, log_file: Path) -> None:
         self._process = process

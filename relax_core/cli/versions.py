@@ -13,7 +13,7 @@ _NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 @dataclass(frozen=True, kw_only=True)
 class LibraryVersion:
-    """The versions of one library.
+    """Holds the versions of one library.
 
     ``found`` is None if it is not installed. ``tested`` is None if constraints.txt does not exist or does not name it.
     """

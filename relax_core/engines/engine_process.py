@@ -26,7 +26,7 @@ KILLED_S = 10.0  # seconds in which a killed process has ended, unless the kerne
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLaunch:
-    """The settings that one engine process is started with.
+    """Holds the settings that one engine process is started with.
 
     ``port`` 0 takes a free port; a restarted engine gets its old port. With ``load_weights`` the engine serves the
     folder's own weights at once, as version 0; without it, nothing is served until the first update. With
@@ -69,7 +69,7 @@ class _Ready(msgspec.Struct):
 
 
 class EngineProcess:
-    """A running engine, which ends when its stdin is closed, so that it ends with this process in every case."""
+    """Owns a running engine, which ends when its stdin is closed, so that it ends with this process in every case."""
 
     def __init__(self, process: subprocess.Popen[bytes], ready: _Ready, scratch: Path | None) -> None:
         self._process = process

@@ -33,7 +33,7 @@ def engine_name(engine: int) -> str:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _PromptBatch:
-    """The state of one `generate`.
+    """Holds the state of one `generate`.
 
     ``events`` gets each complete prompt, None for a prompt that was given up, and an error that ends the call.
     ``again`` holds prompts whose samples have all come back, some of them aborted. ``silent_since`` maps an engine to
@@ -63,7 +63,7 @@ class _PromptBatch:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Ask:
-    """One request under way at one engine, which ``task`` reads; ``tickets`` are those of `OpenPrompt.ask`."""
+    """Holds one request under way at one engine, which ``task`` reads; ``tickets`` are those of `OpenPrompt.ask`."""
 
     prompt_batch: _PromptBatch
     tickets: dict[OpenPrompt, int]

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class FanOut(Generic[T]):
-    """The outcome of a call: ``answers`` maps engines to their answers, ``failures`` the others to their errors."""
+    """Holds a call's outcome: ``answers`` maps engines to their answers, ``failures`` maps the others to their errors."""
 
     answers: dict[str, T]
     failures: dict[str, EngineError]

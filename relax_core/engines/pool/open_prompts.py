@@ -14,7 +14,7 @@ from relax_core.engines.protocol.routed_experts import read_only, with_joined_ex
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class OpenPrompt:
-    """One prompt with its ``n`` samples.
+    """Holds one prompt with its ``n`` samples.
 
     ``index`` is its index in the prompt batch. ``tie`` chooses among engines that are equally loaded: engine ``tie %
     count`` comes first. ``cost`` is the number of tokens that one sample may take, with its share of the prompt.

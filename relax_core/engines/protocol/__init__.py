@@ -1,4 +1,4 @@
-"""SGLang's HTTP protocol as Relax speaks it: the client, answer formats, scores, stop strings, weight calls.
+"""Holds SGLang's HTTP protocol as Relax uses it: the client, answer formats, scores, stop strings, weight calls.
 
 Start reading in ``engine_client.py``.
 """

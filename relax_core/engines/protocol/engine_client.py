@@ -1,4 +1,4 @@
-"""The client of the embedded engine, and the base of the SGLang client: SGLang's HTTP routes, answers as frames."""
+"""Calls the embedded engine by SGLang's HTTP routes and reads its answers as frames; the SGLang client extends it."""
 
 from __future__ import annotations
 

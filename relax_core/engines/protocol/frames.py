@@ -23,7 +23,7 @@ INT32, FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 
 
 class Experts(msgspec.Struct, frozen=True, array_like=True):
-    """The experts that tokens were routed to.
+    """Holds the experts that tokens were routed to.
 
     ``shape`` is [tokens, MoE layers, experts a token]; ``data`` is little-endian and C-ordered.
     """
@@ -45,7 +45,7 @@ class Experts(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
-    """A finished response; see `Generated`.
+    """Holds a finished response, as `Generated` describes it.
 
     ``output_ids`` holds the bytes of little-endian int32, ``logprobs`` those of little-endian float32. The engine sends
     a prompt's experts with one of its responses only.
@@ -83,7 +83,7 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
 
 
 class StreamEnd(msgspec.Struct, frozen=True, array_like=True, tag="end"):
-    """The engine's own times of one call, in milliseconds.
+    """Ends a stream with the engine's own times of the call, in milliseconds.
 
     ``held_ms`` is the wait before the first prefill, for slots and for the weight version. ``prefill_ms`` is the time
     of all prefills. ``decode_ms`` is the time from the first prefill's end to the last token.
@@ -95,7 +95,7 @@ class StreamEnd(msgspec.Struct, frozen=True, array_like=True, tag="end"):
 
 
 class StreamFailure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
-    """A failure that ends the call; ``message`` is the engine's text."""
+    """Ends a stream with a failure; ``message`` is the engine's text."""
 
     message: str
 

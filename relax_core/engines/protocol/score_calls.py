@@ -15,7 +15,7 @@ from relax_core.contracts.kept_tokens import OUTSIDE, KeptTokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokensToScore:
-    """A sequence whose tokens from position ``first`` on are scored.
+    """Holds a sequence whose tokens from position ``first`` on are scored.
 
     ``first`` is 1 or more, because nothing predicts the token at position 0. ``kept`` holds the set that each scored
     token was sampled from; None stands for the whole vocabulary.
@@ -28,7 +28,7 @@ class TokensToScore:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenScores:
-    """The scores of one sequence.
+    """Holds the scores of one sequence.
 
     ``logprobs`` is float32 ``[tokens]``, one for each scored token. ``top_ids`` int32 and ``top_logprobs`` float32,
     ``[tokens, top_k]``, are the top-k tokens at its position, most likely first. If its kept set has fewer tokens, the
@@ -41,7 +41,7 @@ class TokenScores:
 
 
 class _Entry(msgspec.Struct, array_like=True, gc=False):
-    """A given token's log-prob, None for the first one; SGLang sends its id and text after it, which are not read."""
+    """Holds a given token's log-prob, None for the first one; its id and text, which SGLang sends after it, are not read."""
 
     logprob: float | None
 

@@ -25,7 +25,7 @@ class _Span(msgspec.Struct):
 
 
 class _Entry(msgspec.Struct, array_like=True, gc=False):
-    """A token's log-prob; SGLang sends its id and text after it, which are not read (``output_ids`` has the ids)."""
+    """Holds a token's log-prob; its id and text, which SGLang sends after it, are not read."""
 
     logprob: float
 

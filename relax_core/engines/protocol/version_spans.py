@@ -11,7 +11,7 @@ _INT32 = np.dtype("<i4")
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
-    """The tokens ``[start, end)`` of a response, which weight version ``version`` generated."""
+    """Says that weight version ``version`` generated the tokens ``[start, end)`` of a response."""
 
     start: int
     end: int

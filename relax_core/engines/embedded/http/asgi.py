@@ -16,7 +16,7 @@ JSON = b"application/json"
 
 
 class HttpError(Exception):
-    """A refusal with its HTTP status; the text names the key, its value and the fix."""
+    """Refuses a request with an HTTP status; the text names the key, its value and the fix."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)

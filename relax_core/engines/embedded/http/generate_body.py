@@ -114,7 +114,7 @@ _decoder = msgspec.json.Decoder(GenerateBody)
 
 @dataclass(frozen=True, kw_only=True)
 class RequestBody:
-    """A body whose prompts and types are checked; ``single`` is True if one prompt was given outside a list."""
+    """Holds a body whose prompts and types are checked; ``single`` is True if one prompt was given outside a list."""
 
     raw: GenerateBody
     prompts: list[list[int]]
@@ -125,7 +125,7 @@ class RequestBody:
 
 @dataclass(frozen=True, kw_only=True)
 class ParsedPrompt:
-    """One checked prompt of a request for tokens; ``samples`` and ``generated`` are those of `PromptRequest`."""
+    """Holds a checked prompt of a request for tokens; ``samples`` and ``generated`` are those of `PromptRequest`."""
 
     rid: str
     token_ids: list[int]
@@ -139,7 +139,7 @@ class ParsedPrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
-    """A checked request for tokens.
+    """Holds a checked request for tokens.
 
     ``single`` is True if one prompt was given outside a list; with n = 1 the reply is then an object and not a list.
     """

@@ -26,7 +26,7 @@ from relax_core.engines.embedded.scheduler.token_scoring import ScoreItem
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreRequest:
-    """A checked request for scores.
+    """Holds a checked request for scores.
 
     ``single`` is True if one prompt was given outside a list; the reply is then an object and not a list.
     """

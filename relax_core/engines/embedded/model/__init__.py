@@ -1,4 +1,4 @@
-"""The embedded engine's model: fused weights, forward pass, KV cache, and updates of the weights.
+"""Holds the embedded engine's model: fused weights, forward pass, KV cache, and updates of the weights.
 
 Start reading in ``decoder_model.py``.
 """

@@ -10,7 +10,7 @@ from relax_core.engines.embedded.model.kv_cache import KVCache
 
 
 class CacheViews:
-    """Views of the cache's tensor, made once for each allocation.
+    """Holds views of the cache's tensor, which are made once for each allocation.
 
     ``keys`` is ``[layers, slots * kv_heads, head_dim, columns]``, ``values`` is ``[layers, slots * kv_heads, columns,
     head_dim]``. ``vectors`` holds for each layer all keys and values as ``[2 * slots * kv_heads * columns, head_dim]``.
@@ -29,7 +29,7 @@ class CacheViews:
 
 
 class DecodeAttention:
-    """The attention of up to ``steps`` steps of the same samples; `advance` goes on to the next step.
+    """Computes the attention of up to ``steps`` steps of the same samples; `advance` goes on to the next step.
 
     Queries are grouped by key head, because for one token two batched products are faster than the fused kernel, which
     pads the query. ``positions`` ``[slots]`` holds the columns of the tokens that the first step computes.

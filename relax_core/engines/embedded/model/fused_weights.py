@@ -18,14 +18,14 @@ WEIGHT_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}  #
 
 
 class DenseWeights(NamedTuple):
-    """One layer's feed-forward weights; in this module a name that ends in ``_t`` is a transposed view."""
+    """Holds one layer's feed-forward weights; in this module a name that ends in ``_t`` is a transposed view."""
 
     gate_up_t: Tensor  # [hidden, 2 * intermediate]
     down_t: Tensor  # [intermediate, hidden]
 
 
 class LayerWeights(NamedTuple):
-    """One layer's weights.
+    """Holds one layer's weights.
 
     Query and key heads, their biases and norms are stored with the two halves of each head interleaved, so that rotary
     embedding is one complex product. Dot products and norms do not depend on the order. All norms are float32 and are
@@ -42,7 +42,7 @@ class LayerWeights(NamedTuple):
 
 
 class Target(NamedTuple):
-    """The part of the fused weights that one Hugging Face tensor is copied to.
+    """Names the part of the fused weights that one Hugging Face tensor is copied to.
 
     ``view`` gets the tensor after ``reshape(view_shape)``, times ``scale``; ``shape`` is its shape in the file. A
     norm's scale is the root of its width, because the model computes x / |x| instead of x / rms(x). The query norm's

@@ -13,7 +13,7 @@ from relax_core.families.folder import folder_architecture, read_hf_config
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Architecture):
-    """A model's architecture; ``eos_token_ids`` end a response unless the request has ignore_eos."""
+    """Holds a model's architecture; ``eos_token_ids`` end a response unless the request has ignore_eos."""
 
     eos_token_ids: tuple[int, ...]
 

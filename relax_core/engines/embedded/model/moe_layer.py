@@ -13,7 +13,7 @@ from relax_core.families.architecture import Experts
 
 
 class ExpertWeights(NamedTuple):
-    """One layer's router and experts, in the model's dtype; every matrix is a transposed view."""
+    """Holds one layer's router and experts, in the model's dtype; every matrix is a transposed view."""
 
     router_t: Tensor  # [hidden, experts]
     gate_up_t: list[Tensor]  # [hidden, 2 * width] for each expert

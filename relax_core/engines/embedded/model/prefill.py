@@ -35,7 +35,7 @@ def empty_kv(model: LanguageModel, *, count: int, width: int, dtype: torch.dtype
 
 
 class Wanted(NamedTuple):
-    """The tokens whose output is asked for: their sequences and positions, int64 ``[wanted]`` each."""
+    """Names the tokens whose output is asked for by their sequences and positions, int64 ``[wanted]`` each."""
 
     sequences: Tensor
     positions: Tensor

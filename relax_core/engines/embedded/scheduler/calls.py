@@ -44,7 +44,7 @@ Fail = Callable[[str], None]
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """One prompt of a call, which stands at ``index`` in the call.
+    """Holds one prompt of a call, which stands at ``index`` in the call.
 
     ``routes`` is given if the prompt's experts are asked for. ``samples`` and ``generated`` are those of
     `PromptRequest`. ``stop`` holds the strings that end a response, if there are any.
@@ -69,7 +69,7 @@ class Prompt:
 
 @dataclass(slots=True, eq=False)
 class Sample:
-    """One response.
+    """Holds the state of one response.
 
     ``marks`` holds (first token, version) for each change of the weight version. ``done``, ``done_logprobs``,
     ``done_routes`` and ``done_kept`` hold what was generated so far while the sample has no slot. ``streamed`` is the
@@ -105,7 +105,7 @@ class Sample:
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """Samples of one prompt that wait for slots together; a sample that was retracted waits alone."""
+    """Holds samples of one prompt that wait for slots together; a sample that was retracted waits alone."""
 
     prompt: Prompt
     samples: list[Sample]
@@ -127,7 +127,7 @@ class Waiting:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """One /generate call.
+    """Holds the state of one /generate call.
 
     ``stream_interval`` is the number of tokens between two reports of a sample; with 0 only finished samples are
     reported. ``sink`` gets the reports, ``fail`` the message of a failure that ends the call; both are called in the

@@ -28,7 +28,7 @@ NOTHING_ATTESTED = -1  # the weight version before the first attested weights; n
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """The engine's load.
+    """Holds the engine's load at one time.
 
     ``running``, ``queued`` and ``held`` count samples that decode, wait for slots, and wait for a weight version.
     ``busy_s`` is the time spent in prefill and decoding since the start, in seconds.
@@ -44,9 +44,9 @@ class Load:
 
 
 class Scheduler(threading.Thread):
-    """The decode thread, which owns the decoder.
+    """The decode thread owns the decoder and runs everything that touches it.
 
-    Everything that touches the decoder runs in this thread; `post` runs an action here between two decode steps.
+    `post` runs an action of another thread here, between two decode steps.
     """
 
     def __init__(self, decoder: Decoder, *, version: int) -> None:

@@ -19,7 +19,7 @@ NO_SLOTS = np.empty(0, dtype=np.int64)
 
 @dataclass(frozen=True, kw_only=True)
 class Prefix:
-    """Tokens that are computed once, and the samples that go on from them.
+    """Holds tokens that are computed once, and the samples that go on from them.
 
     ``token_ids`` is the prompt, or the prompt and what a retracted sample had already generated. ``keys`` holds one
     uint64 for each sample. ``done`` and ``done_logprobs`` are what the retracted sample had generated, the end of

@@ -34,7 +34,7 @@ class NonFiniteLogits(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
-    """The sampling settings of one sample.
+    """Holds the sampling settings of one sample.
 
     ``temperature`` 0 is greedy; ``top_k`` -1, ``top_p`` 1 and ``min_p`` 0 are off. ``tells_kept`` is True if the set
     that each token was sampled from is asked for.
@@ -62,7 +62,7 @@ class SamplingSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingPlan:
-    """The settings of a batch, one entry for each sample; a field is None if no sample uses it."""
+    """Holds the settings of a batch, one entry for each sample; a field is None if no sample uses it."""
 
     inverse_temperature: Tensor | None = None  # [batch, 1] float32
     greedy: Tensor | None = None  # [batch] bool

@@ -20,7 +20,7 @@ _CHUNK_ELEMENTS = 1 << 22  # logits that exist at one time, which bounds them an
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreItem:
-    """A sequence whose tokens from position ``start`` + 1 on are scored under softmax(logits / ``temperature``).
+    """Holds a sequence whose tokens from position ``start`` + 1 on are scored under softmax(logits / ``temperature``).
 
     The ``top_k`` most likely tokens at each of these positions are returned with the score. The softmax leaves out
     ``banned`` tokens, and the tokens outside of the scored token's set in ``kept``.
@@ -36,7 +36,7 @@ class ScoreItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """Log-probs of the scored tokens, and the most likely tokens at their positions.
+    """Holds the log-probs of the scored tokens, and the most likely tokens at their positions.
 
     Each entry of ``top_ids`` and ``top_logprobs`` has ``top_k`` numbers, most likely first; it has fewer if fewer
     tokens are left in the softmax.

@@ -45,7 +45,7 @@ _info_decoder = msgspec.json.Decoder(_Info)
 
 @dataclass(eq=False)
 class _Held:
-    """The prompts of one call that wait for weights, and the requests that were sent for them after that."""
+    """Holds the prompts of one call that wait for weights, and the requests that were sent for them after that."""
 
     prompts: dict[int, PromptRequest]  # index in the caller's prompt batch → prompt
     version: int = UNKNOWN_VERSION  # the server's weight version when the prompts were sent

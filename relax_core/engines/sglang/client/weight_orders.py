@@ -41,7 +41,7 @@ class Confirm(msgspec.Struct, frozen=True, tag="confirm"):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """The outcome of an order at one rank; ``error`` is why it failed, or None."""
+    """Holds the outcome of an order at one rank; ``error`` is why it failed, or None."""
 
     error: str | None
 

@@ -1,4 +1,4 @@
-"""Replacements for what SGLang lacks on a CPU; they are active only in a server whose environment has no GPU.
+"""Replaces what SGLang lacks on a CPU; it is active only in a server whose environment has no GPU.
 
 Start reading in ``shims.py``.
 """

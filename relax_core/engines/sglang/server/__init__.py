@@ -1,4 +1,4 @@
-"""The SGLang server process that the run starts, and Relax's changes inside it.
+"""Holds the SGLang server process that the run starts, and Relax's changes inside it.
 
 Start reading in ``sglang_process.py``.
 """
