@@ -38,7 +38,7 @@ PRINT_EVERY_S = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """Names the weights to evaluate: those of ``checkpoint`` after ``step`` train steps, or the model's own without one."""
+    """Names the weights to evaluate: those of ``checkpoint`` after ``step`` train steps, else the model's own."""
 
     checkpoint: Path | None = None
     step: int | None = None

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class FanOut(Generic[T]):
-    """Holds a call's outcome: ``answers`` maps engines to their answers, ``failures`` maps the others to their errors."""
+    """Holds a call's outcome: ``answers`` maps engines to answers, ``failures`` maps the others to errors."""
 
     answers: dict[str, T]
     failures: dict[str, EngineError]

@@ -41,7 +41,7 @@ class TokenScores:
 
 
 class _Entry(msgspec.Struct, array_like=True, gc=False):
-    """Holds a given token's log-prob, None for the first one; its id and text, which SGLang sends after it, are not read."""
+    """Holds a given token's log-prob, None for the first one; SGLang's id and text after it are not read."""
 
     logprob: float | None
 

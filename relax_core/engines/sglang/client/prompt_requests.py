@@ -16,7 +16,7 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """Holds one sample's request: the prompt's index, the sample from 0 to n - 1, and a rid that is never used twice."""
+    """Holds one sample's request: the prompt's index, the sample from 0 to n - 1, and a rid that is used once."""
 
     prompt: int
     sample: int
