@@ -1,4 +1,4 @@
-"""`relax doctor`: what it finds on this machine, and what it finds of dead runs."""
+"""Tests what `relax doctor` finds on this machine, and what it finds of killed runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`relax eval`: what its words mean, and an evaluation of a built-in model, a folder of it, and several engines."""
+"""Tests the words of `relax eval`, and evaluations of a built-in model, of its folder, and with several engines."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_settings_that_cannot_be_are_told(
 
 
 def test_a_model_by_name_and_by_folder_give_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two engines share the prompts of the second; nothing depends on who answered which."""
+    """Two engines share the prompts of the second evaluation, whose result must not depend on which engine answers."""
     sampled = ("eval.rows=12", "eval.samples=4", "eval.temperature=1.0")
     results = {}
     folder = tiny_model_folder("tiny_qwen3", task="reverse_digits")

@@ -1,4 +1,4 @@
-"""`relax explain`."""
+"""Tests `relax explain`."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_readers_follow_the_names_that_a_section_gets() -> None:
 
 
 def test_every_value_of_conf_is_found_with_its_comment() -> None:
-    """The file and line that a user is sent to hold the key."""
+    """The printed file and line hold the key."""
     found = keys_of_root()
     for group in groups():
         for option in yaml_options(group):

@@ -1,4 +1,4 @@
-"""`relax list`."""
+"""Tests `relax list`."""
 
 from __future__ import annotations
 

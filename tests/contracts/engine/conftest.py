@@ -1,4 +1,4 @@
-"""The engines under test: real processes over a tiny random Qwen3, one of each kind for the session and fresh ones on
+"""Starts the engines under test: real processes over a tiny random Qwen3, one of each kind for the session, others on
 demand."""
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def launch(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Engi
 
 @pytest.fixture(scope="session")
 def sglang_launch(launch: EngineLaunch, tmp_path_factory: pytest.TempPathFactory) -> EngineLaunch:
-    """The same model behind SGLang's own server."""
+    """Returns the launch of SGLang's own server with the same model."""
     if not SGLANG_PYTHON.is_file():
         pytest.fail(f"{SGLANG_PYTHON} is missing: make sglang-cpu")
     engine = replace(
@@ -67,7 +67,7 @@ def sglang_launch(launch: EngineLaunch, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="session")
 def engines(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Engine]]:
-    """The session's engine of each kind, started when it is first asked for. It serves the folder's weights."""
+    """Starts the session's engine of each kind on first use; it serves the folder's weights."""
     processes: dict[str, EngineProcess] = {}
     with Started() as started:
 
@@ -85,14 +85,13 @@ def engines(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Engine]]
 
 @pytest.fixture(scope="session", params=ENGINES)
 def engine(request: pytest.FixtureRequest, engines: Callable[[str], Engine]) -> Engine:
-    """A test that changes it puts it back."""
+    """Returns the session's engine of one kind; a test that changes it restores it."""
     return engines(request.param)
 
 
 @pytest.fixture
 def start_engine(launch: EngineLaunch) -> Iterator[Callable[..., Engine]]:
-    """Starts embedded engines of its own for a test, by a launch of its own where it gives one; keywords replace fields
-    of it."""
+    """Starts embedded engines for one test, with the test's launch if it gives one; keywords replace its fields."""
     started: list[EngineProcess] = []
 
     def start(given: EngineLaunch = launch, **changes: object) -> Engine:

@@ -1,4 +1,4 @@
-"""What the suite's tests share: the tiny model, a raw HTTP call, and ways to read an answer."""
+"""Holds what the engine contract's tests share: tiny models, raw HTTP calls, and readers of answers."""
 
 from __future__ import annotations
 
@@ -38,8 +38,11 @@ LONG = 30000  # tokens: decoding them takes many seconds, so that a test can mee
 
 
 class Started:
-    """Engines whose temporary files go into one folder, so that what they leave can be seen. Use as a context manager.
-    Of shared memory it sees the names that SGLang gives by itself, and those with the name of an engine's folder."""
+    """Starts engines whose temporary files go into one folder, so that a test can see the files that they leave.
+
+    It is a context manager. Of shared memory it sees the names that SGLang chooses, and those with the name of an
+    engine's folder.
+    """
 
     def __enter__(self) -> Started:
         self._temporary = tempfile.TemporaryDirectory(prefix="e")  # short, because of socket names
@@ -59,14 +62,14 @@ class Started:
         return process
 
     def left(self) -> set[str]:
-        """What is there that was not there before."""
+        """Returns the files that were not there before."""
         new = set(os.listdir("/dev/shm")) - self._before
         shared = {name for name in new if any(part in name for part in self._names)}
         return set(os.listdir(self._temporary.name)) | shared
 
 
 def make_model(folder: Path | None, *, seed: int, tied: bool = True) -> Any:
-    """A random Qwen3 whose distributions are far from flat; saved to ``folder`` where one is given."""
+    """Makes a random Qwen3 whose distributions are far from flat, and saves it if a folder is given."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
@@ -88,7 +91,7 @@ def make_model(folder: Path | None, *, seed: int, tied: bool = True) -> Any:
 
 
 def make_moe_model(folder: Path | None, *, seed: int) -> Any:
-    """The same, a Qwen3-MoE of 8 experts, 2 a token; SGLang's has no tied head."""
+    """Makes a random Qwen3-MoE of 8 experts, 2 a token, with a head of its own, because SGLang's has no tied head."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
@@ -114,7 +117,7 @@ def make_moe_model(folder: Path | None, *, seed: int) -> Any:
 
 
 def _spread(model: Any, folder: Path | None) -> Any:
-    """Moves its distributions away from flat, and saves it where there is a folder."""
+    """Moves the model's distributions away from flat, and saves it if a folder is given."""
     model = model.float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -128,7 +131,7 @@ def _spread(model: Any, folder: Path | None) -> Any:
 
 
 def hf_weights(model: Any) -> list[tuple[str, torch.Tensor]]:
-    """The model's weights as a trainer exports them: a tied head once."""
+    """Returns the model's weights as a trainer exports them, with a tied head only once."""
     tied = model.config.tie_word_embeddings
     return [(name, value) for name, value in model.state_dict().items() if not (tied and name == "lm_head.weight")]
 
@@ -145,7 +148,7 @@ def sglang_client(
     kind: type[SglangClient] = SglangClient,
     stops: StopTable | None = None,
 ) -> SglangClient:
-    """Of a server that this suite has started with `make_model`'s model."""
+    """Returns a client of a server that this suite has started with the model of `make_model`."""
     return kind(
         url,
         token,
@@ -170,11 +173,11 @@ class Engine:
 
     @property
     def version(self) -> int:
-        """Of the weights that it serves."""
+        """Returns the version of the weights that the engine serves."""
         return int(self.client.model_info()["weight_version"])
 
     def flush(self) -> None:
-        """SGLang's cache of prefixes knows no weight versions; our client keeps them apart, raw requests do not."""
+        """Empties SGLang's prefix cache, in which raw requests of different weight versions are not kept apart."""
         deadline = time.monotonic() + 30.0
         while self.call("/flush_cache")[0] != 200:  # something still runs
             assert time.monotonic() < deadline
@@ -197,7 +200,7 @@ class Engine:
         token: str | None = TOKEN,
         body: bytes | None = None,
     ) -> tuple[int, Any]:
-        """One request on a connection of its own: status and decoded answer."""
+        """Sends one request on a connection of its own; returns the status and the decoded answer."""
         connection = self.connection()
         headers = {"Content-Type": "application/json"}
         if token is not None:
@@ -213,13 +216,13 @@ class Engine:
             return status, answer.decode()
 
     def post(self, path: str, payload: Any = None) -> Any:
-        """The answer of a call that must succeed."""
+        """Returns the answer of a call that must succeed."""
         status, answer = self.call(path, payload)
         assert status == 200, answer
         return answer
 
     def generate(self, prompts: Sequence[PromptRequest], params: SamplingParams) -> list[Generated]:
-        """All responses, by prompt and sample."""
+        """Returns all responses, sorted by prompt and sample."""
 
         async def collect() -> list[Generated]:
             client = self.new_client()
@@ -232,7 +235,7 @@ class Engine:
 
     @contextmanager
     def stream(self, payload: dict[str, Any]) -> Iterator[Iterator[dict[str, Any]]]:
-        """Server-sent events of a /generate as they come; leaving early hangs up."""
+        """Yields the server-sent events of a /generate; leaving the block early closes the connection."""
         connection = self.connection()
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {TOKEN}"}
         connection.request("POST", "/generate", json.dumps({**payload, "stream": True}).encode(), headers)
@@ -253,7 +256,7 @@ class Engine:
 
 
 def long_request(rid: str, *, tokens: int = LONG, **fields: Any) -> dict[str, Any]:
-    """A /generate body of one sample that stops only at ``tokens``."""
+    """Returns a /generate body of one sample that stops only at ``tokens`` tokens."""
     sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 1.0, "sampling_seed": 1}
     return {"rid": rid, "input_ids": [5, 6, 7], "sampling_params": sampling, "return_logprob": True, **fields}
 

@@ -1,4 +1,4 @@
-"""Abort gives back what was generated; the three ways to pause; memory given up and taken again."""
+"""Tests aborts, which return what was generated, the three ways to pause, and the release of memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.contracts.engine.harness import (
 
 @pytest.fixture(autouse=True)
 def left_as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The shared engine goes on, whatever a test left behind."""
+    """Resumes the shared engine after each test."""
     yield
     if "engine" in request.fixturenames:
         engine = request.getfixturevalue("engine")
@@ -42,7 +42,7 @@ class Reader:
         self.meta: dict[str, Any] = {}
 
     def read(self, tokens: int | None = None) -> Reader:
-        """Reads at least ``tokens`` more, or to the end."""
+        """Reads at least ``tokens`` more tokens, or to the end."""
         wanted = None if tokens is None else len(self.tokens) + tokens
         for event in self._events:
             self.tokens += event["output_ids"]
@@ -58,7 +58,7 @@ class Reader:
 
 
 def undisturbed(engine: Engine, tokens: int) -> list[int]:
-    """What the same sample is without interruption."""
+    """Returns the same sample without an interruption."""
     ids: list[int] = engine.post("/generate", long_request("calm", tokens=tokens))["output_ids"]
     return ids
 
@@ -87,7 +87,7 @@ def test_abort_reaches_what_still_waits(engine: Engine) -> None:
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 @sglang_only
 def test_pause_update_resume_marks_sglangs_versions(engine: Engine, tmp_path: Path, mode: PauseMode) -> None:
-    """Its client pauses, updates and resumes in one call."""
+    """SGLang's client pauses, updates and resumes in one call."""
     before = engine.version
     with engine.stream(long_request("spans")) as events:
         spans = Reader(events).read(5)
@@ -129,7 +129,7 @@ def test_pause_update_resume_marks_the_versions(start_engine: Any, tmp_path: Pat
 
 
 def test_retract_goes_on_as_if_nothing_had_happened(engine: Engine) -> None:
-    """Same weights: its cache is computed anew, and the tokens are those of an undisturbed run."""
+    """Under the same weights the cache is computed anew, and the tokens are those of an undisturbed run."""
     with engine.stream(long_request("retracted")) as events:
         retracted = Reader(events).read(20)
         engine.client.pause("retract")

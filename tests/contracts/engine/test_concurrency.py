@@ -1,4 +1,4 @@
-"""Many requests at once, more than fit, all answered as if each were alone."""
+"""Tests that many simultaneous requests, more than fit, are all answered as if each were alone."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What harms neither the embedded engine nor other requests: each of these once ended the process, its requests or its
-readiness, or held it up for ever."""
+"""Tests that hostile requests harm neither the embedded engine nor other requests.
+
+Each of these requests once ended the process, its other requests or its readiness, or held it up forever.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +42,12 @@ SEEDED = {
 SCORED = {"sampling_params": {"max_new_tokens": 0}, "return_logprob": True, "logprob_start_len": 0}
 FLATTENED = "flattened_bucket"
 IDLE = 1500
-ROOM_MB = 40  # that the process may grow by for reasons of its own
+ROOM_MB = 40  # MB by which the process may grow for other reasons
 
 
 @contextmanager
 def files_allowed(count: int) -> Iterator[None]:
-    """How many this process, and who is started meanwhile, may have open."""
+    """Limits the open files of this process and of processes that are started in the block."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
     try:
@@ -56,7 +58,7 @@ def files_allowed(count: int) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def door(launch: EngineLaunch) -> Iterator[Engine]:
-    """It may have 1024 files open, as a shell allows by default, and more where it asks for them."""
+    """Yields an engine that may have 1024 files open, as a shell allows by default, and may raise this limit."""
     with files_allowed(1024):
         process = EngineProcess.start(launch)
     yield Engine(process)
@@ -64,14 +66,14 @@ def door(launch: EngineLaunch) -> Iterator[Engine]:
 
 
 def generations(engine: Engine) -> list[Any]:
-    """The tokens of a greedy and of a seeded generation."""
+    """Returns the tokens of a greedy and of a seeded generation."""
     replies = [engine.post("/generate", GREEDY), *engine.post("/generate", SEEDED)]
     return [reply["output_ids"] for reply in replies]
 
 
 @pytest.fixture
 def unharmed(door: Engine) -> Iterator[Engine]:
-    """The engine, which lives on and makes the same tokens afterwards."""
+    """Yields the engine, and checks afterwards that it runs and generates the same tokens."""
     before = generations(door)
     yield door
     assert door.process.poll() is None and door.client.ready()
@@ -112,7 +114,7 @@ def test_numbers_and_lists_beyond_their_bounds_are_refused(unharmed: Engine, bod
 
 
 def test_at_their_bounds_they_are_taken_alone_and_together(unharmed: Engine) -> None:
-    """Each in one batch with a plain sample, whose log-probs stay what they are alone."""
+    """Each request is in one batch with a plain sample, whose log-probs stay what they are alone."""
     alone = unharmed.post("/generate", SEEDED | {"return_logprob": True})
     for extreme in (
         {"top_k": MAX_TOP_K, "top_p": 5e-324},
@@ -140,7 +142,7 @@ def test_the_configuration_has_the_engines_bounds() -> None:
 def test_logits_that_are_not_finite_end_their_own_request_alone(
     start_engine: Callable[..., Engine], tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:
-    """A token's embedding is NaN: whoever has it in the prompt, or samples it, fails; in one batch with others."""
+    """A request whose prompt or response has a token with a NaN embedding fails, in one batch with others."""
     poison, model = 7, make_model(None, seed=0, tied=False)
     untied = tmp_path / "untied"
     untied.mkdir()
@@ -181,7 +183,7 @@ def test_an_accept_header_of_any_bytes_is_read(unharmed: Engine) -> None:
 
 
 def raw_status(engine: Engine, head: bytes, body: str) -> int:
-    """The status of a request with the token and these bytes of a head."""
+    """Returns the status of a request with the token and these bytes of a head."""
     data = body.encode()
     head += f"authorization: Bearer {TOKEN}\r\nconnection: close\r\ncontent-length: {len(data)}\r\n\r\n".encode()
     with socket.create_connection(("127.0.0.1", engine.process.port)) as client:
@@ -203,7 +205,7 @@ def test_a_body_that_is_nested_deep_is_refused(unharmed: Engine, nested: str) ->
 
 
 def odd_files(folder: Path) -> dict[str, Path]:
-    """Folders whose weights are no files, by what they are."""
+    """Makes folders whose weights are not regular files; maps the kind to the folder."""
     found = {name: folder / name for name in ("pipe", "device", "folder", "loop", "empty", "noise")}
     for path in found.values():
         path.mkdir()
@@ -244,7 +246,7 @@ def as_json(manifest: WeightManifest, **changed: Any) -> Any:
 
 
 def test_a_manifest_of_what_cannot_be_is_refused(unharmed: Engine, tmp_path: Path) -> None:
-    """Its own digest agrees each time: who sends it has the token."""
+    """The manifest's own digest agrees each time, because its sender has the token."""
     manifest = publish(make_model(None, seed=0), tmp_path / "good", version=unharmed.version + 1)
     one = manifest.tensors[0]
     for changed in (
@@ -322,7 +324,7 @@ def group_body(**changed: Any) -> dict[str, Any]:
 
 
 def test_groups_that_nobody_joins_hold_up_no_update(door: Engine, tmp_path: Path) -> None:
-    """Not even many of them; and there are not more than some."""
+    """Many such groups hold up no update either, and their number is bounded."""
     with ThreadPoolExecutor(17) as pool:
         bodies = [group_body(group_name=f"lonely-{number}", timeout_s=4.0) for number in range(17)]
         calls = [pool.submit(door.call, "/init_weights_update_group", body) for body in bodies]
@@ -365,7 +367,7 @@ def peak_mb(engine: Engine) -> int:
 
 
 def test_idle_connections_keep_nobody_out(unharmed: Engine) -> None:
-    """They need no token. A stream that runs is not cut off, and the owner's question is answered."""
+    """Idle connections need no token. A running stream is not cut off, and the owner's question is answered."""
     idle: list[socket.socket] = []
     try:
         with files_allowed(IDLE + 1000), unharmed.stream(long_request("running", tokens=3000)) as events:
@@ -383,7 +385,7 @@ def test_idle_connections_keep_nobody_out(unharmed: Engine) -> None:
 
 
 def test_the_health_of_generation_is_asked_often_and_disturbs_nobody(unharmed: Engine) -> None:
-    """It needs no token. It makes no tokens of its own, and says at once why there are none."""
+    """The route needs no token, generates no tokens of its own, and says at once why the engine generates none."""
     before = unharmed.client.loads()
     with ThreadPoolExecutor(16) as pool:
         asked = list(pool.map(lambda _: unharmed.call("/health_generate", method="GET", token=None), range(200)))
@@ -414,7 +416,7 @@ def test_a_client_that_hangs_up_in_the_middle_of_a_body_or_a_stream_leaves_nothi
 
 
 def test_one_connection_too_many_questions(unharmed: Engine) -> None:
-    """A client that sends a thousand requests and reads nothing is hung up on; one that sends some gets its answers."""
+    """A client that sends a thousand requests and reads nothing is disconnected; one that sends a few is answered."""
     ready = b"GET /ready HTTP/1.1\r\n\r\n"
     with socket.create_connection(("127.0.0.1", unharmed.process.port)) as client:
         client.settimeout(60.0)

@@ -1,6 +1,6 @@
-"""Requests of every kind to every route of the embedded engine: it answers each, and goes on as it was.
+"""Sends requests of every kind to every route of the embedded engine, which answers each and goes on unchanged.
 
-While they come, other requests run; these must get the tokens that they get alone.
+Other requests run at the same time, and must get the tokens that they get alone.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ def in_words(numbers: list[int]) -> str:
 
 
 def body_of(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """Any of these fields, most of them as they should be, some not."""
+    """Draws any of these fields, most of them valid."""
     mostly = {name: st.one_of(*[one] * 9, JUNK) for name, one in fields.items()}
     return st.fixed_dictionaries({}, optional=mostly)
 
 
 def whole_body_of(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """All of these fields, most of them as they should be."""
+    """Draws all of these fields, most of them valid."""
     return st.fixed_dictionaries({name: st.one_of(*[one] * 4, ODD) for name, one in fields.items()})
 
 
@@ -187,7 +187,7 @@ def engine(launch: EngineLaunch) -> Iterator[Engine]:
 
 
 class Neighbour:
-    """Asks for the same again and again, and compares. What was aborted has the beginning of its tokens."""
+    """Repeats the same request and compares the tokens; an aborted response must be a beginning of them."""
 
     def __init__(self, engine: Engine) -> None:
         self.compared = 0
@@ -222,7 +222,7 @@ def tokens_of(engine: Engine) -> list[list[int]]:
 
 @pytest.fixture
 def neighbour(engine: Engine) -> Iterator[Neighbour]:
-    """Other requests that run meanwhile. Afterwards the engine is the process that it was."""
+    """Runs other requests during the test, and checks afterwards that the engine is the same process."""
     one = Neighbour(engine)
     yield one
     one.end()
@@ -238,7 +238,7 @@ def request(
     token: bool = True,
     whole: bool = True,
 ) -> bytes:
-    """``whole``: the body has the length that the head says."""
+    """Returns a request's bytes; with ``whole`` the body has the length that the head says."""
     lines = [b"%s %s HTTP/1.1" % (method, target), *(b"%s: %s" % one for one in headers), b"connection: close"]
     if token:
         lines.append(b"authorization: Bearer %s" % TOKEN.encode())
@@ -247,7 +247,7 @@ def request(
 
 
 def status_of(engine: Engine, data: bytes, *, whole: bool = True) -> int | None:
-    """None where it hung up without a word. ``whole``: nothing of the request is still to come."""
+    """Returns the answer's status, or None without an answer; ``whole`` says that the request is complete."""
     with socket.create_connection(("127.0.0.1", engine.process.port)) as client:
         client.settimeout(ANSWERS_S)
         client.sendall(data)
@@ -328,7 +328,7 @@ def asks(
     body: bytes,
     whole: bool,
 ) -> None:
-    """Without the token, with bytes of any kind, and bodies that never come as a whole."""
+    """Sends requests without the token, with any bytes, and with bodies that never arrive as a whole."""
     data = request(method, path + more, headers, body, token=False, whole=whole)
     status = status_of(engine, data, whole=whole)
     if status is None:
@@ -344,7 +344,7 @@ def test_anything_without_the_token(engine: Engine, neighbour: Neighbour) -> Non
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=400), st.booleans())
 def sends(engine: Engine, data: bytes, head: bool) -> None:
-    """What may be no HTTP at all."""
+    """Sends bytes that may not be HTTP."""
     data = b"POST /generate HTTP/1.1\r\n" + data if head else data
     status = status_of(engine, data, whole=False)
     assert status is None or status < 500
@@ -355,6 +355,6 @@ def test_any_bytes(engine: Engine, neighbour: Neighbour) -> None:
 
 
 def test_answers_are_json_that_all_can_read(engine: Engine) -> None:
-    """A greedy token has no log-prob below float's range, nor a scored one."""
+    """Neither a greedy token nor a scored one has a log-prob below float's range."""
     reply = engine.post("/generate", {"input_ids": [5, 6], "return_logprob": True, "sampling_params": {"top_k": 1}})
     assert all(math.isfinite(logprob) for logprob, _, _ in reply["meta_info"]["output_token_logprobs"])

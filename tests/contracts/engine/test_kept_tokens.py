@@ -1,4 +1,4 @@
-"""Which tokens each token was sampled from, against transformers' own logits and warpers."""
+"""Compares the set that each token was sampled from with transformers' own logits and warpers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def model() -> Any:
 
 
 def tempered_logits(model: Any, prompt: list[int], ids: list[int], params: SamplingParams) -> torch.Tensor:
-    """``[tokens, vocab]`` float64 in front of each response token."""
+    """Returns the logits before each response token, float64 ``[tokens, vocab]``."""
     with torch.no_grad():
         logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].double()
     logits[:, params.banned_token_ids] = float("-inf")
@@ -50,7 +50,7 @@ def tempered_logits(model: Any, prompt: list[int], ids: list[int], params: Sampl
 
 
 def expected_sets(logits: torch.Tensor, params: SamplingParams, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """What is kept ``[tokens, vocab]``, and for which tokens ``[tokens]`` that hangs on no rounding."""
+    """Returns the kept sets ``[tokens, vocab]``, and for which tokens ``[tokens]`` rounding cannot change them."""
     warped = TopKLogitsWarper(params.top_k)(None, logits) if params.top_k > 0 else logits
     before = logits if kind == "sglang" else warped  # SGLang's top_p counts the probabilities before top_k
     clear = torch.ones(len(logits), dtype=torch.bool)
@@ -182,7 +182,7 @@ def test_kept_sets_stay_with_their_tokens_when_the_weights_change(
 @embedded_only
 @pytest.mark.parametrize("top_k", [0, 3, VOCAB])
 def test_given_tokens_are_scored_over_their_sets(engine: Engine, model: Any, top_k: int) -> None:
-    """Beside tokens that were sampled from everything; without banned tokens."""
+    """The batch also has tokens that were sampled from the whole vocabulary, and none of banned tokens."""
     params = msgspec.structs.replace(WANTED, top_p=0.8, temperature=0.8, banned_token_ids=[7, 8])
     responses = engine.generate(prompts_of(*PROMPTS), params)
     rows = [
@@ -267,7 +267,7 @@ def test_sglang_scores_over_the_whole_vocabulary_only(engine: Engine) -> None:
 
 @pytest.fixture
 def random_sglang(sglang_launch: EngineLaunch) -> Iterator[Engine]:
-    """A server that is not deterministic."""
+    """Yields a server that is not deterministic."""
     process = EngineProcess.start(replace(sglang_launch, engine=replace(sglang_launch.engine, deterministic=False)))
     yield Engine(process, "sglang")
     process.stop(timeout_s=5.0)

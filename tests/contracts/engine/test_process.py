@@ -1,4 +1,4 @@
-"""An engine process starts with a word, ends with its owner, and tells its client apart from a dead one."""
+"""Tests that an engine process reports its start, ends with its owner, and is unreachable once it has ended."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def wait_gone(pid: int) -> None:
 
 
 def kill(process: EngineProcess) -> None:
-    """Kills it and waits until it is gone with all its threads, so that its port is free."""
+    """Kills the engine and waits until all its threads have ended, so that its port is free."""
     os.kill(process.pid, signal.SIGKILL)
     deadline = time.monotonic() + ENDS_S
     while process.poll() is None:

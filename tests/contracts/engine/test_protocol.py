@@ -1,4 +1,4 @@
-"""The shapes of SGLang's protocol: replies, order, stop tokens, server-sent events, status routes."""
+"""Tests the shapes of SGLang's protocol: replies, order, stop tokens, server-sent events, status routes."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_server_sent_events_are_incremental(engine: Engine) -> None:
 
 @sglang_only
 def test_sglangs_status_routes_tell(engine: Engine) -> None:
-    """With a key set, all but health and readiness want it."""
+    """If a key is set, all routes except health and readiness need it."""
     for path in ("/ready", "/health", "/health_generate"):
         assert engine.call(path, method="GET", token=None)[0] == 200
     for path in ("/model_info", "/server_info", "/v1/loads"):

@@ -1,4 +1,4 @@
-"""What an engine refuses, and that it says key, value and fix."""
+"""Tests what an engine refuses, and that the refusal has key, value and fix."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_sglangs_refusals_are_words_too(engine: Engine, body: dict[str, Any], wo
 
 @pytest.mark.parametrize("token", [VOCAB, -1])
 def test_a_token_outside_of_the_vocabulary_is_refused_and_harms_nobody(engine: Engine, token: int) -> None:
-    """SGLang's server would die of it."""
+    """SGLang's server would fail on such a token."""
     words = rf"token id {token} at position 2 is not in the vocabulary; ids go from 0 to {VOCAB - 1}"
     with pytest.raises(EngineError, match=rf"/generate: .*input_ids\[1\] of rid prompt-1: {words}"):
         engine.generate(prompts_of([5, 6], [7, 8, token]), SamplingParams(max_new_tokens=2))

@@ -1,4 +1,4 @@
-"""A sample belongs to its seed, not to its batch."""
+"""Tests that a sample depends on its seed and not on its batch."""
 
 from __future__ import annotations
 

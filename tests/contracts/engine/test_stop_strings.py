@@ -1,4 +1,4 @@
-"""Stop strings: a response ends with the token that completes one, and is else the response that it would have been."""
+"""Tests that a response ends with the token that completes a stop string, and is otherwise unchanged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STOPPING = msgspec.structs.replace(PARAMS, stop=STOP)
 
 
 def text_of(ids: list[int]) -> str:
-    """What the tokenizer below makes of them: one or two letters a token."""
+    """Returns the text of token ids by the tokenizer below, with one or two letters a token."""
     return "".join(LETTERS[token % 5] * (1 + token % 2) for token in ids)
 
 
@@ -62,7 +62,7 @@ def first_end(ids: list[int]) -> int | None:
 
 
 def as_expected(whole: Generated, stopped: Generated) -> bool:
-    """``stopped`` is the beginning of ``whole`` up to its first stop string. Returns whether it has one."""
+    """Checks that ``stopped`` is ``whole`` up to its first stop string; returns whether there is one."""
     end = first_end(whole.output_ids.tolist())
     assert stopped.output_ids.tolist() == whole.output_ids[:end].tolist()
     assert stopped.logprobs == pytest.approx(whole.logprobs[:end], abs=2e-5)
@@ -86,7 +86,7 @@ def test_a_response_ends_with_the_token_that_completes_a_string(lettered: Engine
 
 
 def test_a_string_across_the_place_where_a_response_goes_on_is_found(lettered: Engine) -> None:
-    """An aborted sample is asked for again behind its own tokens."""
+    """An aborted sample is requested again after its own tokens."""
     prompts = prompts_of([5, 6, 7], [9, 8], [20, 30, 40, 11])
     stopped = [one for one in lettered.generate(prompts, STOPPING) if one.finish_reason == "stop"]
     across = [
@@ -113,7 +113,7 @@ def test_a_string_across_the_place_where_a_response_goes_on_is_found(lettered: E
 
 
 def test_greedy_answers_and_neighbours_without_strings_are_left_alone(lettered: Engine) -> None:
-    """Both kinds run in one batch."""
+    """Samples with and without stop strings run in one batch."""
     prompts = prompts_of([5, 6, 7], [9, 8], [20, 30, 40, 11])
     alone = lettered.generate(prompts, PARAMS)
 

@@ -1,4 +1,4 @@
-"""New weights by every transport, on both engines: served where their digest agrees, kept out where it does not."""
+"""Tests new weights by every transport on both engines, which serve them only if their digest agrees."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Damage = Callable[[Path], None]
 
 @pytest.fixture
 def engine_back(engine: Engine, tmp_path: Path) -> Iterator[Engine]:
-    """The session's engine; the folder's own weights come back, under a newer version."""
+    """Yields the session's engine; afterwards it serves the folder's own weights under a newer version."""
     yield engine
     newer = max(engine.version, 1000) + 1
     engine.client.update_weights(publish(make_model(None, seed=0), tmp_path / "back.bin", version=newer))
@@ -46,7 +46,7 @@ def engine_back(engine: Engine, tmp_path: Path) -> Iterator[Engine]:
 
 
 def publisher_of(name: str, engine: Engine, folder: Path, model: Path, *, damage: list[Damage]) -> WeightPublisher:
-    """``damage``: what happens to a published file before the engine is told of it."""
+    """Returns a publisher; ``damage`` changes a published file before the engine is called."""
     transport = build_transport(WeightTransportName(name), host="127.0.0.1", timeout_s=TIMEOUT_S)
 
     def receivers() -> list[object]:
@@ -64,7 +64,7 @@ def flip_a_bit(path: Path) -> None:
 
 
 def send(publisher: WeightPublisher, version: int) -> SyncReport:
-    """The version's weights are those of the model of this seed."""
+    """Publishes the weights of the model whose seed is ``version``."""
     return publisher.publish(version, hf_weights(make_model(None, seed=version))).result(timeout=2 * TIMEOUT_S)
 
 
@@ -92,7 +92,7 @@ def test_a_version_is_served_and_a_wrong_digest_is_not(
     damage.append(flip_a_bit)
     (why,) = send(publisher, before + 2).refused.values()
     assert "digest" in why
-    # Over gloo the model has the wrong weights before anybody can tell: it is taken out until it has good ones.
+    # Over gloo SGLang's model has the wrong weights before the digest is known, so it serves nothing until good ones.
     assert engine.version == (-1 if name == "gloo" else before + 1)
     damage.clear()
 
@@ -116,7 +116,7 @@ def test_the_same_version_again_is_not_loaded_again(engine_back: Engine, tmp_pat
 
 @sglang_only
 def test_two_senders_of_one_version_do_not_disturb_each_other(engine_back: Engine, tmp_path: Path) -> None:
-    """The trainer's push and the owner's catching up may come at the same time."""
+    """The trainer's push and the owner's update may come at the same time."""
     version = engine_back.version + 1
     manifest = publish(make_model(None, seed=version), tmp_path / "both", version=version)
     with ThreadPoolExecutor() as pool:
@@ -129,7 +129,7 @@ def test_two_senders_of_one_version_do_not_disturb_each_other(engine_back: Engin
 
 @sglang_only
 def test_two_senders_from_disk_take_turns(engine_back: Engine, tmp_path: Path, model_folder: Path) -> None:
-    """SGLang's server would die of two loads at one time."""
+    """SGLang's server would fail if two loads overlapped."""
     version = engine_back.version + 1
     publisher = WeightPublisher(tmp_path, list, transport=DiskTransport(), model_folder=model_folder)
     assert send(publisher, version).refused == {}
@@ -145,7 +145,7 @@ def test_two_senders_from_disk_take_turns(engine_back: Engine, tmp_path: Path, m
 
 @sglang_only
 def test_a_server_without_its_memory_is_not_woken_by_another_sender(engine_back: Engine, tmp_path: Path) -> None:
-    """In time sharing the trainer has taken it, and an engine's owner, who does not know, brings weights."""
+    """In time sharing the trainer has released the memory, and an engine's owner sends weights without knowing it."""
     engine, version = engine_back, engine_back.version + 1
     engine.client.release_memory()
     engine.new_client().update_weights(publish(make_model(None, seed=version), tmp_path / "w", version=version))
@@ -173,7 +173,7 @@ def test_a_session_that_was_left_open_is_closed_by_the_next_sender(engine_back: 
 def test_a_second_run_on_one_server_serves_nothing_of_the_first(
     engine_back: Engine, tmp_path: Path, model_folder: Path
 ) -> None:
-    """The first has left a higher version, its prefixes in the cache, a sample in flight, a pause and a session."""
+    """The first run has left a higher version, its prefixes in the cache, a running sample, a pause and a session."""
     engine = engine_back
     left = engine.version + 60
     engine.client.update_weights(publish(make_model(None, seed=1), tmp_path / "first", version=left))
@@ -195,7 +195,7 @@ def test_a_second_run_on_one_server_serves_nothing_of_the_first(
 
 
 class RefusedInTheMiddle(SglangClient):
-    """Its server is asked to receive in a group that it does not know."""
+    """Asks its server to receive in a group that the server does not know."""
 
     def receive_weights(self, tensors: Sequence[TensorSpec], *, group: str, version: int) -> dict[str, Any]:
         return super().receive_weights(tensors, group="nobody", version=version)
@@ -205,7 +205,7 @@ class RefusedInTheMiddle(SglangClient):
 def test_a_push_that_fails_in_the_middle_leaves_nothing_to_serve_and_nothing_open(
     engine_back: Engine, tmp_path: Path, model_folder: Path
 ) -> None:
-    """Some of its tensors may be in the model, under the old version's number."""
+    """Some tensors of the failed push may be in the model, under the old version's number."""
     engine, before = engine_back, engine_back.version
     engine.client = sglang_client(engine.process.url, kind=RefusedInTheMiddle)
     publisher = publisher_of("gloo", engine, tmp_path, model_folder, damage=[])
@@ -224,8 +224,7 @@ def test_a_push_that_fails_in_the_middle_leaves_nothing_to_serve_and_nothing_ope
 def test_a_prompt_that_the_change_overtakes_is_not_read_from_the_old_cache(
     engine_back: Engine, tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:
-    """It is sent under one version, waits in the paused server, and is prefilled under the next, with its tokens in the
-    cache of the first."""
+    """The prompt is sent under one version, whose cache holds its tokens, and is prefilled under the next version."""
     engine, before = engine_back, engine_back.version
     engine.generate(prompts_of(PROMPT), SamplingParams(max_new_tokens=2))  # fills the cache
     manifest = publish(make_model(None, seed=before + 1), tmp_path / "next", version=before + 1)
@@ -242,7 +241,7 @@ def test_a_prompt_that_the_change_overtakes_is_not_read_from_the_old_cache(
     with ThreadPoolExecutor() as pool:
         overtaken = pool.submit(asyncio.run, collect())
         wait_until(lambda: any(call.sent for call in client._calls), what="the request")
-        time.sleep(0.3)  # it is on its way to the server, which tells nobody of what it has not let in
+        time.sleep(0.3)  # the request is on its way; the paused server does not report it
         engine.client.update_weights(manifest)
         responses = overtaken.result(60)
     model = make_model(None, seed=before + 1)

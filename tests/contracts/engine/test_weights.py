@@ -1,4 +1,4 @@
-"""A version is served once its weights are in and attested, and not before."""
+"""Tests that a version is served once its weights are in and attested, and not before."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROMPT = random_prompt(12)
 
 @pytest.fixture(scope="module")
 def blank(launch: Any) -> Any:
-    """An engine that has no weights yet."""
+    """Yields an engine that has no weights yet."""
     from dataclasses import replace
 
     from relax_core.engines.engine_process import EngineProcess
@@ -37,7 +37,7 @@ def blank(launch: Any) -> Any:
 
 
 def serves(engine: Engine, model: Any, version: int) -> None:
-    """Its log-probs are this model's, under this version."""
+    """Checks that the engine's log-probs are those of this model, under this version."""
     one = engine.generate(prompts_of(PROMPT), GREEDY)[0]
     with torch.no_grad():
         logits = model(torch.tensor([PROMPT + one.output_ids.tolist()])).logits[0, len(PROMPT) - 1 : -1]
@@ -126,7 +126,7 @@ def free_port() -> int:
 
 
 def test_from_distributed_over_gloo(blank: Engine) -> None:
-    """A session serves nothing before its end, and not what has another digest than its sender says."""
+    """A session serves nothing before its end, and nothing whose digest differs from the sender's."""
     model = make_model(None, seed=13)
     tensors = hf_weights(model)
     group: dict[str, Any] = {"group_name": "weights", "master_address": "127.0.0.1", "master_port": free_port()}
@@ -170,7 +170,7 @@ def test_from_distributed_over_gloo(blank: Engine) -> None:
 
 
 def test_a_sender_that_joins_as_sglangs_trainers_do(blank: Engine) -> None:
-    """Their ``init_custom_process_group`` uses torch's own helper: the store's names must come out the same."""
+    """Their ``init_custom_process_group`` uses torch's own helper, so that the store's names must be the same."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _new_process_group_helper
 

@@ -1,4 +1,4 @@
-"""Two real engine processes behind the pool: who gets which prompt, and what a death costs."""
+"""Tests the pool with two real engine processes: which engine gets which prompt, and what a killed engine costs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_an_engine_without_a_share_is_not_asked(start_engine: Callable[..., Engi
 def test_what_a_killed_engine_owed_is_redone_and_nothing_else(
     start_engine: Callable[..., Engine], start_slow_engine: Callable[[], Engine]
 ) -> None:
-    """Killed in the middle of a group: only the samples that are missing are asked for, of the engine that lives."""
+    """One engine is killed in the middle of a group; the other is asked for the missing samples only."""
     first, second = start_engine(), start_slow_engine()
     prompts = prompts_of(*([5 + place, 6] for place in range(8)), seed=LENGTHS_SEED)  # 1, 3, 5, 7 go to engine 1
     expected = tokens(generate(Directory(first), prompts, LENGTHS))
@@ -99,7 +99,7 @@ def test_what_a_killed_engine_owed_is_redone_and_nothing_else(
 
 
 def test_a_killed_engine_in_mid_generation_is_asked_anew(start_engine: Callable[..., Engine], tmp_path: Path) -> None:
-    """The only engine dies with a prompt that it holds for a version that never comes; its successor has it."""
+    """The only engine is killed while it holds a prompt for a missing version; its successor has the version."""
     first = start_engine()
     held = PromptRequest(rid="held", input_ids=[7, 8], sampling_seed=3, min_version=1)
 
@@ -128,7 +128,7 @@ def test_patience_ends_with_the_engines_numbers(start_engine: Callable[..., Engi
 
 
 def test_a_long_silence_before_the_death_does_not_use_up_the_patience(start_engine: Callable[..., Engine]) -> None:
-    """A held prompt is silent for as long as a train step lasts; patience counts from the loss."""
+    """A held prompt is silent for as long as a train step lasts; the timeout counts from the loss."""
     first = start_engine()
     held = [PromptRequest(rid="held", input_ids=[7, 8], sampling_seed=3, min_version=9)]
     directory = Directory(first)
@@ -137,7 +137,7 @@ def test_a_long_silence_before_the_death_does_not_use_up_the_patience(start_engi
         pool = EnginePool(1, directory.client_for, patience_s=0.3)
         waiting = asyncio.ensure_future(anext(pool.generate(held, SHORT, places=[0])))
         await until("it is not held", lambda: first.client.loads()["held"] == 3)
-        await asyncio.sleep(0.6)  # twice the patience, and nothing is wrong
+        await asyncio.sleep(0.6)  # twice the timeout, and nothing is wrong
         kill(first)
         with pytest.raises(EngineUnreachable, match="no engine has answered anything"):
             await waiting
@@ -177,10 +177,10 @@ def breaks_off(prompt: PromptRequest) -> Generated:
 def test_an_engine_that_dies_twice_is_no_matter_while_another_lives(
     start_engine: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is answered for longer than the patience, since the engine that lives waits for new weights."""
+    """No answer comes for longer than the timeout, because the running engine waits for new weights."""
     monkeypatch.setattr(
         watch_module, "LOAD_POLL_S", 3600.0
-    )  # both are one process: each would be told the other's load
+    )  # both are one process, so each would report the other's load
     lives = start_engine()
     held = [PromptRequest(rid=f"held-{at}", input_ids=[7, at], sampling_seed=3, min_version=1) for at in range(2)]
     directory = Directory(lives, lives)
@@ -193,7 +193,7 @@ def test_an_engine_that_dies_twice_is_no_matter_while_another_lives(
             await until("not all is held", lambda: lives.client.loads()["held"] == 6)
             assert flawed.met[0] == deaths
             if deaths == 1:
-                await asyncio.sleep(0.5)  # longer than the patience
+                await asyncio.sleep(0.5)  # longer than the timeout
                 await until("the engine is not back", lambda: pool._watch.usable() == [0, 1])
                 await pool.abort(["held-0"], min_version=1)  # it has least to do, so this goes to it
                 await until("it was not asked again", lambda: flawed.met[0] == 2 or collecting.done())
@@ -208,7 +208,7 @@ def test_an_engine_that_dies_twice_is_no_matter_while_another_lives(
 def test_what_a_silent_engine_owes_is_asked_of_another(
     start_engine: Callable[..., Engine], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is stopped with prompts that it holds; when it goes on it drops them, and gets prompts again."""
+    """The engine is stopped while it holds prompts; when it goes on it drops them, and gets prompts again."""
     lives, silent = start_engine(), start_engine()
     prompts = prompts_of([5, 6], [7, 8], [9, 10], [11, 12])
     expected = tokens(generate(Directory(lives), prompts, SHORT))
@@ -242,7 +242,7 @@ def test_what_a_silent_engine_owes_is_asked_of_another(
 
 
 def test_a_frozen_engine_is_looked_at_once(start_engine: Callable[..., Engine], monkeypatch: Any) -> None:
-    """Each look that waits for it holds a thread; there are few, and rewards and aborts need them."""
+    """Each poll that waits for it holds one of few threads, which rewards and aborts need."""
     monkeypatch.setattr(watch_module, "LOAD_POLL_S", 0.0)
     engine = start_engine()
     directory = Directory(engine, engine)
@@ -276,7 +276,7 @@ def test_a_refusal_is_not_retried(start_engine: Callable[..., Engine]) -> None:
 
 
 def test_an_engine_that_is_up_but_never_gets_anywhere_is_given_up(start_engine: Callable[..., Engine]) -> None:
-    """Its health says yes, its answers break off: that is not tried for ever."""
+    """Its health check succeeds but its answers break off, which is not retried forever."""
     directory = Directory(start_engine())
     flawed = Flawed(directory, {0: breaks_off})
 

@@ -1,4 +1,4 @@
-"""Which engine a prompt goes to: spread, load, prefixes."""
+"""Tests which engine a prompt goes to: even spread, load, prefixes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from relax_core.engines.pool.prompt_routing import LONG_PREFIX, Router
 
 
 def prompt(place: int, *, tokens: int = 8, first: int = 0, cost: float = 100.0) -> OpenPrompt:
-    """A prompt whose tokens are its own from token ``first`` on."""
+    """Returns a prompt whose tokens from ``first`` on differ from those of other prompts."""
     ids = [1] * first + [10 + place] * (tokens - first)
     request = PromptRequest(rid="g", input_ids=ids, sampling_seed=0)
     return OpenPrompt(index=place, tie=place, request=request, n=1, cost=cost)

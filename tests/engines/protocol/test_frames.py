@@ -1,4 +1,4 @@
-"""Frames and events survive any cut of the byte stream."""
+"""Tests that frames and events are read from any split of the byte stream."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EXPERTS = np.arange(12, dtype=np.uint16).reshape(3, 2, 2)
 
 
 def finished(sample: int) -> Finished:
-    """A response of ``sample`` tokens, the last of them by newer weights."""
+    """Returns a response of ``sample`` tokens, of which newer weights generated the last."""
     return Finished(
         rid="a",
         prompt=1,
@@ -121,7 +121,7 @@ def replaced(event: bytes, old: bytes, new: bytes) -> bytes:
 
 
 def test_each_token_has_its_version_and_the_reader_tells_how_the_prompt_was_computed() -> None:
-    """The first version ended before a token was sampled: it computed a part of the prompt only."""
+    """The first version ended before a token was sampled, and computed a part of the prompt only."""
     whole = event(0, [5, 6, 7], 3, finish="stop")
     spans = (
         b'{"version": "3", "start": 0, "end": 0}, {"version": "4", "start": 0, "end": 2}, '

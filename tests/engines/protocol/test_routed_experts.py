@@ -1,4 +1,4 @@
-"""Routed experts: the slots' table, SGLang's text, and the joining of a response that went on elsewhere."""
+"""Tests routed experts: the slots' table, SGLang's text, and the join of a response that went on in another request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.responses import response as make_response
 
 
 def experts(rows: int, *, start: int = 0, layers: int = 2, per_token: int = 2) -> np.ndarray:
-    """Different numbers everywhere."""
+    """Returns experts that are all different numbers."""
     size = rows * layers * per_token
     return np.arange(start, start + size, dtype=np.uint16).reshape(rows, layers, per_token)
 
@@ -84,7 +84,7 @@ def test_a_part_that_never_ran_adds_no_experts() -> None:
 
 
 def test_tokens_whose_engine_told_no_experts_get_those_of_the_next_prefill() -> None:
-    """SGLang's abort of a sample that it took from its cache has tokens and no experts, at first or later."""
+    """If SGLang aborts a sample whose prompt came from its cache, the response has tokens and no experts."""
     again, more = experts(6, start=100), experts(1, start=200)  # prompt of 3, tokens 1 to 3; token 4
     last = answer([4, 5], again, more)
     whole = joined(answer([1, 2, 3], None, None), last)

@@ -1,4 +1,4 @@
-"""Slow, silent and many clients at the engine's own HTTP connections, over a small application."""
+"""Tests slow, silent and many clients at the engine's own HTTP connections, over a small application."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ MANY = 8 << 20  # bytes, far more than sockets hold
 
 
 class Door:
-    """A server in a thread. GET is answered at once. A request with the token waits on / for its body, on /wait for
-    `go`; on /much it gets MANY bytes."""
+    """Runs a server in a thread.
+
+    GET is answered at once. A request with the token waits on / for its body, on /wait for `go`; on /much it gets MANY
+    bytes.
+    """
 
     def __init__(self, limit: int) -> None:
         self.connections = OpenConnections(limit)
@@ -88,7 +91,7 @@ class Door:
         await asgi.answer(send, {"ok": True})
 
     def stall(self, seconds: float) -> None:
-        """The server's process stands still."""
+        """Stops the server's event loop for some time."""
         self.loop.call_soon_threadsafe(time.sleep, seconds)
 
     def close(self) -> None:
@@ -99,7 +102,7 @@ class Door:
 
 
 class Client:
-    """One connection."""
+    """Holds one connection of a client."""
 
     def __init__(self, port: int, sent: bytes = b"") -> None:
         self.socket = socket.create_connection(("127.0.0.1", port))
@@ -110,7 +113,7 @@ class Client:
         self.socket.sendall(data)
 
     def answer(self) -> bytes:
-        """What has come by now, at least something; nothing once the server has hung up."""
+        """Returns the bytes that have arrived, at least one; none once the server has closed the connection."""
         try:
             return self.socket.recv(1 << 16)
         except ConnectionResetError:
@@ -125,7 +128,7 @@ class Client:
 
 @pytest.fixture
 def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Door]]:
-    """Sweeps come fast, and there are few places: the rules are the same."""
+    """Starts a server with fast sweeps and few connections; its rules are those of the engine."""
     monkeypatch.setattr(connections, "SWEEP_S", 0.02)
     monkeypatch.setattr(connections, "KEPT_FREE", 2)
     opened: list[Door] = []

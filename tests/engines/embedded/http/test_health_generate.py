@@ -1,4 +1,4 @@
-"""Whether the engine could make a token, asked of its parts in this process."""
+"""Tests /health_generate on the engine's parts in this process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from relax_core.engines.embedded.scheduler.scheduler import Scheduler
 
 @pytest.fixture
 def scheduler(model_folder: Path, tmp_path: Path) -> Iterator[Scheduler]:
-    """Of an engine with weights, as it starts."""
+    """Returns the scheduler of an engine with weights, as it starts."""
     (tmp_path / "token").write_text("token")
     threads = torch.get_num_threads()
     arguments = argparse.Namespace(
@@ -42,7 +42,7 @@ def scheduler(model_folder: Path, tmp_path: Path) -> Iterator[Scheduler]:
 
 
 def hold(scheduler: Scheduler) -> threading.Event:
-    """The decode thread stands still until the event is set."""
+    """Holds up the decode thread until the event is set."""
     gate = threading.Event()
     scheduler.post(lambda: gate.wait(60.0))
     return gate
@@ -64,7 +64,7 @@ def test_many_who_ask_cost_one_look(scheduler: Scheduler, monkeypatch: pytest.Mo
         gate = hold(scheduler)
         asking = [asyncio.create_task(health(b"")) for _ in range(50)]
         await asyncio.sleep(0.05)
-        asking[0].cancel()  # a client that hangs up takes nobody along
+        asking[0].cancel()  # a client that disconnects does not affect the others
         gate.set()
         assert await asyncio.gather(*asking[1:]) == [{"status": "ok"}] * 49
         assert await health(b"") == {"status": "ok"} and len(looks) == 1
@@ -78,7 +78,7 @@ def test_many_who_ask_cost_one_look(scheduler: Scheduler, monkeypatch: pytest.Mo
 def test_a_decode_thread_that_hangs_is_told_and_survives_it(
     scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who asked has given up by then: the answer to nobody once ended the thread, and the process with it."""
+    """The caller has given up by then; an answer without a caller once ended the thread, and the process with it."""
     monkeypatch.setattr(health_generate, "DEADLINE_S", 0.1)
     monkeypatch.setattr(health_generate, "REUSE_S", 0.0)
 

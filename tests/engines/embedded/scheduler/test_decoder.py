@@ -1,4 +1,4 @@
-"""Slots and their cache under arrivals, departures and growth: every sample decodes as if it were alone."""
+"""Tests slots and their cache under arrivals, departures and growth: every sample decodes as if it were alone."""
 
 from __future__ import annotations
 

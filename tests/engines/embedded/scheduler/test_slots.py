@@ -1,4 +1,4 @@
-"""Steps that are prepared and written down together yield what single ones would."""
+"""Tests that steps that are prepared and written together give the results of single steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def prefix(seed: int, *, new: int, done: int = 0) -> Prefix:
 
 
 def table(*prefixes: Prefix) -> SlotTable:
-    """With the first token of every row: 20."""
+    """Returns a table of these samples, each with the first token 20."""
     found = SlotTable(4, vocab_size=VOCAB)
     found.add(prefixes)
     count = len(prefixes)
@@ -37,7 +37,7 @@ def table(*prefixes: Prefix) -> SlotTable:
 
 
 def step(slots: SlotTable, *tokens: int) -> list[int]:
-    """As the decoder does it; the rows that it finishes."""
+    """Records one step as the decoder does; returns the slots that it finishes."""
     if not slots.ahead:
         slots.look_ahead()
     slots.draw()

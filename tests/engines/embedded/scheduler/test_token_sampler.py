@@ -1,4 +1,4 @@
-"""The sampler's distribution, its determinism, and that truncation is transformers'."""
+"""Tests the sampler's distribution and determinism, and compares its truncation with transformers."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_frequencies_are_the_probabilities() -> None:
 def test_truncation_and_logprobs_are_those_of_transformers(
     seed: int, temperature: float, top_p: float, top_k: int, min_p: float
 ) -> None:
-    """And the kept sets are what transformers' warpers leave."""
+    """The kept sets are those that transformers' warpers leave."""
     generator = torch.Generator().manual_seed(seed)
     logits = 3.0 * torch.randn(16, VOCAB, generator=generator)
     expected = logits / temperature
@@ -170,7 +170,7 @@ def test_logits_that_are_not_finite_show_in_the_logprob() -> None:
 
 @pytest.mark.parametrize("odd", ["nan", "inf", "-inf"])
 def test_a_row_that_is_not_finite_leaves_the_kept_sets_of_others(odd: str) -> None:
-    """Weights that have overflowed may yield any of them, in a whole row."""
+    """Weights that have overflowed may yield any of these values, in a whole row of logits."""
     logits = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
     random = torch.full((3,), 0.5, dtype=torch.float64)
     plan = sampling_plan([one(top_p=0.6, tells_kept=True)] * 3, vocab_size=6)

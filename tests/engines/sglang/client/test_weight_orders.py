@@ -1,4 +1,4 @@
-"""Orders to our loader inside SGLang: what they are on the wire, and what it does with them."""
+"""Tests the orders to Relax's loader inside SGLang: their encoding, and what the loader does."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TENSORS = {"model.embed_tokens.weight": torch.arange(12.0).view(3, 4), "model.no
 
 
 class Model:
-    """Takes weights as SGLang's models do."""
+    """Loads weights as SGLang's models do."""
 
     def __init__(self, *, tied: bool = False) -> None:
         self.loaded: dict[str, Tensor] = {}
@@ -44,7 +44,7 @@ class Model:
 
 
 class OneGlobal(pickle.Unpickler):
-    """SGLang's unpickler allows few globals; the payload needs one."""
+    """Unpickles with one allowed global, as SGLang's unpickler allows few and the payload needs one."""
 
     def find_class(self, module: str, name: str) -> Any:
         assert (module, name) == ("torch", "Tensor")
@@ -107,6 +107,6 @@ def test_what_comes_in_otherwise_is_attested_at_its_end(tmp_path: Path) -> None:
         told(Attest(digest, str(tmp_path / "o")), model)
         found = outcome(tmp_path / "o")
         assert found is None if expected is None else expected in (found or "")
-        model.load_weights(names)  # nobody watches any more
+        model.load_weights(names)  # no digest is kept any more
     told(Attest(digest, str(tmp_path / "o")), Model())
     assert outcome(tmp_path / "o") == "no digest was kept of the tensors that came in"
