@@ -95,18 +95,18 @@ def generate(
     params: SamplingParams,
     *,
     patience_s: float = 60.0,
-    on_done: Callable[[int], None] = lambda place: None,
+    on_done: Callable[[int], None] = lambda index: None,
     ends: list[StreamEnd] | None = None,
 ) -> list[tuple[int, list[Generated]]]:
     async def collect() -> list[tuple[int, list[Generated]]]:
         pool = EnginePool(len(directory.engines), directory.client_for, patience_s=patience_s)
         found = []
         try:
-            async for place, responses in pool.generate(
+            async for index, responses in pool.generate(
                 prompts, params, places=range(len(prompts)), on_end=None if ends is None else ends.append
             ):
-                found.append((place, responses))
-                on_done(place)
+                found.append((index, responses))
+                on_done(index)
         finally:
             await directory.close()
         return found
@@ -124,8 +124,8 @@ async def collect_groups(groups: AsyncIterator[tuple[int, list[Generated]]]) -> 
 
 def tokens(found: list[tuple[int, list[Generated]]]) -> dict[int, list[list[int]]]:
     return {
-        place: [one.output_ids.tolist() for one in sorted(responses, key=lambda one: one.sample)]
-        for place, responses in found
+        index: [one.output_ids.tolist() for one in sorted(responses, key=lambda one: one.sample)]
+        for index, responses in found
     }
 
 

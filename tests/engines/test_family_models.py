@@ -52,8 +52,8 @@ def test_prefill_and_every_decoded_token(tmp_path: Path, variant: str) -> None:
     decoder = Decoder(model, dtype=torch.float32, max_samples=4, max_tokens=4 * CONTEXT, context_length=CONTEXT)
     prompts = [random_ids(length) for length in LENGTHS[:2]]
     prefixes = [
-        Prefix(token_ids=prompt, settings=SETTINGS, keys=sample_keys([place], 2)[0])
-        for place, prompt in enumerate(prompts)
+        Prefix(token_ids=prompt, settings=SETTINGS, keys=sample_keys([index], 2)[0])
+        for index, prompt in enumerate(prompts)
     ]
     done = decoder.admit(prefixes)
     while not len(done):

@@ -263,8 +263,8 @@ def long_request(rid: str, *, tokens: int = LONG, **fields: Any) -> dict[str, An
 
 def prompts_of(*token_ids: list[int], seed: int = 11, min_version: int = 0) -> list[PromptRequest]:
     return [
-        PromptRequest(rid=f"prompt-{place}", input_ids=ids, sampling_seed=seed + place, min_version=min_version)
-        for place, ids in enumerate(token_ids)
+        PromptRequest(rid=f"prompt-{index}", input_ids=ids, sampling_seed=seed + index, min_version=min_version)
+        for index, ids in enumerate(token_ids)
     ]
 
 

@@ -64,12 +64,12 @@ def undisturbed(engine: Engine, tokens: int) -> list[int]:
 
 
 def test_abort_by_rid_gives_the_partial_output(engine: Engine) -> None:
-    with engine.stream(long_request("keep")) as kept_events, engine.stream(long_request("gone")) as gone_events:
-        kept, gone = Reader(kept_events).read(1), Reader(gone_events).read(1)
-        engine.client.abort("gone")
-        gone.read()
-        assert gone.finish == "abort"
-        assert 1 <= gone.meta["completion_tokens"] == len(gone.tokens) < LONG
+    with engine.stream(long_request("keep")) as kept_events, engine.stream(long_request("aborted")) as aborted_events:
+        kept, aborted = Reader(kept_events).read(1), Reader(aborted_events).read(1)
+        engine.client.abort("aborted")
+        aborted.read()
+        assert aborted.finish == "abort"
+        assert 1 <= aborted.meta["completion_tokens"] == len(aborted.tokens) < LONG
         assert kept.read(1).finish is None
         engine.client.abort()
         assert kept.read().finish == "abort"

@@ -411,7 +411,7 @@ def test_a_client_that_hangs_up_in_the_middle_of_a_body_or_a_stream_leaves_nothi
     with socket.create_connection(("127.0.0.1", unharmed.process.port)) as client:
         client.sendall(head + f"content-length: {len(body)}\r\n\r\n".encode() + body)
         client.recv(100)
-        client.shutdown(socket.SHUT_WR)  # half of it: who says no more hears no more
+        client.shutdown(socket.SHUT_WR)  # the client closes its side and gets no further answer
         wait_until(lambda: unharmed.client.loads()["running"] == 0, what="the end of what it asked for")
 
 

@@ -189,14 +189,14 @@ def test_given_tokens_are_scored_over_their_sets(engine: Engine, model: Any, top
         TokensToScore(
             input_ids=PROMPTS[one.prompt] + one.output_ids.tolist(),
             first=len(PROMPTS[one.prompt]),
-            kept=one.kept if place % 3 else None,
+            kept=one.kept if index % 3 else None,
         )
-        for place, one in enumerate(responses)
+        for index, one in enumerate(responses)
     ]
     scores = engine.client.score(rows, top_k=top_k, temperature=0.8, banned_token_ids=[7, 8])
-    for place, (one, scored) in enumerate(zip(responses, scores, strict=True)):
+    for index, (one, scored) in enumerate(zip(responses, scores, strict=True)):
         logits = tempered_logits(model, PROMPTS[one.prompt], one.output_ids.tolist(), params)
-        if place % 3:
+        if index % 3:
             assert scored.logprobs == pytest.approx(one.logprobs, abs=TOLERANCE)
             assert one.kept is not None
             logits = logits.masked_fill(torch.from_numpy(~one.kept.mask()), float("-inf"))
@@ -221,14 +221,14 @@ SETS = KeptTokens.of_lists([[4, 6]], vocab_size=VOCAB)
         ({"sampling_params": {"top_k": 5, "temperature": 0.0}, "return_sampling_mask": True}, "every token is kept"),
         ({"sampling_params": {"min_p": 1.0}}, "sampling_params.min_p: 1.0; give 0 (off) or more, below 1"),
         ({"sampling_params": {"min_p": -0.1}}, "sampling_params.min_p: -0.1"),
-        ({"kept_tokens": [SETS]}, "scores given tokens only by themselves"),
+        ({"kept_tokens": [SETS]}, "scores given tokens only in requests that generate"),
         (
             {
                 "input_ids": [[5]] * 65536,
                 "sampling_params": {"top_p": 0.9, "max_new_tokens": 6},
                 "return_sampling_mask": True,
             },
-            "up to 19660800 kept tokens, at most 16777216 are told",
+            "up to 19660800 kept tokens, at most 16777216 are returned",
         ),
     ],
 )

@@ -61,7 +61,7 @@ def family(pid: int) -> list[psutil.Process]:
     return [process, *process.children(recursive=True)]
 
 
-def gone(processes: list[psutil.Process]) -> bool:
+def all_ended(processes: list[psutil.Process]) -> bool:
     return all(not one.is_running() or one.status() == psutil.STATUS_ZOMBIE for one in processes)
 
 
@@ -158,7 +158,7 @@ def test_a_server_that_is_killed_takes_its_processes_along(blank: Engine, wait_u
     processes = family(blank.process.pid)
     assert len(processes) >= 3
     os.kill(blank.process.pid, signal.SIGKILL)
-    wait_until(lambda: gone(processes), what="the end of all its processes", timeout_s=60.0)
+    wait_until(lambda: all_ended(processes), what="the end of all its processes", timeout_s=60.0)
     assert blank.process.poll() == -signal.SIGKILL
 
 
@@ -196,7 +196,7 @@ time.sleep(600)
     processes = psutil.Process(child.pid).children(recursive=True)
     child.kill()
     child.wait()
-    wait_until(lambda: gone(processes), what="the end of all its processes", timeout_s=30.0)
+    wait_until(lambda: all_ended(processes), what="the end of all its processes", timeout_s=30.0)
 
 
 def test_a_flag_that_sglang_does_not_know_is_said(sglang_launch: EngineLaunch, tmp_path: Path) -> None:

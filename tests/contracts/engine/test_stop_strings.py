@@ -97,13 +97,13 @@ def test_a_string_across_the_place_where_a_response_goes_on_is_found(lettered: E
     ]
     asked = [
         PromptRequest(
-            rid=f"again-{place}",
+            rid=f"again-{index}",
             input_ids=prompts[one.prompt].input_ids + one.output_ids[:-1].tolist(),
             sampling_seed=prompts[one.prompt].sampling_seed,
             samples=[one.sample],
             generated=len(one.output_ids) - 1,
         )
-        for place, one in enumerate(across)
+        for index, one in enumerate(across)
     ]
     assert asked
     again = lettered.generate(asked, STOPPING)

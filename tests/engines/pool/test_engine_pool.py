@@ -39,15 +39,15 @@ LENGTHS_SEED = 21
 
 def test_prompts_go_to_their_engines_and_come_back_whole(start_engine: Callable[..., Engine]) -> None:
     first, second = start_engine(), start_engine()
-    prompts = prompts_of(*([5 + place, 6] for place in range(5)))
+    prompts = prompts_of(*([5 + index, 6] for index in range(5)))
     directory, ends = Directory(first, second), []
     found = generate(directory, prompts, SHORT, ends=ends)
-    assert sorted(place for place, _ in found) == [0, 1, 2, 3, 4]
-    for place, responses in found:
+    assert sorted(index for index, _ in found) == [0, 1, 2, 3, 4]
+    for index, responses in found:
         assert sorted(one.sample for one in responses) == [0, 1, 2]
-        assert {one.rid for one in responses} == {f"prompt-{place}"}
+        assert {one.rid for one in responses} == {f"prompt-{index}"}
     assert sorted(directory.calls) == [0, 1]  # one request an engine
-    assert len(ends) == 2  # each engine tells its own times
+    assert len(ends) == 2  # each engine reports its own times
     alone = generate(Directory(first), prompts, SHORT)
     assert tokens(alone) == tokens(found)  # a sample does not depend on where it was drawn
 
@@ -64,7 +64,7 @@ def test_what_a_killed_engine_owed_is_redone_and_nothing_else(
 ) -> None:
     """One engine is killed in the middle of a group; the other is asked for the missing samples only."""
     first, second = start_engine(), start_slow_engine()
-    prompts = prompts_of(*([5 + place, 6] for place in range(8)), seed=LENGTHS_SEED)  # 1, 3, 5, 7 go to engine 1
+    prompts = prompts_of(*([5 + index, 6] for index in range(8)), seed=LENGTHS_SEED)  # 1, 3, 5, 7 go to engine 1
     expected = tokens(generate(Directory(first), prompts, LENGTHS))
     directory = Directory(first, second)
 
@@ -89,7 +89,7 @@ def test_what_a_killed_engine_owed_is_redone_and_nothing_else(
         return found
 
     found = asyncio.run(scene())
-    assert Counter(place for place, _ in found) == dict.fromkeys(range(8), 1)
+    assert Counter(index for index, _ in found) == dict.fromkeys(range(8), 1)
     assert tokens(found) == expected  # seeds belong to samples: a sample that is drawn again gets the same tokens
     assert Counter(one.rid for _, one in directory.came) == {prompt.rid: 4 for prompt in prompts}, "none came twice"
     parts = {prompt.rid: prompt.samples for _, prompt in directory.requests if prompt.samples is not None}
@@ -109,8 +109,8 @@ def test_a_killed_engine_in_mid_generation_is_asked_anew(start_engine: Callable[
         return on_policy
 
     directory = Directory(first, replace=replace)
-    found = generate(directory, [*prompts_of([5, 6]), held], SHORT, on_done=lambda place: place or kill(first))
-    assert [place for place, _ in found] == [0, 1]
+    found = generate(directory, [*prompts_of([5, 6]), held], SHORT, on_done=lambda index: index or kill(first))
+    assert [index for index, _ in found] == [0, 1]
     assert {version for one in found[1][1] for version in one.versions.tolist()} == {1}
     assert directory.asked == [(0, False), (0, True), (0, False)]
 
@@ -153,7 +153,7 @@ def test_a_straggler_is_named_and_what_it_holds_goes_to_another(
     first, second = start_engine(), start_engine()
     first.client.update_weights(publish(make_model(None, seed=1), tmp_path / "weights", version=2))
     prompts = [
-        PromptRequest(rid=f"held-{place}", input_ids=[7, place], sampling_seed=3, min_version=2) for place in range(4)
+        PromptRequest(rid=f"held-{index}", input_ids=[7, index], sampling_seed=3, min_version=2) for index in range(4)
     ]
     directory = Directory(first, second)
 
@@ -181,23 +181,23 @@ def test_an_engine_that_dies_twice_is_no_matter_while_another_lives(
     monkeypatch.setattr(
         watch_module, "LOAD_POLL_S", 3600.0
     )  # both are one process, so each would report the other's load
-    lives = start_engine()
+    running = start_engine()
     held = [PromptRequest(rid=f"held-{at}", input_ids=[7, at], sampling_seed=3, min_version=1) for at in range(2)]
-    directory = Directory(lives, lives)
+    directory = Directory(running, running)
     flawed = Flawed(directory, {0: breaks_off})
 
     async def scene() -> dict[int, list[Generated]]:
         pool = EnginePool(2, flawed.client_for, patience_s=0.3)
         collecting = asyncio.ensure_future(collect_groups(pool.generate(held, SHORT, places=[0, 1])))
         for deaths in (1, 2):
-            await until("not all is held", lambda: lives.client.loads()["held"] == 6)
+            await until("not all is held", lambda: running.client.loads()["held"] == 6)
             assert flawed.met[0] == deaths
             if deaths == 1:
                 await asyncio.sleep(0.5)  # longer than the timeout
                 await until("the engine is not back", lambda: pool._watch.usable() == [0, 1])
                 await pool.abort(["held-0"], min_version=1)  # it has least to do, so this goes to it
                 await until("it was not asked again", lambda: flawed.met[0] == 2 or collecting.done())
-        lives.client.update_weights(publish(make_model(None, seed=1), tmp_path / "weights", version=1))
+        running.client.update_weights(publish(make_model(None, seed=1), tmp_path / "weights", version=1))
         found = await collecting
         await directory.close()
         return found
@@ -209,11 +209,11 @@ def test_what_a_silent_engine_owes_is_asked_of_another(
     start_engine: Callable[..., Engine], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The engine is stopped while it holds prompts; when it goes on it drops them, and gets prompts again."""
-    lives, silent = start_engine(), start_engine()
+    running, silent = start_engine(), start_engine()
     prompts = prompts_of([5, 6], [7, 8], [9, 10], [11, 12])
-    expected = tokens(generate(Directory(lives), prompts, SHORT))
+    expected = tokens(generate(Directory(running), prompts, SHORT))
     silent.client.pause("in_place")
-    directory = Directory(lives, silent)
+    directory = Directory(running, silent)
 
     async def scene() -> list[tuple[int, list[Generated]]]:
         pool = EnginePool(2, directory.client_for, patience_s=600.0, silent_s=1.0)
@@ -259,9 +259,9 @@ def test_a_frozen_engine_is_looked_at_once(start_engine: Callable[..., Engine], 
             assert directory.asked == [(0, False), (1, False)] and not heard
         finally:
             os.kill(engine.process.pid, signal.SIGCONT)
-        await until("no look ended", lambda: sorted(heard) == [0, 1])
+        await until("no poll has ended", lambda: sorted(heard) == [0, 1])
         watch.poll_loads(lambda number, samples: heard.append(number))
-        await until("it is looked at no more", lambda: sorted(heard) == [0, 0, 1, 1])
+        await until("it is polled no more", lambda: sorted(heard) == [0, 0, 1, 1])
         await directory.close()
 
     asyncio.run(scene())

@@ -63,10 +63,10 @@ def test_aborted_samples_go_on_from_their_prefixes_as_if_nothing_had_happened(
         return found
 
     found = asyncio.run(scene())
-    stop = lambda place: [one.output_ids.tolist() for one in calm[place]]  # noqa: E731
-    for place in (0, 1, 2):
-        assert [one.output_ids.tolist() for one in found[place]] == stop(place)
-        for one, quiet in zip(found[place], calm[place], strict=True):
+    stop = lambda index: [one.output_ids.tolist() for one in calm[index]]  # noqa: E731
+    for index in (0, 1, 2):
+        assert [one.output_ids.tolist() for one in found[index]] == stop(index)
+        for one, quiet in zip(found[index], calm[index], strict=True):
             assert one.logprobs == pytest.approx(quiet.logprobs, abs=2e-5)
             assert one.versions.tolist() == [0] * len(one.output_ids)
             assert one.finish_reason == quiet.finish_reason

@@ -89,9 +89,9 @@ def test_events_of_both_kinds_are_gathered(cumulative: bool, cut: int) -> None:
     parts = [[5, 6], [7], [8, 9, 10]]
     raw = b""
     sent: list[int] = []
-    for place, part in enumerate(parts):
+    for number, part in enumerate(parts):
         sent = sent + part
-        finish = "stop" if place == 2 else None
+        finish = "stop" if number == 2 else None
         for index in (3, 0):
             raw += event(index, sent if cumulative else part, len(sent), finish=finish)
     raw += b"data: [DONE]\n\n"

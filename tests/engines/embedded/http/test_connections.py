@@ -34,7 +34,7 @@ class Door:
 
     def __init__(self, limit: int) -> None:
         self.connections = OpenConnections(limit)
-        self.gone: list[str] = []  # paths whose client hung up
+        self.disconnected: list[str] = []  # paths whose client hung up
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -84,9 +84,9 @@ class Door:
                     await asgi.start_response(send, status=200, content_type=b"x", length=MANY)
                     for _ in range(MANY >> 16):
                         await send({"type": "http.response.body", "body": bytes(1 << 16), "more_body": True})
-                    self.gone += ["sent"] if (await receive())["type"] == "http.disconnect" else []
+                    self.disconnected += ["sent"] if (await receive())["type"] == "http.disconnect" else []
             except asgi.ClientDisconnected:
-                self.gone.append(scope["path"])
+                self.disconnected.append(scope["path"])
                 return
         await asgi.answer(send, {"ok": True})
 
@@ -202,7 +202,7 @@ def test_a_slow_body_is_refused_and_a_quick_one_is_not(
     slow, quick = connect(there, head + b"x"), connect(there, head + bytes(1000000))
     assert b" 200 " in quick.answer()
     assert b" 408 " in slow.to_end()
-    wait_until(lambda: there.gone == ["/"], what="the end of the slow request")
+    wait_until(lambda: there.disconnected == ["/"], what="the end of the slow request")
 
 
 def test_a_time_without_sweeps_is_held_against_nobody(
@@ -236,7 +236,7 @@ def test_who_does_not_read_is_hung_up_on(
     there = door()
     silent = connect(there, b"GET /much HTTP/1.1\r\n" + TOKEN + b"\r\n")
     wait_until(lambda: len(there.connections) == 0, what="the end of the connection")
-    wait_until(lambda: there.gone == ["sent"], what="the end of the request")
+    wait_until(lambda: there.disconnected == ["sent"], what="the end of the request")
     assert len(silent.to_end()) < MANY
     assert len(connect(there, b"GET /much HTTP/1.1\r\nconnection: close\r\n" + TOKEN + b"\r\n").answer()) > 0
 

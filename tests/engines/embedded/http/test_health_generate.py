@@ -49,11 +49,11 @@ def hold(scheduler: Scheduler) -> threading.Event:
 
 
 def test_many_who_ask_cost_one_look(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[Any] = []
+    checks: list[Any] = []
     score = scheduler.score
 
     def counted(items: Any) -> Future[Any]:
-        looks.append(items)
+        checks.append(items)
         return score(items)
 
     monkeypatch.setattr(scheduler, "score", counted)
@@ -67,10 +67,10 @@ def test_many_who_ask_cost_one_look(scheduler: Scheduler, monkeypatch: pytest.Mo
         asking[0].cancel()  # a client that disconnects does not affect the others
         gate.set()
         assert await asyncio.gather(*asking[1:]) == [{"status": "ok"}] * 49
-        assert await health(b"") == {"status": "ok"} and len(looks) == 1
+        assert await health(b"") == {"status": "ok"} and len(checks) == 1
         monkeypatch.setattr(health_generate, "REUSE_S", 0.0)
         await health(b"")
-        assert len(looks) == 2
+        assert len(checks) == 2
 
     asyncio.run(scene())
 

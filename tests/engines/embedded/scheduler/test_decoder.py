@@ -63,7 +63,7 @@ def alone(model: LanguageModel, one: Prefix) -> tuple[list[int], list[float]]:
 @pytest.mark.parametrize("seed", [13, 21, 23, 28])
 def test_arrivals_departures_and_growth(model: LanguageModel, seed: int) -> None:
     rng = random.Random(seed)
-    waiting = [prefix(rng.randint(1, 60), new=rng.randint(1, 40), seed=100 * seed + place) for place in range(40)]
+    waiting = [prefix(rng.randint(1, 60), new=rng.randint(1, 40), seed=100 * seed + number) for number in range(40)]
     expected = {id(one): alone(model, one) for one in waiting}
     shared = decoder(model, max_samples=8)
     running: list[Prefix] = []

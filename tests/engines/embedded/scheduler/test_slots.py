@@ -48,10 +48,10 @@ def step(slots: SlotTable, *tokens: int) -> list[int]:
 def test_numbers_are_those_of_each_samples_own_positions() -> None:
     slots = table(prefix(1, new=40), prefix(2, new=60, done=7))
     keys = np.concatenate([sample_keys([seed], 1)[0] for seed in (1, 2)])
-    for place in range(2 * STEPS_AHEAD + 3):
+    for index in range(2 * STEPS_AHEAD + 3):
         if not slots.ahead:
             slots.look_ahead()
-        assert slots.draw().tolist() == uniforms(keys, np.array([1 + place, 8 + place])).tolist()
+        assert slots.draw().tolist() == uniforms(keys, np.array([1 + index, 8 + index])).tolist()
         slots.record(torch.tensor([20, 20]), np.zeros(2, dtype=np.float32))
 
 

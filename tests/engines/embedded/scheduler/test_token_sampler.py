@@ -46,8 +46,8 @@ def test_uniforms_are_splitmix64s() -> None:
     keys = np.array([0, 1, 2**64 - 1, 12345], dtype=np.uint64)
     positions = np.array([0, 5, 9, 2**40])
     expected = [
-        (splitmix64((int(key) + (int(place) + 1) * 0x9E3779B97F4A7C15) % 2**64) >> 16) / 2**48
-        for key, place in zip(keys, positions, strict=True)
+        (splitmix64((int(key) + (int(position) + 1) * 0x9E3779B97F4A7C15) % 2**64) >> 16) / 2**48
+        for key, position in zip(keys, positions, strict=True)
     ]
     assert uniforms(keys, positions).tolist() == expected
 
@@ -55,7 +55,7 @@ def test_uniforms_are_splitmix64s() -> None:
 def test_uniforms_are_uniform_and_uncorrelated_over_seeds_samples_and_positions() -> None:
     keys = sample_keys(range(40), 40).reshape(-1)
     assert len(set(keys.tolist())) == 1600
-    drawn = np.stack([uniforms(keys, np.full(keys.shape, place)) for place in range(40)])
+    drawn = np.stack([uniforms(keys, np.full(keys.shape, position)) for position in range(40)])
     assert drawn.min() >= 0.0 and drawn.max() < 1.0
     counts = np.histogram(drawn, bins=64, range=(0.0, 1.0))[0]
     expected = drawn.size / 64

@@ -161,8 +161,8 @@ def test_whose_prompt_older_weights_have_prefilled(first: VersionSpan, cached: i
 
 def test_a_sample_whose_prompt_older_weights_have_prefilled_is_asked_for_again() -> None:
     def made(*spans: tuple[str, int, int], cached: int) -> bytes:
-        told = [{"version": version, "start": start, "end": end} for version, start, end in spans]
-        return finished(weight_versions=told, cached_tokens=cached)
+        spans_sent = [{"version": version, "start": start, "end": end} for version, start, end in spans]
+        return finished(weight_versions=spans_sent, cached_tokens=cached)
 
     mixed = made(("3", 0, 0), ("4", 0, 2), cached=0), made(("5", 0, 2), cached=3)
     one = response_by(*mixed, made(("5", 0, 1), ("6", 1, 2), cached=0), params=SamplingParams())
