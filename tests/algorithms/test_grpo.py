@@ -277,7 +277,9 @@ def test_every_wrong_setting_is_listed_at_once() -> None:
 
 
 def test_checking_config_needs_no_torch() -> None:
-    code = "import sys; from algorithms.grpo import SPEC, GrpoConfig;SPEC.check(GrpoConfig()); "
+    code = (
+        "import sys; from algorithms.grpo import SPEC, GrpoConfig; SPEC.check(GrpoConfig()); "
         "print('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "False"

@@ -47,7 +47,7 @@ def test_a_busy_engine_gets_less_and_an_engine_that_is_down_nothing() -> None:
     assert Counter(router.choose([prompt(i) for i in range(6)], usable=[1])) == {1: 6}
 
 
-def test_without_load_only_the_burst_itself_counts() -> None:
+def test_without_load_only_the_prompt_batch_itself_counts() -> None:
     router = Router(2, by_load=False)
     router.asked(0, 1e9)
     router.others(0, 1e9)

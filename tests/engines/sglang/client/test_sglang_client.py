@@ -68,7 +68,7 @@ def serving(info: bytes, *events: bytes) -> Iterator[str]:
     ],
 )
 def test_what_cannot_be_read_reaches_the_caller_in_words(versions: tuple[int, int], info: bytes, events: bytes) -> None:
-    """This holds also if the prompts of one call wait for different versions."""
+    """The error is raised also if the prompts of one call wait for different versions."""
     prompts = [PromptRequest(rid="a", input_ids=[1], sampling_seed=1, min_version=version) for version in versions]
 
     async def collect(url: str) -> list[Generated]:

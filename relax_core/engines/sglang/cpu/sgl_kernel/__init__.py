@@ -1,7 +1,7 @@
 """Implements, in pure torch, the two kernels of sgl_kernel's CPU build that a dense or MoE Qwen3 needs.
 
 The real package has no wheel for CPUs without AMX. Every other kernel raises NotImplementedError with its name, so that
-nothing is silently wrong. The package stands in one file, because SGLang imports it under this name.
+nothing is silently wrong. All of it stands in ``__init__.py``, because SGLang imports the package under this name.
 """
 
 from __future__ import annotations
