@@ -1,4 +1,4 @@
-"""Calls the embedded engine by SGLang's HTTP routes and reads its answers as frames; the SGLang client extends it."""
+"""The client of every engine calls SGLang's HTTP routes and reads compact frames or SGLang's events."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from relax_core.contracts.engine import (
     PromptRequest,
     SamplingParams,
 )
-from relax_core.engines.protocol.frames import MSGPACK, Finished, FrameReader, StreamEnd, StreamFailure
+from relax_core.engines.protocol.frames import EVENT_STREAM, MSGPACK, Finished, FrameReader, StreamEnd, StreamFailure
 from relax_core.engines.protocol.score_calls import TokenScores, TokensToScore, read_scores, score_body
+from relax_core.engines.protocol.server_sent_events import EventReader
 from relax_core.engines.protocol.weight_calls import WeightCalls
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ _encoder = msgspec.json.Encoder()
 
 
 class EngineClient(WeightCalls):
-    """Calls one embedded engine.
+    """Calls one engine.
 
     ``request_timeout_s`` is the longest silence in `generate` and `score`, in seconds; ``control_timeout_s`` is the
     longest duration of every other call. `generate` belongs to one event loop, the other calls to one thread at a time.
@@ -67,7 +68,7 @@ class EngineClient(WeightCalls):
         expected = sum(params.n if prompt.samples is None else len(prompt.samples) for prompt in prompts)
         body = generate_body(prompts, params)
         async for one in self._streamed(
-            body, params, lambda response: self._responses(response, on_end), expected=expected
+            body, params, lambda response: self._responses(response, prompts, params, on_end), expected=expected
         ):
             yield one
 
@@ -87,7 +88,7 @@ class EngineClient(WeightCalls):
             async with self._http_session().post(
                 f"{self.url}/generate",
                 data=_encoder.encode(body),
-                headers={"Content-Type": "application/json", "Accept": f"{MSGPACK}, */*"},
+                headers={"Content-Type": "application/json", "Accept": f"{MSGPACK}, {EVENT_STREAM}"},
             ) as response:
                 if response.status != 200:
                     raise self._refusal("/generate", response.status, await response.read())
@@ -118,24 +119,43 @@ class EngineClient(WeightCalls):
             )
 
     async def _responses(
-        self, response: aiohttp.ClientResponse, on_end: Callable[[StreamEnd], None] | None
+        self,
+        response: aiohttp.ClientResponse,
+        prompts: Sequence[PromptRequest],
+        params: SamplingParams,
+        on_end: Callable[[StreamEnd], None] | None,
     ) -> AsyncIterator[Generated]:
-        """Reads the frames of an answer."""
-        if response.content_type != MSGPACK:
-            raise EngineError(
-                f"engine {self.url} /generate: the answer is {response.content_type}; this is no embedded engine"
-            )
-        frames = FrameReader()
-        prompt_experts: dict[int, np.ndarray] = {}
+        """Reads an answer: the embedded engine's frames, or the events of another engine."""
+        if response.content_type == MSGPACK:
+            frames = FrameReader()
+            prompt_experts: dict[int, np.ndarray] = {}
+            async for data in response.content.iter_any():
+                for frame in frames.feed(data):
+                    match frame:
+                        case Finished():
+                            yield _response(frame, prompt_experts)
+                        case StreamFailure(message):
+                            raise EngineError(f"engine {self.url} /generate: {message}")
+                        case StreamEnd() if on_end is not None:
+                            on_end(frame)
+            return
+        if params.banned_token_ids:
+            raise EngineError(f"engine {self.url} /generate: this engine does not support banned_token_ids")
+        samples = [(index, sample) for index in range(len(prompts)) for sample in range(params.n)]
+        async for one in self._events(response, EventReader(prompts, samples=samples)):
+            yield one
+
+    async def _events(self, response: aiohttp.ClientResponse, reader: EventReader) -> AsyncIterator[Generated]:
+        """Reads SGLang's server-sent events and yields the responses that they finish."""
         async for data in response.content.iter_any():
-            for frame in frames.feed(data):
-                match frame:
-                    case Finished():
-                        yield _response(frame, prompt_experts)
-                    case StreamFailure(message):
-                        raise EngineError(f"engine {self.url} /generate: {message}")
-                    case StreamEnd() if on_end is not None:
-                        on_end(frame)
+            try:
+                events = list(reader.feed(data))
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise EngineError(f"engine {self.url} /generate: an event that cannot be read: {error}") from error
+            for event in events:
+                if isinstance(event, str):
+                    raise EngineError(f"engine {self.url} /generate: {event}")
+                yield event
 
     async def answers(self, *, timeout_s: float) -> None:
         """Returns once the engine's process has answered, with any status.

@@ -34,7 +34,7 @@ class EngineApp:
         path, method = scope["path"], scope["method"]
         if path in self._control.reporting and method == "GET":
             if self._has_token(scope):
-                scope["connection"].showed_token()  # a connection with the token is not closed for strangers
+                scope["connection"].showed_token()  # a new client does not replace it while it waits for the answer
             await asgi.answer(send, await self._control.reporting[path](b""))
         elif path == "/generate" and method == "POST":
             self._authorize(scope)

@@ -44,7 +44,8 @@ class Connection(HttpToolsProtocol):
         super().__init__(**options)
         self.knows_token = False
         self._connections = connections
-        self._in_head = self._receiving = False  # the request's head, or its head or body, is still arriving
+        self._in_head = False  # whether a request's head is still arriving
+        self._receiving = False  # whether a request's head or body is still arriving
         self._unparsed = 0  # bytes since the parser last reported something other than a header
         self._received = 0  # bytes of the request
         self._unread = 0  # bytes that the client had not read at the last sweep

@@ -191,18 +191,6 @@ class SglangClient(SglangWeightCalls, EngineClient):
             whole = msgspec.structs.replace(one, prompt=indices[one.prompt], finish_reason=reason)
             yield self._stopped(whole, chosen[one.prompt], params), mixed
 
-    async def _events(self, response: aiohttp.ClientResponse, reader: EventReader) -> AsyncIterator[Generated]:
-        """Reads SGLang's server-sent events and yields the responses that they finish."""
-        async for data in response.content.iter_any():
-            try:
-                events = list(reader.feed(data))
-            except (msgspec.DecodeError, UnicodeDecodeError) as error:
-                raise EngineError(f"engine {self.url} /generate: an event that cannot be read: {error}") from error
-            for event in events:
-                if isinstance(event, str):
-                    raise EngineError(f"engine {self.url} /generate: {event}")
-                yield event
-
     def _stopped(self, one: Generated, prompt: PromptRequest, params: SamplingParams) -> Generated:
         """Ends the response with the token that completes a stop string.
 

@@ -1,4 +1,4 @@
-"""Changes SGLang 0.5.23 so that it runs on a CPU for which sgl_kernel has no build."""
+"""Holds the flags and changes with which SGLang 0.5.23 runs on a CPU for which sgl_kernel has no build."""
 
 from __future__ import annotations
 
@@ -10,6 +10,14 @@ from types import ModuleType
 from relax_core.engines.sglang.server.import_hooks import after_import
 
 ATTENTION = "torch_native"
+CPU_FLAGS = (  # the user's own flags come after these and override them
+    *("--device", "cpu"),
+    *("--attention-backend", ATTENTION),
+    *("--sampling-backend", "pytorch"),
+    *("--grammar-backend", "none"),
+    "--disable-overlap-schedule",
+    "--sleep-on-idle",  # without it SGLang's scheduler takes a whole core while it waits
+)
 _kept: list[object] = []  # torch removes the schemas of a library object once it is garbage-collected
 
 

@@ -169,7 +169,7 @@ def start() -> None:
     prepare_process()
     arguments = sys.argv[1:flag] + sys.argv[flag + 2 :]
     if os.environ.get(ON_CPU) == "1":
-        from relax_core.engines.sglang.cpu.flags import CPU_FLAGS
+        from relax_core.engines.sglang.cpu.shims import CPU_FLAGS
 
         arguments = [*CPU_FLAGS, *arguments]
     main(arguments)
