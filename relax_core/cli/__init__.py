@@ -1,1 +1,4 @@
-"""Commands of `relax` beside the run itself: list, doctor."""
+"""Holds the commands of `relax` beside the run itself: list, doctor, explain, eval.
+
+Each command stands in a module of its own; start reading in ``listing.py``, the shortest.
+"""

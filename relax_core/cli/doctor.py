@@ -1,4 +1,4 @@
-"""`relax doctor`: whether a run could work on this machine, and what dead runs have left on it."""
+"""`relax doctor` checks whether a run can work on this machine, and finds what killed runs have left on it."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ _NVIDIA_S = 10.0
 
 
 class Verdict(Enum):
+    """Says how serious a finding is: `bad` keeps a run from working, `note` does not."""
+
     good = "ok"
     note = "note"
     bad = "BAD"
@@ -33,7 +35,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """``words``: what was found and, where it is not good, what to do."""
+    """Holds one finding; ``words`` says what was found and, if it is not good, what to do."""
 
     topic: str
     verdict: Verdict
@@ -41,18 +43,20 @@ class Finding:
 
 
 def main(words: Sequence[str]) -> int:
-    """`relax doctor [--clean]`. Returns what `doctor_command` does; argparse ends the process for other words."""
+    """Runs `relax doctor [--clean]`; returns the exit code. Argparse ends the process for other words."""
     parser = argparse.ArgumentParser(prog="relax doctor", description=__doc__)
-    parser.add_argument("--clean", action="store_true", help="remove first what killed runs left")
+    parser.add_argument("--clean", action="store_true", help="first remove what killed runs have left")
     return doctor_command(clean=parser.parse_args(words).clean)
 
 
 def doctor_command(*, clean: bool = False) -> int:
-    """Prints every finding. Returns 1 where a run could not work, else 0. ``clean``: removes first what dead runs left,
-    and prints what it was."""
+    """Prints every finding; returns 1 if a run could not work, else 0.
+
+    With ``clean``, it first removes what killed runs have left, and prints what it removes.
+    """
     for stale_run in remove_stale_runs() if clean else ():
         print(f"removed {stale_run}")
-    findings = [finding for look in _LOOKS for finding in look()]
+    findings = [finding for check in _CHECKS for finding in check()]
     for finding in findings:
         print(f"{finding.verdict.value:<5} {finding.topic:<14} {finding.words}")
     bad = sum(finding.verdict is Verdict.bad for finding in findings)
@@ -78,12 +82,12 @@ def _libraries() -> Iterator[Finding]:
             words = f"{one.name} {one.found}, tested with {one.tested} (constraints.txt)"
             yield Finding(topic="library", verdict=Verdict.note, words=words)
     count = len(versions())
-    yield Finding(topic="libraries", verdict=Verdict.good, words=f"{count} looked at; those not named are as tested")
+    yield Finding(topic="libraries", verdict=Verdict.good, words=f"{count} checked; those not named are as tested")
 
 
 def _machine() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0))
-    words = f"{cores} cores" + ("" if cores >= CORES else f"; rollout and trainer want one each: give it {CORES}")
+    words = f"{cores} cores" + ("" if cores >= CORES else f"; rollout and trainer need one each. Give it {CORES}")
     yield Finding(topic="cores", verdict=Verdict.good if cores >= CORES else Verdict.note, words=words)
     free, demo = available_bytes(), make_plan(load_config()).total_bytes
     words = f"{size_words(free)} free, the demo takes {size_words(demo)}"
@@ -93,13 +97,13 @@ def _machine() -> Iterator[Finding]:
 
 def _shared_memory() -> Iterator[Finding]:
     if not SHARED_MEMORY.is_dir() or not os.access(SHARED_MEMORY, os.W_OK):
-        words = f"{SHARED_MEMORY} is not there or cannot be written to: weights travel by it. Mount a tmpfs"
+        words = f"{SHARED_MEMORY} does not exist or cannot be written to, but weights need it. Mount a tmpfs"
         yield Finding(topic="shared memory", verdict=Verdict.bad, words=words)
         return
     free = shutil.disk_usage(SHARED_MEMORY).free
     enough = free >= SHARED_BYTES
     words = f"{size_words(free)} free in {SHARED_MEMORY}"
-    more = f"; {size_words(SHARED_BYTES)} is little enough. In a container: --shm-size=2g"
+    more = f"; a run needs at least {size_words(SHARED_BYTES)}. In a container: --shm-size=2g"
     yield Finding(
         topic="shared memory",
         verdict=Verdict.good if enough else Verdict.bad,
@@ -125,13 +129,13 @@ def _ports() -> Iterator[Finding]:
         words = f"no free port on 127.0.0.1: {error.strerror}. Engines and Ray need loopback"
         yield Finding(topic="ports", verdict=Verdict.bad, words=words)
         return
-    yield Finding(topic="ports", verdict=Verdict.good, words=f"127.0.0.1 gives ports ({port}, for one)")
+    yield Finding(topic="ports", verdict=Verdict.good, words=f"127.0.0.1 has free ports, such as {port}")
 
 
 def _gpus() -> Iterator[Finding]:
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        yield Finding(topic="GPUs", verdict=Verdict.good, words="none (no nvidia-smi); runs are on CPU cores")
+        yield Finding(topic="GPUs", verdict=Verdict.good, words="none (no nvidia-smi); runs use CPU cores")
         return
     query = [tool, "--query-gpu=index,name,memory.total,memory.used", "--format=csv,noheader"]
     try:
@@ -143,19 +147,19 @@ def _gpus() -> Iterator[Finding]:
         reason = (done.stdout + done.stderr).strip().split("\n")[0]
         yield Finding(topic="GPUs", verdict=Verdict.note, words=f"nvidia-smi fails: {reason}")
     for line in done.stdout.splitlines() if done.returncode == 0 else []:
-        yield Finding(topic="GPU", verdict=Verdict.good, words=f"{line.strip()}; a run takes it with placement=gpu")
+        yield Finding(topic="GPU", verdict=Verdict.good, words=f"{line.strip()}; a run uses it with placement=gpu")
 
 
-def _left() -> Iterator[Finding]:
+def _stale_runs() -> Iterator[Finding]:
     found = find_stale_runs()
     for stale_run in found:
         words = f"{stale_run}. The next run removes it, or: relax doctor --clean"
         yield Finding(topic="left behind", verdict=Verdict.note, words=words)
     if not found:
-        yield Finding(topic="left behind", verdict=Verdict.good, words="nothing of dead runs")
+        yield Finding(topic="left behind", verdict=Verdict.good, words="nothing of killed runs")
 
 
-_LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (
+_CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     _python,
     _libraries,
     _machine,
@@ -163,5 +167,5 @@ _LOOKS: tuple[Callable[[], Iterator[Finding]], ...] = (
     _disk,
     _ports,
     _gpus,
-    _left,
+    _stale_runs,
 )

@@ -1,4 +1,4 @@
-"""`relax eval MODEL|CHECKPOINT|RUN [key=value …]`: what the words mean, and the evaluation of that."""
+"""Runs `relax eval MODEL|CHECKPOINT|RUN [key=value …]`: finds what the words name and evaluates it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _BESIDE = "${now:%Y-%m-%d_%H-%M-%S}"
 
 
 def eval_command(words: Sequence[str], *, checks: Sequence[Check], settle: Settle) -> int:
-    """Evaluates what the first word names: a Hugging Face folder, a model of conf/model, a checkpoint, or a run, whose
-    newest checkpoint is taken. A checkpoint's and a run's settings are its own; ``key=value`` changes them. ``checks``:
-    those of other rooms that an evaluation needs; ``settle``: what derives the values that are not set.
+    """Evaluates the model, checkpoint or run that the first word names; returns the exit code of `evaluate`.
 
-    Returns the exit code as `evaluate` does.
+    The word is a Hugging Face folder, an option of conf/model, a checkpoint, or a run, of which the newest checkpoint
+    is taken. A checkpoint and a run have their own settings, which ``key=value`` changes. ``checks`` are further checks
+    of the configuration that an evaluation needs; ``settle`` derives the values that are not set.
     """
     if "--help" in words or "-h" in words:
         print(f"{USAGE}: {COMMANDS['eval'][1]}")
@@ -48,9 +48,9 @@ def eval_command(words: Sequence[str], *, checks: Sequence[Check], settle: Settl
     return run(line, partial(evaluate, target=target), checks=checks, settle=settle)
 
 
-def _target(what: str, overrides: Sequence[str]) -> tuple[Target, CommandLine]:
-    """What is evaluated, and the command line that makes the configuration its own. Raises ValueError."""
-    folder = Path(what).expanduser().absolute()
+def _target(word: str, overrides: Sequence[str]) -> tuple[Target, CommandLine]:
+    """Returns what is evaluated, and the command line of its configuration. Raises ValueError."""
+    folder = Path(word).expanduser().absolute()
     if (folder / META).is_file():
         return _checkpoint(folder, folder.parent.parent, overrides)
     if (folder / CONFIG).is_file() and (folder / "checkpoints").is_dir():
@@ -66,10 +66,10 @@ def _target(what: str, overrides: Sequence[str]) -> tuple[Target, CommandLine]:
         option = [] if chosen else [f"model={_option_for(folder)}"]
         own = [_in_folder("evaluations/${name}"), *option, f"model.path={folder}"]
         return Target(), CommandLine.of([*own, *overrides])
-    if what in yaml_options("model"):
-        return Target(), CommandLine.of([_in_folder("evaluations/${name}"), f"model={what}", *overrides])
+    if word in yaml_options("model"):
+        return Target(), CommandLine.of([_in_folder("evaluations/${name}"), f"model={word}", *overrides])
     raise ValueError(
-        f"{what}: neither a run's folder, a checkpoint, a Hugging Face folder, nor one of the models "
+        f"{word}: neither a run's folder, a checkpoint, a Hugging Face folder, nor one of the models "
         f"{', '.join(yaml_options('model'))}. {USAGE}"
     )
 
@@ -79,7 +79,7 @@ def _checkpoint(checkpoint: Path, run_folder: Path, overrides: Sequence[str]) ->
     step = CheckpointStore.read_meta(checkpoint).step
     own = [_in_folder(str(run_folder / "evaluations" / f"step_{step}"))]
     if not any(override.startswith("launcher=") for override in overrides):
-        own.append("launcher=local")  # wherever the run itself was
+        own.append("launcher=local")  # the run's own launcher does not matter
     line = rerun_line([str(checkpoint), *own, *overrides])
     return Target(checkpoint=checkpoint, step=step), line
 
@@ -89,7 +89,7 @@ def _in_folder(folder: str) -> str:
 
 
 def _option_for(folder: Path) -> str:
-    """The option of conf/model that takes a folder of this model's family. Raises ValueError where there is none."""
+    """Returns the option of conf/model for folders of this model's family. Raises ValueError if there is none."""
     family = read_model_config(folder).get("model_type")
     for option in yaml_options("model"):
         values = yaml.safe_load((conf_folder() / "model" / f"{option}.yaml").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The engines of an evaluation: processes of the configured kind that serve a folder's own weights. No Ray."""
+"""Starts the engines of an evaluation: processes that serve a folder's own weights, without Ray."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STOP_S = 5.0
 
 
 class EvalEngine:
-    """An engine process and the client that asks it."""
+    """Holds an engine process and its client."""
 
     def __init__(self, process: EngineProcess, client: EngineClient, *, log_file: Path) -> None:
         self._process = process
@@ -27,21 +27,24 @@ class EvalEngine:
         self._log_file = log_file
 
     def client(self) -> EngineClient:
-        """Raises EngineError where the process has ended: nobody starts it anew."""
+        """Returns the client. Raises EngineError if the process has ended, because nothing restarts it."""
         code = self._process.poll()
         if code is not None:
             raise EngineError(f"an engine process ended with {code}; see {self._log_file}")
         return self._client
 
     async def aclose(self) -> None:
+        """Closes the client's connections."""
         await self._client.aclose()
         self._client.close()
 
 
 @contextmanager
 def eval_engines(config: RelaxConfig, model_folder: Path, *, log_dir: Path) -> Iterator[list[EvalEngine]]:
-    """Starts ``engine.count`` engines at the same time; they end with the block. Raises EngineError for one that does
-    not start."""
+    """Starts ``engine.count`` engines at the same time and stops them after the block.
+
+    Raises EngineError if one of them does not start.
+    """
     with ExitStack() as undo:
         folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="rlx-eval-")))
         token_file = folder / "token"

@@ -1,4 +1,4 @@
-"""An evaluation's result: a file for programs, a table for people."""
+"""Writes an evaluation's result as a file for programs, and prints it as a table for people."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ RESULT_FILE = "evaluation.json"
 ANSWERS_FILE = "answers.jsonl"
 HELD_OUT = "held-out rows"  # the name of a set without one
 INTERVALS = (
-    "95 %. Shares: Wilson (1927), with the number of cases that the spread of the prompts speaks for (Kish 1965; Korn "
+    "95 %. Shares: Wilson (1927), with the effective number of cases from the spread between prompts (Kish 1965; Korn "
     "and Graubard 1998), at least one a prompt. Reward: normal, over the prompts' means. pass@k: Chen et al. (2021), "
-    "equation 1. maj@k: mean over all draws of k answers, ties by lot."
+    "equation 1. maj@k: mean over all draws of k answers; ties are broken at random."
 )
 
 
 def as_result(found: Sequence[SetAnswers], *, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """What evaluation.json holds."""
+    """Returns the contents of evaluation.json."""
     return {**meta, "intervals": INTERVALS, "sets": [_set(one) for one in found]}
 
 
 def write_result(folder: Path, result: Mapping[str, Any], found: Sequence[SetAnswers]) -> Path:
-    """Writes the result and every single answer; returns the result's path."""
+    """Writes the result and all answers into ``folder``; returns the result's path."""
     with (folder / ANSWERS_FILE).open("w", encoding="utf-8") as file:
         for one in found:
-            for row, answers in zip(one.of.rows, one.answers, strict=True):
+            for prompt, answers in zip(one.of.rows, one.answers, strict=True):
                 line = {
                     "set": one.of.name,
-                    "prompt": row.row["prompt"],
-                    "answer": str(row.row["answer"]),
+                    "prompt": prompt.row["prompt"],
+                    "answer": str(prompt.row["answer"]),
                     "responses": [answer.text for answer in answers],
                     "exact": [answer.exact for answer in answers],
                     "rewards": [answer.reward for answer in answers],
@@ -52,7 +52,7 @@ def write_result(folder: Path, result: Mapping[str, Any], found: Sequence[SetAns
 
 
 def print_result(console: Console, result: Mapping[str, Any]) -> None:
-    """One row a figure, with its value and its interval, and below what else there is to know of a set."""
+    """Prints a table of all figures with their intervals, and below it further facts about each set."""
     table = Table(show_edge=False)
     for heading in ("set", "figure", "value", "from", "to"):
         table.add_column(heading, justify="left" if heading in ("set", "figure") else "right")
@@ -63,18 +63,18 @@ def print_result(console: Console, result: Mapping[str, Any]) -> None:
             first = ""
     console.print(table)
     for one in result["sets"]:
-        for words in _apart(one):
+        for words in _remarks(one):
             console.print(f"{one['name'] or HELD_OUT}: {words}", soft_wrap=True)
 
 
-def _apart(one: Mapping[str, Any]) -> list[str]:
-    """What the figures do not say."""
-    words = [f"{one['truncated']:.1%} of {one['answers']} answers ran into the token limit"]
+def _remarks(one: Mapping[str, Any]) -> list[str]:
+    """Returns facts about a set that its figures do not show."""
+    words = [f"{one['truncated']:.1%} of {one['answers']} answers reached the token limit"]
     if one["bad_rows"]:
         reasons = ", ".join(f"{count} {reason}" for reason, count in one["bad_rows"].items())
-        words.append(f"{sum(one['bad_rows'].values())} rows cannot be used and count as nothing ({reasons})")
+        words.append(f"{sum(one['bad_rows'].values())} data rows cannot be used and are left out ({reasons})")
     if one["unscored"]:
-        words.append(f"{one['unscored']} answers have no reward; they are not exact")
+        words.append(f"{one['unscored']} answers have no reward and count as not exact")
     return words
 
 

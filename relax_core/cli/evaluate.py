@@ -1,4 +1,4 @@
-"""`relax eval MODEL|CHECKPOINT|RUN [key=value …]`: an evaluation without training, on engines of its own."""
+"""Evaluates a model or a checkpoint for `relax eval`, without training, on engines of its own."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from relax_core.tools.export import export
 from relax_core.tools.make_tiny import tiny_model_folder
 
 FAILED, USAGE = 1, 2
-TOLD_EVERY_S = 10.0
+PRINT_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """What is evaluated. ``checkpoint``: whose weights; None for the model's own. ``step``: its train steps."""
+    """Names the weights to evaluate: those of ``checkpoint`` after ``step`` train steps, else the model's own."""
 
     checkpoint: Path | None = None
     step: int | None = None
@@ -47,8 +47,8 @@ class Target:
 def evaluate(config: RelaxConfig, target: Target) -> int:
     """Starts engines with the target's weights, asks every set, and writes the result into ``run.dir``.
 
-    Returns the exit code: 0; 1 where an engine or a reward failed; 2 for data or a checkpoint that cannot serve. The
-    words are on stderr.
+    Returns the exit code: 0 for success, 1 if an engine or a reward failed, 2 if the data or the checkpoint cannot be
+    used. Errors are printed to stderr.
     """
     started, folder = time.monotonic(), Path(config.run.dir)
     try:
@@ -84,10 +84,12 @@ def evaluate(config: RelaxConfig, target: Target) -> int:
 
 
 def prepared(config: RelaxConfig, model: Path) -> tuple[PromptMaker, list[PreparedSet]]:
-    """The prompts of every set. Raises ValueError for data that cannot serve, and for an env with turns."""
+    """Prepares the prompts of every set. Raises ValueError for unusable data, and for an env with several turns."""
     env = find_env(config.env.name)
     if env.has_turns:
-        raise ValueError(f"env.name={env.name}: an env with turns is not evaluated yet. Use an env with one turn.")
+        raise ValueError(
+            f"env.name={env.name}: an env with several turns cannot be evaluated yet. Use an env with one turn."
+        )
     source = None
     if asks_held_out(config):
         source = make_source(config.data, seed=config.seed, eval_rows=config.eval.rows)
@@ -104,7 +106,10 @@ def prepared(config: RelaxConfig, model: Path) -> tuple[PromptMaker, list[Prepar
 
 @contextmanager
 def _weights(config: RelaxConfig, target: Target, folder: Path) -> Iterator[Path]:
-    """A Hugging Face folder with the weights; a checkpoint's is written beside the result, and removed."""
+    """Yields a Hugging Face folder with the weights.
+
+    A checkpoint's weights are written beside the result, and removed after the block.
+    """
     if target.checkpoint is None:
         yield _model_folder(config)
         return
@@ -151,12 +156,12 @@ async def _ask_engines(
     async def client_for(engine: int, on_policy: bool) -> EngineClient:
         return engines[engine].client()
 
-    told = time.monotonic()
+    printed = time.monotonic()
 
-    def tell(answered: int) -> None:
-        nonlocal told
-        if time.monotonic() - told > TOLD_EVERY_S:
-            told = time.monotonic()
+    def print_progress(answered: int) -> None:
+        nonlocal printed
+        if time.monotonic() - printed > PRINT_EVERY_S:
+            printed = time.monotonic()
             print(f"relax: {answered} of {total} prompts are answered", flush=True)
 
     pool = EnginePool(len(engines), client_for, patience_s=config.engine.request_timeout_s)
@@ -168,7 +173,7 @@ async def _ask_engines(
             prompts=prompts,
             rewards=rewards,
             sampling=evaluation_sampling(config, prompts.tokenizer),
-            on_progress=tell,
+            on_progress=print_progress,
         )
     finally:
         for engine in engines:

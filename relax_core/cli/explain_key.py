@@ -1,4 +1,4 @@
-"""`relax explain KEY`: its value, type and range, where it is set, and what reads it; or all keys of a section."""
+"""`relax explain KEY` prints a key's value, type and range, where it is set and read, or all keys of a section."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from relax_core.config.schema_keys import section_types, unknown_key
 from relax_core.registry import KINDS, find
 
 USAGE = 2
-SHOWN = 5  # files that read a key
+SHOWN = 5  # most files that are printed for a key
 _HELP = """\
 relax explain KEY [group=option ...] [key=value ...]
 
@@ -39,7 +39,7 @@ _TYPES: dict[Any, str] = {
 
 
 def explain_command(words: Sequence[str]) -> int:
-    """Returns 0, or 2 for a key that does not exist and for a configuration that does not compose."""
+    """Prints the explanation; returns 0, or 2 for an unknown key or a configuration that cannot be composed."""
     if not words or words[0] in ("-h", "--help"):
         print(_HELP, end="")
         return 0 if words else USAGE
@@ -54,7 +54,7 @@ def explain_command(words: Sequence[str]) -> int:
 
 
 def _lines(key: str, overrides: Sequence[str]) -> Iterator[str]:
-    """Raises `ConfigError`."""
+    """Yields the lines to print. Raises ConfigError for an unknown key."""
     documents = _documents(choices_of(overrides))
     config = typed_config(compose(overrides))
     values = plain(config)
@@ -67,15 +67,15 @@ def _lines(key: str, overrides: Sequence[str]) -> Iterator[str]:
     said = [one for one in documents if one.key == key]
     comments = [one.comment for one in said if one.comment]
     yield f"{key}={_as_typed(found)}"
-    yield f"  {'meaning':<8} {comments[0] if comments else 'see the section that it is in'}"
+    yield f"  {'meaning':<8} {comments[0] if comments else 'see the section of the key'}"
     yield f"  {'type':<8} {_type_words(config, key)}"
     yield f"  {'range':<8} {_range_words(key, config)}"
     yield f"  {'set in':<8} {_set_in(key, overrides, said)}"
-    yield f"  {'read by':<8} {_places(readers(key)) or 'nothing by its name'}"
+    yield f"  {'read by':<8} {_locations(readers(key)) or 'nothing by its name'}"
 
 
 def _documents(choices: dict[str, str]) -> list[DocumentedKey]:
-    """Of the options that are chosen, those that count most last."""
+    """Returns the documented keys of the chosen options; an option that overrides another comes after it."""
     found = keys_of_root()
     for group in sorted(choices, key=lambda group: group == "experiment"):
         file = conf_folder() / group / f"{choices[group]}.yaml"
@@ -86,8 +86,8 @@ def _documents(choices: dict[str, str]) -> list[DocumentedKey]:
     return found
 
 
-def _places(lines: Mapping[str, Sequence[int]]) -> str:
-    """``{"a.py": [3, 9]}`` → ``a.py, line 3, 9``; of many files the first."""
+def _locations(lines: Mapping[str, Sequence[int]]) -> str:
+    """Returns ``a.py, line 3, 9`` for ``{"a.py": [3, 9]}``; of many files only the first are named."""
     words = [f"{file}, line {', '.join(map(str, numbers))}" for file, numbers in lines.items()]
     more = [f"{len(words) - SHOWN} more files"] if len(words) > SHOWN else []
     return "; ".join([*words[:SHOWN], *more])
@@ -110,7 +110,7 @@ def _section(section: str, values: dict[str, Any], documents: Sequence[Documente
 
 
 def _as_typed(value: Any) -> str:
-    """As it is written on the command line."""
+    """Returns the value as it is written on the command line."""
     if value is None:
         return "null"
     if isinstance(value, dict):
@@ -144,8 +144,8 @@ def _range_words(key: str, config: RelaxConfig) -> str:
     kind = key.split(".")[0]
     if kind in KINDS:
         name = getattr(config, kind).name
-        return f"what check() of {kind}={name} takes" if hasattr(find(kind, name), "check") else "any"
-    return "any that its type has"
+        return f"the values that check() of {kind}={name} accepts" if hasattr(find(kind, name), "check") else "any"
+    return "any value of its type"
 
 
 def _set_in(key: str, overrides: Sequence[str], said: Sequence[DocumentedKey]) -> str:

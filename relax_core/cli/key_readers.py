@@ -1,4 +1,4 @@
-"""Which lines of the source read a key of the configuration."""
+"""Finds the lines of the source that read a key of the configuration."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from relax_core.registry import KINDS
 
 _ROOT = Path(__file__).resolve().parents[2]
 _TOPS = ("relax_core", "launchers", "algorithms", "rewards", "envs")
-_CHECKED_IN = "relax_core/config/"  # its lines count only where no other room reads the key
+_CHECKED_IN = "relax_core/config/"  # its lines count only if no other folder reads the key
 
 
 def readers(key: str) -> dict[str, list[int]]:
-    """File → the lines that read the key as an attribute; where nobody does, those that check it. A name is followed
-    through assignments such as ``settings = config.run``, and through parameters of the section's type."""
+    """Maps each file to the lines that read the key as an attribute, or that check it if no line reads it.
+
+    A section is followed through assignments such as ``settings = config.run``, and through parameters of its type.
+    """
     holder, _, leaf = key.rpartition(".")
     holder = holder.rpartition(".")[2] or "config"
     lines = {str(file.relative_to(_ROOT)): _reads_in(file, holder=holder, leaf=leaf) for file in _sources()}
@@ -45,7 +47,7 @@ def _reads_in(file: Path, *, holder: str, leaf: str) -> list[int]:
 
 
 def _names_of(tree: ast.Module, holder: str) -> Iterator[str]:
-    """Other names that a module gives to the section."""
+    """Yields the names that a module gives to the section."""
     if holder in KINDS:
         yield "config"
     section = section_types()[holder].__name__ if holder in section_types() else None
@@ -57,7 +59,7 @@ def _names_of(tree: ast.Module, holder: str) -> Iterator[str]:
 
 
 def _assigned(node: ast.Assign, holder: str) -> Iterator[str]:
-    """``a = x.holder``, and ``a, b = x.holder, y``."""
+    """Yields ``a`` for ``a = x.holder`` and for ``a, b = x.holder, y``."""
     (target, *_) = node.targets
     pairs = [(target, node.value)]
     if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
@@ -68,7 +70,7 @@ def _assigned(node: ast.Assign, holder: str) -> Iterator[str]:
 
 
 def _last(node: ast.AST) -> str | None:
-    """The last name of an expression such as ``self._settings`` or ``config.run``."""
+    """Returns the last name of an expression such as ``self._settings`` or ``config.run``, or None."""
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else None

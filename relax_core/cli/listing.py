@@ -1,4 +1,4 @@
-"""`relax list`: algorithms, rewards, envs and models, one line each, plug-ins included."""
+"""`relax list` prints algorithms, rewards, envs and models, one line each, with the plug-ins."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _CANNOT = 2
 
 
 def list_command(files: Sequence[str]) -> int:
-    """Prints what can be chosen. ``files``: plug-in files of the user's, listed with the kind that they are.
+    """Prints what can be chosen; ``files`` are the user's plug-in files, which are listed with their kind.
 
-    Returns 0, or 2 where a plug-in is broken: it is named with its file and line, and the rest is listed all the same.
+    Returns 0, or 2 if a plug-in is broken. A broken plug-in is named with its file and line after the list of the
+    others.
     """
     if {"-h", "--help"} & set(files):
         print(f"relax {COMMANDS['list'][0]}: {COMMANDS['list'][1]}")
@@ -55,7 +56,7 @@ def _file_line(file: str, broken: list[str]) -> str:
             return _line(f"{kind}.name={file}", find(kind, file).summary)
         except PluginError as error:
             problems.append(str(error))
-    broken.append(problems[0].removeprefix(f"{KINDS[0]}.name="))  # what kind it was meant to be is not known
+    broken.append(problems[0].removeprefix(f"{KINDS[0]}.name="))  # the kind that the file should be is not known
     return _line(file, "broken, see below")
 
 

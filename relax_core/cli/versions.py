@@ -1,4 +1,4 @@
-"""Which versions of Relax's libraries are installed, and which were tested together. Imports none of them."""
+"""Finds which versions of Relax's libraries are installed and which were tested, without importing the libraries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ _NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 @dataclass(frozen=True, kw_only=True)
 class LibraryVersion:
-    """``found``: None where it is missing. ``tested``: None where constraints.txt is not there or does not name it."""
+    """Holds the versions of one library.
+
+    ``found`` is None if it is not installed. ``tested`` is None if constraints.txt does not exist or does not name it.
+    """
 
     name: str
     found: str | None
@@ -21,7 +24,7 @@ class LibraryVersion:
 
 
 def versions() -> list[LibraryVersion]:
-    """Of what Relax itself depends on; extras aside."""
+    """Returns the versions of the libraries that Relax depends on, without those of its extras."""
     tested = _tested()
     return [
         LibraryVersion(name=name, found=_found(name), tested=tested.get(_normal(name))) for name in sorted(_required())
@@ -35,7 +38,7 @@ def _required() -> set[str]:
 
 
 def _tested() -> dict[str, str]:
-    """Name → version. A wheel comes without the file."""
+    """Maps names to tested versions; it is empty in an installed wheel, which has no constraints.txt."""
     if not _CONSTRAINTS.is_file():
         return {}
     pins = [line.split("#")[0].strip().split("==") for line in _CONSTRAINTS.read_text(encoding="utf-8").splitlines()]

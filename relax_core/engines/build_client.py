@@ -1,4 +1,4 @@
-"""The client that speaks to the configured kind of engine."""
+"""Builds the client of the configured kind of engine."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from relax_core.engines.protocol.stop_strings import StopTable
 def build_client(
     engine: EngineConfig, url: str, *, model_folder: Path, token_file: Path, control_timeout_s: float | None = None
 ) -> EngineClient:
-    """``model_folder``: of the model that it serves. ``token_file``: of the engines that the run starts; those that it
-    attaches to have ``engine.token_file``, or ask for no token. ``control_timeout_s``: another one than
-    engine.sync_timeout_s."""
+    """Returns a client of the engine at ``url``.
+
+    ``model_folder`` is the folder of the model that the engine serves. ``token_file`` holds the token of engines that
+    the run starts. Engines that the run attaches to have ``engine.token_file``, or need no token.
+    ``control_timeout_s`` replaces engine.sync_timeout_s, in seconds, if it is given.
+    """
     if engine.urls:
         token = Path(engine.token_file).read_text().strip() if engine.token_file is not None else ""
     else:

@@ -1,4 +1,4 @@
-"""An engine as a child process: started, watched and stopped by its owner, and gone when its owner is."""
+"""Runs an engine as a child process, which its owner starts, polls and stops, and which ends with its owner."""
 
 from __future__ import annotations
 
@@ -21,17 +21,18 @@ from relax_core.engines.sglang.server import scratch as sglang_scratch
 from relax_core.engines.sglang.server import sglang_launch
 
 LOG_TAIL_BYTES = 4000
-KILLED_S = 10.0  # a process that was killed is gone within this, or the kernel holds it
+KILLED_S = 10.0  # seconds in which a killed process has ended, unless the kernel holds it
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLaunch:
-    """What one engine process is started with. ``port`` 0 takes a free one; give a restarted engine its old port.
+    """Holds the settings that one engine process is started with.
 
-    ``load_weights``: serve the folder's own weights at once, as version 0; else nothing is served until an update.
-    ``beyond_loopback``: ``engine.host`` may be any address of this machine; the bearer token is asked for there too.
-    ``return_routed_experts``, ``stop_strings``: be ready to tell them, and to look for them; the embedded engine always
-    is.
+    ``port`` 0 takes a free port; a restarted engine gets its old port. With ``load_weights`` the engine serves the
+    folder's own weights at once, as version 0; without it, nothing is served until the first update. With
+    ``beyond_loopback``, ``engine.host`` may be any address of this machine; requests need the bearer token there too.
+    ``return_routed_experts`` and ``stop_strings`` prepare an SGLang server for these features; the embedded engine
+    always has them.
     """
 
     model_folder: Path
@@ -46,13 +47,15 @@ class EngineLaunch:
     stop_strings: bool = False
 
     def command(self) -> list[str]:
+        """Returns the command line."""
         return self._kind().command(self)
 
     def environment(self) -> dict[str, str]:
+        """Returns the environment variables."""
         return self._kind().environment(self)
 
     def new_scratch(self) -> Path | None:
-        """A folder for this one process, where its kind leaves things beside its memory."""
+        """Makes a folder for the files of this one process, or returns None if its kind of engine leaves no files."""
         return sglang_scratch.new_scratch() if self.engine.name == "sglang" else None
 
     def _kind(self) -> ModuleType:
@@ -66,7 +69,7 @@ class _Ready(msgspec.Struct):
 
 
 class EngineProcess:
-    """A running engine. Its stdin is the life line: when this process ends, however, the engine ends too."""
+    """Owns a running engine, which ends when its stdin is closed, so that it ends with this process in every case."""
 
     def __init__(self, process: subprocess.Popen[bytes], ready: _Ready, scratch: Path | None) -> None:
         self._process = process
@@ -77,8 +80,10 @@ class EngineProcess:
 
     @classmethod
     def start(cls, launch: EngineLaunch) -> EngineProcess:
-        """Starts it and waits until it answers, ``launch.engine.start_timeout_s`` seconds at most. Raises EngineError
-        with the log's last line where it does not come up. The log is appended to."""
+        """Starts the engine and waits until it answers, at most ``launch.engine.start_timeout_s`` seconds.
+
+        The log is appended to. Raises EngineError with the log's last line if the engine does not start.
+        """
         launch.log_file.parent.mkdir(parents=True, exist_ok=True)
         scratch = launch.new_scratch()
         with ExitStack() as undo:
@@ -98,12 +103,14 @@ class EngineProcess:
         return cls(process, msgspec.json.decode(line, type=_Ready), scratch)
 
     def poll(self) -> int | None:
-        """The exit code, or None while it runs."""
+        """Returns the exit code, or None while the process runs."""
         return self._process.poll()
 
     def stop(self, *, timeout_s: float) -> None:
-        """Ends it, by closing its stdin, then by SIGKILL after ``timeout_s`` seconds; also after its own end, to remove
-        what it has left."""
+        """Ends the process by closing its stdin, after ``timeout_s`` seconds by SIGKILL, and removes its files.
+
+        Call it also if the process has ended by itself.
+        """
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         try:
@@ -125,12 +132,12 @@ def _spawn(launch: EngineLaunch, scratch: Path | None) -> subprocess.Popen[bytes
             stdout=subprocess.PIPE,
             stderr=log,
             env=launch.environment() | told,
-            start_new_session=True,  # a Ctrl-C is its owner's to handle
+            start_new_session=True,  # a Ctrl-C reaches the owner only, which then stops the engine
         )
 
 
 def _end_rest(process: subprocess.Popen[bytes], scratch: Path | None) -> None:
-    """Of an engine of several processes, once the first of them has ended."""
+    """Ends the remaining processes of an engine whose first process has ended."""
     if scratch is not None:
         sglang_scratch.end_session(process.pid, timeout_s=KILLED_S)
 
@@ -141,7 +148,7 @@ def _remove(scratch: Path | None) -> None:
 
 
 def _first_line(stream: IO[bytes], *, deadline: float) -> bytes:
-    """The first line, or what came of it before the stream's end or the deadline."""
+    """Returns the first line, or the part of it that came before the stream's end or the deadline."""
     line = b""
     while not line.endswith(b"\n"):
         left = deadline - time.monotonic()
@@ -155,7 +162,7 @@ def _first_line(stream: IO[bytes], *, deadline: float) -> bytes:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> bool:
-    """True where it had to be killed; False where it ended by itself within a second."""
+    """Kills the process unless it ends by itself within a second; is True if it was killed."""
     try:
         process.wait(1.0)
         return False
@@ -166,7 +173,7 @@ def _kill(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _last_line(path: Path) -> str:
-    """Of a Python failure that is its cause."""
+    """Returns the log's last line, which names the cause if the process has failed in Python."""
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - LOG_TAIL_BYTES))
         lines = file.read().decode(errors="replace").strip().splitlines()

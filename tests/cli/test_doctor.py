@@ -1,4 +1,4 @@
-"""`relax doctor`: what it finds on this machine, and what it finds of dead runs."""
+"""Tests what `relax doctor` finds on this machine, and what it finds of killed runs."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 def test_a_run_can_work_here(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.doctor_command() == 0
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     for topic in ("python", "libraries", "cores", "memory", "shared memory", "disk, /tmp", "ports", "GPU"):
-        assert topic in told
-    assert "A run can work here." in told
+        assert topic in printed
+    assert "A run can work here." in printed
 
 
 def test_too_little_memory_is_bad(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "available_bytes", lambda: 1 << 30)
     assert doctor.doctor_command() == 1
-    told = capsys.readouterr().out
-    assert "BAD   memory" in told and "Close other programs" in told
+    printed = capsys.readouterr().out
+    assert "BAD   memory" in printed and "Close other programs" in printed
 
 
 def test_a_missing_library_is_bad(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,9 +35,9 @@ def test_a_missing_library_is_bad(capsys: pytest.CaptureFixture[str], monkeypatc
     other = versions.LibraryVersion(name="torch", found="2.14.0", tested="2.13.0")
     monkeypatch.setattr(doctor, "versions", lambda: [missing, other])
     assert doctor.doctor_command() == 1
-    told = capsys.readouterr().out
-    assert "ray is missing" in told
-    assert "torch 2.14.0, tested with 2.13.0" in told
+    printed = capsys.readouterr().out
+    assert "ray is missing" in printed
+    assert "torch 2.14.0, tested with 2.13.0" in printed
 
 
 def test_versions_are_those_of_the_constraints() -> None:

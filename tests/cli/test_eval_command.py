@@ -1,4 +1,4 @@
-"""`relax eval`: what its words mean, and an evaluation of a built-in model, a folder of it, and several engines."""
+"""Tests the words of `relax eval`, and evaluations of a built-in model, of its folder, and with several engines."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_without_a_target_the_usage_is_told(capsys: pytest.CaptureFixture[str], 
 
 
 def test_what_is_no_target_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = refused(capsys, str(tmp_path / "nothing"))
-    assert "neither a run's folder, a checkpoint, a Hugging Face folder, nor one of the models" in told
+    printed = refused(capsys, str(tmp_path / "nothing"))
+    assert "neither a run's folder, a checkpoint, a Hugging Face folder, nor one of the models" in printed
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text('{"model_type": "bloom"}')
     assert "model_type='bloom' in its config.json is of no family" in refused(capsys, str(tmp_path / "model"))
@@ -54,7 +54,7 @@ def test_a_checkpoint_that_is_damaged_is_refused(tmp_path: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "printed"),
     [
         ("eval.samples=3", "eval.samples=3 with eval.temperature=0"),
         ("eval.rowss=3", "eval.rowss is not a key. Nearest: eval.rows"),
@@ -63,13 +63,13 @@ def test_a_checkpoint_that_is_damaged_is_refused(tmp_path: Path, capsys: pytest.
     ],
 )
 def test_settings_that_cannot_be_are_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, told: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, printed: str
 ) -> None:
-    assert told in refused(capsys, "tiny_qwen3", f"run.dir={tmp_path / 'out'}", override)
+    assert printed in refused(capsys, "tiny_qwen3", f"run.dir={tmp_path / 'out'}", override)
 
 
 def test_a_model_by_name_and_by_folder_give_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two engines share the prompts of the second; nothing depends on who answered which."""
+    """Two engines share the prompts of the second evaluation, whose result must not depend on which engine answers."""
     sampled = ("eval.rows=12", "eval.samples=4", "eval.temperature=1.0")
     results = {}
     folder = tiny_model_folder("tiny_qwen3", task="reverse_digits")

@@ -1,4 +1,4 @@
-"""`relax explain`."""
+"""Tests `relax explain`."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def explained(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, str]
 
 
 def test_a_key_has_value_type_range_place_and_readers(capsys: pytest.CaptureFixture[str]) -> None:
-    told = explained(capsys, "optimizer.lr")
-    assert told["value"] == "optimizer.lr=0.0008"
-    assert told["meaning"].startswith("learning rate")
-    assert (told["type"], told["range"]) == ("a number", "more than 0")
-    line = int(told["set in"].removeprefix("conf/config.yaml, line "))
+    printed = explained(capsys, "optimizer.lr")
+    assert printed["value"] == "optimizer.lr=0.0008"
+    assert printed["meaning"].startswith("learning rate")
+    assert (printed["type"], printed["range"]) == ("a number", "more than 0")
+    line = int(printed["set in"].removeprefix("conf/config.yaml, line "))
     assert (REPOSITORY / "conf" / "config.yaml").read_text().splitlines()[line - 1].startswith("  lr: ")
-    assert "relax_core/train/step/optimizer.py" in told["read by"]
+    assert "relax_core/train/step/optimizer.py" in printed["read by"]
     assert explained(capsys, "run.epochs")["range"] == "more than 0 (null leaves run.steps as it is)"
 
 
 @pytest.mark.parametrize(
-    ("words", "value", "place"),
+    ("words", "value", "location"),
     [
         (["seed", "seed=3"], "seed=3", "the command line: seed=3"),
         (["algo.epochs", "algo=ppo"], "algo.epochs=2", "conf/algo/ppo.yaml, line "),
@@ -44,10 +44,10 @@ def test_a_key_has_value_type_range_place_and_readers(capsys: pytest.CaptureFixt
         (["engine.urls"], "engine.urls=[]", "its default in relax_core/config/schema.py"),
     ],
 )
-def test_where_a_key_is_set(capsys: pytest.CaptureFixture[str], words: list[str], value: str, place: str) -> None:
-    told = explained(capsys, *words)
-    assert told["value"] == value
-    assert told["set in"].startswith(place)
+def test_where_a_key_is_set(capsys: pytest.CaptureFixture[str], words: list[str], value: str, location: str) -> None:
+    printed = explained(capsys, *words)
+    assert printed["value"] == value
+    assert printed["set in"].startswith(location)
 
 
 def test_a_section_lists_its_keys(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,16 +71,14 @@ def test_what_is_no_key_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_readers_follow_the_names_that_a_section_gets() -> None:
-    assert any(place.startswith("relax_core/control/run/controller.py") for place in readers("run.steps"))
-    assert any(
-        place.startswith("algorithms/functional/") or "algorithms/" in place for place in readers("algo.clip_high")
-    )
-    assert any(place.startswith("relax_core/roles/") for place in readers("seed"))
-    assert not any(place.startswith("relax_core/config/") for place in readers("optimizer.beta2"))
+    assert any(location.startswith("relax_core/control/run/controller.py") for location in readers("run.steps"))
+    assert any(file.startswith("algorithms/functional/") or "algorithms/" in file for file in readers("algo.clip_high"))
+    assert any(location.startswith("relax_core/roles/") for location in readers("seed"))
+    assert not any(location.startswith("relax_core/config/") for location in readers("optimizer.beta2"))
 
 
 def test_every_value_of_conf_is_found_with_its_comment() -> None:
-    """The file and line that a user is sent to hold the key."""
+    """The printed file and line hold the key."""
     found = keys_of_root()
     for group in groups():
         for option in yaml_options(group):

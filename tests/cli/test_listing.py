@@ -1,4 +1,4 @@
-"""`relax list`."""
+"""Tests `relax list`."""
 
 from __future__ import annotations
 
@@ -50,6 +50,6 @@ def test_a_broken_file_is_named_with_its_line(tmp_path: Path, capsys: pytest.Cap
     file = tmp_path / "mine.py"
     file.write_text("\n\nraise RuntimeError('no')\n")
     assert list_command([str(file)]) == 2
-    told = capsys.readouterr()
-    assert f"relax: {file}: {file}, line 3: RuntimeError: no" in told.err
-    assert "grpo" in told.out
+    printed = capsys.readouterr()
+    assert f"relax: {file}: {file}, line 3: RuntimeError: no" in printed.err
+    assert "grpo" in printed.out

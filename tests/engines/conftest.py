@@ -1,4 +1,4 @@
-"""Real engine processes over a tiny random model, as the engine's contract suite starts them."""
+"""Starts real engine processes over a tiny random model, as the engine contract's tests do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the pool's tests share: real engines behind clients that note what goes over them."""
+"""Holds what the pool's tests share: real engines behind clients that record their requests and responses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DEADLINE_S = 120.0
 
 
 class TracedClient(EngineClient):
-    """A client that notes what goes over it."""
+    """Records the requests and responses of an engine's client."""
 
     def __init__(self, engine: Engine, number: int, directory: Directory) -> None:
         super().__init__(engine.process.url, TOKEN, request_timeout_s=60.0, control_timeout_s=30.0)
@@ -38,8 +38,11 @@ class TracedClient(EngineClient):
 
 
 class Directory:
-    """Gives the pool its clients, and remembers what it asked for and what came: ``calls`` of generate, by engine;
-    ``requests``, ``came`` of (engine, prompt or response). ``replace``: called for a fresh address."""
+    """Gives the pool its clients, and records its requests and their responses.
+
+    ``calls`` counts calls of generate by engine; ``requests`` and ``came`` hold (engine, prompt or response).
+    ``replace`` is called when the pool asks for an engine's address anew.
+    """
 
     def __init__(self, *engines: Engine, replace: Callable[[int], Engine] | None = None) -> None:
         self.engines = list(engines)
@@ -61,13 +64,13 @@ class Directory:
 
     async def close(self) -> None:
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
-            task.cancel()  # the pool's own, which look at engines beside the calls
+            task.cancel()  # the pool's own tasks, which watch the engines
         for client in self._clients:
             await client.aclose()
 
 
 class Flawed:
-    """Gives the pool its engines; ``flaws`` takes the place of the generation of some of them."""
+    """Gives the pool its engines; ``flaws`` replaces the generation of some of them."""
 
     def __init__(self, directory: Directory, flaws: dict[int, Callable[[PromptRequest], Generated]]) -> None:
         self._directory, self._flaws = directory, flaws
@@ -92,18 +95,18 @@ def generate(
     params: SamplingParams,
     *,
     patience_s: float = 60.0,
-    on_done: Callable[[int], None] = lambda place: None,
+    on_done: Callable[[int], None] = lambda index: None,
     ends: list[StreamEnd] | None = None,
 ) -> list[tuple[int, list[Generated]]]:
     async def collect() -> list[tuple[int, list[Generated]]]:
         pool = EnginePool(len(directory.engines), directory.client_for, patience_s=patience_s)
         found = []
         try:
-            async for place, responses in pool.generate(
+            async for index, responses in pool.generate(
                 prompts, params, places=range(len(prompts)), on_end=None if ends is None else ends.append
             ):
-                found.append((place, responses))
-                on_done(place)
+                found.append((index, responses))
+                on_done(index)
         finally:
             await directory.close()
         return found
@@ -121,8 +124,8 @@ async def collect_groups(groups: AsyncIterator[tuple[int, list[Generated]]]) -> 
 
 def tokens(found: list[tuple[int, list[Generated]]]) -> dict[int, list[list[int]]]:
     return {
-        place: [one.output_ids.tolist() for one in sorted(responses, key=lambda one: one.sample)]
-        for place, responses in found
+        index: [one.output_ids.tolist() for one in sorted(responses, key=lambda one: one.sample)]
+        for index, responses in found
     }
 
 
@@ -135,14 +138,13 @@ def kill(engine: Engine) -> None:
 
 
 def decode_a_little(engine: Engine) -> None:
-    """Some steps of a slow engine, which is paused and is paused again: what is asked of it then meets its samples in
-    the middle."""
+    """Lets a paused slow engine decode some steps and pauses it again, so that its samples are in the middle."""
     engine.client.resume()
     engine.client.pause("in_place")
 
 
 def decodes(engine: Engine) -> Callable[[], bool]:
-    """For `until`: decodes a little at a time, until there are some tokens more of all samples."""
+    """Returns a condition for `until` that decodes a little, and is True once all samples have some tokens more."""
     done = engine.client.loads()["generated_tokens"]
 
     def some_more() -> bool:

@@ -1,7 +1,6 @@
-"""The embedded engine with slow decode steps: what a test does to it meets its samples in the middle, however fast the
-machine is and however late the test.
+"""Runs the embedded engine with slow decode steps, so that a test meets its samples in the middle on every machine.
 
-    python -m tests.engines.slow_engine [flags of relax_core.engines.embedded]
+python -m tests.engines.slow_engine [flags of relax_core.engines.embedded]
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ STEP_S = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class SlowLaunch(EngineLaunch):
-    """Starts it in the place of the embedded engine."""
+    """Starts the slow engine instead of the embedded engine."""
 
     def command(self) -> list[str]:
         return [__name__ if word == "relax_core.engines.embedded" else word for word in super().command()]

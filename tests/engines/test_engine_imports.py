@@ -1,4 +1,4 @@
-"""An engine process starts fast and stays small: it loads neither Ray nor transformers nor Megatron."""
+"""Tests that an engine process loads neither Ray nor transformers nor Megatron, so that it starts fast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The embedded engine's model in this process, in every family: prefill, decode and bfloat16 against transformers."""
+"""Compares the embedded engine's model in every family with transformers: prefill, decode and bfloat16."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def test_prefill_and_every_decoded_token(tmp_path: Path, variant: str) -> None:
     decoder = Decoder(model, dtype=torch.float32, max_samples=4, max_tokens=4 * CONTEXT, context_length=CONTEXT)
     prompts = [random_ids(length) for length in LENGTHS[:2]]
     prefixes = [
-        Prefix(token_ids=prompt, settings=SETTINGS, keys=sample_keys([place], 2)[0])
-        for place, prompt in enumerate(prompts)
+        Prefix(token_ids=prompt, settings=SETTINGS, keys=sample_keys([index], 2)[0])
+        for index, prompt in enumerate(prompts)
     ]
     done = decoder.admit(prefixes)
     while not len(done):
@@ -68,7 +68,7 @@ def test_prefill_and_every_decoded_token(tmp_path: Path, variant: str) -> None:
 @pytest.mark.parametrize("variant", VARIANTS)
 @torch.inference_mode()
 def test_bfloat16_is_no_further_off_than_that_of_transformers(tmp_path: Path, variant: str) -> None:
-    """From what the same weights, rounded to bfloat16, compute in float32; mean over some 400 tokens."""
+    """The reference is float32 with the same weights rounded to bfloat16; the mean is over some 400 tokens."""
     reference = make_family_model(None, variant).bfloat16()
     reference.save_pretrained(tmp_path)
     ours = scored(read_model(tmp_path, torch.bfloat16), torch.bfloat16)
@@ -78,7 +78,7 @@ def test_bfloat16_is_no_further_off_than_that_of_transformers(tmp_path: Path, va
 
 
 def test_frequencies_that_old_folders_store_are_left_out(tmp_path: Path) -> None:
-    """The first Llama folders have them beside the weights; so does a tied output weight stand there twice."""
+    """The first Llama folders hold them beside the weights, and hold a tied output weight twice."""
     from safetensors.torch import load_file, save_file
 
     make_family_model(tmp_path, "llama, tied, linear rope")

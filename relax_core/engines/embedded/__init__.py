@@ -1,1 +1,4 @@
-"""The embedded engine: one process, batched decoding on a CPU, SGLang's HTTP protocol on loopback."""
+"""Holds the embedded engine: one process that decodes batches on a CPU and serves SGLang's HTTP protocol on loopback.
+
+Start reading in ``assembly.py``, which builds the engine from its parts.
+"""

@@ -1,7 +1,8 @@
-"""``python -m relax_core.engines.embedded``: one engine process.
+"""Runs one embedded engine process: ``python -m relax_core.engines.embedded``.
 
-Prints ONE line of JSON to stdout when it answers: {"url", "pid", "port"}. Ends on SIGTERM and when its stdin reaches
-its end, so it never outlives its owner. Exits with 2 and one line on stderr for what the user can mend.
+It prints one line of JSON to stdout once it answers requests: {"url", "pid", "port"}. It ends on SIGTERM and when its
+stdin is closed, so that it never outlives the process that started it. It exits with code 2 and one line on stderr if
+its command line or the model's folder is wrong.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _bind(host: str, port: int, *, beyond_loopback: bool) -> socket.socket:
-    """Takes the port; the server listens once it can answer, so that nobody waits on an engine that is starting."""
+    """Binds the port; the server listens only once it can answer, so that no client connects before that."""
     if not beyond_loopback and host != "localhost" and not ipaddress.ip_address(host).is_loopback:
         raise ValueError(f"--host {host}: not a loopback address; give 127.0.0.1, or add --beyond-loopback")
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
@@ -46,12 +47,14 @@ def _bind(host: str, port: int, *, beyond_loopback: bool) -> socket.socket:
     try:
         listener.bind((host, port))
     except OSError as error:
-        raise ValueError(f"--port {port} on {host}: {error.strerror}; end its owner or choose another port") from error
+        raise ValueError(
+            f"--port {port} on {host}: {error.strerror}; end the process that has it, or choose another port"
+        ) from error
     return listener
 
 
 def _end_with_stdin() -> None:
-    """Ends the process at once when its owner is gone: there is nobody left to answer."""
+    """Ends the process as soon as its stdin is closed, which says that its owner has ended."""
 
     def wait() -> None:
         while os.read(sys.stdin.fileno(), 4096):
@@ -62,6 +65,7 @@ def _end_with_stdin() -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Serves until the process is stopped; returns the exit code."""
     arguments = _arguments(argv)
     _end_with_stdin()
     try:
@@ -76,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     host = f"[{arguments.host}]" if ":" in arguments.host else arguments.host
     ready = json.dumps({"url": f"http://{host}:{port}", "pid": os.getpid(), "port": port})
     gc.collect()
-    gc.freeze()  # what start-up made stays: the collector need not walk it during decoding
+    gc.freeze()  # objects from start-up stay, so the collector does not visit them during decoding
     from relax_core.engines.embedded.http.serving import serve
 
     with asyncio.Runner(loop_factory=_event_loop) as runner:

@@ -22,11 +22,12 @@ from relax_core.engines.embedded.scheduler.token_sampler import SamplingSettings
 from relax_core.engines.protocol.stop_strings import StopTable
 from relax_core.weights.folder_stream import read_safetensors
 
-BASE64_GROWTH = 1.5  # base64 takes 4/3 of the bytes; the rest is for names and for a wider dtype than ours
-
 
 def build_app(arguments: argparse.Namespace) -> tuple[EngineApp, Scheduler]:
-    """Starts the decode thread. Raises ValueError, or OSError for a file that cannot be read, in words for the user."""
+    """Builds the application and starts its decode thread.
+
+    Raises ValueError, or OSError for a file that cannot be read, with a text for the user.
+    """
     torch.set_num_threads(arguments.threads)
     config = read_model_config(arguments.model_path)
     _check(arguments, config.max_positions)
@@ -50,7 +51,6 @@ def build_app(arguments: argparse.Namespace) -> tuple[EngineApp, Scheduler]:
         _warm_up(decoder)
     scheduler = Scheduler(decoder, version=version)
     info = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
-    info["weight_bytes"] = weights.nbytes
     limits = RequestLimits(
         context_length=arguments.context_length,
         max_running_samples=arguments.max_running_samples,
@@ -60,7 +60,6 @@ def build_app(arguments: argparse.Namespace) -> tuple[EngineApp, Scheduler]:
         GenerateRoute(scheduler, config, limits, StopTable(arguments.model_path)),
         ControlRoutes(scheduler, WeightUpdates(weights, scheduler), info),
         token=token,
-        max_tensor_body=int(BASE64_GROWTH * weights.nbytes) * 4 // dtype.itemsize + (1 << 20),
     )
     scheduler.start()
     return app, scheduler
@@ -72,14 +71,15 @@ def _check(arguments: argparse.Namespace, max_positions: int) -> None:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(arguments, name)}: give 1 or more")
     if arguments.context_length > max_positions:
         raise ValueError(
-            f"--context-length {arguments.context_length}: the model has {max_positions} positions; give at most these"
+            f"--context-length {arguments.context_length}: the model has {max_positions} positions; give at most "
+            f"{max_positions}"
         )
     if arguments.load_weights and arguments.weight_version < 0:
         raise ValueError(f"--weight-version {arguments.weight_version}: versions start at 0")
 
 
 def _warm_up(decoder: Decoder) -> None:
-    """The first product of a kind costs milliseconds in the maths library: pay before the first request."""
+    """Decodes two tokens, because a maths library's first product of each kind takes milliseconds to set up."""
     samples = min(16, decoder.max_samples)
     settings = SamplingSettings(
         max_new_tokens=2, temperature=1.0, top_p=1.0, top_k=-1, stop_token_ids=(), banned_token_ids=()

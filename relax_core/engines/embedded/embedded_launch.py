@@ -1,4 +1,4 @@
-"""How an embedded engine is started."""
+"""Builds the command line and the environment that start an embedded engine."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def command(launch: EngineLaunch) -> list[str]:
+    """Returns the command line of an engine process."""
     engine = launch.engine
     options = {
         "--model-path": launch.model_folder,
@@ -35,7 +36,10 @@ def command(launch: EngineLaunch) -> list[str]:
 
 
 def environment(launch: EngineLaunch) -> dict[str, str]:
-    """Threads are set before any maths library loads; waiting threads sleep instead of spinning."""
+    """Returns the environment of an engine process.
+
+    It sets the number of threads before any maths library loads, and lets waiting threads sleep instead of spin.
+    """
     threads = str(launch.engine.threads)
     path = os.environ.get("PYTHONPATH")
     return {

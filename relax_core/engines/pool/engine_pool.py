@@ -1,4 +1,4 @@
-"""Several engines behind one face: which prompt goes where, and what happens when one dies or samples are aborted."""
+"""Generates with several engines as if they were one, and asks again what a failed engine or an abort left open."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from relax_core.contracts.engine import EngineError, EngineUnreachable, Generated, PromptRequest, SamplingParams
-from relax_core.engines.pool.engine_watch import LOOK_S, ClientFor, EngineWatch
+from relax_core.engines.pool.engine_watch import LOAD_POLL_S, ClientFor, EngineWatch
 from relax_core.engines.pool.fan_out import FanOut, fan_out
 from relax_core.engines.pool.open_prompts import OpenPrompt
 from relax_core.engines.pool.prompt_routing import Router
@@ -22,19 +22,23 @@ from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.engines.protocol.frames import StreamEnd
 
 OnEnd = Callable[[StreamEnd], None]
-FRUITLESS_ASKS = 5  # in a row of one sample: an engine that aborts it unasked without a token will not do better
+FRUITLESS_ASKS = 5  # times in a row that an engine may abort a sample unasked and without a new token
 log = logging.getLogger(__name__)
 
 
 def engine_name(engine: int) -> str:
+    """Returns the name of an engine by its number."""
     return f"engine-{engine}"
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _PromptBatch:
-    """One `generate`. ``events``: prompts that are complete, None for one that was given up, or the error that nobody
-    here can mend. ``again``: prompts whose samples have all come back, some of them aborted. ``silent_since``: engine →
-    when it was first lost without a response since."""
+    """Holds the state of one `generate`.
+
+    ``events`` gets each complete prompt, None for a prompt that was given up, and an error that ends the call.
+    ``again`` holds prompts whose samples have all come back, some of them aborted. ``silent_since`` maps an engine to
+    the time when it was first lost, if it has returned no response since.
+    """
 
     params: SamplingParams
     on_end: OnEnd | None
@@ -45,6 +49,7 @@ class _PromptBatch:
     silent_since: dict[int, float] = field(default_factory=dict)
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs ``work`` as a task of this call; its exception goes to ``events``."""
         task = asyncio.create_task(self._guarded(work))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
@@ -52,13 +57,13 @@ class _PromptBatch:
     async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
-        except Exception as error:  # crosses to the consumer, who raises it
+        except Exception as error:  # `generate` raises it
             self.events.put_nowait(error)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Ask:
-    """One request under way at one engine, in ``task``. ``tickets``: see `OpenPrompt.ask`."""
+    """Holds one request under way at one engine, which ``task`` reads; ``tickets`` are those of `OpenPrompt.ask`."""
 
     prompt_batch: _PromptBatch
     tickets: dict[OpenPrompt, int]
@@ -66,12 +71,13 @@ class _Ask:
 
 
 class EnginePool:
-    """``client_for(engine, on_policy)`` gives the engine's client and may wait for an engine that is starting; after a
-    failure it is asked for a fresh address. ``patience_s``: how long nobody at all may answer. ``silent_s``: one of
-    several engines that gives no sign of life for so long gets nothing until it does, and what it owes is asked of the
-    others. ``by_load``: see `Router`; ``max_lag``, ``lag_s``: see `EngineWatch`.
+    """Distributes prompts over ``count`` engines.
 
-    All methods belong to one event loop. Where a prompt goes never changes its tokens, only who shares its batch.
+    ``client_for(engine, anew)`` returns the engine's client and may wait for an engine that is starting; after a
+    failure ``anew`` is True, and the engine's address is looked up again. ``patience_s`` is how long no engine at all
+    may answer. If one of several engines does not answer for ``silent_s`` seconds, it gets no prompts until it does,
+    and its open samples are asked of the others. ``by_load`` is that of `Router`; ``max_lag`` and ``lag_s`` are those
+    of `EngineWatch`. All methods belong to one event loop. The choice of engine never changes a prompt's tokens.
     """
 
     def __init__(
@@ -87,16 +93,16 @@ class EnginePool:
     ) -> None:
         self._count = count
         self._client_for = client_for
-        self._patience_s = patience_s
+        self._timeout_s = patience_s
         self._silent_s = silent_s
-        self._look_s = min(LOOK_S, silent_s / 4)
+        self._watch_s = min(LOAD_POLL_S, silent_s / 4)
         self._router = Router(count, by_load=by_load)
         self._watch = EngineWatch(
             count, client_for, patience_s=patience_s, silent_s=silent_s, max_lag=max_lag, lag_s=lag_s
         )
         self._open: dict[str, tuple[OpenPrompt, _PromptBatch]] = {}  # by rid
         self._asks: dict[int, set[_Ask]] = defaultdict(set)  # by engine
-        self._named: set[int] = set()  # stragglers that were named
+        self._logged: set[int] = set()  # stragglers that a log line has named
 
     async def generate(
         self,
@@ -106,28 +112,27 @@ class EnginePool:
         places: Sequence[int],
         on_end: OnEnd | None = None,
     ) -> AsyncIterator[tuple[int, list[Generated]]]:
-        """Yields (prompt, its ``params.n`` responses) as soon as all of them are in, in order of completion; a prompt
-        that `cancel` gave up is left out.
+        """Yields (prompt index, its ``params.n`` responses) as soon as all responses of a prompt are finished.
 
-        ``places[i]`` chooses among engines that are equally loaded. When an engine dies, the samples that it owed are
-        asked of another, or of itself when it is back; finished ones are kept. A sample that comes back aborted goes on
-        from its prefix. ``on_end`` gets each engine's own times.
+        A prompt that `cancel` gave up is left out. ``places[i]`` chooses among engines that are equally loaded. If an
+        engine fails, its open samples are asked of another engine, or of itself once it answers again; finished samples
+        are kept. A sample that comes back aborted goes on from its prefix. ``on_end`` gets each engine's own times.
         """
         prompt_batch = _PromptBatch(params=params, on_end=on_end, left=len(prompts))
         opened = [
             OpenPrompt(
-                place=place,
+                index=index,
                 tie=tie,
                 request=request,
                 n=params.n,
                 cost=params.max_new_tokens + len(request.input_ids) / params.n,
             )
-            for place, (request, tie) in enumerate(zip(prompts, places, strict=True))
+            for index, (request, tie) in enumerate(zip(prompts, places, strict=True))
         ]
         self._open |= {prompt.request.rid: (prompt, prompt_batch) for prompt in opened}
         try:
             if self._count > 1:
-                prompt_batch.start(self._keep_looking())
+                prompt_batch.start(self._watch_engines())
             self._send(prompt_batch, opened)
             while prompt_batch.left:
                 event = await prompt_batch.events.get()
@@ -135,7 +140,7 @@ class EnginePool:
                     raise event
                 prompt_batch.left -= 1
                 if event is not None:
-                    yield event.place, event.responses()
+                    yield event.index, event.responses()
         finally:
             for task in prompt_batch.tasks:
                 task.cancel()
@@ -143,14 +148,14 @@ class EnginePool:
                 self._close(prompt)
 
     def _close(self, prompt: OpenPrompt) -> None:
-        """Nothing more is expected of it."""
+        """Ends the pool's interest in a prompt."""
         prompt.closed = True
         self._open.pop(prompt.request.rid, None)
         self._lose(prompt)
 
     # -- asking -------------------------------------------------------------------------------------------------------
     def _send(self, prompt_batch: _PromptBatch, prompts: Sequence[OpenPrompt]) -> None:
-        """Chooses an engine for each prompt and asks; one request an engine."""
+        """Chooses an engine for each prompt and sends each chosen engine one request."""
         usable = self._watch.usable()
         if not usable:
             prompt_batch.start(self._send_when_usable(prompt_batch, prompts))
@@ -168,12 +173,12 @@ class EnginePool:
         self._send(prompt_batch, prompts)
 
     async def _ask(self, prompt_batch: _PromptBatch, engine: int, prompts: Sequence[OpenPrompt]) -> None:
-        """One request to one engine. Whoever does not come out of it finished is asked again."""
+        """Sends one request to one engine; samples that do not come back finished are asked for again."""
         requests: list[PromptRequest] = []
         owners: list[OpenPrompt] = []
         tickets: dict[OpenPrompt, int] = {}
         for prompt in prompts:
-            if prompt.closed:  # given up since it was sent
+            if prompt.closed:  # it was given up before the request was sent
                 continue
             asked = prompt.ask(engine)
             requests += asked
@@ -198,8 +203,8 @@ class EnginePool:
             self._asks[engine].discard(ask)
 
     async def _ask_others(self, ask: _Ask, engine: int, error: EngineUnreachable) -> None:
-        """The engine does not answer: what it owes of this request is asked of whoever may be asked now."""
-        self._note_lost(ask.prompt_batch, engine, error)
+        """Asks other engines for the samples of a request whose engine does not answer."""
+        self._record_loss(ask.prompt_batch, engine, error)
         owed = [prompt for prompt, ticket in ask.tickets.items() if prompt.owed_by(ticket)]
         for prompt in owed:
             self._lose(prompt)
@@ -207,19 +212,22 @@ class EnginePool:
             self._send(ask.prompt_batch, owed)
 
     def _fell_silent(self, engine: int, error: EngineUnreachable) -> None:
-        """Hangs up, so that the engine ends what it was asked when it goes on: late answers are nobody's."""
+        """Closes the engine's connections, so that it aborts the samples whose late answers nobody would read."""
         self._watch.lost(engine, error)
         for ask in self._asks.pop(engine, set()):
             ask.task.cancel()
             ask.prompt_batch.start(self._ask_others(ask, engine, error))
 
-    def _note_lost(self, prompt_batch: _PromptBatch, engine: int, error: EngineUnreachable) -> None:
-        """Raises EngineUnreachable where the engine comes back each time and never gets anywhere, and no other engine
-        does better."""
-        log.warning("%s is lost, what it owed is asked again: %s", engine_name(engine), error)
+    def _record_loss(self, prompt_batch: _PromptBatch, engine: int, error: EngineUnreachable) -> None:
+        """Records that the engine does not answer.
+
+        Raises EngineUnreachable if the engine keeps coming back without ever returning a response, and no other usable
+        engine does better.
+        """
+        log.warning("%s does not answer; its open samples are asked for again: %s", engine_name(engine), error)
         self._watch.lost(engine, error)
         silent_s = time.monotonic() - prompt_batch.silent_since.setdefault(engine, time.monotonic())
-        if silent_s > self._patience_s and all(other in prompt_batch.silent_since for other in self._watch.usable()):
+        if silent_s > self._timeout_s and all(other in prompt_batch.silent_since for other in self._watch.usable()):
             raise EngineUnreachable(
                 f"{engine_name(engine)} has answered nothing for {silent_s:.1f} s; last: {error}"
             ) from error
@@ -233,7 +241,8 @@ class EnginePool:
         if prompt.fruitless.get(one.sample, 0) == FRUITLESS_ASKS:
             raise EngineError(
                 f"{engine_name(engine)} aborted sample {one.sample} of prompt {prompt.request.rid}, which came back "
-                f"without a new token {FRUITLESS_ASKS} times in a row. Nobody here asked for that: see the engine's log"
+                f"without a new token {FRUITLESS_ASKS} times in a row. The run did not ask for that: see the engine's "
+                "log"
             )
         if not prompt.missing:
             self._close(prompt)
@@ -244,7 +253,7 @@ class EnginePool:
                 prompt_batch.start(self._send_again(prompt_batch))
 
     async def _send_again(self, prompt_batch: _PromptBatch) -> None:
-        await asyncio.sleep(0)  # what came back in one read goes out in one request
+        await asyncio.sleep(0)  # prompts that came back in one read are sent in one request
         prompts, prompt_batch.again = prompt_batch.again, []
         self._send(prompt_batch, prompts)
 
@@ -254,8 +263,7 @@ class EnginePool:
 
     # -- aborting -----------------------------------------------------------------------------------------------------
     async def abort(self, rids: Iterable[str], *, min_version: int) -> None:
-        """Aborts what is open of these prompts; their samples go on from their prefixes with weights ``min_version`` or
-        newer."""
+        """Aborts the open samples of these prompts; they go on from their prefixes with weights ``min_version`` on."""
         chosen = [self._open[rid][0] for rid in rids if rid in self._open]
         for prompt in chosen:
             newest = max(prompt.request.min_version, min_version)
@@ -264,7 +272,7 @@ class EnginePool:
         await self._abort(_by_engine(chosen))
 
     async def cancel(self, rids: Iterable[str]) -> None:
-        """Gives these prompts up: their prompt batches go on without them, and the engines stop working on them."""
+        """Gives these prompts up; their calls of `generate` go on without them, and the engines abort them."""
         chosen = [self._open[rid] for rid in rids if rid in self._open]
         owed = _by_engine([prompt for prompt, _ in chosen])
         for prompt, prompt_batch in chosen:
@@ -277,32 +285,31 @@ class EnginePool:
         for engine, rids in owed.items():
             try:
                 client = await self._client_for(engine, False)
-            except EngineUnreachable:  # it owes nothing any more; the stream that waits for it hears so too
+            except EngineUnreachable:  # the request that waits for it fails too and is sent to another engine
                 continue
             calls[engine_name(engine)] = partial(_abort_each, client, rids)
         aborting = asyncio.ensure_future(asyncio.to_thread(fan_out, calls))
-        aborting.add_done_callback(_tell_failures)
-        await asyncio.wait([aborting], timeout=self._silent_s)  # a silent engine's call ends beside us
+        aborting.add_done_callback(_log_failures)
+        await asyncio.wait([aborting], timeout=self._silent_s)  # a silent engine's call may end later
         if aborting.done():
             aborting.result()
 
-    # -- looking ------------------------------------------------------------------------------------------------------
-    async def _keep_looking(self) -> None:
-        """Of several engines: sees which of them live, their loads and weights; takes from a straggler what it
-        holds."""
+    # -- watching the engines -----------------------------------------------------------------------------------------
+    async def _watch_engines(self) -> None:
+        """Watches several engines: whether they answer, their loads and weights; moves prompts off a straggler."""
         while True:
-            self._watch.listen(self._fell_silent)
-            self._watch.look(self._heard)
+            self._watch.ping(self._fell_silent)
+            self._watch.poll_loads(self._heard)
             stragglers = set(self._watch.stragglers())
-            for engine in stragglers - self._named:
+            for engine in stragglers - self._logged:
                 log.warning("%s", self._watch.lag_words(engine))
                 held = [prompt.request.rid for prompt, _ in self._open.values() if prompt.engine == engine]
                 await self.abort(held, min_version=0)
-            self._named = stragglers
-            await asyncio.sleep(self._look_s)
+            self._logged = stragglers
+            await asyncio.sleep(self._watch_s)
 
     def _heard(self, engine: int, samples: int) -> None:
-        """What the engine has to do beyond what we asked for is others' work, taken to be like ours."""
+        """Records the load that other clients put on the engine, as if their samples cost as much as the pool's."""
         opened = [prompt for prompt, _ in self._open.values()]
         if opened:
             ours = sum(len(prompt.asked) for prompt in opened if prompt.engine == engine)
@@ -311,7 +318,7 @@ class EnginePool:
 
 
 def _by_engine(prompts: Iterable[OpenPrompt]) -> dict[int, list[str]]:
-    """Engine → rids of what it owes."""
+    """Maps each engine to the rids of the prompts that it still has to answer."""
     owed: dict[int, list[str]] = {}
     for prompt in prompts:
         if prompt.engine is not None and prompt.asked:
@@ -319,7 +326,7 @@ def _by_engine(prompts: Iterable[OpenPrompt]) -> dict[int, list[str]]:
     return owed
 
 
-def _tell_failures(aborting: asyncio.Future[FanOut[None]]) -> None:
+def _log_failures(aborting: asyncio.Future[FanOut[None]]) -> None:
     if not aborting.cancelled() and aborting.exception() is None and (words := aborting.result().words()):
         log.warning("abort: %s", words)
 

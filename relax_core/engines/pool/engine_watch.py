@@ -1,4 +1,4 @@
-"""Which of a pool's engines may be asked: who is down, who lags behind with its weights, what each has to do."""
+"""Tracks which engines of a pool may get prompts: which are down, which have old weights, and each engine's load."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from relax_core.engines.protocol.engine_client import EngineClient
 
 ClientFor = Callable[[int, bool], Awaitable[EngineClient]]
 
-PROBE_S = 0.1  # between two looks at an engine that is down; its owner restarts it
-LOOK_S = 1.0  # at least this long between two looks at what the engines have to do
+PROBE_S = 0.1  # seconds between two probes of an engine that is down; its owner restarts it
+LOAD_POLL_S = 1.0  # least seconds between two polls of the engines' load
 log = logging.getLogger(__name__)
 
 
@@ -25,15 +25,18 @@ class _Loss:
 
 
 class EngineWatch:
-    """``client_for``, ``patience_s``, ``silent_s``: see `EnginePool`. ``max_lag``: how many weight versions an engine
-    may be behind another; one that is further behind for more than ``lag_s`` seconds is a straggler."""
+    """Watches the engines of one pool.
+
+    ``client_for``, ``patience_s`` and ``silent_s`` are those of `EnginePool`. ``max_lag`` is how many weight versions
+    an engine may be behind another; an engine that is further behind for more than ``lag_s`` seconds is a straggler.
+    """
 
     def __init__(
         self, count: int, client_for: ClientFor, *, patience_s: float, silent_s: float, max_lag: int, lag_s: float
     ) -> None:
         self._count = count
         self._client_for = client_for
-        self._patience_s = patience_s
+        self._timeout_s = patience_s
         self._silent_s = silent_s
         self._max_lag = max_lag
         self._lag_s = lag_s
@@ -43,13 +46,13 @@ class EngineWatch:
         self._some_up.set()
         self._versions: dict[int, int] = {}
         self._behind_since: dict[int, float] = {}
-        self._looked = time.monotonic()
-        self._looking: set[int] = set()  # engines whose look is under way
-        self._listening: set[int] = set()  # engines that are asked for a sign of life
+        self._polled = time.monotonic()
+        self._polling: set[int] = set()  # engines whose load is being polled
+        self._pinging: set[int] = set()  # engines whose answer to a ping is awaited
 
-    # -- who is down --------------------------------------------------------------------------------------------------
+    # -- engines that are down ----------------------------------------------------------------------------------------
     def usable(self) -> list[int]:
-        """The engines that may be asked now; empty while all are down."""
+        """Returns the engines that may get prompts now; none while all are down."""
         up, stragglers = self._up(), self.stragglers()
         return [engine for engine in up if engine not in stragglers] or up
 
@@ -57,7 +60,7 @@ class EngineWatch:
         return [engine for engine in range(self._count) if engine not in self._down]
 
     def lost(self, engine: int, error: EngineError) -> None:
-        """The engine does not answer: nobody is sent there until it does."""
+        """Records that the engine does not answer; it gets no prompts until a probe finds that it does."""
         if engine in self._down:
             return
         self._down[engine] = _Loss(time.monotonic(), error)
@@ -81,52 +84,57 @@ class EngineWatch:
                 break
             except EngineError as error:
                 loss.error = error
-                await client.aclose()  # the next look has a client of its own
+                await client.aclose()  # the next probe gets a new client
         del self._down[engine]
         self._some_up.set()
 
-    def listen(self, silent: Callable[[int, EngineUnreachable], None]) -> None:
-        """Of several engines: asks each for a sign of life, beside the caller; ``silent`` gets each that gives none for
-        ``silent_s`` seconds, and why."""
+    def ping(self, silent: Callable[[int, EngineUnreachable], None]) -> None:
+        """Starts to ask each of several engines whether it still answers, without waiting.
+
+        ``silent`` gets each engine that does not answer within ``silent_s`` seconds, and the reason.
+        """
         if self._count > 1:
             for engine in self._up():
-                if engine not in self._listening:
-                    self._listening.add(engine)
-                    self._start(self._listen_to(engine, silent))
+                if engine not in self._pinging:
+                    self._pinging.add(engine)
+                    self._start(self._ping_one(engine, silent))
 
-    async def _listen_to(self, engine: int, silent: Callable[[int, EngineUnreachable], None]) -> None:
+    async def _ping_one(self, engine: int, silent: Callable[[int, EngineUnreachable], None]) -> None:
         try:
             client = await self._client_for(engine, False)
             try:
                 await client.answers(timeout_s=self._silent_s / 2)
-            except EngineUnreachable:  # perhaps this process itself stood still: what has come meanwhile is read now
+            except EngineUnreachable:  # perhaps this process itself was stopped, and the answer has arrived since
                 await client.answers(timeout_s=self._silent_s / 2)
         except EngineUnreachable as error:
             silent(engine, error)
         finally:
-            self._listening.discard(engine)
+            self._pinging.discard(engine)
 
     async def wait_usable(self) -> None:
-        """Returns once an engine may be asked. Raises EngineUnreachable with every engine's last words when none has
-        answered for ``patience_s`` seconds since the last of them was lost."""
+        """Returns once an engine may get prompts.
+
+        Raises EngineUnreachable with every engine's last error if none has answered for ``patience_s`` seconds since
+        the last of them was lost.
+        """
         while not self._some_up.is_set():
-            left = max(loss.since for loss in self._down.values()) + self._patience_s - time.monotonic()
+            left = max(loss.since for loss in self._down.values()) + self._timeout_s - time.monotonic()
             try:
                 await asyncio.wait_for(self._some_up.wait(), left)
             except TimeoutError:
                 words = "; ".join(f"engine {engine}: {loss.error}" for engine, loss in sorted(self._down.items()))
                 raise EngineUnreachable(
-                    f"no engine has answered anything for {self._patience_s:g} s; last: {words}"
+                    f"no engine has answered anything for {self._timeout_s:g} s; last: {words}"
                 ) from None
 
-    # -- who lags behind ----------------------------------------------------------------------------------------------
+    # -- engines with old weights -------------------------------------------------------------------------------------
     def serves(self, engine: int, version: int) -> None:
-        """The engine showed that it has these weights."""
+        """Records that the engine serves weights ``version``."""
         if version > self._versions.get(engine, -1):
             self._versions[engine] = version
-            self._note_lags()
+            self._record_lags()
 
-    def _note_lags(self) -> None:
+    def _record_lags(self) -> None:
         newest, now = max(self._versions.values()), time.monotonic()
         for engine, version in self._versions.items():
             if newest - version <= self._max_lag:
@@ -135,39 +143,43 @@ class EngineWatch:
                 self._behind_since.setdefault(engine, now)
 
     def stragglers(self) -> list[int]:
-        """Engines that have been further behind the newest weights than the window for too long."""
+        """Returns the engines that have been more than ``max_lag`` versions behind for more than ``lag_s`` seconds."""
         limit = time.monotonic() - self._lag_s
         return [engine for engine, since in self._behind_since.items() if since < limit]
 
     def lag_words(self, engine: int) -> str:
+        """Returns the log line about a straggler."""
         return (
-            f"engine {engine} serves weights {self._versions[engine]}, another one {max(self._versions.values())}: "
-            f"more than {self._max_lag} behind for {self._lag_s:g} s. It gets no prompts until it has caught up"
+            f"engine {engine} serves weights {self._versions[engine]}, another engine {max(self._versions.values())}. "
+            f"It has been more than {self._max_lag} versions behind for {self._lag_s:g} s and gets no prompts until it "
+            "has newer weights"
         )
 
-    # -- what they have to do -----------------------------------------------------------------------------------------
-    def look(self, heard: Callable[[int, int], None]) -> None:
-        """Asks all engines for their load and their weights, beside the caller and not too often; ``heard`` gets
-        (engine, samples that run or wait there). One that has not answered the last time is not asked again: each
-        look holds a thread that others need."""
-        now = time.monotonic()
-        if self._count > 1 and now - self._looked >= LOOK_S:
-            self._looked = now
-            for engine in self._up():
-                if engine not in self._looking:
-                    self._looking.add(engine)
-                    self._start(self._look_at(engine, heard))
+    # -- the engines' load --------------------------------------------------------------------------------------------
+    def poll_loads(self, heard: Callable[[int, int], None]) -> None:
+        """Starts to ask several engines for their load and weight version, at most once in ``LOAD_POLL_S`` seconds.
 
-    async def _look_at(self, engine: int, heard: Callable[[int, int], None]) -> None:
+        ``heard`` gets (engine, samples that run or wait there). An engine that has not answered the last poll is not
+        asked again, because each poll holds a thread that other calls need.
+        """
+        now = time.monotonic()
+        if self._count > 1 and now - self._polled >= LOAD_POLL_S:
+            self._polled = now
+            for engine in self._up():
+                if engine not in self._polling:
+                    self._polling.add(engine)
+                    self._start(self._poll_load(engine, heard))
+
+    async def _poll_load(self, engine: int, heard: Callable[[int, int], None]) -> None:
         try:
             client = await self._client_for(engine, False)
             loads = await asyncio.to_thread(client.loads)
             version = str((await asyncio.to_thread(client.model_info))["weight_version"])
-        except EngineError as error:  # whoever generates there finds out, and says so
+        except EngineError as error:  # a request that generates there finds and reports the failure
             log.debug("%s", error)
             return
         finally:
-            self._looking.discard(engine)
+            self._polling.discard(engine)
         if version.isdecimal():
             self.serves(engine, int(version))
         heard(engine, int(loads["num_running_reqs"]) + int(loads["num_waiting_reqs"]))

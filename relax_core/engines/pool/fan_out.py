@@ -1,4 +1,4 @@
-"""One control call to several engines at the same time, with what became of it at each."""
+"""Makes one control call to several engines at the same time and collects each engine's answer or failure."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class FanOut(Generic[T]):
-    """``answers``: engine → its answer; ``failures``: engine → why it gave none."""
+    """Holds a call's outcome: ``answers`` maps engines to answers, ``failures`` maps the others to errors."""
 
     answers: dict[str, T]
     failures: dict[str, EngineError]
 
     def words(self) -> str:
-        """Names who failed, e.g. "1 of 2 engines failed: engine-1: no answer within 60 s"; empty where none did."""
+        """Returns which engines failed, e.g. "1 of 2 engines failed: engine-1: no answer within 60 s", or ""."""
         if not self.failures:
             return ""
         count = len(self.failures) + len(self.answers)
@@ -30,9 +30,10 @@ class FanOut(Generic[T]):
 
 
 def fan_out(calls: Mapping[str, Callable[[], T]]) -> FanOut[T]:
-    """Makes all calls, each in a thread of its own, and waits for all; their clients' deadlines bound it.
+    """Makes all calls, each in a thread of its own, and waits for all of them.
 
-    An EngineError is that engine's outcome and no other's; anything else is raised.
+    The clients' own deadlines bound the wait. An EngineError is returned as that engine's failure; any other exception
+    is raised.
     """
     if not calls:
         return FanOut(answers={}, failures={})

@@ -1,4 +1,4 @@
-"""A prompt on its way through the pool: which samples are in, which are asked for, and from where the others go on."""
+"""Tracks a prompt in the pool: which samples are finished, which are requested, and the partial ones' tokens."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ from relax_core.engines.protocol.routed_experts import read_only, with_joined_ex
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class OpenPrompt:
-    """One prompt with its ``n`` samples. ``place``: its place in the prompt batch. ``tie`` chooses among engines that
-    are equally loaded: engine ``tie % count`` comes first. ``cost``: tokens that one of its samples may take, with its
-    share of the prompt. ``done``: the finished samples; ``partial``: what aborted ones had so far; ``asked``: those
-    that ``engine`` owes now. ``ticket``: number of the newest `ask`; whoever holds an older one owes nothing any more.
-    ``excused``: we want the engine to abort what is asked now. ``fruitless``: sample → how often in a row it came back
-    aborted without a new token, though nobody here wanted that. ``closed``: it was handed on, or given up."""
+    """Holds one prompt with its ``n`` samples.
 
-    place: int
+    ``index`` is its index in the prompt batch. ``tie`` chooses among engines that are equally loaded: engine ``tie %
+    count`` comes first. ``cost`` is the number of tokens that one sample may take, with its share of the prompt.
+    ``done`` holds the finished samples, ``partial`` the tokens so far of aborted ones, and ``asked`` those that
+    ``engine`` has to return now. ``ticket`` counts the calls of `ask`; a request with an older ticket counts no more.
+    ``excused`` is True if the pool itself wants the engine to abort the samples that are asked for. ``fruitless`` maps
+    a sample to how often in a row the engine aborted it without a new token though the pool did not want that.
+    ``closed`` is True once the prompt was handed on or given up.
+    """
+
+    index: int
     tie: int
     request: PromptRequest
     n: int
@@ -37,17 +41,20 @@ class OpenPrompt:
 
     @property
     def missing(self) -> int:
-        """Samples that are not finished."""
+        """Returns the number of samples that are not finished."""
         return self.n - len(self.done)
 
     @property
     def missing_cost(self) -> float:
-        """Tokens that the missing samples may take."""
+        """Returns the number of tokens that the missing samples may take."""
         return self.cost * self.missing
 
     def ask(self, engine: int) -> list[PromptRequest]:
-        """The requests for all samples that are missing: those without a token together, so that they share a prefill,
-        the others each from its own prefix."""
+        """Returns the requests for all missing samples, and counts them as asked of ``engine``.
+
+        Samples without a token share one request, so that they share a prefill. Each of the others has a request that
+        goes on from its own prefix.
+        """
         assert not self.asked
         missing = [sample for sample in range(self.n) if sample not in self.done]
         self.asked.update(missing)
@@ -72,11 +79,11 @@ class OpenPrompt:
         return requests
 
     def owed_by(self, ticket: int) -> bool:
-        """Whether samples are still owed by whoever was asked under this number."""
+        """Is True if the request with this ticket still has to return samples."""
         return ticket == self.ticket and bool(self.asked)
 
     def take(self, one: Generated) -> None:
-        """A response came: a finished sample, or what an aborted one had."""
+        """Takes a response: a finished sample, or the tokens so far of an aborted one."""
         self.asked.remove(one.sample)
         before = self.partial.pop(one.sample, None)
         whole = one if before is None else joined(before, one)
@@ -91,18 +98,19 @@ class OpenPrompt:
             self.fruitless[one.sample] = self.fruitless.get(one.sample, 0) + 1
 
     def lose(self) -> int:
-        """The engine that was asked is gone: what it owed is missing again. Returns how many samples that are."""
+        """Counts the samples that were asked for as missing again; returns how many they are."""
         lost = len(self.asked)
         self.asked.clear()
         self.engine = None
         return lost
 
     def responses(self) -> list[Generated]:
+        """Returns the finished samples in order."""
         return [self.done[sample] for sample in range(self.n)]
 
 
 def cut(one: Generated, tokens: int) -> Generated:
-    """The response's first tokens, at least one, as if it had ended there."""
+    """Returns the response's first ``tokens`` tokens, at least one, as if it had ended there."""
     experts = one.response_experts
     return msgspec.structs.replace(
         one,
@@ -115,8 +123,10 @@ def cut(one: Generated, tokens: int) -> Generated:
 
 
 def joined(before: Generated, after: Generated) -> Generated:
-    """One response from its aborted beginning and what followed: tokens keep the log-probs, the kept sets and the
-    weight versions that they were sampled with."""
+    """Joins an aborted beginning of a response and the tokens after it.
+
+    Tokens keep the log-probs, the kept sets and the weight versions that they were sampled with.
+    """
     kept = [one.kept for one in (before, after) if one.kept is not None]
     whole = msgspec.structs.replace(
         after,

@@ -1,8 +1,8 @@
-"""Which engine a prompt goes to: by its prefix, and by what the engines have to do.
+"""Chooses the engine of each prompt by the prompt's prefix and by the engines' load.
 
-A group goes to one engine, which prefills its prompt once. Where it goes never changes its tokens: seeds belong to
-samples. It may change the rounding of log-probs, which depends on who shares the batch; `Router` with ``by_load``
-false therefore looks at nothing that depends on time.
+A group goes to one engine, which prefills its prompt once. The choice never changes the tokens, because seeds belong to
+samples. It may change the rounding of log-probs, which depends on the samples in the same batch. `Router` with
+``by_load`` false therefore uses nothing that depends on time.
 """
 
 from __future__ import annotations
@@ -13,23 +13,26 @@ from collections.abc import Sequence
 from relax_core.engines.pool.open_prompts import OpenPrompt
 
 PREFIX_BLOCK = 64  # tokens; prefixes are compared in blocks of these
-LONG_PREFIX = 256  # tokens that a common prefix must have at least: less is prefilled in no time
-KNOWN_BLOCKS = 1 << 16  # that are remembered of an engine, the newest
+LONG_PREFIX = 256  # tokens; a shorter common prefix does not decide, because its prefill is fast
+KNOWN_BLOCKS = 1 << 16  # newest prefix blocks that are remembered for each engine
 
 
 class Router:
-    """``by_load``: new prompts go where least is outstanding, so that a slow or busy engine gets fewer. Without it only
-    the prompts that are routed together are spread."""
+    """Chooses engines for prompts.
+
+    With ``by_load``, new prompts go to the engine with the fewest outstanding tokens, so that a slow or busy engine
+    gets fewer. Without it, only the prompts that are routed together are spread evenly.
+    """
 
     def __init__(self, count: int, *, by_load: bool) -> None:
         self.count = count
         self._by_load = by_load
-        self._outstanding = [0.0] * count  # tokens that we have asked for
-        self._others = [0.0] * count  # tokens that other clients have asked for, by the engine's own word
+        self._outstanding = [0.0] * count  # tokens that this pool has asked for
+        self._others = [0.0] * count  # tokens that other clients have asked for, as the engine reports
         self._blocks: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(count)]
 
     def choose(self, prompts: Sequence[OpenPrompt], *, usable: Sequence[int]) -> list[int]:
-        """One engine a prompt, of those that are ``usable``. `asked` books what then really goes out."""
+        """Returns one of the ``usable`` engines for each prompt; call `asked` for each request that is sent then."""
         if len(usable) == 1:
             return list(usable) * len(prompts)
         loads = {engine: self._load(engine) for engine in usable}
@@ -58,7 +61,7 @@ class Router:
         return engine
 
     def _known(self, engine: int, blocks: Sequence[int]) -> int:
-        """How many blocks from the start on the engine has seen."""
+        """Returns how many blocks from the prompt's start on the engine has seen."""
         seen = self._blocks[engine]
         return next((number for number, block in enumerate(blocks) if block not in seen), len(blocks))
 
@@ -70,20 +73,22 @@ class Router:
         while len(seen) > KNOWN_BLOCKS:
             seen.popitem(last=False)
 
-    # -- what the engines have to do ----------------------------------------------------------------------------------
+    # -- the engines' load --------------------------------------------------------------------------------------------
     def asked(self, engine: int, tokens: float) -> None:
+        """Adds tokens that were asked of the engine."""
         self._outstanding[engine] += tokens
 
     def came_back(self, engine: int, tokens: float) -> None:
+        """Subtracts tokens that the engine has returned or lost."""
         self._outstanding[engine] -= tokens
 
     def others(self, engine: int, tokens: float) -> None:
-        """What clients beside us want of this engine."""
+        """Sets how many tokens other clients have asked of the engine."""
         self._others[engine] = tokens
 
 
 def _blocks(input_ids: Sequence[int]) -> list[int]:
-    """One number a whole block, which stands for everything from the start to its end."""
+    """Returns one hash for each whole block; it covers all tokens from the prompt's start to the block's end."""
     blocks: list[int] = []
     before = 0
     for start in range(0, len(input_ids) - PREFIX_BLOCK + 1, PREFIX_BLOCK):

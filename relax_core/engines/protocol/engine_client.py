@@ -1,4 +1,4 @@
-"""The one client of every engine: SGLang's HTTP protocol, and compact frames where the engine has them."""
+"""The client of every engine calls SGLang's HTTP routes and reads compact frames or SGLang's events."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ if TYPE_CHECKING:
     import aiohttp
     import numpy as np
 
-CONNECT_S = 5.0  # an engine is on this host or in this rack: a connection that takes longer will not come
+CONNECT_S = 5.0  # an engine is on this host or in this rack, so a connection that takes longer will not succeed
 _encoder = msgspec.json.Encoder()
 
 
 class EngineClient(WeightCalls):
-    """``request_timeout_s``: longest silence in `generate` and `score`; ``control_timeout_s``: longest of other calls.
+    """Calls one engine.
 
-    `generate` belongs to one event loop, the other calls to one thread at a time. Raises EngineUnreachable where the
-    process does not answer, EngineError with the engine's own words where it refuses.
+    ``request_timeout_s`` is the longest silence in `generate` and `score`, in seconds; ``control_timeout_s`` is the
+    longest duration of every other call. `generate` belongs to one event loop, the other calls to one thread at a time.
+    Calls raise EngineUnreachable if the process does not answer, and EngineError with the engine's own text if it
+    refuses.
     """
 
     def __init__(self, url: str, token: str, *, request_timeout_s: float, control_timeout_s: float) -> None:
@@ -57,9 +59,12 @@ class EngineClient(WeightCalls):
         *,
         on_end: Callable[[StreamEnd], None] | None = None,
     ) -> AsyncIterator[Generated]:
-        """One streaming request for all prompts; yields each response that they ask for (`PromptRequest.samples`, or
-        ``params.n`` a prompt) when it is finished. ``on_end`` gets the engine's own times, where it tells them (the
-        embedded one). Leaving the iteration early hangs up, and the engine aborts what is still running."""
+        """Sends one request for all prompts and yields each response as soon as it is finished.
+
+        The responses are those of `PromptRequest.samples`, or ``params.n`` for each prompt. ``on_end`` gets the
+        engine's own times; only the embedded engine reports them. If the caller leaves the iteration early, the
+        connection is closed and the engine aborts the samples that still run.
+        """
         expected = sum(params.n if prompt.samples is None else len(prompt.samples) for prompt in prompts)
         body = generate_body(prompts, params)
         async for one in self._streamed(
@@ -75,7 +80,7 @@ class EngineClient(WeightCalls):
         *,
         expected: int,
     ) -> AsyncIterator[Generated]:
-        """Posts ``body`` to /generate and yields what ``read`` makes of the answer: ``expected`` responses."""
+        """Posts ``body`` to /generate and yields the ``expected`` responses that ``read`` finds in the answer."""
         import aiohttp
 
         found = 0
@@ -91,14 +96,15 @@ class EngineClient(WeightCalls):
                     found += 1
                     if params.return_routed_experts and one.response_experts is None and one.finish_reason != "abort":
                         raise EngineError(
-                            f"engine {self.url} /generate: no routed experts came, but algo.routing_replay=true needs "
-                            "them. SGLang tells them with --enable-return-routed-experts."
+                            f"engine {self.url} /generate: the answer has no routed experts, but "
+                            "algo.routing_replay=true needs them. SGLang returns them if it is started with "
+                            "--enable-return-routed-experts."
                         )
                     if params.return_kept_tokens and one.kept is None and one.output_ids.size:
                         raise EngineError(
-                            f"engine {self.url} /generate: it did not tell which tokens top_p, top_k and min_p left, "
-                            "and the trainer needs them. Use rollout.top_p=1 rollout.top_k=-1 rollout.min_p=0, or an "
-                            "engine that tells them."
+                            f"engine {self.url} /generate: the answer does not say which tokens top_p, top_k and min_p "
+                            "kept, and the trainer needs them. Use rollout.top_p=1 rollout.top_k=-1 rollout.min_p=0, "
+                            "or an engine that returns them."
                         )
                     yield one
         except TimeoutError as error:
@@ -108,7 +114,9 @@ class EngineClient(WeightCalls):
         except aiohttp.ClientError as error:
             raise EngineUnreachable(f"engine {self.url} /generate: {_words(error)}") from error
         if found != expected:
-            raise EngineUnreachable(f"engine {self.url} /generate: hung up after {found} of {expected} responses")
+            raise EngineUnreachable(
+                f"engine {self.url} /generate: closed the connection after {found} of {expected} responses"
+            )
 
     async def _responses(
         self,
@@ -117,6 +125,7 @@ class EngineClient(WeightCalls):
         params: SamplingParams,
         on_end: Callable[[StreamEnd], None] | None,
     ) -> AsyncIterator[Generated]:
+        """Reads an answer: the embedded engine's frames, or the events of another engine."""
         if response.content_type == MSGPACK:
             frames = FrameReader()
             prompt_experts: dict[int, np.ndarray] = {}
@@ -131,12 +140,13 @@ class EngineClient(WeightCalls):
                             on_end(frame)
             return
         if params.banned_token_ids:
-            raise EngineError(f"engine {self.url} /generate: banned_token_ids are not known to this engine")
-        async for one in self._events(response, EventReader(prompts, n=params.n)):
+            raise EngineError(f"engine {self.url} /generate: this engine does not support banned_token_ids")
+        samples = [(index, sample) for index in range(len(prompts)) for sample in range(params.n)]
+        async for one in self._events(response, EventReader(prompts, samples=samples)):
             yield one
 
     async def _events(self, response: aiohttp.ClientResponse, reader: EventReader) -> AsyncIterator[Generated]:
-        """What a stream of SGLang's events finishes."""
+        """Reads SGLang's server-sent events and yields the responses that they finish."""
         async for data in response.content.iter_any():
             try:
                 events = list(reader.feed(data))
@@ -148,8 +158,11 @@ class EngineClient(WeightCalls):
                 yield event
 
     async def answers(self, *, timeout_s: float) -> None:
-        """Returns once the engine's process has answered, whatever it says; raises EngineUnreachable where it has not
-        within ``timeout_s`` seconds. Belongs to the event loop of `generate`."""
+        """Returns once the engine's process has answered, with any status.
+
+        Raises EngineUnreachable if there is no answer within ``timeout_s`` seconds. The call belongs to the event loop
+        of `generate`.
+        """
         import aiohttp
 
         timeout = aiohttp.ClientTimeout(total=timeout_s)
@@ -177,60 +190,65 @@ class EngineClient(WeightCalls):
         return self._session
 
     async def aclose(self) -> None:
-        """Closes what `generate` opened; in its event loop."""
+        """Closes the connections of `generate`; call it in the event loop of `generate`."""
         if self._session is not None:
             await self._session.close()
             self._session = None
 
     # -- control ----------------------------------------------------------------------------------------------------
     def ready(self) -> bool:
-        """True where the engine answers, as the embedded one does at all times; raises EngineUnreachable where not."""
+        """Returns True if the engine answers; an embedded engine that answers is ready. Raises EngineUnreachable."""
         self._call("GET", "/ready")
         return True
 
     def model_info(self) -> dict[str, Any]:
-        """``weight_version`` and ``model_path``."""
+        """Returns ``weight_version``, the weights in force, and ``model_path``."""
         return self._call("GET", "/model_info")
 
     def server_info(self) -> dict[str, Any]:
-        """How it was started; of SGLang also its ``version``."""
+        """Returns the settings that the engine was started with; SGLang's also hold its ``version``."""
         return self._call("GET", "/server_info")
 
     def loads(self) -> dict[str, Any]:
-        """What it does now: ``running``, ``queued``, ``held`` samples, ``busy_s``, ``decode_steps`` and more."""
+        """Returns the engine's load: ``running``, ``queued``, ``held`` samples, ``busy_s``, ``decode_steps``, more."""
         loads: dict[str, Any] = self._call("GET", "/v1/loads")["loads"][0]
         return loads
 
     def score(
-        self, rows: Sequence[TokensToScore], *, top_k: int, temperature: float, banned_token_ids: Sequence[int] = ()
+        self, items: Sequence[TokensToScore], *, top_k: int, temperature: float, banned_token_ids: Sequence[int] = ()
     ) -> list[TokenScores]:
-        """How likely the engine's weights find given tokens, under logits / ``temperature`` over each token's kept set
-        and without the banned tokens, and the ``top_k`` most likely at each place. The embedded engine honours all of
-        that; SGLang's own scores are those at temperature 1 over the whole vocabulary."""
-        body = score_body(rows, top_k=top_k, temperature=temperature, banned_token_ids=banned_token_ids)
+        """Returns log-probs of given tokens under the engine's weights, and the ``top_k`` tokens at each position.
+
+        The log-probs are those of logits / ``temperature`` over each token's kept set, without the banned tokens. The
+        embedded engine honours all of these; SGLang scores at temperature 1 over the whole vocabulary only.
+        """
+        body = score_body(items, top_k=top_k, temperature=temperature, banned_token_ids=banned_token_ids)
         status, data = self._answer("POST", "/generate", body, timeout_s=self._request_timeout_s)
         if status != 200:
             raise self._refusal("/generate", status, data)
         try:
-            return read_scores(data, rows, top_k=top_k, fewer="kept_tokens" in body or "banned_token_ids" in body)
+            return read_scores(data, items, top_k=top_k, fewer="kept_tokens" in body or "banned_token_ids" in body)
         except (ValueError, msgspec.DecodeError) as error:
             raise EngineError(f"engine {self.url} /generate: scores that cannot be read: {error}") from error
 
     def pause(self, mode: PauseMode) -> dict[str, Any]:
+        """Stops decoding until `resume`; ``mode`` says what becomes of the samples that run."""
         return self._call("POST", "/pause_generation", {"mode": mode})
 
     def resume(self) -> dict[str, Any]:
+        """Ends a pause."""
         return self._call("POST", "/continue_generation", {})
 
     def abort(self, rid: str | None = None) -> dict[str, Any]:
-        """Ends the prompt with this rid, or everything; what was generated comes back with finish reason abort."""
+        """Ends the prompt with this rid, or all prompts; the tokens so far come back with finish reason abort."""
         return self._call("POST", "/abort_request", {"abort_all": True} if rid is None else {"rid": rid})
 
     def release_memory(self) -> dict[str, Any]:
-        """Gives up the KV cache; weights stay."""
+        """Frees the KV cache; the weights stay."""
         return self._call("POST", "/release_memory_occupation", {})
 
     def resume_memory(self) -> dict[str, Any]:
+        """Lets the engine decode again after `release_memory`."""
         return self._call("POST", "/resume_memory_occupation", {})
 
     def close(self) -> None:
@@ -256,7 +274,7 @@ class EngineClient(WeightCalls):
                 if not reused:
                     raise EngineUnreachable(f"engine {self.url} {route}: {_words(error)}") from error
                 # The engine was restarted since the last call.
-                status, data = self._fresh_exchange(method, route, body, timeout_s)
+                status, data = self._exchange_anew(method, route, body, timeout_s)
             except TimeoutError as error:
                 self._hang_up()
                 raise EngineUnreachable(f"engine {self.url} {route}: no answer within {timeout_s:.0f} s") from error
@@ -265,7 +283,7 @@ class EngineClient(WeightCalls):
                 raise EngineUnreachable(f"engine {self.url} {route}: {_words(error)}") from error
         return status, data
 
-    def _fresh_exchange(self, method: str, route: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
+    def _exchange_anew(self, method: str, route: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
         try:
             return self._exchange(method, route, body, timeout_s)
         except (OSError, http.client.HTTPException) as error:
@@ -293,7 +311,7 @@ class EngineClient(WeightCalls):
 
 
 def generate_body(prompts: Sequence[PromptRequest], params: SamplingParams) -> dict[str, Any]:
-    """The JSON body of one /generate for all prompts."""
+    """Returns the JSON body of one /generate for all prompts."""
     sampling: dict[str, Any] = {
         "n": params.n,
         "max_new_tokens": params.max_new_tokens,
@@ -328,8 +346,11 @@ def generate_body(prompts: Sequence[PromptRequest], params: SamplingParams) -> d
 
 
 def _response(frame: Finished, known: dict[int, np.ndarray]) -> Generated:
-    """The engine tells a prompt's experts once; here every response of the prompt has them. ``known`` maps the place of
-    a prompt to its experts."""
+    """Returns the response of a frame, with the experts of its prompt.
+
+    The engine sends a prompt's experts with one of its responses only. ``known`` maps the index of a prompt to its
+    experts.
+    """
     if frame.prompt_experts is not None:
         known[frame.prompt] = frame.prompt_experts.array()
     return frame.response(prompt_experts=None if frame.response_experts is None else known[frame.prompt])
@@ -340,7 +361,10 @@ def _words(error: BaseException) -> str:
 
 
 def _message(body: bytes) -> str:
-    """The engine's own words: ours and SGLang's are {"error": {"message"}} or {"message"}; else the body's start."""
+    """Returns the message of an error reply; if it has none, the start of its body.
+
+    Both the embedded engine and SGLang send {"error": {"message"}} or {"message"}.
+    """
     try:
         found = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError):

@@ -1,6 +1,6 @@
-"""The compact stream between the embedded engine and its client: 4 bytes of big-endian length, then a msgpack frame.
+"""Encodes the compact stream from the embedded engine to its client: 4 bytes of big-endian length, a msgpack frame.
 
-A frame is written for each FINISHED response, many in one write; an end frame closes the stream.
+The engine writes one frame for each finished response, several frames in one write. An end frame closes the stream.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ INT32, FLOAT32 = np.dtype("<i4"), np.dtype("<f4")
 
 
 class Experts(msgspec.Struct, frozen=True, array_like=True):
-    """The experts that some tokens were routed to: ``shape`` is [tokens, MoE layers, experts a token], ``data`` is
-    little-endian and C-ordered."""
+    """Holds the experts that tokens were routed to.
+
+    ``shape`` is [tokens, MoE layers, experts a token]; ``data`` is little-endian and C-ordered.
+    """
 
     dtype: Literal["uint8", "uint16"]
     shape: tuple[int, int, int]
@@ -32,19 +34,22 @@ class Experts(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def of(experts: np.ndarray) -> Experts:
-        """Of a uint8 or uint16 array ``[tokens, layers, per token]``."""
+        """Packs a uint8 or uint16 array ``[tokens, layers, per token]``."""
         dtype: Literal["uint8", "uint16"] = "uint8" if experts.dtype == np.uint8 else "uint16"
         tokens, layers, per_token = experts.shape
         return Experts(dtype, (tokens, layers, per_token), experts.astype(dtype, copy=False).tobytes())
 
     def array(self) -> np.ndarray:
-        """A read-only view; raises ValueError where ``data`` does not fit ``shape``."""
+        """Returns the numbers as a read-only view. Raises ValueError if ``data`` does not fit ``shape``."""
         return np.frombuffer(self.data, dtype=self.dtype).reshape(self.shape)
 
 
 class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
-    """A finished response; see `Generated`. ``output_ids`` are the bytes of little-endian int32, ``logprobs`` those of
-    little-endian float32. The engine tells a prompt's experts with one of its responses only."""
+    """Holds a finished response, as `Generated` describes it.
+
+    ``output_ids`` holds the bytes of little-endian int32, ``logprobs`` those of little-endian float32. The engine sends
+    a prompt's experts with one of its responses only.
+    """
 
     rid: str
     prompt: int
@@ -58,8 +63,10 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
     kept: KeptTokens | None = None
 
     def response(self, *, prompt_experts: np.ndarray | None = None) -> Generated:
-        """The response with ``prompt_experts`` as its prompt's. Raises ValueError where its spans do not cover its
-        tokens."""
+        """Returns the response as arrays, with the given experts of its prompt.
+
+        Raises ValueError if its version spans do not cover its tokens.
+        """
         ids = np.frombuffer(self.output_ids, dtype=INT32)
         return Generated(
             rid=self.rid,
@@ -76,8 +83,11 @@ class Finished(msgspec.Struct, frozen=True, array_like=True, tag="finished"):
 
 
 class StreamEnd(msgspec.Struct, frozen=True, array_like=True, tag="end"):
-    """The engine's own times of one call, in milliseconds: until its first prefill began (waiting for room and for its
-    weight version), all its prefills, and from the first prefill's end to the last token."""
+    """Ends a stream with the engine's own times of the call, in milliseconds.
+
+    ``held_ms`` is the wait before the first prefill, for slots and for the weight version. ``prefill_ms`` is the time
+    of all prefills. ``decode_ms`` is the time from the first prefill's end to the last token.
+    """
 
     held_ms: float
     prefill_ms: float
@@ -85,6 +95,8 @@ class StreamEnd(msgspec.Struct, frozen=True, array_like=True, tag="end"):
 
 
 class StreamFailure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
+    """Ends a stream with a failure; ``message`` is the engine's text."""
+
     message: str
 
 
@@ -94,6 +106,7 @@ _decoder = msgspec.msgpack.Decoder(Frame)
 
 
 def encode_frames(frames: Iterable[Frame]) -> bytes:
+    """Returns the bytes of the frames, one after the other."""
     parts: list[bytes] = []
     for frame in frames:
         payload = _encoder.encode(frame)
@@ -102,13 +115,13 @@ def encode_frames(frames: Iterable[Frame]) -> bytes:
 
 
 class FrameReader:
-    """Cuts a byte stream into frames."""
+    """Splits a byte stream into frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Frame]:
-        """Yields the frames that ``data`` completes; raises ValueError for what is no frame."""
+        """Yields the frames that ``data`` completes. Raises ValueError for bytes that are no frame."""
         self._buffer += data
         start = 0
         view = memoryview(bytes(self._buffer))

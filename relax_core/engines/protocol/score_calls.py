@@ -1,4 +1,4 @@
-"""Scoring of given tokens through SGLang's /generate: the body that asks for it, and what is read of the reply."""
+"""Builds the body of a /generate that scores given tokens, and reads its reply."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from relax_core.contracts.kept_tokens import OUTSIDE, KeptTokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokensToScore:
-    """``input_ids`` from place ``first`` on are scored; 1 or more, since nothing says how likely the very first is.
-    ``kept``: the set of tokens that each of them was sampled from; None: the whole vocabulary."""
+    """Holds a sequence whose tokens from position ``first`` on are scored.
+
+    ``first`` is 1 or more, because nothing predicts the token at position 0. ``kept`` holds the set that each scored
+    token was sampled from; None stands for the whole vocabulary.
+    """
 
     input_ids: list[int]
     first: int
@@ -25,9 +28,12 @@ class TokensToScore:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenScores:
-    """``logprobs`` is float32 ``[tokens]``, one for each scored token. ``top_ids`` int32 and ``top_logprobs`` float32,
-    ``[tokens, top_k]``, are the top-k tokens at its place, most likely first. Where its kept set has fewer, the ids
-    end in -1 and the log-probs in `OUTSIDE`."""
+    """Holds the scores of one sequence.
+
+    ``logprobs`` is float32 ``[tokens]``, one for each scored token. ``top_ids`` int32 and ``top_logprobs`` float32,
+    ``[tokens, top_k]``, are the top-k tokens at its position, most likely first. If its kept set has fewer tokens, the
+    ids end in -1 and the log-probs in `OUTSIDE`.
+    """
 
     logprobs: np.ndarray
     top_ids: np.ndarray
@@ -35,7 +41,7 @@ class TokenScores:
 
 
 class _Entry(msgspec.Struct, array_like=True, gc=False):
-    """A given token's log-prob, None where nothing predicts it. Its id and its text follow and are not read."""
+    """Holds a given token's log-prob, None for the first one; SGLang's id and text after it are not read."""
 
     logprob: float | None
 
@@ -58,34 +64,41 @@ _decoder = msgspec.json.Decoder(list[_Reply])
 
 
 def score_body(
-    rows: Sequence[TokensToScore], *, top_k: int, temperature: float, banned_token_ids: Sequence[int]
+    items: Sequence[TokensToScore], *, top_k: int, temperature: float, banned_token_ids: Sequence[int]
 ) -> dict[str, Any]:
-    """SGLang scores from ``logprob_start_len`` on, whose own entry is empty: hence the place before the first. It knows
-    neither kept sets nor banned tokens here: they are the embedded engine's."""
+    """Returns the JSON body that asks for the scores of ``items``.
+
+    SGLang's entry for the token at ``logprob_start_len`` is empty, so that the position before the first scored token
+    is sent. Only the embedded engine takes kept sets and banned tokens in such a request.
+    """
     truncated: dict[str, Any] = {"banned_token_ids": list(banned_token_ids)} if banned_token_ids else {}
-    if any(row.kept is not None for row in rows):
-        truncated["kept_tokens"] = [row.kept for row in rows]
+    if any(item.kept is not None for item in items):
+        truncated["kept_tokens"] = [item.kept for item in items]
     return truncated | {
-        "input_ids": [row.input_ids for row in rows],
+        "input_ids": [item.input_ids for item in items],
         "sampling_params": {"max_new_tokens": 0, "temperature": temperature},
         "return_logprob": True,
-        "logprob_start_len": [row.first - 1 for row in rows],
-        "top_logprobs_num": [top_k for _ in rows],
+        "logprob_start_len": [item.first - 1 for item in items],
+        "top_logprobs_num": [top_k for _ in items],
     }
 
 
-def read_scores(data: bytes, rows: Sequence[TokensToScore], *, top_k: int, fewer: bool = False) -> list[TokenScores]:
-    """Raises ValueError for a reply that has not a number for every token asked for. ``fewer``: where tokens were left
-    out there may be less than ``top_k`` most likely ones."""
+def read_scores(data: bytes, items: Sequence[TokensToScore], *, top_k: int, fewer: bool = False) -> list[TokenScores]:
+    """Reads the scores of ``items`` from a reply. Raises ValueError if a score is missing.
+
+    With ``fewer``, a position may have fewer than ``top_k`` most likely tokens, because tokens were left out.
+    """
     replies = _decoder.decode(data)
-    if len(replies) != len(rows):
-        raise ValueError(f"{len(replies)} replies to {len(rows)} prompts")
+    if len(replies) != len(items):
+        raise ValueError(f"{len(replies)} replies to {len(items)} prompts")
     fewer = fewer and top_k > 0
-    return [_scores(reply.meta_info, row, top_k=top_k, fewer=fewer) for reply, row in zip(replies, rows, strict=True)]
+    return [
+        _scores(reply.meta_info, item, top_k=top_k, fewer=fewer) for reply, item in zip(replies, items, strict=True)
+    ]
 
 
-def _scores(meta: _Meta, row: TokensToScore, *, top_k: int, fewer: bool) -> TokenScores:
-    expected = len(row.input_ids) - row.first
+def _scores(meta: _Meta, item: TokensToScore, *, top_k: int, fewer: bool) -> TokenScores:
+    expected = len(item.input_ids) - item.first
     logprobs = [entry.logprob for entry in meta.input_token_logprobs[1:] if entry.logprob is not None]
     tops = [top or [] for top in (meta.input_top_logprobs or [])[1:]] if top_k else [[]] * expected
     found = np.array([len(top) for top in tops], dtype=np.int64)

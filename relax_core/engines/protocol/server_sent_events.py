@@ -1,4 +1,4 @@
-"""SGLang's server-sent events, cut from a byte stream and gathered into finished responses."""
+"""Reads SGLang's server-sent events from a byte stream and gathers them into finished responses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from relax_core.engines.protocol.routed_experts import read_routed_experts
 from relax_core.engines.protocol.version_spans import VersionSpan, token_versions
 
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
-UNKNOWN_VERSION = -1  # an engine whose weight version is no number, such as SGLang's "default" before the first update
+UNKNOWN_VERSION = -1  # stands for a weight version that is no number, such as SGLang's "default" before any update
 
 
 class _Span(msgspec.Struct):
@@ -25,14 +25,14 @@ class _Span(msgspec.Struct):
 
 
 class _Entry(msgspec.Struct, array_like=True, gc=False):
-    """A token's log-prob. Its id and its text follow on the wire and are not read: the ids are in ``output_ids``."""
+    """Holds a token's log-prob; its id and text, which SGLang sends after it, are not read."""
 
     logprob: float
 
 
 class _FinishReason(msgspec.Struct):
     type: FinishReason
-    status_code: int | None = None  # an abort with one is SGLang's own failure, not an abort that was asked for
+    status_code: int | None = None  # with a status code an abort is a failure of SGLang, not asked for
     message: str | None = None
 
 
@@ -42,8 +42,8 @@ class _Meta(msgspec.Struct):
     weight_version: str | None = None
     weight_versions: list[_Span] = []
     output_token_logprobs: list[_Entry] = []
-    output_token_sampling_mask: list[list[int]] | None = None  # what top_k, top_p and min_p left
-    output_token_sampling_logprobs: list[float] | None = None  # over what they left
+    output_token_sampling_mask: list[list[int]] | None = None  # tokens that top_k, top_p and min_p kept
+    output_token_sampling_logprobs: list[float] | None = None  # log-probs over the kept tokens
     routed_experts: str | None = None
     cached_tokens: int = 0
 
@@ -62,37 +62,35 @@ class _Event(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Event)
 
 
-# What has come of a response: its ids as int32, its log-probs as float32, and the kept sets of each event.
+# A response so far: its ids as int32, its log-probs as float32, and the kept sets of each event.
 _Growing = tuple["array[int]", "array[float]", list[KeptTokens]]
 
 
 class EventReader:
-    """Events may be incremental (only the new tokens) or cumulative (all so far): the count of tokens tells which.
+    """Gathers events, incremental (with the new tokens) or cumulative (with all tokens so far), into responses.
 
-    ``prefills``: of each finished (prompt, sample) with a token, how many tokens of its prompt the engine had already,
-    and the first span that the engine tells of: an empty one says that its version ended before a token was sampled.
-    ``places``: the (prompt, sample) of each event's index; None where every prompt has its ``n`` samples in order.
-    ``vocab_size``: of the model, where the kept sets are wanted.
+    The token count of an event says which kind it is. ``samples`` is the (prompt, sample) of each event index.
+    ``vocab_size`` is the model's; it is given if the kept sets are wanted. ``prefills`` maps each finished (prompt,
+    sample) that has a token to how many tokens of its prompt came from the engine's cache, and to the first version
+    span. An empty span says that its version ended before a token was sampled.
     """
 
     def __init__(
         self,
         prompts: Sequence[PromptRequest],
         *,
-        n: int,
-        places: Sequence[tuple[int, int]] | None = None,
+        samples: Sequence[tuple[int, int]],
         vocab_size: int | None = None,
     ) -> None:
         self._prompts = prompts
-        self._n = n
-        self._places = places
+        self._samples = samples
         self._vocab_size = vocab_size
         self.prefills: dict[tuple[int, int], tuple[int, VersionSpan]] = {}
         self._buffer = b""
         self._growing: dict[int, _Growing] = {}
 
     def feed(self, data: bytes) -> Iterator[Generated | str]:
-        """Yields responses that ``data`` finishes, and an engine's failure as its words."""
+        """Yields the responses that ``data`` finishes; a failure of the engine is yielded as its text."""
         *events, self._buffer = (self._buffer + data).split(b"\n\n")
         for event in events:
             payload = event.strip().removeprefix(b"data:").strip()
@@ -132,24 +130,24 @@ class EventReader:
             return str(error)
 
     def _finished(self, index: int, growing: _Growing, meta: _Meta, reason: FinishReason) -> Generated:
-        """Raises ValueError where the parts of the response do not fit each other."""
-        place, sample = divmod(index, self._n) if self._places is None else self._places[index]
+        """Raises ValueError if the parts of the response do not fit each other."""
+        prompt, sample = self._samples[index]
         ids, logprobs, kept = growing
         tokens = len(ids)
         if len(logprobs) != tokens:
             raise ValueError(f"{len(logprobs)} log-probs came for {tokens} tokens")
         spans = _spans(meta, tokens)
         if spans:
-            self.prefills[place, sample] = meta.cached_tokens, spans[0]
+            self.prefills[prompt, sample] = meta.cached_tokens, spans[0]
         prompt_experts: np.ndarray | None = None
         response_experts: np.ndarray | None = None
         if meta.routed_experts is not None and tokens:
             prompt_experts, response_experts = read_routed_experts(
-                meta.routed_experts, prompt_tokens=len(self._prompts[place].input_ids), response_tokens=tokens
+                meta.routed_experts, prompt_tokens=len(self._prompts[prompt].input_ids), response_tokens=tokens
             )
         return Generated(
-            rid=self._prompts[place].rid,
-            prompt=place,
+            rid=self._prompts[prompt].rid,
+            prompt=prompt,
             sample=sample,
             output_ids=np.frombuffer(ids.tobytes(), dtype=_INT32),
             logprobs=np.frombuffer(logprobs.tobytes(), dtype=_FLOAT32),
@@ -168,5 +166,5 @@ def _spans(meta: _Meta, length: int) -> list[VersionSpan]:
 
 
 def version_number(version: str) -> int:
-    """SGLang's versions are text, "default" before the first update."""
+    """Returns the version as an integer, or UNKNOWN_VERSION for text such as SGLang's "default"."""
     return int(version) if version.isdecimal() else UNKNOWN_VERSION

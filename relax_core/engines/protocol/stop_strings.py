@@ -1,4 +1,4 @@
-"""Strings that end a response: which of its tokens completes one, by the model's own tokenizer."""
+"""Finds stop strings in token ids with the model's own tokenizer: which token of a response completes one."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import numpy as np
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-SPARE_TOKENS = 4  # beside those that a stop string can have: the first one's text may be cut where the window begins
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what is shown for bytes that are no whole character yet
-KNOWN_STOPS = 16  # sets of strings that are kept; a run asks for one
+SPARE_TOKENS = 4  # more tokens than a stop string can have, because the text may start inside a character
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # the decoder's output for bytes that are not yet a whole character
+KNOWN_STOPS = 16  # sets of stop strings that are cached; a run uses one
 MOST_STOPS, MOST_STOP_BYTES = 16, 1024
 _NO, _YES, _UNKNOWN = 0, 1, 2
 
 
 def read_tokenizer(model_folder: Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder. Raises ValueError for a folder without one."""
+    """Reads the tokenizer of a Hugging Face folder. Raises ValueError for a folder without one."""
     from tokenizers import Tokenizer
 
     file = model_folder / "tokenizer.json"
     if not file.is_file():
-        raise ValueError(f"{model_folder} has no tokenizer.json, by which stop strings are found")
+        raise ValueError(f"{model_folder} has no tokenizer.json, which stop strings need")
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises nothing narrower
@@ -32,8 +32,11 @@ def read_tokenizer(model_folder: Path) -> Tokenizer:
 
 
 class StopStrings:
-    """Finds them in token ids. A token has a byte of text at least, so that the tokens at the end which may hold a stop
-    string are few, ``window`` at most: only these are made text."""
+    """Finds stop strings in token ids.
+
+    Each token has at least one byte of text, so that a stop string at the end of a response is within its last
+    ``window`` tokens. Only these are decoded.
+    """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
         assert stop and all(stop)
@@ -45,36 +48,40 @@ class StopStrings:
         self._completes = np.full(tokenizer.get_vocab_size(with_added_tokens=True), _UNKNOWN, dtype=np.int8)
 
     def may_complete(self, tokens: np.ndarray) -> np.ndarray:
-        """Places of the tokens (one sample's newest each) that may complete a string; of the others none does."""
+        """Returns the indices of the ``tokens`` that may complete a stop string; the others complete none."""
         known = tokens < len(self._completes)
         answers = np.where(known, self._completes[np.where(known, tokens, 0)], _YES)
-        for place in np.flatnonzero(answers == _UNKNOWN):
-            answers[place] = self._completes[tokens[place]] = self._look(int(tokens[place]))
+        for index in np.flatnonzero(answers == _UNKNOWN):
+            answers[index] = self._completes[tokens[index]] = self._may_complete_one(int(tokens[index]))
         return np.flatnonzero(answers == _YES)
 
-    def _look(self, token: int) -> int:
-        # By itself a token may lose a space at its start, so that a string that ends with one is looked for always.
+    def _may_complete_one(self, token: int) -> int:
+        # A token that is decoded alone may lose a leading space, so a stop string that ends with a space always counts.
         text = self._text([token])
         found = REPLACEMENT in text or any(last in text or last.isspace() for last in self._last)
         return _YES if found else _NO
 
     def matched(self, ids: Sequence[int]) -> str | None:
-        """The string that the last of these tokens of a response completes, None where it completes none. Of several it
-        is the one that begins first."""
+        """Returns the stop string that the last of these tokens completes, or None.
+
+        If it completes several strings, the one that begins first is returned.
+        """
         text = self._text(ids[-self.window :])
         found = [(text.find(string), string) for string in self.stop if string in text]
         return min(found)[1] if found else None
 
     def end(self, ids: Sequence[int], *, checked: int = 0) -> int | None:
-        """How many of a response's tokens there are when the first string is complete; None where none is. The first
-        ``checked`` of them complete none."""
-        if self.matched_anywhere(ids[max(0, checked - self.window) :]):
+        """Returns how many tokens the response has when it first completes a stop string, or None.
+
+        The first ``checked`` tokens are known to complete none.
+        """
+        if self._contains_any(ids[max(0, checked - self.window) :]):
             for count in range(checked + 1, len(ids) + 1):
                 if self.matched(ids[:count]) is not None:
                     return count
         return None
 
-    def matched_anywhere(self, ids: Sequence[int]) -> bool:
+    def _contains_any(self, ids: Sequence[int]) -> bool:
         text = self._text(ids)
         return any(string in text for string in self.stop)
 
@@ -83,7 +90,7 @@ class StopStrings:
 
 
 class StopTable:
-    """The stop strings that requests to one engine have; the tokenizer is read when the first of them comes."""
+    """Caches the stop strings of the requests to one engine; the tokenizer is read when the first request has any."""
 
     def __init__(self, model_folder: Path) -> None:
         self._model_folder = model_folder
@@ -91,7 +98,7 @@ class StopTable:
         self._known: dict[tuple[str, ...], StopStrings] = {}
 
     def of(self, stop: Sequence[str]) -> StopStrings | None:
-        """None for no string. Raises ValueError where the model has no tokenizer."""
+        """Returns the finder of these strings, or None if there are none. Raises ValueError without a tokenizer."""
         if not stop:
             return None
         key = tuple(stop)

@@ -1,4 +1,4 @@
-"""Weight versions as engines tell them: spans of a response's tokens, which become one version a token."""
+"""Turns the weight-version spans of an engine's answer into one weight version for each token."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _INT32 = np.dtype("<i4")
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
-    """Weight version ``version`` generated the tokens ``[start, end)`` of a response."""
+    """Says that weight version ``version`` generated the tokens ``[start, end)`` of a response."""
 
     start: int
     end: int
@@ -19,8 +19,11 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 def token_versions(spans: Sequence[VersionSpan], *, tokens: int) -> np.ndarray:
-    """The weight version of each token, read-only int32 ``[tokens]``. A span may be empty: SGLang tells of one where a
-    version computed the prompt and no token. Raises ValueError where the spans leave a token out or name one twice."""
+    """Returns the weight version of each token, read-only int32 ``[tokens]``.
+
+    A span may be empty: SGLang sends one if a version computed the prompt and no token. Raises ValueError if the spans
+    leave a token out or name one twice.
+    """
     end, parts = 0, []
     for span in spans:
         if not span.start == end <= span.end:
@@ -28,6 +31,6 @@ def token_versions(spans: Sequence[VersionSpan], *, tokens: int) -> np.ndarray:
         end = span.end
         parts.append(span.version.to_bytes(4, "little", signed=True) * (end - span.start))
     if end != tokens or len(parts) != len(spans):
-        told = [(span.start, span.end) for span in spans]
-        raise ValueError(f"weight_versions tell of the tokens {told}, but the response has {tokens} tokens")
+        found = [(span.start, span.end) for span in spans]
+        raise ValueError(f"weight_versions name the tokens {found}, but the response has {tokens} tokens")
     return np.frombuffer(b"".join(parts), dtype=_INT32)

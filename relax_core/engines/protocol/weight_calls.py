@@ -1,4 +1,4 @@
-"""The client's calls about weights, by SGLang's routes, and one of our own for the published file."""
+"""Holds the client's calls about weights: SGLang's routes, and one of Relax's own for the published file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from relax_core.weights.transports.base import WeightGroupAddress
 
 
 class WeightCalls(ABC):
-    """What a `WeightReceiver` answers, for the embedded engine."""
+    """Implements `WeightReceiver` for the embedded engine."""
 
     group_ranks = 1
 
@@ -20,56 +20,66 @@ class WeightCalls(ABC):
     def _call(self, method: str, route: str, payload: Any = None) -> dict[str, Any]: ...
 
     def update_weights(self, manifest: WeightManifest) -> dict[str, Any]:
-        """Brings a published version in: ``weight_version``, ``digest``, ``stall_ms``. Returns once it is served."""
+        """Loads a published version from shared memory; returns once it is served.
+
+        The answer has ``weight_version``, ``digest`` and ``stall_ms``.
+        """
         return self._call("POST", "/update_weights_from_shared_memory", manifest)
 
     def update_weights_from_disk(self, manifest: WeightManifest) -> dict[str, Any]:
-        """The same from the file's folder, read as a Hugging Face model."""
+        """Loads a published version from its folder, which is read as a Hugging Face model.
+
+        The answer has the fields of `update_weights`.
+        """
         folder = str(Path(manifest.path).parent)
         body = {"model_path": folder, "weight_version": str(manifest.version), "digest": manifest.digest}
         return self._call("POST", "/update_weights_from_disk", body)
 
-    def join_weight_group(self, place: WeightGroupAddress) -> dict[str, Any]:
-        """Joins as ranks 1 to ``group_ranks``; returns once all are there."""
-        body = group_body(place) | {"timeout_s": place.timeout_s}
+    def join_weight_group(self, address: WeightGroupAddress) -> dict[str, Any]:
+        """Joins the group as ranks 1 to ``group_ranks``; returns once all ranks have joined."""
+        body = group_body(address) | {"timeout_s": address.timeout_s}
         return self._call("POST", "/init_weights_update_group", body)
 
     def leave_weight_group(self, name: str) -> dict[str, Any]:
+        """Leaves the group of this name."""
         return self._call("POST", "/destroy_weights_update_group", {"group_name": name})
 
     def begin_weight_update(self) -> dict[str, Any]:
-        """Opens a session; what an open one had is thrown away."""
+        """Opens a session; the tensors of a session that is still open are thrown away."""
         return self._call("POST", "/begin_weight_update", {})
 
     def receive_weights(self, tensors: Sequence[TensorSpec], *, group: str, version: int) -> dict[str, Any]:
-        """Takes one broadcast of the group's rank 0: the bytes of ``tensors``, one after the other."""
+        """Receives one broadcast of the group's rank 0: the bytes of ``tensors``, one after the other."""
         body = tensors_body(tensors, group=group) | {"weight_version": str(version)}
         return self._call("POST", "/update_weights_from_distributed", body)
 
     def abandon_weight_update(self) -> dict[str, Any]:
-        """After a failure. The embedded engine needs no word of it: it serves what it has until a session ends well,
-        and the next one throws away what came in."""
+        """Ends a failed session.
+
+        The embedded engine needs no call for it: it serves its old weights until a session succeeds, and the next
+        session throws away what came in.
+        """
         return {}
 
     def end_weight_update(self, *, version: int, digest: str) -> dict[str, Any]:
-        """Ends the session; raises EngineError where what came in has another digest."""
+        """Ends the session and serves its weights. Raises EngineError if they have another digest."""
         return self._call("POST", "/end_weight_update", {"weight_version": str(version), "digest": digest})
 
 
-def group_body(place: WeightGroupAddress) -> dict[str, Any]:
-    """Of /init_weights_update_group, as SGLang knows it."""
+def group_body(address: WeightGroupAddress) -> dict[str, Any]:
+    """Returns SGLang's body of /init_weights_update_group."""
     return {
-        "master_address": place.address,
-        "master_port": place.port,
+        "master_address": address.address,
+        "master_port": address.port,
         "rank_offset": 1,
-        "world_size": place.world_size,
-        "group_name": place.name,
-        "backend": place.backend,
+        "world_size": address.world_size,
+        "group_name": address.name,
+        "backend": address.backend,
     }
 
 
 def tensors_body(tensors: Sequence[TensorSpec], *, group: str) -> dict[str, Any]:
-    """Of /update_weights_from_distributed, as SGLang knows it: one broadcast of all ``tensors``."""
+    """Returns SGLang's body of /update_weights_from_distributed: one broadcast of all ``tensors``."""
     return {
         "names": [spec.name for spec in tensors],
         "dtypes": [spec.dtype for spec in tensors],

@@ -1,4 +1,5 @@
-"""The engines under test: real processes with a tiny random Qwen3, one per kind and session, and new ones on demand."""
+"""Starts the engines under test: real processes over a tiny random Qwen3, one of each kind for the session, others on
+demand."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def launch(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Engi
 
 @pytest.fixture(scope="session")
 def sglang_launch(launch: EngineLaunch, tmp_path_factory: pytest.TempPathFactory) -> EngineLaunch:
-    """Returns a launch of SGLang's own server with the same model."""
+    """Returns the launch of SGLang's own server with the same model."""
     if not SGLANG_PYTHON.is_file():
         pytest.fail(f"{SGLANG_PYTHON} is missing: make sglang-cpu")
     engine = replace(
@@ -66,7 +67,7 @@ def sglang_launch(launch: EngineLaunch, tmp_path_factory: pytest.TempPathFactory
 
 @pytest.fixture(scope="session")
 def engines(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Engine]]:
-    """Returns the session's engine of each kind, started on first use. It serves the folder's weights."""
+    """Starts the session's engine of each kind on first use; it serves the folder's weights."""
     processes: dict[str, EngineProcess] = {}
     with Started() as started:
 
@@ -84,13 +85,13 @@ def engines(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Engine]]
 
 @pytest.fixture(scope="session", params=ENGINES)
 def engine(request: pytest.FixtureRequest, engines: Callable[[str], Engine]) -> Engine:
-    """Returns the session's engine. A test that changes it restores it."""
+    """Returns the session's engine of one kind; a test that changes it restores it."""
     return engines(request.param)
 
 
 @pytest.fixture
 def start_engine(launch: EngineLaunch) -> Iterator[Callable[..., Engine]]:
-    """Yields a function that starts embedded engines for one test; keywords replace fields of the launch."""
+    """Starts embedded engines for one test, with the test's launch if it gives one; keywords replace its fields."""
     started: list[EngineProcess] = []
 
     def start(given: EngineLaunch = launch, **changes: object) -> Engine:

@@ -1,4 +1,4 @@
-"""Helpers of the suite: the tiny model, a raw HTTP call, and ways to read an answer."""
+"""Holds what the engine contract's tests share: tiny models, raw HTTP calls, and readers of answers."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ TOKEN = "token-of-the-run"
 VOCAB = 50
 EOS = 3
 CONTEXT = 32768
-LONG = 30000  # tokens; decoding them takes many seconds, so that a test can act while a request runs
+LONG = 30000  # tokens: decoding them takes many seconds, so that a test can meet a request in the middle
 
 
 class Started:
-    """Started engines whose temporary files lie in one folder, so that a test sees which files remain.
+    """Starts engines whose temporary files go into one folder, so that a test can see the files that they leave.
 
-    It is a context manager. In shared memory it sees the names that SGLang chooses, and those with the name of an
+    It is a context manager. Of shared memory it sees the names that SGLang chooses, and those with the name of an
     engine's folder.
     """
 
@@ -62,14 +62,14 @@ class Started:
         return process
 
     def left(self) -> set[str]:
-        """Returns the files and names that did not exist before."""
+        """Returns the files that were not there before."""
         new = set(os.listdir("/dev/shm")) - self._before
         shared = {name for name in new if any(part in name for part in self._names)}
         return set(os.listdir(self._temporary.name)) | shared
 
 
 def make_model(folder: Path | None, *, seed: int, tied: bool = True) -> Any:
-    """Returns a random Qwen3 whose distributions are far from flat, and saves it to ``folder`` if one is given."""
+    """Makes a random Qwen3 whose distributions are far from flat, and saves it if a folder is given."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
@@ -91,7 +91,7 @@ def make_model(folder: Path | None, *, seed: int, tied: bool = True) -> Any:
 
 
 def make_moe_model(folder: Path | None, *, seed: int) -> Any:
-    """Returns a random Qwen3-MoE of 8 experts, 2 per token. SGLang's has no tied head."""
+    """Makes a random Qwen3-MoE of 8 experts, 2 a token, with a head of its own, because SGLang's has no tied head."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(seed)
@@ -117,7 +117,7 @@ def make_moe_model(folder: Path | None, *, seed: int) -> Any:
 
 
 def _spread(model: Any, folder: Path | None) -> Any:
-    """Makes the model's distributions less flat, and saves it if a folder is given."""
+    """Moves the model's distributions away from flat, and saves it if a folder is given."""
     model = model.float().eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -131,7 +131,7 @@ def _spread(model: Any, folder: Path | None) -> Any:
 
 
 def hf_weights(model: Any) -> list[tuple[str, torch.Tensor]]:
-    """Returns the model's weights as a trainer exports them, with a tied head once."""
+    """Returns the model's weights as a trainer exports them, with a tied head only once."""
     tied = model.config.tie_word_embeddings
     return [(name, value) for name, value in model.state_dict().items() if not (tied and name == "lm_head.weight")]
 
@@ -148,7 +148,7 @@ def sglang_client(
     kind: type[SglangClient] = SglangClient,
     stops: StopTable | None = None,
 ) -> SglangClient:
-    """Returns the client of a server that runs `make_model`'s model."""
+    """Returns a client of a server that this suite has started with the model of `make_model`."""
     return kind(
         url,
         token,
@@ -173,14 +173,11 @@ class Engine:
 
     @property
     def version(self) -> int:
-        """Returns the version of the served weights."""
+        """Returns the version of the weights that the engine serves."""
         return int(self.client.model_info()["weight_version"])
 
     def flush(self) -> None:
-        """Empties SGLang's prefix cache, which knows no weight versions.
-
-        Our client separates them, raw requests do not.
-        """
+        """Empties SGLang's prefix cache, in which raw requests of different weight versions are not kept apart."""
         deadline = time.monotonic() + 30.0
         while self.call("/flush_cache")[0] != 200:  # something still runs
             assert time.monotonic() < deadline
@@ -203,7 +200,7 @@ class Engine:
         token: str | None = TOKEN,
         body: bytes | None = None,
     ) -> tuple[int, Any]:
-        """Sends one request on a connection of its own and returns status and decoded answer."""
+        """Sends one request on a connection of its own; returns the status and the decoded answer."""
         connection = self.connection()
         headers = {"Content-Type": "application/json"}
         if token is not None:
@@ -225,7 +222,7 @@ class Engine:
         return answer
 
     def generate(self, prompts: Sequence[PromptRequest], params: SamplingParams) -> list[Generated]:
-        """Returns all responses by prompt and sample."""
+        """Returns all responses, sorted by prompt and sample."""
 
         async def collect() -> list[Generated]:
             client = self.new_client()
@@ -238,7 +235,7 @@ class Engine:
 
     @contextmanager
     def stream(self, payload: dict[str, Any]) -> Iterator[Iterator[dict[str, Any]]]:
-        """Yields the server-sent events of a /generate. If the caller stops early, the connection is closed."""
+        """Yields the server-sent events of a /generate; leaving the block early closes the connection."""
         connection = self.connection()
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {TOKEN}"}
         connection.request("POST", "/generate", json.dumps({**payload, "stream": True}).encode(), headers)
@@ -259,15 +256,15 @@ class Engine:
 
 
 def long_request(rid: str, *, tokens: int = LONG, **fields: Any) -> dict[str, Any]:
-    """Returns a /generate body of one sample that stops only after ``tokens``."""
+    """Returns a /generate body of one sample that stops only at ``tokens`` tokens."""
     sampling = {"max_new_tokens": tokens, "ignore_eos": True, "temperature": 1.0, "sampling_seed": 1}
     return {"rid": rid, "input_ids": [5, 6, 7], "sampling_params": sampling, "return_logprob": True, **fields}
 
 
 def prompts_of(*token_ids: list[int], seed: int = 11, min_version: int = 0) -> list[PromptRequest]:
     return [
-        PromptRequest(rid=f"prompt-{place}", input_ids=ids, sampling_seed=seed + place, min_version=min_version)
-        for place, ids in enumerate(token_ids)
+        PromptRequest(rid=f"prompt-{index}", input_ids=ids, sampling_seed=seed + index, min_version=min_version)
+        for index, ids in enumerate(token_ids)
     ]
 
 

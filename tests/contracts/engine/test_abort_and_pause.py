@@ -1,4 +1,4 @@
-"""Tests that an abort returns the generated tokens; of the three ways to pause; and of releasing memory."""
+"""Tests aborts, which return what was generated, the three ways to pause, and the release of memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.contracts.engine.harness import (
 
 @pytest.fixture(autouse=True)
 def left_as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Lets the shared engine go on after each test."""
+    """Resumes the shared engine after each test."""
     yield
     if "engine" in request.fixturenames:
         engine = request.getfixturevalue("engine")
@@ -34,7 +34,7 @@ def left_as_it_was(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 class Reader:
-    """Collects the stream of one sample."""
+    """Gathers a stream of one sample."""
 
     def __init__(self, events: Iterator[dict[str, Any]]) -> None:
         self._events = events
@@ -42,7 +42,7 @@ class Reader:
         self.meta: dict[str, Any] = {}
 
     def read(self, tokens: int | None = None) -> Reader:
-        """Reads at least ``tokens`` more, or to the end."""
+        """Reads at least ``tokens`` more tokens, or to the end."""
         wanted = None if tokens is None else len(self.tokens) + tokens
         for event in self._events:
             self.tokens += event["output_ids"]
@@ -64,12 +64,12 @@ def undisturbed(engine: Engine, tokens: int) -> list[int]:
 
 
 def test_abort_by_rid_gives_the_partial_output(engine: Engine) -> None:
-    with engine.stream(long_request("keep")) as kept_events, engine.stream(long_request("gone")) as gone_events:
-        kept, gone = Reader(kept_events).read(1), Reader(gone_events).read(1)
-        engine.client.abort("gone")
-        gone.read()
-        assert gone.finish == "abort"
-        assert 1 <= gone.meta["completion_tokens"] == len(gone.tokens) < LONG
+    with engine.stream(long_request("keep")) as kept_events, engine.stream(long_request("aborted")) as aborted_events:
+        kept, aborted = Reader(kept_events).read(1), Reader(aborted_events).read(1)
+        engine.client.abort("aborted")
+        aborted.read()
+        assert aborted.finish == "abort"
+        assert 1 <= aborted.meta["completion_tokens"] == len(aborted.tokens) < LONG
         assert kept.read(1).finish is None
         engine.client.abort()
         assert kept.read().finish == "abort"
@@ -129,11 +129,11 @@ def test_pause_update_resume_marks_the_versions(start_engine: Any, tmp_path: Pat
 
 
 def test_retract_goes_on_as_if_nothing_had_happened(engine: Engine) -> None:
-    """With the same weights the cache is computed again, and the tokens are those of a run without interruption."""
+    """Under the same weights the cache is computed anew, and the tokens are those of an undisturbed run."""
     with engine.stream(long_request("retracted")) as events:
         retracted = Reader(events).read(20)
         engine.client.pause("retract")
-        if engine.kind == "embedded":  # SGLang reports loads that are some steps old
+        if engine.kind == "embedded":  # SGLang's loads are some steps old
             load = engine.client.loads()
             assert (load["running"], load["queued"]) == (0, 1)
         engine.client.resume()

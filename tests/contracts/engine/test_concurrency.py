@@ -1,4 +1,4 @@
-"""Tests that many requests at once, more than fit, get the answers that each would get alone."""
+"""Tests that many simultaneous requests, more than fit, are all answered as if each were alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.contracts.engine.harness import Engine, prompts_of, random_prompt
 
 def test_a_hundred_requests_at_once(engine: Engine) -> None:
     params = SamplingParams(n=4, max_new_tokens=12)
-    prompts = prompts_of(*[random_prompt(3 + place % 20, seed=place) for place in range(100)])
+    prompts = prompts_of(*[random_prompt(3 + index % 20, seed=index) for index in range(100)])
 
     async def everything() -> list[list[Generated]]:
         client = engine.new_client()
@@ -26,15 +26,15 @@ def test_a_hundred_requests_at_once(engine: Engine) -> None:
 
     answers = asyncio.run(everything())
     expected = engine.generate(prompts, params)
-    for place, answer in enumerate(answers):
+    for index, answer in enumerate(answers):
         found = sorted(answer, key=lambda one: one.sample)
         assert [one.output_ids.tolist() for one in found] == [
-            one.output_ids.tolist() for one in expected if one.prompt == place
+            one.output_ids.tolist() for one in expected if one.prompt == index
         ]
 
 
 def test_more_samples_than_slots_wait_their_turn(engine: Engine, wait_until: Callable[..., None]) -> None:
-    prompts = prompts_of(*[random_prompt(8, seed=place) for place in range(40)])
+    prompts = prompts_of(*[random_prompt(8, seed=index) for index in range(40)])
     responses = engine.generate(prompts, SamplingParams(n=16, max_new_tokens=8))
     assert len(responses) == 640
     assert {(one.prompt, one.sample) for one in responses} == {(p, k) for p in range(40) for k in range(16)}
@@ -44,8 +44,8 @@ def test_more_samples_than_slots_wait_their_turn(engine: Engine, wait_until: Cal
 def test_short_samples_beside_one_that_needs_the_whole_context(engine: Engine) -> None:
     long = prompts_of(random_prompt(1000, seed=1))
     short = [
-        PromptRequest(rid=f"short-{place}", input_ids=random_prompt(5, seed=place), sampling_seed=place)
-        for place in range(100)
+        PromptRequest(rid=f"short-{index}", input_ids=random_prompt(5, seed=index), sampling_seed=index)
+        for index in range(100)
     ]
 
     async def both() -> tuple[list[Generated], list[Generated]]:

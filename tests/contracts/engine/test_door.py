@@ -1,16 +1,14 @@
-"""Tests of requests that must harm neither the embedded engine nor other requests.
+"""Tests that hostile requests harm neither the embedded engine nor other requests.
 
-Each of these once ended the process or its requests, made it unready, or blocked it for ever.
+Each of these requests once ended the process, its other requests or its readiness, or held it up forever.
 """
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import resource
 import socket
-import struct
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -19,7 +17,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import safetensors.torch
 import torch
 
 from relax_core.config.checks.ranges import RANGES
@@ -43,13 +40,14 @@ SEEDED = {
     "sampling_params": {"max_new_tokens": 24, "n": 2, "sampling_seed": 3, "ignore_eos": True},
 }
 SCORED = {"sampling_params": {"max_new_tokens": 0}, "return_logprob": True, "logprob_start_len": 0}
+FLATTENED = "flattened_bucket"
 IDLE = 1500
-ROOM_MB = 40  # the process may grow by this much for other reasons
+ROOM_MB = 40  # MB by which the process may grow for other reasons
 
 
 @contextmanager
 def files_allowed(count: int) -> Iterator[None]:
-    """Limits the number of open files of this process and of those that it starts meanwhile."""
+    """Limits the open files of this process and of processes that are started in the block."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
     try:
@@ -60,7 +58,7 @@ def files_allowed(count: int) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def door(launch: EngineLaunch) -> Iterator[Engine]:
-    """Returns an engine that may open 1024 files, a shell's default, and more if it raises the limit."""
+    """Yields an engine that may have 1024 files open, as a shell allows by default, and may raise this limit."""
     with files_allowed(1024):
         process = EngineProcess.start(launch)
     yield Engine(process)
@@ -116,7 +114,7 @@ def test_numbers_and_lists_beyond_their_bounds_are_refused(unharmed: Engine, bod
 
 
 def test_at_their_bounds_they_are_taken_alone_and_together(unharmed: Engine) -> None:
-    """Each is in one batch with a plain sample, whose log-probs must equal those that it has alone."""
+    """Each request is in one batch with a plain sample, whose log-probs stay what they are alone."""
     alone = unharmed.post("/generate", SEEDED | {"return_logprob": True})
     for extreme in (
         {"top_k": MAX_TOP_K, "top_p": 5e-324},
@@ -144,7 +142,7 @@ def test_the_configuration_has_the_engines_bounds() -> None:
 def test_logits_that_are_not_finite_end_their_own_request_alone(
     start_engine: Callable[..., Engine], tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:
-    """A token's embedding is NaN. Requests fail that have it in the prompt or sample it, others in the batch do not."""
+    """A request whose prompt or response has a token with a NaN embedding fails, in one batch with others."""
     poison, model = 7, make_model(None, seed=0, tied=False)
     untied = tmp_path / "untied"
     untied.mkdir()
@@ -204,16 +202,10 @@ def test_a_body_that_is_nested_deep_is_refused(unharmed: Engine, nested: str) ->
     }
     for path, body in deep.items():
         assert unharmed.call(path, body=body.encode())[0] == 400, path
-    packed = b"\x81\xa4text" + b"\x91" * 50000
-    connection = unharmed.connection()
-    headers = {"Content-Type": "application/msgpack", "Authorization": f"Bearer {TOKEN}"}
-    connection.request("POST", "/generate", packed, headers)
-    assert connection.getresponse().status == 400
-    connection.close()
 
 
 def odd_files(folder: Path) -> dict[str, Path]:
-    """Returns folders whose weights are no files, by their kind."""
+    """Makes folders whose weights are not regular files; maps the kind to the folder."""
     found = {name: folder / name for name in ("pipe", "device", "folder", "loop", "empty", "noise")}
     for path in found.values():
         path.mkdir()
@@ -254,7 +246,7 @@ def as_json(manifest: WeightManifest, **changed: Any) -> Any:
 
 
 def test_a_manifest_of_what_cannot_be_is_refused(unharmed: Engine, tmp_path: Path) -> None:
-    """The manifest's own digest is right each time, because its sender has the token."""
+    """The manifest's own digest agrees each time, because its sender has the token."""
     manifest = publish(make_model(None, seed=0), tmp_path / "good", version=unharmed.version + 1)
     one = manifest.tensors[0]
     for changed in (
@@ -280,38 +272,24 @@ def test_a_manifest_of_what_cannot_be_is_refused(unharmed: Engine, tmp_path: Pat
 def digest_of(tensors: list[TensorSpec], manifest: WeightManifest) -> str:
     try:
         return _names_digest(tensors, manifest.digests)
-    except OverflowError:  # no digest exists for such a size
+    except OverflowError:  # no digest can be made of such a size
         return manifest.digest
 
 
 def test_a_session_takes_the_models_tensors_alone(unharmed: Engine) -> None:
-    def blob(header: dict[str, Any], data: bytes = b"") -> str:
-        head = json.dumps(header).encode()
-        return base64.b64encode(struct.pack("<Q", len(head)) + head + data).decode()
-
     name, value = hf_weights(make_model(None, seed=0))[0]
-    integers = {"dtype": "I32", "shape": list(value.shape), "data_offsets": [0, 4 * value.numel()]}
-    for payload in (
-        "é",
-        "====",
-        base64.b64encode(os.urandom(64)).decode(),
-        blob({"a": {"dtype": "F8_E8M0", "shape": [4], "data_offsets": [0, 4]}}, b"1234"),
-        blob({"a": {"dtype": "F32", "shape": [0, 1 << 63], "data_offsets": [0, 0]}}),
-        blob({name: integers}, bytes(4 * value.numel())),
-        base64.b64encode(safetensors.torch.save({"stranger": torch.zeros(8)})).decode(),
-        base64.b64encode(safetensors.torch.save({name: torch.zeros(8)})).decode(),
-    ):
-        unharmed.post("/begin_weight_update")
-        status, answer = unharmed.call("/update_weights_from_tensor", {"serialized_named_tensors": [payload]})
-        assert status == 400, answer
+    unharmed.post("/begin_weight_update")
     for names, dtypes, shapes in (
         (["stranger"], ["float32"], [[1 << 40]]),
         ([name], ["nn"], [list(value.shape)]),
         ([name], ["float32"], [[1 << 62]]),
+        ([name], ["int32"], [list(value.shape)]),
+        ([name], ["float32"], [[8]]),
         ([name, name], ["float32"] * 2, [list(value.shape)] * 2),
     ):
-        body = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": "g"}
-        assert unharmed.call("/update_weights_from_distributed", body)[0] == 400
+        body = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": "g", "load_format": FLATTENED}
+        status, answer = unharmed.call("/update_weights_from_distributed", body)
+        assert status == 400 and "group_name" not in answer["error"]["message"], answer
 
 
 @pytest.mark.parametrize(
@@ -346,7 +324,7 @@ def group_body(**changed: Any) -> dict[str, Any]:
 
 
 def test_groups_that_nobody_joins_hold_up_no_update(door: Engine, tmp_path: Path) -> None:
-    """Even many such groups block no update, and their number is limited."""
+    """Many such groups hold up no update either, and their number is bounded."""
     with ThreadPoolExecutor(17) as pool:
         bodies = [group_body(group_name=f"lonely-{number}", timeout_s=4.0) for number in range(17)]
         calls = [pool.submit(door.call, "/init_weights_update_group", body) for body in bodies]
@@ -366,7 +344,7 @@ def test_versions_that_are_none_are_refused(unharmed: Engine, version: Any) -> N
 
 
 def test_a_header_of_150_mb_is_not_kept(unharmed: Engine) -> None:
-    """The sender needs no token."""
+    """It needs no token."""
     before, sent = peak_mb(unharmed), 0
     with socket.create_connection(("127.0.0.1", unharmed.process.port)) as client:
         client.settimeout(60.0)
@@ -377,7 +355,7 @@ def test_a_header_of_150_mb_is_not_kept(unharmed: Engine) -> None:
                 sent += 1
             assert b" 431 " in client.recv(1 << 16)
         except ConnectionError:
-            pass  # the engine closed the connection
+            pass  # it was hung up on
     assert peak_mb(unharmed) - before < ROOM_MB
     with ThreadPoolExecutor() as pool:
         assert pool.submit(unharmed.client.ready).result(60)
@@ -389,7 +367,7 @@ def peak_mb(engine: Engine) -> int:
 
 
 def test_idle_connections_keep_nobody_out(unharmed: Engine) -> None:
-    """They need no token. A running stream is not cut off, and the owner's request is answered."""
+    """Idle connections need no token. A running stream is not cut off, and the owner's question is answered."""
     idle: list[socket.socket] = []
     try:
         with files_allowed(IDLE + 1000), unharmed.stream(long_request("running", tokens=3000)) as events:
@@ -407,7 +385,7 @@ def test_idle_connections_keep_nobody_out(unharmed: Engine) -> None:
 
 
 def test_the_health_of_generation_is_asked_often_and_disturbs_nobody(unharmed: Engine) -> None:
-    """The request needs no token. It generates nothing, and says at once why the engine generates nothing."""
+    """The route needs no token, generates no tokens of its own, and says at once why the engine generates none."""
     before = unharmed.client.loads()
     with ThreadPoolExecutor(16) as pool:
         asked = list(pool.map(lambda _: unharmed.call("/health_generate", method="GET", token=None), range(200)))
@@ -433,15 +411,12 @@ def test_a_client_that_hangs_up_in_the_middle_of_a_body_or_a_stream_leaves_nothi
     with socket.create_connection(("127.0.0.1", unharmed.process.port)) as client:
         client.sendall(head + f"content-length: {len(body)}\r\n\r\n".encode() + body)
         client.recv(100)
-        client.shutdown(socket.SHUT_WR)  # a client that closes its sending side gets no answer
+        client.shutdown(socket.SHUT_WR)  # the client closes its side and gets no further answer
         wait_until(lambda: unharmed.client.loads()["running"] == 0, what="the end of what it asked for")
 
 
 def test_one_connection_too_many_questions(unharmed: Engine) -> None:
-    """The engine closes the connection of a client that sends a thousand requests and reads nothing.
-
-    A client that sends some requests gets its answers.
-    """
+    """A client that sends a thousand requests and reads nothing is disconnected; one that sends a few is answered."""
     ready = b"GET /ready HTTP/1.1\r\n\r\n"
     with socket.create_connection(("127.0.0.1", unharmed.process.port)) as client:
         client.settimeout(60.0)

@@ -1,4 +1,4 @@
-"""Tests a mixture of experts against transformers: its log-probs, and the experts of every token."""
+"""Compares a mixture of experts with transformers: its log-probs, and the experts of every token."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ embedded_moe = pytest.mark.parametrize("moe", ["embedded"], indirect=True)
 
 
 def transformers_view(model: Any, prompt: Sequence[int], response: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns log-probs of the response and experts ``[prompt + response - 1, layers, top_k]``, sorted."""
+    """Returns the response's log-probs, and the sorted experts ``[prompt + response - 1, layers, top_k]``."""
     ids = torch.tensor([[*prompt, *response]])
     with torch.no_grad():
         output = model(ids, output_router_logits=True)
@@ -163,7 +163,7 @@ def test_a_dense_model_has_none_to_tell(engine: Engine) -> None:
 
 @embedded_moe
 def test_an_engine_may_compute_in_half_precision(moe: Engine, model: Any, folder: Path, start_engine: Any) -> None:
-    """Its log-probs are close to the exact ones and not equal; the trainer's are compared with them."""
+    """The log-probs are near the exact ones and not equal to them."""
     half = start_engine(model_folder=folder, dtype="bfloat16")
     gaps = []
     for one in half.generate(prompts_of(*PROMPTS), WANTED):

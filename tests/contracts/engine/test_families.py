@@ -1,4 +1,4 @@
-"""Tests families other than Qwen3 on real engines: log-probs equal transformers', also after an attested update."""
+"""Compares families beside Qwen3 on real engines with transformers, at the start and after an attested update."""
 
 from __future__ import annotations
 

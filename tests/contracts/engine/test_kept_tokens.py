@@ -1,4 +1,4 @@
-"""Tests from which tokens each token was sampled, against transformers' logits and warpers."""
+"""Compares the set that each token was sampled from with transformers' own logits and warpers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def model() -> Any:
 
 
 def tempered_logits(model: Any, prompt: list[int], ids: list[int], params: SamplingParams) -> torch.Tensor:
-    """Returns ``[tokens, vocab]`` float64, the logits before each response token."""
+    """Returns the logits before each response token, float64 ``[tokens, vocab]``."""
     with torch.no_grad():
         logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].double()
     logits[:, params.banned_token_ids] = float("-inf")
@@ -50,7 +50,7 @@ def tempered_logits(model: Any, prompt: list[int], ids: list[int], params: Sampl
 
 
 def expected_sets(logits: torch.Tensor, params: SamplingParams, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the kept sets ``[tokens, vocab]``, and for which tokens ``[tokens]`` they depend on no rounding."""
+    """Returns the kept sets ``[tokens, vocab]``, and for which tokens ``[tokens]`` rounding cannot change them."""
     warped = TopKLogitsWarper(params.top_k)(None, logits) if params.top_k > 0 else logits
     before = logits if kind == "sglang" else warped  # SGLang's top_p counts the probabilities before top_k
     clear = torch.ones(len(logits), dtype=torch.bool)
@@ -67,7 +67,7 @@ def expected_sets(logits: torch.Tensor, params: SamplingParams, kind: str) -> tu
 
 
 def check(model: Any, one: Generated, params: SamplingParams, kind: str) -> int:
-    """Compares the sets and returns how many tokens were compared."""
+    """Returns how many tokens' sets were compared."""
     assert one.kept is not None and one.kept.vocab_size == VOCAB
     assert one.kept.fault(one.output_ids) is None
     logits = tempered_logits(model, PROMPTS[one.prompt], one.output_ids.tolist(), params)
@@ -182,21 +182,21 @@ def test_kept_sets_stay_with_their_tokens_when_the_weights_change(
 @embedded_only
 @pytest.mark.parametrize("top_k", [0, 3, VOCAB])
 def test_given_tokens_are_scored_over_their_sets(engine: Engine, model: Any, top_k: int) -> None:
-    """They are scored beside tokens that were sampled from everything, and without banned tokens."""
+    """The batch also has tokens that were sampled from the whole vocabulary, and none of banned tokens."""
     params = msgspec.structs.replace(WANTED, top_p=0.8, temperature=0.8, banned_token_ids=[7, 8])
     responses = engine.generate(prompts_of(*PROMPTS), params)
     rows = [
         TokensToScore(
             input_ids=PROMPTS[one.prompt] + one.output_ids.tolist(),
             first=len(PROMPTS[one.prompt]),
-            kept=one.kept if place % 3 else None,
+            kept=one.kept if index % 3 else None,
         )
-        for place, one in enumerate(responses)
+        for index, one in enumerate(responses)
     ]
     scores = engine.client.score(rows, top_k=top_k, temperature=0.8, banned_token_ids=[7, 8])
-    for place, (one, scored) in enumerate(zip(responses, scores, strict=True)):
+    for index, (one, scored) in enumerate(zip(responses, scores, strict=True)):
         logits = tempered_logits(model, PROMPTS[one.prompt], one.output_ids.tolist(), params)
-        if place % 3:
+        if index % 3:
             assert scored.logprobs == pytest.approx(one.logprobs, abs=TOLERANCE)
             assert one.kept is not None
             logits = logits.masked_fill(torch.from_numpy(~one.kept.mask()), float("-inf"))
@@ -221,14 +221,14 @@ SETS = KeptTokens.of_lists([[4, 6]], vocab_size=VOCAB)
         ({"sampling_params": {"top_k": 5, "temperature": 0.0}, "return_sampling_mask": True}, "every token is kept"),
         ({"sampling_params": {"min_p": 1.0}}, "sampling_params.min_p: 1.0; give 0 (off) or more, below 1"),
         ({"sampling_params": {"min_p": -0.1}}, "sampling_params.min_p: -0.1"),
-        ({"kept_tokens": [SETS]}, "scores given tokens only by themselves"),
+        ({"kept_tokens": [SETS]}, "scores given tokens only in requests that generate"),
         (
             {
                 "input_ids": [[5]] * 65536,
                 "sampling_params": {"top_p": 0.9, "max_new_tokens": 6},
                 "return_sampling_mask": True,
             },
-            "up to 19660800 kept tokens, at most 16777216 are told",
+            "up to 19660800 kept tokens, at most 16777216 are returned",
         ),
     ],
 )
@@ -267,7 +267,7 @@ def test_sglang_scores_over_the_whole_vocabulary_only(engine: Engine) -> None:
 
 @pytest.fixture
 def random_sglang(sglang_launch: EngineLaunch) -> Iterator[Engine]:
-    """Returns a server that is not deterministic."""
+    """Yields a server that is not deterministic."""
     process = EngineProcess.start(replace(sglang_launch, engine=replace(sglang_launch.engine, deterministic=False)))
     yield Engine(process, "sglang")
     process.stop(timeout_s=5.0)

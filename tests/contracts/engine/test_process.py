@@ -1,4 +1,4 @@
-"""Tests that an engine process reports its start, ends with its owner, and is distinguished from a dead one."""
+"""Tests that an engine process reports its start, ends with its owner, and is unreachable once it has ended."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_restart_on_the_same_port_needs_no_new_client(start_engine: Callable[.
 
 
 def test_an_engine_that_dies_in_the_middle_is_unreachable(start_engine: Callable[..., Engine]) -> None:
-    """The first prompt has its responses. The second waits for weights that never come."""
+    """The first prompt has its responses; the second waits for weights that never come."""
     engine = start_engine()
     first, second = prompts_of([5, 6], [7, 8])
     prompts = [first, msgspec.structs.replace(second, min_version=10**6)]
@@ -138,7 +138,7 @@ def test_a_wrong_token_is_the_engines_own_word(engine: Engine) -> None:
 
 
 def run_engine(launch: EngineLaunch) -> subprocess.CompletedProcess[str]:
-    """Runs an engine that must end by itself. Its stdin stays open."""
+    """Runs an engine that must end by itself; stdin stays open."""
     with subprocess.Popen(
         launch.command(),
         stdin=subprocess.PIPE,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
-
 import msgspec
 
 from relax_core.contracts.engine import Generated, SamplingParams
@@ -12,7 +10,6 @@ from relax_core.engines.sglang.client.prompt_requests import sample_requests, sg
 from relax_core.engines.sglang.version import TESTED
 from tests.contracts.engine.harness import (
     EOS,
-    TOKEN,
     Engine,
     embedded_only,
     prompts_of,
@@ -123,7 +120,7 @@ def test_server_sent_events_are_incremental(engine: Engine) -> None:
             raw += b"data: " + msgspec.json.encode(event) + b"\n\n"
     expected = engine.generate(prompts, SamplingParams(n=2, max_new_tokens=10))
     assert [tokens[index] for index in sorted(tokens)] == [one.output_ids.tolist() for one in expected]
-    reader = EventReader(prompts, n=2)
+    reader = EventReader(prompts, samples=[(0, 0), (0, 1), (1, 0), (1, 1)])
     found = [one for cut in range(0, len(raw), 100) for one in reader.feed(raw[cut : cut + 100])]
     generated = sorted((one for one in found if isinstance(one, Generated)), key=lambda one: (one.prompt, one.sample))
     assert [(one.output_ids.tolist(), one.finish_reason) for one in generated] == [
@@ -131,21 +128,9 @@ def test_server_sent_events_are_incremental(engine: Engine) -> None:
     ]
 
 
-@embedded_only
-def test_msgpack_in_and_out(engine: Engine) -> None:
-    body = {"input_ids": random_prompt(6), "sampling_params": {"max_new_tokens": 4, "sampling_seed": 1}}
-    connection = http.client.HTTPConnection("127.0.0.1", engine.process.port, timeout=30.0)
-    headers = {"Content-Type": "application/msgpack", "Authorization": f"Bearer {TOKEN}"}
-    connection.request("POST", "/generate", msgspec.msgpack.encode(body), headers)
-    response = connection.getresponse()
-    assert response.headers["content-type"] == "application/msgpack"
-    assert msgspec.msgpack.decode(response.read())["output_ids"] == engine.post("/generate", body)["output_ids"]
-    connection.close()
-
-
 @sglang_only
 def test_sglangs_status_routes_tell(engine: Engine) -> None:
-    """If a key is set, all routes but health and readiness require it."""
+    """If a key is set, all routes except health and readiness need it."""
     for path in ("/ready", "/health", "/health_generate"):
         assert engine.call(path, method="GET", token=None)[0] == 200
     for path in ("/model_info", "/server_info", "/v1/loads"):

@@ -1,4 +1,4 @@
-"""Tests what an engine refuses, and that each refusal names key, value and fix."""
+"""Tests what an engine refuses, and that the refusal has key, value and fix."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_sglangs_refusals_are_words_too(engine: Engine, body: dict[str, Any], wo
 
 @pytest.mark.parametrize("token", [VOCAB, -1])
 def test_a_token_outside_of_the_vocabulary_is_refused_and_harms_nobody(engine: Engine, token: int) -> None:
-    """SGLang's server would die of such a token."""
+    """SGLang's server would fail on such a token."""
     words = rf"token id {token} at position 2 is not in the vocabulary; ids go from 0 to {VOCAB - 1}"
     with pytest.raises(EngineError, match=rf"/generate: .*input_ids\[1\] of rid prompt-1: {words}"):
         engine.generate(prompts_of([5, 6], [7, 8, token]), SamplingParams(max_new_tokens=2))
@@ -119,7 +119,6 @@ CHANGING = [
     "/update_weights_from_shared_memory",
     "/update_weights_from_disk",
     "/begin_weight_update",
-    "/update_weights_from_tensor",
     "/update_weights_from_distributed",
     "/end_weight_update",
     "/update_weight_version",
@@ -145,7 +144,7 @@ def test_unknown_routes_list_the_known_ones(engine: Engine) -> None:
 
 @embedded_only
 def test_an_oversize_body_is_refused_before_it_is_read(engine: Engine) -> None:
-    for path in ("/generate", "/pause_generation", "/update_weights_from_tensor"):
+    for path in ("/generate", "/pause_generation"):
         connection = engine.connection()
         connection.putrequest("POST", path)
         connection.putheader("Authorization", "Bearer token-of-the-run")

@@ -1,4 +1,4 @@
-"""Tests scores of given tokens through SGLang's own fields, against transformers, and what is refused."""
+"""Tests the scoring of given tokens through SGLang's own fields against transformers, and what is refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def model() -> Any:
 
 
 def expected(model: Any, ids: list[int], *, temperature: float) -> torch.Tensor:
-    """Returns ``[tokens - 1, vocab]``; row i is about token i + 1."""
+    """Returns log-probs ``[tokens - 1, vocab]``; entry i predicts token i + 1."""
     with torch.no_grad():
         return (model(torch.tensor([ids])).logits[0, :-1] / temperature).log_softmax(-1)
 
@@ -29,12 +29,9 @@ def expected(model: Any, ids: list[int], *, temperature: float) -> torch.Tensor:
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("top_k", [0, 5, VOCAB])
 def test_scores_are_those_of_transformers(engine: Engine, model: Any, top_k: int, temperature: float) -> None:
-    """The sequences have equal and different lengths, some beyond one prefill.
-
-    Each is scored from another position on.
-    """
+    """The sequences differ in length, some exceed one prefill pass, and each is scored from another position on."""
     if engine.kind == "sglang" and temperature != 1.0:
-        with pytest.raises(EngineError, match=r"scores at temperature 0\.6: SGLang scores at 1 only"):
+        with pytest.raises(EngineError, match=r"scores at temperature 0\.6 are not possible, because SGLang"):
             engine.client.score([TokensToScore(input_ids=[5, 6], first=1)], top_k=top_k, temperature=temperature)
         return
     rows = [

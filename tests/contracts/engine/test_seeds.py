@@ -11,11 +11,11 @@ from tests.responses import content
 
 def test_same_seed_same_tokens_alone_and_in_a_batch(engine: Engine) -> None:
     params = SamplingParams(n=4, max_new_tokens=16)
-    prompts = prompts_of(*[random_prompt(4 + 3 * place, seed=place) for place in range(8)])
+    prompts = prompts_of(*[random_prompt(4 + 3 * index, seed=index) for index in range(8)])
     together = engine.generate(prompts, params)
-    for place, prompt in enumerate(prompts):
+    for index, prompt in enumerate(prompts):
         alone = engine.generate([prompt], params)
-        batch = [one for one in together if one.prompt == place]
+        batch = [one for one in together if one.prompt == index]
         assert [one.output_ids.tolist() for one in alone] == [one.output_ids.tolist() for one in batch]
         for left, right in zip(alone, batch, strict=True):
             assert left.logprobs == pytest.approx(right.logprobs, abs=1e-5)
@@ -30,7 +30,7 @@ def test_samples_of_a_prompt_and_seeds_differ(engine: Engine) -> None:
 
 def test_the_same_request_twice_is_the_same_to_the_bit(engine: Engine) -> None:
     params = SamplingParams(n=16, max_new_tokens=8)
-    prompts = prompts_of(*[random_prompt(16, seed=place) for place in range(4)])
+    prompts = prompts_of(*[random_prompt(16, seed=index) for index in range(4)])
     first, second = engine.generate(prompts, params), engine.generate(prompts, params)
     if engine.kind == "embedded":
         assert [content(one) for one in first] == [content(one) for one in second]

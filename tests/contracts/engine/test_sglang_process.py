@@ -1,4 +1,4 @@
-"""Tests an SGLang server that Relax starts: its status, its redaction, and that nothing of it remains."""
+"""Tests an SGLang server that the run starts: what it reports, what it hides, and that it leaves no files."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def started() -> Iterator[Started]:
 
 @pytest.fixture(scope="module")
 def blank(sglang_launch: EngineLaunch, started: Started, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """Returns a server without weights that prefills in small chunks. A test kills it at the end."""
+    """Yields a server that has no weights yet and prefills in small chunks; the last test kills it."""
     log = tmp_path_factory.mktemp("blank") / "engine.log"
     engine = replace(sglang_launch.engine, flags={"chunked-prefill-size": CHUNK})
     process = started.start(replace(sglang_launch, engine=engine, load_weights=False, log_file=log))
@@ -61,7 +61,7 @@ def family(pid: int) -> list[psutil.Process]:
     return [process, *process.children(recursive=True)]
 
 
-def gone(processes: list[psutil.Process]) -> bool:
+def all_ended(processes: list[psutil.Process]) -> bool:
     return all(not one.is_running() or one.status() == psutil.STATUS_ZOMBIE for one in processes)
 
 
@@ -92,13 +92,13 @@ def test_prompts_that_wait_for_different_versions_share_a_call(blank: Engine, tm
 
 
 def test_a_prompt_that_new_weights_cut_in_two_is_asked_for_again(blank: Engine, tmp_path: Path) -> None:
-    """No log-prob may depend on a cache that two versions computed."""
+    """No log-prob may come from a cache that two weight versions have computed."""
     version, params, deadline = blank.version + 1, SamplingParams(max_new_tokens=4), time.monotonic() + 120.0
     blank.client.update_weights(publish(make_model(None, seed=9), tmp_path / "old", version=version))
     model = make_model(None, seed=10)
     manifest = publish(model, tmp_path / "new", version=version + 1)
     with ThreadPoolExecutor() as pool:
-        for attempt in range(20):  # repeated, because a prefill may end before the test sees it
+        for attempt in range(20):  # one whose prefill ends before it was seen is no use
             prompt = random_prompt(4000, seed=attempt)
             cut = pool.submit(blank.generate, prompts_of(prompt, min_version=version), params)
             while not (half := half_prefilled(blank)) and not cut.done():
@@ -117,7 +117,7 @@ def test_a_prompt_that_new_weights_cut_in_two_is_asked_for_again(blank: Engine, 
 
 
 def half_prefilled(engine: Engine) -> bool:
-    """Pauses the server and returns whether the only prompt has some chunks of its prefill done and some left."""
+    """Pauses the server; is True if its only prompt has some but not all chunks of its prefill."""
     engine.client.pause("in_place")
     loads = engine.client.loads()
     return loads["num_waiting_reqs"] == 0 and loads["num_waiting_uncached_tokens"] > 8 * CHUNK
@@ -145,7 +145,7 @@ def test_a_server_can_be_met_by_its_address(blank: Engine) -> None:
     attached = SglangClient(blank.process.url, TOKEN, **setting, **times)
     rollout = load_config(["rollout.top_k=4096", "rollout.top_p=0.9"]).rollout
     assert check_server(attached, timeout_s=10.0, rollout=rollout) == "0.5.23"
-    with pytest.raises(EngineError, match=r"rollout\.top_k=4097, but it tells at most 4096 kept tokens"):
+    with pytest.raises(EngineError, match=r"rollout\.top_k=4097, but it returns at most 4096 kept tokens"):
         check_server(attached, timeout_s=10.0, rollout=replace(rollout, top_k=4097))
     with pytest.raises(EngineError, match=r"rollout\.min_p=0\.1, but it was started with --enable-deterministic"):
         check_server(attached, timeout_s=10.0, rollout=replace(rollout, min_p=0.1))
@@ -158,12 +158,12 @@ def test_a_server_that_is_killed_takes_its_processes_along(blank: Engine, wait_u
     processes = family(blank.process.pid)
     assert len(processes) >= 3
     os.kill(blank.process.pid, signal.SIGKILL)
-    wait_until(lambda: gone(processes), what="the end of all its processes", timeout_s=60.0)
+    wait_until(lambda: all_ended(processes), what="the end of all its processes", timeout_s=60.0)
     assert blank.process.poll() == -signal.SIGKILL
 
 
 def test_a_server_that_was_killed_leaves_nothing(blank: Engine, started: Started) -> None:
-    """After its owner has seen its end, neither sockets and files nor names in shared memory remain."""
+    """No sockets, files or names in shared memory stay once the owner has seen the server's end."""
     assert blank.process.poll() is not None, "the test before has killed it"
     assert started.left(), "what it had made"
     blank.process.stop(timeout_s=0.0)
@@ -173,7 +173,7 @@ def test_a_server_that_was_killed_leaves_nothing(blank: Engine, started: Started
 def test_it_ends_with_an_owner_that_was_killed(
     sglang_launch: EngineLaunch, tmp_path: Path, wait_until: WaitUntil
 ) -> None:
-    """The owner dies during the server's long start. The pipe to the owner works from the first moment on."""
+    """The owner is killed while the server starts, which takes the longest."""
     launch = replace(sglang_launch, log_file=tmp_path / "log")
     owner = """
 import pickle, sys, time
@@ -192,11 +192,11 @@ time.sleep(600)
     child.stdin.write(pickle.dumps(launch))
     child.stdin.close()
     wait_until(lambda: bool(psutil.Process(child.pid).children()), what="its server", timeout_s=30.0)
-    time.sleep(3.0)  # the server now runs its imports
+    time.sleep(3.0)  # into the imports
     processes = psutil.Process(child.pid).children(recursive=True)
     child.kill()
     child.wait()
-    wait_until(lambda: gone(processes), what="the end of all its processes", timeout_s=30.0)
+    wait_until(lambda: all_ended(processes), what="the end of all its processes", timeout_s=30.0)
 
 
 def test_a_flag_that_sglang_does_not_know_is_said(sglang_launch: EngineLaunch, tmp_path: Path) -> None:

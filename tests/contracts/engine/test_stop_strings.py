@@ -24,7 +24,7 @@ STOPPING = msgspec.structs.replace(PARAMS, stop=STOP)
 
 
 def text_of(ids: list[int]) -> str:
-    """Returns the text of token ids by the tokenizer below: one or two letters per token."""
+    """Returns the text of token ids by the tokenizer below, with one or two letters a token."""
     return "".join(LETTERS[token % 5] * (1 + token % 2) for token in ids)
 
 
@@ -62,7 +62,7 @@ def first_end(ids: list[int]) -> int | None:
 
 
 def as_expected(whole: Generated, stopped: Generated) -> bool:
-    """Checks that ``stopped`` is ``whole`` up to its first stop string, and returns whether it has one."""
+    """Checks that ``stopped`` is ``whole`` up to its first stop string; returns whether there is one."""
     end = first_end(whole.output_ids.tolist())
     assert stopped.output_ids.tolist() == whole.output_ids[:end].tolist()
     assert stopped.logprobs == pytest.approx(whole.logprobs[:end], abs=2e-5)
@@ -85,7 +85,7 @@ def test_a_response_ends_with_the_token_that_completes_a_string(lettered: Engine
     assert sum(ended) >= 5 and not all(ended), ended  # the model writes them by chance
 
 
-def test_a_string_across_the_point_where_a_response_goes_on_is_found(lettered: Engine) -> None:
+def test_a_string_across_the_place_where_a_response_goes_on_is_found(lettered: Engine) -> None:
     """An aborted sample is requested again after its own tokens."""
     prompts = prompts_of([5, 6, 7], [9, 8], [20, 30, 40, 11])
     stopped = [one for one in lettered.generate(prompts, STOPPING) if one.finish_reason == "stop"]
@@ -97,13 +97,13 @@ def test_a_string_across_the_point_where_a_response_goes_on_is_found(lettered: E
     ]
     asked = [
         PromptRequest(
-            rid=f"again-{place}",
+            rid=f"again-{index}",
             input_ids=prompts[one.prompt].input_ids + one.output_ids[:-1].tolist(),
             sampling_seed=prompts[one.prompt].sampling_seed,
             samples=[one.sample],
             generated=len(one.output_ids) - 1,
         )
-        for place, one in enumerate(across)
+        for index, one in enumerate(across)
     ]
     assert asked
     again = lettered.generate(asked, STOPPING)
@@ -113,7 +113,7 @@ def test_a_string_across_the_point_where_a_response_goes_on_is_found(lettered: E
 
 
 def test_greedy_answers_and_neighbours_without_strings_are_left_alone(lettered: Engine) -> None:
-    """Both kinds run in one batch."""
+    """Samples with and without stop strings run in one batch."""
     prompts = prompts_of([5, 6, 7], [9, 8], [20, 30, 40, 11])
     alone = lettered.generate(prompts, PARAMS)
 

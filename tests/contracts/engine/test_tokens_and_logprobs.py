@@ -1,4 +1,4 @@
-"""Tests token ids, and log-probs of exactly the distribution that was sampled from, against transformers."""
+"""Compares tokens and log-probs of exactly the sampled distribution with transformers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def model() -> Any:
 
 
 def transformers_logprobs(model: Any, prompt: list[int], one: Generated, params: SamplingParams) -> torch.Tensor:
-    """Returns the log-prob of each generated token from one uncached forward pass and transformers' own warpers."""
+    """Returns the log-prob of each generated token, from one uncached forward pass and transformers' own warpers."""
     with torch.no_grad():
         logits = model(torch.tensor([prompt + one.output_ids.tolist()])).logits[0, len(prompt) - 1 : -1]
     logits[:, params.banned_token_ids] = float("-inf")

@@ -1,4 +1,4 @@
-"""Tests weight updates by every transport on both engines: served if the digest agrees, refused if it does not."""
+"""Tests new weights by every transport on both engines, which serve them only if their digest agrees."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from relax_core.config.schema import WeightTransportName
 from relax_core.contracts.engine import Generated, SamplingParams, TensorSpec
 from relax_core.engines.sglang.client.sglang_client import SglangClient
 from relax_core.weights.publisher import WEIGHTS, SyncReport, WeightPublisher
-from relax_core.weights.transports.choice import DiskTransport, build_transport
+from relax_core.weights.transports.build_transport import build_transport
+from relax_core.weights.transports.file_transports import DiskTransport
 from relax_core.weights.version_folder import read_latest
 from tests.contracts.engine.harness import (
     Engine,
@@ -37,7 +38,7 @@ Damage = Callable[[Path], None]
 
 @pytest.fixture
 def engine_back(engine: Engine, tmp_path: Path) -> Iterator[Engine]:
-    """Yields the session's engine. Afterwards the folder's own weights come back under a newer version."""
+    """Yields the session's engine; afterwards it serves the folder's own weights under a newer version."""
     yield engine
     newer = max(engine.version, 1000) + 1
     engine.client.update_weights(publish(make_model(None, seed=0), tmp_path / "back.bin", version=newer))
@@ -45,7 +46,7 @@ def engine_back(engine: Engine, tmp_path: Path) -> Iterator[Engine]:
 
 
 def publisher_of(name: str, engine: Engine, folder: Path, model: Path, *, damage: list[Damage]) -> WeightPublisher:
-    """Returns a publisher. ``damage`` changes a published file before the engine is told of it."""
+    """Returns a publisher; ``damage`` changes a published file before the engine is called."""
     transport = build_transport(WeightTransportName(name), host="127.0.0.1", timeout_s=TIMEOUT_S)
 
     def receivers() -> list[object]:
@@ -63,7 +64,7 @@ def flip_a_bit(path: Path) -> None:
 
 
 def send(publisher: WeightPublisher, version: int) -> SyncReport:
-    """Sends a version with the weights of the model of this seed."""
+    """Publishes the weights of the model whose seed is ``version``."""
     return publisher.publish(version, hf_weights(make_model(None, seed=version))).result(timeout=2 * TIMEOUT_S)
 
 
@@ -91,7 +92,7 @@ def test_a_version_is_served_and_a_wrong_digest_is_not(
     damage.append(flip_a_bit)
     (why,) = send(publisher, before + 2).refused.values()
     assert "digest" in why
-    # Over gloo the model has the wrong weights before anybody can tell: it is taken out until it has good ones.
+    # Over gloo SGLang's model has the wrong weights before the digest is known, so it serves nothing until good ones.
     assert engine.version == (-1 if name == "gloo" else before + 1)
     damage.clear()
 
@@ -115,7 +116,7 @@ def test_the_same_version_again_is_not_loaded_again(engine_back: Engine, tmp_pat
 
 @sglang_only
 def test_two_senders_of_one_version_do_not_disturb_each_other(engine_back: Engine, tmp_path: Path) -> None:
-    """The trainer's push and the owner's weight reconciler may send at the same time."""
+    """The trainer's push and the owner's update may come at the same time."""
     version = engine_back.version + 1
     manifest = publish(make_model(None, seed=version), tmp_path / "both", version=version)
     with ThreadPoolExecutor() as pool:
@@ -128,7 +129,7 @@ def test_two_senders_of_one_version_do_not_disturb_each_other(engine_back: Engin
 
 @sglang_only
 def test_two_senders_from_disk_take_turns(engine_back: Engine, tmp_path: Path, model_folder: Path) -> None:
-    """SGLang's server would die of two loads at the same time."""
+    """SGLang's server would fail if two loads overlapped."""
     version = engine_back.version + 1
     publisher = WeightPublisher(tmp_path, list, transport=DiskTransport(), model_folder=model_folder)
     assert send(publisher, version).refused == {}
@@ -144,7 +145,7 @@ def test_two_senders_from_disk_take_turns(engine_back: Engine, tmp_path: Path, m
 
 @sglang_only
 def test_a_server_without_its_memory_is_not_woken_by_another_sender(engine_back: Engine, tmp_path: Path) -> None:
-    """In time sharing the trainer has taken the memory. An engine's owner, which does not know it, sends weights."""
+    """In time sharing the trainer has released the memory, and an engine's owner sends weights without knowing it."""
     engine, version = engine_back, engine_back.version + 1
     engine.client.release_memory()
     engine.new_client().update_weights(publish(make_model(None, seed=version), tmp_path / "w", version=version))
@@ -172,7 +173,7 @@ def test_a_session_that_was_left_open_is_closed_by_the_next_sender(engine_back: 
 def test_a_second_run_on_one_server_serves_nothing_of_the_first(
     engine_back: Engine, tmp_path: Path, model_folder: Path
 ) -> None:
-    """The first run has left a higher version, prefixes in the cache, a sample in flight, a pause and a session."""
+    """The first run has left a higher version, its prefixes in the cache, a running sample, a pause and a session."""
     engine = engine_back
     left = engine.version + 60
     engine.client.update_weights(publish(make_model(None, seed=1), tmp_path / "first", version=left))
@@ -194,7 +195,7 @@ def test_a_second_run_on_one_server_serves_nothing_of_the_first(
 
 
 class RefusedInTheMiddle(SglangClient):
-    """A sender that asks the server to receive in a group that it does not know."""
+    """Asks its server to receive in a group that the server does not know."""
 
     def receive_weights(self, tensors: Sequence[TensorSpec], *, group: str, version: int) -> dict[str, Any]:
         return super().receive_weights(tensors, group="nobody", version=version)
@@ -204,7 +205,7 @@ class RefusedInTheMiddle(SglangClient):
 def test_a_push_that_fails_in_the_middle_leaves_nothing_to_serve_and_nothing_open(
     engine_back: Engine, tmp_path: Path, model_folder: Path
 ) -> None:
-    """Some of its tensors may be in the model, under the old version's number."""
+    """Some tensors of the failed push may be in the model, under the old version's number."""
     engine, before = engine_back, engine_back.version
     engine.client = sglang_client(engine.process.url, kind=RefusedInTheMiddle)
     publisher = publisher_of("gloo", engine, tmp_path, model_folder, damage=[])
@@ -223,10 +224,7 @@ def test_a_push_that_fails_in_the_middle_leaves_nothing_to_serve_and_nothing_ope
 def test_a_prompt_that_the_change_overtakes_is_not_read_from_the_old_cache(
     engine_back: Engine, tmp_path: Path, wait_until: Callable[..., None]
 ) -> None:
-    """The prompt is sent under one version and waits in the paused server.
-
-    It is prefilled under the next version, while its tokens are in the cache of the first.
-    """
+    """The prompt is sent under one version, whose cache holds its tokens, and is prefilled under the next version."""
     engine, before = engine_back, engine_back.version
     engine.generate(prompts_of(PROMPT), SamplingParams(max_new_tokens=2))  # fills the cache
     manifest = publish(make_model(None, seed=before + 1), tmp_path / "next", version=before + 1)
@@ -243,7 +241,7 @@ def test_a_prompt_that_the_change_overtakes_is_not_read_from_the_old_cache(
     with ThreadPoolExecutor() as pool:
         overtaken = pool.submit(asyncio.run, collect())
         wait_until(lambda: any(call.sent for call in client._calls), what="the request")
-        time.sleep(0.3)  # it is on its way to the server, which tells nobody of what it has not let in
+        time.sleep(0.3)  # the request is on its way; the paused server does not report it
         engine.client.update_weights(manifest)
         responses = overtaken.result(60)
     model = make_model(None, seed=before + 1)

@@ -1,8 +1,7 @@
-"""Tests that a version is served once its weights are loaded and attested, and not before."""
+"""Tests that a version is served once its weights are in and attested, and not before."""
 
 from __future__ import annotations
 
-import base64
 import json
 import socket
 import threading
@@ -13,7 +12,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import safetensors.torch
 import torch
 
 from relax_core.contracts.engine import EngineError, SamplingParams
@@ -28,7 +26,7 @@ PROMPT = random_prompt(12)
 
 @pytest.fixture(scope="module")
 def blank(launch: Any) -> Any:
-    """Returns an engine without weights."""
+    """Yields an engine that has no weights yet."""
     from dataclasses import replace
 
     from relax_core.engines.engine_process import EngineProcess
@@ -39,7 +37,7 @@ def blank(launch: Any) -> Any:
 
 
 def serves(engine: Engine, model: Any, version: int) -> None:
-    """Returns whether the engine's log-probs are this model's, under this version."""
+    """Checks that the engine's log-probs are those of this model, under this version."""
     one = engine.generate(prompts_of(PROMPT), GREEDY)[0]
     with torch.no_grad():
         logits = model(torch.tensor([PROMPT + one.output_ids.tolist()])).logits[0, len(PROMPT) - 1 : -1]
@@ -120,52 +118,6 @@ def test_from_disk(blank: Engine, tmp_path: Path) -> None:
     assert status == 400 and "versions are integers" in answer["error"]["message"]
 
 
-def test_from_tensor_in_a_session(blank: Engine) -> None:
-    model = make_model(None, seed=11)
-    tensors = hf_weights(model)
-    halves = [dict(tensors[:9]), dict(tensors[9:])]
-    payloads = [base64.b64encode(safetensors.torch.save(half)).decode() for half in halves]
-    status, answer = blank.call("/update_weights_from_tensor", {"serialized_named_tensors": payloads})
-    assert status == 400 and "/begin_weight_update" in answer["error"]["message"]
-    version = blank.client.model_info()["weight_version"]
-    blank.post("/begin_weight_update", {})
-    blank.post("/update_weights_from_tensor", {"serialized_named_tensors": payloads[:1], "weight_version": "9"})
-    assert blank.client.model_info()["weight_version"] == version
-    status, answer = blank.call("/end_weight_update", {})
-    assert status == 400 and "missing" in answer["error"]["message"]
-    blank.post("/begin_weight_update", {})
-    blank.post("/update_weights_from_tensor", {"serialized_named_tensors": payloads, "weight_version": "9"})
-    blank.post("/end_weight_update", {})
-    serves(blank, model, 9)
-
-
-def test_a_session_ends_with_its_digest(blank: Engine) -> None:
-    model = make_model(None, seed=12)
-    # safetensors orders a file's tensors itself: the digest is over the order of arrival, one tensor a payload here
-    tensors = hf_weights(model)
-    payloads = [base64.b64encode(safetensors.torch.save({name: value})).decode() for name, value in tensors]
-    before = blank.client.model_info()["weight_version"]
-    body = {"serialized_named_tensors": payloads, "weight_version": 10}
-    blank.post("/begin_weight_update")
-    blank.post("/update_weights_from_tensor", body)
-    status, answer = blank.call("/end_weight_update", {"digest": "0" * 32})
-    assert status == 409 and "stays in force" in answer["error"]["message"]
-    assert blank.client.model_info()["weight_version"] == before
-    blank.post("/begin_weight_update")
-    blank.post("/update_weights_from_tensor", body)
-    blank.post("/end_weight_update", {"digest": tensors_digest(tensors)})
-    serves(blank, model, 10)
-
-
-def test_a_pickle_is_never_taken(blank: Engine) -> None:
-    import pickle
-
-    payload = base64.b64encode(pickle.dumps({"model.norm.weight": [1.0]})).decode()
-    blank.post("/begin_weight_update")
-    status, answer = blank.call("/update_weights_from_tensor", {"serialized_named_tensors": [payload]})
-    assert status == 400 and "a pickle is never taken" in answer["error"]["message"]
-
-
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -174,31 +126,43 @@ def free_port() -> int:
 
 
 def test_from_distributed_over_gloo(blank: Engine) -> None:
+    """A session serves nothing before its end, and nothing whose digest differs from the sender's."""
     model = make_model(None, seed=13)
     tensors = hf_weights(model)
-    port = free_port()
-    group: dict[str, Any] = {"group_name": "weights", "master_address": "127.0.0.1", "master_port": port}
+    group: dict[str, Any] = {"group_name": "weights", "master_address": "127.0.0.1", "master_port": free_port()}
+    body = {
+        "names": [name for name, _ in tensors],
+        "dtypes": ["float32"] * len(tensors),
+        "shapes": [list(value.shape) for _, value in tensors],
+        "group_name": "weights",
+        "load_format": "flattened_bucket",
+    }
+    status, answer = blank.call("/update_weights_from_distributed", body)
+    assert status == 400 and "/begin_weight_update" in answer["error"]["message"]
     with ThreadPoolExecutor() as pool:
         joining = pool.submit(
             blank.post, "/init_weights_update_group", {**group, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
         )
-        place = WeightGroupAddress(
-            name="weights", address="127.0.0.1", port=port, world_size=2, backend="gloo", timeout_s=60.0
+        address = WeightGroupAddress(
+            name="weights",
+            address="127.0.0.1",
+            port=group["master_port"],
+            world_size=2,
+            backend="gloo",
+            timeout_s=60.0,
         )
-        ours = WeightGroup.join(place, rank=0)
+        ours = WeightGroup.join(address, rank=0)
         joining.result(60)
-        blank.post("/begin_weight_update")
-        body = {
-            "names": [name for name, _ in tensors],
-            "dtypes": ["float32"] * len(tensors),
-            "shapes": [list(value.shape) for _, value in tensors],
-            "group_name": "weights",
-            "weight_version": "11",
-        }
-        receiving = pool.submit(blank.post, "/update_weights_from_distributed", body)
-        ours.send([value for _, value in tensors])
-        receiving.result(60)
-    blank.post("/end_weight_update", {"digest": tensors_digest(tensors)})
+        before = blank.version
+        for digest in ("0" * 32, tensors_digest(tensors)):
+            blank.post("/begin_weight_update")
+            receiving = pool.submit(blank.post, "/update_weights_from_distributed", body)
+            ours.send([torch.cat([value.contiguous().view(-1).view(torch.uint8) for _, value in tensors])])
+            receiving.result(60)
+            assert blank.version == before
+            status, answer = blank.call("/end_weight_update", {"weight_version": "11", "digest": digest})
+            assert status == (200 if digest != "0" * 32 else 409), answer
+            assert status == 200 or "stays in force" in answer["error"]["message"]
     blank.post("/destroy_weights_update_group", {"group_name": "weights"})
     serves(blank, model, 11)
     status, answer = blank.call("/destroy_weights_update_group", {"group_name": "weights"})
@@ -206,7 +170,7 @@ def test_from_distributed_over_gloo(blank: Engine) -> None:
 
 
 def test_a_sender_that_joins_as_sglangs_trainers_do(blank: Engine) -> None:
-    """SGLang's ``init_custom_process_group`` uses torch's own helper, so the names in the store must be the same."""
+    """Their ``init_custom_process_group`` uses torch's own helper, so that the store's names must be the same."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _new_process_group_helper
 

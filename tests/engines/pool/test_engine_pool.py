@@ -1,4 +1,4 @@
-"""Two real engine processes behind the pool: who gets which prompt, and what a death costs."""
+"""Tests the pool with two real engine processes: which engine gets which prompt, and what a killed engine costs."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ LENGTHS_SEED = 21
 
 def test_prompts_go_to_their_engines_and_come_back_whole(start_engine: Callable[..., Engine]) -> None:
     first, second = start_engine(), start_engine()
-    prompts = prompts_of(*([5 + place, 6] for place in range(5)))
+    prompts = prompts_of(*([5 + index, 6] for index in range(5)))
     directory, ends = Directory(first, second), []
     found = generate(directory, prompts, SHORT, ends=ends)
-    assert sorted(place for place, _ in found) == [0, 1, 2, 3, 4]
-    for place, responses in found:
+    assert sorted(index for index, _ in found) == [0, 1, 2, 3, 4]
+    for index, responses in found:
         assert sorted(one.sample for one in responses) == [0, 1, 2]
-        assert {one.rid for one in responses} == {f"prompt-{place}"}
+        assert {one.rid for one in responses} == {f"prompt-{index}"}
     assert sorted(directory.calls) == [0, 1]  # one request an engine
-    assert len(ends) == 2  # each engine tells its own times
+    assert len(ends) == 2  # each engine reports its own times
     alone = generate(Directory(first), prompts, SHORT)
     assert tokens(alone) == tokens(found)  # a sample does not depend on where it was drawn
 
@@ -62,9 +62,9 @@ def test_an_engine_without_a_share_is_not_asked(start_engine: Callable[..., Engi
 def test_what_a_killed_engine_owed_is_redone_and_nothing_else(
     start_engine: Callable[..., Engine], start_slow_engine: Callable[[], Engine]
 ) -> None:
-    """Killed in the middle of a group: only the samples that are missing are asked for, of the engine that lives."""
+    """One engine is killed in the middle of a group; the other is asked for the missing samples only."""
     first, second = start_engine(), start_slow_engine()
-    prompts = prompts_of(*([5 + place, 6] for place in range(8)), seed=LENGTHS_SEED)  # 1, 3, 5, 7 go to engine 1
+    prompts = prompts_of(*([5 + index, 6] for index in range(8)), seed=LENGTHS_SEED)  # 1, 3, 5, 7 go to engine 1
     expected = tokens(generate(Directory(first), prompts, LENGTHS))
     directory = Directory(first, second)
 
@@ -89,7 +89,7 @@ def test_what_a_killed_engine_owed_is_redone_and_nothing_else(
         return found
 
     found = asyncio.run(scene())
-    assert Counter(place for place, _ in found) == dict.fromkeys(range(8), 1)
+    assert Counter(index for index, _ in found) == dict.fromkeys(range(8), 1)
     assert tokens(found) == expected  # seeds belong to samples: a sample that is drawn again gets the same tokens
     assert Counter(one.rid for _, one in directory.came) == {prompt.rid: 4 for prompt in prompts}, "none came twice"
     parts = {prompt.rid: prompt.samples for _, prompt in directory.requests if prompt.samples is not None}
@@ -99,7 +99,7 @@ def test_what_a_killed_engine_owed_is_redone_and_nothing_else(
 
 
 def test_a_killed_engine_in_mid_generation_is_asked_anew(start_engine: Callable[..., Engine], tmp_path: Path) -> None:
-    """The only engine dies with a prompt that it holds for a version that never comes; its successor has it."""
+    """The only engine is killed while it holds a prompt for a missing version; its successor has the version."""
     first = start_engine()
     held = PromptRequest(rid="held", input_ids=[7, 8], sampling_seed=3, min_version=1)
 
@@ -109,8 +109,8 @@ def test_a_killed_engine_in_mid_generation_is_asked_anew(start_engine: Callable[
         return on_policy
 
     directory = Directory(first, replace=replace)
-    found = generate(directory, [*prompts_of([5, 6]), held], SHORT, on_done=lambda place: place or kill(first))
-    assert [place for place, _ in found] == [0, 1]
+    found = generate(directory, [*prompts_of([5, 6]), held], SHORT, on_done=lambda index: index or kill(first))
+    assert [index for index, _ in found] == [0, 1]
     assert {version for one in found[1][1] for version in one.versions.tolist()} == {1}
     assert directory.asked == [(0, False), (0, True), (0, False)]
 
@@ -128,7 +128,7 @@ def test_patience_ends_with_the_engines_numbers(start_engine: Callable[..., Engi
 
 
 def test_a_long_silence_before_the_death_does_not_use_up_the_patience(start_engine: Callable[..., Engine]) -> None:
-    """A held prompt is silent for as long as a train step lasts; patience counts from the loss."""
+    """A held prompt is silent for as long as a train step lasts; the timeout counts from the loss."""
     first = start_engine()
     held = [PromptRequest(rid="held", input_ids=[7, 8], sampling_seed=3, min_version=9)]
     directory = Directory(first)
@@ -137,7 +137,7 @@ def test_a_long_silence_before_the_death_does_not_use_up_the_patience(start_engi
         pool = EnginePool(1, directory.client_for, patience_s=0.3)
         waiting = asyncio.ensure_future(anext(pool.generate(held, SHORT, places=[0])))
         await until("it is not held", lambda: first.client.loads()["held"] == 3)
-        await asyncio.sleep(0.6)  # twice the patience, and nothing is wrong
+        await asyncio.sleep(0.6)  # twice the timeout, and nothing is wrong
         kill(first)
         with pytest.raises(EngineUnreachable, match="no engine has answered anything"):
             await waiting
@@ -153,7 +153,7 @@ def test_a_straggler_is_named_and_what_it_holds_goes_to_another(
     first, second = start_engine(), start_engine()
     first.client.update_weights(publish(make_model(None, seed=1), tmp_path / "weights", version=2))
     prompts = [
-        PromptRequest(rid=f"held-{place}", input_ids=[7, place], sampling_seed=3, min_version=2) for place in range(4)
+        PromptRequest(rid=f"held-{index}", input_ids=[7, index], sampling_seed=3, min_version=2) for index in range(4)
     ]
     directory = Directory(first, second)
 
@@ -167,7 +167,7 @@ def test_a_straggler_is_named_and_what_it_holds_goes_to_another(
     assert sorted(found) == [0, 1, 2, 3]
     assert {one.engine for responses in found.values() for one in responses} == {"engine-0"}
     assert {engine for engine, _ in directory.requests} == {0, 1}
-    assert "engine 1 serves weights 0, another one 2: more than 1 behind" in caplog.text
+    assert "engine 1 serves weights 0, another engine 2. It has been more than 1 versions behind" in caplog.text
 
 
 def breaks_off(prompt: PromptRequest) -> Generated:
@@ -177,25 +177,27 @@ def breaks_off(prompt: PromptRequest) -> Generated:
 def test_an_engine_that_dies_twice_is_no_matter_while_another_lives(
     start_engine: Callable[..., Engine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is answered for longer than the patience, since the engine that lives waits for new weights."""
-    monkeypatch.setattr(watch_module, "LOOK_S", 3600.0)  # both are one process: each would be told the other's load
-    lives = start_engine()
+    """No answer comes for longer than the timeout, because the running engine waits for new weights."""
+    monkeypatch.setattr(
+        watch_module, "LOAD_POLL_S", 3600.0
+    )  # both are one process, so each would report the other's load
+    running = start_engine()
     held = [PromptRequest(rid=f"held-{at}", input_ids=[7, at], sampling_seed=3, min_version=1) for at in range(2)]
-    directory = Directory(lives, lives)
+    directory = Directory(running, running)
     flawed = Flawed(directory, {0: breaks_off})
 
     async def scene() -> dict[int, list[Generated]]:
         pool = EnginePool(2, flawed.client_for, patience_s=0.3)
         collecting = asyncio.ensure_future(collect_groups(pool.generate(held, SHORT, places=[0, 1])))
         for deaths in (1, 2):
-            await until("not all is held", lambda: lives.client.loads()["held"] == 6)
+            await until("not all is held", lambda: running.client.loads()["held"] == 6)
             assert flawed.met[0] == deaths
             if deaths == 1:
-                await asyncio.sleep(0.5)  # longer than the patience
+                await asyncio.sleep(0.5)  # longer than the timeout
                 await until("the engine is not back", lambda: pool._watch.usable() == [0, 1])
                 await pool.abort(["held-0"], min_version=1)  # it has least to do, so this goes to it
                 await until("it was not asked again", lambda: flawed.met[0] == 2 or collecting.done())
-        lives.client.update_weights(publish(make_model(None, seed=1), tmp_path / "weights", version=1))
+        running.client.update_weights(publish(make_model(None, seed=1), tmp_path / "weights", version=1))
         found = await collecting
         await directory.close()
         return found
@@ -206,12 +208,12 @@ def test_an_engine_that_dies_twice_is_no_matter_while_another_lives(
 def test_what_a_silent_engine_owes_is_asked_of_another(
     start_engine: Callable[..., Engine], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is stopped with prompts that it holds; when it goes on it drops them, and gets prompts again."""
-    lives, silent = start_engine(), start_engine()
+    """The engine is stopped while it holds prompts; when it goes on it drops them, and gets prompts again."""
+    running, silent = start_engine(), start_engine()
     prompts = prompts_of([5, 6], [7, 8], [9, 10], [11, 12])
-    expected = tokens(generate(Directory(lives), prompts, SHORT))
+    expected = tokens(generate(Directory(running), prompts, SHORT))
     silent.client.pause("in_place")
-    directory = Directory(lives, silent)
+    directory = Directory(running, silent)
 
     async def scene() -> list[tuple[int, list[Generated]]]:
         pool = EnginePool(2, directory.client_for, patience_s=600.0, silent_s=1.0)
@@ -235,13 +237,13 @@ def test_what_a_silent_engine_owes_is_asked_of_another(
     assert tokens(found) == expected
     assert {one.engine for _, responses in found for one in responses} == {"engine-0"}
     assert directory.calls.count(1) == 2, "it was asked before, and again when it answered"
-    assert "engine-1 is lost, what it owed is asked again" in caplog.text
+    assert "engine-1 does not answer; its open samples are asked for again" in caplog.text
     assert "/ready: no answer within 0.5 s" in caplog.text, "its stream has not ended of itself"
 
 
 def test_a_frozen_engine_is_looked_at_once(start_engine: Callable[..., Engine], monkeypatch: Any) -> None:
-    """Each look that waits for it holds a thread; there are few, and rewards and aborts need them."""
-    monkeypatch.setattr(watch_module, "LOOK_S", 0.0)
+    """Each poll that waits for it holds one of few threads, which rewards and aborts need."""
+    monkeypatch.setattr(watch_module, "LOAD_POLL_S", 0.0)
     engine = start_engine()
     directory = Directory(engine, engine)
     heard: list[int] = []
@@ -252,14 +254,14 @@ def test_a_frozen_engine_is_looked_at_once(start_engine: Callable[..., Engine], 
         try:
             await until("it does not stop", lambda: process_state(engine.process.pid) == "stopped")
             for _ in range(5):
-                watch.look(lambda number, samples: heard.append(number))
+                watch.poll_loads(lambda number, samples: heard.append(number))
                 await asyncio.sleep(0)
             assert directory.asked == [(0, False), (1, False)] and not heard
         finally:
             os.kill(engine.process.pid, signal.SIGCONT)
-        await until("no look ended", lambda: sorted(heard) == [0, 1])
-        watch.look(lambda number, samples: heard.append(number))
-        await until("it is looked at no more", lambda: sorted(heard) == [0, 0, 1, 1])
+        await until("no poll has ended", lambda: sorted(heard) == [0, 1])
+        watch.poll_loads(lambda number, samples: heard.append(number))
+        await until("it is polled no more", lambda: sorted(heard) == [0, 0, 1, 1])
         await directory.close()
 
     asyncio.run(scene())
@@ -274,7 +276,7 @@ def test_a_refusal_is_not_retried(start_engine: Callable[..., Engine]) -> None:
 
 
 def test_an_engine_that_is_up_but_never_gets_anywhere_is_given_up(start_engine: Callable[..., Engine]) -> None:
-    """Its health says yes, its answers break off: that is not tried for ever."""
+    """Its health check succeeds but its answers break off, which is not retried forever."""
     directory = Directory(start_engine())
     flawed = Flawed(directory, {0: breaks_off})
 

@@ -1,4 +1,4 @@
-"""A control call to several engines: each has its own outcome, and failures are named."""
+"""Tests a control call to several engines: each has its own outcome, and failures are named."""
 
 from __future__ import annotations
 

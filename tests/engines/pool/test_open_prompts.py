@@ -1,4 +1,4 @@
-"""A prompt's missing samples: what is asked again, and how a response is put together from its pieces."""
+"""Tests a prompt's missing samples: what is requested again, and how a response is joined from its parts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def generated(sample: int, ids: list[int], *, reason: FinishReason, versions: in
 
 
 def open_prompt(n: int) -> OpenPrompt:
-    return OpenPrompt(place=4, tie=4, request=REQUEST, n=n, cost=1.0)
+    return OpenPrompt(index=4, tie=4, request=REQUEST, n=n, cost=1.0)
 
 
 def test_at_first_the_request_goes_out_as_it_is() -> None:
@@ -54,7 +54,7 @@ def test_aborted_samples_go_on_from_their_own_prefixes() -> None:
     assert (together.samples, together.generated, together.input_ids) == ([1, 3], 0, [7, 8])
     assert (alone.samples, alone.generated, alone.input_ids) == ([0], 2, [7, 8, 5, 6])
     prompt.take(generated(0, [7], reason="length", versions=1))
-    assert prompt.lose() == 2  # the engine dies; the prefix of none is lost, 1 and 3 had none
+    assert prompt.lose() == 2  # the engine fails; no prefix is lost, and 1 and 3 had none
     prompt.ask(1)
     prompt.take(generated(1, [4], reason="stop"))
     prompt.take(generated(3, [3], reason="stop"))
@@ -104,7 +104,7 @@ def test_only_aborts_without_a_token_that_nobody_wanted_are_fruitless() -> None:
 
 @given(st.lists(st.lists(st.tuples(st.integers(1, 4), st.integers(0, 3)), max_size=3), min_size=1, max_size=5))
 def test_every_token_keeps_its_version_its_logprob_and_its_set(pieces: list[list[tuple[int, int]]]) -> None:
-    """``pieces``: for each request the (tokens, version) that it made, one after the other."""
+    """``pieces`` holds for each request the (tokens, version) that it generated, in order."""
     whole: Generated | None = None
     expected: list[int] = []
     for piece in pieces:

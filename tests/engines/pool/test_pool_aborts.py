@@ -1,4 +1,4 @@
-"""Real engines behind the pool: what is aborted goes on from its prefix, what is given up ends at the engine too."""
+"""Tests that aborted samples go on from their prefixes, and that given-up prompts end at the engine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TOKENS = 250
 def test_aborted_samples_go_on_from_their_prefixes_as_if_nothing_had_happened(
     start_slow_engine: Callable[[], Engine],
 ) -> None:
-    """Under the same weights they get the tokens of an undisturbed run: random numbers go on with the position."""
+    """Under the same weights they get the tokens of an undisturbed run; random numbers depend on the position."""
     engine = start_slow_engine()
     params = SamplingParams(n=3, max_new_tokens=TOKENS, banned_token_ids=[EOS])
     prompts = prompts_of([5, 6], [7], [8, 9], seed=ABORTED_SEED)
@@ -63,10 +63,10 @@ def test_aborted_samples_go_on_from_their_prefixes_as_if_nothing_had_happened(
         return found
 
     found = asyncio.run(scene())
-    stop = lambda place: [one.output_ids.tolist() for one in calm[place]]  # noqa: E731
-    for place in (0, 1, 2):
-        assert [one.output_ids.tolist() for one in found[place]] == stop(place)
-        for one, quiet in zip(found[place], calm[place], strict=True):
+    stop = lambda index: [one.output_ids.tolist() for one in calm[index]]  # noqa: E731
+    for index in (0, 1, 2):
+        assert [one.output_ids.tolist() for one in found[index]] == stop(index)
+        for one, quiet in zip(found[index], calm[index], strict=True):
             assert one.logprobs == pytest.approx(quiet.logprobs, abs=2e-5)
             assert one.versions.tolist() == [0] * len(one.output_ids)
             assert one.finish_reason == quiet.finish_reason
@@ -76,8 +76,7 @@ def test_aborted_samples_go_on_from_their_prefixes_as_if_nothing_had_happened(
 def test_what_is_aborted_at_a_weight_change_goes_on_with_the_new_weights(
     start_slow_engine: Callable[[], Engine], tmp_path: Path
 ) -> None:
-    """Its tokens say who made them, and from which set each was drawn; those behind the change are what the new weights
-    make of the whole prefix."""
+    """Tokens keep version and kept set; those after the change are the new weights' for the whole prefix."""
     engine, new = start_slow_engine(), make_model(None, seed=1)
     params = SamplingParams(
         n=2, max_new_tokens=TOKENS, banned_token_ids=[EOS], top_p=0.9, top_k=12, return_kept_tokens=True
@@ -109,7 +108,7 @@ def test_what_is_aborted_at_a_weight_change_goes_on_with_the_new_weights(
 
 @torch.no_grad()
 def logprobs_of(model: Any, prompt: list[int], response: list[int], kept: KeptTokens) -> list[float]:
-    """Of the response's tokens, over their sets; the end token is in none of these."""
+    """Returns the log-probs of the response's tokens over their sets, none of which has the end token."""
     logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
     mask = kept.mask()
     assert not mask[:, EOS].any() and mask.sum(1).max() <= 12
@@ -144,7 +143,7 @@ def test_a_prompt_that_is_given_up_ends_at_the_engine_too(start_slow_engine: Cal
 def test_an_engine_dies_when_another_has_what_it_was_asked_for(
     start_engine: Callable[..., Engine], start_slow_engine: Callable[[], Engine]
 ) -> None:
-    """An aborted prompt was asked again elsewhere, while the first stream went on with others and then broke."""
+    """An aborted prompt was sent to another engine; the first stream went on with other prompts and then broke."""
     first, second = start_slow_engine(), start_engine()
     params = SamplingParams(n=2, max_new_tokens=TOKENS, banned_token_ids=[EOS])
     # 0 and 2 go to engine 0, and 0 to engine 1 when it is aborted

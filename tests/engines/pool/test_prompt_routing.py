@@ -1,4 +1,4 @@
-"""Which engine a prompt goes to: spread, load, prefixes."""
+"""Tests which engine a prompt goes to: even spread, load, prefixes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from relax_core.engines.pool.open_prompts import OpenPrompt
 from relax_core.engines.pool.prompt_routing import LONG_PREFIX, Router
 
 
-def prompt(place: int, *, tokens: int = 8, first: int = 0, cost: float = 100.0) -> OpenPrompt:
-    """A prompt whose tokens are its own from token ``first`` on."""
-    ids = [1] * first + [10 + place] * (tokens - first)
+def prompt(index: int, *, tokens: int = 8, first: int = 0, cost: float = 100.0) -> OpenPrompt:
+    """Returns a prompt whose tokens from ``first`` on differ from those of other prompts."""
+    ids = [1] * first + [10 + index] * (tokens - first)
     request = PromptRequest(rid="g", input_ids=ids, sampling_seed=0)
-    return OpenPrompt(place=place, tie=place, request=request, n=1, cost=cost)
+    return OpenPrompt(index=index, tie=index, request=request, n=1, cost=cost)
 
 
 @given(st.integers(1, 5), st.integers(0, 40), st.integers(0, 100), st.booleans())
@@ -27,7 +27,7 @@ def test_like_prompts_are_spread_evenly_from_the_first_place_on(count: int, n: i
 
 @given(st.lists(st.floats(1.0, 1000.0), max_size=20), st.integers(2, 4))
 def test_no_engine_is_ahead_of_the_lightest_by_more_than_a_prompt(costs: list[float], count: int) -> None:
-    prompts = [prompt(place, cost=cost) for place, cost in enumerate(costs)]
+    prompts = [prompt(index, cost=cost) for index, cost in enumerate(costs)]
     chosen = Router(count, by_load=False).choose(prompts, usable=range(count))
     loads = Counter(dict.fromkeys(range(count), 0.0))
     for engine, one in zip(chosen, prompts, strict=True):
@@ -47,7 +47,7 @@ def test_a_busy_engine_gets_less_and_an_engine_that_is_down_nothing() -> None:
     assert Counter(router.choose([prompt(i) for i in range(6)], usable=[1])) == {1: 6}
 
 
-def test_without_load_only_the_burst_itself_counts() -> None:
+def test_without_load_only_the_prompt_batch_itself_counts() -> None:
     router = Router(2, by_load=False)
     router.asked(0, 1e9)
     router.others(0, 1e9)
@@ -59,7 +59,7 @@ def test_a_long_common_prefix_stays_where_it_is_known() -> None:
     long = LONG_PREFIX + 40
     (first,) = router.choose([prompt(0, tokens=long, first=LONG_PREFIX)], usable=[0, 1])
     assert first == 0
-    # Place 1 alone would choose engine 1; the prefix is known at engine 0.
+    # Tie 1 alone would choose engine 1; the prefix is known at engine 0.
     assert router.choose([prompt(1, tokens=long, first=LONG_PREFIX)], usable=[0, 1]) == [0]
     assert router.choose([prompt(1, tokens=long)], usable=[0, 1]) == [1], "another prefix goes its own way"
     router.asked(0, 250.0)  # more than one prompt ahead: the prefix is prefilled anew

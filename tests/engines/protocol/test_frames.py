@@ -1,4 +1,4 @@
-"""Frames and events survive any cut of the byte stream."""
+"""Tests that frames and events are read from any split of the byte stream."""
 
 from __future__ import annotations
 
@@ -22,11 +22,15 @@ PROMPTS = [
 ]
 
 
+def reader_of(*, n: int) -> EventReader:
+    return EventReader(PROMPTS, samples=[(prompt, sample) for prompt in range(2) for sample in range(n)])
+
+
 EXPERTS = np.arange(12, dtype=np.uint16).reshape(3, 2, 2)
 
 
 def finished(sample: int) -> Finished:
-    """A response of ``sample`` tokens, the last of them by newer weights."""
+    """Returns a response of ``sample`` tokens, of which newer weights generated the last."""
     return Finished(
         rid="a",
         prompt=1,
@@ -85,13 +89,13 @@ def test_events_of_both_kinds_are_gathered(cumulative: bool, cut: int) -> None:
     parts = [[5, 6], [7], [8, 9, 10]]
     raw = b""
     sent: list[int] = []
-    for place, part in enumerate(parts):
+    for number, part in enumerate(parts):
         sent = sent + part
-        finish = "stop" if place == 2 else None
+        finish = "stop" if number == 2 else None
         for index in (3, 0):
             raw += event(index, sent if cumulative else part, len(sent), finish=finish)
     raw += b"data: [DONE]\n\n"
-    reader = EventReader(PROMPTS, n=2)
+    reader = reader_of(n=2)
     found = [one for start in range(0, len(raw), cut) for one in reader.feed(raw[start : start + cut])]
     assert [(one.rid, one.prompt, one.sample) for one in found if isinstance(one, Generated)] == [
         ("b", 1, 1),
@@ -104,7 +108,7 @@ def test_events_of_both_kinds_are_gathered(cumulative: bool, cut: int) -> None:
 
 
 def test_an_error_event_is_told_and_an_unnumbered_version_is_unknown() -> None:
-    reader = EventReader(PROMPTS, n=1)
+    reader = reader_of(n=1)
     assert list(reader.feed(b'data: {"error": {"message": "out of memory"}}\n\n')) == ["out of memory"]
     (one,) = reader.feed(event(0, [1, 2], 2, finish="length", spans=False))
     assert isinstance(one, Generated)
@@ -117,13 +121,13 @@ def replaced(event: bytes, old: bytes, new: bytes) -> bytes:
 
 
 def test_each_token_has_its_version_and_the_reader_tells_how_the_prompt_was_computed() -> None:
-    """The first version ended before a token was sampled: it computed a part of the prompt only."""
+    """The first version ended before a token was sampled, and computed a part of the prompt only."""
     whole = event(0, [5, 6, 7], 3, finish="stop")
     spans = (
         b'{"version": "3", "start": 0, "end": 0}, {"version": "4", "start": 0, "end": 2}, '
         b'{"version": "9", "start": 2, "end": 3}'
     )
-    reader = EventReader(PROMPTS, n=1)
+    reader = reader_of(n=1)
     (one,) = reader.feed(replaced(whole, b'{"version": "4", "start": 0, "end": 3}', spans))
     assert isinstance(one, Generated)
     check_arrays(one, ids=[5, 6, 7], versions=[4, 4, 9])
@@ -133,14 +137,14 @@ def test_each_token_has_its_version_and_the_reader_tells_how_the_prompt_was_comp
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        (b'"end": 3', b'"end": 2', "weight_versions tell of the tokens [(0, 2)], but the response has 3 tokens"),
-        (b'"start": 0', b'"start": 1', "weight_versions tell of the tokens [(1, 3)]"),
+        (b'"end": 3', b'"end": 2', "weight_versions name the tokens [(0, 2)], but the response has 3 tokens"),
+        (b'"start": 0', b'"start": 1', "weight_versions name the tokens [(1, 3)]"),
         (b'"end": 3}', b'"end": 4}, {"version": "5", "start": 4, "end": 3}', "the tokens [(0, 4), (4, 3)]"),
         (b"[-0.5, 5, null], ", b"", "2 log-probs came for 3 tokens"),
     ],
 )
 def test_a_response_whose_parts_do_not_fit_is_refused(old: bytes, new: bytes, words: str) -> None:
-    (found,) = EventReader(PROMPTS, n=1).feed(replaced(event(0, [5, 6, 7], 3, finish="stop"), old, new))
+    (found,) = reader_of(n=1).feed(replaced(event(0, [5, 6, 7], 3, finish="stop"), old, new))
     assert isinstance(found, str) and words in found
 
 
@@ -148,17 +152,15 @@ def test_a_response_whose_parts_do_not_fit_is_refused(old: bytes, new: bytes, wo
 def test_what_is_no_token_cannot_be_read(token: bytes) -> None:
     bad = replaced(event(0, [5, 6], 2, finish="stop"), b'"output_ids": [5, 6]', b'"output_ids": [5, ' + token + b"]")
     with pytest.raises(msgspec.ValidationError, match="output_ids"):
-        list(EventReader(PROMPTS, n=1).feed(bad))
+        list(reader_of(n=1).feed(bad))
 
 
 def test_an_abort_with_a_status_is_a_failure_and_one_without_is_a_partial_response() -> None:
-    reader = EventReader(PROMPTS, n=1)
+    reader = reader_of(n=1)
     plain = event(0, [1, 2], 2, finish="abort")
     failed = plain.replace(b'"matched": 3', b'"status_code": 500, "message": "Out of memory even after retracting"')
     assert failed != plain
     assert list(reader.feed(failed)) == ["500: Out of memory even after retracting"]
-    (one,) = EventReader(PROMPTS, n=1).feed(
-        plain.replace(b'"matched": 3', b'"status_code": null, "message": "Aborted"')
-    )
+    (one,) = reader_of(n=1).feed(plain.replace(b'"matched": 3', b'"status_code": null, "message": "Aborted"'))
     assert isinstance(one, Generated) and one.finish_reason == "abort"
     check_arrays(one, ids=[1, 2], versions=[4, 4])

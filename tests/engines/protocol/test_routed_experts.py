@@ -1,4 +1,4 @@
-"""Routed experts: the slots' table, SGLang's text, and the joining of a response that went on elsewhere."""
+"""Tests routed experts: the slots' table, SGLang's text, and the join of a response that went on in another request."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from tests.responses import response as make_response
 
 
 def experts(rows: int, *, start: int = 0, layers: int = 2, per_token: int = 2) -> np.ndarray:
-    """Different numbers everywhere."""
+    """Returns experts that are all different numbers."""
     size = rows * layers * per_token
     return np.arange(start, start + size, dtype=np.uint16).reshape(rows, layers, per_token)
 
 
 def test_a_table_keeps_rows_through_growth_and_moves() -> None:
     table = RouteTable(4, layers=2, per_token=2, experts=300)
-    assert table.rows(3, 0).shape == (0, 2, 2)
+    assert table.first(3, 0).shape == (0, 2, 2)
     table.put(1, experts(2))
     table.record(np.array([0, 2, 40]), experts(3, start=100))
-    assert table.rows(1, 3).tolist() == [*experts(2).tolist(), experts(3, start=100)[1].tolist()]
-    assert table.rows(2, 41)[40].tolist() == experts(3, start=100)[2].tolist()
+    assert table.first(1, 3).tolist() == [*experts(2).tolist(), experts(3, start=100)[1].tolist()]
+    assert table.first(2, 41)[40].tolist() == experts(3, start=100)[2].tolist()
     table.move([(2, 0), (1, 2)])
-    assert table.rows(0, 41)[40].tolist() == experts(3, start=100)[2].tolist()
-    assert table.rows(2, 2).tolist() == experts(2).tolist()
+    assert table.first(0, 41)[40].tolist() == experts(3, start=100)[2].tolist()
+    assert table.first(2, 2).tolist() == experts(2).tolist()
     assert table.dtype == np.uint16
 
 
@@ -84,7 +84,7 @@ def test_a_part_that_never_ran_adds_no_experts() -> None:
 
 
 def test_tokens_whose_engine_told_no_experts_get_those_of_the_next_prefill() -> None:
-    """SGLang's abort of a sample that it took from its cache has tokens and no experts, at first or later."""
+    """If SGLang aborts a sample whose prompt came from its cache, the response has tokens and no experts."""
     again, more = experts(6, start=100), experts(1, start=200)  # prompt of 3, tokens 1 to 3; token 4
     last = answer([4, 5], again, more)
     whole = joined(answer([1, 2, 3], None, None), last)

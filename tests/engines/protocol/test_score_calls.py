@@ -1,4 +1,4 @@
-"""What is read of an engine's reply to given tokens."""
+"""Tests how an engine's reply to given tokens is read."""
 
 from __future__ import annotations
 

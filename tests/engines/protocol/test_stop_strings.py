@@ -1,4 +1,4 @@
-"""Stop strings against the plain definition: the text of all tokens so far, looked through after every token."""
+"""Compares stop strings with the plain definition: a search in the text of all tokens so far, after every token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from relax_core.engines.protocol.stop_strings import StopStrings
 
 
 def byte_level() -> Tokenizer:
-    """As Qwen's and Llama's: a token is bytes, so that a character may lie in several."""
+    """Returns a tokenizer as Qwen's and Llama's, in which a character may span several tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: index for index, character in enumerate(alphabet)}
     merges = [("<", "/"), ("a", "b"), ("Ġ", "a"), ("</", "a")]
@@ -26,7 +26,7 @@ def byte_level() -> Tokenizer:
 
 
 def sentence_piece() -> Tokenizer:
-    """As Mistral's: a token at the start of a text loses its space."""
+    """Returns a tokenizer as Mistral's, in which a token at the start of a text loses its space."""
     pieces = ["▁", "▁a", "a", "b", "▁b", "</", ">", "ab", "é", ".", "▁."]
     core = Tokenizer(models.WordLevel({piece: index for index, piece in enumerate(pieces)}, unk_token="a"))
     core.normalizer = normalizers.Replace(" ", "▁")
@@ -39,7 +39,7 @@ STOPS = st.lists(st.sampled_from(["</a>", "ab", "a", "é", " a", "b ", "<|im_end
 
 
 def likely(tokenizer: Tokenizer) -> list[int]:
-    """Tokens that make stop strings often."""
+    """Draws tokens that often make stop strings."""
     size = tokenizer.get_vocab_size(with_added_tokens=True)
     texts = "</a> b。éx"
     found = {token for token in range(size) if any(part in tokenizer.decode([token]) for part in texts)}
@@ -64,7 +64,7 @@ def test_the_token_that_completes_a_string_ends_the_response(kind: str, data: st
 
 
 def test_most_tokens_need_no_look() -> None:
-    """Otherwise each step would make text of every sample."""
+    """Otherwise each step would decode the text of every sample."""
     finder = StopStrings(TOKENIZERS["bytes"], ["</a>"])
     plain = np.array([TOKENIZERS["bytes"].token_to_id(letter) for letter in "bcdefghi"])
     assert finder.may_complete(plain).tolist() == []

@@ -1,11 +1,11 @@
-"""The engine as one ASGI application: who may ask what, and every refusal as JSON."""
+"""Routes requests to their handlers as one ASGI application, checks the bearer token, and answers refusals as JSON."""
 
 from __future__ import annotations
 
 import hmac
 
 from relax_core.engines.embedded.http import asgi
-from relax_core.engines.embedded.http.asgi import ClientGone, HttpError, Receive, Scope, Send
+from relax_core.engines.embedded.http.asgi import ClientDisconnected, HttpError, Receive, Scope, Send
 from relax_core.engines.embedded.http.control_routes import ControlRoutes
 from relax_core.engines.embedded.http.generate_route import GenerateRoute
 
@@ -13,39 +13,38 @@ CONTROL_BODY_BYTES = 16 << 20
 
 
 class EngineApp:
-    """``max_tensor_body``: bytes of one /update_weights_from_tensor."""
+    """The ASGI application of one engine answers /generate and all control routes."""
 
-    def __init__(self, generate: GenerateRoute, control: ControlRoutes, *, token: str, max_tensor_body: int) -> None:
+    def __init__(self, generate: GenerateRoute, control: ControlRoutes, *, token: str) -> None:
         self._generate = generate
         self._control = control
         self._authorization = f"Bearer {token}".encode()
-        self._max_tensor_body = max_tensor_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request."""
         assert scope["type"] == "http"
         try:
             await self._route(scope, receive, send)
         except HttpError as error:
             await asgi.answer(send, asgi.error_payload(error.status, str(error)), status=error.status)
-        except ClientGone:
+        except ClientDisconnected:
             pass
 
     async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         path, method = scope["path"], scope["method"]
-        if path in self._control.telling and method == "GET":
+        if path in self._control.reporting and method == "GET":
             if self._has_token(scope):
-                scope["connection"].showed_token()  # an owner who asks has a better place than strangers
-            await asgi.answer(send, await self._control.telling[path](b""))
+                scope["connection"].showed_token()  # a new client does not replace it while it waits for the answer
+            await asgi.answer(send, await self._control.reporting[path](b""))
         elif path == "/generate" and method == "POST":
             self._authorize(scope)
             await self._generate(scope, receive, send)
         elif path in self._control.changing and (method == "POST" or (path, method) == ("/flush_cache", "GET")):
             self._authorize(scope)
-            limit = self._max_tensor_body if path == "/update_weights_from_tensor" else CONTROL_BODY_BYTES
-            body = await asgi.read_body(scope, receive, limit=limit)
+            body = await asgi.read_body(scope, receive, limit=CONTROL_BODY_BYTES)
             await asgi.answer(send, await self._control.changing[path](body))
         else:
-            known = sorted({"/generate", *self._control.telling, *self._control.changing})
+            known = sorted({"/generate", *self._control.reporting, *self._control.changing})
             asked = asgi.clipped(f"{method} {path}")
             raise HttpError(404, f"{asked}: no such route; known: {', '.join(known)}")
 

@@ -1,4 +1,4 @@
-"""The little of ASGI that the engine needs: read a body within a limit, answer, refuse in words."""
+"""Reads request bodies within a limit and writes responses: the part of ASGI that the engine needs."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ JSON = b"application/json"
 
 
 class HttpError(Exception):
-    """A refusal with its status; the text says key, value and fix."""
+    """Refuses a request with an HTTP status; the text names the key, its value and the fix."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
         self.status = status
 
 
-class ClientGone(Exception):
-    """The client hung up; there is nobody to answer."""
+class ClientDisconnected(Exception):
+    """The client closed the connection before its request had arrived, so no answer is sent."""
 
 
 def headers(scope: Scope) -> dict[bytes, bytes]:
+    """Returns the request's headers by lower-case name."""
     return dict(scope["headers"])
 
 
 async def read_body(scope: Scope, receive: Receive, *, limit: int) -> bytes:
-    """The request's body; 413 past ``limit`` bytes."""
+    """Returns the request's body. Raises HttpError 413 past ``limit`` bytes, ClientDisconnected if the client left."""
     announced = int(headers(scope).get(b"content-length", b"0"))
     if announced > limit:
         raise HttpError(413, f"{scope['path']}: body of {announced} bytes, at most {limit} are taken; send less")
@@ -41,7 +42,7 @@ async def read_body(scope: Scope, receive: Receive, *, limit: int) -> bytes:
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ClientGone
+            raise ClientDisconnected
         part = message.get("body", b"")
         size += len(part)
         if size > limit:
@@ -52,24 +53,25 @@ async def read_body(scope: Scope, receive: Receive, *, limit: int) -> bytes:
 
 
 async def start_response(send: Send, *, status: int, content_type: bytes, length: int | None = None) -> None:
+    """Sends the response's head; ``length`` is the body's length in bytes if it is known."""
     fields = [(b"content-type", content_type)]
     if length is not None:
         fields.append((b"content-length", str(length).encode()))
     await send({"type": "http.response.start", "status": status, "headers": fields})
 
 
-async def answer(send: Send, payload: Any, *, status: int = 200, msgpack: bool = False) -> None:
-    """One whole response as JSON, or as msgpack where the client asked for it."""
-    body = (msgspec.msgpack if msgpack else msgspec.json).encode(payload)
-    content_type = b"application/msgpack" if msgpack else JSON
-    await start_response(send, status=status, content_type=content_type, length=len(body))
+async def answer(send: Send, payload: Any, *, status: int = 200) -> None:
+    """Sends one whole response as JSON."""
+    body = msgspec.json.encode(payload)
+    await start_response(send, status=status, content_type=JSON, length=len(body))
     await send({"type": "http.response.body", "body": body})
 
 
 def clipped(words: str, *, length: int = 200) -> str:
-    """What a client sent, short enough to be told to it."""
+    """Returns the first ``length`` characters of a client's text, short enough for an error message."""
     return words if len(words) <= length else f"{words[:length]}…"
 
 
 def error_payload(status: int, message: str) -> dict[str, Any]:
+    """Returns the JSON body of a refusal, in SGLang's shape."""
     return {"error": {"message": message, "code": status}}

@@ -1,10 +1,11 @@
-"""Bounds on the engine's connections, so that no client, with or without the token, keeps the others out.
+"""Bounds the engine's connections, so that no client, with or without the token, keeps the others out.
 
-Connections that send or read too slowly end after a number of sweeps. A sweep comes once a second while the process
-runs, so that a time in which the process stood still is held against nobody. When all places are taken, a new
-connection gets the place of the one that has been quiet for longest: of clients that never showed the token where there
-are some, else of those that wait for nothing. A request under way that showed the token is never cut off. Such requests
-cannot take all places, so there is always one for an owner who asks for a sign of life.
+A connection that sends or reads too slowly is closed after a number of sweeps. A sweep comes once a second while the
+process runs, so that time in which the process was stopped is not counted. When the engine has as many connections as
+it allows, a new connection replaces the one that has been quiet for longest. Clients that never showed the token are
+replaced first, then clients with the token that have no request under way. A request under way whose client showed the
+token is never cut off. Such requests may not hold all connections, so that the engine's owner can always connect and
+ask whether the engine is alive.
 """
 
 from __future__ import annotations
@@ -19,99 +20,113 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from relax_core.engines.embedded.http.asgi import error_payload
 
 MAX_CONNECTIONS = 1024
-KEPT_FREE = 64  # places that requests under way never take
-BACKLOG = 512  # connections that the kernel holds until they are accepted; then they come all at one time
+KEPT_FREE = 64  # connections that requests under way never take
+BACKLOG = 512  # connections that the kernel holds until they are accepted; they may then arrive all at one time
 OTHER_FILES = 128  # files and sockets that the process has beside its connections
-HEAD_BYTES = 32 << 10  # of a request's line and headers
+HEAD_BYTES = 32 << 10  # most bytes of a request's line and headers
 PIPELINED = 16  # requests that a client may send before it has read the first answer
 SWEEP_S = 1.0
-HEAD_SWEEPS = 10  # in which a request's head must come
-BODY_SWEEPS = 30  # after which a body must have come with BODY_RATE
+HEAD_SWEEPS = 10  # sweeps in which a request's head must arrive
+BODY_SWEEPS = 30  # sweeps after which a body must have arrived at BODY_RATE
 BODY_RATE = 64 << 10  # bytes a sweep
-STRANGER_SWEEPS = 60  # for which a client that never showed the token may be quiet
-WRITE_SWEEPS = 60  # in which a client must read some of what was written
-LINGER_SWEEPS = 3  # for which a refused client may go on sending: without that it may lose the answer
+STRANGER_SWEEPS = 60  # sweeps for which a client that never showed the token may be quiet
+WRITE_SWEEPS = 60  # sweeps in which a client must read some of what was written
+LINGER_SWEEPS = 3  # sweeps for which a refused client may go on sending; a client cut off at once may lose the answer
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's, with bounds. The scope of a request has its connection as ``connection``."""
+    """Adds the bounds of this module to uvicorn's protocol class.
 
-    def __init__(self, places: Places, **options: Any) -> None:
+    The ASGI scope of a request holds its connection as ``connection``.
+    """
+
+    def __init__(self, connections: OpenConnections, **options: Any) -> None:
         super().__init__(**options)
         self.knows_token = False
-        self._places = places
-        self._in_head = self._receiving = False  # a request's head, the request itself, has begun and is not whole
-        self._untold = 0  # bytes that the parser got since it last told of something other than a header
+        self._connections = connections
+        self._in_head = False  # whether a request's head is still arriving
+        self._receiving = False  # whether a request's head or body is still arriving
+        self._unparsed = 0  # bytes since the parser last reported something other than a header
         self._received = 0  # bytes of the request
         self._unread = 0  # bytes that the client had not read at the last sweep
         self._quiet_sweeps = self._receiving_sweeps = self._stuck_sweeps = self._refused_sweeps = 0
         self._refused = False
 
-    # -- what uvicorn and its parser call -----------------------------------------------------------------------------
+    # -- methods that uvicorn and its parser call ---------------------------------------------------------------------
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Adds the connection to the open ones."""
         super().connection_made(transport)
-        self._places.take(self)
+        self._connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._places.leave(self)
+        """Removes the connection from the open ones."""
+        self._connections.remove(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        """Counts and parses what arrived; refuses a head that is too large."""
         if self._refused:
             return
         self._quiet_sweeps = 0
-        self._places.heard(self)
+        self._connections.heard(self)
         self._received += len(data)
-        self._untold += len(data)
+        self._unparsed += len(data)
         super().data_received(data)
-        if self._untold > HEAD_BYTES:
+        if self._unparsed > HEAD_BYTES:
             self._refuse_head()
 
     def send_400_response(self, msg: str) -> None:
-        if self._untold > HEAD_BYTES:
+        """Refuses bytes that the parser cannot read, in this module's form instead of uvicorn's."""
+        if self._unparsed > HEAD_BYTES:
             self._refuse_head()
         else:
             self._refuse(400, "this is no HTTP/1.1 request that can be read")
 
     def on_message_begin(self) -> None:
+        """Starts the counters of a new request."""
         if len(self.pipeline) >= PIPELINED:
             raise ValueError("too many requests before the first answer")  # ends in `send_400_response`
         super().on_message_begin()
         self.scope["connection"] = self  # type: ignore[typeddict-unknown-key]
         self._in_head = self._receiving = True
-        self._receiving_sweeps = self._received = self._untold = 0
+        self._receiving_sweeps = self._received = self._unparsed = 0
 
     def on_headers_complete(self) -> None:
+        """Checks the size of the head; the body, if there is one, follows."""
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > HEAD_BYTES:
-            self._untold = HEAD_BYTES + 1  # it came in one piece
+            self._unparsed = HEAD_BYTES + 1  # the head arrived in one piece
             raise ValueError("the head is too large")  # ends in `send_400_response`
-        self._untold = 0
+        self._unparsed = 0
         super().on_headers_complete()
         self._in_head = False
 
     def on_chunk_header(self) -> None:
-        self._untold = 0
+        """Records that the parser has made progress."""
+        self._unparsed = 0
 
     def on_body(self, body: bytes) -> None:
-        self._untold = 0
+        """Hands a part of the body on."""
+        self._unparsed = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._receiving, self._untold = False, 0
+        """Ends the bounds on the request's arrival."""
+        self._receiving, self._unparsed = False, 0
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        self._places.answered(self)
+        """Lets new connections replace this one again."""
+        self._connections.answered(self)
         super().on_response_complete()
 
     # -- bounds -------------------------------------------------------------------------------------------------------
     def showed_token(self) -> bool:
-        """The request under way may stay for as long as it takes. False where there are too many such requests."""
+        """Protects the request under way from being replaced; returns False if too many requests are protected."""
         self.knows_token = True
-        return self._places.keep(self)
+        return self._connections.protect(self)
 
     def sweep(self) -> None:
-        """Ends the connection where it is too slow."""
+        """Closes the connection if it is too slow."""
         unread = self.transport.get_write_buffer_size()
         self._stuck_sweeps = self._stuck_sweeps + 1 if unread and unread >= self._unread else 0
         self._unread = unread
@@ -132,7 +147,7 @@ class Connection(HttpToolsProtocol):
         elif not self.flow.read_paused:
             late = self._receiving_sweeps - BODY_SWEEPS
             if late > 0 and self._received < late * BODY_RATE:
-                self._refuse(408, f"the request's body comes with less than {BODY_RATE} bytes/s")
+                self._refuse(408, f"the request's body arrives with less than {BODY_RATE} bytes/s")
 
     def _refuse_head(self) -> None:
         self._refuse(431, f"a request's line and headers have {HEAD_BYTES} bytes at most; send less")
@@ -141,7 +156,7 @@ class Connection(HttpToolsProtocol):
         return self.cycle is None or self.cycle.response_complete
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answers, where no other answer has begun, and hangs up."""
+        """Answers with an error, unless another answer has begun, and closes the connection."""
         if self._refused or self.transport.is_closing():
             return
         in_body = self._receiving and not self._in_head
@@ -155,63 +170,65 @@ class Connection(HttpToolsProtocol):
         self.transport.write_eof()
 
 
-class Places:
-    """The open connections, ``limit`` at most."""
+class OpenConnections:
+    """Holds the open connections, ``limit`` at most."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._strangers: dict[Connection, None] = {}  # that never showed the token; as below the quietest first
-        self._waiting: dict[Connection, None] = {}  # that did, and have no request under way
-        self._kept: set[Connection] = set()  # with a request under way that showed it
+        self._strangers: dict[Connection, None] = {}  # never showed the token; the quietest connection comes first
+        self._waiting: dict[Connection, None] = {}  # showed it and have no request under way; the quietest comes first
+        self._protected: set[Connection] = set()  # showed it and have a request under way
 
     def __len__(self) -> int:
-        return len(self._strangers) + len(self._waiting) + len(self._kept)
+        return len(self._strangers) + len(self._waiting) + len(self._protected)
 
-    def take(self, connection: Connection) -> None:
-        """A new connection; where there is no place the quietest one goes."""
+    def add(self, connection: Connection) -> None:
+        """Adds a new connection; if there are ``limit`` already, the quietest one is closed."""
         if len(self) >= self._limit:
             quietest = next(iter(self._strangers or self._waiting))
-            self.leave(quietest)
+            self.remove(quietest)
             quietest.transport.abort()
         self._strangers[connection] = None
 
-    def leave(self, connection: Connection) -> None:
+    def remove(self, connection: Connection) -> None:
+        """Forgets a connection."""
         self._strangers.pop(connection, None)
         self._waiting.pop(connection, None)
-        self._kept.discard(connection)
+        self._protected.discard(connection)
 
     def heard(self, connection: Connection) -> None:
-        """It has sent something."""
-        for place in (self._strangers, self._waiting):
-            if connection in place:
-                del place[connection]
-                place[connection] = None
+        """Records that the connection has sent something, so that it is the least quiet one."""
+        for connections in (self._strangers, self._waiting):
+            if connection in connections:
+                del connections[connection]
+                connections[connection] = None
 
-    def keep(self, connection: Connection) -> bool:
-        """Its request may stay; False where too many do already."""
+    def protect(self, connection: Connection) -> bool:
+        """Protects the connection until its request is answered; returns False if too many are protected already."""
         if connection.transport.is_closing():
             return True
-        if connection not in self._kept and len(self._kept) >= self._limit - KEPT_FREE:
+        if connection not in self._protected and len(self._protected) >= self._limit - KEPT_FREE:
             return False
-        self.leave(connection)
-        self._kept.add(connection)
+        self.remove(connection)
+        self._protected.add(connection)
         return True
 
     def answered(self, connection: Connection) -> None:
-        if connection in self._kept:
-            self._kept.remove(connection)
+        """Ends the protection of a connection."""
+        if connection in self._protected:
+            self._protected.remove(connection)
             self._waiting[connection] = None
 
     async def sweep(self) -> None:
-        """Looks at all connections once a second, for ever."""
+        """Sweeps all connections once a second and never returns."""
         while True:
             await asyncio.sleep(SWEEP_S)
-            for connection in [*self._strangers, *self._waiting, *self._kept]:
+            for connection in [*self._strangers, *self._waiting, *self._protected]:
                 connection.sweep()
 
 
 def connection_limit() -> int:
-    """How many connections this process can have; it takes the file descriptors for them where it may."""
+    """Returns how many connections this process can have; raises its limit of open files if it is allowed to."""
     others = BACKLOG + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_CONNECTIONS + others

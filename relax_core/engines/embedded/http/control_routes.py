@@ -1,4 +1,4 @@
-"""Every route but /generate: pause, abort, weights, memory, and what the engine tells of itself."""
+"""Answers every route except /generate: pause, abort, weights, memory, and the engine's state."""
 
 from __future__ import annotations
 
@@ -16,11 +16,10 @@ from relax_core.engines.embedded.http.control_bodies import (
     GroupBody,
     InitGroupBody,
     PauseBody,
-    TensorBody,
     VersionBody,
     decode,
     folder_of,
-    place_of,
+    group_address,
     version_of,
 )
 from relax_core.engines.embedded.http.health_generate import HealthGenerate
@@ -31,7 +30,10 @@ Handler = Callable[[bytes], Awaitable[Any]]
 
 
 class ControlRoutes:
-    """``changing`` want the bearer token, ``telling`` do not; path → handler of the body."""
+    """Holds the handlers of the control routes: path → coroutine of the request's body.
+
+    ``changing`` holds the routes that need the bearer token, ``reporting`` those that do not.
+    """
 
     def __init__(self, scheduler: Scheduler, updates: WeightUpdates, info: dict[str, Any]) -> None:
         self._scheduler = scheduler
@@ -47,14 +49,13 @@ class ControlRoutes:
             "/update_weights_from_shared_memory": self._from_shared_memory,
             "/update_weights_from_disk": self._from_disk,
             "/begin_weight_update": self._begin,
-            "/update_weights_from_tensor": self._from_tensor,
             "/update_weights_from_distributed": self._from_distributed,
             "/end_weight_update": self._end,
             "/update_weight_version": self._rename,
             "/init_weights_update_group": self._init_group,
             "/destroy_weights_update_group": self._destroy_group,
         }
-        self.telling: dict[str, Handler] = {
+        self.reporting: dict[str, Handler] = {
             "/ready": self._ready,
             "/health": self._ready,
             "/health_generate": HealthGenerate(scheduler),
@@ -66,7 +67,7 @@ class ControlRoutes:
     async def _on_decode_thread(self, action: Callable[[], Any]) -> Any:
         return await asyncio.wrap_future(self._scheduler.post(action))
 
-    # -- what changes something ---------------------------------------------------------------------------------------
+    # -- routes that change something ---------------------------------------------------------------------------------
     async def _abort(self, body: bytes) -> dict[str, Any]:
         asked = decode(body, AbortBody)
         if not asked.rid and not asked.abort_all:
@@ -86,7 +87,7 @@ class ControlRoutes:
         return {"success": True, "status": "ok"}
 
     async def _flush_cache(self, body: bytes) -> dict[str, Any]:
-        """There is no cache between requests: only tells, as SGLang, whether samples hold cache now."""
+        """Reports, as SGLang does, whether samples hold cache now; no cache outlives a request, so nothing is freed."""
         load = await self._on_decode_thread(self._scheduler.load)
         if load.running:
             raise HttpError(400, f"/flush_cache: {load.running} samples hold cache; pause with retract or abort first")
@@ -109,25 +110,15 @@ class ControlRoutes:
     async def _from_disk(self, body: bytes) -> dict[str, Any]:
         asked = decode(body, DiskBody)
         version = version_of(asked.weight_version)
-        assert version is not None
         return await self._updates.from_disk(folder_of(asked), version, asked.digest)
 
     async def _begin(self, body: bytes) -> dict[str, Any]:
         return await self._updates.begin()
 
-    async def _from_tensor(self, body: bytes) -> dict[str, Any]:
-        asked = decode(body, TensorBody)
-        return await self._updates.from_tensor(asked.serialized_named_tensors, version_of(asked.weight_version))
-
     async def _from_distributed(self, body: bytes) -> dict[str, Any]:
         asked = decode(body, DistributedBody)
         return await self._updates.from_distributed(
-            asked.group_name,
-            names=asked.names,
-            dtypes=asked.dtypes,
-            shapes=asked.shapes,
-            version=version_of(asked.weight_version),
-            flattened=asked.load_format == "flattened_bucket",
+            asked.group_name, names=asked.names, dtypes=asked.dtypes, shapes=asked.shapes
         )
 
     async def _end(self, body: bytes) -> dict[str, Any]:
@@ -135,18 +126,16 @@ class ControlRoutes:
         return await self._updates.end(version_of(asked.weight_version), asked.digest)
 
     async def _rename(self, body: bytes) -> dict[str, Any]:
-        version = version_of(decode(body, VersionBody).new_version)
-        assert version is not None
-        return await self._updates.rename(version)
+        return await self._updates.rename(version_of(decode(body, VersionBody).new_version))
 
     async def _init_group(self, body: bytes) -> dict[str, Any]:
         asked = decode(body, InitGroupBody)
-        return await self._updates.join_group(place_of(asked), rank=asked.rank_offset)
+        return await self._updates.join_group(group_address(asked), rank=asked.rank_offset)
 
     async def _destroy_group(self, body: bytes) -> dict[str, Any]:
         return await self._updates.leave_group(decode(body, GroupBody).group_name)
 
-    # -- what tells ---------------------------------------------------------------------------------------------------
+    # -- routes that report -------------------------------------------------------------------------------------------
     async def _ready(self, body: bytes) -> dict[str, Any]:
         return {"status": "ok", "weight_version": str(self._scheduler.version)}
 

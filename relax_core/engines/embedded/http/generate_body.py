@@ -1,4 +1,4 @@
-"""The body of /generate: SGLang's fields and ours, checked; what this engine does not do is refused by name."""
+"""Parses the body of /generate; a field that this engine does not support is refused unless its value is neutral."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from relax_core.engines.embedded.http.request_bounds import (
     check_rids,
     check_within,
     is_temperature,
+    per_prompt,
+    same_length,
     token_set,
 )
 from relax_core.engines.embedded.model.model_config import ModelConfig
@@ -33,7 +35,7 @@ from relax_core.engines.protocol.vocabulary import unknown_token
 
 
 class SamplingBody(msgspec.Struct, forbid_unknown_fields=True):
-    """SGLang's sampling_params. What follows ``stop`` is taken only at its neutral value."""
+    """Holds SGLang's sampling_params; the fields after ``stop`` are accepted only at their neutral value."""
 
     n: int = 1
     max_new_tokens: int = 128
@@ -45,7 +47,7 @@ class SamplingBody(msgspec.Struct, forbid_unknown_fields=True):
     sampling_seed: int | None = None
     ignore_eos: bool = False
     stream_interval: int | None = None
-    skip_special_tokens: bool = True  # no text is sent from here, so the next three say nothing
+    skip_special_tokens: bool = True  # the engine returns no text, so this field and the next two change nothing
     spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
     stop: str | list[str] | None = None
@@ -63,10 +65,13 @@ class SamplingBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
-    """SGLang's GenerateReqInput, and ours: ``min_version``, ``sampling_seed``, ``banned_token_ids``, for prompts that
-    are asked again ``samples`` and ``generated`` (`PromptRequest`), and of tokens to be scored ``kept_tokens``. The
-    last group is taken only at its neutral value; ``kept_tokens``, ``logprob_start_len`` and ``top_logprobs_num`` only
-    where tokens are scored (`score_requests`)."""
+    """Holds the fields of SGLang's GenerateReqInput, and Relax's own.
+
+    Relax's own fields are ``min_version``, ``sampling_seed``, ``banned_token_ids``, ``samples``, ``generated`` (see
+    `PromptRequest`) and ``kept_tokens``. The fields from ``text`` on are accepted only at their neutral value.
+    ``kept_tokens``, ``logprob_start_len`` and ``top_logprobs_num`` are accepted only if the request scores tokens
+    (`parse_score`).
+    """
 
     input_ids: list[int | list[int]] | None = None
     rid: str | list[str] | None = None
@@ -83,8 +88,8 @@ class GenerateBody(msgspec.Struct, forbid_unknown_fields=True):
     logprob_start_len: int | list[int] | None = -1
     top_logprobs_num: int | list[int] | None = 0
     kept_tokens: list[KeptTokens | None] | None = None
-    routing_key: str | None = None  # the router's business
-    return_text_in_logprobs: bool = False  # text is never made here
+    routing_key: str | None = None  # a router in front of several engines reads it
+    return_text_in_logprobs: bool = False  # the engine returns no text
     text: Any = None
     input_embeds: Any = None
     image_data: Any = None
@@ -104,13 +109,12 @@ _SCORE_ONLY = ("logprob_start_len", "top_logprobs_num", "kept_tokens")
 _GENERATE_NEUTRAL = tuple(GenerateBody.__struct_fields__[GenerateBody.__struct_fields__.index("text") :])
 _defaults_sampling = SamplingBody()
 _defaults_generate = GenerateBody()
-_json_decoder = msgspec.json.Decoder(GenerateBody)
-_msgpack_decoder = msgspec.msgpack.Decoder(GenerateBody)
+_decoder = msgspec.json.Decoder(GenerateBody)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestBody:
-    """A body whose prompts and types are checked. ``single``: one prompt given alone."""
+    """Holds a body whose prompts and types are checked; ``single`` is True if one prompt was given outside a list."""
 
     raw: GenerateBody
     prompts: list[list[int]]
@@ -121,6 +125,8 @@ class RequestBody:
 
 @dataclass(frozen=True, kw_only=True)
 class ParsedPrompt:
+    """Holds a checked prompt of a request for tokens; ``samples`` and ``generated`` are those of `PromptRequest`."""
+
     rid: str
     token_ids: list[int]
     settings: SamplingSettings
@@ -133,7 +139,10 @@ class ParsedPrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
-    """``single``: one prompt given alone, so that n = 1 is answered with an object and not with a list."""
+    """Holds a checked request for tokens.
+
+    ``single`` is True if one prompt was given outside a list; with n = 1 the reply is then an object and not a list.
+    """
 
     prompts: list[ParsedPrompt]
     n: int
@@ -146,17 +155,19 @@ class GenerateRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestLimits:
+    """Holds the engine's sizes that bound a request, in tokens and samples."""
+
     context_length: int
     max_running_samples: int
     max_total_tokens: int
 
 
-def parse_body(body: bytes, *, msgpack: bool, model: ModelConfig) -> RequestBody:
-    """Raises HttpError 400 that says key, value and fix."""
-    if not msgpack and (count := body.count(b"[") + body.count(b"{")) > MAX_CONTAINERS:
+def parse_body(body: bytes, *, model: ModelConfig) -> RequestBody:
+    """Decodes a JSON body and checks its prompts. Raises HttpError 400 with key, value and fix."""
+    if (count := body.count(b"[") + body.count(b"{")) > MAX_CONTAINERS:
         raise HttpError(400, f"/generate: {count} lists and objects, at most {MAX_CONTAINERS} are taken; send fewer")
     try:
-        raw = (_msgpack_decoder if msgpack else _json_decoder).decode(body)
+        raw = _decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise HttpError(400, f"/generate: {error}") from error
     except RecursionError as error:
@@ -164,23 +175,23 @@ def parse_body(body: bytes, *, msgpack: bool, model: ModelConfig) -> RequestBody
     _neutral(raw, _defaults_generate, _GENERATE_NEUTRAL, where="")
     prompts, single = _prompts(raw.input_ids)
     rids = _rids(raw.rid, len(prompts))
-    for place, (ids, rid) in enumerate(zip(prompts, rids, strict=True)):
+    for index, (ids, rid) in enumerate(zip(prompts, rids, strict=True)):
         given = None if raw.rid is None else rid
-        if (problem := unknown_token(place, ids, rid=given, vocab_size=model.vocab_size)) is not None:
+        if (problem := unknown_token(index, ids, rid=given, vocab_size=model.vocab_size)) is not None:
             raise HttpError(400, problem)
     sampling = _sampling(raw.sampling_params, len(prompts))
     return RequestBody(raw=raw, prompts=prompts, single=single, sampling=sampling, rids=rids)
 
 
 def parse_generate(body: RequestBody, *, model: ModelConfig, limits: RequestLimits) -> GenerateRequest:
-    """Of a body that asks for tokens. Raises HttpError 400 that says key, value and fix."""
+    """Checks a body that asks for new tokens. Raises HttpError 400 with key, value and fix."""
     raw, prompts, sampling = body.raw, body.prompts, body.sampling
     for name in _SCORE_ONLY:
         if getattr(raw, name) not in (None, getattr(_defaults_generate, name)):
             raise HttpError(
                 400,
-                f"{name}={getattr(raw, name)!r:.100}: the embedded engine scores given tokens only by themselves; send "
-                "sampling_params.max_new_tokens=0, or leave it out",
+                f"{name}={getattr(raw, name)!r:.100}: the embedded engine scores tokens only in requests that generate "
+                "none; send sampling_params.max_new_tokens=0, or leave it out",
             )
     if raw.return_routed_experts and model.experts is None:
         raise HttpError(400, "return_routed_experts=true: the model has no experts; leave it out")
@@ -194,8 +205,8 @@ def parse_generate(body: RequestBody, *, model: ModelConfig, limits: RequestLimi
     seeds = _seeds(raw.sampling_seed, sampling, count)
     banned = banned_tokens(raw, model)
     settings = [_settings(one, banned, model, tells_kept=raw.return_sampling_mask) for one in sampling]
-    for place, (token_ids, one) in enumerate(zip(prompts, settings, strict=True)):
-        _check_lengths(place, len(token_ids), one.max_new_tokens, n=n, limits=limits)
+    for index, (token_ids, one) in enumerate(zip(prompts, settings, strict=True)):
+        _check_lengths(index, len(token_ids), one.max_new_tokens, n=n, limits=limits)
     return GenerateRequest(
         prompts=[
             ParsedPrompt(
@@ -246,17 +257,17 @@ def _prompts(input_ids: list[int | list[int]] | None) -> tuple[list[list[int]], 
     flat = [entry for entry in input_ids if isinstance(entry, int)]
     if flat and len(flat) < len(input_ids):
         raise HttpError(400, "input_ids: ids and lists are mixed; give one list of ids, or a list of such lists")
-    rows = [flat] if flat else [entry for entry in input_ids if isinstance(entry, list)]
-    if len(rows) > MAX_SAMPLES:
-        raise HttpError(400, f"input_ids: {len(rows)} prompts; send {MAX_SAMPLES} at most in one request")
-    for place, ids in enumerate(rows):
+    prompts = [flat] if flat else [entry for entry in input_ids if isinstance(entry, list)]
+    if len(prompts) > MAX_SAMPLES:
+        raise HttpError(400, f"input_ids: {len(prompts)} prompts; send {MAX_SAMPLES} at most in one request")
+    for index, ids in enumerate(prompts):
         if not ids:
-            raise HttpError(400, f"input_ids[{place}]: empty; a prompt has at least one token")
-    return rows, bool(flat)
+            raise HttpError(400, f"input_ids[{index}]: empty; a prompt has at least one token")
+    return prompts, bool(flat)
 
 
 def banned_tokens(raw: GenerateBody, model: ModelConfig) -> tuple[int, ...]:
-    """Sorted. Raises HttpError 400."""
+    """Returns the banned token ids, sorted. Raises HttpError 400 if they are unknown, too many, or all tokens."""
     banned = token_set("banned_token_ids", raw.banned_token_ids, vocab_size=model.vocab_size, limit=MAX_BANNED)
     if len(banned) == model.vocab_size:
         raise HttpError(400, "banned_token_ids: every token of the vocabulary is banned; leave at least one")
@@ -277,19 +288,6 @@ def _sampling(raw: dict[str, Any] | list[dict[str, Any]] | None, count: int) -> 
     return bodies * count
 
 
-def same_length(key: str, found: int, count: int) -> None:
-    if found != count:
-        raise HttpError(400, f"{key}: {found} entries for {count} prompts; give one for each, or a single value")
-
-
-def per_prompt(key: str, value: int | list[int], count: int) -> list[int]:
-    """One value a prompt."""
-    if isinstance(value, int):
-        return [value] * count
-    same_length(key, len(value), count)
-    return value
-
-
 def _seeds(given: int | list[int] | None, sampling: list[SamplingBody], count: int) -> list[int]:
     if given is not None:
         seeds = per_prompt("sampling_seed", given, count)
@@ -306,22 +304,22 @@ def _versions(given: int | list[int], count: int) -> list[int]:
 
 
 def _samples(given: list[list[int] | None] | None, *, n: int, count: int) -> list[list[int]]:
-    """Which responses of each prompt are asked for."""
+    """Returns the indices of the responses that are asked for, of each prompt."""
     if given is None:
         return [list(range(n))] * count
     same_length("samples", len(given), count)
-    for place, chosen in enumerate(given):
+    for index, chosen in enumerate(given):
         if chosen is not None and not (chosen and len(set(chosen)) == len(chosen) and set(chosen) <= set(range(n))):
-            raise HttpError(400, f"samples[{place}]: {chosen}; give different numbers from 0 to n - 1 = {n - 1}")
+            raise HttpError(400, f"samples[{index}]: {chosen}; give different numbers from 0 to n - 1 = {n - 1}")
     return [list(range(n)) if chosen is None else chosen for chosen in given]
 
 
 def _generated(given: int | list[int], prompts: list[list[int]]) -> list[int]:
-    """How many tokens at the end of each prompt are of the response itself."""
+    """Returns for each prompt how many tokens at its end belong to the response."""
     counts = per_prompt("generated", given, len(prompts))
-    for place, (count, ids) in enumerate(zip(counts, prompts, strict=True)):
+    for index, (count, ids) in enumerate(zip(counts, prompts, strict=True)):
         if not 0 <= count < len(ids):
-            raise HttpError(400, f"generated[{place}]: {count} of {len(ids)} input_ids; give 0 to {len(ids) - 1}")
+            raise HttpError(400, f"generated[{index}]: {count} of {len(ids)} input_ids; give 0 to {len(ids) - 1}")
     return counts
 
 
@@ -340,7 +338,7 @@ def _rids(given: str | list[str] | None, count: int) -> list[str]:
         return [uuid.uuid4().hex for _ in range(count)]
     check_rids(given)
     if isinstance(given, str):
-        return [given] if count == 1 else [f"{given}_{place}" for place in range(count)]
+        return [given] if count == 1 else [f"{given}_{index}" for index in range(count)]
     same_length("rid", len(given), count)
     return given
 
@@ -378,12 +376,12 @@ def _settings(body: SamplingBody, banned: tuple[int, ...], model: ModelConfig, *
     return settings
 
 
-def _check_lengths(place: int, prompt: int, new: int, *, n: int, limits: RequestLimits) -> None:
+def _check_lengths(index: int, prompt: int, new: int, *, n: int, limits: RequestLimits) -> None:
     total = prompt + new
     if total > limits.context_length:
         raise HttpError(
             400,
-            f"input_ids[{place}]: prompt of {prompt} tokens + max_new_tokens {new} = {total} is longer than the "
+            f"input_ids[{index}]: prompt of {prompt} tokens + max_new_tokens {new} = {total} is longer than the "
             f"context of {limits.context_length}; shorten one of them or raise engine.context_length",
         )
     if n > limits.max_running_samples:
@@ -395,6 +393,6 @@ def _check_lengths(place: int, prompt: int, new: int, *, n: int, limits: Request
     if n * total > limits.max_total_tokens:
         raise HttpError(
             400,
-            f"input_ids[{place}]: n={n} samples of up to {total} tokens need {n * total} cache tokens, there are "
+            f"input_ids[{index}]: n={n} samples of up to {total} tokens need {n * total} cache tokens, there are "
             f"{limits.max_total_tokens}; lower n or max_new_tokens, or raise engine.max_total_tokens",
         )

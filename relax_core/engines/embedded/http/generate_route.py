@@ -1,4 +1,4 @@
-"""POST /generate: from a body to a call, and its news back as one reply, server-sent events or compact frames."""
+"""Answers POST /generate as one JSON reply, as SGLang's server-sent events, or as compact frames for Relax's client."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from relax_core.engines.embedded.scheduler.scheduler import Scheduler
 from relax_core.engines.protocol.frames import EVENT_STREAM, MSGPACK, Frame, StreamFailure, encode_frames
 from relax_core.engines.protocol.stop_strings import StopStrings, StopTable
 
-MAX_BODY_BYTES = {"json": 64 << 20, "msgpack": 8 << 20}  # lists of msgpack take 50 times their bytes when they are read
-QUICK_BYTES = 1 << 18  # a body of so many is read in no time; a larger one beside the event loop
-MAX_OPEN_SAMPLES = 4 * MAX_SAMPLES  # that run or wait
+MAX_BODY_BYTES = 64 << 20
+QUICK_BYTES = 1 << 18  # a larger body is parsed beside the event loop
+MAX_OPEN_SAMPLES = 4 * MAX_SAMPLES  # samples that run or wait, of all requests
 
 
 class Failure(msgspec.Struct):
-    """The call is over; in the engine's words."""
+    """Says that the call has failed; ``message`` goes to the client."""
 
     message: str
 
 
-News = list[Progress] | Failure | None  # None: the client hung up
+News = list[Progress] | Failure | None  # None says that the client has disconnected
 
 
 class GenerateRoute:
-    """Answers /generate. A client that hangs up has its samples aborted."""
+    """The handler of /generate aborts the samples of a client that disconnects."""
 
     def __init__(self, scheduler: Scheduler, model: ModelConfig, limits: RequestLimits, stops: StopTable) -> None:
         self._scheduler = scheduler
@@ -47,41 +47,38 @@ class GenerateRoute:
         self._open_samples = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        fields = asgi.headers(scope)
-        accepted, packed = MSGPACK.encode() in fields.get(b"accept", b""), _is_msgpack(fields)
-        body = await asgi.read_body(scope, receive, limit=MAX_BODY_BYTES["msgpack" if packed else "json"])
-        parse = partial(self._parse, body, msgpack=packed)
+        """Answers one request. Raises HttpError for a body that is refused."""
+        compact = MSGPACK.encode() in asgi.headers(scope).get(b"accept", b"")
+        body = await asgi.read_body(scope, receive, limit=MAX_BODY_BYTES)
+        parse = partial(self._parse, body)
         request = parse() if len(body) <= QUICK_BYTES else await asyncio.to_thread(parse)
-        whole_msgpack = accepted or (packed and not fields.get(b"accept"))
         if isinstance(request, ScoreRequest):
-            await answer_scores(request, self._scheduler, receive, send, msgpack=whole_msgpack)
+            await answer_scores(request, self._scheduler, receive, send)
             return
-        if not (request.stream and accepted):
+        if not (request.stream and compact):
             _check_kept_lists(request, vocab_size=self._model.vocab_size)
         samples = _samples_of(request)
         if self._open_samples + samples > MAX_OPEN_SAMPLES:
             raise HttpError(503, f"/generate: {self._open_samples} samples run or wait; ask again when some have ended")
         self._open_samples += samples
         try:
-            await self._generate(request, receive, send, compact=accepted, whole_msgpack=whole_msgpack)
+            await self._generate(request, receive, send, compact=compact)
         finally:
             self._open_samples -= samples
 
-    def _parse(self, body: bytes, *, msgpack: bool) -> GenerateRequest | ScoreRequest:
-        parsed = parse_body(body, msgpack=msgpack, model=self._model)
+    def _parse(self, body: bytes) -> GenerateRequest | ScoreRequest:
+        parsed = parse_body(body, model=self._model)
         if asks_for_scores(parsed):
             return parse_score(parsed, model=self._model, limits=self._limits)
         return parse_generate(parsed, model=self._model, limits=self._limits)
 
-    async def _generate(
-        self, request: GenerateRequest, receive: Receive, send: Send, *, compact: bool, whole_msgpack: bool
-    ) -> None:
+    async def _generate(self, request: GenerateRequest, receive: Receive, send: Send, *, compact: bool) -> None:
         inbox: asyncio.Queue[News] = asyncio.Queue()
         call = self._submit(request, inbox, compact=compact)
-        watcher = asyncio.create_task(_watch(receive, inbox))
+        watcher = asyncio.create_task(_report_disconnect(receive, inbox))
         try:
             if not request.stream:
-                await self._whole(request, call, inbox, send, msgpack=whole_msgpack)
+                await self._whole(request, call, inbox, send)
             elif compact:
                 await self._frames(request, call, inbox, send)
             else:
@@ -105,7 +102,7 @@ class GenerateRoute:
         prompts = [
             Prompt(
                 call,
-                place,
+                index,
                 one.rid,
                 one.token_ids,
                 one.settings,
@@ -116,7 +113,7 @@ class GenerateRoute:
                 generated=one.generated,
                 stop=self._stop_strings(one.stop),
             )
-            for place, one in enumerate(request.prompts)
+            for index, one in enumerate(request.prompts)
         ]
         self._scheduler.submit(waiting_prompts(prompts, n=request.n))
         return call
@@ -127,9 +124,8 @@ class GenerateRoute:
         except ValueError as error:
             raise HttpError(400, f"sampling_params.stop: {error}") from error
 
-    async def _whole(
-        self, request: GenerateRequest, call: Call, inbox: asyncio.Queue[News], send: Send, *, msgpack: bool
-    ) -> None:
+    async def _whole(self, request: GenerateRequest, call: Call, inbox: asyncio.Queue[News], send: Send) -> None:
+        """Sends one JSON reply once all samples are finished."""
         replies: list[dict[str, Any]] = []
         expected = _samples_of(request)
         while len(replies) < expected:
@@ -144,17 +140,17 @@ class GenerateRoute:
         for reply in replies:
             del reply["index"]
         alone = request.single and request.n == 1
-        await asgi.answer(send, replies[0] if alone else replies, msgpack=msgpack)
+        await asgi.answer(send, replies[0] if alone else replies)
 
     def _reply(self, request: GenerateRequest, news: Progress) -> dict[str, Any]:
         version = self._scheduler.version
         return sglang_reply(news, n=request.n, version=version, return_logprob=request.return_logprob)
 
     async def _frames(self, request: GenerateRequest, call: Call, inbox: asyncio.Queue[News], send: Send) -> None:
-        """Compact frames, one write for what a decode step finished."""
+        """Sends one frame for each finished sample; the samples that one decode step finishes share one write."""
         await asgi.start_response(send, status=200, content_type=MSGPACK.encode())
         left, more = _samples_of(request), True
-        told: set[int] = set()  # prompts whose experts are on their way
+        sent: set[int] = set()  # indices of the prompts whose experts have been sent
         while more:
             news = await inbox.get()
             if news is None:
@@ -164,7 +160,7 @@ class GenerateRoute:
                 call.open_samples, more = 0, False
                 frames = [StreamFailure(news.message)]
             else:
-                frames = [finished(one, told) for one in news]
+                frames = [finished(one, sent) for one in news]
                 left -= len(news)
                 if left == 0:
                     more = False
@@ -172,7 +168,7 @@ class GenerateRoute:
             await send({"type": "http.response.body", "body": encode_frames(frames), "more_body": more})
 
     async def _events(self, request: GenerateRequest, call: Call, inbox: asyncio.Queue[News], send: Send) -> None:
-        """SGLang's server-sent events, incremental."""
+        """Sends SGLang's server-sent events; each holds the tokens since the sample's last event."""
         await asgi.start_response(send, status=200, content_type=EVENT_STREAM.encode())
         left = _samples_of(request)
         while left:
@@ -190,16 +186,12 @@ class GenerateRoute:
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
 
 
-def _is_msgpack(fields: dict[bytes, bytes]) -> bool:
-    return fields.get(b"content-type", b"").startswith(MSGPACK.encode())
-
-
 def _samples_of(request: GenerateRequest) -> int:
     return sum(len(prompt.samples) for prompt in request.prompts)
 
 
 def _check_kept_lists(request: GenerateRequest, *, vocab_size: int) -> None:
-    """Raises HttpError 400 where a reply, which lists the ids of kept sets, would have too many of them."""
+    """Raises HttpError 400 if a JSON reply, which lists the ids of kept sets, could hold too many of them."""
     most = 0
     for prompt in request.prompts:
         settings = prompt.settings
@@ -209,13 +201,12 @@ def _check_kept_lists(request: GenerateRequest, *, vocab_size: int) -> None:
     if most > MAX_KEPT:
         raise HttpError(
             400,
-            f"return_sampling_mask=true: up to {most} kept tokens, at most {MAX_KEPT} are told; give a smaller top_k "
-            "or max_new_tokens, or send fewer prompts",
+            f"return_sampling_mask=true: up to {most} kept tokens, at most {MAX_KEPT} are returned; give a smaller "
+            "top_k or max_new_tokens, or send fewer prompts",
         )
 
 
-async def _watch(receive: Receive, inbox: asyncio.Queue[News]) -> None:
-    """Reports a client that hangs up."""
+async def _report_disconnect(receive: Receive, inbox: asyncio.Queue[News]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     inbox.put_nowait(None)

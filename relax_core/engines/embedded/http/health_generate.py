@@ -1,4 +1,4 @@
-"""GET /health_generate: whether the engine could make a token now, as probes of SGLang's servers ask."""
+"""Answers GET /health_generate: whether the engine could generate a token now, as probes of SGLang's servers ask."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from relax_core.engines.embedded.scheduler.scheduler import NOTHING_ATTESTED, Sc
 from relax_core.engines.embedded.scheduler.token_sampler import NonFiniteLogits
 from relax_core.engines.embedded.scheduler.token_scoring import ScoreItem
 
-DEADLINE_S = 20.0  # as SGLang's
-FRESH_S = 1.0  # for which an answer holds
+DEADLINE_S = 20.0  # the deadline of SGLang's own probe
+REUSE_S = 1.0  # seconds for which one answer is given to further probes
 
 
 class HealthGenerate:
-    """Anybody may ask, so it costs little however often they do: one forward pass of two tokens a second at most, in
-    the decode thread between two steps. It takes no slot and shares no batch: the tokens of requests are the same with
-    it and without."""
+    """Runs at most one forward pass of two tokens a second, however many probes come.
+
+    The route needs no token. The pass runs in the decode thread between two steps. It takes no slot and shares no
+    batch, so that the tokens of requests are the same with it and without it.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -26,15 +28,15 @@ class HealthGenerate:
         self._ended = 0.0
 
     async def __call__(self, body: bytes) -> dict[str, Any]:
-        """Raises HttpError 503 with the reason where it makes no tokens."""
-        if self._check is None or (self._check.done() and time.monotonic() - self._ended > FRESH_S):
-            self._check = asyncio.create_task(self._look())
+        """Raises HttpError 503 with the reason if the engine generates no tokens."""
+        if self._check is None or (self._check.done() and time.monotonic() - self._ended > REUSE_S):
+            self._check = asyncio.create_task(self._checked())
         problem = await asyncio.shield(self._check)
         if problem is not None:
             raise HttpError(503, f"/health_generate: {problem}")
         return {"status": "ok"}
 
-    async def _look(self) -> str | None:
+    async def _checked(self) -> str | None:
         try:
             return await asyncio.wait_for(self._problem(), DEADLINE_S)
         except TimeoutError:
@@ -47,7 +49,7 @@ class HealthGenerate:
         if scheduler.version == NOTHING_ATTESTED:
             return "no weights are in yet"
         if scheduler.stands_still:
-            return "it is paused, or has given up its memory"
+            return "the engine is paused, or its memory is released"
         try:
             await asyncio.wrap_future(scheduler.score([ScoreItem(token_ids=[0, 0], start=0, top_k=0, temperature=1.0)]))
         except NonFiniteLogits as error:

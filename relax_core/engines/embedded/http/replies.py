@@ -1,4 +1,4 @@
-"""Finished and growing samples as SGLang's /generate answers them."""
+"""Builds the replies of /generate: SGLang's JSON objects, and the compact frames of Relax's client."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ from relax_core.engines.embedded.scheduler.token_scoring import ScoreItem, Score
 from relax_core.engines.protocol.frames import FLOAT32, INT32, Experts, Finished, StreamEnd
 
 
-def finished(news: Progress, told: set[int]) -> Finished:
-    """A finished sample as our own client wants it. Experts of a prompt's tokens come along with its first sample that
-    has them; ``told``: the places of the prompts that have had theirs."""
+def finished(news: Progress, sent: set[int]) -> Finished:
+    """Returns the compact frame of a finished sample.
+
+    The experts of a prompt's tokens are sent with its first sample that has any. ``sent`` holds the indices of the
+    prompts whose experts have been sent; the function adds this prompt's.
+    """
     assert news.finish is not None
     sample = news.sample
     prompt_experts = response_experts = None
     prompt = sample.prompt
-    if prompt.routes is not None and prompt.routes.rows is not None and news.routes is not None:
+    if prompt.routes is not None and prompt.routes.experts is not None and news.routes is not None:
         response_experts = Experts.of(news.routes)
-        if prompt.place not in told:
-            told.add(prompt.place)
-            prompt_experts = Experts.of(prompt.routes.rows)
+        if prompt.index not in sent:
+            sent.add(prompt.index)
+            prompt_experts = Experts.of(prompt.routes.experts)
     return Finished(
         rid=sample.prompt.rid,
-        prompt=sample.prompt.place,
+        prompt=sample.prompt.index,
         sample=sample.index,
         output_ids=np.array(news.ids, dtype=INT32).tobytes(),
         logprobs=np.array(news.logprobs, dtype=FLOAT32).tobytes(),
@@ -40,6 +43,7 @@ def finished(news: Progress, told: set[int]) -> Finished:
 
 
 def stream_end(call: Call) -> StreamEnd:
+    """Returns the frame that ends a stream, with the call's times in milliseconds."""
     started = call.first_prefill or call.finished
     return StreamEnd(
         held_ms=1e3 * (started - call.submitted),
@@ -49,8 +53,11 @@ def stream_end(call: Call) -> StreamEnd:
 
 
 def sglang_reply(news: Progress, *, n: int, version: int, return_logprob: bool) -> dict[str, Any]:
-    """One response in SGLang's shape. ``index``: its place among all samples of the call, prompt by prompt; tokens and
-    log-probs are those since the last event of a stream, counts and version spans those of the whole response."""
+    """Returns one response in SGLang's shape.
+
+    ``index`` in the reply is the sample's index among all samples of the call, prompt by prompt. In a stream, tokens
+    and log-probs are those since the sample's last event; counts and version spans are those of the whole response.
+    """
     sample = news.sample
     prompt = sample.prompt
     spans = news.spans
@@ -71,14 +78,14 @@ def sglang_reply(news: Progress, *, n: int, version: int, return_logprob: bool) 
     if news.kept is not None:
         meta["output_token_sampling_mask"] = news.kept.lists()
         meta["output_token_sampling_logprobs"] = news.logprobs
-    if prompt.routes is not None and prompt.routes.rows is not None and news.routes is not None:
-        rows = np.concatenate([prompt.routes.rows, news.routes]).astype("<i4")
-        meta["routed_experts"] = base64.b64encode(rows.tobytes()).decode()
-    return {"text": "", "output_ids": news.ids, "meta_info": meta, "index": prompt.place * n + sample.index}
+    if prompt.routes is not None and prompt.routes.experts is not None and news.routes is not None:
+        experts = np.concatenate([prompt.routes.experts, news.routes]).astype("<i4")
+        meta["routed_experts"] = base64.b64encode(experts.tobytes()).decode()
+    return {"text": "", "output_ids": news.ids, "meta_info": meta, "index": prompt.index * n + sample.index}
 
 
 def score_reply(item: ScoreItem, scores: Scores, *, rid: str, version: int, latency_s: float) -> dict[str, Any]:
-    """Scores in SGLang's shape: one entry for each token from the start on; nothing says how likely the first is."""
+    """Returns scores in SGLang's shape: one entry for each token from ``item.start`` on; the first has no log-prob."""
     scored = item.token_ids[item.start + 1 :]
     meta: dict[str, Any] = {
         "id": rid,

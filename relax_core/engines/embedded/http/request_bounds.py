@@ -1,4 +1,4 @@
-"""How large the numbers and lists of a /generate body may be: beyond these they would harm other requests."""
+"""Bounds the numbers and lists of a /generate body, because larger ones would slow or end other requests."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from collections.abc import Sequence
 from relax_core.contracts.engine import MAX_TEMPERATURE, MIN_TEMPERATURE
 from relax_core.engines.embedded.http.asgi import HttpError
 
-MAX_SAMPLES = 65536  # of one request: prompts times n
-MAX_CONTAINERS = 4 * MAX_SAMPLES  # lists and objects of a body: each takes many times its bytes when it is read
-MAX_STOPS = 1024  # stop tokens of a sample, and
-MAX_BANNED = 16384  # banned tokens of a request: each step of a batch looks at them all
+MAX_SAMPLES = 65536  # samples of one request: prompts times n
+MAX_CONTAINERS = 4 * MAX_SAMPLES  # lists and objects of one body; each takes many times its bytes once it is decoded
+MAX_STOPS = 1024  # stop tokens of one sample; each step of a batch compares with all of them
+MAX_BANNED = 16384  # banned tokens of one request; each step of a batch masks all of them
 MAX_RID = 1024  # characters
-MAX_TOPS = 1 << 24  # top-k tokens that one reply tells, and
-MAX_KEPT = 1 << 24  # kept ones, where it lists their ids
-SEEDS = range(-(1 << 63), 1 << 64)  # 64 bits, signed or not
+MAX_TOPS = 1 << 24  # top-k tokens in one reply
+MAX_KEPT = 1 << 24  # kept tokens in one reply that lists their ids
+SEEDS = range(-(1 << 63), 1 << 64)  # 64 bits, signed or unsigned
 VERSIONS = range(-1, 1 << 63)
 TEMPERATURES = f"0 (greedy), or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
 
 
 def is_temperature(value: float) -> bool:
+    """Is True if the engine samples at this temperature; 0 stands for greedy decoding."""
     return value == 0.0 or MIN_TEMPERATURE <= value <= MAX_TEMPERATURE
 
 
@@ -31,14 +32,14 @@ def check_within(key: str, values: Sequence[int], allowed: range, *, words: str)
 
 
 def check_rids(given: str | list[str]) -> None:
-    """Raises HttpError 400 for one that is too long."""
+    """Raises HttpError 400 for a rid that is too long."""
     longest = len(given) if isinstance(given, str) else max(map(len, given), default=0)
     if longest > MAX_RID:
         raise HttpError(400, f"rid: {longest} characters; give {MAX_RID} at most")
 
 
 def token_set(key: str, ids: Sequence[int], *, vocab_size: int, limit: int) -> tuple[int, ...]:
-    """The different ids in order. Raises HttpError 400 for more than ``limit`` of them, or one that is no token."""
+    """Returns the distinct ids in order. Raises HttpError 400 for more than ``limit`` ids or an unknown token."""
     different = sorted(set(ids))
     if len(different) > limit:
         raise HttpError(400, f"{key}: {len(different)} token ids; give {limit} at most")
@@ -46,3 +47,17 @@ def token_set(key: str, ids: Sequence[int], *, vocab_size: int, limit: int) -> t
     if bad is not None:
         raise HttpError(400, f"{key}: token id {bad} is not in the vocabulary; ids go from 0 to {vocab_size - 1}")
     return tuple(different)
+
+
+def same_length(key: str, found: int, count: int) -> None:
+    """Raises HttpError 400 if a list has not one entry for each of the ``count`` prompts."""
+    if found != count:
+        raise HttpError(400, f"{key}: {found} entries for {count} prompts; give one for each, or a single value")
+
+
+def per_prompt(key: str, value: int | list[int], count: int) -> list[int]:
+    """Returns one value for each prompt. Raises HttpError 400 for a list of another length."""
+    if isinstance(value, int):
+        return [value] * count
+    same_length(key, len(value), count)
+    return value

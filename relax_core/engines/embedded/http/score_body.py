@@ -1,4 +1,4 @@
-"""A /generate that asks for no token, only how likely the given ones are: SGLang's ``max_new_tokens`` 0."""
+"""Parses a /generate body that scores given tokens and generates none: SGLang's ``max_new_tokens`` 0."""
 
 from __future__ import annotations
 
@@ -12,17 +12,24 @@ from relax_core.engines.embedded.http.generate_body import (
     RequestLimits,
     SamplingBody,
     banned_tokens,
+)
+from relax_core.engines.embedded.http.request_bounds import (
+    MAX_TOPS,
+    TEMPERATURES,
+    is_temperature,
     per_prompt,
     same_length,
 )
-from relax_core.engines.embedded.http.request_bounds import MAX_TOPS, TEMPERATURES, is_temperature
 from relax_core.engines.embedded.model.model_config import ModelConfig
 from relax_core.engines.embedded.scheduler.token_scoring import ScoreItem
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreRequest:
-    """``single``: one prompt given alone, answered with an object and not with a list."""
+    """Holds a checked request for scores.
+
+    ``single`` is True if one prompt was given outside a list; the reply is then an object and not a list.
+    """
 
     items: list[ScoreItem]
     rids: list[str]
@@ -31,11 +38,15 @@ class ScoreRequest:
 
 
 def asks_for_scores(body: RequestBody) -> bool:
+    """Is True if a prompt of the request asks for no new token."""
     return any(one.max_new_tokens == 0 for one in body.sampling)
 
 
 def parse_score(body: RequestBody, *, model: ModelConfig, limits: RequestLimits) -> ScoreRequest:
-    """Raises HttpError 400 that says key, value and fix. ``temperature`` 0 is 1, as for greedy tokens."""
+    """Checks a request for scores. Raises HttpError 400 with key, value and fix.
+
+    ``temperature`` 0 counts as 1, as it does for the log-probs of greedy tokens.
+    """
     raw, count = body.raw, len(body.prompts)
     _check(body)
     banned = banned_tokens(raw, model)
@@ -46,11 +57,11 @@ def parse_score(body: RequestBody, *, model: ModelConfig, limits: RequestLimits)
     top_ks = per_prompt("top_logprobs_num", raw.top_logprobs_num or 0, count)
     items = []
     given = zip(body.prompts, starts, top_ks, body.sampling, kept, strict=True)
-    for place, (ids, start, top_k, sampling, sets) in enumerate(given):
+    for index, (ids, start, top_k, sampling, sets) in enumerate(given):
         if len(ids) > limits.context_length:
             raise HttpError(
                 400,
-                f"input_ids[{place}]: {len(ids)} tokens are longer than the context of {limits.context_length}; "
+                f"input_ids[{index}]: {len(ids)} tokens are longer than the context of {limits.context_length}; "
                 "shorten them or raise engine.context_length",
             )
         if not -1 <= start < len(ids):
@@ -61,7 +72,7 @@ def parse_score(body: RequestBody, *, model: ModelConfig, limits: RequestLimits)
             raise HttpError(400, f"sampling_params.temperature: {sampling.temperature}; give {TEMPERATURES}")
         start = len(ids) - 1 if start == -1 else start
         if sets is not None and (fault := sets.fault(ids[start + 1 :])) is not None:
-            raise HttpError(400, f"kept_tokens[{place}]: {fault}")
+            raise HttpError(400, f"kept_tokens[{index}]: {fault}")
         items.append(
             ScoreItem(
                 token_ids=ids,
@@ -103,7 +114,10 @@ def _check(body: RequestBody) -> None:
 
 
 def _check_vocabularies(kept: Sequence[KeptTokens | None], model: ModelConfig) -> None:
-    """One for all sets, and about the model's own: two models of one tokenizer may pad it differently."""
+    """Raises HttpError 400 if the kept sets have vocabularies of different sizes, or one far from the model's.
+
+    The sizes may differ from the model's own, because two models of one tokenizer may pad it differently.
+    """
     sizes = {sets.vocab_size for sets in kept if sets is not None}
     if len(sizes) > 1 or any(not 1 <= size <= 2 * model.vocab_size for size in sizes):
         raise HttpError(400, f"kept_tokens: vocabularies of {sorted(sizes)} tokens, the model has {model.vocab_size}")

@@ -1,4 +1,4 @@
-"""Serves the application until it is told to stop, or until the decode thread dies."""
+"""Serves the application until the process gets a signal to stop, or until the decode thread fails."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import cast
 import uvicorn
 
 from relax_core.engines.embedded.http.application import EngineApp
-from relax_core.engines.embedded.http.connections import BACKLOG, Connection, Places, connection_limit
+from relax_core.engines.embedded.http.connections import BACKLOG, Connection, OpenConnections, connection_limit
 from relax_core.engines.embedded.scheduler.scheduler import Scheduler
 
-KEEP_ALIVE_S = 7 * 24 * 3600  # a client that knows the token may be silent for a whole train step, however long
-GRACE_S = 1  # for open requests, when told to stop
-WATCH_S = 0.2
+KEEP_ALIVE_S = 7 * 24 * 3600  # a client with the token may be silent for a whole train step, however long it is
+GRACE_S = 1  # seconds that open requests get to end when the server stops
+POLL_S = 0.2
 
 
 class _Server(uvicorn.Server):
-    """Says that it is ready once it listens."""
+    """Prints the ready line to stdout once the server listens."""
 
     def __init__(self, config: uvicorn.Config, *, ready: str) -> None:
         super().__init__(config)
@@ -33,13 +33,14 @@ class _Server(uvicorn.Server):
 
 
 async def serve(app: EngineApp, scheduler: Scheduler, listener: socket.socket, *, ready: str) -> None:
-    places = Places(connection_limit())
+    """Serves ``app`` on the bound socket ``listener``; prints ``ready`` once it listens."""
+    connections = OpenConnections(connection_limit())
     config = uvicorn.Config(
         app,
-        http=cast("type[asyncio.Protocol]", partial(Connection, places)),
+        http=cast("type[asyncio.Protocol]", partial(Connection, connections)),
         ws="none",
         lifespan="off",
-        log_level="error",  # what a client does wrong is told to the client
+        log_level="error",  # a client's mistakes are answered to the client and not logged
         access_log=False,
         server_header=False,
         date_header=False,
@@ -49,15 +50,15 @@ async def serve(app: EngineApp, scheduler: Scheduler, listener: socket.socket, *
         timeout_graceful_shutdown=GRACE_S,
     )
     server = _Server(config, ready=ready)
-    beside = [asyncio.create_task(_end_with_decode_thread(scheduler)), asyncio.create_task(places.sweep())]
+    tasks = [asyncio.create_task(_end_with_decode_thread(scheduler)), asyncio.create_task(connections.sweep())]
     await server.serve(sockets=[listener])
-    for task in beside:
+    for task in tasks:
         task.cancel()
 
 
 async def _end_with_decode_thread(scheduler: Scheduler) -> None:
-    """A decode thread that died cannot be mended: the process ends and its owner starts another."""
+    """Ends the process when the decode thread has failed, because only a new process can decode again."""
     while scheduler.is_alive():
-        await asyncio.sleep(WATCH_S)
-    print(f"embedded engine: the decode thread died: {scheduler.failure!r}", file=sys.stderr, flush=True)
+        await asyncio.sleep(POLL_S)
+    print(f"embedded engine: the decode thread failed: {scheduler.failure!r}", file=sys.stderr, flush=True)
     os._exit(1)

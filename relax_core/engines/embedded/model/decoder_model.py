@@ -1,4 +1,4 @@
-"""The module computes any architecture of relax_core/families over flat rows of tokens; attention is the caller's."""
+"""Computes any architecture of relax_core/families over a flat list of tokens; the caller supplies the attention."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from relax_core.engines.embedded.model.model_config import ModelConfig
 from relax_core.engines.embedded.model.moe_layer import ExpertWeights, choose_experts, mix_experts
 from relax_core.engines.embedded.model.products import add_product, product
 
-# (layer, q [rows, heads, dim], keys, then values [rows, 2 * kv_heads, dim]) -> [rows, heads * dim]; the product of q
-# and a key comes divided by sqrt(dim)
+# (layer, q [tokens, heads, dim], keys, then values [tokens, 2 * kv_heads, dim]) -> [tokens, heads * dim]. Queries and
+# keys are scaled so that their product is divided by sqrt(dim) already.
 Attend = Callable[[int, Tensor, Tensor], Tensor]
 
 
 class LanguageModel:
-    """Rows of different samples and positions go through together: only ``attend`` knows who sees whom."""
+    """Computes tokens of different samples and positions together; only ``attend`` knows which token sees which."""
 
     def __init__(self, config: ModelConfig, weights: FusedWeights, *, context_length: int) -> None:
         self.config = config
@@ -28,25 +28,30 @@ class LanguageModel:
         half = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
         frequencies = config.rope.scaled(1.0 / config.rope.theta**half)
         angles = torch.outer(torch.arange(context_length, dtype=torch.float32), frequencies)
-        # The query's norm divides the scores by sqrt(dim); without norms query and key each bring half of that.
+        # The query's norm divides the scores by sqrt(dim); without norms, both are scaled by dim ** -0.25.
         length = 1.0 if config.qk_norm else config.head_dim**-0.25
         self._rotation = torch.polar(torch.full_like(angles, length), angles)[:, None]  # [positions, 1, dim / 2]
         self._floor = torch.tensor(math.sqrt(config.rms_norm_eps * config.hidden_size))
         self._head_floor = torch.tensor(math.sqrt(config.rms_norm_eps * config.head_dim))
         self._activation = getattr(F, config.activation)
         self._dtype = weights.embedding.dtype
-        self._narrow = self._dtype != torch.float32  # else nothing is cast: to its own dtype still costs an operator
+        self._narrow = self._dtype != torch.float32  # in float32 no cast is made, because even a null cast costs time
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """x / sqrt(|x|^2 + floor^2) * weight over the last dimension, computed in float32: RMSNorm with ``weight``
-        scaled by the root of the width and floor = sqrt(eps * width). Half the operators of torch's own."""
+        """Returns x / sqrt(|x|^2 + floor^2) * weight over the last dimension, computed in float32.
+
+        This is RMSNorm if ``weight`` is scaled by the root of the width and floor = sqrt(eps * width). It takes half
+        the operators of torch's own.
+        """
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         normed = x.div(length.hypot_(self._floor)).mul_(weight)
         return normed.to(self._dtype) if self._narrow else normed
 
     def _norm_and_rotate(self, heads: Tensor, weight: Tensor | None, rotation: Tensor) -> None:
-        """Norms each head where the model norms heads (``weight``), then applies rotary embedding, both in place.
-        ``heads`` is float32 ``[rows, heads, dim]`` with the halves of each head interleaved."""
+        """Norms each head if the model norms heads (``weight``), then applies rotary embedding, both in place.
+
+        ``heads`` is float32 ``[tokens, heads, dim]`` with the halves of each head interleaved.
+        """
         if weight is not None:
             length = torch.linalg.vector_norm(heads, dim=-1, keepdim=True)
             heads.div_(length.hypot_(self._head_floor)).mul_(weight)
@@ -61,10 +66,12 @@ class LanguageModel:
         routes: list[Tensor] | None = None,
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """``ids``, ``positions`` int64 ``[rows]`` → the last layer's output, not yet normed, ``[rows, hidden]``.
+        """Returns the last layer's output before the final norm, ``[tokens, hidden]``.
 
-        ``routes``, where given, gets the experts of each layer, int64 ``[rows, per_token]``. ``wanted``, where given:
-        int64, the rows whose output is asked for; behind its attention the last layer is computed for them alone."""
+        ``ids`` and ``positions`` are int64 ``[tokens]``. The experts of each layer, int64 ``[tokens, per_token]``, are
+        appended to ``routes`` if it is given. ``wanted``, if given, holds int64 indices of the tokens whose output is
+        asked for; after its attention the last layer is computed for these tokens only.
+        """
         config = self.config
         shape = (ids.shape[0], -1, config.head_dim)
         heads, kv_heads, rotated = config.num_heads, config.num_kv_heads, config.num_heads + config.num_kv_heads
@@ -92,20 +99,20 @@ class LanguageModel:
         return x
 
     def _queries_keys_values(self, x: Tensor, layer: LayerWeights) -> Tensor:
-        """Returns ``[rows, (heads + 2 * kv_heads) * dim]``, given the layer's input ``[rows, hidden]``."""
+        """Returns ``[tokens, (heads + 2 * kv_heads) * dim]``, given the layer's input ``[tokens, hidden]``."""
         normed = self._norm(x, layer.input_norm)
         if layer.qkv_bias is None:
             return product(normed, layer.qkv_t)
         return add_product(layer.qkv_bias, normed, layer.qkv_t)
 
-    def _experts(self, rows: Tensor, mlp: ExpertWeights, routes: list[Tensor] | None) -> Tensor:
+    def _experts(self, tokens: Tensor, mlp: ExpertWeights, routes: list[Tensor] | None) -> Tensor:
         assert self.config.experts is not None
-        weights, chosen = choose_experts(rows, mlp.router_t, self.config.experts)
+        weights, chosen = choose_experts(tokens, mlp.router_t, self.config.experts)
         if routes is not None:
             routes.append(chosen)
-        return mix_experts(rows, weights, chosen, mlp, activation=self._activation)
+        return mix_experts(tokens, weights, chosen, mlp, activation=self._activation)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[rows, hidden]`` → float32 ``[rows, vocab]``, a tensor that the caller may write to."""
+        """Returns float32 logits ``[tokens, vocab]`` for ``[tokens, hidden]``; the caller may write to them."""
         logits = product(self._norm(hidden, self.weights.final_norm), self.weights.head_t)
         return logits.float() if self._narrow else logits

@@ -1,4 +1,4 @@
-"""The model's weights, fused for few and large products, and the Hugging Face names as views into them."""
+"""Holds the model's weights, fused for few and large products, with the Hugging Face tensors as views into them."""
 
 from __future__ import annotations
 
@@ -14,21 +14,25 @@ from relax_core.engines.embedded.model.model_config import ModelConfig
 from relax_core.engines.embedded.model.moe_layer import ExpertWeights
 from relax_core.families.architecture import Experts
 
-WEIGHT_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}  # what an update may come in
+WEIGHT_DTYPES = {torch.float64, torch.float32, torch.float16, torch.bfloat16}  # dtypes of an update's tensors
 
 
 class DenseWeights(NamedTuple):
-    """One layer's feed-forward; as everywhere here, ``_t`` is a transposed view, as a product takes it."""
+    """Holds one layer's feed-forward weights; in this module a name that ends in ``_t`` is a transposed view."""
 
     gate_up_t: Tensor  # [hidden, 2 * intermediate]
     down_t: Tensor  # [intermediate, hidden]
 
 
 class LayerWeights(NamedTuple):
-    """One layer. Query and key heads, their biases and norms are stored with the two halves of each head interleaved,
-    so that rotary embedding is one complex product; dot products and norms do not see the order."""
+    """Holds one layer's weights.
 
-    input_norm: Tensor  # [hidden], as all norms: float32, with the factors of `Target.scale`
+    Query and key heads, their biases and norms are stored with the two halves of each head interleaved, so that rotary
+    embedding is one complex product. Dot products and norms do not depend on the order. All norms are float32 and are
+    multiplied by `Target.scale`.
+    """
+
+    input_norm: Tensor  # [hidden]
     qkv_t: Tensor  # [hidden, (heads + 2 * kv_heads) * head_dim]
     qkv_bias: Tensor | None  # [(heads + 2 * kv_heads) * head_dim]
     qk_norm: Tensor | None  # [heads + kv_heads, head_dim]
@@ -38,9 +42,12 @@ class LayerWeights(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where a Hugging Face tensor goes: ``view`` takes it after ``reshape(view_shape)``, times ``scale``; ``shape`` is
-    the file's. A norm's scale is the root of its width, so that x / |x| takes the place of x / rms(x); the query norm's
-    is 1, for attention divides by that same root."""
+    """Names the part of the fused weights that one Hugging Face tensor is copied to.
+
+    ``view`` gets the tensor after ``reshape(view_shape)``, times ``scale``; ``shape`` is its shape in the file. A
+    norm's scale is the root of its width, because the model computes x / |x| instead of x / rms(x). The query norm's
+    scale is 1, because attention divides by that root.
+    """
 
     shape: tuple[int, ...]
     view_shape: tuple[int, ...]
@@ -49,7 +56,7 @@ class Target(NamedTuple):
 
 
 class FusedWeights:
-    """All weights of one model, zeros until `apply`."""
+    """Holds all weights of one model, which are zeros until `apply`."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         self._targets: dict[str, Target] = {}
@@ -85,10 +92,10 @@ class FusedWeights:
         first = 0
         for part, count, scale in (("q", heads, 1.0), ("k", kv_heads, math.sqrt(dim))):
             for kind, fused in projections.items():
-                rows = fused[first * dim : (first + count) * dim]
-                view = rows.view(count, half, 2, *rows.shape[1:]).transpose(1, 2)
+                weight = fused[first * dim : (first + count) * dim]
+                view = weight.view(count, half, 2, *weight.shape[1:]).transpose(1, 2)
                 self._targets[f"{layer}self_attn.{part}_proj.{kind}"] = Target(
-                    tuple(rows.shape), tuple(view.shape), view
+                    tuple(weight.shape), tuple(view.shape), view
                 )
             if qk_norm is not None:
                 norm = qk_norm[first : first + count].view(count, half, 2).transpose(1, 2)
@@ -129,16 +136,11 @@ class FusedWeights:
 
     @property
     def _most_numbers(self) -> int:
-        """Of the largest tensor."""
+        """Returns the number of elements of the largest tensor."""
         return max(math.prod(target.shape) for target in self._targets.values())
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors under their Hugging Face shapes."""
-        return sum(target.view.element_size() * math.prod(target.shape) for target in self._targets.values())
-
     def checked(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """All tensors of an update by name; raises ValueError that names every missing, unknown or misshapen one."""
+        """Returns an update's tensors by name. Raises ValueError that names the missing, unknown and misshapen ones."""
         found = {name: tensor for name, tensor in tensors if name not in self._ignored}
         faults = [f"missing: {name}" for name in self._targets if name not in found]
         for name, tensor in found.items():
@@ -149,9 +151,9 @@ class FusedWeights:
         return found
 
     def fault(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> str | None:
-        """Why a tensor of an update is not one of the model's, or None."""
+        """Returns why a tensor of an update is not one of the model's, or None if it is."""
         target = self._targets.get(name)
-        if name in self._ignored:  # `checked` leaves it out; no more of it is taken than of any tensor
+        if name in self._ignored:  # `checked` leaves it out, but its size is bounded too
             if len(shape) > 2 or not 0 <= math.prod(shape) <= self._most_numbers:
                 return f"misshapen: {name} is {clipped(str(list(shape)))}, larger than any tensor of the model"
         elif target is None:
@@ -163,7 +165,7 @@ class FusedWeights:
         return None
 
     def apply(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copies a checked update in."""
+        """Copies a checked update into the weights."""
         with torch.inference_mode():
             for name, tensor in tensors.items():
                 target = self._targets[name]

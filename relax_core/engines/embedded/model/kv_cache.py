@@ -1,4 +1,4 @@
-"""Keys and values of the running samples: one rectangle of slots by columns, grown with need."""
+"""Holds keys and values of the running samples: one tensor of slots by columns, which grows with need."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ FIRST_COLUMNS = 64
 
 
 class KVCache:
-    """``data`` is [layers, 2, slots, kv_heads, columns, head_dim]; slot s's token at position p lies in column p.
+    """Holds ``data`` [layers, 2, slots, kv_heads, columns, head_dim]; a token at position p is in column p.
 
-    Never larger than ``max_tokens`` slots times columns. Always finite: masked columns are multiplied by 0.
+    Slots times columns never exceed ``max_tokens``. All numbers are finite, because masked columns are multiplied by 0.
     """
 
     def __init__(
@@ -35,19 +35,24 @@ class KVCache:
 
     @property
     def slots(self) -> int:
+        """Returns the number of slots."""
         return self.data.shape[2]
 
     @property
     def columns(self) -> int:
+        """Returns the number of columns, in tokens."""
         return self.data.shape[4]
 
     @property
     def nbytes(self) -> int:
+        """Returns the size in bytes."""
         return self.data.numel() * self.data.element_size()
 
     def reserve(self, slots: int, columns: int, *, used_slots: int) -> bool:
-        """Makes room for ``slots`` by ``columns`` (their product within the budget), keeps the first ``used_slots``.
-        True where the rectangle was replaced."""
+        """Makes room for ``slots`` by ``columns`` and keeps the first ``used_slots``; is True if ``data`` was replaced.
+
+        The product of ``slots`` and ``columns`` must not exceed ``max_tokens``.
+        """
         assert slots * columns <= self._max_tokens and columns <= self._max_columns
         if slots <= self.slots and columns <= self.columns:
             return False
@@ -65,20 +70,22 @@ class KVCache:
         return True
 
     def move(self, sources: Tensor, targets: Tensor, *, columns: int) -> None:
-        """Copies the first ``columns`` of slots ``sources`` to slots ``targets`` (int64, disjoint)."""
+        """Copies the first ``columns`` columns of slots ``sources`` to slots ``targets`` (int64, disjoint)."""
         part = self.data[:, :, :, :, :columns]
         part[:, :, targets] = part[:, :, sources]
 
     def fill(self, first_slot: int, prefix: Tensor, source: Tensor) -> None:
-        """Slots ``first_slot`` + i take prefix number ``source[i]`` of ``prefix`` [layers, 2, prefixes, kv_heads,
-        columns, head_dim]."""
+        """Copies prefix ``source[i]`` to slot ``first_slot`` + i.
+
+        ``prefix`` is [layers, 2, prefixes, kv_heads, columns, head_dim], ``source`` int64 ``[slots]``.
+        """
         width, count = prefix.shape[4], source.shape[0]
         self.data[:, :, first_slot : first_slot + count, :, :width] = prefix.index_select(2, source)
 
     def clear(self, slots: Sequence[int]) -> None:
-        """Fills slots with zeros: a number that is not finite would reach who has the slot next."""
+        """Fills slots with zeros, so that numbers that are not finite do not reach the next sample in the slot."""
         self.data[:, :, torch.tensor(slots, dtype=torch.int64)] = 0
 
     def free(self) -> None:
-        """Gives the memory back."""
+        """Frees the memory."""
         self.data = self._allocate(0, 0)

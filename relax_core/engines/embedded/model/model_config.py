@@ -1,4 +1,4 @@
-"""The engine reads a Hugging Face folder's architecture here, and which tokens end a response."""
+"""Reads the architecture of a Hugging Face folder, and which tokens end a response."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ from relax_core.families.folder import folder_architecture, read_hf_config
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Architecture):
-    """``eos_token_ids`` end a response unless the request says ignore_eos."""
+    """Holds a model's architecture; ``eos_token_ids`` end a response unless the request has ignore_eos."""
 
     eos_token_ids: tuple[int, ...]
 
 
 def read_model_config(folder: Path) -> ModelConfig:
-    """Reads a folder. Raises ValueError where it has no config.json, an unknown family, or an option that is not
-    computed."""
+    """Reads a folder's config.json.
+
+    Raises ValueError if there is no config.json, its family is unknown, or it has an option that is not supported.
+    """
     return ModelConfig(
         **vars(folder_architecture(folder)), eos_token_ids=_eos_token_ids(folder, read_hf_config(folder))
     )
 
 
 def _eos_token_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:
-    """As SGLang: the ids of config.json and of generation_config.json together."""
+    """Returns the ids of config.json and of generation_config.json together, as SGLang does."""
     found: set[int] = set()
     generation = folder / "generation_config.json"
     for source in (raw, json.loads(generation.read_text()) if generation.is_file() else {}):

@@ -1,4 +1,4 @@
-"""One forward pass over many token rows, in pieces of columns: what prefill and scoring share."""
+"""Computes keys, values and outputs of many token sequences, piece by piece; prefill and scoring share it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 
 from relax_core.engines.embedded.model.decoder_model import Attend, LanguageModel
 
-PREFILL_ROWS = 512  # token rows, pads included, of one pass of a prefill: its products then stay in the cache
+PREFILL_TOKENS = 512  # tokens of one pass, with padding; the products of so many stay in the processor's cache
 
 
 def like_lengths(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Rows, by number, that go through a pass together: of like length, so that few of their tokens are pads."""
+    """Yields the indices of sequences that go through a pass together, of similar length so that padding is short."""
     order = sorted(range(len(lengths)), key=lambda index: lengths[index])
     batch: list[int] = []
     for index in order:
-        if batch and (len(batch) + 1) * lengths[index] > PREFILL_ROWS:
+        if batch and (len(batch) + 1) * lengths[index] > PREFILL_TOKENS:
             yield batch
             batch = []
         batch.append(index)
@@ -29,16 +29,16 @@ def like_lengths(lengths: Sequence[int]) -> Iterator[list[int]]:
 
 
 def empty_kv(model: LanguageModel, *, count: int, width: int, dtype: torch.dtype) -> Tensor:
-    """Room for keys and values, [layers, 2, count, kv_heads, width, head_dim]."""
+    """Returns zeros for keys and values, [layers, 2, count, kv_heads, width, head_dim]."""
     config = model.config
     return torch.zeros((config.num_layers, 2, count, config.num_kv_heads, width, config.head_dim), dtype=dtype)
 
 
 class Wanted(NamedTuple):
-    """Places whose output is asked for, int64 ``[wanted]`` each."""
+    """Names the tokens whose output is asked for by their sequences and positions, int64 ``[wanted]`` each."""
 
-    rows: Tensor
-    columns: Tensor
+    sequences: Tensor
+    positions: Tensor
 
 
 def prefill_passes(
@@ -49,37 +49,39 @@ def prefill_passes(
     wanted: Wanted,
     routes: np.ndarray | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Fills ``kv`` and yields piece by piece (which of the wanted places, their output ``[places, hidden]``, not yet
-    normed).
+    """Fills ``kv`` piece by piece; yields for each piece which wanted tokens it has, and their outputs.
 
-    Shorter rows are padded on the right. ``routes`` ``[rows, width, layers, per_token]``, where given, is filled with
-    the experts of every place.
+    The yielded pair is (indices into ``wanted``, the last layer's output before its norm ``[indices, hidden]``).
+    Shorter sequences are padded on the right. ``routes`` ``[sequences, width, layers, per_token]``, if given, is filled
+    with the experts of every token.
     """
     count, width = len(token_ids), kv.shape[4]
     padded = np.zeros((count, width), dtype=np.int64)
-    for row, ids in enumerate(token_ids):
-        padded[row, : len(ids)] = ids
-    rows = torch.from_numpy(padded)
-    chunk = max(1, PREFILL_ROWS // count)
+    for index, ids in enumerate(token_ids):
+        padded[index, : len(ids)] = ids
+    all_tokens = torch.from_numpy(padded)
+    chunk = max(1, PREFILL_TOKENS // count)
     for start in range(0, width, chunk):
         stop = min(start + chunk, width)
         positions = torch.arange(start, stop).repeat(count)
-        tokens = rows[:, start:stop].reshape(-1)
+        tokens = all_tokens[:, start:stop].reshape(-1)
         attend = _causal_attention(kv, start, stop)
-        found = ((wanted.columns >= start) & (wanted.columns < stop)).nonzero()[:, 0]
-        places = wanted.rows[found] * (stop - start) + wanted.columns[found] - start
+        found = ((wanted.positions >= start) & (wanted.positions < stop)).nonzero()[:, 0]
+        indices = wanted.sequences[found] * (stop - start) + wanted.positions[found] - start
         if routes is None:
-            hidden = model.hidden(tokens, positions, attend, wanted=places)
+            hidden = model.hidden(tokens, positions, attend, wanted=indices)
         else:
             chosen: list[Tensor] = []
-            hidden = model.hidden(tokens, positions, attend, routes=chosen).index_select(0, places)
+            hidden = model.hidden(tokens, positions, attend, routes=chosen).index_select(0, indices)
             routes[:, start:stop] = torch.stack(chosen, 1).view(count, stop - start, *routes.shape[2:]).numpy()
         yield found, hidden
 
 
 def _causal_attention(kv: Tensor, start: int, stop: int) -> Attend:
-    """Columns [start, stop) over all columns before them; writes them into ``kv``. Pads stand behind their row, so
-    nothing real looks at them."""
+    """Returns the attention of positions [start, stop) over all positions up to their own; it fills ``kv`` there.
+
+    Padding stands after a sequence's tokens, so that no token attends to it.
+    """
     count, heads, dim = kv.shape[2], kv.shape[3], kv.shape[5]
     mask = None
     if start:

@@ -1,4 +1,4 @@
-"""A /generate call on its way through the scheduler: its prompts, their samples, and what is reported of them."""
+"""Holds the state of a /generate call in the scheduler: its prompts, their samples, and their progress reports."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from relax_core.engines.protocol.version_spans import VersionSpan
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """News of one sample: the tokens since the last news, or all of them where the call does not stream.
+    """Reports one sample: its tokens since the last report, or all of its tokens if the call does not stream.
 
-    ``finish`` is None while it goes on; ``matched``: the stop token or string that ended
-    it. ``length``: tokens so far, ``spans``
-    their weight versions. ``routes``: of a finished sample whose experts are wanted, those of its response tokens but
-    the last, ``[length - 1, layers, per_token]``; None for one that never ran. ``kept``: the sets that ``ids`` were
-    sampled from, where they are wanted.
+    ``finish`` is None while the sample goes on. ``matched`` is the stop token or string that ended it. ``length`` is
+    the number of tokens so far, ``spans`` their weight versions. ``routes`` holds the experts of a finished sample's
+    response tokens except the last, ``[length - 1, layers, per_token]``, if they were asked for; it is None for a
+    sample that never ran. ``kept`` holds the sets that ``ids`` were sampled from, if they were asked for.
     """
 
     sample: Sample
@@ -45,11 +44,14 @@ Fail = Callable[[str], None]
 
 @dataclass(slots=True, eq=False)
 class Prompt:
-    """One prompt of a call. ``place``: its place in the call. ``routes``: where its experts are wanted. ``samples``,
-    ``generated``: see `PromptRequest`. ``stop``: strings that end a response, where there are any."""
+    """Holds one prompt of a call, which stands at ``index`` in the call.
+
+    ``routes`` is given if the prompt's experts are asked for. ``samples`` and ``generated`` are those of
+    `PromptRequest`. ``stop`` holds the strings that end a response, if there are any.
+    """
 
     call: Call
-    place: int
+    index: int
     rid: str
     token_ids: list[int]
     settings: SamplingSettings
@@ -61,14 +63,18 @@ class Prompt:
     stop: StopStrings | None = None
 
     def response(self, ids: list[int]) -> list[int]:
-        """A sample's whole response, of which ``ids`` are the tokens that were generated here."""
+        """Returns a sample's whole response, given the tokens ``ids`` that this call has generated."""
         return self.token_ids[len(self.token_ids) - self.generated :] + ids if self.generated else ids
 
 
 @dataclass(slots=True, eq=False)
 class Sample:
-    """One response. ``marks``: (first token, version) wherever the weight version changed; ``done``, ``done_logprobs``,
-    ``done_routes`` and ``done_kept`` hold what was generated while it is out of its slot."""
+    """Holds the state of one response.
+
+    ``marks`` holds (first token, version) for each change of the weight version. ``done``, ``done_logprobs``,
+    ``done_routes`` and ``done_kept`` hold what was generated so far while the sample has no slot. ``streamed`` is the
+    number of tokens that were reported.
+    """
 
     prompt: Prompt
     index: int
@@ -81,14 +87,14 @@ class Sample:
     streamed: int = 0
 
     def mark(self, start: int, version: int) -> None:
-        """Tokens from ``start`` on come from ``version``."""
+        """Records that tokens from ``start`` on come from weights ``version``."""
         if self.marks and self.marks[-1][0] == start:
             self.marks.pop()
         if not self.marks or self.marks[-1][1] != version:
             self.marks.append((start, version))
 
     def spans(self, length: int) -> list[VersionSpan]:
-        """The versions of its first ``length`` tokens."""
+        """Returns the weight versions of its first ``length`` tokens."""
         ends = [start for start, _ in self.marks[1:]] + [length]
         return [
             VersionSpan(start, end, version)
@@ -99,12 +105,13 @@ class Sample:
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """Samples of one prompt that wait for slots together; one sample alone after it was retracted."""
+    """Holds samples of one prompt that wait for slots together; a sample that was retracted waits alone."""
 
     prompt: Prompt
     samples: list[Sample]
 
     def prefix(self) -> Prefix:
+        """Returns the tokens that are computed once for all of these samples."""
         first = self.samples[0]
         return Prefix(
             token_ids=self.prompt.token_ids + first.done,
@@ -120,8 +127,13 @@ class Waiting:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """``stream_interval``: tokens between two pieces of news of a sample, 0 for finished ones only. ``sink`` gets news,
-    ``fail`` the words of a failure that ends the call; both are called in the scheduler's thread."""
+    """Holds the state of one /generate call.
+
+    ``stream_interval`` is the number of tokens between two reports of a sample; with 0 only finished samples are
+    reported. ``sink`` gets the reports, ``fail`` the message of a failure that ends the call; both are called in the
+    scheduler's thread. ``submitted``, ``first_prefill``, ``first_token`` and ``finished`` are times of
+    ``time.perf_counter``; 0 stands for a time that has not come.
+    """
 
     sink: Sink
     fail: Fail
@@ -135,7 +147,7 @@ class Call:
 
 
 def waiting_prompts(prompts: Sequence[Prompt], *, n: int) -> list[Waiting]:
-    """A call's prompts as they enter the queue, each with those of its ``n`` samples that are asked for."""
+    """Returns a call's prompts as the queue takes them, each with those of its ``n`` samples that are asked for."""
     groups: list[Waiting] = []
     all_keys = sample_keys([prompt.sampling_seed for prompt in prompts], n)
     for prompt, prompt_keys in zip(prompts, all_keys, strict=True):

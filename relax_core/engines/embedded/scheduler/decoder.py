@@ -1,7 +1,8 @@
-"""Continuous batching over slots: prefill prefixes, decode one token for every running sample, drop finished ones.
+"""Batches samples continuously over slots: prefills prefixes, decodes a token for each sample, frees finished slots.
 
-Knows nothing of requests, versions or HTTP. A slot is a row of the `SlotTable` and of the `KVCache`. To be called under
-``torch.inference_mode``, entered once by the caller: entering it for each token would cost more than an operator.
+The decoder knows nothing of requests, weight versions or HTTP. A slot is an entry of the `SlotTable` and of the
+`KVCache`. The caller enters ``torch.inference_mode`` once, because entering it for each token would cost more than an
+operator.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from relax_core.engines.embedded.scheduler.token_scoring import ScoreItem, Score
 
 
 class Decoder:
-    """``max_samples`` slots; KV columns within ``max_tokens`` slots times columns."""
+    """Decodes up to ``max_samples`` samples; the KV cache holds at most ``max_tokens`` tokens, slots times columns."""
 
     def __init__(
         self, model: LanguageModel, *, dtype: torch.dtype, max_samples: int, max_tokens: int, context_length: int
@@ -37,26 +38,28 @@ class Decoder:
         self._dtype = dtype
         self.cache = KVCache(config, dtype, max_tokens=max_tokens, max_slots=max_samples, max_columns=context_length)
         self.slots = SlotTable(max_samples, vocab_size=config.vocab_size)
-        self.routes: RouteTable | None = None  # of a mixture of experts
+        self.routes: RouteTable | None = None  # for a mixture of experts only
         if config.experts is not None:
             one = config.experts
             self.routes = RouteTable(max_samples, layers=config.num_layers, per_token=one.per_token, experts=one.count)
         self.kept = KeptTable(max_samples, vocab_size=config.vocab_size)
-        self._noting = False  # whether a running sample wants its experts
+        self._recording_routes = False  # whether the experts of a running sample are asked for
         self._views = CacheViews(self.cache)
-        self._attention: DecodeAttention | None = None  # of the steps that the slots have prepared
+        self._attention: DecodeAttention | None = None  # attention of the steps that the slots have prepared
 
     # -- admission ------------------------------------------------------------------------------------------------
     def fits(self, *, samples: int, columns: int) -> bool:
-        """Whether ``samples`` more, of which the longest may need ``columns``, can run beside those that run now."""
+        """Is True if ``samples`` more samples can run beside the running ones; the longest may need ``columns``."""
         slots = self.slots.count + samples
         if self.slots.count:
             columns = max(columns, int(self.slots.columns[: self.slots.count].max()))
         return slots <= self.max_samples and slots * columns <= self._max_tokens
 
     def admit(self, prefixes: Sequence[Prefix]) -> np.ndarray:
-        """Prefills, gives each sample the next free slot in the order of ``prefixes`` and its next token. Returns the
-        slots that are finished already. Raises NonFiniteLogits, after which none of these samples has its token."""
+        """Prefills ``prefixes`` and gives each sample a slot, in their order, and its next token.
+
+        Returns the slots that this token finishes. Raises NonFiniteLogits; none of these samples then has its token.
+        """
         first = self.slots.count
         self.slots.add(prefixes)
         self._reserve(int(self.slots.position[: self.slots.count].max()) + 1, used_slots=first)
@@ -69,32 +72,34 @@ class Decoder:
         copies = torch.tensor([len(prefix.keys) for prefix in prefixes])
         logits = self._model.logits(hidden).repeat_interleave(copies, 0)
         for prefix, slot in zip(prefixes, starts[:-1].tolist(), strict=True):
-            for place in range(len(prefix.keys)):
-                self.kept.put(slot + place, prefix.done_kept)
-        plan = self.slots.plan().rows(first, self.slots.count)
+            for index in range(len(prefix.keys)):
+                self.kept.put(slot + index, prefix.done_kept)
+        plan = self.slots.plan().part(first, self.slots.count)
         ids, logprobs = self._sample(logits, plan, self.slots.first_draws(first), first=first)
         return self.slots.record_first(first, ids.numpy(), logprobs)
 
     def _fill(self, kv: Tensor, batch: list[int], starts: np.ndarray) -> None:
-        """Copies each prefix's keys and values to its samples' slots; neighbours in one copy."""
-        place = 0
-        while place < len(batch):
-            end = place + 1
+        """Copies each prefix's keys and values to its samples' slots; adjacent slots share one copy."""
+        first = 0
+        while first < len(batch):
+            end = first + 1
             while end < len(batch) and batch[end] == batch[end - 1] + 1:
                 end += 1
-            copies = torch.tensor([int(starts[index + 1] - starts[index]) for index in batch[place:end]])
-            source = torch.repeat_interleave(torch.arange(place, end), copies)
-            self.cache.fill(int(starts[batch[place]]), kv, source)
-            place = end
+            copies = torch.tensor([int(starts[index + 1] - starts[index]) for index in batch[first:end]])
+            source = torch.repeat_interleave(torch.arange(first, end), copies)
+            self.cache.fill(int(starts[batch[first]]), kv, source)
+            first = end
 
     def _prefill(self, prefixes: list[Prefix], slots: list[int]) -> tuple[Tensor, Tensor]:
-        """Keys and values [layers, 2, prefixes, kv_heads, columns, head_dim] and the last tokens' output. ``slots``:
-        the first one of each prefix."""
+        """Returns keys and values [layers, 2, prefixes, kv_heads, columns, head_dim] and the last tokens' output.
+
+        ``slots`` holds the first slot of each prefix.
+        """
         token_ids = [prefix.token_ids for prefix in prefixes]
         count, width = len(token_ids), max(len(ids) for ids in token_ids)
         routes: np.ndarray | None = None
         if self.routes is not None and any(prefix.routes is not None for prefix in prefixes):
-            self._noting = True
+            self._recording_routes = True
             routes = np.empty((count, width, *self.routes.shape), dtype=self.routes.dtype)
         kv = empty_kv(self._model, count=count, width=width, dtype=self._dtype)
         last = Wanted(torch.arange(count), torch.tensor([len(ids) - 1 for ids in token_ids]))
@@ -102,35 +107,41 @@ class Decoder:
         for found, hidden in prefill_passes(self._model, token_ids, kv, wanted=last, routes=routes):
             output[found] = hidden
         if routes is not None:
-            self._note_prefixes(prefixes, slots, routes)
+            self._record_prefix_routes(prefixes, slots, routes)
         return kv, output
 
-    def _note_prefixes(self, prefixes: list[Prefix], slots: list[int], routes: np.ndarray) -> None:
-        """A prompt keeps the experts of its first prefill, a generated token those of when it was fed; only the last
-        token of what was generated has none before the prefill."""
+    def _record_prefix_routes(self, prefixes: list[Prefix], slots: list[int], routes: np.ndarray) -> None:
+        """Records the experts of a prefill.
+
+        A prompt keeps the experts of its first prefill, and a generated token those of its first pass through the
+        model. Of a retracted sample's tokens only the last has not passed through the model before this prefill.
+        """
         assert self.routes is not None
-        for prefix, slot, rows in zip(prefixes, slots, routes, strict=True):
+        for prefix, slot, found in zip(prefixes, slots, routes, strict=True):
             if prefix.routes is None:
                 continue
             done, end = len(prefix.done), len(prefix.token_ids)
-            if prefix.routes.rows is None:
-                prefix.routes.rows = rows[: end - done].copy()
+            if prefix.routes.experts is None:
+                prefix.routes.experts = found[: end - done].copy()
             if done:
                 assert len(prefix.keys) == 1 and prefix.done_routes is not None
                 self.routes.put(slot, prefix.done_routes)
-                self.routes.put(slot, rows[end - 1 : end], start=done - 1)
+                self.routes.put(slot, found[end - 1 : end], start=done - 1)
 
     def score(self, items: Sequence[ScoreItem]) -> list[Scores]:
-        """How likely the given tokens are; touches no slot. Raises NonFiniteLogits."""
+        """Returns the log-probs of given tokens and touches no slot. Raises NonFiniteLogits."""
         return score(self._model, items, dtype=self._dtype)
 
     # -- decoding -------------------------------------------------------------------------------------------------
     def step(self) -> np.ndarray:
-        """One more token for every running sample; returns the slots that are finished by it. Raises NonFiniteLogits,
-        after which no sample has its token; those that are left get the same one in the next step."""
+        """Decodes one more token for every running sample; returns the slots that it finishes.
+
+        Raises NonFiniteLogits; no sample then has its token, and the samples that stay get the same token in the next
+        step.
+        """
         slots = self.slots
         attention = self._next_attention()
-        chosen: list[Tensor] | None = [] if self._noting else None
+        chosen: list[Tensor] | None = [] if self._recording_routes else None
         hidden = self._model.hidden(slots.newest_ids, attention.positions, attention, routes=chosen)
         if chosen is not None and self.routes is not None:
             self.routes.record(slots.newest(), torch.stack(chosen, 1).numpy())
@@ -140,7 +151,7 @@ class Decoder:
     def _sample(
         self, logits: Tensor, plan: SamplingPlan, random: Tensor, *, first: int = 0
     ) -> tuple[Tensor, np.ndarray]:
-        """The next token of the slots from ``first`` on, and its log-prob. Raises NonFiniteLogits."""
+        """Returns the next token of the slots from ``first`` on, and its log-prob. Raises NonFiniteLogits."""
         kept: list[KeptTokens] = []
         ids, found = sample(logits, plan, random, kept=kept)
         logprobs = _finite(found, first=first)
@@ -149,12 +160,12 @@ class Decoder:
         return ids, logprobs
 
     def response_routes(self, slot: int) -> np.ndarray:
-        """Experts of a sample's response tokens but its newest, ``[tokens - 1, layers, per_token]``."""
+        """Returns the experts of a sample's response tokens except the newest, ``[tokens - 1, layers, per_token]``."""
         assert self.routes is not None
-        return self.routes.rows(slot, self.slots.length(slot) - 1)
+        return self.routes.first(slot, self.slots.length(slot) - 1)
 
     def _next_attention(self) -> DecodeAttention:
-        """Of this step. What several steps share is made with the first of them."""
+        """Returns the attention of this step; several prepared steps share one object."""
         slots = self.slots
         if slots.ahead and self._attention is not None:
             self._attention.advance()
@@ -166,8 +177,10 @@ class Decoder:
         return self._attention
 
     def _reserve(self, columns: int, *, used_slots: int) -> None:
-        """Room for all slots, of which ``used_slots`` hold something, in ``columns``. Admission counts with the most
-        that they may come to need; memory follows as they need it."""
+        """Makes room for ``columns`` columns of all slots; the first ``used_slots`` slots keep their contents.
+
+        Admission counts with the most columns that samples may need; memory is taken only as they need it.
+        """
         if self.cache.reserve(self.slots.count, columns, used_slots=used_slots):
             self._bind_cache()
 
@@ -175,11 +188,11 @@ class Decoder:
         self._views = CacheViews(self.cache)
         self._attention = None
 
-    # -- leaving --------------------------------------------------------------------------------------------------
+    # -- freeing slots --------------------------------------------------------------------------------------------
     def remove(self, slots: Sequence[int]) -> list[tuple[int, int]]:
-        """Frees slots; the last ones move into the gaps. Returns the moves as (from, to)."""
+        """Frees slots and moves the last samples into the gaps; returns the moves as (from, to)."""
         moves = self.slots.remove(slots)
-        self._noting = self._noting and self.slots.count > 0
+        self._recording_routes = self._recording_routes and self.slots.count > 0
         if moves:
             if self.routes is not None:
                 self.routes.move(moves)
@@ -190,18 +203,18 @@ class Decoder:
         return moves
 
     def clear(self, slots: Sequence[int]) -> None:
-        """Overwrites what slots hold in the cache, which may not be finite."""
+        """Overwrites the slots' cache, which may hold numbers that are not finite."""
         self.cache.clear(slots)
 
     def free_cache(self) -> None:
-        """Gives the cache's memory back; nothing may be running."""
+        """Frees the cache's memory; no sample may be running."""
         assert self.slots.count == 0
         self.cache.free()
         self._bind_cache()
 
 
 def _finite(logprobs: Tensor, *, first: int = 0) -> np.ndarray:
-    """``logprobs`` of the slots from ``first`` on."""
+    """Returns ``logprobs`` of the slots from ``first`` on as an array. Raises NonFiniteLogits if one is NaN."""
     values = logprobs.numpy()
     if np.count_nonzero(missing := np.isnan(values)):
         raise NonFiniteLogits((np.flatnonzero(missing) + first).tolist())

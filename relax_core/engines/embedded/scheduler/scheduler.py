@@ -1,4 +1,4 @@
-"""The engine's one decode thread: who runs, who waits, and what happens between two decode steps."""
+"""Runs the engine's one decode thread: which samples run, which wait, and what happens between two decode steps."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ from relax_core.engines.embedded.scheduler.token_scoring import ScoreItem, Score
 from relax_core.engines.protocol.stop_strings import StopStrings
 
 T = TypeVar("T")
-NOTHING_ATTESTED = -1  # the weight version before the first attested weights: nothing is served
+NOTHING_ATTESTED = -1  # the weight version before the first attested weights; no request is served under it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """``running``, ``queued``, ``held``: samples that decode, wait for slots, wait for a weight version. ``busy_s``:
-    seconds spent in prefill and decode since the start."""
+    """Holds the engine's load at one time.
+
+    ``running``, ``queued`` and ``held`` count samples that decode, wait for slots, and wait for a weight version.
+    ``busy_s`` is the time spent in prefill and decoding since the start, in seconds.
+    """
 
     running: int
     queued: int
@@ -41,7 +44,10 @@ class Load:
 
 
 class Scheduler(threading.Thread):
-    """Owns the decoder. Everything that touches it runs in this thread: `post` brings it here, between two steps."""
+    """The decode thread owns the decoder and runs everything that touches it.
+
+    `post` runs an action of another thread here, between two decode steps.
+    """
 
     def __init__(self, decoder: Decoder, *, version: int) -> None:
         super().__init__(name="decode", daemon=True)
@@ -51,8 +57,8 @@ class Scheduler(threading.Thread):
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._waiting: list[Waiting] = []
         self._running: list[Sample] = []  # by slot
-        self._streaming = False  # whether one of them may want news before it is finished
-        self._stopping = False  # whether one of them may end with a stop string
+        self._streaming = False  # whether a running sample is reported before it is finished
+        self._stopping = False  # whether a running sample has stop strings
         self._news: dict[Call, list[Progress]] = defaultdict(list)
         self._pause: PauseMode | None = None
         self._released = False
@@ -60,10 +66,10 @@ class Scheduler(threading.Thread):
         self._steps = 0
         self._tokens = 0
 
-    # -- from other threads -----------------------------------------------------------------------------------------
+    # -- calls from other threads -----------------------------------------------------------------------------------
     @property
     def stands_still(self) -> bool:
-        """Paused, or without its memory: nothing is decoded."""
+        """Is True while nothing is decoded, because the engine is paused or its memory is released."""
         return self._pause is not None or self._released
 
     def post(self, action: Callable[[], T]) -> Future[T]:
@@ -72,32 +78,33 @@ class Scheduler(threading.Thread):
 
         def run() -> None:
             if not future.set_running_or_notify_cancel():
-                return  # whoever asked waits no more
+                return  # the caller no longer waits
             try:
                 future.set_result(action())
-            except Exception as error:  # belongs to whoever asked
+            except Exception as error:  # the caller raises it
                 future.set_exception(error)
 
         self._inbox.put(run)
         return future
 
     def score(self, items: Sequence[ScoreItem]) -> Future[tuple[int, list[Scores]]]:
-        """Scores given tokens with the weights in force; their version comes along."""
+        """Scores given tokens; the result holds the version of the weights in force, and the scores."""
         return self.post(lambda: (self.version, self._decoder.score(items)))
 
     def submit(self, groups: Sequence[Waiting]) -> None:
+        """Appends prompts to the queue."""
         self._inbox.put(lambda: self._waiting.extend(groups))
 
     # -- actions, for `post` ----------------------------------------------------------------------------------------
     def abort(self, chosen: Callable[[Sample], bool]) -> int:
-        """Ends the samples that ``chosen`` picks, with what they have so far. Returns how many."""
+        """Ends the samples that ``chosen`` selects, with their tokens so far; returns how many they are."""
         slots = [slot for slot, sample in enumerate(self._running) if chosen(sample)]
         self._finish(slots, reason="abort")
         count = len(slots)
         kept: list[Waiting] = []
         for group in self._waiting:
-            gone = [sample for sample in group.samples if chosen(sample)]
-            for sample in gone:
+            ended = [sample for sample in group.samples if chosen(sample)]
+            for sample in ended:
                 self._report(
                     sample,
                     sample.done,
@@ -106,7 +113,7 @@ class Scheduler(threading.Thread):
                     kept=sample.done_kept,
                     finish="abort",
                 )
-            count += len(gone)
+            count += len(ended)
             group.samples = [sample for sample in group.samples if not chosen(sample)]
             if group.samples:
                 kept.append(group)
@@ -115,8 +122,11 @@ class Scheduler(threading.Thread):
         return count
 
     def pause(self, mode: PauseMode) -> None:
-        """Stops decoding: in_place keeps what runs and its cache, retract sends it back to wait and computes its cache
-        anew afterwards, abort ends everything."""
+        """Stops decoding until `resume`.
+
+        With in_place, running samples keep their slots and cache. With retract, they go back to the queue, and their
+        cache is computed anew afterwards. With abort, all samples end.
+        """
         self._pause = mode
         if mode == "abort":
             self.abort(lambda sample: True)
@@ -124,10 +134,14 @@ class Scheduler(threading.Thread):
             self._retract()
 
     def resume(self) -> None:
+        """Ends a pause."""
         self._pause = None
 
     def replace_weights(self, copy: Callable[[], None] | None, version: int) -> float:
-        """Runs ``copy``, admits ``version``; what runs goes on with its cache. Returns the stall in milliseconds."""
+        """Runs ``copy`` and puts ``version`` in force; returns the stall in milliseconds.
+
+        Running samples go on with the cache that they have.
+        """
         start = time.perf_counter()
         if copy is not None:
             copy()
@@ -137,15 +151,17 @@ class Scheduler(threading.Thread):
         return 1e3 * (time.perf_counter() - start)
 
     def release_memory(self) -> None:
-        """Frees the KV cache; what runs waits for `resume_memory` and is then computed anew."""
+        """Frees the KV cache; running samples wait for `resume_memory`, and their cache is then computed anew."""
         self._retract()
         self._decoder.free_cache()
         self._released = True
 
     def resume_memory(self) -> None:
+        """Lets samples run again after `release_memory`."""
         self._released = False
 
     def load(self) -> Load:
+        """Returns the engine's load."""
         held = sum(len(group.samples) for group in self._waiting if group.prompt.min_version > self.version)
         waiting = sum(len(group.samples) for group in self._waiting)
         return Load(
@@ -160,6 +176,7 @@ class Scheduler(threading.Thread):
 
     # -- the loop ---------------------------------------------------------------------------------------------------
     def run(self) -> None:
+        """Decodes until the process ends; an exception ends the thread and is kept in ``failure``."""
         try:
             with torch.inference_mode():
                 while True:
@@ -170,7 +187,7 @@ class Scheduler(threading.Thread):
                         self._busy_s += time.perf_counter() - start
                         self._deliver()
         except BaseException as error:
-            self.failure = error  # the server sees it and ends the process
+            self.failure = error  # the server polls it and ends the process
             raise
 
     def _work(self) -> None:
@@ -186,8 +203,11 @@ class Scheduler(threading.Thread):
                 self._finish(self._with_stopped(finished))
 
     def _receive(self) -> None:
-        """Takes in what has arrived; where there is nothing to do, waits for it. A prompt batch of requests needs no
-        more: what comes during the first one's prefill has the next one together."""
+        """Runs all actions that have arrived; if there is nothing to decode, waits for the next one.
+
+        A batch of requests needs no further waiting, because all that arrive during the first one's prefill are
+        prefilled together next.
+        """
         if self._idle():
             self._inbox.get()()
         while not self._inbox.empty():
@@ -199,7 +219,7 @@ class Scheduler(threading.Thread):
         return not self._running and not any(group.prompt.min_version <= self.version for group in self._waiting)
 
     def _admit(self) -> None:
-        """Prefills waiting groups, first come first served among those whose version is in, while they fit."""
+        """Prefills waiting prompts whose weight version is in force, in order of arrival, as many as fit."""
         if not self._waiting or self.version == NOTHING_ATTESTED:
             return
         groups: list[Waiting] = []
@@ -244,13 +264,13 @@ class Scheduler(threading.Thread):
             call.prefill_s += end - start
         self._finish(self._with_stopped(finished))
 
-    # -- leaving ----------------------------------------------------------------------------------------------------
+    # -- the end of samples -------------------------------------------------------------------------------------------
     def _finish(self, slots: Sequence[int] | np.ndarray, *, reason: FinishReason | None = None) -> None:
-        """Reports the finished slots, and news of the others where their call streams; then frees the slots."""
+        """Reports and frees the finished slots; reports the other slots too if their call streams."""
         if len(slots) == 0 and not self._streaming:
             return
-        gone = [int(slot) for slot in slots]
-        for slot in gone:
+        finished = [int(slot) for slot in slots]
+        for slot in finished:
             sample = self._running[slot]
             ids, logprobs = self._decoder.slots.output(slot)
             matched = None if reason else _matched(sample, ids)
@@ -259,11 +279,11 @@ class Scheduler(threading.Thread):
             kept = self._kept(sample, slot)
             self._report(sample, ids, logprobs, routes=routes, kept=kept, finish=ended, matched=matched)
         if reason is None and self._streaming:
-            self._stream(set(gone))
-        self._free(gone)
+            self._stream(set(finished))
+        self._free(finished)
 
     def _with_stopped(self, finished: np.ndarray) -> np.ndarray:
-        """These slots, and those whose newest token completes a stop string."""
+        """Returns the finished slots together with the slots whose newest token completes a stop string."""
         if not self._stopping:
             return finished
         tokens = self._decoder.slots.newest_tokens()
@@ -273,8 +293,8 @@ class Scheduler(threading.Thread):
                 slots_of[sample.prompt.stop].append(slot)
         found = set(finished.tolist())
         for stop, slots in slots_of.items():
-            for place in stop.may_complete(tokens[slots]):
-                slot = slots[place]
+            for index in stop.may_complete(tokens[slots]):
+                slot = slots[index]
                 length = self._decoder.slots.length(slot)
                 ids, _ = self._decoder.slots.output(slot, max(0, length - stop.window))
                 if length < stop.window:
@@ -291,11 +311,11 @@ class Scheduler(threading.Thread):
             self._streaming = self._streaming and bool(self._running)
             self._stopping = self._stopping and bool(self._running)
 
-    def _stream(self, gone: set[int]) -> None:
+    def _stream(self, finished: set[int]) -> None:
         for slot, sample in enumerate(self._running):
             call = sample.prompt.call
             length = self._decoder.slots.length(slot)
-            if call.stream_interval and slot not in gone and length - sample.streamed >= call.stream_interval:
+            if call.stream_interval and slot not in finished and length - sample.streamed >= call.stream_interval:
                 ids, logprobs = self._decoder.slots.output(slot, sample.streamed)
                 sample.streamed = length
                 kept = self._kept(sample, slot, start=length - len(ids))
@@ -303,7 +323,7 @@ class Scheduler(threading.Thread):
                 self._news[call].append(Progress(sample, ids, logprobs, length, spans, None, None, kept=kept))
 
     def _kept(self, sample: Sample, slot: int, *, start: int = 0) -> KeptTokens | None:
-        """What its tokens from ``start`` on were sampled from, where that is wanted."""
+        """Returns the kept sets of a sample's tokens from ``start`` on, or None if they were not asked for."""
         return self._decoder.kept.of_slot(slot, start) if sample.prompt.settings.tells_kept else None
 
     def _report(
@@ -335,7 +355,7 @@ class Scheduler(threading.Thread):
         self._news.clear()
 
     def _retract(self) -> None:
-        """Everything that runs waits again, first in the queue, as it stood."""
+        """Puts all running samples back at the head of the queue, with their tokens so far."""
         back: list[Waiting] = []
         for slot, sample in enumerate(self._running):
             sample.done, sample.done_logprobs = self._decoder.slots.output(slot)
@@ -347,7 +367,7 @@ class Scheduler(threading.Thread):
         self._waiting = back + self._waiting
 
     def _fail(self, error: NonFiniteLogits) -> set[Call]:
-        """Ends the calls of the slots that have no token, in words, and no others. Returns these calls."""
+        """Fails the calls of the slots that have no token, and no other calls; returns these calls."""
         self._decoder.clear(error.slots)
         calls = {self._running[slot].prompt.call for slot in error.slots}
         self._waiting = [group for group in self._waiting if group.prompt.call not in calls]
@@ -359,7 +379,7 @@ class Scheduler(threading.Thread):
 
 
 def _matched(sample: Sample, ids: list[int]) -> int | str | None:
-    """The stop token or the stop string that the last of the tokens ends the response with; None for neither."""
+    """Returns the stop token or the stop string that the last token completes, or None."""
     if ids[-1] in sample.prompt.settings.stop_token_ids:
         return ids[-1]
     return None if sample.prompt.stop is None else sample.prompt.stop.matched(sample.prompt.response(ids))

@@ -1,7 +1,7 @@
-"""Sampling: exact log-probs of the distribution sampled from, and randomness that belongs to the sample.
+"""Samples tokens with random numbers that belong to the sample, and returns exact log-probs of the distribution used.
 
-The uniform number of a token is a hash of (sampling_seed, sample, position), so a sample does not depend on what is
-batched with it. The hash is splitmix64's finaliser (Steele, Lea, Flood 2014).
+The uniform number of a token is a hash of (sampling_seed, sample, position), so that a sample does not depend on the
+samples that are batched with it. The hash is splitmix64's finaliser (Steele, Lea, Flood 2014).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _S27, _S30, _S31 = np.uint64(27), np.uint64(30), np.uint64(31)
-_UNIT = 2.0**-48  # 48 bits: u < 1 even after it was multiplied by a rounded total
-_CHUNK_ELEMENTS = 1 << 23  # logits that are sampled in one go; bounds the float64 temporary to 64 MiB
+_UNIT = 2.0**-48  # 48 bits keep u below 1 even after it was multiplied by a rounded total
+_CHUNK_ELEMENTS = 1 << 23  # logits that are sampled at one time, which bounds the float64 temporary to 64 MiB
 
 
 class NonFiniteLogits(RuntimeError):
-    """The weights in force yield NaN for some rows, ``slots``: nothing can be sampled or scored there."""
+    """The weights in force yield NaN for the samples in ``slots``, where nothing can be sampled or scored."""
 
     def __init__(self, slots: Sequence[int] = ()) -> None:
         super().__init__("the weights in force yield logits that are not finite")
@@ -34,8 +34,11 @@ class NonFiniteLogits(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
-    """One sample's. ``temperature`` 0 is greedy; ``top_k`` -1, ``top_p`` 1 and ``min_p`` 0 are off. ``tells_kept``: the
-    tokens that each one was sampled from are wanted."""
+    """Holds the sampling settings of one sample.
+
+    ``temperature`` 0 is greedy; ``top_k`` -1, ``top_p`` 1 and ``min_p`` 0 are off. ``tells_kept`` is True if the set
+    that each token was sampled from is asked for.
+    """
 
     max_new_tokens: int
     temperature: float
@@ -48,28 +51,29 @@ class SamplingSettings:
 
     @property
     def plain(self) -> bool:
-        """Sampled from the model's own distribution."""
+        """Is True if tokens are sampled from the model's own distribution."""
         return self.temperature == 1.0 and not self.banned_token_ids and not self.truncates
 
     @property
     def truncates(self) -> bool:
+        """Is True if top-k, top-p or min-p leaves tokens out."""
         return self.temperature > 0.0 and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingPlan:
-    """What a batch's rows ask of the sampler; None where no row asks for it."""
+    """Holds the settings of a batch, one entry for each sample; a field is None if no sample uses it."""
 
-    inverse_temperature: Tensor | None = None  # [rows, 1] float32
-    greedy: Tensor | None = None  # [rows] bool
-    top_k: Tensor | None = None  # [rows, 1] int64, 1..vocab
-    top_p: Tensor | None = None  # [rows, 1] float64, 2 is off
-    min_p: Tensor | None = None  # [rows, 1] float64, 0 is off
-    banned: tuple[Tensor, Tensor] | None = None  # rows, token ids
-    kept: Tensor | None = None  # int64, the rows that tell their kept tokens, ascending
+    inverse_temperature: Tensor | None = None  # [batch, 1] float32
+    greedy: Tensor | None = None  # [batch] bool
+    top_k: Tensor | None = None  # [batch, 1] int64, 1..vocab
+    top_p: Tensor | None = None  # [batch, 1] float64, 2 is off
+    min_p: Tensor | None = None  # [batch, 1] float64, 0 is off
+    banned: tuple[Tensor, Tensor] | None = None  # indices of samples and token ids
+    kept: Tensor | None = None  # int64, ascending indices of the samples whose kept sets are asked for
 
-    def rows(self, first: int, last: int) -> SamplingPlan:
-        """The plan of rows [first, last)."""
+    def part(self, first: int, last: int) -> SamplingPlan:
+        """Returns the plan of samples [first, last) of the batch."""
 
         def cut(values: Tensor | None) -> Tensor | None:
             return None if values is None else values[first:last]
@@ -96,7 +100,10 @@ PLAIN = SamplingPlan()
 
 
 def sampling_plan(settings: Sequence[SamplingSettings], *, vocab_size: int) -> SamplingPlan:
-    """The plan of a batch. Greedy rows take the argmax and report the untempered, untruncated log-prob, as SGLang."""
+    """Returns the plan of a batch.
+
+    Greedy samples take the argmax and report its log-prob at temperature 1 without truncation, as SGLang does.
+    """
     if all(one.plain for one in settings):
         return PLAIN
     temperatures = np.array([one.temperature for one in settings])
@@ -105,17 +112,17 @@ def sampling_plan(settings: Sequence[SamplingSettings], *, vocab_size: int) -> S
     truncates = [one.truncates for one in settings]
     top_k = [one.top_k if cut and one.top_k > 0 else vocab_size for one, cut in zip(settings, truncates, strict=True)]
     top_p = [one.top_p if cut and one.top_p < 1.0 else 2.0 for one, cut in zip(settings, truncates, strict=True)]
-    rows = [row for row, one in enumerate(settings) for _ in one.banned_token_ids]
+    banned = [index for index, one in enumerate(settings) for _ in one.banned_token_ids]
     ids = [token for one in settings for token in one.banned_token_ids]
     min_p = [one.min_p if cut else 0.0 for one, cut in zip(settings, truncates, strict=True)]
-    kept = [row for row, one in enumerate(settings) if one.tells_kept]
+    kept = [index for index, one in enumerate(settings) if one.tells_kept]
     return SamplingPlan(
         inverse_temperature=torch.from_numpy(inverse.astype(np.float32))[:, None] if (inverse != 1.0).any() else None,
         greedy=torch.from_numpy(greedy) if greedy.any() else None,
         top_k=torch.tensor(top_k).clamp_(max=vocab_size)[:, None] if any(truncates) else None,
         top_p=torch.tensor(top_p, dtype=torch.float64)[:, None] if any(truncates) else None,
         min_p=torch.tensor(min_p, dtype=torch.float64)[:, None] if any(min_p) else None,
-        banned=(torch.tensor(rows), torch.tensor(ids)) if rows else None,
+        banned=(torch.tensor(banned), torch.tensor(ids)) if banned else None,
         kept=torch.tensor(kept) if kept else None,
     )
 
@@ -127,20 +134,23 @@ def _mix(values: np.ndarray) -> np.ndarray:
 
 
 def sample_keys(sampling_seeds: Sequence[int], n: int) -> np.ndarray:
-    """One key for each of ``n`` samples of prompts with these seeds: uint64 ``[prompts, n]``."""
+    """Returns one key for each of ``n`` samples of prompts with these seeds, uint64 ``[prompts, n]``."""
     seeds = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in sampling_seeds], dtype=np.uint64)
     samples = np.arange(n, dtype=np.uint64)
     return _mix(_mix(seeds + _GOLDEN)[:, None] ^ _mix(samples * _GOLDEN + _MIX_1))
 
 
 def keys_behind(keys: np.ndarray, tokens: int) -> np.ndarray:
-    """The keys of samples that go on behind ``tokens`` tokens of their response: `uniforms` of these at position 0 are
-    those of ``keys`` at position ``tokens``, so that no random number is drawn twice."""
+    """Returns the keys of samples that go on after the first ``tokens`` tokens of their response.
+
+    `uniforms` of these keys at position 0 are those of ``keys`` at position ``tokens``, so that no random number is
+    drawn twice.
+    """
     return keys + np.array([tokens], dtype=np.uint64) * _GOLDEN
 
 
 def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """``keys`` uint64 and ``positions`` (token's place in its response) ``[rows]`` → float64 in [0, 1)."""
+    """Returns uniform float64 numbers in [0, 1) for uint64 ``keys`` and positions in the response, ``[batch]``."""
     bits = _mix(keys + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     return (bits >> np.uint64(16)).astype(np.float64) * _UNIT
 
@@ -148,21 +158,24 @@ def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
 def sample(
     logits: Tensor, plan: SamplingPlan, random: Tensor, *, kept: list[KeptTokens] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``logits`` float32 ``[rows, vocab]`` (overwritten), ``random`` float64 ``[rows]`` in [0, 1) → token ids int64
-    and their log-probs float32, ``[rows]``; a log-prob is NaN where the logits were not finite. ``kept`` gets the sets
-    of the rows that ``plan`` names, in parts."""
-    rows, vocab = logits.shape
-    if rows * vocab <= _CHUNK_ELEMENTS:
-        return _sample_rows(logits, plan, random, kept)
+    """Samples one token for each sample; returns token ids int64 ``[batch]`` and log-probs float32 ``[batch]``.
+
+    ``logits`` is float32 ``[batch, vocab]`` and is overwritten; ``random`` is float64 ``[batch]`` in [0, 1). A log-prob
+    is NaN if the sample's logits were not finite. The kept sets of the samples that ``plan`` names are appended to
+    ``kept``, in parts.
+    """
+    batch, vocab = logits.shape
+    if batch * vocab <= _CHUNK_ELEMENTS:
+        return _sample_part(logits, plan, random, kept)
     step = max(1, _CHUNK_ELEMENTS // vocab)
     parts = [
-        _sample_rows(logits[at : at + step], plan.rows(at, min(at + step, rows)), random[at : at + step], kept)
-        for at in range(0, rows, step)
+        _sample_part(logits[at : at + step], plan.part(at, min(at + step, batch)), random[at : at + step], kept)
+        for at in range(0, batch, step)
     ]
     return torch.cat([ids for ids, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
 
 
-def _sample_rows(
+def _sample_part(
     logits: Tensor, plan: SamplingPlan, random: Tensor, kept: list[KeptTokens] | None
 ) -> tuple[Tensor, Tensor]:
     if plan.banned is not None:
@@ -172,13 +185,12 @@ def _sample_rows(
     if plan.top_k is not None and plan.top_p is not None:
         _truncate(logits, plan.top_k, plan.top_p, plan.min_p)
     logprobs = logits.log_softmax(-1)
-    if (
-        plan.kept is not None and kept is not None
-    ):  # of log-probs: a row that is not finite has NaN, and an empty set nowhere
+    if plan.kept is not None and kept is not None:
+        # The mask is made from log-probs, because a sample whose logits are not finite has NaN there and no empty set.
         kept.append(KeptTokens.of_mask((logprobs[plan.kept] != float("-inf")).numpy()))
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     target = random.unsqueeze(1) * cumulative.narrow(1, logits.shape[1] - 1, 1)
-    # the first token whose cumulative probability exceeds the target: never one of probability 0
+    # The first token whose cumulative probability exceeds the target never has probability 0.
     ids = torch.searchsorted(cumulative, target, right=True).clamp_(max=logits.shape[1] - 1)
     if plan.greedy is not None:
         ids = torch.where(plan.greedy[:, None], logprobs.argmax(-1, keepdim=True), ids)
@@ -186,7 +198,7 @@ def _sample_rows(
 
 
 def _truncate(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor | None) -> None:
-    """Sets to -inf what top-k, then top-p over what top-k left, then min-p cuts off."""
+    """Sets to -inf the logits that top-k leaves out, then top-p over the rest, then min-p."""
     ordered, order = logits.sort(dim=-1, descending=True, stable=True)
     ordered.masked_fill_(ordered < ordered.gather(-1, top_k - 1), float("-inf"))
     probabilities = F.softmax(ordered, -1, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Log-probs of tokens that are given, not sampled: a prefill whose every position is asked for its logits."""
+"""Computes log-probs of given tokens by a prefill that returns the logits of every position to be scored."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from relax_core.engines.embedded.model.decoder_model import LanguageModel
 from relax_core.engines.embedded.model.prefill import Wanted, empty_kv, prefill_passes
 from relax_core.engines.embedded.scheduler.token_sampler import NonFiniteLogits
 
-_CHUNK_ELEMENTS = 1 << 22  # logits that exist at one time; bounds them to 16 MiB, and their log-softmax to as much
+_CHUNK_ELEMENTS = 1 << 22  # logits that exist at one time, which bounds them and their log-softmax to 16 MiB each
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoreItem:
-    """``token_ids`` from place ``start`` + 1 on are scored under softmax(logits / ``temperature``), each with the
-    ``top_k`` top-k tokens at its place. The softmax leaves out ``banned`` tokens, and those outside of a scored
-    token's set in ``kept``."""
+    """Holds a sequence whose tokens from position ``start`` + 1 on are scored under softmax(logits / ``temperature``).
+
+    The ``top_k`` most likely tokens at each of these positions are returned with the score. The softmax leaves out
+    ``banned`` tokens, and the tokens outside of the scored token's set in ``kept``.
+    """
 
     token_ids: Sequence[int]
     start: int
@@ -34,8 +36,11 @@ class ScoreItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scores:
-    """One entry a scored token; of the two tops ``top_k`` numbers each, most likely first; fewer where fewer tokens are
-    left."""
+    """Holds the log-probs of the scored tokens, and the most likely tokens at their positions.
+
+    Each entry of ``top_ids`` and ``top_logprobs`` has ``top_k`` numbers, most likely first; it has fewer if fewer
+    tokens are left in the softmax.
+    """
 
     logprobs: list[float]
     top_ids: list[list[int]]
@@ -43,23 +48,26 @@ class Scores:
 
 
 def score(model: LanguageModel, items: Sequence[ScoreItem], *, dtype: torch.dtype) -> list[Scores]:
-    """Raises NonFiniteLogits where the weights yield none. Give together what `like_lengths` puts together; all of one
-    call have the same banned tokens."""
-    # The last token is scored by the position before it, so it is not computed itself.
-    rows = [item.token_ids[:-1] or item.token_ids for item in items]
-    kv = empty_kv(model, count=len(rows), width=max(map(len, rows)), dtype=dtype)
+    """Scores ``items``, which share their banned tokens; returns the scores in their order.
+
+    One call is fastest with items of similar length (`like_lengths`). Raises NonFiniteLogits if the weights yield
+    logits that are not finite.
+    """
+    # The logits of the last token are not computed, because they score no token of the item.
+    sequences = [item.token_ids[:-1] or item.token_ids for item in items]
+    kv = empty_kv(model, count=len(sequences), width=max(map(len, sequences)), dtype=dtype)
     inverse = torch.tensor([1.0 / item.temperature for item in items])
     top_k = max(item.top_k for item in items)
     parts = []
     asked, targets = _asked(items)
     kept, banned = _kept(items), torch.tensor(items[0].banned, dtype=torch.int64)
     step = max(1, _CHUNK_ELEMENTS // model.config.vocab_size)
-    for these, hidden in prefill_passes(model, rows, kv, wanted=asked):
+    for these, hidden in prefill_passes(model, sequences, kv, wanted=asked):
         for at in range(0, len(these), step):
             some = these[at : at + step]
-            own = asked.rows[some]
+            owners = asked.sequences[some]
             logits = model.logits(hidden[at : at + step])
-            logits.mul_(inverse[own, None]).index_fill_(1, banned, float("-inf"))
+            logits.mul_(inverse[owners, None]).index_fill_(1, banned, float("-inf"))
             if kept is not None:
                 _leave_out(logits, kept.take(some.numpy()))
             logprobs = F.log_softmax(logits, -1)
@@ -67,13 +75,13 @@ def score(model: LanguageModel, items: Sequence[ScoreItem], *, dtype: torch.dtyp
             if bool(chosen.isnan().any()):
                 raise NonFiniteLogits
             top = logprobs.topk(top_k, -1)
-            parts.append((own, chosen, top.indices, top.values))
+            parts.append((owners, chosen, top.indices, top.values))
     if not parts:
         return [Scores(logprobs=[], top_ids=[], top_logprobs=[]) for _ in items]
     owner, *columns = (torch.cat(column).numpy() for column in zip(*parts, strict=True))
     found = []
-    for row, item in enumerate(items):
-        logprobs, ids, values = (column[owner == row] for column in columns)
+    for index, item in enumerate(items):
+        logprobs, ids, values = (column[owner == index] for column in columns)
         left = np.isfinite(values[:, : item.top_k]).sum(1).tolist()
         tops = [[line[:some] for line, some in zip(top.tolist(), left, strict=True)] for top in (ids, values)]
         found.append(Scores(logprobs=logprobs.tolist(), top_ids=tops[0], top_logprobs=tops[1]))
@@ -81,7 +89,7 @@ def score(model: LanguageModel, items: Sequence[ScoreItem], *, dtype: torch.dtyp
 
 
 def _kept(items: Sequence[ScoreItem]) -> KeptTokens | None:
-    """The sets of all tokens to be scored, item after item; None where nobody has any."""
+    """Returns the kept sets of all tokens to be scored, item after item; None if no item has any."""
     vocab_size = next((item.kept.vocab_size for item in items if item.kept is not None), None)
     if vocab_size is None:
         return None
@@ -95,21 +103,24 @@ def _kept(items: Sequence[ScoreItem]) -> KeptTokens | None:
 
 
 def _leave_out(logits: Tensor, kept: KeptTokens) -> None:
-    """Sets to -inf what is not in the sets, one a row; the sets' vocabulary may be padded otherwise than the logits."""
+    """Sets to -inf the logits of the tokens outside of ``kept``, which has one set for each position.
+
+    The vocabulary of the sets may be padded to another size than that of the logits.
+    """
     mask = torch.from_numpy(kept.mask()[:, : logits.shape[1]])
     logits[:, : mask.shape[1]].masked_fill_(~mask, float("-inf"))
     logits[:, mask.shape[1] :] = float("-inf")
 
 
 def _asked(items: Sequence[ScoreItem]) -> tuple[Wanted, Tensor]:
-    """The places that predict a token to be scored, and these tokens."""
-    rows: list[int] = []
-    columns: list[int] = []
+    """Returns the positions that predict a token to be scored, and these tokens."""
+    sequences: list[int] = []
+    positions: list[int] = []
     targets: list[int] = []
-    for row, item in enumerate(items):
+    for index, item in enumerate(items):
         last = len(item.token_ids) - 1
-        rows += [row] * (last - item.start)
-        columns += range(item.start, last)
+        sequences += [index] * (last - item.start)
+        positions += range(item.start, last)
         targets += item.token_ids[item.start + 1 :]
-    wanted = Wanted(torch.tensor(rows, dtype=torch.int64), torch.tensor(columns, dtype=torch.int64))
+    wanted = Wanted(torch.tensor(sequences, dtype=torch.int64), torch.tensor(positions, dtype=torch.int64))
     return wanted, torch.tensor(targets, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""An SGLang server that somebody else started: met and left, never ended by us."""
+"""Checks an SGLang server that the run attaches to and does not start or stop."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ RETRY_S = 0.5
 
 
 def check_server(client: EngineClient, *, timeout_s: float, rollout: RolloutConfig) -> str:
-    """Waits until it answers and returns its version. Raises EngineError for one that is not supported, refuses our
-    key, does not answer for ``timeout_s`` seconds, or cannot sample as ``rollout`` says."""
+    """Waits until the server is ready and returns its version.
+
+    Raises EngineError if the version is not supported, the server refuses the token, it is not ready within
+    ``timeout_s`` seconds, or it cannot sample as ``rollout`` says.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -38,26 +41,29 @@ def check_server(client: EngineClient, *, timeout_s: float, rollout: RolloutConf
 
 
 def stop_problem(info: Mapping[str, Any], rollout: RolloutConfig) -> str | None:
-    """Why a server cannot look for stop strings."""
+    """Returns why the server cannot find the stop strings of ``rollout``, or None if it can."""
     if rollout.stop and info.get("skip_tokenizer_init"):
         return (
-            "it was started with --skip-tokenizer-init, so it cannot look for rollout.stop. Start it without, or drop "
-            "rollout.stop."
+            "it was started with --skip-tokenizer-init, so it cannot look for rollout.stop. Start it without this "
+            "flag, or drop rollout.stop."
         )
     return None
 
 
 def truncation_problem(info: Mapping[str, Any], rollout: RolloutConfig) -> str | None:
-    """Why a server cannot tell which tokens are left, or cannot draw under min_p; ``info``: how it was started."""
+    """Returns why the server cannot return kept sets or cannot sample under min_p, or None if it can.
+
+    ``info`` holds the settings that the server was started with.
+    """
     most = info.get("sampling_mask_max_tokens", MASK_TOKENS)
     if rollout.truncates and rollout.top_k > most:
         return (
-            f"rollout.top_k={rollout.top_k}, but it tells at most {most} kept tokens. Lower rollout.top_k, or start it "
-            f"with --sampling-mask-max-tokens={rollout.top_k}."
+            f"rollout.top_k={rollout.top_k}, but it returns at most {most} kept tokens. Lower rollout.top_k, or start "
+            f"it with --sampling-mask-max-tokens={rollout.top_k}."
         )
     if rollout.min_p > 0.0 and info.get("enable_deterministic_inference"):
         return (
             f"rollout.min_p={rollout.min_p:g}, but it was started with --enable-deterministic-inference and cannot "
-            "draw by seed under min_p. Start it without, or use rollout.min_p=0."
+            "draw by seed under min_p. Start it without this flag, or use rollout.min_p=0."
         )
     return None

@@ -1,4 +1,4 @@
-"""A prompt batch of prompts as SGLang wants it: one request a sample, each with a seed of its own."""
+"""Builds SGLang's /generate body for several prompts: one request for each sample, each with its own seed."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 from relax_core.contracts.engine import PromptRequest, SamplingParams
 
-BAN = -1e30  # a logit so low that its probability is exactly 0 at every temperature, in float32 and bfloat16
+BAN = -1e30  # a logit whose probability is exactly 0 at every temperature, in float32 and bfloat16
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """``prompt``: its place in the prompt batch; ``sample``: 0..n-1; ``rid``: never used twice, as SGLang asks."""
+    """Holds one sample's request: the prompt's index, the sample from 0 to n - 1, and a rid that is used once."""
 
     prompt: int
     sample: int
@@ -24,16 +24,20 @@ class SampleRequest:
 
 
 def sample_requests(prompts: Sequence[PromptRequest], *, n: int) -> list[SampleRequest]:
+    """Returns one request for each sample that the prompts ask for."""
     return [
-        SampleRequest(place, sample, f"{prompt.rid}/{sample}/{next(_numbers)}")
-        for place, prompt in enumerate(prompts)
+        SampleRequest(index, sample, f"{prompt.rid}/{sample}/{next(_numbers)}")
+        for index, prompt in enumerate(prompts)
         for sample in (range(n) if prompt.samples is None else prompt.samples)
     ]
 
 
 def sample_seed(prompt_seed: int, sample: int) -> int:
-    """63 bits of sample ``sample`` of a prompt. SGLang adds the token's position, so that a response which goes on
-    behind its own prefix goes on with its own random numbers."""
+    """Returns the seed of one sample of a prompt, an integer of 63 bits.
+
+    SGLang adds the token's position to it, so that a response that goes on after its own prefix goes on with its own
+    random numbers.
+    """
     digest = hashlib.blake2b(f"{prompt_seed}:{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -46,11 +50,11 @@ def sglang_body(
     version: int,
     seeds: bool,
 ) -> dict[str, Any]:
-    """The JSON body of one /generate. ``version``: the weights that are in force now; a prefix that others have
-    computed is used again only under the same ones.
+    """Returns the JSON body of one /generate.
 
-    Where tokens are left out the log-probs are asked for as those of the tokens that were left, and with them comes
-    which these were; SGLang's usual log-probs are of all.
+    ``version`` is the weight version in force; SGLang reuses a cached prefix only for requests with the same version.
+    If sampling leaves tokens out, the body asks for the kept sets, with which SGLang returns the log-probs over these
+    sets; its usual log-probs are over the whole vocabulary.
     """
     bans = {str(token): BAN for token in params.banned_token_ids}
     return {
@@ -76,7 +80,7 @@ def _sampling(
         "top_k": params.top_k,
         "min_p": params.min_p,
         "stop_token_ids": params.stop_token_ids,
-        "stream_interval": new_tokens,  # events: the first token, and the end
+        "stream_interval": new_tokens,  # SGLang then sends events only for the first token and the end
     }
     if params.stop:
         fields["stop"] = params.stop

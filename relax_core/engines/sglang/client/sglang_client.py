@@ -1,4 +1,4 @@
-"""The client of an SGLang server: what SGLang does differently from the embedded engine stands here and beside it."""
+"""The client of an SGLang server bridges the differences between SGLang and the embedded engine."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from relax_core.engines.protocol.vocabulary import unknown_token
 from relax_core.engines.sglang.client.prompt_requests import SampleRequest, sample_requests, sglang_body
 from relax_core.engines.sglang.client.sglang_weight_calls import SglangWeightCalls
 
-NOT_OPEN = "no weight-update session is open"  # SGLang's words
-FIRST_LOOK_S, LAST_LOOK_S = 0.002, 0.05  # between two looks at a server's weight version, while prompts wait for it
+NOT_OPEN = "no weight-update session is open"  # a part of SGLang's error text
+FIRST_POLL_S, LAST_POLL_S = 0.002, 0.05  # seconds between two polls of the weight version that prompts wait for
 
 
 class _Info(msgspec.Struct):
@@ -45,21 +45,24 @@ _info_decoder = msgspec.json.Decoder(_Info)
 
 @dataclass(eq=False)
 class _Held:
-    """Prompts of one call that wait for weights, and what is on its way of them after that."""
+    """Holds the prompts of one call that wait for weights, and the requests that were sent for them after that."""
 
-    prompts: dict[int, PromptRequest]  # place in the caller's prompt batch → prompt
-    version: int = UNKNOWN_VERSION  # of the server when they were sent
+    prompts: dict[int, PromptRequest]  # index in the caller's prompt batch → prompt
+    version: int = UNKNOWN_VERSION  # the server's weight version when the prompts were sent
     aborted: set[str] = field(default_factory=set)
     sent: list[SampleRequest] = field(default_factory=list)
 
 
 class SglangClient(SglangWeightCalls, EngineClient):
-    """SGLang holds no prompts for a weight version: this client does, and only then sends them. Its limits are refused
-    in words where the configuration is checked (config/checks/sglang_keys.py).
+    """Calls one SGLang server.
 
-    ``ranks``: GPUs of the server. ``vocab_size``: of its model; any other token would end it. ``seeds``: it runs with
-    --enable-deterministic-inference; else seeds mean nothing to it. ``attached``: somebody else started it, so our
-    loader is not inside. ``stops``: by the model's tokenizer, for requests with stop strings.
+    SGLang does not hold prompts until a weight version is in force, so that this client holds them and sends them only
+    then. The check of the configuration refuses what SGLang cannot do (config/checks/sglang_keys.py).
+
+    ``ranks`` is the number of the server's GPUs. ``vocab_size`` is its model's; a token outside of it would end the
+    server. ``seeds`` is True if the server runs with --enable-deterministic-inference; otherwise it ignores seeds.
+    ``attached`` is True if the run did not start the server, which then lacks Relax's weight loader. ``stops`` finds
+    stop strings with the model's tokenizer.
     """
 
     def __init__(
@@ -91,12 +94,12 @@ class SglangClient(SglangWeightCalls, EngineClient):
         *,
         on_end: Callable[[StreamEnd], None] | None = None,
     ) -> AsyncIterator[Generated]:
-        """As `EngineClient.generate`; SGLang tells no times of its own."""
-        for place, prompt in enumerate(prompts):
-            self._check(place, prompt.input_ids, rid=prompt.rid)
+        """Generates as `EngineClient.generate` does; ``on_end`` is never called, because SGLang reports no times."""
+        for index, prompt in enumerate(prompts):
+            self._check(index, prompt.input_ids, rid=prompt.rid)
         waves: dict[int, dict[int, PromptRequest]] = defaultdict(dict)
-        for place, prompt in enumerate(prompts):
-            waves[prompt.min_version][place] = prompt
+        for index, prompt in enumerate(prompts):
+            waves[prompt.min_version][index] = prompt
         if len(waves) == 1:
             (version,) = waves
             async for one in self._generate_from(version, waves[version], params):
@@ -129,14 +132,17 @@ class SglangClient(SglangWeightCalls, EngineClient):
             async for one in self._generate_from(version, wave, params):
                 queue.put_nowait(one)
             queue.put_nowait(None)
-        except Exception as error:  # whatever it is, its consumer waits for it and raises it
+        except Exception as error:  # the consumer of the queue raises it
             queue.put_nowait(error)
 
     async def _generate_from(
         self, version: int, prompts: dict[int, PromptRequest], params: SamplingParams
     ) -> AsyncIterator[Generated]:
-        """Holds the prompts until the server has weights ``version``, then asks for all of them at one time. A sample
-        whose prompt was partly read from the cache of older weights is asked for again: its log-probs are nobody's."""
+        """Holds the prompts until the server has weights ``version``, then sends one request for all of them.
+
+        A sample whose prompt was partly read from the cache of older weights is asked for again, because its log-probs
+        belong to no weight version.
+        """
         call = _Held(prompts)
         self._calls.append(call)
         try:
@@ -152,23 +158,25 @@ class SglangClient(SglangWeightCalls, EngineClient):
                     else:
                         again[one.prompt].append(one.sample)
                 call.prompts = {
-                    place: msgspec.structs.replace(call.prompts[place], samples=samples)
-                    for place, samples in again.items()
+                    index: msgspec.structs.replace(call.prompts[index], samples=samples)
+                    for index, samples in again.items()
                 }
         finally:
             self._calls.remove(call)
 
     async def _ask(self, call: _Held, params: SamplingParams) -> AsyncIterator[tuple[Generated, bool]]:
-        """One request for everything in the call; with each response, whether other weights made its prompt's cache."""
+        """Sends one request for all prompts of the call.
+
+        Yields each response, and whether older weights computed a part of its prompt's cache.
+        """
         if not call.prompts:
             return
-        places, chosen = list(call.prompts), list(call.prompts.values())
+        indices, chosen = list(call.prompts), list(call.prompts.values())
         call.sent = sample_requests(chosen, n=params.n)
         body = sglang_body(chosen, call.sent, params, version=call.version, seeds=self._seeds)
         reader = EventReader(
             chosen,
-            n=params.n,
-            places=[(one.prompt, one.sample) for one in call.sent],
+            samples=[(one.prompt, one.sample) for one in call.sent],
             vocab_size=self._vocab_size if params.return_kept_tokens else None,
         )
         async for one in self._streamed(
@@ -180,12 +188,15 @@ class SglangClient(SglangWeightCalls, EngineClient):
                 cached, first = prefill
                 mixed = prefilled_by_older(first, call.version, cached=cached)
             reason = finish_reason(one, params, generated=chosen[one.prompt].generated)
-            whole = msgspec.structs.replace(one, prompt=places[one.prompt], finish_reason=reason)
+            whole = msgspec.structs.replace(one, prompt=indices[one.prompt], finish_reason=reason)
             yield self._stopped(whole, chosen[one.prompt], params), mixed
 
     def _stopped(self, one: Generated, prompt: PromptRequest, params: SamplingParams) -> Generated:
-        """Ends the response with the token that completes a stop string. SGLang looks at the tokens of one request
-        alone, and says abort of a response that an abort met when it was complete."""
+        """Ends the response with the token that completes a stop string.
+
+        SGLang does not see the tokens of earlier requests for the same sample. It also reports abort for a response
+        that was complete when the abort came.
+        """
         if not params.stop or not one.output_ids.size:
             return one
         assert self._stops is not None, "build_client gives it"
@@ -198,17 +209,17 @@ class SglangClient(SglangWeightCalls, EngineClient):
         return msgspec.structs.replace(cut(one, end - len(before)), finish_reason="stop")
 
     async def _hold(self, call: _Held, version: int, params: SamplingParams) -> AsyncIterator[Generated]:
-        """Returns when the version is in; yields what was aborted before."""
-        wait_s, deadline = FIRST_LOOK_S, time.monotonic() + self._request_timeout_s
+        """Waits until weights ``version`` are in force; yields the prompts that are aborted before that."""
+        wait_s, deadline = FIRST_POLL_S, time.monotonic() + self._request_timeout_s
         call.sent = []
         while (found := await self._weight_version()) < max(version, 0):
             if time.monotonic() > deadline:
                 raise EngineUnreachable(
                     f"engine {self.url}: weights {found} are still in force after {self._request_timeout_s:.0f} s; "
-                    f"prompts wait for {version}"
+                    f"prompts wait for weights {version}"
                 )
             await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, LAST_LOOK_S)
+            wait_s = min(2 * wait_s, LAST_POLL_S)
             for one in _taken_out(call, params):
                 yield one
             if not call.prompts:
@@ -230,28 +241,28 @@ class SglangClient(SglangWeightCalls, EngineClient):
 
     # -- control ------------------------------------------------------------------------------------------------------
     def ready(self) -> bool:
-        """True where it would take prompts now. False is an answer too: it is paused, or takes weights."""
+        """Is True if the server takes prompts now; is False while it is paused or loads weights."""
         status, data = self._answer("GET", "/ready", None, timeout_s=self._control_timeout_s)
         if status not in (200, 503):
             raise self._refusal("/ready", status, data)
         return status == 200
 
     def model_info(self) -> dict[str, Any]:
-        """``weight_version`` is -1 until weights of ours are in."""
+        """Returns SGLang's model info, with ``weight_version`` -1 until the run has sent weights."""
         info = super().model_info()
         return {**info, "weight_version": str(version_number(info["weight_version"]))}
 
     def loads(self) -> dict[str, Any]:
-        """SGLang's own names, and those of the embedded engine for the same."""
+        """Returns the load under SGLang's names, and under those of the embedded engine."""
         loads = super().loads()
         held = sum(len(call.prompts) for call in list(self._calls) if not call.sent)
         return {**loads, "running": loads["num_running_reqs"], "queued": loads["num_waiting_reqs"], "held": held}
 
     def abort(self, rid: str | None = None) -> dict[str, Any]:
-        """As `EngineClient.abort`. SGLang knows our prompts' samples by names of their own, and this client which."""
+        """Aborts as `EngineClient.abort` does; each sample has a rid of its own in SGLang, which this client knows."""
         calls = list(self._calls)
         for call in calls:
-            # A thread of its own: the event loop changes both meanwhile.
+            # This runs in a thread of its own while the event loop changes both dictionaries, so they are copied.
             call.aborted |= {prompt.rid for prompt in list(call.prompts.values()) if rid in (None, prompt.rid)}
         if rid is None:
             return super().abort()
@@ -261,20 +272,25 @@ class SglangClient(SglangWeightCalls, EngineClient):
         return {"aborted_samples": len(known)}
 
     def release_memory(self) -> dict[str, Any]:
-        """Running samples wait in the queue meanwhile; SGLang wants to be idle for it. On GPUs its server needs
-        --enable-memory-saver, or nothing is given up."""
+        """Frees the KV cache; running samples wait in the queue, because SGLang must be idle for it.
+
+        On GPUs the server needs --enable-memory-saver, without which SGLang frees nothing.
+        """
         self.pause("retract")
         self._memory_released = True
         return self._call("POST", "/release_memory_occupation", {"tags": ["kv_cache"]})
 
     def resume_memory(self) -> dict[str, Any]:
+        """Takes the KV cache's memory again and resumes decoding."""
         self._call("POST", "/resume_memory_occupation", {"tags": ["kv_cache"]})
         self._memory_released = False
         return self.resume()
 
     def forget_weights(self) -> None:
-        """Of a server that another run has used: its version says nothing about ours, nor does its cache. Ends what it
-        still does, and a pause and a session that were left behind."""
+        """Resets a server that another run has used, whose weight version and cache do not belong to this run.
+
+        Aborts its requests, and ends a pause and a weight-update session that the other run left.
+        """
         self._give_up()
         try:
             self._call("POST", "/end_weight_update", {})
@@ -282,44 +298,52 @@ class SglangClient(SglangWeightCalls, EngineClient):
             if NOT_OPEN not in str(error):
                 raise
         self.resume()
-        wait_s = self._control_timeout_s / 2  # for the end of what was aborted; SGLang flushes only when it is idle
+        wait_s = self._control_timeout_s / 2  # SGLang waits so long for its requests' end, and flushes only when idle
         status, data = self._answer("POST", f"/flush_cache?timeout={wait_s:g}", None, timeout_s=self._control_timeout_s)
-        if status != 200:  # its answer is no JSON
+        if status != 200:  # SGLang's answer is not JSON
             raise self._refusal("/flush_cache", status, data)
 
     def score(
-        self, rows: Sequence[TokensToScore], *, top_k: int, temperature: float, banned_token_ids: Sequence[int] = ()
+        self, items: Sequence[TokensToScore], *, top_k: int, temperature: float, banned_token_ids: Sequence[int] = ()
     ) -> list[TokenScores]:
-        if banned_token_ids or any(row.kept is not None for row in rows):
+        """Scores as `EngineClient.score` does. Raises EngineError for options that SGLang does not support."""
+        if banned_token_ids or any(item.kept is not None for item in items):
             raise EngineError(
-                f"engine {self.url} /generate: scores without banned tokens, or over kept sets: SGLang scores over the "
-                "whole vocabulary only. Use algo.served_by=forward."
+                f"engine {self.url} /generate: scores without banned tokens or over kept sets are not possible; "
+                "SGLang scores over the whole vocabulary only. Use algo.served_by=forward."
             )
         if temperature != 1.0:
             raise EngineError(
-                f"engine {self.url} /generate: scores at temperature {temperature:g}: SGLang scores at 1 only. "
-                "Use rollout.temperature=1, or algo.served_by=forward."
+                f"engine {self.url} /generate: scores at temperature {temperature:g} are not possible, because SGLang "
+                "scores at temperature 1 only. Use rollout.temperature=1, or algo.served_by=forward."
             )
-        for place, row in enumerate(rows):
-            self._check(place, row.input_ids, rid=None)
-        return super().score(rows, top_k=top_k, temperature=temperature)
+        for index, item in enumerate(items):
+            self._check(index, item.input_ids, rid=None)
+        return super().score(items, top_k=top_k, temperature=temperature)
 
-    def _check(self, place: int, token_ids: Sequence[int], *, rid: str | None) -> None:
-        problem = unknown_token(place, token_ids, rid=rid, vocab_size=self._vocab_size)
+    def _check(self, index: int, token_ids: Sequence[int], *, rid: str | None) -> None:
+        problem = unknown_token(index, token_ids, rid=rid, vocab_size=self._vocab_size)
         if problem is not None:
             raise EngineError(f"engine {self.url} /generate: {problem}")
 
 
 def prefilled_by_older(first: VersionSpan, sent_under: int, *, cached: int) -> bool:
-    """Whether older weights than those of its first token computed a part of the prompt: what was cached when the
-    weights that it was sent under were in force, or what was prefilled when they ended (scheduler_changes.py)."""
+    """Is True if older weights than those of the response's first token computed a part of the prompt.
+
+    Such a part was either in the cache when the prompt was sent under version ``sent_under``, or it was prefilled
+    before the version changed (scheduler_changes.py). ``first`` is the response's first version span; ``cached`` is the
+    number of prompt tokens that came from the cache.
+    """
     return first.end == 0 or (cached > 0 and first.version > sent_under)
 
 
 def finish_reason(one: Generated, params: SamplingParams, *, generated: int) -> FinishReason:
-    """What really ended it. After an abort SGLang makes one more token and still says abort: where that one was a stop
-    token, or the last that was allowed, the response is finished and must not go on. ``generated``: tokens that the
-    response had before this request."""
+    """Returns what really ended the response.
+
+    After an abort SGLang generates one more token and still reports abort. If this token is a stop token or the last
+    one allowed, the response is finished and must not go on. ``generated`` is the number of tokens that the response
+    had before this request.
+    """
     if one.finish_reason == "abort" and one.output_ids.size:
         if int(one.output_ids[-1]) in params.stop_token_ids:
             return "stop"
@@ -329,17 +353,17 @@ def finish_reason(one: Generated, params: SamplingParams, *, generated: int) -> 
 
 
 def _taken_out(call: _Held, params: SamplingParams) -> Iterator[Generated]:
-    """Empty responses for the prompts that were aborted before they were sent."""
-    for place in [place for place, prompt in call.prompts.items() if prompt.rid in call.aborted]:
-        prompt = call.prompts.pop(place)
+    """Removes the prompts that were aborted before they were sent, and yields empty responses for them."""
+    for index in [index for index, prompt in call.prompts.items() if prompt.rid in call.aborted]:
+        prompt = call.prompts.pop(index)
         for sample in range(params.n) if prompt.samples is None else prompt.samples:
-            yield _never_sent(prompt, place, sample)
+            yield _never_sent(prompt, index, sample)
 
 
-def _never_sent(prompt: PromptRequest, place: int, sample: int) -> Generated:
+def _never_sent(prompt: PromptRequest, index: int, sample: int) -> Generated:
     return Generated(
         rid=prompt.rid,
-        prompt=place,
+        prompt=index,
         sample=sample,
         output_ids=np.empty(0, dtype=np.int32),
         logprobs=np.empty(0, dtype=np.float32),

@@ -1,4 +1,4 @@
-"""Weights into an SGLang server: by its own routes, with our loader inside it that compares the digest."""
+"""Sends weights to an SGLang server through its own routes; Relax's loader inside the server compares digests."""
 
 from __future__ import annotations
 
@@ -27,24 +27,27 @@ from relax_core.engines.sglang.client.weight_orders import (
 from relax_core.weights.transports.base import WeightGroupAddress
 
 LOADER = "relax_core.engines.sglang.server.weight_loader.follow"
-ALREADY_OPEN = "already open"  # SGLang's words
-BUSY_S = 0.05  # between two looks whether another sender is done
+ALREADY_OPEN = "already open"  # a part of SGLang's error text
+BUSY_S = 0.05  # seconds between two checks whether another sender has ended
 _outcomes = msgspec.json.Decoder(Outcome)
 
 
 class SglangWeightCalls(WeightCalls):
-    """SGLang loads straight into the model that it serves, so each update pauses it in place; running samples go on
-    after that with the cache that they have. ``group_ranks``: the server's ranks, all of which load."""
+    """Implements `WeightReceiver` for SGLang.
+
+    SGLang loads into the model that it serves, so that each update pauses it in place; running samples then go on with
+    the cache that they have. ``group_ranks`` is the number of the server's ranks, all of which load.
+    """
 
     url: str
     has_loader = True
     _control_timeout_s: float
     _memory_released = False
-    _received = False  # something of the open session may be in the model
+    _received = False  # whether tensors of the open session may be in the model
     _session_start = 0.0
 
     def update_weights(self, manifest: WeightManifest) -> dict[str, Any]:
-        """Each of the server's ranks maps the file, compares every digest, and only then loads."""
+        """Lets each of the server's ranks map the published file, compare every digest, and then load it."""
         if not self.has_loader:
             return self.update_weights_from_disk(manifest)
         start = time.perf_counter()
@@ -53,7 +56,7 @@ class SglangWeightCalls(WeightCalls):
         with self._loading():
             self._received = True
             errors = self._outcome(lambda outcome: LoadFile(manifest, outcome))
-            if all(errors):  # no rank has touched its model
+            if all(errors):  # no rank has changed its model
                 self._received = False
                 raise EngineError(f"{self._where}: {errors[0]}; version {self._version_in_force()} stays in force")
             self._refuse(errors)
@@ -61,7 +64,10 @@ class SglangWeightCalls(WeightCalls):
         return _done(manifest, 1e3 * (time.perf_counter() - start))
 
     def update_weights_from_disk(self, manifest: WeightManifest) -> dict[str, Any]:
-        """By SGLang's own loader, which compares no digest: the file's are compared here, before and after."""
+        """Lets SGLang load the published file's folder.
+
+        SGLang's own loader compares no digest, so that the file's digests are compared here, before and after.
+        """
         start = time.perf_counter()
         with self._one_sender(Path(manifest.path).parents[1]):
             if self._version_in_force() >= manifest.version:
@@ -75,7 +81,7 @@ class SglangWeightCalls(WeightCalls):
         body = {
             "model_path": str(Path(manifest.path).parent),
             "weight_version": str(manifest.version),
-            "load_format": "safetensors",  # a server of ours was started with dummy weights
+            "load_format": "safetensors",  # a server that the run started has dummy as its default
             "flush_cache": False,
         }
         try:
@@ -89,8 +95,11 @@ class SglangWeightCalls(WeightCalls):
 
     @contextmanager
     def _one_sender(self, weights_folder: Path) -> Iterator[None]:
-        """SGLang's server ends when two load from disk at one time. Senders, which may be on different hosts, all see
-        the folder of the versions: who makes this one in it goes first. One that outlives two calls was left behind."""
+        """Lets one sender at a time load from disk, because SGLang's server fails if two loads overlap.
+
+        Senders may be on different hosts, but all see the folder of the versions. The sender that makes a folder in it
+        goes first. A folder that stays for longer than two calls was left by a sender that failed.
+        """
         mine = weights_folder / f"sending-{quote(self.url, safe='')}"
         deadline = time.monotonic() + 2 * self._control_timeout_s
         while True:
@@ -100,13 +109,13 @@ class SglangWeightCalls(WeightCalls):
             except FileExistsError:
                 if time.monotonic() > deadline:
                     break
-            except OSError as error:  # the disk is full, or the run has gone on without us
+            except OSError as error:  # the disk is full, or the run's folder was removed
                 raise EngineError(f"engine {self.url} /update_weights_from_disk: {error}") from error
             time.sleep(BUSY_S)
         try:
             yield
         finally:
-            with suppress(FileNotFoundError):  # taken for one that was left behind
+            with suppress(FileNotFoundError):  # another sender may have taken it for one that was left
                 mine.rmdir()
 
     def _check_file(self, manifest: WeightManifest) -> None:
@@ -118,11 +127,12 @@ class SglangWeightCalls(WeightCalls):
             raise EngineError(f"engine {self.url} /update_weights_from_disk: {error}") from error
 
     # -- a collective group -------------------------------------------------------------------------------------------
-    def join_weight_group(self, place: WeightGroupAddress) -> dict[str, Any]:
-        """SGLang knows no deadline of its own here; that of the call holds."""
-        return self._call("POST", "/init_weights_update_group", group_body(place))
+    def join_weight_group(self, address: WeightGroupAddress) -> dict[str, Any]:
+        """Joins the group; SGLang has no deadline for it, so only the call's deadline applies."""
+        return self._call("POST", "/init_weights_update_group", group_body(address))
 
     def begin_weight_update(self) -> dict[str, Any]:
+        """Pauses the server, opens a session, and starts the digest of the tensors that come in."""
         self._session_start = time.perf_counter()
         self._begin(None)
         try:
@@ -135,20 +145,23 @@ class SglangWeightCalls(WeightCalls):
         return {}
 
     def receive_weights(self, tensors: Sequence[TensorSpec], *, group: str, version: int) -> dict[str, Any]:
-        """``version`` is told at the end, once the digest has agreed."""
+        """Receives one broadcast; ``version`` is sent at the session's end, once the digest agrees."""
         self._received = True
         body = tensors_body(tensors, group=group) | {"flush_cache": False}
         return self._call("POST", "/update_weights_from_distributed", body)
 
     def abandon_weight_update(self) -> dict[str, Any]:
+        """Ends a failed session; if tensors came in, the server serves nothing until other weights are in."""
         if self._received:
             self._give_up()
         self._end()
         return {}
 
     def end_weight_update(self, *, version: int, digest: str) -> dict[str, Any]:
-        """Where the digest is another one the model has those tensors already: it serves nothing until good ones are
-        in."""
+        """Compares the digest and serves the weights.
+
+        If the digest differs, the model has the wrong tensors already, and it serves nothing until good ones are in.
+        """
         with self._loading():
             self._refuse(self._outcome(lambda outcome: Attest(digest, outcome)))
             self._order(Confirm(), version=str(version))
@@ -157,8 +170,11 @@ class SglangWeightCalls(WeightCalls):
 
     # -- one session --------------------------------------------------------------------------------------------------
     def _begin(self, version: int | None) -> bool:
-        """Pauses and opens a session. False where ``version`` is in already: somebody else was faster. One that stays
-        open for longer than a call may take was left behind, with who knows what in the model: it is closed, once."""
+        """Pauses the server and opens a session; returns False if ``version`` is in force already.
+
+        A session of another sender that stays open for longer than a call may take was left by a sender that failed,
+        possibly with tensors in the model. It is closed once.
+        """
         deadline, closed = time.monotonic() + self._control_timeout_s, False
         self._received = False
         while True:
@@ -172,7 +188,7 @@ class SglangWeightCalls(WeightCalls):
                 if ALREADY_OPEN not in str(error):
                     self._go_on()
                     raise
-                if closed:  # by yet another sender, whose turn it is
+                if closed:  # a third sender has opened a session since
                     raise
             if time.monotonic() > deadline:
                 self._give_up()
@@ -183,8 +199,11 @@ class SglangWeightCalls(WeightCalls):
 
     @contextmanager
     def _loading(self) -> Iterator[None]:
-        """Ends the session. Where it has failed with something in the model, nothing is served until other weights are
-        in. A server that does not answer is left as it is: paused, its session open, for whoever comes next."""
+        """Ends the session after the block.
+
+        If the block fails with tensors in the model, the server serves nothing until other weights are in. A server
+        that does not answer stays paused with its session open, which the next sender closes.
+        """
         try:
             yield
         except EngineUnreachable:
@@ -219,7 +238,7 @@ class SglangWeightCalls(WeightCalls):
         self._go_on()
 
     def _give_up(self) -> None:
-        """What the model has now is no version: nobody is to get a token of it."""
+        """Aborts all requests and marks the weights as unknown, because the model holds no whole version."""
         self._call("POST", "/abort_request", {"abort_all": True})
         self._call("POST", "/update_weight_version", {"new_version": str(UNKNOWN_VERSION), "abort_all_requests": False})
 
@@ -233,14 +252,14 @@ class SglangWeightCalls(WeightCalls):
         self._call("POST", "/update_weights_from_tensor", body)
 
     def _outcome(self, order: Callable[[str], Order]) -> list[str | None]:
-        """Why each of the server's ranks did not do as told, or None."""
+        """Sends an order; returns for each of the server's ranks why it failed, or None."""
         with tempfile.TemporaryDirectory(prefix="relax-weights-") as folder:
             self._order(order(f"{folder}/outcome"))
             files = [Path(f"{folder}/outcome.{rank}") for rank in range(self.group_ranks)]
             for rank, file in enumerate(files):
                 if not file.is_file():
                     raise EngineError(
-                        f"{self._where}: rank {rank} of the server says nothing of it: it must be on this host"
+                        f"{self._where}: rank {rank} of the server has written no outcome; it must be on this host"
                     )
             return [_outcomes.decode(file.read_bytes()).error for file in files]
 

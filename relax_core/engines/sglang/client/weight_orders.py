@@ -1,7 +1,8 @@
-"""What our client asks of our loader inside SGLang's server, and how it travels through SGLang's own route.
+"""Defines the orders from Relax's client to its loader inside SGLang's server, and encodes them for SGLang's route.
 
-/update_weights_from_tensor takes a pickled list of (name, tensor) and the import path of a loader. The order is the
-name; the tensor is empty. The few bytes of pickle are written by hand: they hold one text, and we never read any.
+/update_weights_from_tensor takes a pickled list of (name, tensor) and the import path of a loader. The name is the
+order, and the tensor is empty. The few bytes of pickle are written by hand and hold one text. Relax never reads a
+pickle.
 """
 
 from __future__ import annotations
@@ -14,30 +15,33 @@ from relax_core.contracts.engine import WeightManifest
 
 
 class LoadFile(msgspec.Struct, frozen=True, tag="load"):
-    """Compare the published file's digests, then load it. Rank r writes what came of it into ``outcome``.r: an
-    exception would end the server, and SGLang has no other way to tell."""
+    """Orders the ranks to compare the published file's digests, then to load it.
+
+    Rank r writes its `Outcome` to the file ``outcome``.r, because an exception would end the server, and SGLang returns
+    nothing else.
+    """
 
     manifest: WeightManifest
     outcome: str
 
 
 class Watch(msgspec.Struct, frozen=True, tag="watch"):
-    """From now on keep the digest of whatever the model loads, which comes in by SGLang's own broadcast."""
+    """Orders the ranks to keep a digest of the tensors that come in by SGLang's own broadcast from now on."""
 
 
 class Attest(msgspec.Struct, frozen=True, tag="attest"):
-    """Stop watching, and compare with ``digest``."""
+    """Orders the ranks to end `Watch` and to compare its digest with ``digest``; ``outcome`` is that of `LoadFile`."""
 
     digest: str
     outcome: str
 
 
 class Confirm(msgspec.Struct, frozen=True, tag="confirm"):
-    """Nothing: the call that carries it sets the weight version, here and in the spans of each sample."""
+    """Orders nothing; the call that carries it sets the server's weight version, also in the spans of each sample."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """``error``: why the order was not followed, or None."""
+    """Holds the outcome of an order at one rank; ``error`` is why it failed, or None."""
 
     error: str | None
 
@@ -48,11 +52,12 @@ _decoder = msgspec.json.Decoder(Order)
 
 
 def order_payload(order: Order) -> str:
-    """base64 of a pickle of ``[(order, torch.Tensor())]``."""
+    """Returns base64 of a pickle of ``[(order, torch.Tensor())]``."""
     text = _encoder.encode(order)
     name = b"X" + len(text).to_bytes(4, "little") + text
     return base64.b64encode(b"\x80\x02]" + name + b"ctorch\nTensor\n)R\x86a.").decode()
 
 
 def read_order(name: str) -> Order:
+    """Reads the order that is sent as a tensor's name."""
     return _decoder.decode(name)

@@ -1,1 +1,4 @@
-"""What SGLang's server lacks on a CPU: active only in its processes, and only where its environment has no GPU."""
+"""Replaces what SGLang lacks on a CPU; it is active only in a server whose environment has no GPU.
+
+Start reading in ``shims.py``.
+"""

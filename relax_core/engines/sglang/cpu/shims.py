@@ -1,4 +1,4 @@
-"""Three small repairs without which SGLang 0.5.23 does not run on a CPU that has no build of sgl_kernel."""
+"""Holds the flags and changes with which SGLang 0.5.23 runs on a CPU for which sgl_kernel has no build."""
 
 from __future__ import annotations
 
@@ -10,21 +10,29 @@ from types import ModuleType
 from relax_core.engines.sglang.server.import_hooks import after_import
 
 ATTENTION = "torch_native"
-_kept: list[object] = []  # torch forgets the schemas of a library object that is collected
+CPU_FLAGS = (  # the user's own flags come after these and override them
+    *("--device", "cpu"),
+    *("--attention-backend", ATTENTION),
+    *("--sampling-backend", "pytorch"),
+    *("--grammar-backend", "none"),
+    "--disable-overlap-schedule",
+    "--sleep-on-idle",  # without it SGLang's scheduler takes a whole core while it waits
+)
+_kept: list[object] = []  # torch removes the schemas of a library object once it is garbage-collected
 
 
 def install() -> None:
-    """Call it before sglang is imported, in the server and in each of its processes."""
+    """Installs the changes; call it in each of the server's processes before sglang is imported."""
     if importlib.util.find_spec("sgl_kernel") is None:
         sys.path.append(str(Path(__file__).parent))
     _define_torchvision_schemas()
-    after_import("sglang.srt.mem_cache.pool_host.common", _pins_no_memory)
-    after_import("sglang.srt.arg_groups.choices", _allows_seeds)
-    after_import("sglang.srt.batch_invariant_ops", _keeps_torchs_kernels)
+    after_import("sglang.srt.mem_cache.pool_host.common", _pin_no_memory)
+    after_import("sglang.srt.arg_groups.choices", _allow_seeds)
+    after_import("sglang.srt.batch_invariant_ops", _keep_torch_kernels)
 
 
 def _define_torchvision_schemas() -> None:
-    """torchvision registers fake kernels for two operators that its CUDA wheel defines."""
+    """Defines two operators that torchvision's CUDA wheel has, because torchvision registers fake kernels for them."""
     import torch
 
     library = torch.library.Library("torchvision", "FRAGMENT")
@@ -33,17 +41,20 @@ def _define_torchvision_schemas() -> None:
     _kept.append(library)
 
 
-def _pins_no_memory(module: ModuleType) -> None:
-    """Host memory is pinned for a GPU's sake, by a call into CUDA (of return_routed_experts)."""
+def _pin_no_memory(module: ModuleType) -> None:
+    """Removes the call into CUDA that pins host memory for return_routed_experts."""
     module._cuda_host_register = lambda *arguments, **keywords: None  # type: ignore[attr-defined]
 
 
-def _allows_seeds(module: ModuleType) -> None:
-    """--enable-deterministic-inference, which seeds belong to, knows GPU backends only."""
+def _allow_seeds(module: ModuleType) -> None:
+    """Adds the CPU attention backend to those of --enable-deterministic-inference, which seeds need."""
     module.add_deterministic_attention_backend_choices([ATTENTION])
     module.add_radix_supported_deterministic_attention_backend_choices([ATTENTION])
 
 
-def _keeps_torchs_kernels(module: ModuleType) -> None:
-    """Its batch-invariant kernels are Triton's. Torch's on a CPU may round differently with the batch."""
+def _keep_torch_kernels(module: ModuleType) -> None:
+    """Keeps torch's kernels, because SGLang's batch-invariant ones need Triton.
+
+    Torch's kernels on a CPU may round differently in different batches.
+    """
     module.enable_batch_invariant_mode = lambda *arguments, **keywords: None  # type: ignore[attr-defined]

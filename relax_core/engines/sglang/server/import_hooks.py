@@ -1,4 +1,4 @@
-"""Changes to a module of another package, made right after it was imported and before anybody takes names from it."""
+"""Changes a module of another package right after its import, before other modules take names from it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import ModuleType
 
 
 def after_import(name: str, change: Callable[[ModuleType], None]) -> None:
-    """Once ``name`` is loaded in this process, calls ``change`` with it."""
+    """Calls ``change`` with the module ``name`` as soon as this process has loaded it."""
     sys.meta_path.insert(0, _AfterImport(name, change))
 
 

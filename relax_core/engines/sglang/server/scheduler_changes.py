@@ -1,4 +1,4 @@
-"""What SGLang's scheduler lacks where weights change while it works: in each process of a server of ours."""
+"""Changes SGLang's scheduler where weights may change while it works, in each process of a server of the run."""
 
 from __future__ import annotations
 
@@ -8,21 +8,24 @@ from typing import Any
 
 from relax_core.engines.sglang.server.import_hooks import after_import
 
-KV_CACHE = "kv_cache"  # SGLang's tag of its memory
+KV_CACHE = "kv_cache"  # SGLang's tag for the memory of its KV cache
 
 
 def install() -> None:
-    """Before sglang is imported."""
-    after_import("sglang.srt.utils.weight_versions", _tells_old_prefixes)
-    after_import("sglang.srt.managers.scheduler", _stays_paused_without_cache)
+    """Installs the changes; call it before sglang is imported."""
+    after_import("sglang.srt.utils.weight_versions", _record_old_prefixes)
+    after_import("sglang.srt.managers.scheduler", _stay_paused_without_cache)
 
 
-def _tells_old_prefixes(module: ModuleType) -> None:
-    """A request that is between two chunks of its prefill has cache of the old weights, but no token yet that would
-    tell. Here its spans begin with one of the old version and no tokens; the client asks for it again."""
+def _record_old_prefixes(module: ModuleType) -> None:
+    """Lets the version spans of a request begin with an empty one if older weights computed a part of its prompt.
+
+    A request that is between two chunks of its prefill has cache of the old weights but no token with their version.
+    The client sees the empty span and asks for the sample again.
+    """
     record = module.record_weight_version_events
 
-    def told(reqs: Iterable[Any], old_version: str) -> int:
+    def with_old_prefixes(reqs: Iterable[Any], old_version: str) -> int:
         requests = list(reqs)
         for request in requests:
             if request.already_computed and not request.output_ids:
@@ -31,16 +34,18 @@ def _tells_old_prefixes(module: ModuleType) -> None:
         recorded: int = record(requests, old_version=old_version)
         return recorded
 
-    module.record_weight_version_events = told  # type: ignore[attr-defined]
+    module.record_weight_version_events = with_old_prefixes  # type: ignore[attr-defined]
 
 
-def _stays_paused_without_cache(module: ModuleType) -> None:
-    """Whoever brings weights goes on after that, and may not know that somebody else has taken the cache's memory: the
-    pause then ends once that is back."""
-    go_on = module.Scheduler.continue_generation
+def _stay_paused_without_cache(module: ModuleType) -> None:
+    """Keeps the server paused while the memory of its KV cache is released.
+
+    A sender of weights ends its pause and may not know that another client has released the memory.
+    """
+    resume = module.Scheduler.continue_generation
 
     def unless_released(scheduler: Any, request: Any) -> None:
         if KV_CACHE not in scheduler.weight_updater.offload_tags:
-            go_on(scheduler, request)
+            resume(scheduler, request)
 
     module.Scheduler.continue_generation = unless_released

@@ -1,6 +1,6 @@
-"""Where an SGLang server of ours leaves things while it runs, so that whoever sees its end can remove all of them.
+"""Keeps the files of an SGLang server that the run starts in one folder, so that all can be removed after its end.
 
-Files and sockets lie in a folder of its own. What must have a name in shared memory has the folder's in it.
+Files and sockets lie in the folder. Objects in shared memory have the folder's name in theirs.
 """
 
 from __future__ import annotations
@@ -22,29 +22,32 @@ from typing import Any
 from relax_core.contracts.engine import EngineError
 from relax_core.engines.sglang.server.import_hooks import after_import
 
-VARIABLE = "RELAX_ENGINE_SCRATCH"  # tells the server its folder
+VARIABLE = "RELAX_ENGINE_SCRATCH"  # the environment variable that holds the server's folder
 PREFIX = "relax-sglang-"
 SHARED_MEMORY = Path("/dev/shm")
 SOCKET_PATH_BYTES = 107  # the kernel's limit
-SOCKET_NAME = "/tmp12345678"  # as SGLang makes them
-LOOK_S = 0.01
+SOCKET_NAME = "/tmp12345678"  # a name of the length that SGLang's sockets have
+POLL_S = 0.01
 
 
 def new_scratch() -> Path:
-    """Makes the folder of one server. Raises EngineError where its sockets would have too long a path."""
+    """Makes the folder of one server. Raises EngineError if its sockets' paths would be too long."""
     folder = Path(tempfile.mkdtemp(prefix=PREFIX))
     excess = len(os.fsencode(f"{folder}{SOCKET_NAME}")) - SOCKET_PATH_BYTES
     if excess > 0:
         folder.rmdir()
         raise EngineError(
-            f"TMPDIR={folder.parent} is {excess} bytes too long: paths of SGLang's sockets may have {SOCKET_PATH_BYTES}"
+            f"TMPDIR={folder.parent} is {excess} bytes too long: paths of SGLang's sockets may have "
+            f"{SOCKET_PATH_BYTES} bytes"
         )
     return folder
 
 
 def keep_to_scratch(folder: Path) -> None:
-    """In each process of the server, before it imports sglang. torch's tensors need nothing: their names are gone as
-    soon as they are shared."""
+    """Lets this process put its files into ``folder``; call it in each of the server's processes before sglang.
+
+    Shared tensors of torch need no change, because torch removes their names as soon as they are shared.
+    """
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     process: Any = multiprocessing.current_process()
     process._config["semprefix"] = f"/{folder.name}"
@@ -58,8 +61,10 @@ def keep_to_scratch(folder: Path) -> None:
 
 
 def end_session(leader: int, *, timeout_s: float) -> None:
-    """Kills what is left of the session of a process that has ended, and waits until it is gone. Raises EngineError
-    past the deadline."""
+    """Kills the remaining processes of the session of ``leader``, which has ended, and waits until they have ended.
+
+    Raises EngineError if one of them still runs after ``timeout_s`` seconds.
+    """
     deadline = time.monotonic() + timeout_s
     while left := list(_session(leader)):
         for process in left:
@@ -67,28 +72,28 @@ def end_session(leader: int, *, timeout_s: float) -> None:
                 os.kill(process, signal.SIGKILL)
         if time.monotonic() > deadline:
             raise EngineError(f"processes {left} of SGLang's server {leader} outlive SIGKILL by {timeout_s:g} s")
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
 
 
 def _session(leader: int) -> Iterator[int]:
-    """Its living processes."""
+    """Yields the running processes of a session."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
-            with suppress(OSError):  # it ended meanwhile
+            with suppress(OSError):  # the process has ended meanwhile
                 state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
                 if int(session) == leader and state not in "ZX":
                     yield int(entry.name)
 
 
 def remove_left_scratch(parent: Path) -> None:
-    """Of all servers that had their folders there and were killed with their owners."""
+    """Removes the folders in ``parent`` of servers that were killed together with their owners."""
     for folder in parent.glob(f"{PREFIX}*"):
         remove_scratch(folder)
 
 
 def remove_scratch(folder: Path) -> None:
-    """After the end of all processes of the server; it may have done so itself."""
-    for left in SHARED_MEMORY.glob(f"*{folder.name}*"):
-        left.unlink(missing_ok=True)
+    """Removes a server's folder and shared memory once all its processes have ended; the server may have done it."""
+    for shared in SHARED_MEMORY.glob(f"*{folder.name}*"):
+        shared.unlink(missing_ok=True)
     with suppress(FileNotFoundError):
         shutil.rmtree(folder)

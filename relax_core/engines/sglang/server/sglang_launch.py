@@ -1,4 +1,4 @@
-"""How an SGLang server of ours is started."""
+"""Builds the command line and the environment that start an SGLang server."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ if TYPE_CHECKING:
     from relax_core.engines.engine_process import EngineLaunch
 
 SERVER = Path(__file__).with_name("sglang_process.py")
-# Of a context of C tokens SGLang refuses prompts from C - 6 on, and a prompt of P gets at most C - P - 2 new ones.
+# With a context of C tokens SGLang refuses prompts of C - 6 tokens or more, and a prompt of P tokens gets at most
+# C - P - 2 new tokens.
 SPARE_TOKENS = 7
 
 
 def command(launch: EngineLaunch) -> list[str]:
+    """Returns the command line of an SGLang server."""
     engine = launch.engine
     flags: dict[str, object] = {
         "model-path": launch.model_folder,
@@ -50,28 +52,33 @@ def command(launch: EngineLaunch) -> list[str]:
 
 
 def _check_head(folder: Path) -> None:
-    """What the trainer sends is put right by our loader; what SGLang reads by itself is not."""
+    """Raises EngineError for a tied head that SGLang cannot read from the folder.
+
+    Relax's loader supplies the tied head for weights that the trainer sends, but not for those that SGLang reads.
+    """
     config = json.loads((folder / "config.json").read_text())
     if config.get("model_type") == "qwen3_moe" and config.get("tie_word_embeddings"):
         raise EngineError(f"{folder}: SGLang's Qwen3-MoE has no tied head. Use a model with a head of its own.")
 
 
 def environment(launch: EngineLaunch) -> dict[str, str]:
-    """Nothing is fetched: model and tokenizer are in the folder."""
+    """Returns the environment of an SGLang server, which must not download anything."""
     return {
         **{name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")},
         "OMP_NUM_THREADS": str(launch.engine.threads),
         "OMP_WAIT_POLICY": "PASSIVE",
         "HF_HUB_OFFLINE": "1",
-        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # SPARE_TOKENS; no position past the model's own is reached
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # for SPARE_TOKENS; no position past the model's is used
         **({"GLOO_SOCKET_IFNAME": "lo"} if launch.engine.host.startswith("127.") else {}),
         "PYTHONUNBUFFERED": "1",
     }
 
 
 def flag_words(flags: Mapping[str, object]) -> list[str]:
-    """``{"tp-size": 2, "trust-remote-code": True}`` → ``["--tp-size=2", "--trust-remote-code"]``; false leaves it out,
-    a list gives several words."""
+    """Returns ``["--tp-size=2", "--trust-remote-code"]`` for ``{"tp-size": 2, "trust-remote-code": True}``.
+
+    A flag that is false is left out. A list follows its flag as several words.
+    """
     words: list[str] = []
     for name, value in flags.items():
         option = "--" + name.replace("_", "-")

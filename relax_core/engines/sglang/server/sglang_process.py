@@ -1,10 +1,10 @@
-"""SGLang's server as a process of ours: a script for the interpreter of SGLang's own environment.
+"""Runs SGLang's server as an engine process: a script for the interpreter of SGLang's own environment.
 
     RELAX_ENGINE_SCRATCH=FOLDER python -P sglang_process.py --token-file FILE --port 0 [flags of sglang.launch_server]
 
-It takes the token from the file, so that no command line has it, tells address and pid on stdout once it serves, keeps
-to the folder (scratch.py), and ends with all its processes when its stdin does. SGLang starts its own processes by
-running this file again as their main module: what stands at the end without a guard is for all of them.
+The script reads the token from the file, so that no command line shows it. It prints address and pid to stdout once it
+serves, keeps its files in the folder (scratch.py), and ends with all its processes when its stdin is closed. SGLang
+starts its own processes by running this file again as their main module ``__mp_main__``.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[4]
 ON_CPU = "SGLANG_USE_CPU_ENGINE"
 TOKEN_FILE = "RELAX_ENGINE_TOKEN_FILE"
-CHILDREN_GONE_S = 3.0  # less than the owner waits before it kills this process too
+CHILDREN_END_S = 3.0  # less than the owner waits before it kills this process too
 
 
 class OurPackageAlone(MetaPathFinder):
-    """Finds relax_core, and nothing else that lies beside it: SGLang's environment has versions of its own."""
+    """Finds relax_core and no other package beside it, because SGLang's environment has its own versions of those."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        """Returns the spec of relax_core, and None for every other module."""
         if fullname != "relax_core":
             return None
         folder = ROOT / fullname
@@ -48,7 +49,7 @@ class OurPackageAlone(MetaPathFinder):
 
 
 def hide_token_in_logs(token: str) -> None:
-    """SGLang logs its whole configuration, the key with it."""
+    """Replaces the token by *** in all log records, because SGLang logs its whole configuration with the key."""
     make = logging.getLogRecordFactory()
 
     def censored(*arguments: object, **keywords: object) -> logging.LogRecord:
@@ -62,7 +63,10 @@ def hide_token_in_logs(token: str) -> None:
 
 
 def keep_to_the_given_host() -> None:
-    """torch's store of a process group listens on every interface and asks nobody for a token: here on its own host."""
+    """Lets torch's store of a process group listen on its own host only.
+
+    Without this change it listens on every interface, and it asks for no token.
+    """
     from torch.distributed import TCPStore
 
     rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")
@@ -79,7 +83,7 @@ def keep_to_the_given_host() -> None:
 
 
 def prepare_process() -> None:
-    """What every process of the server needs before it imports sglang."""
+    """Prepares a process of the server; every process calls it before it imports sglang."""
     sys.meta_path.append(OurPackageAlone())
     from relax_core.engines.sglang.server import scheduler_changes, scratch
 
@@ -94,7 +98,7 @@ def prepare_process() -> None:
 
 
 def end_with_stdin() -> None:
-    """Waits for the owner's end of the pipe to close; then ends the server's processes and this one."""
+    """Waits until stdin is closed, then ends the server's processes and this one."""
     while os.read(0, 4096):
         pass
     from relax_core.engines.sglang.server import scratch
@@ -107,25 +111,26 @@ def end_with_stdin() -> None:
 
 
 def end_children() -> None:
-    """Also those that the main thread starts meanwhile."""
+    """Kills all child processes, including those that the main thread starts meanwhile."""
     import psutil
 
-    deadline = time.monotonic() + CHILDREN_GONE_S
+    deadline = time.monotonic() + CHILDREN_END_S
     while (children := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
         for child in children:
             with suppress(psutil.NoSuchProcess):
                 child.kill()
-        psutil.wait_procs(children, timeout=CHILDREN_GONE_S)
+        psutil.wait_procs(children, timeout=CHILDREN_END_S)
 
 
 def free_port(host: str) -> int:
-    """SGLang takes no open socket, so between this and its own bind another process may take the port."""
+    """Returns a free port; another process may take it before SGLang does, because SGLang takes no open socket."""
     with socket.create_server((host, 0)) as probe:
         port: int = probe.getsockname()[1]
         return port
 
 
 def main(arguments: list[str]) -> None:
+    """Runs SGLang's server with its own command-line flags until it ends."""
     from importlib.metadata import version
 
     from relax_core.engines.sglang.version import version_problem
@@ -133,8 +138,8 @@ def main(arguments: list[str]) -> None:
     if (problem := version_problem(version("sglang"))) is not None:
         sys.exit(problem)
     ready = os.dup(1)
-    os.dup2(2, 1)  # whatever SGLang prints goes to the log
-    threading.Thread(target=end_with_stdin, name="life-line", daemon=True).start()
+    os.dup2(2, 1)  # SGLang's output on stdout goes to the log
+    threading.Thread(target=end_with_stdin, name="owner", daemon=True).start()
 
     from sglang.srt.entrypoints.http_server import launch_server
     from sglang.srt.server_args import prepare_server_args
@@ -145,26 +150,26 @@ def main(arguments: list[str]) -> None:
         server_args.port = free_port(server_args.host)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(143))  # until the server has a handler of its own
 
-    def tell() -> None:
+    def print_ready() -> None:
         line = {"url": f"http://{server_args.host}:{server_args.port}", "pid": os.getpid(), "port": server_args.port}
         os.write(ready, json.dumps(line).encode() + b"\n")
 
-    launch_server(server_args, launch_callback=tell)
+    launch_server(server_args, launch_callback=print_ready)
 
 
 def start() -> None:
-    """The server's own main process: its environment is that of all its processes."""
-    place = sys.argv.index("--token-file")
-    os.environ[TOKEN_FILE] = os.path.abspath(sys.argv[place + 1])
+    """Starts the server's main process; all its processes inherit the environment that is set here."""
+    flag = sys.argv.index("--token-file")
+    os.environ[TOKEN_FILE] = os.path.abspath(sys.argv[flag + 1])
     import torch
 
     if not torch.cuda.is_available():
         os.environ[ON_CPU] = "1"
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # it would compile one small function of the sampler for many seconds
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling one small function of the sampler takes many seconds
     prepare_process()
-    arguments = sys.argv[1:place] + sys.argv[place + 2 :]
+    arguments = sys.argv[1:flag] + sys.argv[flag + 2 :]
     if os.environ.get(ON_CPU) == "1":
-        from relax_core.engines.sglang.cpu.flags import CPU_FLAGS
+        from relax_core.engines.sglang.cpu.shims import CPU_FLAGS
 
         arguments = [*CPU_FLAGS, *arguments]
     main(arguments)

@@ -1,4 +1,4 @@
-"""Runs inside SGLang's scheduler, by its --custom-weight-loader: compares digests before weights are served."""
+"""Loads weights inside SGLang as its --custom-weight-loader, and compares digests before they are served."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from relax_core.engines.sglang.client.weight_orders import Attest, LoadFile, Out
 from relax_core.weights.version_file import DigestMismatch, TensorsDigest, read_weights
 
 NamedTensors = Iterable[tuple[str, Tensor]]
-_watched: dict[int, TensorsDigest] = {}  # id of a model → digest of what it has loaded since
+_watched: dict[int, TensorsDigest] = {}  # id of a model → digest of the tensors that it has loaded since `watch`
 
 
 def follow(model: Any, named_tensors: NamedTensors) -> None:
-    """Each name is an order (weight_orders.py)."""
+    """Follows the orders that are sent as the tensors' names (weight_orders.py)."""
     for name, _ in named_tensors:
         match read_order(name):
             case LoadFile(manifest=manifest, outcome=outcome):
@@ -31,7 +31,7 @@ def follow(model: Any, named_tensors: NamedTensors) -> None:
 
 
 def load_file(model: Any, manifest: WeightManifest) -> str | None:
-    """All digests are compared before the first tensor is touched. Returns why nothing was loaded, or None."""
+    """Loads a published file after comparing all its digests; returns why nothing was loaded, or None."""
     try:
         model.load_weights(with_tied_head(model, read_weights(manifest)))
     except (DigestMismatch, OSError) as error:
@@ -40,7 +40,7 @@ def load_file(model: Any, manifest: WeightManifest) -> str | None:
 
 
 def with_tied_head(model: Any, named_tensors: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-    """SGLang's Qwen3-MoE has a head of its own even where the embedding is the head."""
+    """Yields the tensors, and the embedding again as the head for SGLang's Qwen3-MoE, which has a separate head."""
     head_apart = getattr(model, "lm_head", None) is not getattr(model.model, "embed_tokens", None)
     for name, tensor in named_tensors:
         yield name, tensor
@@ -49,7 +49,7 @@ def with_tied_head(model: Any, named_tensors: NamedTensors) -> Iterator[tuple[st
 
 
 def watch(model: Any) -> None:
-    """Until `attest`, whatever the model loads goes through a digest."""
+    """Adds every tensor that the model loads to a digest, until `attest`."""
     load = type(model).load_weights
     digest = _watched[id(model)] = TensorsDigest()
 
@@ -62,16 +62,16 @@ def watch(model: Any) -> None:
 
 
 def attest(model: Any, digest: str) -> str | None:
-    """Why what came in since `watch` is not what was published, or None."""
+    """Returns why the tensors since `watch` are not the published ones, or None if they are."""
     if id(model) not in _watched:
-        return "nobody watched what came in"
+        return "no digest was kept of the tensors that came in"
     del model.load_weights
     found = _watched.pop(id(model)).hexdigest()
-    return None if found == digest else f"what came in has digest {found}, published as {digest}"
+    return None if found == digest else f"the tensors that came in have digest {found}, published as {digest}"
 
 
 def write_outcome(outcome: str, error: str | None) -> None:
-    """This rank's, whole or not at all."""
+    """Writes this rank's outcome atomically."""
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     path = Path(f"{outcome}.{rank}")
     partial = path.with_name(path.name + ".partial")

@@ -1,4 +1,4 @@
-"""Slow, silent and many clients at the engine's own HTTP connections, over a small application."""
+"""Tests slow, silent and many clients at the engine's own HTTP connections, over a small application."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import uvicorn
 import uvloop
 
 from relax_core.engines.embedded.http import asgi, connections
-from relax_core.engines.embedded.http.connections import Connection, Places
+from relax_core.engines.embedded.http.connections import Connection, OpenConnections
 
 READ_S = 60.0
 GET = b"GET / HTTP/1.1\r\n\r\n"
@@ -26,12 +26,15 @@ MANY = 8 << 20  # bytes, far more than sockets hold
 
 
 class Door:
-    """A server in a thread. GET is answered at once. A request with the token waits on / for its body, on /wait for
-    `go`; on /much it gets MANY bytes."""
+    """Runs a server in a thread.
+
+    GET is answered at once. A request with the token waits on / for its body, on /wait for `go`; on /much it gets MANY
+    bytes.
+    """
 
     def __init__(self, limit: int) -> None:
-        self.places = Places(limit)
-        self.gone: list[str] = []  # paths whose client hung up
+        self.connections = OpenConnections(limit)
+        self.disconnected: list[str] = []  # paths whose client hung up
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -46,7 +49,7 @@ class Door:
         self.go, self._stop = asyncio.Event(), asyncio.Event()
         config = uvicorn.Config(
             cast(Any, self._answer),
-            http=cast("type[asyncio.Protocol]", partial(Connection, self.places)),
+            http=cast("type[asyncio.Protocol]", partial(Connection, self.connections)),
             ws="none",
             lifespan="off",
             interface="asgi3",
@@ -57,7 +60,7 @@ class Door:
         self._server = uvicorn.Server(config)
         listener = socket.create_server(("127.0.0.1", 0))
         self.port = listener.getsockname()[1]
-        sweeping = asyncio.create_task(self.places.sweep())
+        sweeping = asyncio.create_task(self.connections.sweep())
         serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         while not self._server.started:
             await asyncio.sleep(0.01)
@@ -81,14 +84,14 @@ class Door:
                     await asgi.start_response(send, status=200, content_type=b"x", length=MANY)
                     for _ in range(MANY >> 16):
                         await send({"type": "http.response.body", "body": bytes(1 << 16), "more_body": True})
-                    self.gone += ["sent"] if (await receive())["type"] == "http.disconnect" else []
-            except asgi.ClientGone:
-                self.gone.append(scope["path"])
+                    self.disconnected += ["sent"] if (await receive())["type"] == "http.disconnect" else []
+            except asgi.ClientDisconnected:
+                self.disconnected.append(scope["path"])
                 return
         await asgi.answer(send, {"ok": True})
 
     def stall(self, seconds: float) -> None:
-        """The server's process stands still."""
+        """Stops the server's event loop for some time."""
         self.loop.call_soon_threadsafe(time.sleep, seconds)
 
     def close(self) -> None:
@@ -99,7 +102,7 @@ class Door:
 
 
 class Client:
-    """One connection."""
+    """Holds one connection of a client."""
 
     def __init__(self, port: int, sent: bytes = b"") -> None:
         self.socket = socket.create_connection(("127.0.0.1", port))
@@ -110,7 +113,7 @@ class Client:
         self.socket.sendall(data)
 
     def answer(self) -> bytes:
-        """What has come by now, at least something; nothing once the server has hung up."""
+        """Returns the bytes that have arrived, at least one; none once the server has closed the connection."""
         try:
             return self.socket.recv(1 << 16)
         except ConnectionResetError:
@@ -125,7 +128,7 @@ class Client:
 
 @pytest.fixture
 def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Door]]:
-    """Sweeps come fast, and there are few places: the rules are the same."""
+    """Starts a server with fast sweeps and few connections; its rules are those of the engine."""
     monkeypatch.setattr(connections, "SWEEP_S", 0.02)
     monkeypatch.setattr(connections, "KEPT_FREE", 2)
     opened: list[Door] = []
@@ -199,7 +202,7 @@ def test_a_slow_body_is_refused_and_a_quick_one_is_not(
     slow, quick = connect(there, head + b"x"), connect(there, head + bytes(1000000))
     assert b" 200 " in quick.answer()
     assert b" 408 " in slow.to_end()
-    wait_until(lambda: there.gone == ["/"], what="the end of the slow request")
+    wait_until(lambda: there.disconnected == ["/"], what="the end of the slow request")
 
 
 def test_a_time_without_sweeps_is_held_against_nobody(
@@ -232,8 +235,8 @@ def test_who_does_not_read_is_hung_up_on(
 ) -> None:
     there = door()
     silent = connect(there, b"GET /much HTTP/1.1\r\n" + TOKEN + b"\r\n")
-    wait_until(lambda: len(there.places) == 0, what="the end of the connection")
-    wait_until(lambda: there.gone == ["sent"], what="the end of the request")
+    wait_until(lambda: len(there.connections) == 0, what="the end of the connection")
+    wait_until(lambda: there.disconnected == ["sent"], what="the end of the request")
     assert len(silent.to_end()) < MANY
     assert len(connect(there, b"GET /much HTTP/1.1\r\nconnection: close\r\n" + TOKEN + b"\r\n").answer()) > 0
 

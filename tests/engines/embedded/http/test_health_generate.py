@@ -1,4 +1,4 @@
-"""Whether the engine could make a token, asked of its parts in this process."""
+"""Tests /health_generate on the engine's parts in this process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from relax_core.engines.embedded.scheduler.scheduler import Scheduler
 
 @pytest.fixture
 def scheduler(model_folder: Path, tmp_path: Path) -> Iterator[Scheduler]:
-    """Of an engine with weights, as it starts."""
+    """Returns the scheduler of an engine with weights, as it starts."""
     (tmp_path / "token").write_text("token")
     threads = torch.get_num_threads()
     arguments = argparse.Namespace(
@@ -42,35 +42,35 @@ def scheduler(model_folder: Path, tmp_path: Path) -> Iterator[Scheduler]:
 
 
 def hold(scheduler: Scheduler) -> threading.Event:
-    """The decode thread stands still until the event is set."""
+    """Holds up the decode thread until the event is set."""
     gate = threading.Event()
     scheduler.post(lambda: gate.wait(60.0))
     return gate
 
 
 def test_many_who_ask_cost_one_look(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[Any] = []
+    checks: list[Any] = []
     score = scheduler.score
 
     def counted(items: Any) -> Future[Any]:
-        looks.append(items)
+        checks.append(items)
         return score(items)
 
     monkeypatch.setattr(scheduler, "score", counted)
-    monkeypatch.setattr(health_generate, "FRESH_S", 3600.0)
+    monkeypatch.setattr(health_generate, "REUSE_S", 3600.0)
 
     async def scene() -> None:
         health = HealthGenerate(scheduler)
         gate = hold(scheduler)
         asking = [asyncio.create_task(health(b"")) for _ in range(50)]
         await asyncio.sleep(0.05)
-        asking[0].cancel()  # a client that hangs up takes nobody along
+        asking[0].cancel()  # a client that disconnects does not affect the others
         gate.set()
         assert await asyncio.gather(*asking[1:]) == [{"status": "ok"}] * 49
-        assert await health(b"") == {"status": "ok"} and len(looks) == 1
-        monkeypatch.setattr(health_generate, "FRESH_S", 0.0)
+        assert await health(b"") == {"status": "ok"} and len(checks) == 1
+        monkeypatch.setattr(health_generate, "REUSE_S", 0.0)
         await health(b"")
-        assert len(looks) == 2
+        assert len(checks) == 2
 
     asyncio.run(scene())
 
@@ -78,9 +78,9 @@ def test_many_who_ask_cost_one_look(scheduler: Scheduler, monkeypatch: pytest.Mo
 def test_a_decode_thread_that_hangs_is_told_and_survives_it(
     scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who asked has given up by then: the answer to nobody once ended the thread, and the process with it."""
+    """The caller has given up by then; an answer without a caller once ended the thread, and the process with it."""
     monkeypatch.setattr(health_generate, "DEADLINE_S", 0.1)
-    monkeypatch.setattr(health_generate, "FRESH_S", 0.0)
+    monkeypatch.setattr(health_generate, "REUSE_S", 0.0)
 
     async def scene() -> None:
         health = HealthGenerate(scheduler)
@@ -96,7 +96,7 @@ def test_a_decode_thread_that_hangs_is_told_and_survives_it(
 
 
 def test_what_stands_still_says_so_at_once(scheduler: Scheduler, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health_generate, "FRESH_S", 0.0)
+    monkeypatch.setattr(health_generate, "REUSE_S", 0.0)
 
     async def scene() -> None:
         health = HealthGenerate(scheduler)
@@ -105,7 +105,7 @@ def test_what_stands_still_says_so_at_once(scheduler: Scheduler, monkeypatch: py
             (scheduler.release_memory, scheduler.resume_memory),
         ):
             await asyncio.wrap_future(scheduler.post(stop))
-            with pytest.raises(HttpError, match="paused, or has given up its memory"):
+            with pytest.raises(HttpError, match="paused, or its memory is released"):
                 await health(b"")
             await asyncio.wrap_future(scheduler.post(go_on))
             assert await health(b"") == {"status": "ok"}

@@ -1,4 +1,4 @@
-"""Products are the same whoever makes them, and see weights that were replaced in place."""
+"""Tests that both libraries compute the same products, also with weights that were replaced in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that are prepared and written down together yield what single ones would."""
+"""Tests that steps that are prepared and written together give the results of single steps."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def prefix(seed: int, *, new: int, done: int = 0) -> Prefix:
 
 
 def table(*prefixes: Prefix) -> SlotTable:
-    """With the first token of every row: 20."""
+    """Returns a table of these samples, each with the first token 20."""
     found = SlotTable(4, vocab_size=VOCAB)
     found.add(prefixes)
     count = len(prefixes)
@@ -37,7 +37,7 @@ def table(*prefixes: Prefix) -> SlotTable:
 
 
 def step(slots: SlotTable, *tokens: int) -> list[int]:
-    """As the decoder does it; the rows that it finishes."""
+    """Records one step as the decoder does; returns the slots that it finishes."""
     if not slots.ahead:
         slots.look_ahead()
     slots.draw()
@@ -48,10 +48,10 @@ def step(slots: SlotTable, *tokens: int) -> list[int]:
 def test_numbers_are_those_of_each_samples_own_positions() -> None:
     slots = table(prefix(1, new=40), prefix(2, new=60, done=7))
     keys = np.concatenate([sample_keys([seed], 1)[0] for seed in (1, 2)])
-    for place in range(2 * STEPS_AHEAD + 3):
+    for index in range(2 * STEPS_AHEAD + 3):
         if not slots.ahead:
             slots.look_ahead()
-        assert slots.draw().tolist() == uniforms(keys, np.array([1 + place, 8 + place])).tolist()
+        assert slots.draw().tolist() == uniforms(keys, np.array([1 + index, 8 + index])).tolist()
         slots.record(torch.tensor([20, 20]), np.zeros(2, dtype=np.float32))
 
 

@@ -1,4 +1,4 @@
-"""The sampler's distribution, its determinism, and that truncation is transformers'."""
+"""Tests the sampler's distribution and determinism, and compares its truncation with transformers."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def test_uniforms_are_splitmix64s() -> None:
     keys = np.array([0, 1, 2**64 - 1, 12345], dtype=np.uint64)
     positions = np.array([0, 5, 9, 2**40])
     expected = [
-        (splitmix64((int(key) + (int(place) + 1) * 0x9E3779B97F4A7C15) % 2**64) >> 16) / 2**48
-        for key, place in zip(keys, positions, strict=True)
+        (splitmix64((int(key) + (int(position) + 1) * 0x9E3779B97F4A7C15) % 2**64) >> 16) / 2**48
+        for key, position in zip(keys, positions, strict=True)
     ]
     assert uniforms(keys, positions).tolist() == expected
 
@@ -55,7 +55,7 @@ def test_uniforms_are_splitmix64s() -> None:
 def test_uniforms_are_uniform_and_uncorrelated_over_seeds_samples_and_positions() -> None:
     keys = sample_keys(range(40), 40).reshape(-1)
     assert len(set(keys.tolist())) == 1600
-    drawn = np.stack([uniforms(keys, np.full(keys.shape, place)) for place in range(40)])
+    drawn = np.stack([uniforms(keys, np.full(keys.shape, position)) for position in range(40)])
     assert drawn.min() >= 0.0 and drawn.max() < 1.0
     counts = np.histogram(drawn, bins=64, range=(0.0, 1.0))[0]
     expected = drawn.size / 64
@@ -84,7 +84,7 @@ def test_frequencies_are_the_probabilities() -> None:
 def test_truncation_and_logprobs_are_those_of_transformers(
     seed: int, temperature: float, top_p: float, top_k: int, min_p: float
 ) -> None:
-    """And the kept sets are what transformers' warpers leave."""
+    """The kept sets are those that transformers' warpers leave."""
     generator = torch.Generator().manual_seed(seed)
     logits = 3.0 * torch.randn(16, VOCAB, generator=generator)
     expected = logits / temperature
@@ -170,7 +170,7 @@ def test_logits_that_are_not_finite_show_in_the_logprob() -> None:
 
 @pytest.mark.parametrize("odd", ["nan", "inf", "-inf"])
 def test_a_row_that_is_not_finite_leaves_the_kept_sets_of_others(odd: str) -> None:
-    """Weights that have overflowed may yield any of them, in a whole row."""
+    """Weights that have overflowed may yield any of these values, in a whole row of logits."""
     logits = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
     random = torch.full((3,), 0.5, dtype=torch.float64)
     plan = sampling_plan([one(top_p=0.6, tells_kept=True)] * 3, vocab_size=6)

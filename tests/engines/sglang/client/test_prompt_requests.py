@@ -1,4 +1,4 @@
-"""A prompt batch of prompts in SGLang's terms."""
+"""Tests SGLang's request body for several prompts."""
 
 from __future__ import annotations
 

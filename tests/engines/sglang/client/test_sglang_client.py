@@ -1,4 +1,4 @@
-"""What the client makes of answers that a well server never gives, and of SGLang's aborts."""
+"""Tests the SGLang client on answers that a healthy server never gives, and on SGLang's aborts."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ TIMES = {"request_timeout_s": 5.0, "control_timeout_s": 5.0}
 
 @contextmanager
 def serving(info: bytes, *events: bytes) -> Iterator[str]:
-    """An HTTP server that answers every GET with ``info`` and one POST after the other with ``events``, whose last
-    answers all further ones; its address."""
+    """Starts an HTTP server; yields its address.
+
+    It answers every GET with ``info``, and its POSTs in turn with ``events``, the last of which answers all further
+    ones.
+    """
     left = list(events)
 
     class Answers(http.server.BaseHTTPRequestHandler):
@@ -65,7 +68,7 @@ def serving(info: bytes, *events: bytes) -> Iterator[str]:
     ],
 )
 def test_what_cannot_be_read_reaches_the_caller_in_words(versions: tuple[int, int], info: bytes, events: bytes) -> None:
-    """Also where the prompts of one call wait for different versions."""
+    """The error is raised also if the prompts of one call wait for different versions."""
     prompts = [PromptRequest(rid="a", input_ids=[1], sampling_seed=1, min_version=version) for version in versions]
 
     async def collect(url: str) -> list[Generated]:
@@ -80,7 +83,7 @@ def test_what_cannot_be_read_reaches_the_caller_in_words(versions: tuple[int, in
 
 
 def finished(**meta: object) -> bytes:
-    """The one event of a response of two tokens."""
+    """Returns the only event of a response of two tokens."""
     of_all = {"completion_tokens": 2, "weight_version": "3", "finish_reason": {"type": "length"}}
     logprobs = {"output_token_logprobs": [[-1.0, 5, None], [-1.0, 6, None]]}
     return b"data: " + msgspec.json.encode({"output_ids": [5, 6], "meta_info": of_all | logprobs | meta}) + b"\n\n"
@@ -91,7 +94,7 @@ def kept_by(event: bytes) -> Generated:
 
 
 def response_by(*events: bytes, params: SamplingParams) -> Generated:
-    """The one response of a server that answers one request after the other with these events, under weights 3."""
+    """Returns the response of a server that answers its requests in turn with these events, under weights 3."""
 
     async def collect(url: str) -> list[Generated]:
         client = SglangClient(url, "token", **TIMES, ranks=1, vocab_size=50, seeds=True)
@@ -117,7 +120,7 @@ def test_kept_sets_come_with_the_log_probs_over_them() -> None:
 @pytest.mark.parametrize(
     ("meta", "words"),
     [
-        ({}, r"did not tell which tokens top_p, top_k and min_p left.*Use rollout\.top_p=1"),
+        ({}, r"does not say which tokens top_p, top_k and min_p kept.*Use rollout\.top_p=1"),
         (
             {"output_token_sampling_mask": [[5], [50]]},
             r"output_token_sampling_mask: a kept set has an id that is not in",
@@ -136,7 +139,7 @@ def test_an_engine_that_cannot_tell_its_kept_sets_is_refused(meta: dict[str, obj
     [([], 0, "abort"), ([5, 6], 0, "abort"), ([5, 3], 0, "stop"), ([5, 6, 7, 8], 0, "length"), ([5, 6], 2, "length")],
 )
 def test_an_abort_on_the_last_token_is_its_end(ids: list[int], generated: int, found: str) -> None:
-    """Else the response would go on behind its stop token, or be asked for no token more."""
+    """Without this the response would go on after its stop token, or be requested for no further token."""
     one = response(ids, versions=1, finish_reason="abort")
     params = SamplingParams(max_new_tokens=4, stop_token_ids=[3])
     assert finish_reason(one, params, generated=generated) == found
@@ -158,8 +161,8 @@ def test_whose_prompt_older_weights_have_prefilled(first: VersionSpan, cached: i
 
 def test_a_sample_whose_prompt_older_weights_have_prefilled_is_asked_for_again() -> None:
     def made(*spans: tuple[str, int, int], cached: int) -> bytes:
-        told = [{"version": version, "start": start, "end": end} for version, start, end in spans]
-        return finished(weight_versions=told, cached_tokens=cached)
+        spans_sent = [{"version": version, "start": start, "end": end} for version, start, end in spans]
+        return finished(weight_versions=spans_sent, cached_tokens=cached)
 
     mixed = made(("3", 0, 0), ("4", 0, 2), cached=0), made(("5", 0, 2), cached=3)
     one = response_by(*mixed, made(("5", 0, 1), ("6", 1, 2), cached=0), params=SamplingParams())

@@ -1,4 +1,4 @@
-"""Orders to our loader inside SGLang: what they are on the wire, and what it does with them."""
+"""Tests the orders to Relax's loader inside SGLang: their encoding, and what the loader does."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TENSORS = {"model.embed_tokens.weight": torch.arange(12.0).view(3, 4), "model.no
 
 
 class Model:
-    """Takes weights as SGLang's models do."""
+    """Loads weights as SGLang's models do."""
 
     def __init__(self, *, tied: bool = False) -> None:
         self.loaded: dict[str, Tensor] = {}
@@ -44,14 +44,14 @@ class Model:
 
 
 class OneGlobal(pickle.Unpickler):
-    """SGLang's unpickler allows few globals; the payload needs one."""
+    """Unpickles with one allowed global, as SGLang's unpickler allows few and the payload needs one."""
 
     def find_class(self, module: str, name: str) -> Any:
         assert (module, name) == ("torch", "Tensor")
         return torch.Tensor
 
 
-def told(order: Any, model: Model) -> None:
+def follow_order(order: Any, model: Model) -> None:
     ((name, tensor),) = OneGlobal(io.BytesIO(base64.b64decode(order_payload(order)))).load()
     assert tensor.numel() == 0
     follow(model, [(name, tensor)])
@@ -73,7 +73,7 @@ def test_orders_survive_the_wire(manifest: Any) -> None:
 
 def test_a_good_file_is_loaded_and_a_damaged_one_is_not_touched(manifest: Any, tmp_path: Path) -> None:
     model = Model()
-    told(LoadFile(manifest, str(tmp_path / "good")), model)
+    follow_order(LoadFile(manifest, str(tmp_path / "good")), model)
     assert outcome(tmp_path / "good") is None
     assert {name: value.tolist() for name, value in model.loaded.items()} == {
         name: value.tolist() for name, value in TENSORS.items()
@@ -82,18 +82,18 @@ def test_a_good_file_is_loaded_and_a_damaged_one_is_not_touched(manifest: Any, t
     data[-1] ^= 1
     Path(manifest.path).write_bytes(data)
     on_policy = Model()
-    told(LoadFile(manifest, str(tmp_path / "bad")), on_policy)
+    follow_order(LoadFile(manifest, str(tmp_path / "bad")), on_policy)
     assert "version 3, bucket 0: digest" in (outcome(tmp_path / "bad") or "")
     assert on_policy.loaded == {}
 
 
 def test_a_tied_head_is_loaded_where_the_model_has_one_apart(manifest: Any, tmp_path: Path) -> None:
     model = Model(tied=True)
-    told(LoadFile(manifest, str(tmp_path / "o")), model)
+    follow_order(LoadFile(manifest, str(tmp_path / "o")), model)
     assert torch.equal(model.loaded["lm_head.weight"], TENSORS["model.embed_tokens.weight"])
     model.lm_head = model.model.embed_tokens
     model.loaded = {}
-    told(LoadFile(manifest, str(tmp_path / "o")), model)
+    follow_order(LoadFile(manifest, str(tmp_path / "o")), model)
     assert "lm_head.weight" not in model.loaded
 
 
@@ -101,12 +101,12 @@ def test_what_comes_in_otherwise_is_attested_at_its_end(tmp_path: Path) -> None:
     digest, names = tensors_digest(TENSORS.items()), list(TENSORS.items())
     for sent, expected in ((names, None), (names[:1], "published as")):
         model = Model()
-        told(Watch(), model)
+        follow_order(Watch(), model)
         for one in sent:
             model.load_weights([one])
-        told(Attest(digest, str(tmp_path / "o")), model)
+        follow_order(Attest(digest, str(tmp_path / "o")), model)
         found = outcome(tmp_path / "o")
         assert found is None if expected is None else expected in (found or "")
-        model.load_weights(names)  # nobody watches any more
-    told(Attest(digest, str(tmp_path / "o")), Model())
-    assert outcome(tmp_path / "o") == "nobody watched what came in"
+        model.load_weights(names)  # no digest is kept any more
+    follow_order(Attest(digest, str(tmp_path / "o")), Model())
+    assert outcome(tmp_path / "o") == "no digest was kept of the tensors that came in"

@@ -1,4 +1,4 @@
-"""How an SGLang server is started: flags, version, and the CPU's stand-ins."""
+"""Tests the start of an SGLang server: flags, version, and the replacements on a CPU."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_versions_that_are_refused_name_the_pinned_one(version: str) -> None:
 
 
 def test_random_numbers_on_a_cpu_are_murmurhash3() -> None:
-    """Against the C library of its author."""
+    """Compares with the C library of the hash's author."""
     import mmh3
 
     from relax_core.engines.sglang.cpu.sgl_kernel import murmur_hash32

@@ -1,7 +1,7 @@
-"""A stand-in, in pure torch, for the two kernels of sgl_kernel's CPU build that a dense or MoE Qwen3 needs.
+"""Implements, in pure torch, the two kernels of sgl_kernel's CPU build that a dense or MoE Qwen3 needs.
 
-The real package has no wheel for CPUs without AMX. Anything else that SGLang asks of it raises NotImplementedError by
-name, so that nothing is silently wrong.
+The real package has no wheel for CPUs without AMX. Every other kernel raises NotImplementedError with its name, so that
+nothing is silently wrong. All of it stands in ``__init__.py``, because SGLang imports the package under this name.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__version__ = "0.4.10"  # what this SGLang asks for
+__version__ = "0.4.10"  # the version that this SGLang requires
 _UINT32 = 0xFFFFFFFF
 _library = torch.library.Library("sgl_kernel", "FRAGMENT")
 _library.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor col_indices) -> Tensor")
@@ -26,11 +26,11 @@ def assign_req_to_token_pool_cpu(
     out_cache_loc: Tensor,
     pool_len: int,
 ) -> None:
-    """Request i's cache places ``out_cache_loc``, one after the other, go to its row of ``req_to_token``."""
+    """Writes each request's cache indices to ``req_to_token[request]``; ``out_cache_loc`` holds them in sequence."""
     taken = 0
-    for row, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
+    for request, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
         length = end - start
-        req_to_token[row, start:end] = out_cache_loc[taken : taken + length].to(req_to_token.dtype)
+        req_to_token[request, start:end] = out_cache_loc[taken : taken + length].to(req_to_token.dtype)
         taken += length
 
 
@@ -45,8 +45,11 @@ def _mixed(hashed: Tensor, block: Tensor) -> Tensor:
 
 
 def murmur_hash32(seed: Tensor, positions: Tensor, col_indices: Tensor) -> Tensor:
-    """MurmurHash3 x86 32 (Appleby) of 16 bytes: seed (two words), position, vocabulary entry. ``seed`` and
-    ``positions`` [rows], ``col_indices`` [columns] → uint32 [rows, columns]: SGLang's random numbers of a sample."""
+    """Returns MurmurHash3 x86 32 (Appleby) of 16 bytes: seed (two words), position, vocabulary entry.
+
+    ``seed`` and ``positions`` are [samples], ``col_indices`` is [vocabulary entries]; the result is uint32 [samples,
+    vocabulary entries]. SGLang draws a sample's tokens with these numbers.
+    """
     seed, positions, columns = (one.to(torch.int64) for one in (seed, positions, col_indices))
     hashed = _mixed(torch.zeros_like(seed), seed & _UINT32)
     hashed = _mixed(hashed, (seed >> 32) & _UINT32)
