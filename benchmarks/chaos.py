@@ -86,7 +86,8 @@ LAST_STEPS = 5  # of a run's quiet end, in which every open sample finds its own
 class Harm:
     """``victim``: the process's kind, and how it was harmed. ``at_step``: newest step done then. ``seconds``: until a
     new step was done, ``settled_s``: until one was that the rows in the pipe cannot explain; None where it did not
-    come: ``end`` says how the run stood then. ``lost``, ``trained_twice``: samples, by the ledger's file after it."""
+    come: ``end`` says how the run stood then. ``lost``, ``trained_twice``: samples, by the ledger's file after it.
+    """
 
     kind: str
     victim: str
@@ -121,7 +122,8 @@ class Training:
 
     def time_of(self, number: int, *, behind: int, event: int, since: float) -> float | None:
         """Unix time at which the ``number``-th step behind step ``behind`` was done, counted from 0; only what was
-        persisted after event number ``event`` and Unix time ``since``. None where it is not done yet."""
+        persisted after event number ``event`` and Unix time ``since``. None where it is not done yet.
+        """
         return self._one(
             "SELECT MIN(time) FROM events WHERE id > ? AND event = 'trained' AND step > ? AND time > ? "
             "GROUP BY step ORDER BY step LIMIT 1 OFFSET ?",

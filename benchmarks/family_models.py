@@ -57,7 +57,8 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 def make_family_model(folder: Path | None, variant: str, *, seed: int = 0, **sizes: Any) -> Any:
     """The transformers model of a variant, in float32, saved to ``folder`` where one is given; ``sizes``: keys of its
-    configuration. Its distributions are far from flat, and every norm and bias is its own."""
+    configuration. Its distributions are far from flat, and every norm and bias is its own.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, settings = VARIANTS[variant]

@@ -35,7 +35,8 @@ SEQUENCE = {"sequence_parallel": True}
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """A layout, by what it changes of one rank's. ``trainable`` False: log-probs only, as a reference's. ``kept``: also
-    with kept sets and a banned token."""
+    with kept sets and a banned token.
+    """
 
     name: str
     layout: Mapping[str, Any]

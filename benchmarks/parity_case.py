@@ -51,7 +51,8 @@ SPEC = dataclasses.replace(
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
     """Of two steps: loss and gradient norm of each; log-probs before and after them; the weights after them; of a
-    mixture of experts their loads in each. Of a back end that does not train: the log-probs."""
+    mixture of experts their loads in each. Of a back end that does not train: the log-probs.
+    """
 
     losses: list[float]
     grad_norms: list[float]

@@ -87,7 +87,8 @@ def make_groups() -> list[TokenTree]:
 
 def with_rollout(groups: Sequence[TokenTree], logprobs: Sequence[np.ndarray]) -> list[TokenTree]:
     """Sampled by a policy near this one, so that some ratios are clipped and most are not. ``logprobs``: of this one,
-    ``[rows]`` a group."""
+    ``[rows]`` a group.
+    """
     random = np.random.default_rng(1)
     found = []
     for group, own in zip(groups, logprobs, strict=True):
@@ -108,7 +109,8 @@ def one_sample_each(groups: Sequence[TokenTree]) -> list[TokenTree]:
 
 def micro_batches(groups: Sequence[TokenTree], *, pipeline: bool) -> list[list[TokenTree]]:
     """In order; the last has one group, so that a second replica gets none. For a ``pipeline`` groups of one sample
-    make more of them than it waits for before its first run."""
+    make more of them than it waits for before its first run.
+    """
     others, size = groups[:-1], 2 if pipeline else len(groups) // 2
     return [list(others[start : start + size]) for start in range(0, len(others), size)] + [list(groups[-1:])]
 

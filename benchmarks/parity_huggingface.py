@@ -21,7 +21,8 @@ from tests.trees import answer_ids, of_tokens, prompt_of
 
 def huggingface_steps(model: Any, groups: Sequence[TokenTree], *, banned: Sequence[int] = ()) -> Outcome:
     """Every sample as a row of one padded batch, the same loss function on its log-probs, which are over the kept sets
-    and without ``banned`` tokens."""
+    and without ``banned`` tokens.
+    """
     model.train()
     norms = [parameter for parameter in model.parameters() if parameter.dim() == 1]
     matrices = [parameter for parameter in model.parameters() if parameter.dim() > 1]
@@ -46,7 +47,7 @@ def huggingface_steps(model: Any, groups: Sequence[TokenTree], *, banned: Sequen
 
 
 def _left(model: Any, groups: Sequence[TokenTree], banned: Sequence[int]) -> Tensor:
-    """bool ``[tokens, vocab]``: what each response token was sampled from."""
+    """Bool ``[tokens, vocab]``: what each response token was sampled from."""
     masks = [
         np.ones((int(group.lengths.sum()), model.config.vocab_size), dtype=bool)
         if group.kept is None

@@ -44,7 +44,8 @@ VOCABULARY = 50
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One model and seed. Gaps in nats, over all response tokens; ``rerouted``: share of tokens of which the trainer's
-    own routing chooses another expert in some layer."""
+    own routing chooses another expert in some layer.
+    """
 
     model: str
     seed: int

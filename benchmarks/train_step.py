@@ -232,7 +232,8 @@ def memory() -> list[dict[str, float]]:
 # -- measuring --------------------------------------------------------------------------------------------------------
 def measure(case: str, ways: Mapping[str, Callable[[], float]], *, tokens: int, repeats: int) -> Result:
     """Each way once unmeasured, then in turns, every other time in the opposite order. A way returns its gradient's
-    norm."""
+    norm.
+    """
     speeds: dict[str, list[float]] = {name: [] for name in ways}
     norms: dict[str, list[float]] = {name: [step()] for name, step in ways.items()}
     for repeat in range(repeats):

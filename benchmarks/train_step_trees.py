@@ -71,7 +71,8 @@ def deep_tree(*, vocabulary: int, seed: int = 1) -> TokenTree:
 @dataclass(frozen=True, kw_only=True)
 class Counts:
     """``rows`` that are computed, ``pairs`` of rows that see each other, and ``predicted`` rows, for which the output
-    layer is computed."""
+    layer is computed.
+    """
 
     rows: int
     pairs: int
@@ -91,7 +92,8 @@ class Counts:
 
     def flops(self, size: Size) -> float:
         """Of a step of a dense model: three passes over each weight, two products a pair in the forward pass and five
-        in the backward pass of attention, and the output layer's logits computed twice."""
+        in the backward pass of attention, and the output layer's logits computed twice.
+        """
         width, keys = size.heads * size.head_dim, size.kv_heads * size.head_dim
         weights = 2 * size.hidden * (width + keys) + 3 * size.hidden * size.feed_forward
         of_row, of_pair = 6 * size.layers * weights, 7 * 2 * size.layers * width

@@ -186,7 +186,8 @@ class HuggingFace:
 
     def packed_step(self, rows: Sequence[TokenTree], *, budget: int) -> float:
         """Sequences one after the other in one row of at most ``budget`` tokens, told apart by their positions: for
-        transformers' SDPA that is one block-diagonal mask. A budget of its own, as that mask grows with its square."""
+        transformers' SDPA that is one block-diagonal mask. A budget of its own, as that mask grows with its square.
+        """
         batches: list[list[TokenTree]] = [[]]
         for row in rows:
             if batches[-1] and sum(map(_length, batches[-1])) + _length(row) > budget:

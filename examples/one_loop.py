@@ -61,7 +61,8 @@ STRICT = ("run.steps=30", "eval.every=0", "mode=async", "mode.max_staleness=0")
 class StepFigures:
     """What one step shows. ``versions``: of the weights that sampled its trained tokens. ``logprob_gap``: the largest
     distance between the log-prob of a token in the engine and the same in the trainer. ``ratio``: the mean of
-    exp(log-prob in the trainer - log-prob in the engine), which is 1 on policy."""
+    exp(log-prob in the trainer - log-prob in the engine), which is 1 on policy.
+    """
 
     step: int
     reward: float
@@ -129,7 +130,8 @@ class Loop:
     # -- 1 to 5: from data rows to complete groups ------------------------------------------------------------------
     async def sample(self, pool: EnginePool, rewards: RewardPool) -> None:
         """Fills the bus for one step: prompts, responses, rewards, groups. A group that yields nothing to train is
-        dropped with its reason, and the bus lets another one in for it."""
+        dropped with its reason, and the bus lets another one in for it.
+        """
         while missing := self.config.rollout.prompts_per_step - self.bus.progress().waiting:
             admitted = self.bus.admit(missing)
             requests = [self.request(one) for one in admitted]
@@ -169,7 +171,8 @@ class Loop:
     # -- 6 to 8: from complete groups to an update ------------------------------------------------------------------
     def take_rows(self, step: int) -> tuple[Lease, list[TokenTree]]:
         """The step's groups, on loan until they are acknowledged: the same arrays that the rollout made, read without
-        a copy."""
+        a copy.
+        """
         groups = self.config.rollout.prompts_per_step
         lease = self.bus.lease(
             LeaseRequest(task="actor", columns=COLUMNS, min_groups=groups, max_groups=groups, step=step)

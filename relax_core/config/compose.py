@@ -190,7 +190,7 @@ def run(
         def one(cfg: DictConfig) -> object:
             return jobs.take(cfg)
 
-        one.sweep = sweep  # type: ignore[attr-defined]  # type: ignore[attr-defined]  # the launcher in hydra_plugins receives this function
+        one.sweep = sweep  # type: ignore[attr-defined]  # the launcher in hydra_plugins receives this function
         register_schema()
         decorated = hydra.main(version_base=_VERSION_BASE, config_path=str(conf_folder()), config_name="config")(one)
         with _hydra_raises(), _argv(line.hydra):

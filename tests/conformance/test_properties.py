@@ -96,7 +96,7 @@ def test_sapos_gradient_at_ratio_1_is_that_of_reinforce(advantage: float, tau: f
 @given(log_ratio=st.floats(-2.0, 2.0), tau=st.floats(0.5, 4.0))
 @patient
 def test_sapos_weight_is_symmetric_in_the_ratio_not_in_its_log(log_ratio: float, tau: float) -> None:
-    """d loss / d log π = -r · 4p(1 - p) · A, and 4p(1 - p) is the same at 1 + x and at 1 - x."""
+    """D loss / d log π = -r · 4p(1 - p) · A, and 4p(1 - p) is the same at 1 + x and at 1 - x."""
     ratio = math.exp(log_ratio)
     p = 1 / (1 + math.exp(-tau * (ratio - 1)))
     assert _sapo(log_ratio, 1.0, tau=tau) == pytest.approx(-ratio * 4 * p * (1 - p), rel=1e-3, abs=2e-5)
