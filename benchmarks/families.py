@@ -93,13 +93,18 @@ def _groups() -> list[TokenTree]:
     return groups
 
 
-def trainer_gaps(folder: Path, model: Any) -> dict[str, float]:
-    """The largest difference of a log-prob, and of a gradient relative to its tensor's largest entry."""
+def trainer_gaps(folder: Path, model: Any, *, family: str | None = None) -> dict[str, float]:
+    """The largest difference of a log-prob, and of a gradient relative to its tensor's largest entry. ``family`` is a
+    plug-in's file where the model is not of a family with a name.
+    """
     from relax_core.train.hf.hf_weights import HfWeights
     from relax_core.train.policy_backend import MegatronBackend
 
     setup = one_rank_setup(
-        folder, family=model.config.model_type, algorithm=POLICY_GRADIENT, config=AlgorithmConfig("policy_gradient", 2)
+        folder,
+        family=family or model.config.model_type,
+        algorithm=POLICY_GRADIENT,
+        config=AlgorithmConfig("policy_gradient", 2),
     )
     backend, groups = MegatronBackend(setup, temperature=1.0), _groups()
     samples = [

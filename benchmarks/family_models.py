@@ -56,12 +56,13 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_family_model(folder: Path | None, variant: str, *, seed: int = 0, **sizes: Any) -> Any:
-    """The transformers model of a variant, in float32, saved to ``folder`` where one is given; ``sizes``: keys of its
-    configuration. Its distributions are far from flat, and every norm and bias is its own.
+    """The transformers model of a variant, or of the model_type of this name; ``sizes``: keys of its configuration. It
+    is in float32, and saved to ``folder`` where one is given. Its distributions are far from flat, and every norm and
+    bias is its own.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model_type, settings = VARIANTS[variant]
+    model_type, settings = VARIANTS.get(variant, (variant, {}))
     torch.manual_seed(seed)
     config = AutoConfig.for_model(model_type, **{**SIZES, **settings, **sizes})
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()

@@ -5,31 +5,29 @@ config/ may not import upward, so the entry point passes these checks to it.
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from relax_core.config.checks.model_folder import media_token_ids, read_model_config
+from relax_core.config.checks.model_folder import media_token_ids
 from relax_core.config.errors import NotYet
 from relax_core.config.schema import FORWARD_SIZES, RelaxConfig
 from relax_core.control.run.role_counts import layout_key, worker_group_layouts
 from relax_core.control.run.teacher_folders import teacher_model_problems
 from relax_core.data import generated
 from relax_core.data.eval_sets import name_problems
+from relax_core.data.plugin_source import is_configured, names_plugin
 from relax_core.data.sources import GENERATED_KEYS
-from relax_core.engines.sglang.version import version_problem
-from relax_core.families.folder import find_family, folder_architecture
+from relax_core.families.folder import folder_architecture
+from relax_core.families.hf_config import has_hf_config, read_hf_config
 from relax_core.observe.service.records import EVAL
 from relax_core.plan.data.context_length import settle_context, settle_evaluation_context
 from relax_core.plan.data.data_check import look_at_data
 from relax_core.plan.data.epochs import settle_steps
-from relax_core.plan.data.plugin_checks import plugin_problems
+from relax_core.plan.data.plugin_checks import plugin_problems, source_problems
 from relax_core.plan.gpus import gpu_problems
 from relax_core.plan.model.model_source import find_dimensions, layout_shape, shape_dimensions
-from relax_core.registry import find_algorithm
+from relax_core.registry import find_algorithm, find_engine, find_family
 from relax_core.rollout.evaluation.eval_metrics import MOST_SAMPLES
 from relax_core.rollout.evaluation.evaluator import metric_names
 from relax_core.tools.make_tiny import MAX_POSITIONS, MODEL_NAMES, tiny_config
@@ -42,8 +40,7 @@ from relax_core.train.parallel.layout_arithmetic import (
     trainer_faults,
 )
 
-ADDRESS_S = 5.0  # seconds for a connection to a Ray head
-PYTHON_S = 60.0  # seconds for an interpreter to report its version of SGLang
+ADDRESS_S = 5.0  # for a connection to a Ray head
 
 SHOWN = 3  # reported problems with a folder's weights; a wrong folder has thousands
 
@@ -83,15 +80,16 @@ def family_problems(config: RelaxConfig) -> Iterator[str]:
         yield str(error)
         return
     try:
-        find_family(config.model.family)
+        if config.model.family is not None:
+            find_family(config.model.family)
     except ValueError as error:
         yield NotYet(error) if config.model.family == planned else str(error)
         return
     folder = Path(config.model.path) if config.model.path is not None else None
-    if folder is None or not (folder / "config.json").is_file():
+    if folder is None or not has_hf_config(folder):
         return
     try:
-        read_model_config(folder)
+        read_hf_config(folder)
     except ValueError:
         return  # config/ has reported it
     try:
@@ -117,7 +115,7 @@ def experts_problems(config: RelaxConfig) -> Iterator[str]:
         return
     if config.model.path is not None:
         try:
-            values = read_model_config(Path(config.model.path))
+            values = read_hf_config(Path(config.model.path))
         except (ValueError, OSError):
             return  # config/ has reported it
     elif config.model.builtin in MODEL_NAMES:
@@ -152,7 +150,7 @@ def banned_token_problems(config: RelaxConfig) -> Iterator[str]:
     model = config.model
     try:
         if model.path is not None:
-            vocab_size = read_model_config(Path(model.path)).get("vocab_size")
+            vocab_size = read_hf_config(Path(model.path)).get("vocab_size")
         elif model.builtin in MODEL_NAMES:
             vocab_size = tiny_config(model.builtin)["vocab_size"]
         else:
@@ -176,10 +174,12 @@ def banned_token_problems(config: RelaxConfig) -> Iterator[str]:
 def data_problems(config: RelaxConfig) -> Iterator[str]:
     """Returns a task or files that cannot be used, or with too many unusable rows (`look_at_data`)."""
     data, new_tokens = config.data, config.rollout.max_new_tokens
-    given = sum(one is not None for one in (data.task, data.path, data.paths))
+    given = sum(one is not None for one in (data.task, data.path, data.paths)) + names_plugin(data)
     if given != 1 or min(data.size, data.eval_size, config.eval.rows, new_tokens, data.max_bad_rows) < 0:
         return  # config/ has reported it
     if config.engine.context_length is not None and config.engine.context_length <= new_tokens:
+        return
+    if names_plugin(data) and not is_configured(data):
         return
     if plugin_problems(config):
         return  # `settle` has reported them, and an environment that hangs would hang here
@@ -232,21 +232,9 @@ def ray_address_problems(config: RelaxConfig) -> Iterator[str]:
         yield f"launcher.ray_address={address}: nobody listens there ({error.strerror or error}). {fix}"
 
 
-def sglang_version_problems(config: RelaxConfig) -> Iterator[str]:
-    """Returns an interpreter without SGLang, or with an unsupported version."""
-    engine = config.engine
-    if engine.name != "sglang" or engine.urls or (engine.python is not None and not os.access(engine.python, os.X_OK)):
-        return  # nothing is started, or config/ has reported it
-    python = engine.python or sys.executable
-    ask = "from importlib.metadata import version; print(version('sglang'))"
-    found = subprocess.run([python, "-P", "-c", ask], capture_output=True, text=True, timeout=PYTHON_S, check=False)
-    if found.returncode != 0:
-        yield NotYet(
-            f"engine=sglang: {python} has no SGLang. On a machine with GPUs: pip install '.[gpu]'. On a CPU: "
-            "make sglang-cpu, and engine.python=.venv-sglang/bin/python."
-        )
-    elif (problem := version_problem(found.stdout.strip())) is not None:
-        yield f"engine.python={python}: {problem}"
+def engine_start_problems(config: RelaxConfig) -> Iterator[str]:
+    """What keeps the configured kind of engine from starting on this machine."""
+    yield from find_engine(config.engine.name).start_problems(config)
 
 
 def teacher_problems(config: RelaxConfig) -> Iterator[str]:
@@ -274,11 +262,12 @@ def eval_engine_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def settle(config: RelaxConfig) -> tuple[RelaxConfig, list[str]]:
-    """Returns the configuration with its derived values, and what is wrong with the model's tokenizer.
-
-    The entry point calls it before the checks. The plug-ins are tried first, in a process that can be killed, because
-    what follows calls the environment in this process.
+    """What the entry point runs before the checks: the configuration with its derived values, and what is wrong with
+    the model's tokenizer. The plug-ins are tried first, in a process that can be killed, since what follows calls the
+    env in this one.
     """
+    if problems := source_problems(config):
+        return config, problems
     config = settle_steps(config)
     if problems := plugin_problems(config):
         return config, problems
@@ -294,7 +283,7 @@ EVAL_CHECKS = (
     evaluation_problems,
     eval_engine_problems,
     port_problems,
-    sglang_version_problems,
+    engine_start_problems,
 )
 CHECKS = (
     layout_problems,
@@ -306,7 +295,7 @@ CHECKS = (
     evaluation_problems,
     teacher_problems,
     port_problems,
-    sglang_version_problems,
+    engine_start_problems,
     ray_address_problems,
     gpu_problems,
 )

@@ -1,9 +1,10 @@
-"""Finds algorithms, rewards and envs by name, by entry point or by file path.
+"""Finds plug-ins of every kind: by name, by entry point, by file path.
 
 A plug-in is one module with a module-level ``SPEC`` (see contracts/). It is found as
 
-- a name: module ``algorithms.<name>``, ``rewards.<name>``, ``envs.<name>``;
-- an entry point of an installed package, in group ``relax.algorithms``, ``relax.rewards`` or ``relax.envs``;
+- a name: a module of the folder that its kind has (``algorithms.<name>``, ``rewards.<name>``, ``envs.<name>``), or an
+  entry of the table that its kind has;
+- an entry point of an installed package, in the group that `_HOMES` names, such as ``relax.algorithms``;
 - a path that ends in ``.py``.
 
 Listing names imports no plug-in. The error of a plug-in that fails to import names its file and line. The results of
@@ -22,22 +23,39 @@ import importlib.metadata
 import importlib.util
 import sys
 import traceback
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 from relax_core.contracts.algorithm import AlgorithmConfig, AlgorithmSpec
-from relax_core.contracts.checked import checked_algorithm, checked_env, checked_reward
+from relax_core.contracts.checked import checked_algorithm, checked_env, checked_reward, checked_sink
+from relax_core.contracts.checked_data import checked_data_source
+from relax_core.contracts.data import DataSourceConfig, DataSourceSpec
+from relax_core.contracts.engine_kind import EngineSpec
 from relax_core.contracts.env import EnvConfig, EnvSpec
+from relax_core.contracts.family import Family, checked_family
 from relax_core.contracts.reward import RewardConfig, RewardSpec
+from relax_core.contracts.sink import SinkConfig, SinkSpec
 
-Kind = Literal["algo", "reward", "env"]
-KINDS: tuple[Kind, ...] = ("algo", "reward", "env")
+Kind = Literal["algo", "reward", "env", "sink", "data", "engine", "family"]
+KINDS: tuple[Kind, ...] = ("algo", "reward", "env")  # whose SPEC.settings types a whole section of the configuration
 _FILE_MODULE = "relax_plugin_"
 MARK = "__relax_plugin__"  # in the globals of a plug-in's function that has no module of its own
 _ROOT = Path(__file__).resolve().parents[1]
-Spec = AlgorithmSpec | RewardSpec | EnvSpec
+
+
+class Spec(Protocol):
+    """What the SPEC of every kind has; kinds whose `_Home.config` is None have no ``config``."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def summary(self) -> str: ...
+
+    @property
+    def config(self) -> type: ...
 
 
 class PluginError(ValueError):
@@ -46,27 +64,132 @@ class PluginError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Home:
-    """The package of the plug-ins of one kind, and the types of their SPEC and settings."""
+    """Where plug-ins of one kind live, and what their SPEC must be.
 
-    package: str
+    ``key``: the key of the configuration that names one. ``section``: below which key the plug-in's own configuration
+    stands. ``title``: how a list of them is headed. ``entry_points``: the group of installed packages. ``spec`` and
+    ``config``: the types of SPEC and of SPEC.settings; None where a SPEC of the kind has none. ``checked``: gives the SPEC
+    back with its results checked. Relax's own ones are the modules of ``package`` that set SPEC, or the entries of
+    ``table`` (name to "module:attribute"), which lie in relax_core's own rooms.
+    """
+
+    key: str
+    section: str
+    title: str
+    entry_points: str
     spec: type
-    config: type
-
-    @property
-    def entry_points(self) -> str:
-        return f"relax.{self.package}"
+    config: type | None = None
+    checked: Callable[[Any], Any] = lambda spec: spec
+    package: str = ""
+    table: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
-        """Relax's own folder, also if the user's project has a package of the same name."""
+        """Relax's own folder of the package, whatever package of the same name the user's project has."""
         return _ROOT / self.package
+
+    def own(self) -> dict[str, str]:
+        """Name to "module:attribute" of Relax's own ones. No plug-in is imported: the source is read, not run."""
+        if not self.package:
+            return dict(self.table)
+        files = (file for file in self.folder.glob("*.py") if not file.stem.startswith("_") and _sets_spec(file))
+        return {file.stem: f"{self.package}.{file.stem}:SPEC" for file in files}
 
 
 _HOMES: dict[Kind, _Home] = {
-    "algo": _Home(package="algorithms", spec=AlgorithmSpec, config=AlgorithmConfig),
-    "reward": _Home(package="rewards", spec=RewardSpec, config=RewardConfig),
-    "env": _Home(package="envs", spec=EnvSpec, config=EnvConfig),
+    "algo": _Home(
+        key="algo.name",
+        section="algo",
+        title="Algorithms",
+        entry_points="relax.algorithms",
+        package="algorithms",
+        spec=AlgorithmSpec,
+        config=AlgorithmConfig,
+        checked=checked_algorithm,
+    ),
+    "reward": _Home(
+        key="reward.name",
+        section="reward",
+        title="Rewards",
+        entry_points="relax.rewards",
+        package="rewards",
+        spec=RewardSpec,
+        config=RewardConfig,
+        checked=checked_reward,
+    ),
+    "env": _Home(
+        key="env.name",
+        section="env",
+        title="Envs",
+        entry_points="relax.envs",
+        package="envs",
+        spec=EnvSpec,
+        config=EnvConfig,
+        checked=checked_env,
+    ),
+    "sink": _Home(
+        key="tracker.sinks",
+        section="tracker.sinks.NAME",
+        title="Metrics sinks",
+        entry_points="relax.sinks",
+        table={
+            "jsonl": "relax_core.observe.service.sinks:JSONL",
+            "tensorboard": "relax_core.observe.service.sinks:TENSORBOARD",
+        },
+        spec=SinkSpec,
+        config=SinkConfig,
+        checked=checked_sink,
+    ),
+    "data": _Home(
+        key="data.name",
+        section="data.config",
+        title="Data sources",
+        entry_points="relax.data_sources",
+        spec=DataSourceSpec,
+        config=DataSourceConfig,
+        checked=checked_data_source,
+    ),
+    "engine": _Home(
+        key="engine.name",
+        section="engine",
+        title="Engines",
+        entry_points="relax.engines",
+        table={
+            "embedded": "relax_core.engines.embedded.spec:SPEC",
+            "sglang": "relax_core.engines.sglang.spec:SPEC",
+        },
+        spec=EngineSpec,
+    ),
+    "family": _Home(
+        key="model.family",
+        section="model",
+        title="Model families",
+        entry_points="relax.families",
+        table={
+            name: f"relax_core.families.table:{name.upper()}"
+            for name in ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+        },
+        spec=Family,
+        checked=checked_family,
+    ),
 }
+ALL_KINDS: tuple[Kind, ...] = tuple(_HOMES)
+GROUP_KINDS = tuple(kind for kind, home in _HOMES.items() if home.key == f"{kind}.name")  # that a config group chooses
+
+
+def key_of(kind: Kind) -> str:
+    """The key of the configuration that names a plug-in of this kind."""
+    return _HOMES[kind].key
+
+
+def section_of(kind: Kind) -> str:
+    """Below which key of the configuration a plug-in's own configuration stands."""
+    return _HOMES[kind].section
+
+
+def title_of(kind: Kind) -> str:
+    """How a list of the plug-ins of this kind is headed."""
+    return _HOMES[kind].title
 
 
 def find_algorithm(name: str) -> AlgorithmSpec:
@@ -84,14 +207,39 @@ def find_env(name: str) -> EnvSpec:
     return cast(EnvSpec, find("env", name))
 
 
+def find_sink(name: str) -> SinkSpec:
+    """The metrics sink called ``name``, or in the file ``name``. Raises `PluginError`."""
+    return cast(SinkSpec, find("sink", name))
+
+
+def find_data_source(name: str) -> DataSourceSpec:
+    """The data source called ``name``, or in the file ``name``. Raises `PluginError`."""
+    return cast(DataSourceSpec, find("data", name))
+
+
+def find_engine(name: str) -> EngineSpec:
+    """The kind of engine called ``name``, or in the file ``name``. Raises `PluginError`."""
+    return cast(EngineSpec, find("engine", name))
+
+
+def find_family(name: str) -> Family:
+    """The model family called ``name``, or in the file ``name``. Raises `PluginError`."""
+    return cast(Family, find("family", name))
+
+
 def is_file_plugin(name: str) -> bool:
     """Returns whether a plug-in's name is the path of a file."""
     return name.endswith(".py")
 
 
+def short_name(name: str) -> str:
+    """A plug-in's name as a run's folder or a message has it: that of a file without its folder and suffix."""
+    return Path(name).stem if is_file_plugin(name) else name
+
+
 def names(kind: Kind) -> list[str]:
-    """Returns the names that can be given without a path, sorted. Imports no plug-in."""
-    return sorted({*_builtin_names(kind), *_entry_points(kind)})
+    """Names that can be given without a path, sorted. Imports no plug-in."""
+    return sorted({*_HOMES[kind].own(), *_entry_points(kind)})
 
 
 def known(kind: Kind) -> dict[str, str]:
@@ -100,51 +248,41 @@ def known(kind: Kind) -> dict[str, str]:
 
 
 def package_of(kind: Kind, name: str) -> str | None:
-    """Returns the installed package whose entry point gives ``name``; None for Relax's own plug-ins."""
-    point = None if name in _builtin_names(kind) else _entry_points(kind).get(name)
+    """The installed package whose entry point gives ``name``; None for Relax's own."""
+    point = None if is_builtin(kind, name) else _entry_points(kind).get(name)
     return point.dist.name if point is not None and point.dist is not None else None
 
 
 def is_plugin_module(name: str) -> bool:
-    """Returns whether a module of this name contains a plug-in: Relax's own, an installed package's, or a file's."""
-    installed = {point.module for kind in KINDS for point in _entry_points(kind).values()}
-    packages = {home.package for home in _HOMES.values()}
+    """Whether a module of this name holds a plug-in: one of Relax's own, an installed package's, or a file's."""
+    installed = {point.module for kind in ALL_KINDS for point in _entry_points(kind).values()}
+    packages = {home.package for home in _HOMES.values() if home.package}
     return name.startswith(_FILE_MODULE) or name.split(".")[0] in packages or name in installed
 
 
 @cache
 def find(kind: Kind, name: str) -> Spec:
-    """Returns the SPEC of a plug-in of this kind. Raises `PluginError`, whose text lists the known names."""
-    where = f"{kind}.name={name}"
+    """The SPEC of a plug-in of this kind. Raises `PluginError`, whose text names what exists."""
+    home = _HOMES[kind]
+    where = f"{home.key}={name}"
     if is_file_plugin(name):
         spec = _load_file(Path(name), where=where, kind=kind)
-        _make_picklable(spec.config, kind, name)
+        if home.config is not None:
+            _make_picklable(spec.config, kind, name)
         return spec
-    if name in _builtin_names(kind):
-        file = _HOMES[kind].folder / f"{name}.py"
-        module = _import(f"{_HOMES[kind].package}.{name}", where=where, file=file)
-        spec = _checked(getattr(module, "SPEC", None), where=where, file=file, kind=kind)
+    if (target := home.own().get(name)) is not None:
+        spec = _load_module(*target.split(":"), where=where, kind=kind)
         if spec.name != name:
-            raise PluginError(f"{where}: {file} has a SPEC with name={spec.name!r}. Call it {name!r}.")
+            raise PluginError(f"{where}: {target} has a SPEC with name={spec.name!r}. Call it {name!r}.")
         return spec
     if name in (points := _entry_points(kind)):
-        point = points[name]
-        source = importlib.util.find_spec(point.module)
-        file = Path(source.origin) if source is not None and source.origin else Path(point.module)
-        module = _import(point.module, where=where, file=file)
-        return _checked(getattr(module, point.attr or "SPEC", None), where=where, file=file, kind=kind)
+        return _load_module(points[name].module, points[name].attr or "SPEC", where=where, kind=kind)
     near = difflib.get_close_matches(name.lower(), names(kind), n=1)
     hint = f" Nearest: {near[0]}." if near else ""
     raise PluginError(
-        f"{where} is not known. What exists: {', '.join(names(kind))}.{hint} "
-        f"For a file of your own: {kind}.name=/path/my_{kind}.py"
+        f"{where} is not known. What exists: {', '.join(names(kind)) or 'none by a name'}.{hint} "
+        f"For a file of your own: {home.key}=/path/my_{kind}.py"
     )
-
-
-def _builtin_names(kind: Kind) -> list[str]:
-    """Returns the modules of the kind's package that set SPEC. Their source is parsed and not run."""
-    files = _HOMES[kind].folder.glob("*.py")
-    return sorted(file.stem for file in files if not file.stem.startswith("_") and _sets_spec(file))
 
 
 def _sets_spec(file: Path) -> bool:
@@ -166,19 +304,25 @@ def _entry_points(kind: Kind) -> dict[str, importlib.metadata.EntryPoint]:
     return {point.name: point for point in importlib.metadata.entry_points(group=_HOMES[kind].entry_points)}
 
 
-def _import(module_name: str, *, where: str, file: Path) -> ModuleType:
+def _load_module(module_name: str, attribute: str, *, where: str, kind: Kind) -> Spec:
     try:
-        return importlib.import_module(module_name)
-    except Exception as error:  # Any error of a plug-in becomes one line with its file and line.
+        source = importlib.util.find_spec(module_name)
+    except Exception as error:  # the package around the module is missing, or raises whatever it likes
+        raise _broken(error, where=where, file=Path(module_name)) from error
+    file = Path(source.origin) if source is not None and source.origin else Path(module_name)
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever a plug-in raises becomes one line with its file and line
         raise _broken(error, where=where, file=file) from error
+    return _checked(getattr(module, attribute, None), where=where, file=file, kind=kind)
 
 
 def _load_file(path: Path, *, where: str, kind: Kind) -> Spec:
     path = path.expanduser()
     try:
         there = path.is_file()
-    except OSError as error:  # the name is too long, or the user may not read the folder
-        raise PluginError(f"{kind}.name: {error.strerror}: {str(path)[:100]}") from error
+    except OSError as error:  # a name that is too long, a folder that this user may not look into
+        raise PluginError(f"{_HOMES[kind].key}: {error.strerror}: {str(path)[:100]}") from error
     if not there:
         raise PluginError(f"{where}: no such file. Give the path of a Python file with a SPEC.")
     path = path.resolve()
@@ -211,15 +355,14 @@ def _checked(spec: object, *, where: str, file: Path, kind: Kind) -> Spec:
         got = "no SPEC" if spec is None else f"a SPEC of type {type(spec).__name__}"
         raise PluginError(f"{where}: {file} has {got}. Set SPEC = {home.spec.__name__}(...) at the top level.")
     found = cast(Spec, spec)
-    if not (dataclasses.is_dataclass(found.config) and issubclass(found.config, home.config)):
+    if home.config is not None and not (
+        dataclasses.is_dataclass(found.config) and issubclass(found.config, home.config)
+    ):
         raise PluginError(f"{where}: {file}: SPEC.config must be a dataclass under {home.config.__name__}.")
-    match found:
-        case AlgorithmSpec():
-            return checked_algorithm(found)
-        case RewardSpec():
-            return checked_reward(found)
-        case EnvSpec():
-            return checked_env(found)
+    try:
+        return cast(Spec, home.checked(found))
+    except ValueError as error:
+        raise PluginError(f"{where}: {file}: {error}") from error
 
 
 def place_in_plugin(error: BaseException) -> str:
@@ -240,8 +383,8 @@ def plugin_words(error: BaseException) -> str:
 
 
 def is_builtin(kind: Kind, name: str) -> bool:
-    """Returns whether the plug-in of this name is one of Relax's own."""
-    return name in _builtin_names(kind)
+    """Whether the plug-in of this name is one of Relax's own."""
+    return name in _HOMES[kind].own()
 
 
 def with_file(kind: Kind, config: Any, file: str) -> Any:

@@ -37,4 +37,5 @@ SPEC = RewardSpec(
     summary="share of right characters and of right length, 1 only when exact",
     config=ReverseDigitsConfig,
     score=score,
+    tasks=("reverse_digits",),
 )

@@ -6,11 +6,22 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from relax_core.config.compose import load_config
-from relax_core.registry import KINDS, PluginError, find_algorithm, find_env, find_reward, known, names
+from relax_core.registry import (
+    ALL_KINDS,
+    PluginError,
+    find,
+    find_algorithm,
+    find_env,
+    find_reward,
+    find_sink,
+    known,
+    names,
+)
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 REWARD = """
@@ -39,14 +50,15 @@ def test_builtin_plugins() -> None:
     assert find_algorithm("grpo").name == "grpo"
     assert find_reward("math").isolated
     assert find_env("single_turn").name == "single_turn"
-    for kind in KINDS:
+    assert find_sink("jsonl").name == "jsonl"
+    for kind in ALL_KINDS:
         assert list(known(kind)) == names(kind)
         assert all(known(kind).values())
 
 
 def test_listing_imports_no_torch() -> None:
     code = (
-        "import sys; from relax_core.registry import KINDS, names; print([names(kind) for kind in KINDS]); "
+        "import sys; from relax_core.registry import ALL_KINDS, names; print([names(kind) for kind in ALL_KINDS]); "
         "sys.exit(any(name in sys.modules for name in ('torch', 'algorithms.grpo')))"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
@@ -101,17 +113,55 @@ def test_a_broken_plugin_names_file_and_line(tmp_path: Path, text: str, message:
         find_reward(str(file))
 
 
-def test_entry_point(tmp_path: Path) -> None:
-    """The package is installed as far as importlib.metadata can see: a module and its dist-info."""
+SINK = """
+from relax_core.contracts.sink import BaseSink, SinkConfig, SinkSpec
+
+class Nothing(BaseSink):
+    def write(self, batch):
+        pass
+
+SPEC = SinkSpec(name="nothing", summary="Keeps nothing.", config=SinkConfig, open=lambda start, config: Nothing())
+"""
+DATA = """
+from relax_core.contracts.data import BaseDataSource, DataSourceConfig, DataSourceSpec
+
+class Rows(BaseDataSource):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, number):
+        return {"prompt": str(number), "answer": str(number)}
+
+SPEC = DataSourceSpec(
+    name="three", summary="Three rows.", config=DataSourceConfig, open=lambda config: Rows()
+)
+"""
+
+
+def test_entry_points_of_every_kind(tmp_path: Path) -> None:
+    """A real installed package, as far as importlib.metadata can tell: modules and its dist-info."""
     write(tmp_path, REWARD, "length_reward.py")
+    write(tmp_path, SINK, "nothing_sink.py")
+    write(tmp_path, DATA, "three_rows.py")
     info = tmp_path / "length_reward-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: length-reward\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[relax.rewards]\nlength = length_reward:SPEC\n")
+    groups = {
+        "rewards": "length = length_reward:SPEC",
+        "sinks": "nothing = nothing_sink:SPEC",
+        "data_sources": "three = three_rows:SPEC",
+    }
+    text = "".join(f"[relax.{group}]\n{point}\n" for group, point in groups.items())
+    (info / "entry_points.txt").write_text(text)
     code = (
-        "from relax_core.registry import find_reward, names; from relax_core.config.compose import load_config; "
+        "from relax_core.registry import find, names, package_of; from relax_core.config.compose import load_config; "
         "settings = load_config(['reward=length']).reward; "
-        "print(find_reward('length').summary, 'length' in names('reward'), settings.target)"
+        "by_name = load_config(['data=three', 'data.eval_size=0', 'eval.every=0', 'model.task=arithmetic']).data; "
+        "assert (by_name.name, by_name.task) == ('three', None); "
+        "assert load_config(['data.name=three', 'data.eval_size=0', 'model.task=arithmetic']).data.task is None; "
+        "assert load_config(['data.name=mine']).data.task == 'reverse_digits'; "  # it only tells the data apart
+        "found = [find(*one).summary for one in (('reward', 'length'), ('sink', 'nothing'), ('data', 'three'))]; "
+        "print(*found, 'length' in names('reward'), settings.target, package_of('sink', 'nothing'))"
     )
     result = subprocess.run(
         [sys.executable, "-c", code],
@@ -121,7 +171,19 @@ def test_entry_point(tmp_path: Path) -> None:
         text=True,
         timeout=300,
     )
-    assert result.stdout.strip() == "Right length. True 5", result.stderr
+    assert result.stdout.strip() == "Right length. Keeps nothing. Three rows. True 5 length-reward", result.stderr
+
+
+@pytest.mark.parametrize(("kind", "text", "key"), [("sink", SINK, "tracker.sinks"), ("data", DATA, "data.name")])
+def test_a_file_of_another_kind_is_refused_with_the_key_that_named_it(
+    tmp_path: Path, kind: Any, text: str, key: str
+) -> None:
+    file = write(tmp_path, text)
+    assert find(kind, str(file)).name in ("nothing", "three")
+    with pytest.raises(PluginError, match=rf"{key}=.*other.py: .*other.py has a SPEC of type RewardSpec"):
+        find(kind, str(write(tmp_path, REWARD, "other.py")))
+    with pytest.raises(PluginError, match=rf"{key}=nobody is not known"):
+        find(kind, "nobody")
 
 
 def test_builtins_are_found_whatever_lies_beside_the_run(tmp_path: Path) -> None:

@@ -10,13 +10,14 @@ from pathlib import Path
 import yaml
 
 from relax_core.cli.evaluate import Target, evaluate
-from relax_core.config.checks.model_folder import read_model_config
 from relax_core.config.checks.validate import Check
 from relax_core.config.command_line.override_words import CommandLine
 from relax_core.config.command_line.rerun import rerun_line
 from relax_core.config.compose import Settle, run
 from relax_core.config.errors import ConfigError
 from relax_core.config.options import COMMANDS, conf_folder, yaml_options
+from relax_core.families.folder import family_key
+from relax_core.families.hf_config import has_hf_config, read_hf_config
 from relax_core.train.checkpoints.atomic_folder import recover_replaced
 from relax_core.train.checkpoints.checkpoint_store import CONFIG, META, CheckpointStore
 
@@ -61,9 +62,10 @@ def _target(word: str, overrides: Sequence[str]) -> tuple[Target, CommandLine]:
         for left in newest.left:
             print(f"relax: {left}", file=sys.stderr)
         return _checkpoint(newest.folder, folder, overrides)
-    if (folder / "config.json").is_file():
+    if has_hf_config(folder):
         chosen = any(override.startswith("model=") for override in overrides)
-        option = [] if chosen else [f"model={_option_for(folder)}"]
+        families = [word.partition("=")[2] for word in overrides if word.startswith("model.family=")]
+        option = [] if chosen else [f"model={_option_for(folder, also=next(iter(families), None))}"]
         own = [_in_folder("evaluations/${name}"), *option, f"model.path={folder}"]
         return Target(), CommandLine.of([*own, *overrides])
     if word in yaml_options("model"):
@@ -88,11 +90,15 @@ def _in_folder(folder: str) -> str:
     return f"run.dir={folder}/{_BESIDE}"
 
 
-def _option_for(folder: Path) -> str:
-    """Returns the option of conf/model for folders of this model's family. Raises ValueError if there is none."""
-    family = read_model_config(folder).get("model_type")
+def _option_for(folder: Path, *, also: str | None) -> str:
+    """The option of conf/model that takes a folder of this model's family; ``also`` is a family's name or file.
+    Raises ValueError where there is none.
+    """
+    family = read_hf_config(folder).get("model_type")
     for option in yaml_options("model"):
         values = yaml.safe_load((conf_folder() / "model" / f"{option}.yaml").read_text(encoding="utf-8"))
         if values.get("family") == family and values.get("builtin") is None:
             return option
+    if family_key(family, also=also) is not None:
+        return "folder"
     raise ValueError(f"{folder}: model_type={family!r} in its config.json is of no family that Relax knows.")

@@ -54,6 +54,7 @@ def eval_engines(config: RelaxConfig, model_folder: Path, *, log_dir: Path) -> I
         launches = [
             EngineLaunch(
                 model_folder=model_folder,
+                family=config.model.family,
                 engine=config.engine,
                 dtype=config.engine.dtype or config.model.dtype,
                 token_file=token_file,

@@ -1,4 +1,4 @@
-"""`relax list` prints algorithms, rewards, envs and models, one line each, with the plug-ins."""
+"""`relax list`: plug-ins of every kind and models, one line each."""
 
 from __future__ import annotations
 
@@ -6,11 +6,20 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from relax_core.config.options import COMMANDS, first_comment, yaml_options
-from relax_core.families.table import FAMILIES
 from relax_core.plan.model.model_source import shape_dimensions, shape_names
-from relax_core.registry import KINDS, Kind, PluginError, find, names, package_of
+from relax_core.registry import (
+    ALL_KINDS,
+    GROUP_KINDS,
+    KINDS,
+    Kind,
+    PluginError,
+    find,
+    key_of,
+    names,
+    package_of,
+    title_of,
+)
 
-_TITLES: dict[Kind, str] = {"algo": "Algorithms", "reward": "Rewards", "env": "Envs"}
 _CANNOT = 2
 
 
@@ -24,10 +33,14 @@ def list_command(files: Sequence[str]) -> int:
         print(f"relax {COMMANDS['list'][0]}: {COMMANDS['list'][1]}")
         return 0
     broken: list[str] = []
-    for kind, title in _TITLES.items():
-        print(f"{title} ({kind}=NAME, or {kind}.name=/path/my_{kind}.py)")
+    for kind in ALL_KINDS:
+        print(f"{title_of(kind)} ({_how(kind)})")
         for name in names(kind):
             print(_plugin_line(kind, name, broken))
+        if kind in GROUP_KINDS and kind not in KINDS:  # whose options are not all plug-ins
+            for option in yaml_options(kind):
+                if option not in names(kind):
+                    print(_line(option, first_comment(kind, option)))
         print()
     print("\n".join(_model_lines()))
     if files:
@@ -37,6 +50,12 @@ def list_command(files: Sequence[str]) -> int:
     for problem in broken:
         print(f"relax: {problem}", file=sys.stderr)
     return _CANNOT if broken else 0
+
+
+def _how(kind: Kind) -> str:
+    """How a plug-in of this kind is chosen."""
+    key, group, file = key_of(kind), key_of(kind).removesuffix(".name"), f"/path/my_{kind}.py"
+    return f"{key}=[NAME, {file}]" if kind == "sink" else f"{group}=NAME, or {key}={file}"
 
 
 def _plugin_line(kind: Kind, name: str, broken: list[str]) -> str:
@@ -51,12 +70,12 @@ def _plugin_line(kind: Kind, name: str, broken: list[str]) -> str:
 
 def _file_line(file: str, broken: list[str]) -> str:
     problems = []
-    for kind in KINDS:
+    for kind in ALL_KINDS:
         try:
-            return _line(f"{kind}.name={file}", find(kind, file).summary)
+            return _line(f"{key_of(kind)}={file}", find(kind, file).summary)
         except PluginError as error:
             problems.append(str(error))
-    broken.append(problems[0].removeprefix(f"{KINDS[0]}.name="))  # the kind that the file should be is not known
+    broken.append(problems[0].removeprefix(f"{key_of(ALL_KINDS[0])}="))  # what kind it was meant to be is not known
     return _line(file, "broken, see below")
 
 
@@ -64,7 +83,6 @@ def _model_lines() -> Iterator[str]:
     yield "Models (model=NAME)"
     for option in yaml_options("model"):
         yield _line(option, first_comment("model", option))
-    yield f"  families that train: {', '.join(sorted(FAMILIES))} (model.family)"
     yield ""
     yield "Shapes to plan with (model.shape=NAME plan=true)"
     for name in shape_names():

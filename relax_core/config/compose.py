@@ -21,10 +21,11 @@ from relax_core.config.command_line.error_messages import explain
 from relax_core.config.command_line.override_words import PATHS, CommandLine, hydra_words
 from relax_core.config.errors import ConfigError
 from relax_core.config.options import conf_folder, plugin_options, shipped
+from relax_core.config.plugin_lists import with_absolute_paths
 from relax_core.config.plugin_types import typed_plugin
 from relax_core.config.schema import LAUNCHERS, FolderByTime, RelaxConfig
 from relax_core.config.schema_keys import section_types, unknown_key
-from relax_core.registry import KINDS
+from relax_core.registry import GROUP_KINDS, KINDS, is_file_plugin, short_name
 
 _VERSION_BASE = "1.3"
 SHOWN_PATH = 120  # characters
@@ -58,16 +59,24 @@ def register_schema() -> None:
 
     if not OmegaConf.has_resolver("examples"):
         OmegaConf.register_new_resolver("examples", lambda name: str(shipped("examples") / name))
+        OmegaConf.register_new_resolver("short_name", short_name)
     store = ConfigStore.instance()
     root = OmegaConf.structured(RelaxConfig)
     for kind in KINDS:
         # The mapping stays open until the plug-in's own type is applied: no YAML knows the settings of a plug-in file.
         root[kind] = DictConfig({}, flags={"struct": False})
+    for kind in GROUP_KINDS:
         for name in plugin_options(kind):
-            store.store(group=kind, name=name, node={"name": name})
+            values: Any = {} if kind in KINDS else OmegaConf.load(conf_folder() / kind / "plugin.yaml")
+            store.store(group=kind, name=name, node={**_plain(values), "name": name})
     store.store(group="schema", name="root", node=root, package="_global_")
     for name, launcher in LAUNCHERS.items():
         store.store(group="schema/launcher", name=name, node=launcher)
+
+
+def _plain(values: Any) -> dict[str, Any]:
+    """The same as a dict, with ??? where a value is missing."""
+    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(values)))
 
 
 def compose(overrides: Sequence[str]) -> DictConfig:
@@ -346,8 +355,14 @@ def _absolute(config: RelaxConfig) -> RelaxConfig:
             if not path:  # `run.dir=$UNSET` would be this very folder
                 raise ConfigError([f"{section}.{key} is empty. Give a path, or leave it out."])
             setattr(holder, key, _path(f"{section}.{key}", path))
+    for section, key in (("engine", "name"), ("model", "family")):
+        if (path := getattr(getattr(config, section), key)) is not None and is_file_plugin(path):
+            setattr(getattr(config, section), key, _path(f"{section}.{key}", path))
     config.data.paths = _absolute_each(config.data.paths, key="data.paths")
     config.eval.sets = _absolute_each(config.eval.sets, key="eval.sets")
+    if is_file_plugin(config.data.name):
+        config.data.name = _path("data.name", config.data.name)
+    config.tracker.sinks = with_absolute_paths(config.tracker.sinks)
     if config.resume is not None and config.resume != "auto":
         config.resume = _path("resume", config.resume)
     return config

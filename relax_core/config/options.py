@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from relax_core.registry import KINDS, names
+from relax_core.registry import GROUP_KINDS, names
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -40,8 +40,8 @@ def first_comment(group: str, option: str) -> str:
 
 
 def plugin_options(group: str) -> list[str]:
-    """Returns the plug-ins of a group that have no YAML file; their settings keep their defaults."""
-    return sorted(name for kind in KINDS if kind == group for name in set(names(kind)) - set(yaml_options(group)))
+    """Plug-ins of a group without a YAML: their settings keep their defaults."""
+    return sorted(name for kind in GROUP_KINDS if kind == group for name in set(names(kind)) - set(yaml_options(group)))
 
 
 def group_options(group: str) -> list[str]:

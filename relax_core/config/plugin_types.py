@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from relax_core.config.command_line.error_messages import explain_value
 from relax_core.config.errors import ConfigError, nearest
-from relax_core.registry import Kind, PluginError, find, is_file_plugin
+from relax_core.registry import Kind, PluginError, find, is_file_plugin, key_of
 
 
 def typed_plugin(kind: Kind, node: DictConfig) -> Any:
@@ -27,31 +28,44 @@ def typed_plugin(kind: Kind, node: DictConfig) -> Any:
         raise ConfigError([f"{kind}.name={name!r}: expected text."])
     if is_file_plugin(name):  # services may have working folders of their own
         name = node["name"] = str(Path(name).expanduser().absolute())
+    return plugin_config(kind, name, node, section=kind)
+
+
+def plugin_config(kind: Kind, name: str, values: Mapping[str, Any], *, section: str) -> Any:
+    """An instance of the settings of the plug-in ``name`` from ``values``, whose keys stand below ``section``. The setting
+    ``name`` is the plug-in's name, or its path.
+
+    Raises:
+        ConfigError: unknown plug-in, unknown key, wrong type or missing value; all of them at once.
+    """
+    node = values if isinstance(values, DictConfig) else OmegaConf.create(dict(values) | {"name": name})
     try:
         config = find(kind, name).config
         schema = OmegaConf.structured(config)
     except PluginError as error:
         raise ConfigError([str(error)]) from error
     except OmegaConfBaseException as error:
-        raise ConfigError([f"{kind}.name={name}: its settings cannot be typed: {error.msg}"]) from error
-    OmegaConf.set_readonly(schema, False)  # the instance of a frozen dataclass is read-only
+        raise ConfigError([f"{key_of(kind)}={name}: its settings cannot be typed: {error.msg}"]) from error
+    OmegaConf.set_readonly(schema, False)  # a frozen dataclass comes read-only
     problems = []
     fields = [field.name for field in dataclasses.fields(config)]
     for key in map(str, node):
         if key not in fields:
             near = nearest(key, fields)
             hint = (
-                f"Nearest: {', '.join(f'{kind}.{k}' for k in near)}." if near else f"Its settings: {', '.join(fields)}."
+                f"Nearest: {', '.join(f'{section}.{k}' for k in near)}."
+                if near
+                else f"Its settings: {', '.join(fields)}."
             )
-            problems.append(f"{kind}.{key} is not a setting of {name}. {hint}")
+            problems.append(f"{section}.{key} is not a setting of {name}. {hint}")
         elif not OmegaConf.is_missing(node, key):
             try:
                 schema[key] = node[key]
             except OmegaConfBaseException as error:
-                problems.append(explain_value(error, key=f"{kind}.{key}"))
+                problems.append(explain_value(error, key=f"{section}.{key}"))
     if not problems:
         missing = sorted(OmegaConf.missing_keys(schema))
-        problems = [f"{kind}.{key} has no value: add {kind}.{key}=..." for key in missing]
+        problems = [f"{section}.{key} has no value: add {section}.{key}=..." for key in missing]
     if problems:
         raise ConfigError(problems)
     return OmegaConf.to_object(schema)

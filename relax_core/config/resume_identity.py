@@ -26,8 +26,12 @@ REFUSED = (
     "rollout.banned_token_ids",
 )
 TOLD = ("algo", "optimizer", "rollout", "mode", "reward", "env", "parallel", "data.overlong", "data.max_bad_rows")
-WHOLE = ("data.chat_template_kwargs", "data.paths")  # mappings whose keys belong to the user are compared as one value
-DATA_PLACES = ("data.name", "data.path", "data.paths", "data.eval_path")  # the path of the content
+WHOLE = (
+    "data.chat_template_kwargs",
+    "data.paths",
+    "data.config",
+)  # mappings whose keys are the user's: compared as one value
+DATA_PLACES = ("data.name", "data.path", "data.paths", "data.eval_path", "data.config")  # where the content lies
 
 
 @dataclass(frozen=True, kw_only=True)

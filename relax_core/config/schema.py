@@ -98,7 +98,7 @@ class ModelConfig:
     """Holds the keys of `model`."""
 
     name: str = MISSING
-    family: str = MISSING  # of relax_core/families/table.py
+    family: str | None = MISSING  # None: of whichever name config.json has as model_type
     path: str | None = None  # a Hugging Face folder
     builtin: str | None = None  # a tiny model that Relax makes itself
     task: str | None = None  # the generated task of the builtin model's warm start
@@ -235,6 +235,7 @@ class DataConfig:
     max_bad_rows: float = 0.05
     overlong: Overlong = Overlong.drop
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)  # of a plug-in source, typed by its own dataclass
 
 
 @dataclass
@@ -244,6 +245,7 @@ class TrackerConfig:
     name: str = MISSING
     tensorboard: bool = MISSING
     jsonl: bool = MISSING
+    sinks: Any = None  # plug-ins: a list of names and paths, or a mapping from each of them to its configuration
 
 
 @dataclass

@@ -23,6 +23,7 @@ from relax_core.contracts.algorithm import (
 )
 from relax_core.contracts.env import Action, BaseInteractionEnv, EnvSpec, EpisodeStart, Message, StepResult
 from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec
+from relax_core.contracts.sink import BaseSink, SinkSpec, SinkStart
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,8 +38,8 @@ class WrongResult(TypeError):
     """A plug-in returned what its contract does not allow."""
 
 
-class _Source:
-    """The plug-in's function that returned a result, in the words with which an error begins."""
+class PluginFunction:
+    """A plug-in's function, which an error about what it returned begins with."""
 
     def __init__(self, kind: str, name: str, function: Callable[..., Any]) -> None:
         whole = inspect.unwrap(function)  # the function may be an object with __call__
@@ -76,7 +77,7 @@ def checked_reward(spec: RewardSpec) -> RewardSpec:
 def _checked_score(spec: RewardSpec) -> Callable[[RewardInput, Any], Any]:
     given_score: Callable[..., Any] | None = spec.score
     assert given_score is not None
-    source = _Source("reward", spec.name, given_score)
+    source = PluginFunction("reward", spec.name, given_score)
 
     def score(given: RewardInput, config: Any) -> RewardOutput:
         return _one_reward(given_score(given, config), spec.name, source)
@@ -90,7 +91,7 @@ def _checked_score(spec: RewardSpec) -> Callable[[RewardInput, Any], Any]:
 def _checked_score_group(spec: RewardSpec) -> Callable[[Sequence[RewardInput], Any], Any]:
     given_score: Callable[..., Any] | None = spec.score_group
     assert given_score is not None
-    source = _Source("reward", spec.name, given_score)
+    source = PluginFunction("reward", spec.name, given_score)
 
     def outputs(came: Any, count: int) -> list[RewardOutput]:
         wanted = f"a list of {count} rewards, one an answer, in order"
@@ -109,7 +110,7 @@ def _checked_score_group(spec: RewardSpec) -> Callable[[Sequence[RewardInput], A
     return score_group_async if spec.is_async else score_group
 
 
-def _one_reward(came: Any, name: str, source: _Source, *, what: str = "") -> RewardOutput:
+def _one_reward(came: Any, name: str, source: PluginFunction, *, what: str = "") -> RewardOutput:
     if (number := _as_number(came)) is not None:
         return _finite(RewardOutput(reward=number, exact=number == 1.0), name)
     if not isinstance(came, RewardOutput):
@@ -124,7 +125,7 @@ def _not_awaited(came: Any) -> Any:
     return came
 
 
-def _checked_output(came: RewardOutput, source: _Source) -> RewardOutput:
+def _checked_output(came: RewardOutput, source: PluginFunction) -> RewardOutput:
     reward = None if came.reward is None else _as_number(came.reward)
     if reward is None and came.reward is not None:
         raise source.wrong(came.reward, A_REWARD, what="reward")
@@ -169,11 +170,11 @@ def checked_env(spec: EnvSpec) -> EnvSpec:
     """Returns the env with functions that raise `WrongResult` if they return no conversation, or no `StepResult`."""
     if spec.messages is not None:
         given_messages = spec.messages
-        source = _Source("env", spec.name, given_messages)
+        source = PluginFunction("env", spec.name, given_messages)
         return replace(spec, messages=lambda row, config: _conversation(given_messages(row, config), source))
     given_open = spec.open
     assert given_open is not None
-    source = _Source("env", spec.name, given_open)
+    source = PluginFunction("env", spec.name, given_open)
 
     def checked_open(start: EpisodeStart, config: Any) -> BaseInteractionEnv:
         came: Any = given_open(start, config)
@@ -188,8 +189,8 @@ class _CheckedInteraction(BaseInteractionEnv):
     """An episode's env whose results are checked. Its methods are async if the env's own are."""
 
     def __init__(self, env: BaseInteractionEnv, name: str) -> None:
-        def source(method: Callable[..., Any]) -> _Source:
-            return _Source("env", name, method)
+        def source(method: Callable[..., Any]) -> PluginFunction:
+            return PluginFunction("env", name, method)
 
         of_reset, of_step, of_messages = source(env.reset), source(env.step), source(env.format_observation)
         self.reset = _then(env.reset, lambda came: _value(came, of_reset))  # type: ignore[method-assign]
@@ -215,13 +216,13 @@ def _then(function: Callable[..., Any], check: Callable[[Any], Any]) -> Callable
     return awaited
 
 
-def _value(came: Any, source: _Source) -> Any:
+def _value(came: Any, source: PluginFunction) -> Any:
     if inspect.isawaitable(came):
         raise source.wrong(_not_awaited(came), "an observation; make the method async def if it has to wait")
     return came
 
 
-def _checked_step(came: Any, source: _Source) -> StepResult:
+def _checked_step(came: Any, source: PluginFunction) -> StepResult:
     if not isinstance(came, StepResult):
         raise source.wrong(_not_awaited(came), A_STEP)
     reward = None if came.reward is None else _as_number(came.reward)
@@ -235,7 +236,7 @@ def _checked_step(came: Any, source: _Source) -> StepResult:
     return replace(came, reward=reward, done=bool(done))
 
 
-def _conversation(came: Any, source: _Source) -> list[Message]:
+def _conversation(came: Any, source: PluginFunction) -> list[Message]:
     if isinstance(came, str | Mapping) or not isinstance(came, Sequence) or not came:
         raise source.wrong(_not_awaited(came), MESSAGES)
     for message in came:
@@ -273,7 +274,7 @@ def checked_algorithm(spec: AlgorithmSpec) -> AlgorithmSpec:
     return replace(spec, **changes)
 
 
-def _per_token(came: Any, tokens: int, source: _Source, *, what: str = "") -> Any:
+def _per_token(came: Any, tokens: int, source: PluginFunction, *, what: str = "") -> Any:
     import torch
 
     wanted = f"a finite float tensor of shape [{tokens}], one value a token"
@@ -286,19 +287,19 @@ def _per_token(came: Any, tokens: int, source: _Source, *, what: str = "") -> An
 
 
 def _checked_advantages(spec: AlgorithmSpec) -> Callable[[AdvantageInputs, Any], Tensor]:
-    source = _Source("algorithm", spec.name, spec.advantages)
+    source = PluginFunction("algorithm", spec.name, spec.advantages)
     return lambda inputs, config: _per_token(spec.advantages(inputs, config), len(inputs.loss_mask), source)
 
 
 def _checked_returns(name: str, returns: Callable[..., Any]) -> Callable[[AdvantageInputs, Tensor, Any], Tensor]:
-    source = _Source("algorithm", name, returns)
+    source = PluginFunction("algorithm", name, returns)
     return lambda inputs, advantages, config: _per_token(
         returns(inputs, advantages, config), len(inputs.loss_mask), source
     )
 
 
 def _checked_normalize(name: str, normalize: Callable[..., Any]) -> Callable[..., list[Tensor]]:
-    source = _Source("algorithm", name, normalize)
+    source = PluginFunction("algorithm", name, normalize)
 
     def checked(advantages: Sequence[Tensor], inputs: Sequence[AdvantageInputs], config: Any) -> list[Tensor]:
         came = normalize(advantages, inputs, config)
@@ -311,7 +312,7 @@ def _checked_normalize(name: str, normalize: Callable[..., Any]) -> Callable[...
 
 
 def _checked_drop_group(name: str, drop_group: Callable[..., Any]) -> Callable[..., str | None]:
-    source = _Source("algorithm", name, drop_group)
+    source = PluginFunction("algorithm", name, drop_group)
 
     def checked(rewards: Sequence[float], dropped_in_a_row: int, config: Any) -> str | None:
         came = drop_group(rewards, dropped_in_a_row, config)
@@ -323,7 +324,7 @@ def _checked_drop_group(name: str, drop_group: Callable[..., Any]) -> Callable[.
 
 
 def _checked_loss(name: str, loss: Callable[..., Any]) -> Callable[[Any, Any], LossOutputs]:
-    source = _Source("algorithm", name, loss)
+    source = PluginFunction("algorithm", name, loss)
 
     def checked(inputs: LossInputs | ValueInputs, config: Any) -> LossOutputs:
         import torch
@@ -343,7 +344,7 @@ def _checked_loss(name: str, loss: Callable[..., Any]) -> Callable[[Any, Any], L
 
 
 def _checked_denominator(spec: AlgorithmSpec) -> Callable[[StepTotals, Any], float]:
-    source = _Source("algorithm", spec.name, spec.denominator)
+    source = PluginFunction("algorithm", spec.name, spec.denominator)
 
     def checked(totals: StepTotals, config: Any) -> float:
         came = spec.denominator(totals, config)
@@ -353,3 +354,16 @@ def _checked_denominator(spec: AlgorithmSpec) -> Callable[[StepTotals, Any], flo
         return number
 
     return checked
+
+
+def checked_sink(spec: SinkSpec) -> SinkSpec:
+    """The same metrics sink, whose ``open`` raises `WrongResult` where it returns no sink."""
+    function = PluginFunction("metrics sink", spec.name, spec.open)
+
+    def checked_open(start: SinkStart, config: Any) -> BaseSink:
+        came: Any = spec.open(start, config)
+        if not isinstance(came, BaseSink):
+            raise function.wrong(_not_awaited(came), "an object of a class under BaseSink")
+        return came
+
+    return replace(spec, open=checked_open)

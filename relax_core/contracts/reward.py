@@ -75,6 +75,7 @@ class RewardSpec:
     entry for each. An entry may be a plain number instead of a `RewardOutput`; the answer is then exact if the number
     is 1. An ``async def`` function is awaited in the rollout's event loop and cancelled after ``config.timeout_s``
     seconds for each answer. Several calls may run at the same time; those of plain functions run in threads.
+    ``tasks`` are the generated tasks (``data.task``) that it scores if it scores no others; empty for any task.
 
     ``isolated``: the function runs library code that may hang or crash, so it runs in a worker process that is killed
     after ``config.timeout_s`` seconds for each answer. The answers of a cancelled or killed call have no reward. If a
@@ -92,6 +93,7 @@ class RewardSpec:
     isolated: bool = False
     check: Callable[[Any], None] = lambda config: None
     prepare: Callable[[], None] = lambda: None
+    tasks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if (self.score is None) == (self.score_group is None):

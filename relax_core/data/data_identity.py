@@ -13,6 +13,7 @@ import xxhash
 
 from relax_core.config.schema import DataConfig
 from relax_core.data.paths import data_parts
+from relax_core.data.plugin_source import names_plugin, open_plugin_rows
 
 WHOLE_BYTES = 256 << 20  # up to this size, a file is read as a whole; of a larger file, blocks of this total are read
 BLOCK_BYTES = 1 << 20
@@ -21,18 +22,20 @@ _known: dict[tuple[str, int, int, int], str] = {}
 
 
 def data_digest(config: DataConfig) -> str:
-    """Returns the xxh3-128, in hex, of the training files in order, their weights and the held-out file.
-
-    It is empty for a generated task. Raises ValueError as `data_parts` does, and OSError for a file that cannot be
-    read.
+    """xxh3-128, in hex, of the training files in their order, of their weights and of the held-out file; of a plug-in's
+    rows (`PluginRows.digest`) in place of the files; empty for a generated task. Raises ValueError as `data_parts` and
+    `open_plugin_rows` do, OSError for a file that cannot be read.
     """
     if config.task is not None:
         return ""
     hasher = xxhash.xxh3_128()
-    for part in data_parts(config):
-        hasher.update(f"part {part.weight}\n".encode())
-        for file in part.files:
-            hasher.update(f"{file_digest(file)}\n".encode())
+    if names_plugin(config):
+        hasher.update(f"plug-in {open_plugin_rows(config).digest()}\n".encode())
+    else:
+        for part in data_parts(config):
+            hasher.update(f"part {part.weight}\n".encode())
+            for file in part.files:
+                hasher.update(f"{file_digest(file)}\n".encode())
     if config.eval_path is not None:
         hasher.update(f"held out\n{file_digest(Path(config.eval_path))}\n".encode())
     return hasher.hexdigest()

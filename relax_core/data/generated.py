@@ -14,6 +14,7 @@ from typing import Literal
 
 Split = Literal["train", "eval"]
 
+REVERSE_DIGITS, ARITHMETIC = "reverse_digits", "arithmetic"  # the tasks, as data.task names them
 REVERSED_DIGITS = 5
 _EVAL_SEED = 0  # every run seed has the same evaluation rows, so that two runs can be compared
 _HELD_OUT_SLOTS = 16
@@ -52,12 +53,12 @@ def _arithmetic(rng: random.Random) -> Example:
 
 
 _TASKS: dict[str, Callable[[random.Random], Example]] = {
-    "reverse_digits": _reverse_digits,
-    "arithmetic": _arithmetic,
+    REVERSE_DIGITS: _reverse_digits,
+    ARITHMETIC: _arithmetic,
 }
 
 
-LONGEST_PROMPT = {"reverse_digits": 9, "arithmetic": 47}  # characters
+LONGEST_PROMPT = {REVERSE_DIGITS: 9, ARITHMETIC: 47}  # characters
 
 
 def task_names() -> tuple[str, ...]:

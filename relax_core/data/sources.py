@@ -1,4 +1,4 @@
-"""Prompt sources: a generated task, or the data rows of files, in one endless order with random access."""
+"""Prompt sources: a generated task, or rows of files or of a plug-in, behind one random-access order."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from relax_core.data import generated
 from relax_core.data.data_files import RowFile, open_rows
 from relax_core.data.order import Mixture, apportion, row_of
 from relax_core.data.paths import FilePart, data_parts
+from relax_core.data.plugin_source import PluginRows, names_plugin, open_plugin_rows
 
 GENERATED_KEYS = ("prompt", "answer")
 
@@ -25,6 +26,8 @@ def make_source(config: DataConfig, *, seed: int, eval_rows: int) -> PromptSourc
     Raises ValueError (key, value, fix) for a task or files that cannot be used.
     """
     given = [config.task, config.path, config.paths]
+    if names_plugin(config):
+        return _file_source(config, seed=seed, eval_rows=eval_rows)
     if sum(one is not None for one in given) != 1:
         raise ValueError(
             f"data.task={config.task}, data.path={config.path}, data.paths={config.paths}: set exactly one of them, a "
@@ -42,8 +45,7 @@ def make_source(config: DataConfig, *, seed: int, eval_rows: int) -> PromptSourc
 
 
 def _file_source(config: DataConfig, *, seed: int, eval_rows: int) -> FileSource:
-    parts = data_parts(config)
-    files = [rows_of(file, config) for part in parts for file in part.files]
+    parts, files = _opened(config)
     kept = _held_out_counts(config, files)
     training = FirstRows(files, [len(file) - count for file, count in zip(files, kept, strict=True)])
     if config.eval_path is not None:
@@ -51,6 +53,9 @@ def _file_source(config: DataConfig, *, seed: int, eval_rows: int) -> FileSource
         chosen: Iterable[tuple[RowFile, int]] = (
             (held_out, number) for number in range(_eval_count(eval_rows, available=len(held_out), where=where))
         )
+    elif (own := _own_held_out(config, files)) is not None:
+        count = _eval_count(eval_rows, available=len(own), where=f"data.name={config.name}")
+        chosen = ((own, number) for number in range(count))
     else:
         count = _eval_count(eval_rows, available=config.eval_size, where=f"data.eval_size={config.eval_size}")
         asked = apportion(count, kept) if count else [0] * len(files)
@@ -67,6 +72,25 @@ def _file_source(config: DataConfig, *, seed: int, eval_rows: int) -> FileSource
         seed=seed,
         shuffle=config.shuffle,
     )
+
+
+def _opened(config: DataConfig) -> tuple[list[FilePart], list[RowFile]]:
+    """The files that are read, or the plug-in's one, and the rows of each. Raises ValueError as `make_source`."""
+    if names_plugin(config):
+        return [FilePart(files=(Path(config.name),))], [open_plugin_rows(config)]
+    parts = data_parts(config)
+    return parts, [rows_of(file, config) for part in parts for file in part.files]
+
+
+def _own_held_out(config: DataConfig, files: Sequence[RowFile]) -> RowFile | None:
+    """The evaluation rows that a plug-in gives; None for files, for none of its own and with ``data.eval_path``."""
+    (first, *_) = files
+    return first.held_out() if isinstance(first, PluginRows) and config.eval_path is None else None
+
+
+def are_rows_named(config: DataConfig) -> bool:
+    """Whether the configuration says whose rows are trained on, but for a generated task's."""
+    return config.path is not None or config.paths is not None or names_plugin(config)
 
 
 def rows_of(file: Path, config: DataConfig) -> RowFile:
@@ -95,10 +119,11 @@ def _held_out_counts(config: DataConfig, files: Sequence[RowFile]) -> list[int]:
     Together they are ``data.eval_size`` rows, in proportion to the files' rows.
     """
     sizes = [len(file) for file in files]
-    if config.eval_path is not None or config.eval_size == 0:
+    if config.eval_path is not None or config.eval_size == 0 or _own_held_out(config, files) is not None:
         return [0] * len(files)
     if config.eval_size >= sum(sizes):
-        what = config.path if config.path is not None else f"{len(files)} files together"
+        one = config.name if names_plugin(config) else config.path
+        what = one if one is not None else f"{len(files)} files together"
         raise ValueError(
             f"data.eval_size={config.eval_size}: {what} has {sum(sizes)} rows, none is left to train on. "
             "Lower data.eval_size, or give the held-out rows as data.eval_path."
@@ -121,8 +146,10 @@ def _eval_count(wanted: int, *, available: int, where: str) -> int:
 
 
 def file_rows(config: DataConfig) -> tuple[RowFile, int]:
-    """Returns the training rows of the configured files, and their number. Raises ValueError as `make_source` does."""
-    files = [rows_of(file, config) for part in data_parts(config) for file in part.files]
+    """The rows of the configured files or plug-in that are trained on, and how many there are. Raises ValueError as
+    `make_source`.
+    """
+    _, files = _opened(config)
     kept = _held_out_counts(config, files)
     rows = FirstRows(files, [len(file) - count for file, count in zip(files, kept, strict=True)])
     return rows, len(rows)

@@ -13,6 +13,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from relax_core.families.hf_config import end_token_ids
+
 if TYPE_CHECKING:
     import jinja2
 
@@ -106,9 +108,7 @@ class PromptTokenizer:
         end = self._tokenizer.token_to_id(self._special_tokens.get("eos_token", ""))
         if end is not None:
             found.add(end)
-        for name in ("generation_config.json", "config.json"):
-            named = _read_json(model_folder / name).get("eos_token_id")
-            found.update(named if isinstance(named, list) else [] if named is None else [named])
+        found.update(end_token_ids(model_folder))
         if not found:
             raise ValueError(
                 f"model folder {model_folder} names no end token. Set eos_token in tokenizer_config.json, or "

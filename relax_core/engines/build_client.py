@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from relax_core.config.checks.model_folder import read_model_config
 from relax_core.config.schema import EngineConfig
+from relax_core.contracts.engine_kind import EngineServer
 from relax_core.engines.protocol.engine_client import EngineClient
-from relax_core.engines.protocol.stop_strings import StopTable
+from relax_core.registry import find_engine
 
 
 def build_client(
@@ -23,21 +23,23 @@ def build_client(
         token = Path(engine.token_file).read_text().strip() if engine.token_file is not None else ""
     else:
         token = token_file.read_text().strip()
-    timeouts = {
-        "request_timeout_s": engine.request_timeout_s,
-        "control_timeout_s": control_timeout_s or engine.sync_timeout_s,
-    }
-    if engine.name == "sglang":
-        from relax_core.engines.sglang.client.sglang_client import SglangClient
-
-        return SglangClient(
-            url,
-            token,
-            ranks=engine.tp,
-            vocab_size=read_model_config(model_folder)["vocab_size"],
-            seeds=bool(engine.deterministic),
-            attached=bool(engine.urls),
-            stops=StopTable(model_folder),
-            **timeouts,
+    server = EngineServer(
+        url=url,
+        token=token,
+        engine=engine,
+        model_folder=model_folder,
+        request_timeout_s=engine.request_timeout_s,
+        control_timeout_s=control_timeout_s or engine.sync_timeout_s,
+    )
+    spec = find_engine(engine.name)
+    if spec.client is None:
+        return EngineClient(
+            url, token, request_timeout_s=server.request_timeout_s, control_timeout_s=server.control_timeout_s
         )
-    return EngineClient(url, token, **timeouts)
+    client = spec.client(server)
+    if not isinstance(client, EngineClient):
+        raise ValueError(
+            f"engine.name={engine.name}: client(server) returned a {type(client).__name__}. Return an EngineClient "
+            "(relax_core.engines.protocol.engine_client), or a subclass of it."
+        )
+    return client

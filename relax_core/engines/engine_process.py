@@ -9,16 +9,14 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import IO
 
 import msgspec
 
 from relax_core.config.schema import EngineConfig
 from relax_core.contracts.engine import EngineError
-from relax_core.engines.embedded import embedded_launch
-from relax_core.engines.sglang.server import scratch as sglang_scratch
-from relax_core.engines.sglang.server import sglang_launch
+from relax_core.engines.sglang.server import scratch as engine_scratch
+from relax_core.registry import find_engine
 
 LOG_TAIL_BYTES = 4000
 KILLED_S = 10.0  # seconds in which a killed process has ended, unless the kernel holds it
@@ -28,11 +26,11 @@ KILLED_S = 10.0  # seconds in which a killed process has ended, unless the kerne
 class EngineLaunch:
     """Holds the settings that one engine process is started with.
 
-    ``port`` 0 takes a free port; a restarted engine gets its old port. With ``load_weights`` the engine serves the
-    folder's own weights at once, as version 0; without it, nothing is served until the first update. With
-    ``beyond_loopback``, ``engine.host`` may be any address of this machine; requests need the bearer token there too.
-    ``return_routed_experts`` and ``stop_strings`` prepare an SGLang server for these features; the embedded engine
-    always has them.
+    ``family``: model.family of the run, a name or a file, which the model may be of beside those that have a name.
+    ``load_weights``: serve the folder's own weights at once, as version 0; else nothing is served until an update.
+    ``beyond_loopback``: ``engine.host`` may be any address of this machine; the bearer token is asked for there too.
+    ``return_routed_experts``, ``stop_strings``: be ready to tell them, and to look for them; the embedded engine always
+    is.
     """
 
     model_folder: Path
@@ -41,25 +39,21 @@ class EngineLaunch:
     token_file: Path
     log_file: Path
     port: int = 0
+    family: str | None = None
     load_weights: bool = False
     beyond_loopback: bool = False
     return_routed_experts: bool = False
     stop_strings: bool = False
 
     def command(self) -> list[str]:
-        """Returns the command line."""
-        return self._kind().command(self)
+        return find_engine(self.engine.name).command(self)
 
     def environment(self) -> dict[str, str]:
-        """Returns the environment variables."""
-        return self._kind().environment(self)
+        return dict(find_engine(self.engine.name).environment(self))
 
     def new_scratch(self) -> Path | None:
-        """Makes a folder for the files of this one process, or returns None if its kind of engine leaves no files."""
-        return sglang_scratch.new_scratch() if self.engine.name == "sglang" else None
-
-    def _kind(self) -> ModuleType:
-        return sglang_launch if self.engine.name == "sglang" else embedded_launch
+        """A folder for this one process, where its kind leaves things beside its memory."""
+        return engine_scratch.new_scratch() if find_engine(self.engine.name).scratch else None
 
 
 class _Ready(msgspec.Struct):
@@ -124,7 +118,7 @@ class EngineProcess:
 
 
 def _spawn(launch: EngineLaunch, scratch: Path | None) -> subprocess.Popen[bytes]:
-    told = {} if scratch is None else {sglang_scratch.VARIABLE: str(scratch)}
+    told = {} if scratch is None else {engine_scratch.VARIABLE: str(scratch)}
     with launch.log_file.open("ab") as log:
         return subprocess.Popen(
             launch.command(),
@@ -139,12 +133,12 @@ def _spawn(launch: EngineLaunch, scratch: Path | None) -> subprocess.Popen[bytes
 def _end_rest(process: subprocess.Popen[bytes], scratch: Path | None) -> None:
     """Ends the remaining processes of an engine whose first process has ended."""
     if scratch is not None:
-        sglang_scratch.end_session(process.pid, timeout_s=KILLED_S)
+        engine_scratch.end_session(process.pid, timeout_s=KILLED_S)
 
 
 def _remove(scratch: Path | None) -> None:
     if scratch is not None:
-        sglang_scratch.remove_scratch(scratch)
+        engine_scratch.remove_scratch(scratch)
 
 
 def _first_line(stream: IO[bytes], *, deadline: float) -> bytes:

@@ -4,23 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from relax_core.contracts.family import Experts
 from relax_core.families.rope import Rope
 
 OUTPUT_WEIGHT = "lm_head.weight"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Experts:
-    """The mixture of experts of a model.
-
-    Every layer has ``count`` experts of ``width`` hidden units each, and routes a token to ``per_token`` of them.
-    ``normalized`` says whether the weights of the chosen experts are scaled to a sum of 1.
-    """
-
-    count: int
-    per_token: int
-    width: int
-    normalized: bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
+from relax_core.contracts.family import Family, HfConfig
 from relax_core.families.architecture import Architecture
-from relax_core.families.table import FAMILIES, Family, HfConfig, read_architecture
+from relax_core.families.hf_config import read_hf_config
+from relax_core.families.table import read_architecture
+from relax_core.registry import find_family, names
 
 WEIGHT_INDEX = "model.safetensors.index.json"
 
@@ -20,49 +21,46 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def find_family(name: str) -> Family:
-    """Returns the family of that name. Raises a ValueError that lists the names if there is none."""
-    if name not in FAMILIES:
-        raise ValueError(f"model.family={name}: no such model family. What exists: {_known()}.")
-    return FAMILIES[name]
+def family_key(name: object, *, also: str | None = None) -> str | None:
+    """Returns by what `find_family` finds the family whose name, a config.json's model_type, is ``name``: by ``also``
+    (model.family of a run, which may be a file) where that one has the name, else by the name itself. Returns None
+    where there is no such family. Raises ValueError where ``also`` cannot be loaded.
+    """
+    if also is not None and find_family(also).name == name:
+        return also
+    return name if isinstance(name, str) and name in names("family") else None
 
 
-def read_hf_config(model_folder: Path) -> dict[str, Any]:
-    """Returns the content of a Hugging Face folder's config.json. Raises ValueError if there is none."""
-    path = model_folder / "config.json"
-    if not path.is_file():
-        raise ValueError(f"model.path={model_folder}: no config.json there. Give a Hugging Face model folder.")
-    config = json.loads(path.read_text(encoding="utf-8"))
-    assert isinstance(config, dict)
-    return config
-
-
-def family_of(hf_config: HfConfig, *, model_folder: Path) -> Family:
-    """Returns the family of a folder's model_type. Raises a ValueError that lists the names if none has it."""
+def family_of(hf_config: HfConfig, *, model_folder: Path, also: str | None = None) -> Family:
+    """Returns the family of a folder's model_type; ``also`` is looked at before those that have a name. Raises a
+    ValueError that lists the names where none has it.
+    """
     model_type = hf_config.get("model_type")
-    if model_type not in FAMILIES:
+    key = family_key(model_type, also=also)
+    if key is None:
         raise ValueError(
             f"model.path={model_folder}: its model_type is {model_type!r}, which is no family of Relax. What exists: "
-            f"{_known()}."
+            f"{', '.join(names('family'))}. For one of your own: model.family=/path/my_family.py"
         )
-    return FAMILIES[model_type]
+    return find_family(key)
 
 
-def folder_architecture(model_folder: Path, *, family: str | None = None) -> Architecture:
-    """Returns the architecture that a folder's config.json describes.
-
-    If ``family`` is None, the folder may be of any family. Raises ValueError if it is of another family than
-    ``family``, or if Relax cannot compute its model.
+def folder_architecture(model_folder: Path, *, family: str | None = None, also: str | None = None) -> Architecture:
+    """Returns what a folder's config.json describes. ``family`` is a name or a file; None takes whichever family the
+    folder is of, ``also`` (a name or a file) among them. Raises ValueError where the folder is of another family than
+    ``family``, which is named then, and where it cannot be computed.
     """
     hf_config = read_hf_config(model_folder)
-    wanted = None if family is None else find_family(family)
-    found = family_of(hf_config, model_folder=model_folder)
-    if wanted is not None and found.name != wanted.name:
+    if family is None:
+        return read_architecture(family_of(hf_config, model_folder=model_folder, also=also), hf_config)
+    wanted = find_family(family)
+    if hf_config.get("model_type") != wanted.name:
+        found = family_of(hf_config, model_folder=model_folder)
         raise ValueError(
             f"model.path={model_folder}: its model_type is {found.name!r}, and model.family={wanted.name}. "
             f"Use model={found.name}."
         )
-    return read_architecture(found, hf_config)
+    return read_architecture(wanted, hf_config)
 
 
 def weight_files(model_folder: Path) -> list[Path]:
@@ -80,7 +78,3 @@ def weight_files(model_folder: Path) -> list[Path]:
         return sorted(model_folder / name for name in set(names))
     whole = model_folder / "model.safetensors"
     return [whole] if whole.is_file() else sorted(model_folder.glob("*.safetensors"))
-
-
-def _known() -> str:
-    return ", ".join(sorted(FAMILIES))

@@ -1,44 +1,10 @@
-"""The table of model families.
-
-An entry describes how a family differs from the others; `read_architecture` reads all.
-"""
+"""Relax's own model families, which relax_core/registry.py finds by name; `read_architecture` serves every family."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
-
-from relax_core.families.architecture import Architecture, Experts
+from relax_core.contracts.family import Experts, Family, HfConfig, Only
+from relax_core.families.architecture import Architecture
 from relax_core.families.rope import read_rope
-
-HfConfig = Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Only:
-    """A key of config.json of which Relax computes one ``value`` only. ``why`` is the last clause of the refusal."""
-
-    key: str
-    value: Any
-    why: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """A model family; ``name`` is config.json's model_type.
-
-    The family accepts the values in ``only`` and in `COMMON`. ``experts`` reads the mixture of experts of a family that
-    has one. ``check`` raises ValueError for a combination that no single key shows.
-    """
-
-    name: str
-    qkv_bias: bool = False
-    qk_norm: bool = False
-    only: tuple[Only, ...] = ()
-    experts: Callable[[HfConfig], Experts] | None = None
-    check: Callable[[HfConfig], None] | None = None
-
 
 COMMON = (
     Only("hidden_act", "silu", "no other activation is computed"),
@@ -91,7 +57,7 @@ def _described(family: Family, config: HfConfig) -> Architecture:
         head_dim=config.get("head_dim") or hidden // heads,
         rms_norm_eps=config.get("rms_norm_eps") or 1e-6,
         rope=read_rope(config, family=family.name),
-        tie_word_embeddings=bool(config.get("tie_word_embeddings")),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", family.tied_by_default)),
         max_positions=config["max_position_embeddings"],
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
@@ -145,19 +111,26 @@ def _check_mistral_window(config: HfConfig) -> None:
         )
 
 
-FAMILIES: dict[str, Family] = {
-    family.name: family
-    for family in (
-        Family(name="llama", only=(NO_ATTENTION_BIAS, Only("mlp_bias", False, "no bias of the MLP is computed"))),
-        Family(name="mistral", check=_check_mistral_window),
-        Family(name="qwen2", qkv_bias=True, only=(FULL_ATTENTION,)),
-        Family(name="qwen3", qk_norm=True, only=(NO_ATTENTION_BIAS, FULL_ATTENTION)),
-        Family(
-            name="qwen3_moe",
-            qk_norm=True,
-            only=(NO_ATTENTION_BIAS, FULL_ATTENTION),
-            experts=_qwen3_experts,
-            check=_check_qwen3_experts,
-        ),
-    )
-}
+LLAMA = Family(
+    name="llama",
+    summary="Llama 3, 3.1, 3.2 (text), and older ones of the same form",
+    only=(NO_ATTENTION_BIAS, Only("mlp_bias", False, "no bias of the MLP is computed")),
+)
+MISTRAL = Family(name="mistral", summary="Mistral-7B from v0.2 on, Mistral-Nemo", check=_check_mistral_window)
+QWEN2 = Family(
+    name="qwen2",
+    summary="Qwen2 and Qwen2.5: query, key and value have biases",
+    qkv_bias=True,
+    only=(FULL_ATTENTION,),
+)
+QWEN3 = Family(
+    name="qwen3", summary="Qwen3: normed queries and keys", qk_norm=True, only=(NO_ATTENTION_BIAS, FULL_ATTENTION)
+)
+QWEN3_MOE = Family(
+    name="qwen3_moe",
+    summary="Qwen3-MoE: as Qwen3, with experts in every layer",
+    qk_norm=True,
+    only=(NO_ATTENTION_BIAS, FULL_ATTENTION),
+    experts=_qwen3_experts,
+    check=_check_qwen3_experts,
+)

@@ -10,6 +10,7 @@ from relax_core.config.host_memory import available_bytes
 from relax_core.config.schema import LauncherKind, RelaxConfig
 from relax_core.contracts.algorithm import Requirements
 from relax_core.control.run.role_counts import roles_of
+from relax_core.data.sources import are_rows_named
 from relax_core.plan.batch import batch_words, context_words, credit_words
 from relax_core.plan.data.context_length import planned_context
 from relax_core.plan.data.data_check import DataLook, look_at_data
@@ -129,7 +130,7 @@ def as_json_values(plan: Plan) -> dict[str, Any]:
 
 def _look(config: RelaxConfig) -> DataLook | None:
     data = config.data
-    if config.launcher.name is LauncherKind.ray_job or data.task is data.path is data.paths is None:
+    if config.launcher.name is LauncherKind.ray_job or (data.task is None and not are_rows_named(data)):
         return None
     return look_at_data(config)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from relax_core.config.schema import LauncherKind, RelaxConfig
 from relax_core.contracts.data import BadRow
 from relax_core.data import generated
-from relax_core.data.sources import file_rows
+from relax_core.data.sources import are_rows_named, file_rows
 from relax_core.plan.data.data_check import look_at_data
 
 _LOOKED_AT = 256  # rows of the data that are read
@@ -180,7 +180,7 @@ def _prompt_tokens(config: RelaxConfig, *, vocabulary: int) -> tuple[int, str]:
         )
     elif config.launcher.name is LauncherKind.ray_job:
         return room, "all that the context leaves: the data lies on another cluster"
-    elif data.path is not None or data.paths is not None:
+    elif are_rows_named(data):
         look = look_at_data(config)
         if look.bound:
             return min(look.bound, room), f"the longest of {look.looked} rows"

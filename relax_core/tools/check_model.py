@@ -12,7 +12,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from relax_core.families.folder import folder_architecture
+from relax_core.config.options import yaml_options
+from relax_core.families.folder import family_key, folder_architecture
 from relax_core.train.hf.check_weights import weight_problems
 from relax_core.train.hf.weight_rules import tensor_shape, weight_rules
 
@@ -23,9 +24,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line. Returns 0, or 2 if the folder cannot be loaded, with the problems on stderr."""
     parser = argparse.ArgumentParser(prog="relax check-model", description=__doc__)
     parser.add_argument("folder", type=Path, help="a Hugging Face model folder")
-    folder = parser.parse_args(arguments).folder
+    parser.add_argument("--family", help="a model family, by name or file, beside those that are known by name")
+    words = parser.parse_args(arguments)
+    folder = words.folder
     try:
-        architecture = folder_architecture(folder)
+        architecture = folder_architecture(folder, also=words.family)
         problems = weight_problems(folder, architecture)
     except ValueError as error:
         problems = [str(error)]
@@ -37,7 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     rules = weight_rules(architecture)
     parameters = sum(math.prod(tensor_shape(rule, architecture)) for rule in rules)
-    print(f"{folder}: {len(rules):,} weights, {parameters:,} parameters; model={architecture.family} trains it.")
+    key = family_key(architecture.family, also=words.family)
+    assert key is not None, "the folder's architecture was read by it"
+    model = f"model={key}" if key in yaml_options("model") else f"model=folder model.family={key}"
+    print(f"{folder}: {len(rules):,} weights, {parameters:,} parameters; {model} trains it.")
     return 0
 
 

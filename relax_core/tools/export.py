@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -56,20 +57,27 @@ def export(checkpoint: Path, out: Path, *, model: Path | None, dtype: str | None
         checkpoint / POLICY,
         out,
         model_folder=model if model is not None else _model_of_run(checkpoint),
+        family=_model_keys(checkpoint).get("family"),
         dtype=dtype,
         shard_bytes=int(shard_gb * 1e9),
     )
 
 
 def _model_of_run(checkpoint: Path) -> Path:
-    """Returns the model folder of the run that saved the checkpoint."""
-    saved = yaml.safe_load((checkpoint / CONFIG).read_text(encoding="utf-8"))["model"]
+    """Where the run that saved it had its model from."""
+    saved = _model_keys(checkpoint)
     if saved["path"] is None:
         return tiny_model_folder(saved["builtin"], task=saved["task"])
     folder = Path(saved["path"])
     if not folder.is_dir():
         raise ValueError(f"model.path={folder} of the run is not there. Say where the model is: --model FOLDER.")
     return folder
+
+
+def _model_keys(checkpoint: Path) -> dict[str, Any]:
+    """Returns the section ``model`` of the configuration of the run that saved it."""
+    keys: dict[str, Any] = yaml.safe_load((checkpoint / CONFIG).read_text(encoding="utf-8"))["model"]
+    return keys
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from relax_core.data.generated import Example, check_task, example, task_names
+from relax_core.data.generated import ARITHMETIC, REVERSE_DIGITS, Example, check_task, example, task_names
 from relax_core.data.tokenizer import PromptTokenizer
 
 if TYPE_CHECKING:
@@ -69,12 +69,12 @@ class WarmStart:
 # After these steps the student solves some of the tasks, so that GRPO gets rewards and can still improve.
 # The teacher solves all of them; more steps would only sharpen its distribution.
 _WARM_STARTS = {
-    (STUDENT, "reverse_digits"): WarmStart(steps=58, seed=8),
-    (STUDENT, "arithmetic"): WarmStart(steps=240, seed=0, lr=3e-3),
-    (TEACHER, "reverse_digits"): WarmStart(steps=200, seed=8),
-    (TEACHER, "arithmetic"): WarmStart(steps=500, seed=0, lr=3e-3),
-    (EXPERTS, "reverse_digits"): WarmStart(steps=58, seed=8),
-    (EXPERTS, "arithmetic"): WarmStart(steps=240, seed=0, lr=3e-3),
+    (STUDENT, REVERSE_DIGITS): WarmStart(steps=58, seed=8),
+    (STUDENT, ARITHMETIC): WarmStart(steps=240, seed=0, lr=3e-3),
+    (TEACHER, REVERSE_DIGITS): WarmStart(steps=200, seed=8),
+    (TEACHER, ARITHMETIC): WarmStart(steps=500, seed=0, lr=3e-3),
+    (EXPERTS, REVERSE_DIGITS): WarmStart(steps=58, seed=8),
+    (EXPERTS, ARITHMETIC): WarmStart(steps=240, seed=0, lr=3e-3),
 }
 
 

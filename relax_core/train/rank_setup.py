@@ -23,7 +23,7 @@ class RankSetup:
     """
 
     model_folder: Path
-    family: str
+    family: str | None
     parallel: ParallelConfig
     optimizer: OptimizerConfig
     total_steps: int

@@ -30,7 +30,7 @@ def relax(*arguments: str) -> subprocess.CompletedProcess[str]:
 MISTAKES = [
     (
         ["model=qwen3_omni"],
-        "relax: model=qwen3_omni is not built yet. What exists for model: llama, mistral, qwen2, qwen3, qwen3_moe",
+        "relax: model=qwen3_omni is not built yet. What exists for model: folder, llama, mistral, qwen2, qwen3",
     ),
     (["run.stesp=3"], "relax: run.stesp is not a key."),
     (["rollout.temperature=0", "seed=-1"], "relax: 2 problems in the configuration"),
@@ -98,6 +98,10 @@ def test_help_of_what_is_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launcher=slurm", "reward.name=math", "-h"]) == 0
     told = capsys.readouterr().out
     assert "  launcher.partition=null" in told and "  reward.timeout_s=5.0" in told
+    source = Path(__file__).resolve().parents[2] / "examples" / "plugins" / "sqlite_source.py"
+    assert main([f"data.name={source}", "--help"]) == 0
+    told = capsys.readouterr().out
+    assert "rows of an SQLite table" in told and "  data.config.table=rows " in told
     assert main(["algo=ppoo", "--help"]) == 2
     assert "algo=ppoo does not exist. Nearest: ppo." in capsys.readouterr().err
 

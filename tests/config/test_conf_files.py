@@ -18,6 +18,7 @@ from relax_core.config.schema import ModeName
 from relax_core.config.schema_keys import section_keys, section_types
 from relax_core.preflight import CHECKS
 from relax_core.registry import KINDS, Kind, find, names
+from tests.data.test_plugin_source import ROWS, write_database
 
 OPTIONS = [(group, option) for group in groups() for option in yaml_options(group)]
 ONLY_PLANNED = ("gpu", *(option for option in yaml_options("experiment") if option.endswith("gpu")))
@@ -32,15 +33,23 @@ def test_every_option_runs(
     mixture_folder: Path,
     other_families: dict[str, Path],
     data_file: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(REPOSITORY)  # experiment=math_file names a file of the checkout
     extra = {
         "model=qwen3_moe": [f"model.path={mixture_folder}"],
+        "model=folder": [f"model.path={model_folder}"],
+        "engine=plugin": ["engine.name=embedded"],
         "model=qwen3": [f"model.path={model_folder}"],
         **{f"model={family}": [f"model.path={folder}"] for family, folder in other_families.items()},
         "data=file": [f"data.path={data_file}", "model.task=arithmetic"],
         "data=arithmetic": ["reward=math"],
+        "data=plugin": [
+            f"data.name={REPOSITORY}/examples/plugins/sqlite_source.py",
+            f"data.config.database={write_database(tmp_path / 'rows.db', ROWS)}",
+            *("model.task=reverse_digits", "data.eval_size=8", "eval.rows=8"),
+        ],
         "algo=plugin": ["algo.name=grpo"],
         "env=number_guess": ["reward=env", "eval.every=0"],
         "reward=plugin": ["reward.name=math"],

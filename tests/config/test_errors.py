@@ -27,7 +27,7 @@ def problems(*overrides: str) -> list[str]:
     [
         (
             "model=qwen3_omni",
-            "model=qwen3_omni is not built yet. What exists for model: llama, mistral, qwen2, qwen3, qwen3_moe, tiny",
+            "model=qwen3_omni is not built yet. What exists for model: folder, llama, mistral, qwen2, qwen3",
         ),
         (
             "algo=foo",
@@ -35,7 +35,7 @@ def problems(*overrides: str) -> list[str]:
             "What exists for algo: cispo, dapo, distill, dr_grpo, grpo, gspo, plugin, ppo, reinforce_pp, rloo, sapo.",
         ),
         ("mode=foo", "mode=foo does not exist. What exists for mode: async, colocate."),
-        ("engine=vllm", "engine=vllm does not exist. What exists for engine: embedded, sglang."),
+        ("engine=vllm", "engine=vllm does not exist. What exists for engine: embedded, plugin, sglang."),
         ("bus=foo", "bus=foo does not exist. What exists for bus: ray, transfer_queue."),
         (
             "launcher=slrm",
@@ -134,7 +134,7 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
         (["model.moe_aux_loss_coef=0.01"], "model.moe_aux_loss_coef=0.01: model=tiny_qwen3 has no experts."),
         (["model=tiny_qwen3_moe", "model.moe_aux_loss_coef=-1"], "model.moe_aux_loss_coef=-1.0: must be at least 0"),
         (["engine.dtype=int8"], "engine.dtype=int8: expected null (model.dtype), or one of float32, bfloat16."),
-        (["model.family=phi3"], "model.family=phi3: no such model family. What exists: llama, mistral, qwen2,"),
+        (["model.family=phi3"], "model.family=phi3 is not known. What exists: llama, mistral, qwen2,"),
         (["model.dtype=float8"], "model.dtype=float8: expected one of float32, bfloat16."),
         (["model.builtin=huge"], "model.builtin=huge"),
         (["model.task=chess"], "model.task=chess: no such generated task. What exists: reverse_digits, arithmetic."),
@@ -165,7 +165,7 @@ def test_what_cannot_be_composed(override: str, text: str) -> None:
         ([f"rollout.stop=[{'x' * 1025}]"], "rollout.stop has a string of 1025 bytes. Give 1024 at most."),
         (["data.path=/x.jsonl"], "data.path=/x.jsonl with data=reverse_digits, which is generated."),
         (["data.task=chess", "model.task=arithmetic", "reward=math"], "data.task='chess': no such generated task."),
-        (["data=arithmetic"], "reward=reverse_digits does not score data=arithmetic. Add reward=math."),
+        (["data=arithmetic"], "reward=reverse_digits does not score data=arithmetic: it scores reverse_digits alone."),
         (["eval.rows=999"], "eval.rows=999, but data.eval_size=256 holds out 256 rows"),
         (
             ["rollout.temperature=0"],

@@ -81,7 +81,8 @@ class FinishedRun:
 class LiveRun:
     """One run under way. Use as a context manager: whatever happens, its processes are gone afterwards."""
 
-    def __init__(self, folder: Path, *overrides: str) -> None:
+    def __init__(self, folder: Path, *overrides: str, cwd: Path = ROOT) -> None:
+        """``cwd``: the folder that the run is started from."""
         self.folder = folder
         self._mark = secrets.token_hex(8)
         # Short, because of the socket names below it. Everything that the run makes under /tmp is in here.
@@ -90,7 +91,7 @@ class LiveRun:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "relax_core", f"run.dir={folder}", "run.panel=false", *overrides],
-                cwd=ROOT,
+                cwd=cwd,
                 env={**os.environ, "TMPDIR": str(self.temporary), MARK: self._mark},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -266,9 +267,9 @@ class LiveRun:
         return list(Path("/dev/shm").glob(f"relax-{self._process.pid}-*"))
 
 
-def run_to_end(folder: Path, *overrides: str, deadline_s: float = DEADLINE_S) -> FinishedRun:
-    """Runs `python -m relax_core` with these overrides and waits for it."""
-    with LiveRun(folder, *overrides) as live:
+def run_to_end(folder: Path, *overrides: str, deadline_s: float = DEADLINE_S, cwd: Path = ROOT) -> FinishedRun:
+    """Runs `python -m relax_core` with these overrides from the folder ``cwd``, and waits for it."""
+    with LiveRun(folder, *overrides, cwd=cwd) as live:
         return live.finish(deadline_s=deadline_s)
 
 

@@ -5,18 +5,17 @@ The module reads JSON and file names, and no weights.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from relax_core.config.errors import NotYet
 from relax_core.config.schema import RelaxConfig
-from relax_core.families.table import FAMILIES
+from relax_core.families.hf_config import has_hf_config, read_hf_config
+from relax_core.registry import is_builtin, names
 
 DTYPES = ("float32", "bfloat16")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
@@ -35,18 +34,6 @@ class _TokenizerFile(msgspec.Struct):
     added_tokens: list[_AddedToken] = []
 
 
-def read_model_config(folder: Path) -> dict[str, Any]:
-    """Returns config.json of a Hugging Face folder. Raises ValueError if it is no JSON object."""
-    file = folder / "config.json"
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not JSON: {error}.") from error
-    if isinstance(values, dict):
-        return values
-    raise ValueError(f"{file} is not a JSON object.")
-
-
 def media_token_ids(folder: Path) -> list[int]:
     """Returns the sorted placeholder ids for images, audio and video, which a text response must never contain.
 
@@ -58,7 +45,7 @@ def media_token_ids(folder: Path) -> list[int]:
     except msgspec.DecodeError as error:
         raise ValueError(f"{file} is no tokenizer: {error}.") from error
     found = {token.id for token in added if _MEDIA_TOKEN.fullmatch(token.content)}
-    config = read_model_config(folder)
+    config = read_hf_config(folder)
     found.update(value for key, value in config.items() if _MEDIA_CONFIG_KEY.fullmatch(key) and value is not None)
     return sorted(found)
 
@@ -99,10 +86,11 @@ def model_problems(config: RelaxConfig) -> Iterator[str]:
 def _option(folder: Path) -> str:
     """Returns the option of the group ``model`` that fits a folder, or all options that take one."""
     try:
-        family = read_model_config(folder).get("model_type")
-    except (OSError, ValueError):
+        family = read_hf_config(folder).get("model_type")
+    except ValueError:
         family = None
-    return f"model={family}" if family in FAMILIES else ", ".join(f"model={name}" for name in FAMILIES)
+    families = [name for name in names("family") if is_builtin("family", name)]
+    return f"model={family}" if family in families else ", ".join(f"model={name}" for name in families)
 
 
 def folder_problems(config: RelaxConfig, folder: Path, *, key: str) -> Iterator[str]:
@@ -111,12 +99,12 @@ def folder_problems(config: RelaxConfig, folder: Path, *, key: str) -> Iterator[
     if not folder.exists():
         yield f"{key}: no such folder."
         return
-    if not (folder / "config.json").is_file():
+    if not has_hf_config(folder):
         what = "the folder has no config.json" if folder.is_dir() else "not a folder"
         yield f"{key}: {what}. Give a Hugging Face model folder."
         return
     try:
-        values = read_model_config(folder)
+        values = read_hf_config(folder)
     except ValueError as error:
         yield f"{key}: {error}"
         return

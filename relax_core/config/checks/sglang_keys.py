@@ -1,4 +1,4 @@
-"""Checks the keys of engine=sglang against the other keys, and refuses these keys with another engine."""
+"""What engine=sglang cannot be, beside the other keys."""
 
 from __future__ import annotations
 
@@ -11,16 +11,8 @@ from urllib.parse import urlsplit
 from relax_core.config.schema import EngineConfig, RelaxConfig
 from relax_core.registry import find_algorithm
 
-SGLANG = "sglang"
 MASK_TOKENS = 4096  # SGLang's --sampling-mask-max-tokens, unless engine.flags sets it
-_UNSET: dict[str, object] = {
-    "python": None,
-    "urls": [],
-    "token_file": None,
-    "mem_fraction": None,
-    "deterministic": None,
-    "flags": {},
-}
+_OF_OUR_SERVERS: dict[str, object] = {"python": None, "mem_fraction": None, "flags": {}}  # key → its default
 
 # Maps each server flag that engine.flags may not set to the key of Relax that sets it.
 OWN_FLAGS = {
@@ -56,11 +48,6 @@ OWN_FLAGS = {
 def sglang_problems(config: RelaxConfig) -> Iterator[str]:
     """Returns one sentence for each problem that can be seen without reading a file."""
     engine = config.engine
-    if engine.name != SGLANG:
-        for own, unset in _UNSET.items():
-            if (value := getattr(engine, own)) != unset:
-                yield f"engine.{own}={value} is a key of engine=sglang only. Drop it, or choose engine=sglang."
-        return
     if engine.mem_fraction is not None and not 0 < engine.mem_fraction < 1:
         yield f"engine.mem_fraction={engine.mem_fraction}: must be more than 0 and less than 1."
     for name in engine.flags:
@@ -132,16 +119,14 @@ def _url_problems(engine: EngineConfig) -> Iterator[str]:
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname or parts.port is None or parts.path not in ("", "/"):
             yield f"engine.urls: {url} is no address of a server. Write http://host:port."
-    for key in ("python", "mem_fraction", "flags"):
-        if (value := getattr(engine, key)) != _UNSET[key]:
+    for key, unset in _OF_OUR_SERVERS.items():
+        if (value := getattr(engine, key)) != unset:
             yield f"engine.{key}={value} with engine.urls: those servers were started by somebody else. Drop it."
 
 
 def sglang_file_problems(config: RelaxConfig) -> Iterator[str]:
     """Returns what is wrong with the interpreter and the token file."""
     engine = config.engine
-    if engine.name != SGLANG:
-        return
     if engine.python is not None and not os.access(engine.python, os.X_OK):
         yield (
             f"engine.python={engine.python}: no such interpreter. On a CPU: make sglang-cpu, and "

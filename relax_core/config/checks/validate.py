@@ -13,17 +13,28 @@ from pathlib import Path
 from relax_core.config.checks.launcher_keys import launcher_problems
 from relax_core.config.checks.model_folder import model_problems
 from relax_core.config.checks.ranges import range_problems
-from relax_core.config.checks.sglang_keys import sglang_file_problems, sglang_problems
 from relax_core.config.checks.weight_transport import transport_problems
 from relax_core.config.command_line.error_messages import is_planned, missing_name
+from relax_core.config.engine_kind import engine_file_problems, engine_name_problems, engine_problems
 from relax_core.config.errors import NotYet
+from relax_core.config.plugin_lists import plugins_of
+from relax_core.config.plugin_types import plugin_config
 from relax_core.config.schema import LauncherKind, ModeName, OnStale, RelaxConfig, Surplus
-from relax_core.registry import find_algorithm, find_env, find_reward
+from relax_core.registry import (
+    find_algorithm,
+    find_data_source,
+    find_env,
+    find_reward,
+    find_sink,
+    is_builtin,
+    is_file_plugin,
+    names,
+    short_name,
+)
 
 Check = Callable[[RelaxConfig], Iterable[str]]
 
 _BUILT = {
-    "engine": ("embedded", "sglang"),
     "bus": ("ray", "transfer_queue"),
     "modality": ("text",),
     "tracker": ("default",),
@@ -35,8 +46,8 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def problems_of(config: RelaxConfig, checks: Iterable[Check] = ()) -> list[str]:
-    """Returns every problem of the configuration, or none if it can run. ``checks`` are those of other folders."""
-    if problems := list(launcher_problems(config)):
+    """Every problem of the configuration; ``checks`` are those of other rooms. Empty when it can run."""
+    if problems := [*launcher_problems(config), *engine_name_problems(config)]:
         return problems
     here = (*_FILE_CHECKS, *checks) if config.launcher.name is not LauncherKind.ray_job else ()  # the files exist
     return [problem for check in (range_problems, *_CHECKS, *here) for problem in check(config)]
@@ -97,6 +108,19 @@ def _check_plugins(config: RelaxConfig) -> Iterator[str]:
         yield f"reward.max_failed={config.reward.max_failed}: a share, from 0 (none may fail) to 1 (all may)."
 
 
+def _check_sinks(config: RelaxConfig) -> Iterator[str]:
+    """Each sink is imported and its configuration checked; none is opened, since that may reach a network."""
+    key = "tracker.sinks"
+    try:
+        for name, values in plugins_of(config.tracker.sinks, key=key):
+            if is_builtin("sink", name):
+                yield f"{key}: {name} has a key of its own. Use tracker.{name}=true."
+            else:
+                find_sink(name).check(plugin_config("sink", name, values, section=f"{key}.{short_name(name)}"))
+    except ValueError as error:
+        yield from str(error).splitlines()
+
+
 def _check_turns(config: RelaxConfig) -> Iterator[str]:
     """Checks the keys of an environment with several turns."""
     env, plugin_config = find_env(config.env.name), config.env
@@ -126,9 +150,12 @@ def _check_critic(config: RelaxConfig) -> Iterator[str]:
 
 
 def _check_reward_fits_data(config: RelaxConfig) -> Iterator[str]:
-    task = config.data.task
-    if config.reward.name == "reverse_digits" and task is not None and task != "reverse_digits":
-        yield f"reward=reverse_digits does not score data={config.data.name}. Add reward=math."
+    task, tasks = config.data.task, find_reward(config.reward.name).tasks
+    if tasks and task is not None and task not in tasks:
+        yield (
+            f"reward={config.reward.name} does not score data={config.data.name}: it scores {', '.join(tasks)} alone. "
+            f"Choose another reward (relax list has them), or data.task={tasks[0]}."
+        )
 
 
 def _check_batch(config: RelaxConfig) -> Iterator[str]:
@@ -165,8 +192,6 @@ def _check_engine(config: RelaxConfig) -> Iterator[str]:
         yield f"engine.host={engine.host}: engines listen on loopback only. Use 127.0.0.1."
     if engine.port and engine.port + engine.count - 1 > 65535:
         yield f"engine.port={engine.port} with engine.count={engine.count} passes port 65535. Use engine.port=0."
-    if engine.name == "embedded" and engine.tp != 1:
-        yield f"engine.tp={engine.tp}: engine=embedded is one process on CPU cores. Use engine.tp=1, engine.count=N."
     if engine.max_running_samples < group_size:
         yield (
             f"engine.max_running_samples={engine.max_running_samples} cannot hold one group of "
@@ -201,7 +226,12 @@ def _check_rollout(config: RelaxConfig) -> Iterator[str]:
 
 def _check_data(config: RelaxConfig) -> Iterator[str]:
     data = config.data
-    if data.task is None and data.path is None and data.paths is None:
+    if is_file_plugin(data.name) or data.name in names("data"):
+        yield from _check_source(config)
+    elif data.config:
+        told = f"data.config={data.config} with data={data.name}, which is no plug-in."
+        yield f"{told} Drop it, or name a plug-in in data.name."
+    elif data.task is None and data.path is None and data.paths is None:
         yield NotYet("data.path is not set: data=file needs data.path=train.jsonl, or a .json list, .csv, .parquet.")
     elif data.task is not None and data.path is not None:
         yield f"data.path={data.path} with data={data.name}, which is generated. Choose data=file."
@@ -211,6 +241,19 @@ def _check_data(config: RelaxConfig) -> Iterator[str]:
         yield f"data.path={data.path} with data.paths={data.paths}. Name all files in data.paths alone."
     elif config.rollout.max_new_tokens < 2:
         yield "rollout.max_new_tokens=1 holds the stop token alone. Use 8 or more."
+
+
+def _check_source(config: RelaxConfig) -> Iterator[str]:
+    """Of a data source that is a plug-in."""
+    data = config.data
+    for key in ("task", "path", "paths"):
+        if (value := getattr(data, key)) is not None:
+            yield f"data.{key}={value} with data.name={data.name}: the plug-in has rows of its own. Drop data.{key}."
+    try:
+        plugin_config = plugin_config("data", data.name, data.config, section="data.config")
+        find_data_source(data.name).check(plugin_config)
+    except ValueError as error:
+        yield from str(error).splitlines()
 
 
 def _check_schedule(config: RelaxConfig) -> Iterator[str]:
@@ -276,6 +319,7 @@ _CHECKS: tuple[Check, ...] = (
     _check_names,
     _check_mode,
     _check_plugins,
+    _check_sinks,
     _check_critic,
     _check_reward_fits_data,
     _check_batch,
@@ -283,11 +327,11 @@ _CHECKS: tuple[Check, ...] = (
     _check_engine,
     _check_rollout,
     transport_problems,
-    sglang_problems,
+    engine_problems,
     _check_data,
     _check_schedule,
     _check_stop_strings,
     _check_evaluation,
     _check_turns,
 )
-_FILE_CHECKS: tuple[Check, ...] = (model_problems, sglang_file_problems, _check_run_folder)
+_FILE_CHECKS: tuple[Check, ...] = (model_problems, engine_file_problems, _check_run_folder)

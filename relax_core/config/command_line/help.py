@@ -16,7 +16,7 @@ from relax_core.config.options import (
     plugin_options,
     yaml_options,
 )
-from relax_core.registry import KINDS, PluginError, find, known
+from relax_core.registry import GROUP_KINDS, PluginError, find, known
 
 _HEAD = """\
 Relax: reinforcement-learning post-training of language models.
@@ -82,7 +82,7 @@ Completion with the tab key: put this line into ~/.bashrc (for other shells: ins
   eval "$(relax -sc install=bash)"
 
 Every key is explained beside its value in conf/, and by relax explain KEY. A plug-in of your own:
-algo.name=/path/my_algo.py (CONTRIBUTING.md).
+algo.name=/path/my_algo.py (docs/plugins/README.md).
 """
 
 
@@ -105,9 +105,9 @@ def _option_help(key: str, choice: str) -> str:
     if choice in yaml_options(group):
         about, keys = first_comment(group, choice), keys_of_option(group, conf_folder() / group / f"{choice}.yaml")
     else:
-        assert group in KINDS, "every option of the other groups has a YAML"
+        kind = next(one for one in GROUP_KINDS if one == group)  # every option of the other groups has a YAML
         try:
-            about, keys = find(group, choice).summary, keys_of_plugin(group, choice)
+            about, keys = find(kind, choice).summary, keys_of_plugin(kind, choice)
         except PluginError as error:
             raise ConfigError([str(error)]) from error
     return "\n".join([f"{group}={choice}: {about}", *_key_lines(keys), ""])
@@ -134,7 +134,7 @@ def _whole_page() -> str:
         for option in yaml_options(group):
             mark = "*" if defaults.get(group) == option else " "
             lines.append(f"   {mark} {option:<{width}} {first_comment(group, option)}")
-        for kind in KINDS:
+        for kind in GROUP_KINDS:
             if kind == group and (options := plugin_options(group)):
                 summaries = known(kind)
                 lines += [f"     {option:<{width}} {summaries[option]}" for option in options]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from relax_core.config.options import conf_folder
-from relax_core.registry import Kind, find
+from relax_core.registry import Kind, find, section_of
 
 _LINE = re.compile(r"(?P<indent> *)(?P<key>[\w-]+):(?: +(?P<value>[^#\s].*?))?(?:\s+# (?P<comment>.*))?\s*")
 _NO_KEYS = ("defaults", "hydra")  # keys of Hydra itself
@@ -49,16 +49,17 @@ def keys_of_option(group: str, file: Path) -> list[DocumentedKey]:
 
 
 def keys_of_plugin(kind: Kind, name: str) -> list[DocumentedKey]:
-    """Returns the settings of a plug-in without a YAML file, with their defaults.
-
-    Raises `relax_core.registry.PluginError`.
+    """The settings of a plug-in without a YAML, with their defaults. A plug-in of a kind without settings has the keys of the
+    option ``plugin``. Raises `relax_core.registry.PluginError`.
     """
-    config = find(kind, name).config
+    config = getattr(find(kind, name), "config", None)
+    if config is None:
+        return keys_of_option(kind, conf_folder() / kind / "plugin.yaml")
     file = Path(sys.modules[config.__module__].__file__ or config.__module__)
     lines = file.read_text(encoding="utf-8").splitlines()
     return [
         DocumentedKey(
-            key=f"{kind}.{field.name}",
+            key=f"{section_of(kind)}.{field.name}",
             value=_default(field),
             comment=(match[1] if (match := re.search(r"\s# (.*)", lines[number - 1])) else "") if number else "",
             file=file,

@@ -11,7 +11,7 @@ from relax_core.config.command_line.synonyms import synonym
 from relax_core.config.errors import ConfigError, nearest
 from relax_core.config.options import groups, yaml_options
 from relax_core.config.schema_keys import known_keys
-from relax_core.registry import KINDS, is_file_plugin
+from relax_core.registry import ALL_KINDS, GROUP_KINDS, KINDS, Kind, is_builtin, is_file_plugin, key_of, names
 
 # Keys whose value is one path. Relax makes them absolute, because services have working folders of their own.
 PATHS = (
@@ -24,8 +24,8 @@ PATHS = (
     "engine.token_file",
 )
 _QUOTED = (*PATHS, "resume", "launcher.working_dir", "launcher.volume_path", "hydra.sweep.dir")
-_OPEN = ("eval.sets", "data.chat_template_kwargs")  # sections whose keys belong to the user
-_PLUGINS = tuple(f"{kind}.name" for kind in KINDS)
+_OPEN = ("eval.sets", "data.chat_template_kwargs", "data.config")  # whose keys are the user's own
+_PLUGINS = tuple(key_of(kind) for kind in ALL_KINDS if kind != "sink")
 SINGLE, DOUBLE = "'", '"'
 _PLAIN_PATH = re.compile(r"[A-Za-z_/.][\w/.-]*")  # Hydra reads such a path as text with or without quotes
 _LEFT_ALONE = re.compile(r"null|['\"\[{].*|.*\$\{.*|(choice|range|interval|glob|shuffle|sort|tag)\(.*\)", re.DOTALL)
@@ -124,8 +124,14 @@ def with_plugin_groups(overrides: Sequence[str]) -> list[str]:
     values of grpo.yaml.
     """
     given = dict(override.split("=", 1) for override in overrides if "=" in override)
-    named = [(kind, given[f"{kind}.name"]) for kind in KINDS if f"{kind}.name" in given and kind not in given]
+    named = [(kind, given[f"{kind}.name"]) for kind in GROUP_KINDS if f"{kind}.name" in given and kind not in given]
+    named = [(kind, name) for kind, name in named if kind in KINDS or _is_plugin(kind, name)]
     return [*overrides, *(f"{kind}={name if name in yaml_options(kind) else 'plugin'}" for kind, name in named)]
+
+
+def _is_plugin(kind: Kind, name: str) -> bool:
+    """Whether the name is a file's or an installed package's; another name of such a group only tells options apart."""
+    return is_file_plugin(name.strip(SINGLE + DOUBLE)) or (name in names(kind) and not is_builtin(kind, name))
 
 
 def _wrong_flags(words: Sequence[str]) -> Iterator[str]:
@@ -181,7 +187,7 @@ def _wrong_override(word: str) -> Iterator[str]:
 
 
 def _option_by_path(group: str, value: str) -> str:
-    if group in KINDS and value.endswith(".py"):
+    if group in GROUP_KINDS and value.endswith(".py"):
         return f"a file of your own is {group}.name={value}."
     name = Path(value).stem
     if name in yaml_options(group) and "/" not in value:

@@ -12,7 +12,7 @@ from relax_core.config.command_line.override_words import CommandLine, hydra_wor
 from relax_core.config.errors import ConfigError
 from relax_core.config.options import groups
 from relax_core.config.saved import REDACTED
-from relax_core.registry import KINDS
+from relax_core.registry import KINDS, short_name
 
 CONFIG_FILE = "config.yaml"
 OPTION = "saved_run"  # the key of the group experiment, which Hydra composes last
@@ -70,8 +70,8 @@ def _chosen(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def _drop_what_follows(values: dict[str, Any], chosen: Mapping[str, str]) -> None:
-    """Removes values that the new run sets itself. The run's name is removed if it was made from model and data."""
-    if values.get("name") == f"{values['model']['name']}-{values['data']['name']}":
+    """Takes out what the new run says itself. The name goes where it was made from the model and the data."""
+    if values.get("name") == f"{values['model']['name']}-{short_name(values['data']['name'])}":
         del values["name"]
     for key in (*_OF_ITS_START, *chosen):
         values.pop(key, None)

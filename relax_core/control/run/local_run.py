@@ -31,6 +31,7 @@ from relax_core.observe.service.records import last_step
 from relax_core.observe.service.sinks import read_metrics
 from relax_core.observe.terminal.no_signal_warning import SignalWatch
 from relax_core.observe.terminal.panel import Panel
+from relax_core.registry import short_name
 from relax_core.roles.process.role_context import METRICS, RunContext, worker_name
 from relax_core.tools.make_tiny import tiny_model_folder
 
@@ -121,7 +122,7 @@ def _in_session(
         placement=config.placement,
         start_timeout_s=config.run.start_timeout_s,
     )
-    title = f"{config.algo.name} · {config.model.name} · {config.data.name} · {config.mode.name.value}"
+    title = f"{config.algo.name} · {config.model.name} · {short_name(config.data.name)} · {config.mode.name.value}"
     panel = Panel(config.run.steps, run_dir, title, live=config.run.panel)
     workers = [worker_name(role, rank) for role, count in roles_of(config).items() for rank in range(count)]
     with panel, ThreadPoolExecutor(1) as pool:

@@ -104,8 +104,8 @@ def _compare(found: WholeCheckpoint, config: RelaxConfig, *, what: str) -> tuple
     if digest_now != digest:
         raise ValueError(
             f"{what}: it was made with data of another content: digest {digest}; the files that data.path, data.paths "
-            f"and data.eval_path name have {digest_now or 'none'}. Give the data as it was, or start a new run with "
-            "resume=null."
+            f"and data.eval_path name, or the rows of data.name, have {digest_now or 'none'}. Give the data as it was, "
+            "or start a new run with resume=null."
         )
     reported = changes(before, now, keys=TOLD)
     if moved:

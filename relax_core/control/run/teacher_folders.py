@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from relax_core.config.checks.model_folder import folder_problems, media_token_ids, read_model_config
+from relax_core.config.checks.model_folder import folder_problems, media_token_ids
 from relax_core.config.schema import RelaxConfig
 from relax_core.data.tokenizer import token_difference
 from relax_core.families.folder import folder_architecture
+from relax_core.families.hf_config import read_hf_config
 from relax_core.registry import find_algorithm
 from relax_core.tools.make_tiny import MODEL_NAMES, tiny_model_folder
 
@@ -52,7 +53,7 @@ def teacher_model_problems(config: RelaxConfig, name: str, model: str, *, top_k:
 def _misfits(config: RelaxConfig, folder: Path, *, student: Path, key: str, top_k: int) -> Iterator[str]:
     """Yields the reasons why a teacher's log-probs do not apply to the student's tokens."""
     try:
-        folder_architecture(folder)
+        folder_architecture(folder, also=config.model.family)
     except ValueError as error:
         yield f"{key}: {error}"
         return
@@ -67,7 +68,7 @@ def _misfits(config: RelaxConfig, folder: Path, *, student: Path, key: str, top_
             f"{key}={folder}: its media tokens are {media[1]}, those of the model that learns are {media[0]}. All "
             "roles skip the same tokens, so a teacher must name the same ones in tokenizer.json and config.json."
         )
-    sizes = [int(read_model_config(one)["vocab_size"]) for one in (student, folder)]
+    sizes = [int(read_hf_config(one)["vocab_size"]) for one in (student, folder)]
     if top_k and sizes[0] != sizes[1]:
         yield (
             f"{key}={folder}: config.json has vocab_size {sizes[1]}, the model that learns has {sizes[0]}. With "

@@ -24,6 +24,7 @@ DTYPES = ("float32", "bfloat16")
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m relax_core.engines.embedded", description=__doc__)
     parser.add_argument("--model-path", type=Path, required=True, help="Hugging Face folder")
+    parser.add_argument("--family", help="a model family, by name or file, beside those that are known by name")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--beyond-loopback", action="store_true", help="allow a --host that other machines can reach")
     parser.add_argument("--port", type=int, default=0, help="0 takes any free port")

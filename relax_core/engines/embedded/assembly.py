@@ -29,7 +29,7 @@ def build_app(arguments: argparse.Namespace) -> tuple[EngineApp, Scheduler]:
     Raises ValueError, or OSError for a file that cannot be read, with a text for the user.
     """
     torch.set_num_threads(arguments.threads)
-    config = read_model_config(arguments.model_path)
+    config = read_model_config(arguments.model_path, family=arguments.family)
     _check(arguments, config.max_positions)
     token = arguments.token_file.read_text().strip()
     if not token:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from relax_core.engines.engine_process import EngineLaunch
+from relax_core.contracts.engine_kind import EngineStart, environment_of_threads
 
 ROOT = Path(__file__).resolve().parents[3]
 
 
-def command(launch: EngineLaunch) -> list[str]:
-    """Returns the command line of an engine process."""
+def command(launch: EngineStart) -> list[str]:
     engine = launch.engine
     options = {
         "--model-path": launch.model_folder,
@@ -28,6 +25,8 @@ def command(launch: EngineLaunch) -> list[str]:
         "--dtype": launch.dtype,
     }
     words = [word for option, value in options.items() for word in (option, str(value))]
+    if launch.family is not None:
+        words += ["--family", launch.family]
     if launch.load_weights:
         words.append("--load-weights")
     if launch.beyond_loopback:
@@ -35,19 +34,10 @@ def command(launch: EngineLaunch) -> list[str]:
     return [sys.executable, "-m", "relax_core.engines.embedded", *words]
 
 
-def environment(launch: EngineLaunch) -> dict[str, str]:
-    """Returns the environment of an engine process.
-
-    It sets the number of threads before any maths library loads, and lets waiting threads sleep instead of spin.
-    """
-    threads = str(launch.engine.threads)
+def environment(launch: EngineStart) -> dict[str, str]:
+    """Threads are set before any maths library loads; waiting threads sleep instead of spinning."""
     path = os.environ.get("PYTHONPATH")
     return {
-        **os.environ,
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "OPENBLAS_NUM_THREADS": threads,
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "PYTHONUNBUFFERED": "1",
+        **environment_of_threads(launch),
         "PYTHONPATH": f"{ROOT}{os.pathsep}{path}" if path else str(ROOT),
     }

@@ -5,7 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
-import msgspec
+from relax_core.contracts.sink import HistogramRecord as HistogramRecord
+from relax_core.contracts.sink import MetricRecord as MetricRecord
+from relax_core.contracts.sink import Record as Record
+from relax_core.contracts.sink import TextCell as TextCell
+from relax_core.contracts.sink import TextRecord as TextRecord
 
 ACTOR = "actor"  # source of one record a train step
 ROLLOUT = "rollout"  # source of one record a prompt batch of generation
@@ -19,57 +23,6 @@ BAD_ROWS = "bad_rows"  # kind of texts about data rows that were skipped
 def bad_rows_kind(worker: int) -> str:
     """Returns the kind of the texts in which a rollout worker names the data rows that it skipped."""
     return f"{BAD_ROWS}-{worker}" if worker else BAD_ROWS
-
-
-TextCell = str | int | float | bool | None
-
-
-class MetricRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds the numbers that ``source`` reported for ``step``.
-
-    ``time_s`` is Unix time, in seconds.
-    """
-
-    source: str
-    step: int
-    time_s: float
-    values: dict[str, float]
-
-
-class TextRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds texts of one ``kind`` at ``step``.
-
-    Each row is a dict. A row of kind "eval" has prompt, answer (the expected one), response and exact, and the name of
-    the evaluation set if the set has one. A row of `bad_rows_kind` has row (the number of the data row), reason and
-    text.
-    """
-
-    kind: str
-    step: int
-    time_s: float
-    rows: list[dict[str, TextCell]]
-
-
-class HistogramRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds the distribution of the values of ``name`` that ``source`` had at ``step``.
-
-    ``counts[k]`` values lie above ``limits[k - 1]`` (without a lower limit for k = 0) and up to ``limits[k]``.
-    ``total`` and ``total_of_squares`` are sums over the values. ``time_s`` is Unix time, in seconds.
-    """
-
-    source: str
-    step: int
-    time_s: float
-    name: str
-    limits: list[float]
-    counts: list[int]
-    least: float
-    largest: float
-    total: float
-    total_of_squares: float
-
-
-Record = MetricRecord | TextRecord | HistogramRecord
 
 
 def metric_record(source: str, step: int, values: Mapping[str, float]) -> MetricRecord:

@@ -108,6 +108,8 @@ class SinkThread:
     def _main(self) -> None:
         while batch := self._next_batch():
             self._try(self._sink.write, batch, done="written", records=len(batch))
+            if not self._pending:
+                self._try(self._sink.flush, done="flushed", records=0)
             with self._wake:
                 self._settled, self._busy_since, self._batch = self._upto, None, []
                 self._wake.notify_all()

@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
+from relax_core.config.plugin_lists import plugins_of
+from relax_core.contracts.sink import BaseSink, SinkConfig, SinkSpec, SinkStart
+from relax_core.observe.plugin_sink import PluginSink
 from relax_core.observe.service.records import HistogramRecord, MetricRecord, Record, TextRecord, is_resume
 
 if TYPE_CHECKING:
@@ -45,8 +48,9 @@ class Sink(Protocol):
     def write(self, batch: Sequence[Record]) -> None:
         """Writes a batch of records."""
 
-    def close(self) -> None:
-        """Closes the sink after its last batch."""
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
 
 
 class AppendFile:
@@ -94,8 +98,8 @@ def _end_of_last_line(file: io.FileIO) -> int:
     return 0
 
 
-class JsonlSink:
-    """Writes numbers to ``metrics.jsonl`` and texts to ``texts.jsonl``, one JSON object a line; NaN becomes null."""
+class JsonlSink(BaseSink):
+    """One JSON object a line: numbers to ``metrics.jsonl``, texts to ``texts.jsonl``. NaN and infinities as null."""
 
     name = METRICS_FILE
     local = True
@@ -123,8 +127,8 @@ class JsonlSink:
             file.close()
 
 
-class TensorBoardSink:
-    """Writes scalars with the tag ``<source>/<name>`` and histograms as TensorBoard's own protobufs.
+class TensorBoardSink(BaseSink):
+    """Scalars with tag ``<source>/<name>`` and histograms, through TensorBoard's own protobufs and framing.
 
     A resume becomes a session start, so that TensorBoard hides the steps that it undid. Texts are not written. It does
     not use EventFileWriter, because that has a thread of its own, which a full disk kills.
@@ -191,14 +195,32 @@ def _frame(events: Sequence[bytes]) -> bytes:
     return buffer.getvalue()
 
 
+JSONL = SinkSpec(
+    name="jsonl",
+    summary="JSON lines in the run's folder, which Relax reads itself",
+    config=SinkConfig,
+    open=lambda start, config: JsonlSink(start.run_dir),
+)
+TENSORBOARD = SinkSpec(
+    name="tensorboard",
+    summary="TensorBoard event files in the run's folder",
+    config=SinkConfig,
+    open=lambda start, config: TensorBoardSink(start.run_dir),
+)
+
+
 def make_sinks(tracker: TrackerConfig, run_dir: Path) -> list[Sink]:
-    """Returns the sinks that ``tracker`` switches on. They have not opened a file yet."""
-    sinks: list[Sink] = []
+    """The sinks that ``tracker`` switches on, Relax's own ones first. Nothing is opened yet, and no plug-in is
+    imported. Raises ValueError for ``tracker.sinks`` that is neither a list nor a mapping.
+    """
+    start = SinkStart(run_dir=run_dir)
+    own: list[Sink] = []
     if tracker.jsonl:
-        sinks.append(JsonlSink(run_dir))
+        own.append(JsonlSink(run_dir))
     if tracker.tensorboard:
-        sinks.append(TensorBoardSink(run_dir))
-    return sinks
+        own.append(TensorBoardSink(run_dir))
+    others = [PluginSink(name, values, start) for name, values in plugins_of(tracker.sinks, key="tracker.sinks")]
+    return [*own, *others]
 
 
 class _MetricLine(msgspec.Struct):

@@ -19,10 +19,12 @@ from relax_core.contracts.data import TOO_LONG, BadRow, PromptSource
 from relax_core.data.eval_sets import eval_sets, held_out_count
 from relax_core.data.generated import LONGEST_PROMPT, example
 from relax_core.data.paths import data_parts
+from relax_core.data.plugin_source import names_plugin
 from relax_core.data.shares import NAMED_ROWS, too_many_bad
 from relax_core.data.sources import make_source
+from relax_core.families.hf_config import CONFIG_FILE
 from relax_core.plan.data.prompt_maker import positions, prompt_maker, prompt_room
-from relax_core.registry import find_algorithm
+from relax_core.registry import find_algorithm, is_file_plugin
 from relax_core.rollout.evaluation.evaluator import PreparedSet, prepare
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.teacher_choice import TeacherOf, teacher_chooser
@@ -260,14 +262,16 @@ class _Found:
 def _key(config: RelaxConfig) -> str | None:
     """Returns what a data check depends on, or None if a file was just written, so that its time is no proof."""
     try:
-        parts = [] if config.data.task is not None else data_parts(config.data)
+        has_files = config.data.task is None and not names_plugin(config.data)
+        parts = data_parts(config.data) if has_files else []
     except ValueError:
         return None
     files = [file for part in parts for file in part.files]
+    files += [Path(config.data.name)] if is_file_plugin(config.data.name) else []
     files += [Path(one) for one in (config.data.eval_path, *config.eval.sets.values()) if one is not None]
     if config.model.path is not None:
         folder = Path(config.model.path)
-        files += [folder / name for name in ("config.json", "tokenizer.json")]
+        files += [folder / name for name in (CONFIG_FILE, "tokenizer.json")]
         files += [file for file in (folder / "tokenizer_config.json", folder / "chat_template.jinja") if file.exists()]
     stats = []
     for file in files:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 from relax_core.config.schema import LauncherKind, RelaxConfig
-from relax_core.data.sources import file_rows
+from relax_core.data.sources import are_rows_named, file_rows
 
 
 def settle_steps(config: RelaxConfig) -> RelaxConfig:
@@ -38,7 +38,7 @@ def _training_rows(config: RelaxConfig) -> int | None:
     data = config.data
     if data.task is not None:
         return data.size
-    if data.path is data.paths is None:
+    if not are_rows_named(data):
         return None
     try:
         return file_rows(data)[1]

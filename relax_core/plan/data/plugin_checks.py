@@ -9,13 +9,16 @@ from typing import Any
 import msgspec
 
 from relax_core.config.schema import LauncherKind, RelaxConfig
-from relax_core.contracts.env import EnvSpec
+from relax_core.contracts.algorithm import AlgorithmSpec
+from relax_core.contracts.reward import RewardSpec
 from relax_core.data.generated import example, task_names
+from relax_core.data.plugin_source import names_plugin, source_config
 from relax_core.data.sources import file_rows
 from relax_core.registry import Kind, find, is_builtin
 from relax_core.rollout.trial.plugin_trial import Request, try_plugins
 
-CALL_S = 10.0  # a first call may import libraries
+CALL_S = 10.0  # a first call may import something
+OPEN_S = 120.0  # a data source may load what it has
 TRIED_ROWS = 3  # the first, the last and one between them
 
 
@@ -27,6 +30,8 @@ def plugin_problems(config: RelaxConfig) -> list[str]:
     """
     if config.launcher.name is LauncherKind.ray_job:
         return []
+    if problems := source_problems(config):
+        return problems
     own_data = config.data.task is None
     on_rows: list[Kind] = [k for k in ("env", "reward") if own_data or not is_builtin(k, getattr(config, k).name)]
     rows = list(_rows(config)) if on_rows else []
@@ -34,7 +39,23 @@ def plugin_problems(config: RelaxConfig) -> list[str]:
     if not is_builtin("algo", config.algo.name):
         tried.append("algo")
     parts = {kind: packed for kind in tried if (packed := _packed(config, kind)) is not None}
-    return list(_tried(msgspec.msgpack.encode(Request(rows=rows, call_s=CALL_S, **parts)))) if parts else []
+    return (
+        list(_tried(msgspec.msgpack.encode(Request(rows=rows, call_s=CALL_S, open_s=OPEN_S, **parts)))) if parts else []
+    )
+
+
+def source_problems(config: RelaxConfig) -> list[str]:
+    """What is wrong with a data source that is a plug-in. Its rows are read in this process afterwards, so it is the
+    first that is tried. A configuration that makes no sense is told by another check.
+    """
+    if config.launcher.name is LauncherKind.ray_job or not names_plugin(config.data):
+        return []
+    try:
+        packed = msgspec.msgpack.encode(source_config(config.data))
+    except ValueError:
+        return []
+    request = Request(rows=[], data=(config.data.name, packed), call_s=CALL_S, open_s=OPEN_S)
+    return list(_tried(msgspec.msgpack.encode(request)))
 
 
 @cache
@@ -48,7 +69,7 @@ def _packed(config: RelaxConfig, kind: Kind) -> tuple[str, bytes] | None:
     plugin_config = getattr(config, kind)
     spec = find(kind, plugin_config.name)
     try:
-        if not isinstance(spec, EnvSpec):
+        if isinstance(spec, AlgorithmSpec | RewardSpec):
             spec.check(plugin_config)
     except ValueError:
         return None

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from relax_core.config.checks.model_folder import folder_problems, read_model_config
+from relax_core.config.checks.model_folder import folder_problems
 from relax_core.config.schema import RelaxConfig
 from relax_core.data.tokenizer import PromptTokenizer
+from relax_core.families.hf_config import read_hf_config
 from relax_core.plan.model.model_source import shape_dimensions
 from relax_core.registry import find_env
 from relax_core.rollout.prompt_tokens import PromptMaker
@@ -50,7 +51,7 @@ def positions(config: RelaxConfig) -> int | None:
         return MAX_POSITIONS
     try:
         if model.path is not None:
-            longest = read_model_config(Path(model.path)).get("max_position_embeddings")
+            longest = read_hf_config(Path(model.path)).get("max_position_embeddings")
             return longest if isinstance(longest, int) else None
         return shape_dimensions(model.shape).positions if model.shape is not None else None
     except (ValueError, OSError):

@@ -25,11 +25,10 @@ from relax_core.plan.memory.trainer_share import activation_terms, forward_terms
 from relax_core.plan.model.dimensions import ModelDimensions
 from relax_core.plan.model.model_source import teacher_dimensions
 from relax_core.plan.workload import Workload
-from relax_core.registry import find_reward
+from relax_core.registry import find_engine, find_reward
 from relax_core.train.parallel.layout_arithmetic import critic_parallel, forward_parallel, one_rank, world_size
 
-TRAINER, ENGINE = 435, 256
-SGLANG = 1450  # of its three processes on a CPU (docs/sglang.md)
+TRAINER = 435
 BASES = {  # MiB
     "supervisor": 38,
     "controller": 216,
@@ -89,7 +88,7 @@ def cpu_holders(
 
 def _teachers(config: RelaxConfig, requirements: Requirements, work: Workload) -> list[Holder]:
     assert requirements.teacher is not None
-    models = [teacher_dimensions(model) for model in requirements.teacher.models.values()]
+    models = [teacher_dimensions(model, family=config.model.family) for model in requirements.teacher.models.values()]
     if requirements.teacher.served_by == "forward":
         return [_forward("teacher", config, one_rank(config.parallel), models, work, follows=False)]
     engines = [_engine("teacher engine", config, one, work, count=1) for one in models]
@@ -163,8 +162,7 @@ def _forward(
 
 def _engine(name: str, config: RelaxConfig, model: ModelDimensions, work: Workload, *, count: int) -> Holder:
     size = engine_bytes(config)
-    imports = SGLANG if config.engine.name == "sglang" else ENGINE
-    state = {"imports": imports * MIB, "weights": model.parameters * size}
+    state = {"imports": find_engine(config.engine.name).memory_mib * MIB, "weights": model.parameters * size}
     serving = {
         f"KV cache ({cache_tokens(config, work)} tokens)": cache_tokens(config, work)
         * model.cache_values_per_token
@@ -185,8 +183,8 @@ def _engine(name: str, config: RelaxConfig, model: ModelDimensions, work: Worklo
 def cache_tokens(config: RelaxConfig, work: Workload) -> int:
     """Returns the tokens of the engine's grown KV cache: a rectangle whose columns double, within its budget."""
     engine, columns = config.engine, FIRST_COLUMNS
-    if engine.name == "sglang":
-        return engine.max_total_tokens  # it allocates all of it at its start
+    if find_engine(engine.name).whole_cache:
+        return engine.max_total_tokens
     while columns < work.sample_tokens:
         columns *= 2
     return min(work.samples_in_flight * min(columns, engine.context_tokens), engine.max_total_tokens)

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from relax_core.families.table import FAMILIES, read_architecture
+from relax_core.contracts.family import Family
+from relax_core.families.folder import family_key
+from relax_core.families.table import read_architecture
+from relax_core.registry import find_family, names
 
 Values = Mapping[str, Any]
 
@@ -154,17 +157,16 @@ class ModelDimensions:
         return self.hidden * self.experts.count + 3 * self.hidden * shared + (self.hidden if shared else 0)
 
 
-def read_dimensions(values: Values, *, name: str) -> ModelDimensions:
-    """Reads the content of a config.json.
-
-    Raises ValueError for an unknown family, for an option that is not computed, and for a missing field.
+def read_dimensions(values: Values, *, name: str, family: str | None = None) -> ModelDimensions:
+    """Reads the content of a config.json. ``family``, a name or a file, is looked at before the families that have a
+    name. Raises ValueError for a family that is not known, for an option that is not
+    computed, and for a missing field.
     """
-    family = str(values.get("model_type"))
-    if family in FAMILIES:
-        return _of_a_family_that_trains(values, name)
-    reader = _READERS.get(family)
+    if (key := family_key(values.get("model_type"), also=family)) is not None:
+        return _of_a_family_that_trains(values, name, find_family(key))
+    reader = _READERS.get(str(values.get("model_type")))
     if reader is None:
-        known = ", ".join(sorted([*FAMILIES, *_READERS]))
+        known = ", ".join(sorted([*names("family"), *_READERS]))
         raise ValueError(f"{name}: model_type={values.get('model_type')!r} cannot be planned. What can: {known}.")
     try:
         return reader(values, name)
@@ -189,9 +191,9 @@ def _language(values: Values, name: str, *, whole: Values) -> dict[str, Any]:
     }
 
 
-def _of_a_family_that_trains(values: Values, name: str) -> ModelDimensions:
+def _of_a_family_that_trains(values: Values, name: str, family: Family) -> ModelDimensions:
     try:
-        one = read_architecture(FAMILIES[values["model_type"]], values)
+        one = read_architecture(family, values)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     experts = one.experts

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from relax_core.config.checks.model_folder import read_model_config
 from relax_core.config.errors import nearest
 from relax_core.config.schema import RelaxConfig
+from relax_core.families.hf_config import read_hf_config
 from relax_core.plan.model.dimensions import ModelDimensions, read_dimensions
 from relax_core.tools.make_tiny import MODEL_NAMES, tiny_config
 from relax_core.train.parallel.layout_arithmetic import LayoutShape
@@ -24,7 +24,7 @@ def find_dimensions(config: RelaxConfig) -> ModelDimensions:
     """Returns the dimensions of the trained model. Raises ValueError if there is nothing that can be planned."""
     model = config.model
     if model.path is not None:
-        return folder_dimensions(Path(model.path))
+        return folder_dimensions(Path(model.path), family=model.family)
     if model.builtin is not None:
         return builtin_dimensions(model.builtin)
     if model.shape is not None:
@@ -35,9 +35,9 @@ def find_dimensions(config: RelaxConfig) -> ModelDimensions:
     )
 
 
-def folder_dimensions(folder: Path) -> ModelDimensions:
-    """Returns the dimensions of a Hugging Face folder."""
-    return read_dimensions(read_model_config(folder), name=folder.name)
+def folder_dimensions(folder: Path, *, family: str | None) -> ModelDimensions:
+    """``family`` is model.family of the configuration, which may be a file."""
+    return read_dimensions(read_hf_config(folder), name=folder.name, family=family)
 
 
 def builtin_dimensions(name: str) -> ModelDimensions:
@@ -55,9 +55,11 @@ def shape_dimensions(name: str) -> ModelDimensions:
     return read_dimensions(json.loads((SHAPES / f"{name}.json").read_text(encoding="utf-8")), name=name)
 
 
-def teacher_dimensions(model: str) -> ModelDimensions:
-    """Returns the dimensions of a distillation's teacher, a built-in one's name or a folder."""
-    return builtin_dimensions(model) if model in MODEL_NAMES else folder_dimensions(Path(model).expanduser().absolute())
+def teacher_dimensions(model: str, *, family: str | None) -> ModelDimensions:
+    """Of a distillation's teacher: a built-in one's name, or a folder."""
+    if model in MODEL_NAMES:
+        return builtin_dimensions(model)
+    return folder_dimensions(Path(model).expanduser().absolute(), family=family)
 
 
 def layout_shape(model: ModelDimensions) -> LayoutShape:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from relax_core.contracts.engine import EngineUnreachable
-from relax_core.engines.sglang.client.attached_server import check_server
+from relax_core.registry import find_engine
 from relax_core.roles.engine.engine_directory import engine_client
 from relax_core.roles.engine.engine_owner import WATCH_S, EngineHost
 
@@ -16,15 +16,12 @@ class AttachedEngineHost(EngineHost):
     """
 
     def work(self) -> None:
-        """Checks the engine and keeps its weights up to date until the run stops."""
-        from relax_core.engines.sglang.client.sglang_client import SglangClient
-
         engine = self.context.config.engine
         self._url = engine.urls[self._rank].rstrip("/")
         client = engine_client(self.context, self._url)
-        assert isinstance(client, SglangClient)  # engine.urls is a key of engine=sglang only
-        check_server(client, timeout_s=engine.start_timeout_s, rollout=self.context.config.rollout)
-        client.forget_weights()  # they are from another run, or from this run before it resumed from a checkpoint
+        attach = find_engine(engine.name).attach
+        assert attach is not None, "engine.urls is a key of kinds of engine with attach only"
+        attach(client, engine.start_timeout_s, self.context.config.rollout)
         self._address.set()
         while not self.stopping:
             try:

@@ -93,6 +93,7 @@ class EngineHost(Worker):
         joined = config.launcher.ray_address is not None
         return EngineLaunch(
             model_folder=self.context.model_folder,
+            family=config.model.family,
             engine=replace(config.engine, host=node_address(config.launcher)) if joined else config.engine,
             beyond_loopback=joined,
             dtype=config.engine.dtype or config.model.dtype,

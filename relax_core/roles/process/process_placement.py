@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from relax_core.config.schema import LauncherConfig, PlacementConfig, RelaxConfig
+from relax_core.registry import find_engine
 from relax_core.roles.process.role_context import TEACHER_ENGINE
 
 if TYPE_CHECKING:
@@ -27,11 +28,10 @@ def node_address(launcher: LauncherConfig) -> str:
 
 
 def engines_take_gpus(config: RelaxConfig) -> bool:
-    """Returns True if the run's own engines use GPUs.
-
-    The embedded engine runs on CPU cores, and engines that are attached by URL have their own devices.
+    """Whether the run's own engines are on GPUs: the embedded engine runs on CPU cores, and what is attached by URL has
+    devices of its own.
     """
-    return config.placement.gpus_per_node > 0 and config.engine.name != "embedded" and not config.engine.urls
+    return config.placement.gpus_per_node > 0 and find_engine(config.engine.name).on_gpus and not config.engine.urls
 
 
 def worker_gpus(config: RelaxConfig, role: str) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from relax_core.config.schema import OptimizerConfig, ParallelConfig, RelaxConfig
 from relax_core.contracts.engine import WeightManifest
-from relax_core.families.folder import folder_architecture
+from relax_core.families.folder import family_key, folder_architecture
 from relax_core.roles.process.process_placement import LOOPBACK
 from relax_core.roles.process.role_context import RunContext
 from relax_core.train.parallel.layout_arithmetic import critic_parallel, forward_parallel, one_rank
@@ -38,7 +38,9 @@ def build_teacher(context: RunContext, folder: Path) -> MegatronBackend:
     """Builds the model of ``folder``, of any family, as a whole in this process, without gradient."""
     parallel = one_rank(context.config.parallel)
     setup = _setup(context, parallel, context.config.optimizer, rank=0, store_address=store_address(1))
-    setup = replace(setup, model_folder=folder, family=folder_architecture(folder).family)
+    architecture = folder_architecture(folder, also=context.config.model.family)
+    family = family_key(architecture.family, also=context.config.model.family)
+    setup = replace(setup, model_folder=folder, family=family)
     return _build(context, setup, trainable=False)
 
 

@@ -28,18 +28,19 @@ _READ_BYTES = 1 << 16
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """What the child process is to try.
-
-    ``rows`` holds data rows with their origin (file and line). ``env``, ``reward`` and ``algo`` are the name of a
-    plug-in and its settings as msgpack; a plug-in with an empty name is not tried. ``call_s`` is the limit of one call
-    of an env or a reward in seconds; a reward has its ``timeout_s`` if that is longer.
+    """``rows``: (where it is from, the row). ``env``, ``reward``, ``algo``, ``data``: the name of what is tried, and
+    its settings as msgpack; an empty name is not tried. ``call_s``: seconds that one call of an env, a reward or a
+    data source may take; a reward has its ``timeout_s`` where that is more. ``open_s``: seconds that a
+    data source may take to open.
     """
 
     rows: list[tuple[str, dict[str, Any]]]
     env: tuple[str, bytes] = ("", b"")
     reward: tuple[str, bytes] = ("", b"")
     algo: tuple[str, bytes] = ("", b"")
+    data: tuple[str, bytes] = ("", b"")
     call_s: float
+    open_s: float
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True, tag=True):

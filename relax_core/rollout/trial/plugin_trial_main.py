@@ -7,6 +7,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, BinaryIO
 
 import msgspec
@@ -15,6 +16,7 @@ from relax_core.contracts.checked import WrongResult
 from relax_core.contracts.env import EnvSpec, EpisodeStart
 from relax_core.contracts.reward import RewardInput, RewardOutput, RewardSpec
 from relax_core.registry import find_algorithm, find_env, find_reward, plugin_words
+from relax_core.rollout.data_source_trial import try_data_source
 from relax_core.rollout.rewards.reward_frames import HEADER_BYTES, payload_bytes, to_frame
 from relax_core.rollout.trial.algorithm_trial import try_algorithm
 from relax_core.rollout.trial.plugin_trial import START_S, Done, Request, Stage
@@ -29,6 +31,7 @@ def main() -> None:
     header = sys.stdin.buffer.read(HEADER_BYTES)
     request = msgspec.msgpack.decode(sys.stdin.buffer.read(payload_bytes(header)), type=Request)
     problems = [
+        *(try_data_source(request, partial(_say, replies)) if request.data[0] else ()),
         *(_try_env(request, replies) if request.env[0] else ()),
         *(_try_reward(request, replies) if request.reward[0] else ()),
         *(_try_algorithm(request, replies) if request.algo[0] else ()),

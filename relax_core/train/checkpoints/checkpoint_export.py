@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from relax_core.families.folder import folder_architecture
+from relax_core.families.folder import family_key, folder_architecture
 from relax_core.train.checkpoints.checkpoint_errors import read_errors_as_valueerror
 from relax_core.train.checkpoints.checkpoint_shards import WEIGHTS, StoredFolder
 from relax_core.train.checkpoints.provenance import check_same_numbers, model_numbers, read_provenance
@@ -19,19 +19,27 @@ BUCKET_BYTES = 64 << 20
 
 
 def export_checkpoint(
-    checkpoint: Path, target: Path, *, model_folder: Path, dtype: str | None = None, shard_bytes: int = SHARD_BYTES
+    checkpoint: Path,
+    target: Path,
+    *,
+    model_folder: Path,
+    family: str | None = None,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Writes ``target`` as `export_hf_folder` does, with 64 MiB or one tensor in memory.
 
-    ``checkpoint`` is a model's part of a checkpoint and has provenance.json. ``model_folder`` gives the configuration
-    and the tokenizer. ``dtype`` is "float32" or "bfloat16", or None for the trainer's. Raises ValueError for a
-    checkpoint that is corrupt, of a different model than the folder's, or a critic's, and OSError if ``target`` cannot
-    be written.
+    ``checkpoint``: a model's part of one (provenance.json is in it). ``model_folder``: whose configuration and tokenizer
+    go with the weights. ``family``: a model family, by name or file, beside those that have a name. ``dtype``:
+    "float32" or "bfloat16"; None: the trainer's. Raises ValueError for a checkpoint that is corrupt, of another model
+    than the folder's, or a critic's; OSError where ``target`` cannot be written.
     """
     provenance = read_provenance(checkpoint)
     if provenance.head != "policy":
-        raise ValueError(f"checkpoint {checkpoint} is of a {provenance.head}: Hugging Face has no such model.")
-    architecture = folder_architecture(model_folder, family=provenance.family)
+        raise ValueError(f"checkpoint {checkpoint} is of a {provenance.head}: Hugging Face knows no such model.")
+    architecture = folder_architecture(
+        model_folder, family=family_key(provenance.family, also=family) or provenance.family
+    )
     check_same_numbers(provenance.model, model_numbers(architecture), folder=checkpoint)
     with read_errors_as_valueerror(checkpoint):
         stored = StoredFolder(checkpoint)

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from relax_core.contracts.engine import TensorSpec
+from relax_core.families.hf_config import CONFIG_FILE, has_hf_config, read_hf_config
 from relax_core.train.checkpoints.atomic_folder import atomic_folder
 from relax_core.weights.safetensors_stream import library_layout, write_safetensors
 
@@ -39,18 +40,18 @@ def export_hf_folder(
     appears complete or not at all and replaces an older one. OSError names what was not written, where, and how many
     bytes are free. Raises ValueError if the source has no config.json.
     """
-    if not (source_folder / "config.json").is_file():
-        raise ValueError(f"model.path={source_folder} has no config.json. Give a Hugging Face model folder.")
+    if not has_hf_config(source_folder):
+        raise ValueError(f"model.path={source_folder}: no config.json there. Give a Hugging Face model folder.")
     with atomic_folder(target) as folder:
         for path in sorted(source_folder.iterdir()):
             if path.suffix in COPIED_SUFFIXES and path.is_file() and not path.name.endswith(".index.json"):
                 shutil.copyfile(path, folder / path.name)
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = read_hf_config(folder)
         left_out = {TIED_OUTPUT} if config.get("tie_word_embeddings") else set()
         weights = [(name, dtype, shape) for name, shape in shapes.items() if name not in left_out]
         _write_shards(folder, _cut(weights, shard_bytes), _without(left_out, tensors))
         config = _with_dtype(config, dtype)
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import pytest
 
 from relax_core.config.compose import load_config
 from relax_core.config.errors import ConfigError
-from relax_core.preflight import sglang_version_problems
+from relax_core.engines.sglang.checks import version_problems
 
 SGLANG = ["engine=sglang", "engine.urls=[http://127.0.0.1:30000]"]
 
@@ -81,8 +81,8 @@ def test_an_interpreter_without_sglang_is_said(tmp_path: Path) -> None:
     fake = tmp_path / "python"
     fake.write_text("#!/bin/sh\nexit 1\n")
     fake.chmod(0o755)
-    (problem,) = sglang_version_problems(load_config(["engine=sglang", f"engine.python={fake}"]))
+    (problem,) = version_problems(load_config(["engine=sglang", f"engine.python={fake}"]))
     assert "has no SGLang" in problem and "make sglang-cpu" in problem
     fake.write_text("#!/bin/sh\necho 0.4.1\n")
-    (problem,) = sglang_version_problems(load_config(["engine=sglang", f"engine.python={fake}"]))
+    (problem,) = version_problems(load_config(["engine=sglang", f"engine.python={fake}"]))
     assert "SGLang 0.4.1 is not supported. Install 0.5.23" in problem

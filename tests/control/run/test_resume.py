@@ -13,6 +13,7 @@ from relax_core.config.schema import RelaxConfig
 from relax_core.control.run.resume import find_resume_point
 from relax_core.data.data_identity import data_digest
 from relax_core.train.checkpoints.checkpoint_store import DATA_DIGEST, DATUM, META, TOKEN_TREE, CheckpointStore
+from tests.data.test_plugin_source import ROWS, SQLITE, write_database
 
 STEPS = 100
 
@@ -219,6 +220,24 @@ def test_data_whose_content_changed_is_refused(tmp_path: Path, rows: Path) -> No
         ValueError, match=rf"resume={folder}: it was made with data of another content: digest \w+; the"
     ):
         find_resume_point(on_file(tmp_path / "run", rows))
+
+
+def test_the_rows_of_a_plug_in_are_known_by_their_content(tmp_path: Path) -> None:
+    def on_database(path: str) -> RelaxConfig:
+        source = [f"data.name={SQLITE}", f"data.config.database={path}", "data.eval_size=8", "eval.rows=8"]
+        return load_config([f"run.dir={tmp_path}/run", "resume=auto", "model.task=reverse_digits", *source])
+
+    first = write_database(tmp_path / "rows.db", ROWS)
+    made_with = on_database(first)
+    write_checkpoint(tmp_path / "run", 10, config=made_with, digest=data_digest(made_with.data))
+    moved = write_database(tmp_path / "moved.db", ROWS)
+    point = find_resume_point(on_database(moved))
+    assert point is not None and point.notes == (
+        f"data.config was {{database:{first}}}, is {{database:{moved}}}, the same data by its content from step 10 on",
+    )
+    other = write_database(tmp_path / "other.db", [*ROWS[:-1], ("rev 1", "1")])
+    with pytest.raises(ValueError, match=r"it was made by another run: data.config was \{database:"):
+        find_resume_point(on_database(other))
 
 
 def test_a_checkpoint_that_does_not_say_its_datas_content_compares_paths(tmp_path: Path, rows: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from relax_core.contracts.sink import BaseSink
 from relax_core.observe.service import sink_thread
 from relax_core.observe.service.metrics_service import MetricsService
 from relax_core.observe.service.records import ACTOR, Record, by_step, metric_record, without_undone
@@ -17,8 +18,8 @@ from relax_core.observe.service.sinks import JsonlSink, read_metrics, read_texts
 T = 120.0
 
 
-class HangingSink:
-    """A sink that takes one batch and hangs until the test releases it."""
+class HangingSink(BaseSink):
+    """Takes one batch and does not come back before it is let go."""
 
     name = "hanging disk"
 
@@ -38,8 +39,8 @@ class HangingSink:
         self.closed = True
 
 
-class RaisingSink:
-    """A sink that raises ``error`` with every other batch, beginning with the first, and with `close`."""
+class RaisingSink(BaseSink):
+    """Raises ``error`` with every other batch, from the first on, and with `close`."""
 
     name = "their SDK"
     local = False

@@ -157,15 +157,11 @@ def test_a_row_that_an_env_cannot_take_counts_as_a_bad_row(tmp_path: Path, rows:
 
 
 def test_an_algorithm_is_tried_on_a_made_up_group(tmp_path: Path) -> None:
-    path = tmp_path / "mine.py"
-    text = Path("CONTRIBUTING.md").read_text()
-    code = next(part for part in text.split("```") if "REINFORCE with the group" in part).removeprefix("python\n")
-    path.write_text(code)
-    assert plugin_problems(load_config(["algo=plugin", f"algo.name={path}", "mode=colocate"])) == []
-    path.with_name("wrong.py").write_text(code.replace("return rewards[inputs.sample_ids]", "return rewards"))
-    (problem,) = plugin_problems(
-        load_config(["algo=plugin", f"algo.name={path.with_name('wrong.py')}", "mode=colocate"])
-    )
+    example = Path(__file__).parents[3] / "examples" / "plugins" / "quantile_baseline.py"
+    assert plugin_problems(load_config(["algo=plugin", f"algo.name={example}", "mode=colocate"])) == []
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text(example.read_text().replace("[inputs.sample_ids]", ""))
+    (problem,) = plugin_problems(load_config(["algo=plugin", f"algo.name={wrong}", "mode=colocate"]))
     assert "advantages returned a Tensor of shape [8]" in problem and "shape [24]" in problem
 
 
@@ -221,3 +217,56 @@ def test_an_env_with_turns_opens_an_episode(
     keys = (f"env.name={file}", "eval.every=0", "engine.context_length=192", "reward=reverse_digits")
     found = plugin_problems(load_config([*rows, *keys]))
     assert len(found) == bool(words) and all(word in found[0] for word in words), found
+
+
+SOURCE = """
+import os, random, time
+from relax_core.contracts.data import BaseDataSource, DataSourceConfig, DataSourceSpec
+
+class Odd(BaseDataSource):
+    def __len__(self):
+        return 5
+
+    def __getitem__(self, number):
+        return ROW
+
+def open_it(config):
+    OPEN
+    return Odd()
+
+SPEC = DataSourceSpec(name="odd", summary="s", config=DataSourceConfig, open=open_it)
+"""
+
+
+@pytest.mark.parametrize(
+    ("row", "opens", "words"),
+    [
+        ("{'prompt': 'a', 'answer': 'a'}", "pass", ()),
+        ("{'prompt': 'a', 'answer': 'a'}", "time.sleep(600)", ("to open it did not end within 0.5 s",)),
+        ("time.sleep(600)", "pass", ("row 0 did not end within 0.2 s",)),
+        ("{'prompt': 'a', 'answer': 'a'}", "os._exit(3)", ("to open it: its process died (exit code 3)",)),
+        ("{'prompt': 'a', 'answer': 'a'}", "raise OSError('no network')", ("cannot be opened: OSError: no network (",)),
+        (
+            "{'prompt': 'a', 'answer': random.random()}",
+            "pass",
+            ("row 0 is another one when the source is opened once",),
+        ),
+        ("['a']", "pass", ("data source odd (", "returned ['a'] of type list. Wanted: a mapping with text keys")),
+        ("{'prompt': 'a', 'answer': object}", "pass", ("row 0: ", "A row holds text, numbers, lists and mappings.")),
+    ],
+    ids=["good", "open hangs", "row hangs", "crashes", "raises", "changes", "no mapping", "no data"],
+)
+def test_a_data_source_is_tried_before_any_process_that_cannot_be_killed_reads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: str, opens: str, words: tuple[str, ...]
+) -> None:
+    file = tmp_path / "odd_source.py"
+    file.write_text(SOURCE.replace("ROW", row).replace("OPEN", opens))
+    monkeypatch.setattr("relax_core.plan.data.plugin_checks.CALL_S", 0.2)
+    monkeypatch.setattr("relax_core.plan.data.plugin_checks.OPEN_S", 0.5)
+    config = load_config([f"data.name={file}", "model.task=arithmetic", "data.eval_size=0", "eval.every=0"])
+    settled, found = settle(config)
+    assert len(found) == bool(words) and all(one in found[0] for one in words), found
+    assert (settled.engine.context_length is None) == bool(words)
+    if words:
+        with pytest.raises(ConfigError, match=r"odd_source.py"):
+            load_config([f"data.name={file}", "model.task=arithmetic"], checks=CHECKS, settle=settle)

@@ -15,7 +15,8 @@ from tiny_models import make_models
 from tiny_trainer import dp_groups, make_backend, make_critic, train_step
 from transformers import AutoModelForCausalLM
 
-from relax_core.families.folder import folder_architecture, read_hf_config
+from relax_core.families.folder import folder_architecture
+from relax_core.families.hf_config import read_hf_config
 from relax_core.tools import check_model, export
 from relax_core.train.checkpoints.checkpoint_store import CheckpointStore
 from relax_core.train.hf.check_weights import stored_shapes, weight_problems

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from relax_core.contracts.family import Experts
 from relax_core.engines.embedded.model.products import product
-from relax_core.families.architecture import Experts
 
 
 class ExpertWeights(NamedTuple):

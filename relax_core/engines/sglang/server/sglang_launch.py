@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from relax_core.contracts.engine import EngineError
+from relax_core.contracts.engine_kind import EngineStart
 from relax_core.engines.sglang.client.sglang_weight_calls import LOADER
-
-if TYPE_CHECKING:
-    from relax_core.engines.engine_process import EngineLaunch
+from relax_core.families.hf_config import read_hf_config
 
 SERVER = Path(__file__).with_name("sglang_process.py")
 # With a context of C tokens SGLang refuses prompts of C - 6 tokens or more, and a prompt of P tokens gets at most
@@ -21,8 +18,7 @@ SERVER = Path(__file__).with_name("sglang_process.py")
 SPARE_TOKENS = 7
 
 
-def command(launch: EngineLaunch) -> list[str]:
-    """Returns the command line of an SGLang server."""
+def command(launch: EngineStart) -> list[str]:
     engine = launch.engine
     flags: dict[str, object] = {
         "model-path": launch.model_folder,
@@ -52,17 +48,14 @@ def command(launch: EngineLaunch) -> list[str]:
 
 
 def _check_head(folder: Path) -> None:
-    """Raises EngineError for a tied head that SGLang cannot read from the folder.
-
-    Relax's loader supplies the tied head for weights that the trainer sends, but not for those that SGLang reads.
-    """
-    config = json.loads((folder / "config.json").read_text())
+    """What the trainer sends is put right by our loader; what SGLang reads by itself is not."""
+    config = read_hf_config(folder)
     if config.get("model_type") == "qwen3_moe" and config.get("tie_word_embeddings"):
         raise EngineError(f"{folder}: SGLang's Qwen3-MoE has no tied head. Use a model with a head of its own.")
 
 
-def environment(launch: EngineLaunch) -> dict[str, str]:
-    """Returns the environment of an SGLang server, which must not download anything."""
+def environment(launch: EngineStart) -> dict[str, str]:
+    """Nothing is fetched: model and tokenizer are in the folder."""
     return {
         **{name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")},
         "OMP_NUM_THREADS": str(launch.engine.threads),

@@ -27,6 +27,7 @@ def scheduler(model_folder: Path, tmp_path: Path) -> Iterator[Scheduler]:
     threads = torch.get_num_threads()
     arguments = argparse.Namespace(
         model_path=model_folder,
+        family=None,
         token_file=tmp_path / "token",
         max_running_samples=4,
         max_total_tokens=256,

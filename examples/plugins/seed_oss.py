@@ -1,0 +1,32 @@
+"""ByteDance's Seed-OSS: a decoder like Llama's, whose query, key and value projections have biases.
+
+python -m relax_core model=folder model.family=examples/plugins/seed_oss.py model.path=/models/Seed-OSS-36B-Instruct
+"""
+
+from __future__ import annotations
+
+from relax_core.contracts.family import Family, HfConfig, Only
+
+
+def check(config: HfConfig) -> None:
+    """Raises ValueError for a layout of heads that no single key tells."""
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    if heads % kv_heads:
+        raise ValueError(
+            f"config.json num_attention_heads={heads}, num_key_value_heads={kv_heads}: the first must be a multiple of "
+            "the second."
+        )
+
+
+SPEC = Family(
+    name="seed_oss",  # config.json's model_type
+    summary="Seed-OSS: biases on query, key and value; a head of its own.",
+    qkv_bias=True,
+    only=(
+        Only("attention_bias", True, "query, key and value always add a bias"),
+        Only("attention_out_bias", False, "no bias of the attention's output projection is computed"),
+        Only("mlp_bias", False, "no bias of the MLP is computed"),
+        Only("residual_dropout", 0, "nothing is dropped while training"),
+    ),
+    check=check,
+)

@@ -1,0 +1,31 @@
+"""An env of several turns, which asks the same question again until the answer is right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from relax_core.contracts.env import Action, BaseInteractionEnv, EnvSpec, EpisodeStart, InteractionConfig, StepResult
+
+
+@dataclass(frozen=True)
+class UntilRightConfig(InteractionConfig):
+    name: str = "until_right"
+    max_turns: int = 3
+    hint: str = "no, try again"  # what the model reads after a wrong answer
+
+
+class UntilRight(BaseInteractionEnv):
+    """One episode. Relax makes an object for each, and calls its methods one after the other."""
+
+    def __init__(self, start: EpisodeStart, config: UntilRightConfig) -> None:
+        self.row, self.hint = start.row, config.hint
+
+    def reset(self) -> str:
+        return str(self.row["prompt"])
+
+    def step(self, action: Action) -> StepResult:
+        right = action.text == str(self.row["answer"])
+        return StepResult(observation=self.hint, reward=float(right), done=right)
+
+
+SPEC = EnvSpec(name="until_right", summary="asks again until it is right", config=UntilRightConfig, open=UntilRight)

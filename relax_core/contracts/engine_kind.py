@@ -1,0 +1,143 @@
+"""What a kind of engine is: how its server is started or attached to, which client speaks to it, what it cannot do.
+
+An engine is a server that speaks SGLang's HTTP protocol (`relax_core.engines.protocol.engine_client.EngineClient` is the client's side
+of it). One that a run starts is a child process: it prints one line of JSON to stdout when it answers, ``{"url": …,
+"pid": …, "port": …}``, and ends when its stdin closes, so that it never outlives its owner.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class EngineSettings(Protocol):
+    """The keys ``engine.*`` of the configuration, as far as a kind of engine needs them. ``context_tokens``: prompt and
+    response tokens of one sample at most. ``flags`` are for the engine alone: it says what they mean.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def host(self) -> str: ...
+    @property
+    def tp(self) -> int: ...
+    @property
+    def max_running_samples(self) -> int: ...
+    @property
+    def max_total_tokens(self) -> int: ...
+    @property
+    def context_tokens(self) -> int: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def urls(self) -> list[str]: ...
+    @property
+    def python(self) -> str | None: ...
+    @property
+    def mem_fraction(self) -> float | None: ...
+    @property
+    def deterministic(self) -> bool | None: ...
+    @property
+    def flags(self) -> dict[str, Any]: ...
+
+
+class EngineStart(Protocol):
+    """What one engine process is started with (`relax_core.engines.engine_process.EngineLaunch`).
+
+    ``family``: model.family of the run, a name or a file, or None. ``dtype``: "float32" or "bfloat16". ``token_file``
+    holds the bearer token that every call shows. ``port`` 0 takes a free one. ``load_weights``: serve the folder's own
+    weights at once, as version 0; else nothing is served until an update. ``beyond_loopback``: ``engine.host`` may be
+    any address of this machine. ``return_routed_experts``, ``stop_strings``: requests may ask for them.
+    """
+
+    @property
+    def model_folder(self) -> Path: ...
+    @property
+    def family(self) -> str | None: ...
+    @property
+    def engine(self) -> EngineSettings: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def token_file(self) -> Path: ...
+    @property
+    def port(self) -> int: ...
+    @property
+    def load_weights(self) -> bool: ...
+    @property
+    def beyond_loopback(self) -> bool: ...
+    @property
+    def return_routed_experts(self) -> bool: ...
+    @property
+    def stop_strings(self) -> bool: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineServer:
+    """A server that a client shall speak to. ``token`` is empty where it asks for none. ``model_folder`` is that of the
+    model that it serves. ``request_timeout_s`` is the longest silence of a generate call, ``control_timeout_s`` the
+    longest of another call.
+    """
+
+    url: str
+    token: str
+    engine: EngineSettings
+    model_folder: Path
+    request_timeout_s: float
+    control_timeout_s: float
+
+
+def environment_of_threads(start: EngineStart) -> dict[str, str]:
+    """Returns this process's environment with ``engine.threads`` for every maths library."""
+    threads = str(start.engine.threads)
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    return {**os.environ, **dict.fromkeys(names, threads), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}
+
+
+def no_problems(config: Any) -> Iterator[str]:
+    """Yields nothing: everything that the configuration can say is computed."""
+    return iter(())
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineSpec:
+    """One kind of engine. ``name`` and ``summary``, one line, are listed.
+
+    ``command``, ``environment``: the words and the environment that its process is started with. ``client``: the client
+    of a server; None takes `relax_core.engines.protocol.engine_client.EngineClient`. ``attach``: waits until a server that somebody
+    else started can serve, then makes it forget its weights; its arguments are the client, the seconds that it may take
+    and the configuration's section ``rollout``. It raises EngineError with the reason. None: ``engine.urls`` cannot be
+    given.
+
+    ``keys``: those of engine.python, urls, token_file, mem_fraction, deterministic and flags that it reads; the others
+    must keep their defaults. ``problems`` and ``file_problems`` take the whole configuration and yield a sentence for
+    everything that the engine cannot do (key, value, fix); the second may look at files. ``start_problems`` does the
+    same right before a start, and may ask interpreters.
+
+    ``on_gpus``: one engine takes ``engine.tp`` GPUs where there are GPUs; else it is one process on CPU cores and
+    engine.tp is 1. ``scratch``: a process that is killed leaves processes, files or shared memory behind; it gets a
+    folder that RELAX_ENGINE_SCRATCH names, and its owner removes what has that folder's name, and ends its session.
+    ``transports``: how new weights may reach it (engine.weight_transport). ``memory_mib``: of the process before it has
+    a model, for the memory plan. ``whole_cache``: it takes memory for all engine.max_total_tokens at its start, instead
+    of as it needs it.
+    """
+
+    name: str
+    summary: str
+    command: Callable[[EngineStart], list[str]]
+    environment: Callable[[EngineStart], Mapping[str, str]] = environment_of_threads
+    client: Callable[[EngineServer], Any] | None = None
+    attach: Callable[[Any, float, Any], None] | None = None
+    keys: frozenset[str] = frozenset()
+    problems: Callable[[Any], Iterable[str]] = no_problems
+    file_problems: Callable[[Any], Iterable[str]] = no_problems
+    start_problems: Callable[[Any], Iterable[str]] = no_problems
+    on_gpus: bool = False
+    scratch: bool = False
+    transports: frozenset[str] = frozenset({"shared_memory"})
+    memory_mib: int = 256
+    whole_cache: bool = False

@@ -1,0 +1,81 @@
+"""What a model family is: how the models of one config.json model_type differ from the decoder that Relax computes.
+
+That decoder has RMSNorms, grouped-query attention with rotary embedding, and a gated MLP or experts. A family is data
+about it: the trainer, the embedded engine, the memory plan and the export all follow from the same description
+(relax_core/families/architecture.py), so a family needs no code in any of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+HfConfig = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Every layer has ``count`` experts of ``width`` hidden units each, and routes a token to ``per_token`` of them.
+    ``normalized`` says whether the weights of the chosen experts are made to add up to 1.
+    """
+
+    count: int
+    per_token: int
+    width: int
+    normalized: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Only:
+    """One ``value`` of config.json's ``key`` is computed; ``why`` is the clause that a refusal of any other ends in."""
+
+    key: str
+    value: Any
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """``name`` is config.json's model_type, and ``summary`` says in one line which models have it.
+
+    With ``qkv_bias`` the query, key and value projections add a bias; with ``qk_norm`` the query and key heads are
+    normed. ``tied_by_default`` says whether the embedding is the output weight too where config.json has no
+    tie_word_embeddings. The family takes the values of ``only`` beside those that all families share
+    (relax_core/families/table.py). ``experts`` reads the mixture of experts of a family that has one. ``check`` raises
+    ValueError for what no single key tells.
+    """
+
+    name: str
+    summary: str = ""
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    tied_by_default: bool = False
+    only: tuple[Only, ...] = ()
+    experts: Callable[[HfConfig], Experts] | None = None
+    check: Callable[[HfConfig], None] | None = None
+
+
+def checked_family(family: Family) -> Family:
+    """Returns the family with its fields checked, and with ``experts`` checked at each call. Raises ValueError for a
+    field of another type.
+    """
+    if not family.name or not all(isinstance(one, str) for one in (family.name, family.summary)):
+        raise ValueError(f"SPEC.name={family.name!r}: a family's name is config.json's model_type.")
+    if not isinstance(family.only, tuple) or not all(isinstance(one, Only) for one in family.only):
+        raise ValueError(f"SPEC.only={family.only!r}: give a tuple of Only(key, value, why).")
+    for name in ("qkv_bias", "qk_norm", "tied_by_default"):
+        if not isinstance(value := getattr(family, name), bool):
+            raise ValueError(f"SPEC.{name}={value!r}: give True or False.")
+    read = family.experts
+    if read is None:
+        return family
+
+    def experts(config: HfConfig) -> Experts:
+        found = read(config)
+        if not isinstance(found, Experts):
+            raise ValueError(f"family {family.name}: experts(config) returned {found!r}. Return Experts(...).")
+        return found
+
+    return dataclasses.replace(family, experts=experts)

@@ -1,0 +1,129 @@
+"""Rows of a data source that is a plug-in: found by ``data.name``, configured by ``data.config``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import xxhash
+
+from relax_core.config.plugin_types import plugin_config
+from relax_core.config.schema import DataConfig
+from relax_core.contracts.data import BadRow, BaseDataSource, DataRow
+from relax_core.data.data_files import check_row
+from relax_core.registry import find_data_source, is_file_plugin, names, plugin_words
+
+DIGESTED_ROWS = 4096  # rows, spread evenly over the source, that stand for its content
+_newest: dict[bytes, BaseDataSource] = {}  # the source that this process has open, one at most
+
+
+def names_plugin(config: DataConfig) -> bool:
+    """Whether ``data.name`` is a file or an installed package's source; else it only tells options apart."""
+    return is_file_plugin(config.name) or config.name in names("data")
+
+
+def source_config(config: DataConfig) -> Any:
+    """The plug-in's configuration. Raises ValueError for an unknown plug-in, and for a value that it cannot take."""
+    plugin_config = plugin_config("data", config.name, config.config, section="data.config")
+    find_data_source(config.name).check(plugin_config)
+    return plugin_config
+
+
+def is_configured(config: DataConfig) -> bool:
+    """Whether the plug-in is there and takes its configuration; where not, the checks of config/ say why."""
+    try:
+        source_config(config)
+    except ValueError:
+        return False
+    return True
+
+
+def open_plugin_rows(config: DataConfig) -> PluginRows:
+    """The rows of the plug-in that ``config`` names. Raises ValueError for a source that does not open."""
+    key = msgspec.msgpack.encode((config.name, config.config))
+    if key not in _newest:
+        plugin_config = source_config(config)
+        try:
+            source = find_data_source(config.name).open(plugin_config)
+            len(source)  # which is checked where it enters
+        except Exception as error:  # foreign code: whatever it raises is told
+            raise ValueError(f"data.name={config.name}: it does not open: {plugin_words(error)}") from error
+        _newest.clear()
+        _newest[key] = source
+    return PluginRows(_newest[key], config)
+
+
+class PluginRows:
+    """A plug-in's rows by number, each checked as a file's row is, with "prompt" and "answer" in their places."""
+
+    def __init__(self, source: BaseDataSource, config: DataConfig) -> None:
+        self._source, self._config = source, config
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def where(self, number: int) -> str:
+        return f"{self._config.name}, {self._source.where(number)}"
+
+    def __getitem__(self, number: int) -> DataRow:
+        """Raises `BadRow` for a row that cannot be used, with the plug-in's own words where it raised."""
+        where = self.where(number)
+        try:
+            row = self._source[number]
+        except BadRow:
+            raise
+        except Exception as error:  # foreign code: whatever it raises makes this one row a bad one
+            raise BadRow.because("source", f"{where}: {plugin_words(error)}") from error
+        return self._checked(row, where)
+
+    def held_out(self) -> HeldOutRows | None:
+        """The source's own evaluation rows; None where it has none of its own."""
+        rows = self._source.held_out()
+        if rows is None:
+            return None
+        return HeldOutRows(
+            [(f"{self._config.name}, held-out row {place}", row) for place, row in enumerate(rows)], self
+        )
+
+    def digest(self) -> str:
+        """xxh3-128, in hex, of how many rows there are, of up to `DIGESTED_ROWS` of them and of the source's own
+        evaluation rows. Raises ValueError for a row that holds what is no data.
+        """
+        hasher = xxhash.xxh3_128(f"{len(self)} rows\n".encode())
+        for number in range(0, len(self), max(1, -(-len(self) // DIGESTED_ROWS))):
+            try:
+                hasher.update(row_bytes(self[number], where=self.where(number)))
+            except BadRow as error:
+                hasher.update(f"{number} {error.reason}\n".encode())
+        for row in self._source.held_out() or ():
+            hasher.update(row_bytes(row, where=f"{self._config.name}, a held-out row"))
+        return hasher.hexdigest()
+
+    def _checked(self, row: DataRow, where: str) -> DataRow:
+        keys = self._config
+        return check_row(row, where=where, prompt_key=keys.prompt_key, answer_key=keys.answer_key)
+
+
+class HeldOutRows:
+    """A source's own evaluation rows by number, checked when they are read."""
+
+    def __init__(self, rows: list[tuple[str, DataRow]], of: PluginRows) -> None:
+        self._rows, self._of = rows, of
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def where(self, number: int) -> str:
+        return self._rows[number][0]
+
+    def __getitem__(self, number: int) -> DataRow:
+        where, row = self._rows[number]
+        return self._of._checked(row, where)
+
+
+def row_bytes(row: DataRow, *, where: str) -> bytes:
+    """The row in an encoding that depends on its content alone. Raises ValueError for values that are no data."""
+    try:
+        return msgspec.json.encode(row, order="deterministic")
+    except TypeError as error:
+        raise ValueError(f"{where}: {error}. A row holds text, numbers, lists and mappings.") from error

@@ -1,0 +1,46 @@
+"""The only module that reads a model's config.json; everybody else asks it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+
+
+def has_hf_config(model_folder: Path) -> bool:
+    """Returns whether the folder holds a config.json, which every Hugging Face model folder does."""
+    return (model_folder / CONFIG_FILE).is_file()
+
+
+def read_hf_config(model_folder: Path) -> dict[str, Any]:
+    """Returns the content of a Hugging Face folder's config.json. Raises ValueError where there is none, and for a file
+    that is not a JSON object.
+    """
+    if not has_hf_config(model_folder):
+        raise ValueError(f"model.path={model_folder}: no config.json there. Give a Hugging Face model folder.")
+    return _read_object(model_folder / CONFIG_FILE)
+
+
+def end_token_ids(model_folder: Path) -> tuple[int, ...]:
+    """Returns the ids that end a response, sorted: those of config.json and generation_config.json together, as SGLang
+    takes them. A file that is missing names none. Raises ValueError for a file that is not a JSON object.
+    """
+    found: set[int] = set()
+    for name in (CONFIG_FILE, GENERATION_FILE):
+        file = model_folder / name
+        ids = _read_object(file).get("eos_token_id") if file.is_file() else None
+        found.update([ids] if isinstance(ids, int) else ids or [])
+    return tuple(sorted(found))
+
+
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}.") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{file} is not a JSON object.")
+    return values

@@ -1,0 +1,43 @@
+"""A metrics sink of a plug-in, as the metrics service uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from relax_core.contracts.sink import BaseSink, Record, SinkStart
+from relax_core.registry import find_sink, short_name
+
+
+class PluginSink:
+    """The plug-in is imported and opened in the sink's own thread, with the first batch: a library may wait for a
+    network there, and a file that is gone when the metrics service starts again costs this sink alone. It is not
+    ``local``: no checkpoint waits for it.
+    """
+
+    local = False
+
+    def __init__(self, name: str, values: Mapping[str, Any], start: SinkStart) -> None:
+        """``name``: the plug-in's, or its path. ``values``: its configuration, as the user gave it."""
+        self.name = short_name(name)
+        self._plugin, self._values, self._start = name, values, start
+        self._sink: BaseSink | None = None
+
+    def write(self, batch: Sequence[Record]) -> None:
+        """Raises whatever the plug-in raises; a sink that could not be opened is opened with the next batch."""
+        if self._sink is None:
+            from relax_core.config.plugin_types import (
+                plugin_config,  # OmegaConf, which a run without such sinks needs not
+            )
+
+            config = plugin_config("sink", self._plugin, self._values, section=f"tracker.sinks.{self.name}")
+            self._sink = find_sink(self._plugin).open(self._start, config)
+        self._sink.write(batch)
+
+    def flush(self) -> None:
+        if self._sink is not None:
+            self._sink.flush()
+
+    def close(self) -> None:
+        if self._sink is not None:
+            self._sink.close()

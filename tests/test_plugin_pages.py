@@ -1,0 +1,154 @@
+"""docs/plugins/: each page shows exactly the files of examples/plugins/, and each of these files does what it says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from relax_core.config.compose import load_config
+from relax_core.config.errors import ConfigError
+from relax_core.contracts.env import Action, EpisodeStart, StepResult
+from relax_core.contracts.reward import RewardInput
+from relax_core.plan.data.plugin_checks import plugin_problems
+from relax_core.registry import ALL_KINDS, PluginError, find, find_algorithm, find_env, find_reward, key_of
+from tests.data.test_plugin_source import ROWS, write_database
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PAGES = REPOSITORY / "docs" / "plugins"
+EXAMPLES = REPOSITORY / "examples" / "plugins"
+SHOWN = re.compile(r"^`examples/plugins/([\w.]+)`:\n\n```\w+\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+TASK_PAGES = sorted(page for page in PAGES.glob("*.md") if page.name != "README.md")
+
+
+@pytest.mark.parametrize("page", TASK_PAGES, ids=lambda page: page.stem)
+def test_a_page_shows_its_files_whole(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    shown = dict(SHOWN.findall(text))
+    assert shown, f"{page.name} shows no file"
+    for name, code in shown.items():
+        assert code == (EXAMPLES / name).read_text(encoding="utf-8"), f"{page.name} and {name} differ"
+    for heading in ("How to run it", "How many files it takes", "What is checked"):
+        assert f"\n## {heading}\n" in text
+    assert f"]({page.name})" in (PAGES / "README.md").read_text(encoding="utf-8")
+
+
+def test_every_file_is_on_a_page_and_is_a_plugin() -> None:
+    shown = {name for page in TASK_PAGES for name, _ in SHOWN.findall(page.read_text(encoding="utf-8"))}
+    assert {file.name for file in EXAMPLES.iterdir() if file.is_file()} == shown
+    for file in EXAMPLES.glob("*.py"):
+        assert len(list(_kinds_of(file))) == 1, file
+
+
+def _kinds_of(file: Path) -> list[str]:
+    found = []
+    for kind in ALL_KINDS:
+        try:
+            found.append(find(kind, str(file)).name)
+        except PluginError:
+            continue
+    return found
+
+
+def test_every_kind_has_a_page_that_names_its_key() -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in TASK_PAGES)
+    assert all(f"{key_of(kind)}=" in pages for kind in ALL_KINDS)
+
+
+def test_the_files_pass_the_trial_before_a_start_together(tmp_path: Path) -> None:
+    words = (
+        *(f"algo.name={EXAMPLES}/quantile_baseline.py", f"reward.name={EXAMPLES}/length.py"),
+        *(f"env.name={EXAMPLES}/polite.py", f"data.name={EXAMPLES}/sqlite_source.py"),
+        f"data.config.database={write_database(tmp_path / 'rows.db', ROWS)}",
+        *("model.task=reverse_digits", "data.eval_size=8", "eval.rows=8"),
+    )
+    assert plugin_problems(load_config(words)) == []
+    turns = ("reward=env", "eval.every=0", "engine.context_length=192")
+    assert plugin_problems(load_config([f"env.name={EXAMPLES}/until_right.py", *turns])) == []
+
+
+def test_reward() -> None:
+    file = f"{EXAMPLES}/length.py"
+    config = load_config([f"reward.name={file}", "reward.target=3"]).reward
+    score: Any = find_reward(file).score
+    given = [RewardInput(response=text, stopped=True, answer="", row={}) for text in ("abc", "abcd")]
+    assert [score(one, config).reward for one in given] == [1.0, 0.0]
+    with pytest.raises(ConfigError, match=r"reward.target=0: an answer has at least one character"):
+        load_config([f"reward.name={file}", "reward.target=0"])
+
+
+def test_env() -> None:
+    file = f"{EXAMPLES}/polite.py"
+    config = load_config([f"env.name={file}", 'env.system="Be brief."']).env
+    messages: Any = find_env(file).messages
+    opened = messages({"prompt": "1 + 1?"}, config)
+    assert [message["content"] for message in opened] == ["Be brief.", "1 + 1?"]
+
+
+def test_env_with_turns() -> None:
+    file = f"{EXAMPLES}/until_right.py"
+    keys = [f"env.name={file}", 'env.hint="no"', "reward=env", "eval.every=0", "engine.context_length=192"]
+    config = load_config(keys)
+    start = EpisodeStart(row={"prompt": "1 + 1?", "answer": "2"}, group_seed=0, episode_seed=0)
+    opener: Any = find_env(file).open
+    opened = opener(start, config.env)
+    assert opened.format_observation(opened.reset()) == [{"role": "user", "content": "1 + 1?"}]
+    assert opened.step(Action(text="3", stopped=True)) == StepResult(observation="no", reward=0.0)
+    assert opened.step(Action(text="2", stopped=True)).done
+
+
+def test_algorithm() -> None:
+    """By hand: the quartile of 0, 1, 3, 4 is 0.75; at a ratio of 1 the loss is minus the sum of trained advantages,
+    and of a ratio above 1.2 the clip leaves 1.2 where the advantage is positive."""
+    import torch
+
+    from relax_core.contracts.algorithm import AdvantageInputs, LossInputs, StepTotals
+
+    file = f"{EXAMPLES}/quantile_baseline.py"
+    config = load_config([f"algo.name={file}", "algo.quantile=0.25", "algo.clip_high=0.2"]).algo
+    spec = find_algorithm(file)
+    sample_ids = torch.tensor([0, 0, 1, 2, 3])
+    mask = torch.tensor([True, False, True, True, True])
+    inputs = AdvantageInputs(
+        rewards=torch.tensor([0.0, 1.0, 3.0, 4.0]),
+        lengths=torch.tensor([2, 1, 1, 1]),
+        loss_mask=mask,
+        sample_ids=sample_ids,
+    )
+    advantages = spec.advantages(inputs, config)
+    assert advantages.tolist() == [-0.75, -0.75, 0.25, 2.25, 3.25]
+    old = torch.tensor([-1.0, -2.0, -3.0, -1.0, -1.0])
+    for moved, expected in ((0.0, -(-0.75 + 0.25 + 2.25 + 3.25)), (1.0, -(-0.75 + 0.25 + 2.25 + 1.2 * 3.25))):
+        logprobs = (old + torch.tensor([0.0, 0.0, 0.0, 0.0, moved])).requires_grad_()
+        outputs = spec.loss(
+            LossInputs(
+                logprobs=logprobs,
+                old_logprobs=old,
+                rollout_logprobs=old,
+                advantages=advantages,
+                loss_mask=mask,
+                sample_ids=sample_ids,
+                num_samples=4,
+            ),
+            config,
+        )
+        assert outputs.loss_sum.item() == pytest.approx(expected, rel=1e-6)
+    assert spec.denominator(StepTotals(tokens=4, samples=4, groups=1), config) == 4.0
+    with pytest.raises(ConfigError, match=r"algo.quantile=2.0: a quantile lies between 0 and 1"):
+        load_config([f"algo.name={file}", "algo.quantile=2"])
+
+
+def test_the_public_parts_are_relaxs_own_whatever_the_project_has(tmp_path: Path) -> None:
+    """A plug-in beside packages of the user's with the same names imports ours; the others are never run."""
+    for package in ("algorithms", "algorithms/functional", "algorithms/policy_gradient", "rewards", "envs"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text("raise SystemExit('of the project')\n")
+    (tmp_path / "algorithms" / "mine.py").write_text((EXAMPLES / "quantile_baseline.py").read_text())
+    words = ("plan=true", "algo.name=algorithms/mine.py", "algo.quantile=0.25")
+    for command in ([sys.executable, "-m", "relax_core"], [str(Path(sys.executable).with_name("relax"))]):
+        planned = subprocess.run([*command, *words], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        assert planned.returncode == 0 and "can start." in planned.stdout, planned.stdout + planned.stderr
