@@ -24,9 +24,9 @@ def names_plugin(config: DataConfig) -> bool:
 
 def source_config(config: DataConfig) -> Any:
     """The plug-in's configuration. Raises ValueError for an unknown plug-in, and for a value that it cannot take."""
-    plugin_config = plugin_config("data", config.name, config.config, section="data.config")
-    find_data_source(config.name).check(plugin_config)
-    return plugin_config
+    found = plugin_config("data", config.name, config.config, section="data.config")
+    find_data_source(config.name).check(found)
+    return found
 
 
 def is_configured(config: DataConfig) -> bool:
@@ -42,9 +42,9 @@ def open_plugin_rows(config: DataConfig) -> PluginRows:
     """The rows of the plug-in that ``config`` names. Raises ValueError for a source that does not open."""
     key = msgspec.msgpack.encode((config.name, config.config))
     if key not in _newest:
-        plugin_config = source_config(config)
+        found = source_config(config)
         try:
-            source = find_data_source(config.name).open(plugin_config)
+            source = find_data_source(config.name).open(found)
             len(source)  # which is checked where it enters
         except Exception as error:  # foreign code: whatever it raises is told
             raise ValueError(f"data.name={config.name}: it does not open: {plugin_words(error)}") from error

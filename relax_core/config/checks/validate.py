@@ -250,8 +250,8 @@ def _check_source(config: RelaxConfig) -> Iterator[str]:
         if (value := getattr(data, key)) is not None:
             yield f"data.{key}={value} with data.name={data.name}: the plug-in has rows of its own. Drop data.{key}."
     try:
-        plugin_config = plugin_config("data", data.name, data.config, section="data.config")
-        find_data_source(data.name).check(plugin_config)
+        source_config = plugin_config("data", data.name, data.config, section="data.config")
+        find_data_source(data.name).check(source_config)
     except ValueError as error:
         yield from str(error).splitlines()
 

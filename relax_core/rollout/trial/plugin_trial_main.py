@@ -31,7 +31,7 @@ def main() -> None:
     header = sys.stdin.buffer.read(HEADER_BYTES)
     request = msgspec.msgpack.decode(sys.stdin.buffer.read(payload_bytes(header)), type=Request)
     problems = [
-        *(try_data_source(request, partial(_say, replies)) if request.data[0] else ()),
+        *(try_data_source(request, partial(_send, replies)) if request.data[0] else ()),
         *(_try_env(request, replies) if request.env[0] else ()),
         *(_try_reward(request, replies) if request.reward[0] else ()),
         *(_try_algorithm(request, replies) if request.algo[0] else ()),
