@@ -1,11 +1,12 @@
-"""The demo on several seeds, and a control whose reward is shuffled: does it learn, from the reward alone, and keep it?
+"""Runs the demo on several seeds, and a control whose reward is shuffled.
 
     python -m benchmarks.demo_seeds [--seeds 5] [--load 0] [key=value ...]
 
-One run follows the other. `--load N` keeps N processes computing beside the runs: at staleness 1 the mix of weight
-versions depends on the machine's speed. The held-out accuracy is that of greedy answers, evaluated every `eval.every`
-steps. The exit code is 1 if a seed ends below 0.97 held-out, if it falls by more than 0.03 from the best evaluation
-before, or if the control ends at 0.5 or more.
+The question is whether the demo learns from the reward alone, and keeps what it learnt. One run follows the other.
+`--load N` keeps N processes computing during the runs: at staleness 1 the mix of weight versions depends on the
+machine's speed. The held-out accuracy is that of greedy answers, evaluated every `eval.every` steps. The exit code is 1
+if a seed ends below 0.97 held-out, if it falls by more than 0.03 from the best evaluation before, or if the control
+ends at 0.5 or more.
 """
 
 from __future__ import annotations

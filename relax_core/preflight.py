@@ -233,7 +233,7 @@ def ray_address_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def engine_start_problems(config: RelaxConfig) -> Iterator[str]:
-    """What keeps the configured kind of engine from starting on this machine."""
+    """Returns what keeps the configured kind of engine from starting on this machine."""
     yield from find_engine(config.engine.name).start_problems(config)
 
 
@@ -262,9 +262,10 @@ def eval_engine_problems(config: RelaxConfig) -> Iterator[str]:
 
 
 def settle(config: RelaxConfig) -> tuple[RelaxConfig, list[str]]:
-    """What the entry point runs before the checks: the configuration with its derived values, and what is wrong with
-    the model's tokenizer. The plug-ins are tried first, in a process that can be killed, since what follows calls the
-    env in this one.
+    """Returns the configuration with its derived values, and what is wrong with the model's tokenizer.
+
+    The entry point calls it before the checks. The plug-ins are tried first, in a process that can be killed, because
+    what follows calls the environment in this process.
     """
     if problems := source_problems(config):
         return config, problems

@@ -64,13 +64,13 @@ class PluginError(ValueError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Home:
-    """Where plug-ins of one kind live, and what their SPEC must be.
+    """Says where plug-ins of one kind are found, and what their SPEC must be.
 
-    ``key``: the key of the configuration that names one. ``section``: below which key the plug-in's own configuration
-    stands. ``title``: how a list of them is headed. ``entry_points``: the group of installed packages. ``spec`` and
-    ``config``: the types of SPEC and of SPEC.settings; None where a SPEC of the kind has none. ``checked``: gives the SPEC
-    back with its results checked. Relax's own ones are the modules of ``package`` that set SPEC, or the entries of
-    ``table`` (name to "module:attribute"), which lie in relax_core's own rooms.
+    ``key`` is the key of the configuration that names a plug-in. ``section`` is the key below which the plug-in's own
+    configuration stands. ``title`` is the heading of a list of them. ``entry_points`` is the group of installed
+    packages. ``spec`` and ``config`` are the types of SPEC and of SPEC.config; ``config`` is None if a SPEC of the kind
+    has none. ``checked`` returns the SPEC with its results checked. Relax's own plug-ins are the modules of ``package``
+    that set SPEC, or the entries of ``table`` (name to "module:attribute") in relax_core's own folders.
     """
 
     key: str

@@ -82,7 +82,7 @@ class Sampling(msgspec.Struct):
 
 
 class GenerateBody(msgspec.Struct):
-    """What `relax_core.engines.protocol.engine_client.EngineClient` sends to /generate; the lists have one entry a prompt."""
+    """What the client of every engine sends to /generate; the lists have one entry for each prompt."""
 
     rid: list[str]
     input_ids: list[list[int]]

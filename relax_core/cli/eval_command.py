@@ -91,8 +91,9 @@ def _in_folder(folder: str) -> str:
 
 
 def _option_for(folder: Path, *, also: str | None) -> str:
-    """The option of conf/model that takes a folder of this model's family; ``also`` is a family's name or file.
-    Raises ValueError where there is none.
+    """Returns the option of conf/model that takes a folder of this model's family.
+
+    ``also`` is a further family's name or file. Raises ValueError if there is no option.
     """
     family = read_hf_config(folder).get("model_type")
     for option in yaml_options("model"):

@@ -1,4 +1,4 @@
-"""`relax list`: plug-ins of every kind and models, one line each."""
+"""`relax list` prints plug-ins of every kind and models, one line each."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def first_comment(group: str, option: str) -> str:
 
 
 def plugin_options(group: str) -> list[str]:
-    """Plug-ins of a group without a YAML: their settings keep their defaults."""
+    """Returns the plug-ins of a group that have no YAML file; their settings keep their defaults."""
     return sorted(name for kind in GROUP_KINDS if kind == group for name in set(names(kind)) - set(yaml_options(group)))
 
 

@@ -32,11 +32,13 @@ def typed_plugin(kind: Kind, node: DictConfig) -> Any:
 
 
 def plugin_config(kind: Kind, name: str, values: Mapping[str, Any], *, section: str) -> Any:
-    """An instance of the settings of the plug-in ``name`` from ``values``, whose keys stand below ``section``. The setting
-    ``name`` is the plug-in's name, or its path.
+    """Returns an instance of the settings of the plug-in ``name`` with ``values``.
+
+    The keys of ``values`` stand below ``section`` in the configuration. The setting ``name`` is the plug-in's name or
+    its path.
 
     Raises:
-        ConfigError: unknown plug-in, unknown key, wrong type or missing value; all of them at once.
+        ConfigError: for an unknown plug-in, an unknown key, a wrong type or a missing value; all of them at once.
     """
     node = values if isinstance(values, DictConfig) else OmegaConf.create(dict(values) | {"name": name})
     try:

@@ -68,49 +68,54 @@ class PromptSource(Protocol):
         """Returns file and line of the data row with this number, for an error about it."""
 
     def held_out(self) -> EvalSet:
-        """The held-out split, never among `row`'s."""
+        """Returns the held-out split, which shares no data row with `row`."""
 
 
 class BaseDataSource(ABC):
-    """Rows by number. Relax makes the order, the epochs and the held-out rows of them.
+    """Gives data rows by number; Relax makes the order, the epochs and the held-out rows.
 
-    The same number gives the same row in every process and at every time, so that a run can be resumed. Each rollout
-    worker opens a source of its own, and calls it from one thread at a time.
+    The same number gives the same row in every process and at any time, so a run can be resumed. Each rollout worker
+    opens a source of its own, and calls it from one thread at a time.
     """
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many rows there are, 1 or more."""
+        """Returns the number of rows, at least 1."""
 
     @abstractmethod
     def __getitem__(self, number: int) -> Mapping[str, Any]:
-        """The row with this number, from 0 to len - 1. It has the keys ``data.prompt_key`` (text, or a list of
-        messages) and ``data.answer_key`` (text or a number), and any other keys for the env and the reward. Whatever
-        this method raises makes the row a bad one, and ``data.max_bad_rows`` says how many of these a run bears.
+        """Returns the row with this number, from 0 to len - 1.
+
+        It has the keys ``data.prompt_key`` (text, or a list of messages) and ``data.answer_key`` (text or a number),
+        and any other keys for the environment and the reward. An exception makes the row a bad one;
+        ``data.max_bad_rows`` limits the share of bad rows.
         """
 
     def where(self, number: int) -> str:
-        """Where the row with this number comes from, for an error about it."""
+        """Returns the origin of the row with this number, for an error about it."""
         return f"row {number}"
 
     def held_out(self) -> Sequence[Mapping[str, Any]] | None:
-        """The rows that are evaluated and never trained on. None: the last ``data.eval_size`` rows, or the rows of
-        ``data.eval_path``.
+        """Returns the rows that are evaluated and never trained.
+
+        None means the last ``data.eval_size`` rows, or the rows of ``data.eval_path``.
         """
         return None
 
 
 @dataclass(frozen=True)
 class DataSourceConfig:
-    """The base of every data source's configuration."""
+    """Is the base of every data source's configuration."""
 
     name: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataSourceSpec:
-    """One source of prompts. ``open(config)`` returns its rows; what it raises ends the start of the run.
-    ``check(config)`` raises ValueError for a configuration that makes no sense, before anything starts.
+    """The record of one data source.
+
+    ``open(config)`` returns its rows; an exception ends the start of the run. ``check(config)`` raises ValueError for a
+    configuration without meaning, before anything starts.
     """
 
     name: str

@@ -1,8 +1,8 @@
-"""What a kind of engine is: how its server is started or attached to, which client speaks to it, what it cannot do.
+"""Defines a kind of engine: how its server is started or attached to, its client, and what it cannot do.
 
-An engine is a server that speaks SGLang's HTTP protocol (`relax_core.engines.protocol.engine_client.EngineClient` is the client's side
-of it). One that a run starts is a child process: it prints one line of JSON to stdout when it answers, ``{"url": …,
-"pid": …, "port": …}``, and ends when its stdin closes, so that it never outlives its owner.
+An engine is a server with SGLang's HTTP protocol; `relax_core.engines.protocol.engine_client.EngineClient` is the
+client's side of it. A server that a run starts is a child process: when it answers it prints one line of JSON to
+stdout, ``{"url": …, "pid": …, "port": …}``, and it ends when its stdin closes, so it never outlives its owner.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import Any, Protocol
 
 
 class EngineSettings(Protocol):
-    """The keys ``engine.*`` of the configuration, as far as a kind of engine needs them. ``context_tokens``: prompt and
-    response tokens of one sample at most. ``flags`` are for the engine alone: it says what they mean.
+    """The keys ``engine.*`` of the configuration that a kind of engine needs.
+
+    ``context_tokens`` is the largest number of prompt and response tokens of one sample. ``flags`` are interpreted by
+    the engine alone.
     """
 
     @property
@@ -48,10 +50,11 @@ class EngineSettings(Protocol):
 class EngineStart(Protocol):
     """What one engine process is started with (`relax_core.engines.engine_process.EngineLaunch`).
 
-    ``family``: model.family of the run, a name or a file, or None. ``dtype``: "float32" or "bfloat16". ``token_file``
-    holds the bearer token that every call shows. ``port`` 0 takes a free one. ``load_weights``: serve the folder's own
-    weights at once, as version 0; else nothing is served until an update. ``beyond_loopback``: ``engine.host`` may be
-    any address of this machine. ``return_routed_experts``, ``stop_strings``: requests may ask for them.
+    ``family`` is model.family of the run: a name, a file, or None. ``dtype`` is "float32" or "bfloat16". ``token_file``
+    holds the bearer token that every call needs. ``port`` 0 takes a free port. With ``load_weights`` the engine serves
+    the folder's own weights at once, as version 0; without it, nothing is served until the first update. With
+    ``beyond_loopback``, ``engine.host`` may be any address of this machine. ``return_routed_experts`` and
+    ``stop_strings`` say that requests may ask for these features.
     """
 
     @property
@@ -78,9 +81,11 @@ class EngineStart(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineServer:
-    """A server that a client shall speak to. ``token`` is empty where it asks for none. ``model_folder`` is that of the
-    model that it serves. ``request_timeout_s`` is the longest silence of a generate call, ``control_timeout_s`` the
-    longest of another call.
+    """A server and how a client reaches it.
+
+    ``token`` is empty if the server asks for none. ``model_folder`` is the folder of the served model.
+    ``request_timeout_s`` is the longest pause in seconds within a generate call, and ``control_timeout_s`` the longest
+    time of any other call.
     """
 
     url: str
@@ -105,25 +110,27 @@ def no_problems(config: Any) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSpec:
-    """One kind of engine. ``name`` and ``summary``, one line, are listed.
+    """The record of one kind of engine.
 
-    ``command``, ``environment``: the words and the environment that its process is started with. ``client``: the client
-    of a server; None takes `relax_core.engines.protocol.engine_client.EngineClient`. ``attach``: waits until a server that somebody
-    else started can serve, then makes it forget its weights; its arguments are the client, the seconds that it may take
-    and the configuration's section ``rollout``. It raises EngineError with the reason. None: ``engine.urls`` cannot be
-    given.
+    ``name`` and ``summary``, one line, are listed.
 
-    ``keys``: those of engine.python, urls, token_file, mem_fraction, deterministic and flags that it reads; the others
-    must keep their defaults. ``problems`` and ``file_problems`` take the whole configuration and yield a sentence for
-    everything that the engine cannot do (key, value, fix); the second may look at files. ``start_problems`` does the
-    same right before a start, and may ask interpreters.
+    ``command`` and ``environment`` are the words and the environment that its process is started with. ``client`` makes
+    the client of a server; None takes `relax_core.engines.protocol.engine_client.EngineClient`. ``attach`` waits until
+    a running server can serve, then makes it forget its weights; its arguments are the client, the seconds that it may
+    take and the configuration's section ``rollout``. It raises EngineError with the reason. If it is None,
+    ``engine.urls`` cannot be given.
 
-    ``on_gpus``: one engine takes ``engine.tp`` GPUs where there are GPUs; else it is one process on CPU cores and
-    engine.tp is 1. ``scratch``: a process that is killed leaves processes, files or shared memory behind; it gets a
+    ``keys`` are those of engine.python, urls, token_file, mem_fraction, deterministic and flags that it reads; the
+    others must keep their defaults. ``problems`` and ``file_problems`` take the whole configuration and yield a
+    sentence for everything that the engine cannot do (key, value, fix); the second may read files. ``start_problems``
+    does this right before a start, and may ask interpreters.
+
+    With ``on_gpus`` one engine takes ``engine.tp`` GPUs if there are GPUs; otherwise it is one process on CPU cores and
+    engine.tp is 1. ``scratch`` says that a killed process leaves processes, files or shared memory behind: it gets a
     folder that RELAX_ENGINE_SCRATCH names, and its owner removes what has that folder's name, and ends its session.
-    ``transports``: how new weights may reach it (engine.weight_transport). ``memory_mib``: of the process before it has
-    a model, for the memory plan. ``whole_cache``: it takes memory for all engine.max_total_tokens at its start, instead
-    of as it needs it.
+    ``transports`` are the ways in which new weights may reach it (engine.weight_transport). ``memory_mib`` is the
+    memory of the process before it has a model, for the memory plan. ``whole_cache`` says that it allocates memory for
+    all engine.max_total_tokens at its start.
     """
 
     name: str

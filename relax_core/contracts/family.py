@@ -1,7 +1,7 @@
-"""What a model family is: how the models of one config.json model_type differ from the decoder that Relax computes.
+"""Defines a model family: how the models of one config.json model_type differ from the decoder that Relax computes.
 
-That decoder has RMSNorms, grouped-query attention with rotary embedding, and a gated MLP or experts. A family is data
-about it: the trainer, the embedded engine, the memory plan and the export all follow from the same description
+That decoder has RMSNorms, grouped-query attention with rotary embedding, and a gated MLP or experts. A family is data:
+the trainer, the embedded engine, the memory plan and the export all use the same description
 (relax_core/families/architecture.py), so a family needs no code in any of them.
 """
 
@@ -17,8 +17,10 @@ HfConfig = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Every layer has ``count`` experts of ``width`` hidden units each, and routes a token to ``per_token`` of them.
-    ``normalized`` says whether the weights of the chosen experts are made to add up to 1.
+    """The mixture of experts of a model.
+
+    Every layer has ``count`` experts of ``width`` hidden units each, and routes a token to ``per_token`` of them.
+    ``normalized`` says whether the weights of the chosen experts are scaled to a sum of 1.
     """
 
     count: int
@@ -29,7 +31,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Only:
-    """One ``value`` of config.json's ``key`` is computed; ``why`` is the clause that a refusal of any other ends in."""
+    """A key of config.json of which Relax computes one ``value`` only. ``why`` is the last clause of the refusal."""
 
     key: str
     value: Any
@@ -38,13 +40,14 @@ class Only:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """``name`` is config.json's model_type, and ``summary`` says in one line which models have it.
+    """The record of one model family.
 
-    With ``qkv_bias`` the query, key and value projections add a bias; with ``qk_norm`` the query and key heads are
-    normed. ``tied_by_default`` says whether the embedding is the output weight too where config.json has no
-    tie_word_embeddings. The family takes the values of ``only`` beside those that all families share
-    (relax_core/families/table.py). ``experts`` reads the mixture of experts of a family that has one. ``check`` raises
-    ValueError for what no single key tells.
+    ``name`` is config.json's model_type, and ``summary`` says in one line which models have it. With ``qkv_bias`` the
+    query, key and value projections have a bias; with ``qk_norm`` the query and key heads are normalised.
+    ``tied_by_default`` says whether the embedding is also the output weight if config.json has no tie_word_embeddings.
+    The family accepts the values in ``only`` besides those that all families share (relax_core/families/table.py).
+    ``experts`` reads the mixture of experts of a family that has one. ``check`` raises ValueError for a combination
+    that no single key shows.
     """
 
     name: str
@@ -58,8 +61,9 @@ class Family:
 
 
 def checked_family(family: Family) -> Family:
-    """Returns the family with its fields checked, and with ``experts`` checked at each call. Raises ValueError for a
-    field of another type.
+    """Returns the family with functions whose results are checked.
+
+    Raises ValueError for a field of another type.
     """
     if not family.name or not all(isinstance(one, str) for one in (family.name, family.summary)):
         raise ValueError(f"SPEC.name={family.name!r}: a family's name is config.json's model_type.")

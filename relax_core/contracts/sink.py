@@ -1,4 +1,4 @@
-"""What a metrics sink is: it takes the records that a run reports, and keeps or sends them."""
+"""Defines a metrics sink, which takes the records that a run reports, and stores or sends them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TextCell = str | int | float | bool | None
 
 
 class MetricRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Numbers that ``source`` reported for ``step``. ``time_s``: Unix time, in seconds."""
+    """Holds the numbers that ``source`` reported for ``step``. ``time_s`` is Unix time, in seconds."""
 
     source: str
     step: int
@@ -23,8 +23,11 @@ class MetricRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TextRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """Texts of one ``kind`` at ``step``. Rows of kind "eval" have prompt, answer (expected), response and exact, and
-    the evaluation set's name where it has one; those of `bad_rows_kind` have row (its number), reason and text.
+    """Holds texts of one ``kind`` at ``step``.
+
+    Each row is a dict. A row of kind "eval" has prompt, answer (the expected one), response and exact, and the name of
+    the evaluation set if the set has one. A row of `bad_rows_kind` has row (the number of the data row), reason and
+    text.
     """
 
     kind: str
@@ -34,9 +37,10 @@ class TextRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HistogramRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """How the values of ``name`` that ``source`` had at ``step`` were distributed: ``counts[k]`` of them lie above
-    ``limits[k - 1]`` (any number, for k = 0) and up to ``limits[k]``. ``total`` and ``total_of_squares``: sums over the
-    values. ``time_s``: Unix time, in seconds.
+    """Holds the distribution of the values of ``name`` that ``source`` had at ``step``.
+
+    ``counts[k]`` values lie above ``limits[k - 1]`` (without a lower limit for k = 0) and up to ``limits[k]``.
+    ``total`` and ``total_of_squares`` are sums over the values. ``time_s`` is Unix time, in seconds.
     """
 
     source: str
@@ -56,24 +60,22 @@ Record = MetricRecord | TextRecord | HistogramRecord
 
 @dataclass(frozen=True, kw_only=True)
 class SinkStart:
-    """What a sink is opened with. ``run_dir``: the run's folder, which has its configuration as ``config.yaml``."""
+    """What a sink is opened with. ``run_dir`` is the run's folder, which has its configuration as ``config.yaml``."""
 
     run_dir: Path
 
 
 class BaseSink(ABC):
-    """A sink that is open. One thread of the sink's own calls all of its methods, so each of them may wait.
+    """An open sink, whose methods are all called by one thread of its own, so each of them may wait.
 
-    What a method raises is reported once and counted as records that this sink lacks. The batch is then dropped and
-    the next one is tried. The run and the other sinks go on. A sink that hangs is treated in the same way: records
-    wait for it up to a limit, and newer ones are dropped.
+    If a method raises, the error is reported once and the batch counts as records that this sink lacks. The batch is
+    dropped and the next one is tried. The run and the other sinks continue. A sink that hangs is treated in the same
+    way: records wait for it up to a limit, and newer ones are dropped.
     """
 
     @abstractmethod
     def write(self, batch: Sequence[Record]) -> None:
-        """Takes records in the order in which they came. A sink leaves out the kinds of records that it does not
-        know.
-        """
+        """Takes records in the order in which they came, and ignores kinds of records that it does not know."""
 
     def flush(self) -> None:  # noqa: B027  # most sinks have nothing to do here
         """Passes on what the sink has collected. It is called when no further record waits."""
@@ -84,17 +86,18 @@ class BaseSink(ABC):
 
 @dataclass(frozen=True)
 class SinkConfig:
-    """The base of every sink's configuration."""
+    """Is the base of every sink's configuration."""
 
     name: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class SinkSpec:
-    """One metrics sink. ``open(start, config)`` returns the open sink. It is called in the sink's own thread, with the
-    first records, and again where it raises. A metrics service that was restarted and a run that is resumed open the
-    sink again, so a sink adds to what it finds. ``check(config)`` raises ValueError for a configuration that makes no
-    sense, before anything starts.
+    """The record of one metrics sink.
+
+    ``open(start, config)`` returns the open sink. It is called in the sink's own thread with the first records, and
+    again if it raises. A restarted metrics service and a resumed run open the sink again, so a sink appends to what it
+    finds. ``check(config)`` raises ValueError for a configuration without meaning, before anything starts.
     """
 
     name: str

@@ -22,9 +22,12 @@ _known: dict[tuple[str, int, int, int], str] = {}
 
 
 def data_digest(config: DataConfig) -> str:
-    """xxh3-128, in hex, of the training files in their order, of their weights and of the held-out file; of a plug-in's
-    rows (`PluginRows.digest`) in place of the files; empty for a generated task. Raises ValueError as `data_parts` and
-    `open_plugin_rows` do, OSError for a file that cannot be read.
+    """Returns the xxh3-128, in hex, of the training data's content.
+
+    It covers the training files in order, their weights and the held-out file, or a plug-in's rows
+    (`PluginRows.digest`). It is empty for a generated task. For a file above `WHOLE_BYTES`, blocks spread evenly over
+    it represent the whole. A file that has not changed is not read again in this process. Raises ValueError as
+    `data_parts` and `open_plugin_rows` do, and OSError for a file that cannot be read.
     """
     if config.task is not None:
         return ""

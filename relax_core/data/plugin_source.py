@@ -1,4 +1,4 @@
-"""Rows of a data source that is a plug-in: found by ``data.name``, configured by ``data.config``."""
+"""Opens the rows of a data source that is a plug-in, found by ``data.name`` and configured by ``data.config``."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ from relax_core.contracts.data import BadRow, BaseDataSource, DataRow
 from relax_core.data.data_files import check_row
 from relax_core.registry import find_data_source, is_file_plugin, names, plugin_words
 
-DIGESTED_ROWS = 4096  # rows, spread evenly over the source, that stand for its content
-_newest: dict[bytes, BaseDataSource] = {}  # the source that this process has open, one at most
+DIGESTED_ROWS = 4096  # rows, spread evenly over the source, that represent its content
+_newest: dict[bytes, BaseDataSource] = {}  # the open source of this process, at most one
 
 
 def names_plugin(config: DataConfig) -> bool:
-    """Whether ``data.name`` is a file or an installed package's source; else it only tells options apart."""
+    """Is True if ``data.name`` is a file or an installed package's source, and not only the name of an option."""
     return is_file_plugin(config.name) or config.name in names("data")
 
 
 def source_config(config: DataConfig) -> Any:
-    """The plug-in's configuration. Raises ValueError for an unknown plug-in, and for a value that it cannot take."""
+    """Returns the plug-in's configuration.
+
+    Raises ValueError for an unknown plug-in, and for a value that it refuses.
+    """
     found = plugin_config("data", config.name, config.config, section="data.config")
     find_data_source(config.name).check(found)
     return found
 
 
 def is_configured(config: DataConfig) -> bool:
-    """Whether the plug-in is there and takes its configuration; where not, the checks of config/ say why."""
+    """Is True if the plug-in exists and accepts its configuration; otherwise the checks of config/ report why."""
     try:
         source_config(config)
     except ValueError:
@@ -39,14 +42,14 @@ def is_configured(config: DataConfig) -> bool:
 
 
 def open_plugin_rows(config: DataConfig) -> PluginRows:
-    """The rows of the plug-in that ``config`` names. Raises ValueError for a source that does not open."""
+    """Returns the rows of the plug-in that ``config`` names. Raises ValueError for a source that does not open."""
     key = msgspec.msgpack.encode((config.name, config.config))
     if key not in _newest:
         found = source_config(config)
         try:
             source = find_data_source(config.name).open(found)
-            len(source)  # which is checked where it enters
-        except Exception as error:  # foreign code: whatever it raises is told
+            len(source)  # the length is checked where it enters
+        except Exception as error:  # any exception of foreign code is reported
             raise ValueError(f"data.name={config.name}: it does not open: {plugin_words(error)}") from error
         _newest.clear()
         _newest[key] = source
@@ -54,7 +57,7 @@ def open_plugin_rows(config: DataConfig) -> PluginRows:
 
 
 class PluginRows:
-    """A plug-in's rows by number, each checked as a file's row is, with "prompt" and "answer" in their places."""
+    """Holds a plug-in's rows by number, checked like a file's rows, with "prompt" and "answer" as keys."""
 
     def __init__(self, source: BaseDataSource, config: DataConfig) -> None:
         self._source, self._config = source, config
@@ -63,6 +66,7 @@ class PluginRows:
         return len(self._source)
 
     def where(self, number: int) -> str:
+        """Returns the origin of a row: the plug-in's name and the place that it names."""
         return f"{self._config.name}, {self._source.where(number)}"
 
     def __getitem__(self, number: int) -> DataRow:
@@ -72,12 +76,12 @@ class PluginRows:
             row = self._source[number]
         except BadRow:
             raise
-        except Exception as error:  # foreign code: whatever it raises makes this one row a bad one
+        except Exception as error:  # any exception of foreign code makes this one row a bad one
             raise BadRow.because("source", f"{where}: {plugin_words(error)}") from error
         return self._checked(row, where)
 
     def held_out(self) -> HeldOutRows | None:
-        """The source's own evaluation rows; None where it has none of its own."""
+        """Returns the source's own evaluation rows, or None if it has none."""
         rows = self._source.held_out()
         if rows is None:
             return None
@@ -86,8 +90,9 @@ class PluginRows:
         )
 
     def digest(self) -> str:
-        """xxh3-128, in hex, of how many rows there are, of up to `DIGESTED_ROWS` of them and of the source's own
-        evaluation rows. Raises ValueError for a row that holds what is no data.
+        """Returns the xxh3-128, in hex, of the number of rows, of up to `DIGESTED_ROWS` rows and of evaluation rows.
+
+        Raises ValueError for a row with a value that is no data.
         """
         hasher = xxhash.xxh3_128(f"{len(self)} rows\n".encode())
         for number in range(0, len(self), max(1, -(-len(self) // DIGESTED_ROWS))):
@@ -105,7 +110,7 @@ class PluginRows:
 
 
 class HeldOutRows:
-    """A source's own evaluation rows by number, checked when they are read."""
+    """Holds a source's own evaluation rows by number, checked when they are read."""
 
     def __init__(self, rows: list[tuple[str, DataRow]], of: PluginRows) -> None:
         self._rows, self._of = rows, of
@@ -114,6 +119,7 @@ class HeldOutRows:
         return len(self._rows)
 
     def where(self, number: int) -> str:
+        """Returns the origin of an evaluation row."""
         return self._rows[number][0]
 
     def __getitem__(self, number: int) -> DataRow:

@@ -1,4 +1,4 @@
-"""Prompt sources: a generated task, or rows of files or of a plug-in, behind one random-access order."""
+"""Opens prompt sources: a generated task, or the rows of files or of a plug-in, in one endless order."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _opened(config: DataConfig) -> tuple[list[FilePart], list[RowFile]]:
 
 
 def _own_held_out(config: DataConfig, files: Sequence[RowFile]) -> RowFile | None:
-    """The evaluation rows that a plug-in gives; None for files, for none of its own and with ``data.eval_path``."""
+    """Returns a plug-in's own evaluation rows, or None for files and with ``data.eval_path``."""
     (first, *_) = files
     return first.held_out() if isinstance(first, PluginRows) and config.eval_path is None else None
 
@@ -146,8 +146,9 @@ def _eval_count(wanted: int, *, available: int, where: str) -> int:
 
 
 def file_rows(config: DataConfig) -> tuple[RowFile, int]:
-    """The rows of the configured files or plug-in that are trained on, and how many there are. Raises ValueError as
-    `make_source`.
+    """Returns the training rows of the configured files or plug-in, and their number.
+
+    Raises ValueError as `make_source` does.
     """
     _, files = _opened(config)
     kept = _held_out_counts(config, files)

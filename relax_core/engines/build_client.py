@@ -1,4 +1,4 @@
-"""Builds the client of the configured kind of engine."""
+"""Builds the client for the configured kind of engine."""
 
 from __future__ import annotations
 

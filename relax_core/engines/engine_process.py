@@ -46,13 +46,15 @@ class EngineLaunch:
     stop_strings: bool = False
 
     def command(self) -> list[str]:
+        """Returns the command line."""
         return find_engine(self.engine.name).command(self)
 
     def environment(self) -> dict[str, str]:
+        """Returns the environment variables."""
         return dict(find_engine(self.engine.name).environment(self))
 
     def new_scratch(self) -> Path | None:
-        """A folder for this one process, where its kind leaves things beside its memory."""
+        """Makes a folder for the files of this one process, or returns None if its kind of engine leaves no files."""
         return engine_scratch.new_scratch() if find_engine(self.engine.name).scratch else None
 
 

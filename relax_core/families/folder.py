@@ -22,9 +22,10 @@ class _Index(msgspec.Struct):
 
 
 def family_key(name: object, *, also: str | None = None) -> str | None:
-    """Returns by what `find_family` finds the family whose name, a config.json's model_type, is ``name``: by ``also``
-    (model.family of a run, which may be a file) where that one has the name, else by the name itself. Returns None
-    where there is no such family. Raises ValueError where ``also`` cannot be loaded.
+    """Returns the name or file with which `find_family` finds the family of model_type ``name``, or None.
+
+    ``also`` is model.family of a run, which may be a file; it is preferred if its family has that name. Raises
+    ValueError if ``also`` cannot be loaded.
     """
     if also is not None and find_family(also).name == name:
         return also
@@ -32,8 +33,9 @@ def family_key(name: object, *, also: str | None = None) -> str | None:
 
 
 def family_of(hf_config: HfConfig, *, model_folder: Path, also: str | None = None) -> Family:
-    """Returns the family of a folder's model_type; ``also`` is looked at before those that have a name. Raises a
-    ValueError that lists the names where none has it.
+    """Returns the family of a folder's model_type.
+
+    ``also`` is tried before the families that have a name. Raises a ValueError that lists the names if none fits.
     """
     model_type = hf_config.get("model_type")
     key = family_key(model_type, also=also)
@@ -46,9 +48,10 @@ def family_of(hf_config: HfConfig, *, model_folder: Path, also: str | None = Non
 
 
 def folder_architecture(model_folder: Path, *, family: str | None = None, also: str | None = None) -> Architecture:
-    """Returns what a folder's config.json describes. ``family`` is a name or a file; None takes whichever family the
-    folder is of, ``also`` (a name or a file) among them. Raises ValueError where the folder is of another family than
-    ``family``, which is named then, and where it cannot be computed.
+    """Returns the architecture that a folder's config.json describes.
+
+    ``family`` is a name or a file. If it is None, the folder may be of any family, including ``also`` (a name or a
+    file). Raises ValueError if the folder is of another family than ``family``, or if Relax cannot compute its model.
     """
     hf_config = read_hf_config(model_folder)
     if family is None:

@@ -1,4 +1,4 @@
-"""The only module that reads a model's config.json; everybody else asks it."""
+"""The only module that reads a model's config.json."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ def has_hf_config(model_folder: Path) -> bool:
 
 
 def read_hf_config(model_folder: Path) -> dict[str, Any]:
-    """Returns the content of a Hugging Face folder's config.json. Raises ValueError where there is none, and for a file
-    that is not a JSON object.
+    """Returns the content of a Hugging Face folder's config.json.
+
+    Raises ValueError if there is none, or if the file is not a JSON object.
     """
     if not has_hf_config(model_folder):
         raise ValueError(f"model.path={model_folder}: no config.json there. Give a Hugging Face model folder.")
@@ -25,8 +26,9 @@ def read_hf_config(model_folder: Path) -> dict[str, Any]:
 
 
 def end_token_ids(model_folder: Path) -> tuple[int, ...]:
-    """Returns the ids that end a response, sorted: those of config.json and generation_config.json together, as SGLang
-    takes them. A file that is missing names none. Raises ValueError for a file that is not a JSON object.
+    """Returns the sorted ids that end a response, of config.json and generation_config.json together, as in SGLang.
+
+    A missing file names none. Raises ValueError for a file that is not a JSON object.
     """
     found: set[int] = set()
     for name in (CONFIG_FILE, GENERATION_FILE):

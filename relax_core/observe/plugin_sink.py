@@ -1,4 +1,4 @@
-"""A metrics sink of a plug-in, as the metrics service uses it."""
+"""Adapts a metrics sink of a plug-in to the metrics service."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from relax_core.registry import find_sink, short_name
 
 
 class PluginSink:
-    """The plug-in is imported and opened in the sink's own thread, with the first batch: a library may wait for a
-    network there, and a file that is gone when the metrics service starts again costs this sink alone. It is not
-    ``local``: no checkpoint waits for it.
+    """A sink of a plug-in, imported and opened in the sink's own thread with the first batch.
+
+    A library may wait for a network there, and a file that is missing when the metrics service restarts costs only this
+    sink. It is not ``local``: no checkpoint waits for it.
     """
 
     local = False
 
     def __init__(self, name: str, values: Mapping[str, Any], start: SinkStart) -> None:
-        """``name``: the plug-in's, or its path. ``values``: its configuration, as the user gave it."""
+        """Takes the plug-in's name or path, and its configuration as the user gave it."""
         self.name = short_name(name)
         self._plugin, self._values, self._start = name, values, start
         self._sink: BaseSink | None = None
@@ -35,9 +36,11 @@ class PluginSink:
         self._sink.write(batch)
 
     def flush(self) -> None:
+        """Flushes the plug-in's sink if it is open."""
         if self._sink is not None:
             self._sink.flush()
 
     def close(self) -> None:
+        """Closes the plug-in's sink if it is open."""
         if self._sink is not None:
             self._sink.close()

@@ -14,8 +14,9 @@ from relax_core.rollout.trial.plugin_trial import START_S, Request, Stage
 
 
 def try_data_source(request: Request, say: Callable[[Stage], None]) -> Iterator[str]:
-    """What is wrong with the source, one sentence at most. Rows for which it raises are told by the look at the data,
-    which counts them against ``data.max_bad_rows``.
+    """Yields what is wrong with the source, at most one sentence.
+
+    The check of the data reports rows for which the source raises, and counts them against ``data.max_bad_rows``.
     """
     name, packed = request.data
     where = f"data.name={name}"
@@ -50,8 +51,9 @@ _SAME = "The same number must give the same row in every process, so that a run 
 
 
 def _tried_rows(source: BaseDataSource, where: str, say: Callable[[Stage], None], *, limit_s: float) -> dict[int, Any]:
-    """The first row, one in the middle and the last; None for one that raises. Raises `WrongResult` for what is no
-    row.
+    """Returns the first row, one in the middle and the last; None for one that raises.
+
+    Raises `WrongResult` for a value that is no row.
     """
     rows: dict[int, Any] = {}
     say(Stage(what=f"{where}: its number of rows", limit_s=limit_s))

@@ -64,7 +64,7 @@ def export(checkpoint: Path, out: Path, *, model: Path | None, dtype: str | None
 
 
 def _model_of_run(checkpoint: Path) -> Path:
-    """Where the run that saved it had its model from."""
+    """Returns the model folder of the run that saved the checkpoint."""
     saved = _model_keys(checkpoint)
     if saved["path"] is None:
         return tiny_model_folder(saved["builtin"], task=saved["task"])

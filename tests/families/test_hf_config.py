@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 READER = "relax_core/families/hf_config.py"
 # Modules that need the file's name, though they do not read it → why.
 NAME_ONLY = {
-    "relax_core/plan/data/data_check.py": "its size and its time of change say whether a kept look at the data still holds",
+    "relax_core/plan/data/data_check.py": "size and time of the file say whether a kept check of the data still holds",
     "relax_core/train/hf/hf_export.py": "an exported folder gets a config.json with the dtype of its weights",
 }
 

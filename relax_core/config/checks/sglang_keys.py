@@ -1,4 +1,4 @@
-"""What engine=sglang cannot be, beside the other keys."""
+"""Checks the keys of engine=sglang against the other keys."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def problems_of(config: RelaxConfig, checks: Iterable[Check] = ()) -> list[str]:
-    """Every problem of the configuration; ``checks`` are those of other rooms. Empty when it can run."""
+    """Returns every problem of the configuration, or none if it can run. ``checks`` are those of other folders."""
     if problems := [*launcher_problems(config), *engine_name_problems(config)]:
         return problems
     here = (*_FILE_CHECKS, *checks) if config.launcher.name is not LauncherKind.ray_job else ()  # the files exist
@@ -244,7 +244,7 @@ def _check_data(config: RelaxConfig) -> Iterator[str]:
 
 
 def _check_source(config: RelaxConfig) -> Iterator[str]:
-    """Of a data source that is a plug-in."""
+    """Checks the keys of a data source that is a plug-in."""
     data = config.data
     for key in ("task", "path", "paths"):
         if (value := getattr(data, key)) is not None:

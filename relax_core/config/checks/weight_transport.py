@@ -10,7 +10,7 @@ from relax_core.registry import find_engine
 
 
 def transport_problems(config: RelaxConfig) -> Iterator[str]:
-    """One sentence for each."""
+    """Returns one sentence for each problem."""
     wanted, taken = config.engine.weight_transport, find_engine(config.engine.name).transports
     words = f"engine.weight_transport={wanted.value}"
     if wanted is WeightTransportName.cuda_ipc:

@@ -49,8 +49,10 @@ def keys_of_option(group: str, file: Path) -> list[DocumentedKey]:
 
 
 def keys_of_plugin(kind: Kind, name: str) -> list[DocumentedKey]:
-    """The settings of a plug-in without a YAML, with their defaults. A plug-in of a kind without settings has the keys of the
-    option ``plugin``. Raises `relax_core.registry.PluginError`.
+    """Returns the settings of a plug-in without a YAML file, with their defaults.
+
+    A plug-in of a kind without settings has the keys of the option ``plugin``. Raises
+    `relax_core.registry.PluginError`.
     """
     config = getattr(find(kind, name), "config", None)
     if config is None:

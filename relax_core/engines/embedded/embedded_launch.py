@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 def command(launch: EngineStart) -> list[str]:
+    """Returns the command line of an engine process."""
     engine = launch.engine
     options = {
         "--model-path": launch.model_folder,
@@ -35,7 +36,10 @@ def command(launch: EngineStart) -> list[str]:
 
 
 def environment(launch: EngineStart) -> dict[str, str]:
-    """Threads are set before any maths library loads; waiting threads sleep instead of spinning."""
+    """Returns the environment of an engine process.
+
+    It sets the number of threads before any maths library loads, and lets waiting threads sleep instead of spin.
+    """
     path = os.environ.get("PYTHONPATH")
     return {
         **environment_of_threads(launch),

@@ -1,4 +1,4 @@
-"""The embedded engine as a kind of engine."""
+"""Describes the embedded engine as a kind of engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether this machine can start SGLang's servers."""
+"""Checks whether this machine can start SGLang's servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SGLang as a kind of engine."""
+"""Describes SGLang as a kind of engine."""
 
 from __future__ import annotations
 

@@ -48,9 +48,11 @@ class Sink(Protocol):
     def write(self, batch: Sequence[Record]) -> None:
         """Writes a batch of records."""
 
-    def flush(self) -> None: ...
+    def flush(self) -> None:
+        """Passes on what the sink has collected."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Closes the sink after its last batch."""
 
 
 class AppendFile:
@@ -99,7 +101,7 @@ def _end_of_last_line(file: io.FileIO) -> int:
 
 
 class JsonlSink(BaseSink):
-    """One JSON object a line: numbers to ``metrics.jsonl``, texts to ``texts.jsonl``. NaN and infinities as null."""
+    """Writes numbers to ``metrics.jsonl`` and texts to ``texts.jsonl``, one JSON object a line; NaN becomes null."""
 
     name = METRICS_FILE
     local = True
@@ -128,7 +130,7 @@ class JsonlSink(BaseSink):
 
 
 class TensorBoardSink(BaseSink):
-    """Scalars with tag ``<source>/<name>`` and histograms, through TensorBoard's own protobufs and framing.
+    """Writes scalars with the tag ``<source>/<name>`` and histograms as TensorBoard's own protobufs.
 
     A resume becomes a session start, so that TensorBoard hides the steps that it undid. Texts are not written. It does
     not use EventFileWriter, because that has a thread of its own, which a full disk kills.
@@ -210,8 +212,10 @@ TENSORBOARD = SinkSpec(
 
 
 def make_sinks(tracker: TrackerConfig, run_dir: Path) -> list[Sink]:
-    """The sinks that ``tracker`` switches on, Relax's own ones first. Nothing is opened yet, and no plug-in is
-    imported. Raises ValueError for ``tracker.sinks`` that is neither a list nor a mapping.
+    """Returns the sinks that ``tracker`` switches on, Relax's own ones first.
+
+    Nothing is opened yet, and no plug-in is imported. Raises ValueError for ``tracker.sinks`` that is neither a list
+    nor a mapping.
     """
     start = SinkStart(run_dir=run_dir)
     own: list[Sink] = []

@@ -45,8 +45,9 @@ def plugin_problems(config: RelaxConfig) -> list[str]:
 
 
 def source_problems(config: RelaxConfig) -> list[str]:
-    """What is wrong with a data source that is a plug-in. Its rows are read in this process afterwards, so it is the
-    first that is tried. A configuration that makes no sense is told by another check.
+    """Returns what is wrong with a data source that is a plug-in.
+
+    Its rows are read in this process afterwards, so it is tried first in a process that can be killed.
     """
     if config.launcher.name is LauncherKind.ray_job or not names_plugin(config.data):
         return []

@@ -158,9 +158,10 @@ class ModelDimensions:
 
 
 def read_dimensions(values: Values, *, name: str, family: str | None = None) -> ModelDimensions:
-    """Reads the content of a config.json. ``family``, a name or a file, is looked at before the families that have a
-    name. Raises ValueError for a family that is not known, for an option that is not
-    computed, and for a missing field.
+    """Reads the content of a config.json.
+
+    ``family``, a name or a file, is tried before the families that have a name. Raises ValueError for an unknown
+    family, for an option that is not computed, and for a missing field.
     """
     if (key := family_key(values.get("model_type"), also=family)) is not None:
         return _of_a_family_that_trains(values, name, find_family(key))

@@ -36,7 +36,7 @@ def find_dimensions(config: RelaxConfig) -> ModelDimensions:
 
 
 def folder_dimensions(folder: Path, *, family: str | None) -> ModelDimensions:
-    """``family`` is model.family of the configuration, which may be a file."""
+    """Returns the dimensions of a Hugging Face folder. ``family`` is model.family, which may be a file."""
     return read_dimensions(read_hf_config(folder), name=folder.name, family=family)
 
 
@@ -56,7 +56,7 @@ def shape_dimensions(name: str) -> ModelDimensions:
 
 
 def teacher_dimensions(model: str, *, family: str | None) -> ModelDimensions:
-    """Of a distillation's teacher: a built-in one's name, or a folder."""
+    """Returns the dimensions of a distillation's teacher, a built-in one's name or a folder."""
     if model in MODEL_NAMES:
         return builtin_dimensions(model)
     return folder_dimensions(Path(model).expanduser().absolute(), family=family)

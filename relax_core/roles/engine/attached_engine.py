@@ -16,6 +16,7 @@ class AttachedEngineHost(EngineHost):
     """
 
     def work(self) -> None:
+        """Checks the engine and keeps its weights up to date until the run stops."""
         engine = self.context.config.engine
         self._url = engine.urls[self._rank].rstrip("/")
         client = engine_client(self.context, self._url)

@@ -28,8 +28,9 @@ def node_address(launcher: LauncherConfig) -> str:
 
 
 def engines_take_gpus(config: RelaxConfig) -> bool:
-    """Whether the run's own engines are on GPUs: the embedded engine runs on CPU cores, and what is attached by URL has
-    devices of its own.
+    """Is True if the run's own engines use GPUs.
+
+    The embedded engine runs on CPU cores, and engines that are attached by URL have their own devices.
     """
     return config.placement.gpus_per_node > 0 and find_engine(config.engine.name).on_gpus and not config.engine.urls
 

@@ -28,10 +28,12 @@ _READ_BYTES = 1 << 16
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """``rows``: (where it is from, the row). ``env``, ``reward``, ``algo``, ``data``: the name of what is tried, and
-    its settings as msgpack; an empty name is not tried. ``call_s``: seconds that one call of an env, a reward or a
-    data source may take; a reward has its ``timeout_s`` where that is more. ``open_s``: seconds that a
-    data source may take to open.
+    """What the child process is to try.
+
+    ``rows`` holds data rows with their origin (file and line). ``env``, ``reward``, ``algo`` and ``data`` are the name
+    of a plug-in and its settings as msgpack; a plug-in with an empty name is not tried. ``call_s`` is the limit of one
+    call of an environment, a reward or a data source in seconds; a reward has its ``timeout_s`` if that is longer.
+    ``open_s`` is the limit for opening a data source.
     """
 
     rows: list[tuple[str, dict[str, Any]]]

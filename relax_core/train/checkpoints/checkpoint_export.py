@@ -29,10 +29,10 @@ def export_checkpoint(
 ) -> None:
     """Writes ``target`` as `export_hf_folder` does, with 64 MiB or one tensor in memory.
 
-    ``checkpoint``: a model's part of one (provenance.json is in it). ``model_folder``: whose configuration and tokenizer
-    go with the weights. ``family``: a model family, by name or file, beside those that have a name. ``dtype``:
-    "float32" or "bfloat16"; None: the trainer's. Raises ValueError for a checkpoint that is corrupt, of another model
-    than the folder's, or a critic's; OSError where ``target`` cannot be written.
+    ``checkpoint`` is a model's part of a checkpoint and has provenance.json. ``model_folder`` gives the configuration
+    and the tokenizer. ``family`` is the name or file of a further family. ``dtype`` is "float32" or "bfloat16", or None
+    for the trainer's. Raises ValueError for a checkpoint that is corrupt, of a different model than the folder's, or a
+    critic's, and OSError if ``target`` cannot be written.
     """
     provenance = read_provenance(checkpoint)
     if provenance.head != "policy":

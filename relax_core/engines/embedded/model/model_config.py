@@ -18,7 +18,9 @@ class ModelConfig(Architecture):
 
 
 def read_model_config(folder: Path, *, family: str | None = None) -> ModelConfig:
-    """Reads a folder; ``family``, a name or a file, is one that it may be of beside those that have a name. Raises
-    ValueError where it has no config.json, an unknown family, or an option that is not computed.
+    """Reads a folder's config.json.
+
+    ``family`` is the name or file of a further family that the model may belong to. Raises ValueError if there is no
+    config.json, if its family is unknown, or if it has an option that is not supported.
     """
     return ModelConfig(**vars(folder_architecture(folder, also=family)), eos_token_ids=end_token_ids(folder))

@@ -19,6 +19,7 @@ SPARE_TOKENS = 7
 
 
 def command(launch: EngineStart) -> list[str]:
+    """Returns the command line of an SGLang server."""
     engine = launch.engine
     flags: dict[str, object] = {
         "model-path": launch.model_folder,
@@ -48,14 +49,17 @@ def command(launch: EngineStart) -> list[str]:
 
 
 def _check_head(folder: Path) -> None:
-    """What the trainer sends is put right by our loader; what SGLang reads by itself is not."""
+    """Raises EngineError for a tied output layer that SGLang cannot read from the folder.
+
+    Relax's loader supplies it for weights that the trainer sends, but not for those that SGLang reads itself.
+    """
     config = read_hf_config(folder)
     if config.get("model_type") == "qwen3_moe" and config.get("tie_word_embeddings"):
         raise EngineError(f"{folder}: SGLang's Qwen3-MoE has no tied head. Use a model with a head of its own.")
 
 
 def environment(launch: EngineStart) -> dict[str, str]:
-    """Nothing is fetched: model and tokenizer are in the folder."""
+    """Returns the environment of an SGLang server, which must not download anything."""
     return {
         **{name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")},
         "OMP_NUM_THREADS": str(launch.engine.threads),
