@@ -43,6 +43,7 @@ KINDS: tuple[Kind, ...] = ("algo", "reward", "env")  # whose SPEC.settings types
 _FILE_MODULE = "relax_plugin_"
 MARK = "__relax_plugin__"  # in the globals of a plug-in's function that has no module of its own
 _ROOT = Path(__file__).resolve().parents[1]
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")  # each in capitals in relax_core/families/table.py
 
 
 class Spec(Protocol):
@@ -154,10 +155,7 @@ _HOMES: dict[Kind, _Home] = {
         section="engine",
         title="Engines",
         entry_points="relax.engines",
-        table={
-            "embedded": "relax_core.engines.embedded.spec:SPEC",
-            "sglang": "relax_core.engines.sglang.spec:SPEC",
-        },
+        table={name: f"relax_core.engines.{name}.spec:SPEC" for name in ("embedded", "sglang")},
         spec=EngineSpec,
     ),
     "family": _Home(
@@ -165,10 +163,7 @@ _HOMES: dict[Kind, _Home] = {
         section="model",
         title="Model families",
         entry_points="relax.families",
-        table={
-            name: f"relax_core.families.table:{name.upper()}"
-            for name in ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-        },
+        table={name: f"relax_core.families.table:{name.upper()}" for name in _FAMILIES},
         spec=Family,
         checked=checked_family,
     ),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from relax_core.cli.listing import list_command
-from relax_core.registry import KINDS, names
+from relax_core.registry import ALL_KINDS, names, title_of
 
 REWARD = """
 from dataclasses import dataclass
@@ -30,10 +30,13 @@ SPEC = RewardSpec(name="mine", summary="always content", config=Config, score=sc
 
 def test_everything_has_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert list_command([]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    for kind in KINDS:
+    told = capsys.readouterr().out
+    lines = told.splitlines()
+    sections = {text.split(" (")[0].strip(): text.splitlines() for text in told.split("\n\n")}
+    assert any(line.split()[:1] == ["file"] for line in sections["Data sources"])
+    for kind in ALL_KINDS:
         for name in names(kind):
-            (line,) = (line for line in lines if line.split()[:1] == [name])
+            (line,) = (line for line in sections[title_of(kind)] if line.split()[:1] == [name])
             assert len(line.split()) > 2, line
     for name in ("tiny_qwen3", "Qwen3-4B", "math_file"):
         assert any(line.split()[:1] == [name] for line in lines)

@@ -1,5 +1,4 @@
-"""A run of a model whose family is a plug-in's file learns, goes on in another layout than that of its checkpoint, and
-exports what it saves."""
+"""A run of a Qwen2 folder learns, goes on in another layout than that of its checkpoint, and exports what it saves."""
 
 from __future__ import annotations
 
@@ -17,22 +16,20 @@ from tests.integration.live_run import run_to_end
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 STEPS = 64
-FAMILY = Path(__file__).resolve().parents[2] / "examples/plugins/seed_oss.py"
-QUIET = ("eval.every=0", "run.save_every=32", "model=folder", f"model.family={FAMILY}", "model.dtype=float32")
+QUIET = ("eval.every=0", "run.save_every=32", "model=qwen2", "model.dtype=float32")
 OTHER = ("parallel.tp=2", "parallel.dp=2", "parallel.distributed_optimizer=true")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Seed-OSS with a head of its own, of the built-in model's size and after its warm start."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    """A Qwen2 with a head of its own, of the built-in model's size and after its warm start."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
 
-    path: Path = tmp_path_factory.mktemp("seed_oss")
+    path: Path = tmp_path_factory.mktemp("qwen2")
     torch.manual_seed(8)
     tokenizer = _build_tokenizer()
-    sizes = {key: value for key, value in tiny_config().items() if key != "model_type"}
-    sizes |= {"tie_word_embeddings": False, "attention_dropout": 0.0, "residual_dropout": 0.0}
-    config = AutoConfig.for_model("seed_oss", **sizes | {"eos_token_id": tokenizer.eos_token_id})
+    sizes = {key: value for key, value in tiny_config().items() if key not in ("model_type", "head_dim")}
+    config = Qwen2Config(**sizes | {"tie_word_embeddings": False, "eos_token_id": tokenizer.eos_token_id})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     _train_warm_start(model, tokenizer, WarmStart(steps=58, seed=8), task="reverse_digits")
     tokenizer.save_pretrained(path)
@@ -54,7 +51,7 @@ def test_a_run_goes_on_in_another_layout(folder: Path, tmp_path: Path) -> None:
     assert run.summary["logprob_gap"]["max"] < 1e-4  # trainer and engine have the same weights
     checkpoint = run.folder / f"checkpoints/step_{STEPS + 6:08d}"
     provenance = json.loads((checkpoint / "train/provenance.json").read_text())
-    assert (provenance["family"], provenance["world_size"], provenance["layout"]["tp"]) == ("seed_oss", 4, 2)
+    assert (provenance["family"], provenance["world_size"], provenance["layout"]["tp"]) == ("qwen2", 4, 2)
     assert provenance["step"] == STEPS + 6
     assert export.main([str(checkpoint), str(tmp_path / "hf")]) == 0
     exported, of_run = load_file(tmp_path / "hf/model.safetensors"), load_file(run.folder / "hf/model.safetensors")
