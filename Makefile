@@ -1,4 +1,4 @@
-# make run · make test · make test-chaos · make test-slurm · make env · make test-env · make lint · make clean
+# make run · make test · make test-chaos · make test-slurm · make test-soak · make env · make test-env · make lint · make clean
 # make sglang-cpu · make run-sglang · make test-sglang
 PYTHON ?= python3.11
 VENV := .venv
@@ -7,11 +7,13 @@ SGLANG := .venv-sglang
 SGLANG_PINS := relax_core/engines/sglang/cpu
 ARGS ?=
 TORCH_ARGS ?=
+# Workers among which `make test` divides the tests; with 0, one process runs them all. Each has engines and runs of its own.
+TEST_WORKERS ?= 2
 # One torch thread a process: services share the cores, and a spinning thread takes one from its neighbour.
 export OMP_NUM_THREADS ?= 1
 export OMP_WAIT_POLICY ?= PASSIVE
 
-.PHONY: env test-env run test test-chaos slurm test-slurm sglang-cpu run-sglang test-sglang lint clean
+.PHONY: env test-env run test test-chaos test-soak slurm test-slurm sglang-cpu run-sglang test-sglang lint clean
 .DEFAULT_GOAL := run
 
 env: $(VENV)/.relax-env
@@ -22,11 +24,15 @@ run: env
 	$(BIN)/python -m relax_core $(ARGS)
 
 test: test-env
-	@$(BIN)/python -m pytest -q -m "not slow and not slurm and not chaos and not sglang" $(ARGS)
+	@$(BIN)/python -m pytest -q -n $(TEST_WORKERS) -m "not soak and not slurm and not chaos and not sglang" $(ARGS)
 
 # Kills and freezes processes of running systems.
 test-chaos: test-env
-	@$(BIN)/python -m pytest -q -m "chaos and not slow and not sglang" $(ARGS)
+	@$(BIN)/python -m pytest -q -m "chaos and not soak and not sglang" $(ARGS)
+
+# What takes minutes, repeats a test with other seeds, or needs the network: for a night, not for a change.
+test-soak: test-env
+	@$(BIN)/python -m pytest -q -m "soak" $(ARGS)
 
 # A throw-away Slurm of two nodes on this machine; it needs root, as its daemons do.
 slurm:
@@ -48,7 +54,7 @@ run-sglang: env sglang-cpu
 	$(BIN)/python -m relax_core engine=sglang engine.python=$(SGLANG)/bin/python $(ARGS)
 
 test-sglang: test-env sglang-cpu
-	@$(BIN)/python -m pytest -q -m "sglang and not slow" -o faulthandler_timeout=600 tests $(ARGS)
+	@$(BIN)/python -m pytest -q -m "sglang and not soak" -o faulthandler_timeout=600 tests $(ARGS)
 
 lint: test-env
 	$(BIN)/ruff check .

@@ -6,12 +6,18 @@ import os
 import signal
 import time
 from collections.abc import Callable, Generator, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from relax_core.control.host.ray_session import new_token_file
 from tests.scratch import Scratch
+
+if TYPE_CHECKING:
+    from xdist.remote import Producer
+
+    from tests.workers import GroupScheduling
 
 SCRATCH = pytest.StashKey[Scratch]()
 
@@ -31,8 +37,15 @@ settings.register_profile(
 settings.load_profile("relax")
 
 
+def hands_tests_to_workers(config: pytest.Config) -> bool:
+    """Tells whether this is the process of `pytest -n 2` that runs no test: each of its workers has its own scratch."""
+    return not hasattr(config, "workerinput") and config.getoption("dist", "no") != "no"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Ray reads these when it is imported, and test files import it while pytest collects them."""
+    if hands_tests_to_workers(config):
+        return
     scratch = config.stash[SCRATCH] = Scratch()
     scratch.as_tmpdir()
     (scratch.folder / "r").mkdir()
@@ -41,7 +54,25 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    config.stash[SCRATCH].close()
+    if not hands_tests_to_workers(config):
+        config.stash[SCRATCH].close()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> GroupScheduling:
+    """Divides the tests as `tests/workers.py` says, whatever ``--dist`` is."""
+    from tests.workers import GroupScheduling
+
+    config.option.loadscopereorder = False  # the order is that of `pytest_collection_modifyitems`
+    return GroupScheduling(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Puts the tests of a worker into the order in which their groups begin."""
+    if hasattr(config, "workerinput"):
+        from tests.workers import place_of
+
+        items.sort(key=lambda item: place_of(item.nodeid))
 
 
 @pytest.hookimpl(wrapper=True)

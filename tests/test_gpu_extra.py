@@ -14,7 +14,7 @@ from relax_core.engines.sglang.version import version_problem
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_gpu_extra_resolves() -> None:
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-input", "--ignore-installed", ".[gpu]"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1200, check=False)

@@ -20,7 +20,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(folder.glob("relax_core-*.whl"))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_wheel_has_code_and_conf(wheel: Path) -> None:
     packed = set(zipfile.ZipFile(wheel).namelist())
     examples = {f"relax_core/{path.relative_to(REPOSITORY).as_posix()}" for path in (REPOSITORY / "examples").iterdir()}
@@ -36,7 +36,7 @@ def test_wheel_has_code_and_conf(wheel: Path) -> None:
     assert not any(name.startswith(("tests/", "conf/", "docs/")) for name in packed)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_an_installed_wheel_finds_its_conf(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path)
     code = (
@@ -54,7 +54,7 @@ def test_an_installed_wheel_finds_its_conf(wheel: Path, tmp_path: Path) -> None:
     assert result.stdout.strip() == str(tmp_path / "relax_core" / "conf"), result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_an_installed_wheel_plans_its_example_beside_a_project_of_the_same_names(wheel: Path, tmp_path: Path) -> None:
     installed, project = tmp_path / "installed", tmp_path / "project"
     zipfile.ZipFile(wheel).extractall(installed)

@@ -13,7 +13,7 @@ from relax_core.tools import export
 from relax_core.tools.make_tiny import WarmStart, _build_tokenizer, _train_warm_start, tiny_config
 from tests.integration.live_run import run_to_end
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow]
+pytestmark = [pytest.mark.integration, pytest.mark.soak]
 
 STEPS = 64
 QUIET = ("eval.every=0", "run.save_every=32", "model=qwen2", "model.dtype=float32")

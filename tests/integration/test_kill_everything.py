@@ -53,13 +53,13 @@ def kill_and_resume(folder: Path, *, seed: int) -> None:
     assert books.issued == resumed.summary["ledger"]["issued"]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, 1])
 def test_a_run_that_was_killed_as_a_whole_goes_on(seed: int, tmp_path: Path) -> None:
     kill_and_resume(tmp_path / "run", seed=seed)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3, 23))
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(2, 23))
 def test_at_any_moment(seed: int, tmp_path: Path) -> None:
     kill_and_resume(tmp_path / "run", seed=seed)
 

@@ -54,8 +54,9 @@ def test_the_parts_of_each_step_are_the_step(strict: FinishedRun) -> None:
     assert min(split.values()) >= 0.0 and beside > 0.0
 
 
-def test_colocate_is_the_same_run_to_the_bit(strict: FinishedRun, tmp_path: Path) -> None:
-    colocate = run_to_end(tmp_path / "run", *STRICT, "mode=colocate")
+def test_colocate_over_transfer_queue_is_the_same_run_to_the_bit(strict: FinishedRun, tmp_path: Path) -> None:
+    """Neither the mode nor the bus that carries the rows changes a bit."""
+    colocate = run_to_end(tmp_path / "run", *STRICT, "mode=colocate", "bus=transfer_queue")
     assert colocate.code == 0, colocate.output
     colocate.assert_books_closed()
     assert_same_run(colocate, strict)

@@ -47,14 +47,8 @@ def test_a_strict_step_makes_its_updates_on_policy(strict: FinishedRun) -> None:
     assert last["value/loss"] < 0.3 * first["value/loss"]
 
 
-def test_taking_turns_is_the_same_run_to_the_bit(strict: FinishedRun, tmp_path: Path) -> None:
-    colocate = run_to_end(tmp_path / "run", *STRICT, "mode=colocate")
-    assert colocate.code == 0, colocate.output
-    colocate.assert_books_closed()
-    assert_same_run(colocate, strict)
-
-
-def test_a_resumed_critic_goes_on_to_the_bit(strict: FinishedRun, tmp_path: Path) -> None:
+def test_a_resumed_critic_goes_on_to_the_bit_taking_turns(strict: FinishedRun, tmp_path: Path) -> None:
+    """The first part runs side by side, the second takes turns; together they are the run that did not stop."""
     held = HeldTraining(tmp_path, updates=5 * UPDATES_A_STEP, algorithm="ppo")
     strict_held = (*STRICT, *held.overrides)
     with LiveRun(tmp_path / "run", *strict_held) as live:
@@ -67,7 +61,7 @@ def test_a_resumed_critic_goes_on_to_the_bit(strict: FinishedRun, tmp_path: Path
     at = stopped.summary["steps"]
     assert 3 <= at < 24 and stopped.checkpoints()[-1] == at
     assert (stopped.folder / "checkpoints" / f"step_{at:08d}" / "critic" / "provenance.json").is_file()
-    resumed = run_to_end(tmp_path / "run", *strict_held, "resume=auto")
+    resumed = run_to_end(tmp_path / "run", *strict_held, "mode=colocate", "resume=auto")
     assert resumed.code == 0, resumed.output
     resumed.assert_books_closed()
     assert_same_run(resumed, strict)
@@ -92,12 +86,12 @@ def test_a_lost_critic_is_a_lost_rank(strict: FinishedRun, tmp_path: Path) -> No
 def test_it_learns_with_groups_of_one(tmp_path: Path) -> None:
     """The critic is the only baseline: 64 prompts a step, one sample each, at staleness 1; the policy has two ranks."""
     run = run_to_end(
-        tmp_path / "run", *PPO, "run.steps=100", "run.export_hf=false",
+        tmp_path / "run", *PPO, "run.steps=60", "run.export_hf=false",
         "algo.group_size=1", "rollout.prompts_per_step=64", "parallel=dp2",
     )  # fmt: skip
     assert run.code == 0, run.output
     run.assert_books_closed()
-    assert run.summary["ledger"]["trained"] == 100 * 64
+    assert run.summary["ledger"]["trained"] == 60 * 64
     rewards = [values["reward"] for values in run.steps()]
     assert sum(rewards[-10:]) / 10 > sum(rewards[:10]) / 10 + 0.2
     assert all("groups_without_signal" not in values for values in run.steps())

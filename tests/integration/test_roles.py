@@ -1,4 +1,4 @@
-"""Runs that need more than the demo's roles: recomputed old log-probs, a reference, more than one trainer rank."""
+"""A run with more than one trainer rank."""
 
 from __future__ import annotations
 
@@ -11,20 +11,6 @@ from tests.integration.live_run import run_to_end
 pytestmark = pytest.mark.integration
 
 SHORT = ("run.steps=6", "eval.every=0", "run.save_every=0")
-
-
-def test_actor_fwd_and_reference_feed_the_trainer(tmp_path: Path) -> None:
-    """Each on a layout of its own."""
-    roles = ("algo.old_logprobs=actor_fwd", "algo.kl_coef=0.01", "parallel.actor_fwd.tp=2", "parallel.reference.dp=2")
-    run = run_to_end(tmp_path / "run", *SHORT, *roles, "optimizer.lr=3e-3")
-    assert run.code == 0, run.output
-    run.assert_books_closed()
-    assert run.summary["ledger"]["trained"] == 6 * 8 * 16
-    assert run.summary["logprob_gap"]["max"] <= 2e-5
-    first, last = run.steps()[0], run.steps()[-1]
-    assert first["algorithm/reference_kl"] == pytest.approx(0.0, abs=1e-6)  # the trainer is the reference as yet
-    assert last["algorithm/reference_kl"] > 1e-5
-    assert all(0.9 < values["algorithm/tis_weight"] < 1.1 for values in run.steps())
 
 
 def test_four_trainer_ranks_train_what_one_does(tmp_path: Path) -> None:

@@ -14,6 +14,11 @@ pytestmark = pytest.mark.integration
 QUIET = ("eval.every=0", "run.save_every=0")
 
 
+def samples_ahead(max_staleness: int) -> int:
+    """How many samples the first weights draw while nothing is trained: as far ahead as the window reaches."""
+    return (max_staleness + 1) * 8 * 16
+
+
 def assert_all_trained_inside(run: FinishedRun, *, steps: int, max_staleness: int) -> None:
     assert run.code == 0, run.output
     assert run.summary["steps"] == steps
@@ -22,30 +27,34 @@ def assert_all_trained_inside(run: FinishedRun, *, steps: int, max_staleness: in
     run.assert_books_closed()
 
 
-@pytest.mark.parametrize("max_staleness", [1, 4])
-def test_the_oldest_trained_token_is_inside_the_window(max_staleness: int, tmp_path: Path) -> None:
+def test_the_oldest_trained_token_is_inside_a_window_of_one_step(tmp_path: Path) -> None:
     held = HeldTraining(tmp_path, updates=0)
-    overrides = (f"mode.max_staleness={max_staleness}", "run.steps=30", *QUIET, *held.overrides)
-    with LiveRun(tmp_path / "run", *overrides) as live:
-        live.wait_drawn((max_staleness + 1) * 8 * 16)  # all by the first weights, as far ahead as the window reaches
+    with LiveRun(tmp_path / "run", "mode.max_staleness=1", "run.steps=30", *QUIET, *held.overrides) as live:
+        live.wait_drawn(samples_ahead(1))
         held.let_go()
         run = live.finish()
-    assert_all_trained_inside(run, steps=30, max_staleness=max_staleness)
-    assert run.summary["staleness"]["max"] == max_staleness
+    assert_all_trained_inside(run, steps=30, max_staleness=1)
+    assert run.summary["staleness"]["max"] == 1
 
 
-def test_sigterm_then_resume_trains_every_prompt_once(tmp_path: Path) -> None:
-    with LiveRun(tmp_path / "run", "mode.max_staleness=2", "run.steps=100000", *QUIET) as live:
-        live.wait_step(5)
+def test_a_window_of_four_steps_holds_over_sigterm_and_resume(tmp_path: Path) -> None:
+    """The first part trains the oldest tokens that its window allows; both parts train every prompt once."""
+    held = HeldTraining(tmp_path, updates=0)
+    overrides = ("mode.max_staleness=4", *QUIET, *held.overrides)
+    with LiveRun(tmp_path / "run", *overrides, "run.steps=100000") as live:
+        live.wait_drawn(samples_ahead(4))
+        held.let_go()
+        live.wait_step(10)
         live.terminate()
         stopped = live.finish()
     assert stopped.code == 143, stopped.output
+    assert stopped.summary["staleness"]["max"] == 4
     at = stopped.summary["steps"]
     assert stopped.checkpoints() == [at]
     books = stopped.summary["ledger"]
     assert books["trained"] == at * 8 * 16 and books["open"] > 0 and books["lost"] == books["trained_twice"] == 0
 
     steps = at + 15
-    resumed = run_to_end(tmp_path / "run", "mode.max_staleness=2", f"run.steps={steps}", "resume=auto", *QUIET)
-    assert_all_trained_inside(resumed, steps=steps, max_staleness=2)
+    resumed = run_to_end(tmp_path / "run", *overrides, f"run.steps={steps}", "resume=auto")
+    assert_all_trained_inside(resumed, steps=steps, max_staleness=4)
     assert len(resumed.steps()) == steps

@@ -1,4 +1,4 @@
-"""A run whose rows travel through TransferQueue: the same run, and one that outlives the queue's processes."""
+"""A run whose rows travel through TransferQueue outlives the queue's processes."""
 
 from __future__ import annotations
 
@@ -6,22 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.conftest import STRICT
 from tests.integration.held_training import HeldTraining
-from tests.integration.live_run import FinishedRun, LiveRun, run_to_end
-from tests.integration.test_on_policy import assert_same_run
+from tests.integration.live_run import LiveRun
 
-pytestmark = pytest.mark.integration
-
-
-def test_it_is_the_same_run_to_the_bit(strict: FinishedRun, tmp_path: Path) -> None:
-    run = run_to_end(tmp_path / "run", *STRICT, "bus=transfer_queue")
-    assert run.code == 0, run.output
-    run.assert_books_closed()
-    assert_same_run(run, strict)
+pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
 
-@pytest.mark.chaos
 def test_a_lost_storage_unit_is_a_lost_bus(tmp_path: Path) -> None:
     """All services start again from the newest checkpoint, with a TransferQueue of their own."""
     overrides = ("mode.max_staleness=1", "run.steps=40", "eval.every=0", "run.save_every=5")

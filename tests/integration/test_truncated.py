@@ -1,4 +1,5 @@
-"""A whole run that samples under top_p and min_p: on policy in every role, over the second bus."""
+"""A whole run that samples under top_p and min_p: on policy in every role, each on its own layout, over the second
+bus."""
 
 from __future__ import annotations
 
@@ -21,6 +22,9 @@ def test_gspo_is_on_policy_under_truncation(tmp_path: Path) -> None:
         "algo=gspo",
         "algo.old_logprobs=actor_fwd",
         "algo.kl_coef=0.01",
+        "parallel.actor_fwd.tp=2",
+        "parallel.reference.dp=2",
+        "optimizer.lr=3e-3",
         "rollout.top_p=0.95",
         "rollout.min_p=0.02",
         "rollout.banned_token_ids=[1]",
@@ -35,12 +39,14 @@ def test_gspo_is_on_policy_under_truncation(tmp_path: Path) -> None:
     assert run.code == 0, run.output
     run.assert_books_closed()
     assert len(run.steps()) == 6
+    assert run.summary["ledger"]["trained"] == 6 * 8 * 16
     for values in run.steps():
         assert values["logprob_gap_tokens"] == values["tokens"] and values["logprob_gap_max"] <= TOLERANCE
         for name in ("ratio", "ratio_low", "ratio_high", "tis_weight"):
             assert values[f"algorithm/{name}"] == pytest.approx(1.0, abs=TOLERANCE), name
         assert values["algorithm/clip_low"] == values["algorithm/clip_high"] == 0.0
     assert run.steps()[0]["algorithm/reference_kl"] == pytest.approx(0.0, abs=TOLERANCE)
+    assert run.steps()[-1]["algorithm/reference_kl"] > 1e-5, "the trainer has left the reference"
     assert len(run.summary["eval"]) == 2
     saved = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
     assert saved["rollout"]["banned_token_ids"] == [1]

@@ -26,9 +26,9 @@ NAMESPACE = "bus-contract"
 _numbers = itertools.count()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def plane(ray_session: str) -> Iterator[DataPlane]:
-    """Yields one data plane for all buses of bus=transfer_queue, because it takes seconds to start."""
+    """Yields one data plane for all buses of bus=transfer_queue in this folder, because it takes seconds to start."""
     from relax_core.bus.transfer_queue.data_plane import DataPlane  # imported here because it imports Ray
 
     plane = DataPlane(storage_units=2, folder=Path(tempfile.gettempdir()))

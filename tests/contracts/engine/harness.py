@@ -35,6 +35,7 @@ VOCAB = 50
 EOS = 3
 CONTEXT = 32768
 LONG = 30000  # tokens: decoding them takes many seconds, so that a test can meet a request in the middle
+GONE_S = 2.0
 
 
 class Started:
@@ -62,7 +63,16 @@ class Started:
         return process
 
     def left(self) -> set[str]:
-        """Returns the files that were not there before."""
+        """Returns the files that were not there before and do not disappear by themselves.
+
+        Any process that makes a semaphore has its name in shared memory for a moment.
+        """
+        deadline = time.monotonic() + GONE_S
+        while (found := self._found()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return found
+
+    def _found(self) -> set[str]:
         new = set(os.listdir("/dev/shm")) - self._before
         shared = {name for name in new if any(part in name for part in self._names)}
         return set(os.listdir(self._temporary.name)) | shared

@@ -1,0 +1,47 @@
+"""`pytest -n 2` divides the tests between its workers by this: which stay together, and which begin first."""
+
+from __future__ import annotations
+
+from xdist.scheduler import LoadScopeScheduling
+
+# All tests that need the session's Ray stay on one worker, so that one Ray is started. Every other file is a group.
+RAY = (
+    "tests/bus/",
+    "tests/contracts/bus/",
+    "tests/control/",
+    "tests/observe/service/test_metrics_actor.py",
+    "tests/roles/engine/test_engine_directory.py",
+    "tests/roles/process/test_failure.py",
+    "tests/roles/trainer/test_worker_group.py",
+    "tests/roles/process/test_process_placement.py",
+)
+# These files look at one finished run, which `tests/integration/conftest.py` makes once for each worker.
+STRICT_RUN = (
+    "tests/integration/test_export.py",
+    "tests/integration/test_kills.py",
+    "tests/integration/test_metrics_page.py",
+    "tests/integration/test_on_policy.py",
+)
+TOGETHER = {"Ray": RAY, "strict run": STRICT_RUN}
+# What takes longest begins first, so that no worker is left alone with it at the end.
+FIRST = (*RAY, *STRICT_RUN, "tests/integration/", "tests/train/", "tests/contracts/engine/", "tests/engines/")
+
+
+def group_of(nodeid: str) -> str:
+    """Returns the group of a test: its file, or a name that several files have. One worker runs all of a group."""
+    for name, paths in TOGETHER.items():
+        if nodeid.startswith(paths):
+            return name
+    return nodeid.partition("::")[0]
+
+
+def place_of(nodeid: str) -> int:
+    """Returns the place of a test in the order in which groups begin. Tests of one place keep pytest's order."""
+    return next((place for place, path in enumerate(FIRST) if nodeid.startswith(path)), len(FIRST))
+
+
+class GroupScheduling(LoadScopeScheduling):
+    """The scheduler gives the next whole group to a worker that is free."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid)
