@@ -1,4 +1,4 @@
-"""A metrics sink of a plug-in, as the metrics service uses it."""
+"""Adapts the metrics sink of a plug-in to the metrics service."""
 
 from __future__ import annotations
 
@@ -10,34 +10,38 @@ from relax_core.registry import find_sink, short_name
 
 
 class PluginSink:
-    """The plug-in is imported and opened in the sink's own thread, with the first batch: a library may wait for a
-    network there, and a file that is gone when the metrics service starts again costs this sink alone. It is not
-    ``local``: no checkpoint waits for it.
+    """Imports and opens the plug-in in the sink's own thread, with the first batch.
+
+    A library may wait for a network there. If the plug-in's file does not exist any more when the metrics service
+    starts again, only this sink fails. The sink is not ``local``, so no checkpoint waits for it.
     """
 
     local = False
 
     def __init__(self, name: str, values: Mapping[str, Any], start: SinkStart) -> None:
-        """``name``: the plug-in's, or its path. ``values``: its configuration, as the user gave it."""
+        """Takes the plug-in's name or path, and its configuration as the user gave it."""
         self.name = short_name(name)
         self._plugin, self._values, self._start = name, values, start
         self._sink: BaseSink | None = None
 
     def write(self, batch: Sequence[Record]) -> None:
-        """Raises whatever the plug-in raises; a sink that could not be opened is opened with the next batch."""
+        """Writes a batch and raises the errors of the plug-in.
+
+        If the sink could not be opened, it is opened with the next batch.
+        """
         if self._sink is None:
-            from relax_core.config.plugin_types import (
-                plugin_config,  # OmegaConf, which a run without such sinks needs not
-            )
+            from relax_core.config.plugin_types import plugin_config  # imports OmegaConf, which other runs do not need
 
             config = plugin_config("sink", self._plugin, self._values, section=f"tracker.sinks.{self.name}")
             self._sink = find_sink(self._plugin).open(self._start, config)
         self._sink.write(batch)
 
     def flush(self) -> None:
+        """Calls the plug-in's flush if the sink is open."""
         if self._sink is not None:
             self._sink.flush()
 
     def close(self) -> None:
+        """Calls the plug-in's close if the sink is open."""
         if self._sink is not None:
             self._sink.close()

@@ -48,9 +48,11 @@ class Sink(Protocol):
     def write(self, batch: Sequence[Record]) -> None:
         """Writes a batch of records."""
 
-    def flush(self) -> None: ...
+    def flush(self) -> None:
+        """Writes the records that the sink holds in memory."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Closes the sink after its last batch."""
 
 
 class AppendFile:
@@ -210,8 +212,10 @@ TENSORBOARD = SinkSpec(
 
 
 def make_sinks(tracker: TrackerConfig, run_dir: Path) -> list[Sink]:
-    """The sinks that ``tracker`` switches on, Relax's own ones first. Nothing is opened yet, and no plug-in is
-    imported. Raises ValueError for ``tracker.sinks`` that is neither a list nor a mapping.
+    """Returns the sinks that ``tracker`` switches on, Relax's own ones first.
+
+    No sink is open yet, and no plug-in is imported. Raises ValueError if ``tracker.sinks`` is neither a list nor a
+    mapping.
     """
     start = SinkStart(run_dir=run_dir)
     own: list[Sink] = []
