@@ -101,7 +101,7 @@ def _end_of_last_line(file: io.FileIO) -> int:
 
 
 class JsonlSink(BaseSink):
-    """One JSON object a line: numbers to ``metrics.jsonl``, texts to ``texts.jsonl``. NaN and infinities as null."""
+    """Writes numbers to ``metrics.jsonl`` and texts to ``texts.jsonl``, one JSON object a line; NaN becomes null."""
 
     name = METRICS_FILE
     local = True
@@ -130,7 +130,7 @@ class JsonlSink(BaseSink):
 
 
 class TensorBoardSink(BaseSink):
-    """Scalars with tag ``<source>/<name>`` and histograms, through TensorBoard's own protobufs and framing.
+    """Writes scalars with the tag ``<source>/<name>`` and histograms as TensorBoard's own protobufs.
 
     A resume becomes a session start, so that TensorBoard hides the steps that it undid. Texts are not written. It does
     not use EventFileWriter, because that has a thread of its own, which a full disk kills.
