@@ -28,7 +28,7 @@ def test_the_import_is_fast_and_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "reported"),
     [
         ("run.steps=1", "give a list"),
         (["-m", "seed=1,2"], "-m: relax_core.run takes key=value"),
@@ -36,21 +36,21 @@ def test_the_import_is_fast_and_whole() -> None:
         (["reward=math"], "reward=math with reward=function"),
     ],
 )
-def test_what_is_no_list_of_overrides_is_refused_at_once(overrides: list[str], told: str) -> None:
-    with pytest.raises(relax_core.ConfigError, match=told):
+def test_what_is_no_list_of_overrides_is_refused_at_once(overrides: list[str], reported: str) -> None:
+    with pytest.raises(relax_core.ConfigError, match=reported):
         relax_core.run(overrides, reward=lambda given: 1.0)
 
 
 def test_mistakes_are_typed_and_leave_no_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The run's own process finds values out of range, a plan, and a reward that returns text."""
-    place = f"run.dir={tmp_path / 'run'}"
+    folder = f"run.dir={tmp_path / 'run'}"
     with pytest.raises(relax_core.ConfigError) as error:
-        relax_core.run(["optimizer.lr=-1", "seed=-1", place])
+        relax_core.run(["optimizer.lr=-1", "seed=-1", folder])
     assert len(error.value.problems) == 2 and any("optimizer.lr=-1" in one for one in error.value.problems)
     with pytest.raises(relax_core.ConfigError, match="starts a run"):
-        relax_core.run(["plan=true", place])
+        relax_core.run(["plan=true", folder])
     with pytest.raises(relax_core.ConfigError, match=r"<lambda> returned 'yes' of type str"):
-        relax_core.run([place], reward=lambda given: "yes")  # type: ignore[arg-type,return-value]
+        relax_core.run([folder], reward=lambda given: "yes")  # type: ignore[arg-type,return-value]
     assert not (tmp_path / "run").exists()
 
 

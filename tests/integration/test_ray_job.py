@@ -129,7 +129,7 @@ def test_a_stop_writes_a_checkpoint(cluster: RayCluster, tmp_path: Path) -> None
         assert time.monotonic() < deadline, call("launchers.jobs", "status", str(folder))
         time.sleep(POLL_S)
     stopped = call("launchers.jobs", "stop", str(folder))
-    assert stopped.returncode == 0 and "told to end with a checkpoint" in stopped.stdout, stopped.stderr
+    assert stopped.returncode == 0 and "asked to end with a checkpoint" in stopped.stdout, stopped.stderr
     followed = call("launchers.jobs", "follow", str(folder))
     assert followed.returncode == 128 + signal.SIGTERM, followed.stdout + followed.stderr
     assert "step 1" in followed.stdout or "stopped after" in followed.stdout

@@ -81,7 +81,7 @@ def test_a_submitted_run_is_what_it_was_and_for_this_user_only(tmp_path: Path) -
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     again, overrides = read_submitted(file.read_text())
     assert (again, overrides) == (placed, ["seed=7"])
-    assert make_folder(config, []).run.dir == f"{tmp_path}/run-2", "a fresh run never enters a used folder"
+    assert make_folder(config, []).run.dir == f"{tmp_path}/run-2", "a new run never enters a used folder"
     here = as_run_here(again, ray_address="10.0.0.1:6379")
     assert (here.launcher.name, here.launcher.nodes, here.seed) == (LauncherKind.local, 2, 7)
     assert as_run_here(again, ray_address=None).launcher.nodes == 1

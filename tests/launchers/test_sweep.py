@@ -57,12 +57,12 @@ def test_a_sweep_is_validated_as_a_whole_before_its_first_run(
     assert "algo=grop does not exist. Nearest: grpo." in capsys.readouterr().err
     shutil.rmtree(tmp_path / "sweep")
     assert sweep(tmp_path, "seed=1,2", "rollout.temperature=1,0,-1") == 2
-    told = capsys.readouterr().err
+    reported = capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
     for words in ("seed=1 rollout.temperature=0", "seed=2 rollout.temperature=-1"):
-        assert f"relax: run {words} of the sweep is refused" in told
-    assert told.count("rollout.temperature=0.0: must be at least 1e-06") == 2
-    assert told.endswith("relax: 4 of the sweep's 6 runs are refused, so none was started\n")
+        assert f"relax: run {words} of the sweep is refused" in reported
+    assert reported.count("rollout.temperature=0.0: must be at least 1e-06") == 2
+    assert reported.endswith("relax: 4 of the sweep's 6 runs are refused, so none was started\n")
 
 
 def test_a_plan_that_cannot_work_refuses_the_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,16 +125,16 @@ def test_a_run_that_is_refused_at_its_start_is_compared_as_refused(
 
 
 def test_a_run_here_knows_its_own_overrides(tmp_path: Path) -> None:
-    told: list[list[str]] = []
+    reported: list[list[str]] = []
 
     def tell(config: RelaxConfig) -> int:
-        told.append(sys.argv[1:])
+        reported.append(sys.argv[1:])
         return 0
 
     before = list(sys.argv)
     words = ["-m", f"hydra.sweep.dir={tmp_path}/sweep", f"run.dir={tmp_path}/run", "seed=1,2"]
     assert compose.run(words, tell, sweep=Sweep(tell)) == 0
-    assert told == [[f"run.dir={tmp_path}/run", "seed=1"], [f"run.dir={tmp_path}/run", "seed=2"]]
+    assert reported == [[f"run.dir={tmp_path}/run", "seed=1"], [f"run.dir={tmp_path}/run", "seed=2"]]
     assert sys.argv == before
 
 

@@ -26,7 +26,7 @@ class Clock:
         return self.now
 
 
-class Told:
+class StatusOnly:
     """A worker that only answers its status. Its start waits for the file ``gate``."""
 
     def __init__(self, gate: Path | None) -> None:
@@ -34,7 +34,7 @@ class Told:
             time.sleep(0.01)
 
     def status(self) -> WorkerStatus:
-        return WorkerStatus(name="told-0", state="running", since=0.0, pid=os.getpid(), detail="", error=None)
+        return WorkerStatus(name="status-0", state="running", since=0.0, pid=os.getpid(), detail="", error=None)
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def start(ray_session: str) -> Iterator[Callable[..., Any]]:
     started: list[Any] = []
 
     def start(max_restarts: int, *, gate: Path | None = None) -> Any:
-        started.append(ray.remote(Told).options(num_cpus=0, max_restarts=max_restarts).remote(gate))
+        started.append(ray.remote(StatusOnly).options(num_cpus=0, max_restarts=max_restarts).remote(gate))
         return started[-1]
 
     yield start
@@ -54,7 +54,7 @@ def start(ray_session: str) -> Iterator[Callable[..., Any]]:
 
 def until(heartbeats: Heartbeats, actor: Any, condition: Callable[[Beat], bool]) -> Beat:
     deadline = time.monotonic() + DEADLINE_S
-    while not condition(beat := heartbeats.poll({"told-0": actor}, timeout_s=0.05)["told-0"]):
+    while not condition(beat := heartbeats.poll({"status-0": actor}, timeout_s=0.05)["status-0"]):
         assert time.monotonic() < deadline, beat
     return beat
 
@@ -66,7 +66,7 @@ def is_alive(beat: Beat) -> bool:
 def stop(heartbeats: Heartbeats, actor: Any, pid: int) -> None:
     """Stops the process while a call to it waits for an answer."""
     os.kill(pid, signal.SIGSTOP)
-    until(heartbeats, actor, lambda beat: process_state(pid) == "stopped" and "told-0" in heartbeats._asked)
+    until(heartbeats, actor, lambda beat: process_state(pid) == "stopped" and "status-0" in heartbeats._asked)
 
 
 def pid_of(beat: Beat) -> int:
@@ -82,10 +82,10 @@ def test_a_stopped_process_is_silent_and_speaks_again(start: Callable[..., Any])
         stop(heartbeats, actor, pid)
         for _ in range(3):
             clock.now += 1.0
-            silent = heartbeats.poll({"told-0": actor}, timeout_s=0.05)["told-0"]
+            silent = heartbeats.poll({"status-0": actor}, timeout_s=0.05)["status-0"]
         assert (silent.life, silent.silent_s) == ("alive", 3.0)
         clock.now += 3600.0  # this process itself was paused, which does not count as silence
-        assert heartbeats.poll({"told-0": actor}, timeout_s=0.05)["told-0"].silent_s == 3.0 + LONGEST_GAP_S
+        assert heartbeats.poll({"status-0": actor}, timeout_s=0.05)["status-0"].silent_s == 3.0 + LONGEST_GAP_S
     finally:
         os.kill(pid, signal.SIGCONT)
     assert pid_of(until(heartbeats, actor, is_alive)) == pid
@@ -111,7 +111,7 @@ def test_a_process_that_has_not_answered_yet_is_starting_and_never_silent(
     clock, gate = Clock(), tmp_path / "gate"
     heartbeats, actor = Heartbeats(clock=clock), start(0, gate=gate)
     for _ in range(2):
-        beat = heartbeats.poll({"told-0": actor}, timeout_s=0.0)["told-0"]
+        beat = heartbeats.poll({"status-0": actor}, timeout_s=0.0)["status-0"]
         assert (beat.life, beat.silent_s) == ("starting", 0.0)
         clock.now += 100.0
     gate.touch()

@@ -19,11 +19,11 @@ LONG_S = 3600.0
 class Lost:
     def __init__(self) -> None:
         self.causes: list[str] = []
-        self.told = threading.Event()
+        self.reported = threading.Event()
 
     def __call__(self, cause: str) -> None:
         self.causes.append(cause)
-        self.told.set()
+        self.reported.set()
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def test_the_death_of_a_zombie_is_reported(name: str, daemons: dict[str, subproc
     lost = Lost()
     with RayWatch({one: process.pid for one, process in daemons.items()}, frozen_after_s=LONG_S, lost=lost):
         os.kill(daemons[name].pid, signal.SIGKILL)
-        assert lost.told.wait(DEADLINE_S)
+        assert lost.reported.wait(DEADLINE_S)
     assert lost.causes == [f"Ray's {name} died"]
 
 
@@ -49,7 +49,7 @@ def test_a_freeze_is_reported_after_its_timeout(daemons: dict[str, subprocess.Po
     pid = daemons["GCS"].pid
     with RayWatch({"GCS": pid}, frozen_after_s=1.0, lost=lost):
         os.kill(pid, signal.SIGSTOP)
-        assert lost.told.wait(DEADLINE_S)
+        assert lost.reported.wait(DEADLINE_S)
     assert lost.causes[0].startswith("Ray's GCS froze (it was stopped for ")
 
 

@@ -36,13 +36,13 @@ class Role:
     """A worker whose status the test sets."""
 
     def __init__(self, name: str) -> None:
-        self.told: dict[str, Any] = {"name": name, "state": "running", "since": 0.0, "detail": "", "error": None}
+        self.reported: dict[str, Any] = {"name": name, "state": "running", "since": 0.0, "detail": "", "error": None}
 
     def status(self) -> WorkerStatus:
-        return WorkerStatus(pid=os.getpid(), host=process_host(), **self.told)
+        return WorkerStatus(pid=os.getpid(), host=process_host(), **self.reported)
 
-    def set_status(self, **told: Any) -> None:
-        self.told |= told
+    def set_status(self, **reported: Any) -> None:
+        self.reported |= reported
 
 
 class Services:
@@ -157,8 +157,8 @@ def test_the_restart_of_an_owned_process_is_recorded_with_its_cause(services: Se
 
     services.start("engine-0", max_restarts=1)
     pid_of(health, "engine-0")
-    told = services.workers["engine-0"].set_status.remote(restarts=1, last_restart="was killed by SIGSEGV")
-    ray.get(told, timeout=DEADLINE_S)
+    reported = services.workers["engine-0"].set_status.remote(restarts=1, last_restart="was killed by SIGSEGV")
+    ray.get(reported, timeout=DEADLINE_S)
     check_until(health, lambda: bool(recorded(health)))
     health.check(bus_lost=None, step=6)
     assert [recovery["cause"] for recovery in recorded(health)] == ["engine-0 was killed by SIGSEGV"]
@@ -187,8 +187,8 @@ def test_an_own_failure_ends_the_run_at_the_second_look(services: Services, heal
 
     services.start("rollout-0", max_restarts=1)
     pid_of(health, "rollout-0")
-    told = {"state": "failed", "detail": "ValueError: row 3", "error": "Traceback"}
-    ray.get(services.workers["rollout-0"].set_status.remote(**told), timeout=DEADLINE_S)
+    reported = {"state": "failed", "detail": "ValueError: row 3", "error": "Traceback"}
+    ray.get(services.workers["rollout-0"].set_status.remote(**reported), timeout=DEADLINE_S)
     check_until(health, lambda: health.roles[0].state == "failed")
     with pytest.raises(RunFailed, match="rollout-0 failed: ValueError: row 3") as failure:
         health.check(bus_lost=None, step=5)

@@ -12,8 +12,8 @@ from relax_core.roles.process.worker import State, WorkerStatus
 
 
 def status(name: str, state: State = "running", *, since: float = 0.0, **more: Any) -> WorkerStatus:
-    told: dict[str, Any] = {"pid": 1, "error": None} | more
-    return WorkerStatus(name=name, state=state, since=since, detail=f"{name}'s words", **told)
+    reported: dict[str, Any] = {"pid": 1, "error": None} | more
+    return WorkerStatus(name=name, state=state, since=since, detail=f"{name}'s words", **reported)
 
 
 def alive(name: str, state: State = "running", *, silent_s: float = 0.0, **more: Any) -> Beat:
@@ -58,8 +58,8 @@ def test_a_worker_that_restarts_keeps_its_count() -> None:
     watch.roles(beats(alive("rollout-0", pid=2)))
     (restarting,) = watch.roles(beats(Beat(name="rollout-0", life="restarting", status=status("rollout-0"))))
     assert (restarting.state, restarting.restarts) == ("restarting", 1)
-    (gone,) = watch.roles(beats(dead("rollout-0")))
-    assert (gone.state, gone.detail) == ("failed", "its process has exited")
+    (exited,) = watch.roles(beats(dead("rollout-0")))
+    assert (exited.state, exited.detail) == ("failed", "its process has exited")
 
 
 def test_what_a_roles_own_code_raised_ends_the_run_once_that_is_sure() -> None:

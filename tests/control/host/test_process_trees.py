@@ -62,7 +62,7 @@ def test_what_an_owner_leaves_is_ended_also_when_it_is_stopped() -> None:
             wait_for(lambda: process_state(child) == "stopped")
             owned.record("engine-0", owner.pid, [child])
             owned.end_adopted_processes()
-            assert process_state(child) == "stopped", "its owner lives"
+            assert process_state(child) == "stopped", "its owner runs"
             owner.kill()
             owner.wait()
             owned.end_adopted_processes()

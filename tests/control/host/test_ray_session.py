@@ -37,7 +37,7 @@ try:
         RaySession(config.launcher, paths, log_dir=logs, placement=config.placement) as session,
     ):
         import ray
-        told = {
+        reported = {
             "folder": str(paths.folder),
             "folder_mode": stat.S_IMODE(paths.folder.stat().st_mode),
             "token_mode": stat.S_IMODE(session.token_file.stat().st_mode),
@@ -55,21 +55,21 @@ try:
             print("a worker's words", flush=True)
             return os.getpid()
 
-        told["worker"] = ray.get(speak.remote(), timeout=120)
-        told["daemons"] = {name: psutil.Process(pid).name() for name, pid in session.daemons.items()}
+        reported["worker"] = ray.get(speak.remote(), timeout=120)
+        reported["daemons"] = {name: psutil.Process(pid).name() for name, pid in session.daemons.items()}
         below = psutil.Process().children(recursive=True)
         for process in below:
             for number in STOP_SIGNALS:
                 process.send_signal(number)
-        told["worker_again"] = ray.get(speak.remote(), timeout=120)
-        told["ended"] = [process.name() for process in below if not process.is_running()]
+        reported["worker_again"] = ray.get(speak.remote(), timeout=120)
+        reported["ended"] = [process.name() for process in below if not process.is_running()]
 
         @ray.remote(num_cpus=0)
         def sees():
             return os.environ.get("CUDA_VISIBLE_DEVICES")
 
-        told["sees"] = [ray.get(sees.options(num_gpus=gpus).remote(), timeout=120) for gpus in (0, 1)]
-        print(json.dumps(told), flush=True)
+        reported["sees"] = [ray.get(sees.options(num_gpus=gpus).remote(), timeout=120) for gpus in (0, 1)]
+        print(json.dumps(reported), flush=True)
         if sys.argv[2] == "fail":
             raise RuntimeError("the run failed")
 except RuntimeError as error:
@@ -88,27 +88,27 @@ def run_session(logs: Path, end: str, temporary: Path) -> dict:
         timeout=400,
     )
     assert done.returncode == 0, done.stderr
-    told: dict = json.loads(done.stdout.splitlines()[0])
-    return told
+    reported: dict = json.loads(done.stdout.splitlines()[0])
+    return reported
 
 
 @pytest.mark.parametrize("end", ["well", "fail"])
 def test_a_session_is_private_and_leaves_nothing(tmp_path_factory: pytest.TempPathFactory, end: str) -> None:
     with tempfile.TemporaryDirectory(prefix="rs") as name:  # pytest's own path is too long for names of sockets
         temporary, logs = Path(name), tmp_path_factory.mktemp("run") / "logs"
-        told = run_session(logs, end, temporary)
-        assert Path(told["folder"]).parent == temporary
-        assert told["folder_mode"] == 0o700
-        assert told["token_mode"] == told["ray_token_mode"] == 0o600
-        assert len(told["token"]) == len(told["ray_token_text"]) == 64
-        assert told["token"] != told["ray_token_text"]
-        assert told["namespace"] == told["paths_namespace"]
-        assert len(told["nodes"]) == 1
-        assert told["daemons"] == {"GCS": "gcs_server", "raylet": "raylet"}
-        assert told["worker_again"] == told["worker"] and told["ended"] == [], "a stop signal reached them"
-        assert told["sees"] == ["", "0"], "a worker sees the GPUs that it asked for, and no other"
+        reported = run_session(logs, end, temporary)
+        assert Path(reported["folder"]).parent == temporary
+        assert reported["folder_mode"] == 0o700
+        assert reported["token_mode"] == reported["ray_token_mode"] == 0o600
+        assert len(reported["token"]) == len(reported["ray_token_text"]) == 64
+        assert reported["token"] != reported["ray_token_text"]
+        assert reported["namespace"] == reported["paths_namespace"]
+        assert len(reported["nodes"]) == 1
+        assert reported["daemons"] == {"GCS": "gcs_server", "raylet": "raylet"}
+        assert reported["worker_again"] == reported["worker"] and reported["ended"] == [], "a stop signal reached them"
+        assert reported["sees"] == ["", "0"], "a worker sees the GPUs that it asked for, and no other"
         assert list(temporary.iterdir()) == []
-        assert process_state(told["worker"]) in GONE, "this machine's init collects it when it comes to it"
+        assert process_state(reported["worker"]) in GONE, "this machine's init collects it when it comes to it"
         kept = "".join(file.read_text() for file in logs.glob("worker-*")) if logs.exists() else ""
         assert ("a worker's words" in kept) == (end == "fail")
 

@@ -63,7 +63,7 @@ class Run:
         """Kills the controller and waits until the kernel has closed its files."""
         os.kill(self.controller, 9)
         deadline = time.monotonic() + END_S
-        while not gone(self.controller):
+        while not has_exited(self.controller):
             assert time.monotonic() < deadline, process_state(self.controller)
             time.sleep(0.005)
 
@@ -77,7 +77,7 @@ class Run:
         self._process.stdout.close()
 
 
-def gone(pid: int) -> bool:
+def has_exited(pid: int) -> bool:
     return process_state(pid) in GONE
 
 
@@ -104,20 +104,20 @@ def removed(folder: Path) -> list[stale_runs.StaleRun]:
 
 
 def test_a_run_that_lives_keeps_all_and_a_dead_one_nothing(folder: Path) -> None:
-    with started(folder) as lives, started(folder) as killed:
+    with started(folder) as running, started(folder) as killed:
         assert removed(folder) == []
         killed.kill_supervisor()
         assert removed(folder) == [], "its controller may be writing the last checkpoint"
         killed.kill_controller()
-        assert not gone(killed.worker)
+        assert not has_exited(killed.worker)
 
         temporary, weights = removed(folder)
         assert [temporary.folder, weights.folder] == killed.folders
         assert not any(path.exists() for path in killed.folders)
-        assert temporary.pids == (killed.worker,) and gone(killed.worker)
+        assert temporary.pids == (killed.worker,) and has_exited(killed.worker)
         owner = f"of the run in /runs/one (process {killed.supervisor} of {socket.gethostname()}), which was killed"
         assert str(temporary) == f"{temporary.folder} and processes {killed.worker} {owner}"
-        assert all(path.exists() for path in lives.folders) and not gone(lives.worker)
+        assert all(path.exists() for path in running.folders) and not has_exited(running.worker)
         assert removed(folder) == []
 
 
@@ -127,7 +127,7 @@ def test_what_is_only_looked_at_stays(folder: Path) -> None:
         run.kill_controller()
         looked = stale_runs.find_stale_runs(temporary=folder / "t", shared_memory=folder / "s")
         assert [stale_run.folder for stale_run in looked] == run.folders
-        assert all(path.exists() for path in run.folders) and not gone(run.worker)
+        assert all(path.exists() for path in run.folders) and not has_exited(run.worker)
         assert removed(folder) == looked
 
 

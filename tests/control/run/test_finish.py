@@ -28,8 +28,8 @@ def test_the_rows_that_any_rollout_worker_left_out_are_named_once(ray_session: s
     progress = make_core().progress()
     there = collect(metrics, progress, run_dir=tmp_path, rollout_workers=2)
     ray.kill(ray.get_actor(tmp_path.name, namespace=NAMESPACE))
-    gone = collect(metrics, progress, run_dir=tmp_path, rollout_workers=2)
+    unanswered = collect(metrics, progress, run_dir=tmp_path, rollout_workers=2)
     metrics.end()
-    assert gone.health.problems and not there.health.problems
-    for end in (there, gone):
+    assert unanswered.health.problems and not there.health.problems
+    for end in (there, unanswered):
         assert end.bad_rows == left_out(3, 8, 5)

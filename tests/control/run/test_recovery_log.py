@@ -6,9 +6,9 @@ from relax_core.control.run.recovery_log import FROM_CHECKPOINT, IN_PLACE, Recov
 
 
 def test_each_recovery_is_reported_when_it_begins_and_when_training_goes_on(tmp_path: Path) -> None:
-    told: list[str] = []
+    reported: list[str] = []
     now = [100.0]
-    recoveries = Recoveries(tmp_path / "logs" / "recoveries.json", report=told.append, clock=lambda: now[0])
+    recoveries = Recoveries(tmp_path / "logs" / "recoveries.json", report=reported.append, clock=lambda: now[0])
     recoveries.begin(IN_PLACE, "engine-0 was killed by SIGKILL", at_step=7, from_step=7)
     now[0] = 101.5
     recoveries.step_done()
@@ -17,7 +17,7 @@ def test_each_recovery_is_reported_when_it_begins_and_when_training_goes_on(tmp_
     now[0] = 104.0
     recoveries.step_done()
     recoveries.begin(FROM_CHECKPOINT, "actor-0 died", at_step=15, from_step=10)
-    assert told == [
+    assert reported == [
         "tier 1 at step 7: engine-0 was killed by SIGKILL; started again in place",
         "tier 1 at step 7: engine-0 was killed by SIGKILL; training went on from step 7 after 1.5 s",
         "tier 2 at step 12: the bus died; all services start again from step 10",

@@ -175,9 +175,9 @@ def test_changed_settings_are_reported(config: RelaxConfig) -> None:
     tuned = ["optimizer.lr=5e-4", "rollout.temperature=0.9", "mode.max_staleness=3", "algo.clip_high=0.3"]
     point = find_resume_point(load_config([f"run.dir={config.run.dir}", "resume=auto", *tuned]))
     assert point is not None
-    told = {note.split(" was ")[0]: note for note in point.notes}
-    assert told.keys() == {"optimizer.lr", "rollout.temperature", "mode.max_staleness", "algo.clip_high"}
-    assert told["optimizer.lr"] == "optimizer.lr was 0.0008, is 0.0005 from step 10 on"
+    reported = {note.split(" was ")[0]: note for note in point.notes}
+    assert reported.keys() == {"optimizer.lr", "rollout.temperature", "mode.max_staleness", "algo.clip_high"}
+    assert reported["optimizer.lr"] == "optimizer.lr was 0.0008, is 0.0005 from step 10 on"
 
 
 def test_where_and_how_long_a_run_goes_is_nobodys_business(config: RelaxConfig) -> None:

@@ -115,11 +115,11 @@ def test_drops_by_reason_and_problems_are_reported_while_the_run_goes_on(
                 show(1, stale=2)
             show(2, stale=2, reward_failed=5)
 
-            def told() -> bool:
+            def reported() -> bool:
                 show(3, stale=2, reward_failed=5)
                 return "tensorboard cannot be written" in events.read_text()
 
-            wait_until(told, what="the sink that cannot be written")
+            wait_until(reported, what="the sink that cannot be written")
         assert events.read_text().count("tensorboard cannot be written") == 1
         assert events.read_text().count("All answers were cut at rollout.max_new_tokens=8 for 3 train steps") == 1
         assert "All answers were cut" in screen.getvalue() and "metrics lack" in screen.getvalue()

@@ -59,7 +59,7 @@ def test_a_short_run_has_no_curve() -> None:
 
 def test_held_out_accuracy_that_fell_is_told_where_the_prompts_can_tell() -> None:
     def evaluations(*exact: float, rows: int = 256) -> dict[int, dict[str, float]]:
-        return {50 * place: {"exact": value, "reward": value, "rows": rows} for place, value in enumerate(exact)}
+        return {50 * index: {"exact": value, "reward": value, "rows": rows} for index, value in enumerate(exact)}
 
     assert findings({}, evaluations(0.22, 0.8, 1.0, 0.91)) == [
         "The held-out accuracy fell from 1.000 at step 100 to 0.910 at step 150."
