@@ -50,7 +50,7 @@ def generalized_advantages(
     ``token_rewards`` and ``values`` are ``[tokens]`` float; a value is that of the state before its token.
     ``gae_lambda`` is λ, one number or one per sample, ``[samples]``. ``gamma`` is γ.
     """
-    import torch  # here, because the settings are checked in processes that have no torch
+    import torch  # imported here, because settings are checked in processes that have no torch
 
     trained = loss_mask.nonzero()[:, 0]
     samples = sample_ids[trained]
@@ -123,7 +123,7 @@ def normalize_over_step(
     population's and ``std_epsilon`` is ε. The result is exactly 0 if all advantages are equal or if no token is
     trained.
     """
-    import torch  # here, because the settings are checked in processes that have no torch
+    import torch  # imported here, because settings are checked in processes that have no torch
 
     trained = torch.cat([values[mask] for values, mask in zip(advantages, loss_masks, strict=True)]).double()
     if trained.numel() == 0 or bool((trained == trained[0]).all()):

@@ -89,7 +89,7 @@ def divide_by_step_deviation(
     ``advantages`` holds one ``[tokens]`` tensor of r - mean per group, and ``rewards`` one ``[samples]`` tensor per
     group of a train step. The std is the unbiased std of all these rewards, and ``std_epsilon`` is ε.
     """
-    import torch  # here, because the settings are checked in processes that have no torch
+    import torch  # imported here, because settings are checked in processes that have no torch
 
     std = torch.cat(list(rewards)).double().std(correction=1)
     return [(values.double() / (std + std_epsilon)).float() for values in advantages]

@@ -78,7 +78,7 @@ def divide_by_mean_weight(*, advantages: Sequence[Tensor], weights: Sequence[Ten
     one ``[tokens]`` tensor per group, the result in float32; ``weights`` holds one tensor per group from
     `weights_to_average`. The advantages stay as they are if the step has no trained token.
     """
-    import torch  # here, because the settings are checked in processes that have no torch
+    import torch  # imported here, because settings are checked in processes that have no torch
 
     every = torch.cat(list(weights))
     if every.numel() == 0:

@@ -35,7 +35,7 @@ def with_tail(top_logprobs: Tensor) -> Tensor:
 
     The appended value is log(1 - Σ p). Σ p is kept below 1 - 1e-6, so an empty tail has the mass 1e-6 and no gradient.
     """
-    import torch  # here, because the settings are checked in processes that have no torch
+    import torch  # imported here, because settings are checked in processes that have no torch
 
     mass = top_logprobs.logsumexp(-1, keepdim=True).clamp(max=MAX_LOG_MASS)
     return torch.cat((top_logprobs, (-mass.expm1()).log()), -1)

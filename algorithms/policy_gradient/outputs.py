@@ -128,7 +128,7 @@ def metric_sums(
     All algorithms have the same metrics. ``ratio_low`` and ``ratio_high`` are the 1 % and 99 % quantiles of the ratio
     in each micro-batch; they count once per token, so that their mean over micro-batches is weighted by tokens.
     """
-    import torch  # here, because the settings are checked in processes that have no torch
+    import torch  # imported here, because settings are checked in processes that have no torch
 
     ratio, log_ratio, mask = policy.ratio.detach(), policy.log_ratio.detach(), inputs.loss_mask
     per_token = {

@@ -74,7 +74,7 @@ def test_the_gradient_of_k2_under_any_value_is_that_of_the_kl_on_policy(
 
 
 def test_plain_k3_has_another_gradient() -> None:
-    """The gradient of plain k3 differs, so the placements loss_times_ratio and loss_k2_gradient exist."""
+    """The placements loss_times_ratio and loss_k2_gradient exist for this reason."""
     logits, target = torch.tensor([1.0, 0.0, -1.0, 0.5, 0.2]), torch.tensor([-1.0, 0.3, 1.0, 0.0, 0.1])
     got = _expected_gradient(logits, logits, target, estimator="k3", placement="loss")[1]
     assert got != pytest.approx(_whole_kl(logits, target)[1], rel=0.1)

@@ -179,53 +179,46 @@ def build_loop(
     max_new_tokens: int = 8,
     temperature: float = 1.0,
     max_aborts: int | None = None,
-    mask_truncated: bool = False,
-    in_order: bool = False,
     advantages: MakeExtras | None = None,
     env: EnvSpec | None = None,
     env_config: EnvConfig | None = None,
     context: int = CONTEXT,
     worker: int = 0,
     workers: int = 1,
+    **settings: Any,
 ) -> RolloutLoop:
-    """Returns a loop over `Rows` with ``prompts`` as their changes; it adds its metrics to ``records``."""
+    """Returns a loop over `Rows` with these ``prompts`` and ``settings``; it adds its metrics to ``records``."""
     tokenizer = PromptTokenizer(folder)
     env = env or find_env("single_turn")
     env_config = env_config or env.config(name=env.name)
-    prompt_maker = PromptMaker(
-        env=env, env_config=env_config, tokenizer=tokenizer, max_prompt_tokens=context - 8, overlong=overlong
+    limit = context - 8
+    maker = PromptMaker(env=env, env_config=env_config, tokenizer=tokenizer, max_prompt_tokens=limit, overlong=overlong)
+    sampling = SamplingParams(
+        n=GROUP_SIZE, max_new_tokens=max_new_tokens, temperature=temperature, stop_token_ids=tokenizer.stop_token_ids
     )
-    settings = RolloutLoopSettings(
+    loop_settings = RolloutLoopSettings(
         seed=0,
         batch_prompts=math.ceil((STEP_GROUPS + bus.core.settings.spare_groups) / workers),
-        sampling=SamplingParams(
-            n=GROUP_SIZE,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            stop_token_ids=tokenizer.stop_token_ids,
-        ),
+        sampling=sampling,
         admit_timeout_s=60.0,
         call_timeout_s=60.0,
         worker=worker,
         alone=workers == 1,
-        mask_truncated=mask_truncated,
-        in_order=in_order,
+        **settings,
     )
     player = handler = None
     if env.has_turns:
-        player = EpisodePlayer(
-            env=env, env_config=env_config, prompts=prompt_maker, pool=pool, sampling=settings.sampling, seed=0
-        )
+        player = EpisodePlayer(env=env, env_config=env_config, prompts=maker, pool=pool, sampling=sampling, seed=0)
     if max_aborts is not None:
         handler = WeightUpdateHandler(bus, pool, max_aborts=max_aborts, call_timeout_s=60.0, worker=worker)
     return RolloutLoop(
         bus=bus,
         pool=pool,
         source=Rows(prompts or {}),
-        prompts=prompt_maker,
+        prompts=maker,
         rewards=rewards,
         player=player,
-        settings=settings,
+        settings=loop_settings,
         record=lambda source, version, values: records.append((source, version, values)),
         gate=gate,
         bad_rows=bad_rows or BadRows(rows=1000, most=0.05, report=lambda rows: None),

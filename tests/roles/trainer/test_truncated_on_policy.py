@@ -243,10 +243,7 @@ def test_the_ratio_is_one_for_every_algorithm_with_sglang(folder: Path, sglang_c
 
 
 def test_a_kl_in_the_reward_charges_nothing_where_policy_and_reference_are_equal(scored: Rows) -> None:
-    """RLOO has this placement by default.
-
-    With log-probs over the whole vocabulary each token would pay -log(kept mass).
-    """
+    """RLOO has this default. With log-probs over the whole vocabulary each token would pay -log(kept mass)."""
     spec = find_algorithm("rloo")
     with_kl, without = (
         spec.config(group_size=SAMPLES, kl_coef=coef, kl_placement="reward", kl_estimator="k1") for coef in (1.0, 0.0)
