@@ -30,7 +30,7 @@ from statistics import median
 import psutil
 
 from relax_core.bus.ledger.ledger_reader import LedgerFile
-from relax_core.control.host.process_trees import GONE, process_state
+from relax_core.control.host.process_trees import EXITED, process_state
 from tests.integration.live_run import LiveRun, run_to_end
 
 HEARTBEAT_S = 5
@@ -52,9 +52,9 @@ WITHOUT_END = "run.steps=1000000"
 CONTROLLER, FROZEN, PAIR = "controller", "frozen", "engine_and_owner"
 TITLES = {  # kind → what its process is called
     "engine": "relax_core.engines.embedded",
-    "engine_owner": "ray::EngineHost",
+    "engine_owner": "ray::EngineOwner",
     "rollout": "ray::RolloutWorker",
-    "actor_rank_0": "ray::ActorWorker",
+    "actor_rank_0": "ray::PolicyTrainer",
     "actor_rank_1": "ray::ActorRank",
     "actor_fwd": "ray::ActorFwdWorker",
     "reference": "ray::ReferenceWorker",
@@ -234,7 +234,7 @@ def _is_controller(pid: int) -> bool:
 
 def _is_killed(pid: int, *, stopped_at: float) -> bool:
     """Whether the run ends a stopped process for its silence, soon after its deadline."""
-    while not process_state(pid).startswith(GONE):
+    while not process_state(pid).startswith(EXITED):
         if time.time() - stopped_at > HEARTBEAT_S + NOTICE_S:
             return False
         time.sleep(POLL_S)

@@ -30,7 +30,7 @@ from relax_core.bus.state.bus_state import BusCore
 from relax_core.bus.state.settings import BusSettings
 from relax_core.config.compose import load_config
 from relax_core.contracts import columns as c
-from relax_core.contracts.bus import Admission, BusClosed, GroupRow, LeaseRequest, VersionChange
+from relax_core.contracts.bus import Admission, BusClosed, CompleteGroup, LeaseRequest, VersionChange
 from relax_core.contracts.engine import SamplingParams
 from relax_core.data.sources import make_source
 from relax_core.data.tokenizer import PromptTokenizer
@@ -86,7 +86,7 @@ class StepAtOnce:
         self._changed.clear()
         await asyncio.wait_for(self._changed.wait(), timeout_s)
 
-    async def put_async(self, rows: Sequence[GroupRow], *, timeout_s: float) -> None:
+    async def put_async(self, rows: Sequence[CompleteGroup], *, timeout_s: float) -> None:
         self.core.put(rows)
         self._lengths |= {row.group_uid: _tokens(row) for row in rows}
         step = self.core.version
@@ -102,7 +102,7 @@ class StepAtOnce:
         self._changed.set()
 
 
-def _tokens(row: GroupRow) -> int:
+def _tokens(row: CompleteGroup) -> int:
     """Sampled tokens of a row's answers."""
     return sum(turn.end - turn.start for one in c.decode_episodes(row.columns[c.EPISODES]) for turn in one.turns)
 
@@ -126,7 +126,7 @@ async def roll_out(url: str, folder: Path, settings: BusSettings, *, max_new_tok
     async def client_for(engine: int, on_policy: bool) -> EngineClient:
         return client
 
-    pool = EnginePool(1, client_for, patience_s=TIMEOUT_S)
+    pool = EnginePool(1, client_for, timeout_s=TIMEOUT_S)
     with RewardPool(find_reward(config.reward.name), config.reward, workers=1) as rewards:
         source = make_source(config.data, seed=0, eval_rows=0)
         sampler = RolloutLoop(

@@ -64,7 +64,7 @@ class Row:
 
 
 def _recompute(what: str) -> dict[str, Any]:
-    from relax_core.config.schema import Recompute
+    from relax_core.config.choices import Recompute
 
     return {"recompute": Recompute(what)}
 

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from algorithms import gspo
-from relax_core.config.schema import OptimizerConfig, Schedule
+from relax_core.config.choices import Schedule
+from relax_core.config.schema import OptimizerConfig
 from relax_core.contracts.algorithm import LossInputs, LossOutputs, Requirements
 
 STEPS = 2  # what goes wrong only from the second step on (stale parameters, counts of gradients) shows

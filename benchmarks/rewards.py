@@ -24,8 +24,8 @@ from typing import Any
 
 from benchmarks.tiny_model import engine_config
 from relax_core.config.compose import load_config
-from relax_core.contracts.bus import Admission, BusClosed, GroupRow
-from relax_core.contracts.checked import checked_reward
+from relax_core.contracts.bus import Admission, BusClosed, CompleteGroup
+from relax_core.contracts.checks.checked import checked_reward
 from relax_core.contracts.engine import SamplingParams
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
 from relax_core.contracts.tree import group_uid
@@ -79,7 +79,7 @@ class StepAfterStep:
         first, self._next = self._next, self._next + GROUPS
         return [Admission(index=n, group_uid=group_uid(n), min_version=0) for n in range(first, self._next)]
 
-    async def put_async(self, rows: Sequence[GroupRow], *, timeout_s: float) -> None:
+    async def put_async(self, rows: Sequence[CompleteGroup], *, timeout_s: float) -> None:
         self.put_s += [time.perf_counter()] * len(rows)
         self._changed.set()
 
@@ -144,7 +144,7 @@ async def roll_out(url: str, folder: Path, rewards: RewardPool, *, steps: int, g
 
     sampler = RolloutLoop(
         bus=bus,
-        pool=EnginePool(1, client_for, patience_s=TIMEOUT_S),
+        pool=EnginePool(1, client_for, timeout_s=TIMEOUT_S),
         source=source,
         prompts=PromptMaker(
             env=find_env(config.env.name),

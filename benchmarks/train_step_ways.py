@@ -129,7 +129,8 @@ class Ours:
     def __init__(self, folder: Path, *, family: str, learning_rate: float = LEARNING_RATE) -> None:
         from algorithms import grpo
         from benchmarks.one_rank import one_rank_parallel, one_rank_setup
-        from relax_core.config.schema import OptimizerConfig, Schedule
+        from relax_core.config.choices import Schedule
+        from relax_core.config.schema import OptimizerConfig
         from relax_core.train.policy_backend import MegatronBackend
 
         optimizer = OptimizerConfig(

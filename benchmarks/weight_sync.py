@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tiny_model import demo_model, engine_config
-from relax_core.config.schema import WeightTransportName
+from relax_core.config.choices import WeightTransportName
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.weights.publisher import WeightPublisher

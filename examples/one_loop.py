@@ -26,7 +26,7 @@ from relax_core.bus.state.bus_state import BusCore
 from relax_core.bus.state.settings import BusSettings
 from relax_core.config.compose import load_config
 from relax_core.config.schema import RelaxConfig
-from relax_core.contracts.bus import Admission, GroupRow, Lease, LeaseRequest
+from relax_core.contracts.bus import Admission, CompleteGroup, Lease, LeaseRequest
 from relax_core.contracts.columns import ADVANTAGES, ROLLOUT_COLUMNS
 from relax_core.contracts.engine import Generated, PromptRequest
 from relax_core.contracts.train import StepMetrics
@@ -115,7 +115,7 @@ class Loop:
         figures = []
         self.publish(version=0)
         with RewardPool(find_reward(self.config.reward.name), self.config.reward, workers=1) as rewards:
-            pool = EnginePool(1, self.the_engine, patience_s=self.config.engine.start_timeout_s)
+            pool = EnginePool(1, self.the_engine, timeout_s=self.config.engine.start_timeout_s)
             for step in range(self.config.run.steps):
                 await self.sample(pool, rewards)
                 lease, trees = self.take_rows(step)
@@ -155,7 +155,7 @@ class Loop:
 
     async def complete(
         self, admission: Admission, request: PromptRequest, responses: Sequence[Generated], rewards: RewardPool
-    ) -> GroupRow | DroppedGroup:
+    ) -> CompleteGroup | DroppedGroup:
         """Scores the responses and makes the group's token tree, with its advantages, as columns of bytes."""
         row, uid = self.source.row(admission.index), admission.group_uid
         tokenizer = self.prompts.tokenizer

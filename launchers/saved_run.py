@@ -11,9 +11,10 @@ from pathlib import Path
 
 from launchers.local import USAGE, run_in_folder, save_config
 from launchers.submitted import read_submitted
+from relax_core.config.choices import LauncherKind
 from relax_core.config.compose import settled
 from relax_core.config.errors import ConfigError
-from relax_core.config.schema import LauncherConfig, LauncherKind, RelaxConfig
+from relax_core.config.schema import LauncherConfig, RelaxConfig
 from relax_core.preflight import CHECKS, settle
 
 CONFIG_VARIABLE = "RELAX_SUBMITTED"  # the text of submitted.yaml, for a launcher that cannot send a file

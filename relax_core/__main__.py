@@ -17,7 +17,7 @@ USAGE = 2
 
 def launch(config: RelaxConfig) -> int:
     """Hands a validated configuration to the launcher that it names. Returns the exit code."""
-    from relax_core.config.schema import LauncherKind
+    from relax_core.config.choices import LauncherKind
 
     match config.launcher.name:
         case LauncherKind.local:

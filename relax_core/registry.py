@@ -7,8 +7,7 @@ A plug-in is one module with a module-level ``SPEC`` (see contracts/). It is fou
 - an entry point of an installed package, in the group that `_HOMES` names, such as ``relax.algorithms``;
 - a path that ends in ``.py``.
 
-Listing names imports no plug-in. The error of a plug-in that fails to import names its file and line. The results of
-its functions are checked (contracts/checked.py).
+Listing names imports no plug-in. The results of a plug-in's functions are checked (contracts/checks/checked.py).
 """
 
 from __future__ import annotations
@@ -29,17 +28,18 @@ from pathlib import Path
 from typing import Any, Literal, Protocol, cast
 
 from relax_core.contracts.algorithm import AlgorithmConfig, AlgorithmSpec
-from relax_core.contracts.checked import checked_algorithm, checked_env, checked_reward, checked_sink
-from relax_core.contracts.checked_data import checked_data_source
+from relax_core.contracts.checks.checked import checked_algorithm, checked_env, checked_reward, checked_sink
+from relax_core.contracts.checks.checked_data import checked_data_source
 from relax_core.contracts.data import DataSourceConfig, DataSourceSpec
 from relax_core.contracts.engine_kind import EngineSpec
 from relax_core.contracts.env import EnvConfig, EnvSpec
 from relax_core.contracts.family import Family, checked_family
+from relax_core.contracts.renamed import renamed_hint
 from relax_core.contracts.reward import RewardConfig, RewardSpec
 from relax_core.contracts.sink import SinkConfig, SinkSpec
 
 Kind = Literal["algo", "reward", "env", "sink", "data", "engine", "family"]
-KINDS: tuple[Kind, ...] = ("algo", "reward", "env")  # whose SPEC.settings types a whole section of the configuration
+KINDS: tuple[Kind, ...] = ("algo", "reward", "env")  # whose SPEC.config types a whole section of the configuration
 _FILE_MODULE = "relax_plugin_"
 MARK = "__relax_plugin__"  # in the globals of a plug-in's function that has no module of its own
 _ROOT = Path(__file__).resolve().parents[1]
@@ -155,7 +155,7 @@ _HOMES: dict[Kind, _Home] = {
         section="engine",
         title="Engines",
         entry_points="relax.engines",
-        table={name: f"relax_core.engines.{name}.spec:SPEC" for name in ("embedded", "sglang")},
+        table={name: f"relax_core.engines.{name}.{name}_spec:SPEC" for name in ("embedded", "sglang")},
         spec=EngineSpec,
     ),
     "family": _Home(
@@ -341,7 +341,8 @@ def _broken(error: Exception, *, where: str, file: Path) -> PluginError:
     else:
         frames = traceback.extract_tb(error.__traceback__)
         line = next((frame.lineno for frame in reversed(frames) if frame.filename == str(file)), None)
-    return PluginError(f"{where}: {file}, line {line or 1}: {type(error).__name__}: {error}")
+    text = f"{type(error).__name__}: {error}{renamed_hint(str(error))}"
+    return PluginError(f"{where}: {file}, line {line or 1}: {text}")
 
 
 def _checked(spec: object, *, where: str, file: Path, kind: Kind) -> Spec:
@@ -360,7 +361,7 @@ def _checked(spec: object, *, where: str, file: Path, kind: Kind) -> Spec:
         raise PluginError(f"{where}: {file}: {error}") from error
 
 
-def place_in_plugin(error: BaseException) -> str:
+def plugin_location(error: BaseException) -> str:
     """Returns "FILE, line N" of the innermost plug-in code in the traceback; empty if no plug-in's code is in it."""
     places = [
         f"{frame.f_code.co_filename}, line {line}"
@@ -373,7 +374,7 @@ def place_in_plugin(error: BaseException) -> str:
 def plugin_words(error: BaseException) -> str:
     """Returns an error in one line, with its file and line in the plug-in."""
     words = f"{type(error).__name__}: {error}".splitlines()[0]
-    place = place_in_plugin(error)
+    place = plugin_location(error)
     return f"{words} ({place})" if place else words
 
 

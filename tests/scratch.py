@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from relax_core.control.host.lock_file import OWNER_FILE, claimed, owned, owner_words
+from relax_core.control.host.lock_file import OWNER_FILE, claimed, owned, read_owner
 from relax_core.control.host.process_trees import kill_trees
 from relax_core.control.host.run_paths import SHARED_MEMORY
 from relax_core.control.host.stale_runs import processes_of
@@ -77,7 +77,7 @@ class Scratch:
         for path in SHARED_MEMORY.iterdir():
             words = ""
             with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-                words = owner_words(path)
+                words = read_owner(path)
             if self.folder.name in path.name or f"{self.folder}/" in words:
                 yield path
 

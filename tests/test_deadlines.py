@@ -41,7 +41,7 @@ REASONS = {
     ): "after exception(timeout): the pool's only task has ended",
     (
         "relax_core/roles/trainer/critic_trainer.py",
-        "CriticWorker.write_copy",
+        "CriticTrainer.write_copy",
     ): "after copy_state, which had the back end already",
     (
         "relax_core/train/checkpoints/checkpoint_shards.py",
@@ -56,7 +56,7 @@ REASONS = {
     (
         "relax_core/engines/pool/engine_pool.py",
         "EnginePool.generate",
-    ): "each share ends with None or its error within patience_s",
+    ): "each share ends with None or its error within timeout_s",
     (
         "relax_core/engines/sglang/client/sglang_client.py",
         "SglangClient.generate",
@@ -107,7 +107,7 @@ REASONS = {
     ("relax_core/cli/eval_engines.py", "eval_engines"): "each start ends within engine.start_timeout_s",
     (
         "relax_core/roles/trainer/critic_trainer.py",
-        "CriticWorker._run",
+        "CriticTrainer._run",
     ): "the model's own thread computes; the lead's call has a deadline",
     ("relax_core/control/run/local_run.py", "_in_session"): "makes or finds model folders: file work, no other process",
     ("relax_core/control/run/services.py", "Services.__init__"): "a bus starts, answers and restores within deadlines",

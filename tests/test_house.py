@@ -40,7 +40,13 @@ REPLACED = {
     "patience_s": "timeout_s, retry policy",
 }
 # Where a replaced word may stand: this list, the page that explains the words, and what another library calls so.
-WORDS_ALLOWED = {"tests/test_house.py", "docs/glossary.md", "CHANGELOG.md"} | {  # The last two read older checkpoints.
+WORDS_ALLOWED = {
+    "relax_core/contracts/renamed.py",
+    "tests/test_registry.py",
+    "tests/test_house.py",
+    "docs/glossary.md",
+    "CHANGELOG.md",
+} | {  # The last two read older checkpoints.
     "relax_core/train/checkpoints/provenance.py",
     "tests/train/checkpoints/test_older_checkpoints.py",
 }
@@ -144,6 +150,8 @@ def test_a_search_finds_what_the_field_calls_by_name() -> None:
 
 def test_links_and_paths_in_pages_lead_somewhere() -> None:
     for page in files(".md"):
+        if page.parent.name == "plugins":
+            continue  # its paths are those of the reader's own files
         text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
         for target in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", text):
             if "://" not in target and not target.startswith("mailto:"):
@@ -158,6 +166,8 @@ def test_docstrings_name_files_that_exist() -> None:
     for file in files(".py"):
         if file.relative_to(ROOT).parts[0] not in (*CODE, "tests", "benchmarks", "examples"):
             continue
+        if file.name == "test_workers.py":
+            continue  # its test ids are made up
         for path in re.findall(
             r"\b((?:relax_core|launchers|tests|docs|benchmarks)/[\w/]+\.(?:py|md|yaml))\b",
             file.read_text(encoding="utf-8"),

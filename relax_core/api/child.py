@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from relax_core.api.function_reward import FUNCTION_FILE, write_private
+from relax_core.config.choices import LauncherKind
 from relax_core.config.compose import load_config
 from relax_core.config.errors import ConfigError
-from relax_core.config.schema import LauncherKind, RelaxConfig
+from relax_core.config.schema import RelaxConfig
 from relax_core.control.host.subreaper import PR_SET_PDEATHSIG, prctl
 from relax_core.observe.service.sinks import METRICS_FILE
 from relax_core.registry import with_file

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from relax_core.bus.ledger.ledger_reader import LedgerFile, SampleLife
+from relax_core.bus.ledger.ledger_reader import LedgerFile, SampleHistory
 from relax_core.observe.results.summary import SUMMARY_FILE
 from relax_core.observe.service.records import EVAL, without_undone
 from relax_core.observe.service.sinks import read_metrics, read_texts
@@ -114,7 +114,7 @@ def load_run(folder: str | Path) -> LoadedRun:
     return LoadedRun(path)
 
 
-def _sample(history: SampleLife) -> dict[str, Any]:
+def _sample(history: SampleHistory) -> dict[str, Any]:
     in_force = [event for event in history.events if not event.undone]
     last = in_force[-1] if in_force else None
     made = next((event.made for event in reversed(history.events) if event.made is not None), None)

@@ -164,7 +164,7 @@ async def _ask_engines(
             printed = time.monotonic()
             print(f"relax: {answered} of {total} prompts are answered", flush=True)
 
-    pool = EnginePool(len(engines), client_for, patience_s=config.engine.request_timeout_s)
+    pool = EnginePool(len(engines), client_for, timeout_s=config.engine.request_timeout_s)
     try:
         return await ask(
             sets,

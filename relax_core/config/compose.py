@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -25,32 +25,12 @@ from relax_core.config.plugin_lists import with_absolute_paths
 from relax_core.config.plugin_types import typed_plugin
 from relax_core.config.schema import LAUNCHERS, FolderByTime, RelaxConfig
 from relax_core.config.schema_keys import section_types, unknown_key
+from relax_core.config.sweep_runs import SweepFailed, SweepRuns
 from relax_core.registry import GROUP_KINDS, KINDS, is_file_plugin, short_name
 
 _VERSION_BASE = "1.3"
 SHOWN_PATH = 120  # characters
 Settle = Callable[[RelaxConfig], tuple[RelaxConfig, list[str]]]  # fills in derived values and returns problems
-
-
-class SweepRuns(Protocol):
-    """Receives the runs of a sweep one by one.
-
-    ``overrides`` are those of one run, as its user would type them. ``swept`` are those of them in which the runs
-    differ. ``folder`` is that of the sweep.
-    """
-
-    def take(self, config: RelaxConfig, overrides: Sequence[str], folder: Path, *, swept: Sequence[str]) -> object:
-        """Accepts a valid run."""
-
-    def refuse(self, overrides: Sequence[str], folder: Path, *, swept: Sequence[str], error: ConfigError) -> None:
-        """Records a run whose configuration is not valid."""
-
-    def finish(self) -> int:
-        """Starts the runs after the last one was taken, and returns the exit code."""
-
-
-class SweepFailed(RuntimeError):
-    """A run failed, and the sweeper needs its value."""
 
 
 def register_schema() -> None:

@@ -25,13 +25,23 @@ REFUSED = (
     "env.name",
     "rollout.banned_token_ids",
 )
-TOLD = ("algo", "optimizer", "rollout", "mode", "reward", "env", "parallel", "data.overlong", "data.max_bad_rows")
+REPORTED_KEYS = (
+    "algo",
+    "optimizer",
+    "rollout",
+    "mode",
+    "reward",
+    "env",
+    "parallel",
+    "data.overlong",
+    "data.max_bad_rows",
+)
 WHOLE = (
     "data.chat_template_kwargs",
     "data.paths",
     "data.config",
 )  # mappings whose keys are the user's: compared as one value
-DATA_PLACES = ("data.name", "data.path", "data.paths", "data.eval_path", "data.config")  # where the content lies
+DATA_LOCATION_KEYS = ("data.name", "data.path", "data.paths", "data.eval_path", "data.config")  # where the content lies
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,7 +46,7 @@ class Admission(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int = 0
 
 
-class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
+class CompleteGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A complete group as the rollout enters it.
 
     ``uids`` names the samples that were kept, and ``versions`` has the oldest weight version among the trained tokens
@@ -61,7 +61,7 @@ class GroupRow(msgspec.Struct, frozen=True, kw_only=True):
     dropped: dict[str, str] = {}
 
 
-class LeasedRow(msgspec.Struct, frozen=True, kw_only=True):
+class LeasedGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A group in a lease. ``columns`` has only the payloads that the task asked for."""
 
     group_uid: str
@@ -99,7 +99,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
 
     lease_id: int
     task: str
-    rows: list[LeasedRow]
+    rows: list[LeasedGroup]
     waited_s: float = 0.0
 
 
@@ -177,7 +177,7 @@ class Bus(Protocol):
         A waiting `admit` of this worker raises `LeaseLost`, because only its predecessor can have made the call.
         """
 
-    def put(self, groups: Sequence[GroupRow], *, timeout_s: float) -> None:
+    def put(self, groups: Sequence[CompleteGroup], *, timeout_s: float) -> None:
         """Enters complete groups. Ignores a group that is in, trained or dropped already (at-least-once delivery)."""
 
     def drop(self, group_uid: str, *, reason: str, timeout_s: float) -> None:
@@ -195,7 +195,7 @@ class Bus(Protocol):
 
     def read(
         self, lease_id: int, group_uids: Sequence[str], *, columns: Sequence[str], timeout_s: float
-    ) -> list[LeasedRow]:
+    ) -> list[LeasedGroup]:
         """Returns columns of groups of a held lease, in the order of ``group_uids``. The lease stays as it is.
 
         Any process that knows the lease may call it, so that each rank can read what it trains. Raises `LeaseLost` if

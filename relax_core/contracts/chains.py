@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Runs(NamedTuple):
+class Chains(NamedTuple):
     """The chains of a tree, int64 ``[runs]`` each.
 
     In a chain, each row but the first is the only child of the row before.
@@ -43,7 +43,7 @@ class Runs(NamedTuple):
         return rows
 
 
-def runs_of(end: np.ndarray) -> Runs:
+def chains_of(end: np.ndarray) -> Chains:
     """Returns the chains of a forest whose ``end`` is ``[rows]``, with at least one row.
 
     Raises ValueError if the subtrees do not nest.
@@ -64,10 +64,10 @@ def runs_of(end: np.ndarray) -> Runs:
         parent.append(its)
         depth.append(0 if its < 0 else depth[its] + stop[its] - start[its])
         above.append(run)
-    return Runs(starts, stops, np.asarray(last), np.asarray(parent), np.asarray(depth))
+    return Chains(starts, stops, np.asarray(last), np.asarray(parent), np.asarray(depth))
 
 
-def together(forests: Sequence[Runs]) -> Runs:
+def concatenate_chains(forests: Sequence[Chains]) -> Chains:
     """Concatenates the chains of forests whose rows are concatenated."""
     if len(forests) == 1:
         return forests[0]
@@ -77,10 +77,12 @@ def together(forests: Sequence[Runs]) -> Runs:
     start, stop, end, parent, depth = (np.concatenate(column) for column in zip(*forests, strict=True))
     shift = np.repeat(rows, each)
     parent = np.where(parent < 0, -1, parent + np.repeat(before, each))
-    return Runs(start + shift, stop + shift, end + shift, parent, depth)
+    return Chains(start + shift, stop + shift, end + shift, parent, depth)
 
 
-def rows_of_episodes(runs: Runs, leaves: Sequence[Sequence[int]], wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def rows_of_episodes(
+    runs: Chains, leaves: Sequence[Sequence[int]], wanted: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns the ``wanted`` (bool ``[rows]``) rows on the paths of each episode.
 
     ``leaves`` has one leaf or more for each episode. The result is the episodes' numbers and the rows, int64, episode

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from relax_core.contracts.bus import LeasedRow
+from relax_core.contracts.bus import LeasedGroup
 from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.tree import BY_TOKEN, Episode, Media, TokenTree, check_tree
 
@@ -119,7 +119,7 @@ def decode_episodes(payload: bytes) -> list[Episode]:
     return _episodes_decoder.decode(payload)
 
 
-def decode_tree(row: LeasedRow) -> TokenTree:
+def decode_tree(row: LeasedGroup) -> TokenTree:
     """Returns the tree of a leased group that has at least the columns `END`, `VERSIONS` and `EPISODES`.
 
     Without `LOSS_MASK` all sampled rows count as trained. Without `LOGPROBS` the log-probs are 0. Without `TOKEN_IDS`

@@ -15,7 +15,7 @@ from functools import cached_property
 import msgspec
 import numpy as np
 
-from relax_core.contracts.chains import Runs, rows_of_episodes, runs_of
+from relax_core.contracts.chains import Chains, chains_of, rows_of_episodes
 from relax_core.contracts.kept_tokens import KeptTokens
 
 TRUNCATED = "truncated"  # the ledger's reason for an episode that is not trained because it was cut at its token limit
@@ -105,9 +105,9 @@ class TokenTree:
         return len(self.token_ids)
 
     @cached_property
-    def runs(self) -> Runs:
+    def runs(self) -> Chains:
         """The chains of the tree."""
-        return runs_of(self.end)
+        return chains_of(self.end)
 
     @cached_property
     def sampled(self) -> np.ndarray:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from relax_core.config.schema import ModeName, RelaxConfig, Surplus
+from relax_core.config.choices import ModeName, Surplus
+from relax_core.config.schema import RelaxConfig
 from relax_core.plan.workload import Workload
 
 

@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from relax_core.config.choices import LauncherKind
 from relax_core.config.host_memory import available_bytes
-from relax_core.config.schema import LauncherKind, RelaxConfig
+from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.algorithm import Requirements
 from relax_core.control.run.role_counts import roles_of
 from relax_core.data.sources import are_rows_named

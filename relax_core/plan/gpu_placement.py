@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from relax_core.config.schema import ModeName, RelaxConfig, SlurmLauncherConfig
+from relax_core.config.choices import ModeName
+from relax_core.config.schema import RelaxConfig, SlurmLauncherConfig
 from relax_core.control.run.role_counts import layout_key, worker_group_layouts
 from relax_core.plan.model.dimensions import ModelDimensions
 from relax_core.roles.process.process_placement import engines_take_gpus
 from relax_core.roles.process.role_context import TEACHER_ENGINE
-from relax_core.train.parallel.layout_arithmetic import rank_faults, rank_place
+from relax_core.train.parallel.layout_arithmetic import rank_coordinates, rank_faults
 
 MODEL_ROLES = ("actor", "rollout", "critic", "reference", "actor_fwd", "teacher", TEACHER_ENGINE)
 ROLLOUT = "rollout"  # it uses the GPUs of the engines
@@ -154,5 +155,5 @@ def _coordinates(config: RelaxConfig, role: str, rank: int) -> str:
     layout = worker_group_layouts(config).get(role)
     if layout is None:
         return ""
-    at = rank_place(layout, rank)
+    at = rank_coordinates(layout, rank)
     return " ".join(f"{key}{getattr(at, key)}" for key in _COORDINATES if getattr(layout, key) > 1)

@@ -9,14 +9,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from relax_core.config.choices import LauncherKind
 from relax_core.config.errors import NotYet
-from relax_core.config.schema import (
-    LauncherKind,
-    PlacementConfig,
-    RayJobLauncherConfig,
-    RelaxConfig,
-    SlurmLauncherConfig,
-)
+from relax_core.config.schema import PlacementConfig, RayJobLauncherConfig, RelaxConfig, SlurmLauncherConfig
 
 TORCH_S = 60.0  # seconds for an interpreter to import torch and to ask the driver
 DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dxg")  # files of NVIDIA, AMD, and either of them under Windows

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from relax_core.config.schema import OnStale, Partial, RelaxConfig, Schedule, Surplus
+from relax_core.config.choices import OnStale, Partial, Schedule, Surplus
+from relax_core.config.schema import RelaxConfig
 from relax_core.control.run.role_counts import worker_group_layouts
 from relax_core.registry import find_reward
 from relax_core.train.parallel.layout_arithmetic import FORWARD_ROLES, world_size

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from relax_core.config.schema import LauncherKind, RelaxConfig
+from relax_core.config.choices import LauncherKind
+from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.data import BadRow
 from relax_core.data import generated
 from relax_core.data.sources import are_rows_named, file_rows

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from relax_core.config.schema import AdvantagesPlace, RelaxConfig
+from relax_core.config.choices import AdvantagesPlace
+from relax_core.config.schema import RelaxConfig
 from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import AdvantageInputs, AlgorithmSpec, Requirements
 from relax_core.contracts.tree import TokenTree
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def made_as_groups_complete(config: RelaxConfig) -> bool:
+def computes_advantages_per_group(config: RelaxConfig) -> bool:
     """Returns True if the rollout computes the advantages of each group when the group completes.
 
     It does so if the algorithm needs one group at a time and no column of another role, and ``rollout.advantages`` is

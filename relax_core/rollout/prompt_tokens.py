@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from relax_core.config.schema import Overlong
+from relax_core.config.choices import Overlong
 from relax_core.contracts.data import TOO_LONG, BadRow, DataRow
 from relax_core.contracts.env import EnvSpec, Message
 from relax_core.data.tokenizer import PromptTokenizer

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
-from relax_core.contracts.bus import Admission, GroupRow
+from relax_core.contracts.bus import Admission, CompleteGroup
 from relax_core.contracts.data import BadRow, PromptSource
 from relax_core.contracts.engine import Generated
 from relax_core.contracts.tree import TRUNCATED, group_uid, sample_uid
@@ -42,7 +42,7 @@ MAX_TRUNCATED_IN_A_ROW = 64  # groups in a row whose responses were all cut, wit
 class RolloutBus(AdmissionBus, Protocol):
     """The calls of the bus that the rollout's event loop makes."""
 
-    async def put_async(self, rows: Sequence[GroupRow], *, timeout_s: float) -> None:
+    async def put_async(self, rows: Sequence[CompleteGroup], *, timeout_s: float) -> None:
         """Puts complete groups into the bus."""
 
 
@@ -96,7 +96,7 @@ class RolloutLoop:
         )
         self._newest_played: dict[int, asyncio.Task[PlayedFigures | None]] = {}  # by weight version
         self._truncated_in_a_row = 0
-        self._staged: list[GroupRow] = []
+        self._staged: list[CompleteGroup] = []
         self._flushing = False
         self._newest_group: asyncio.Task[float] | None = None  # the group whose responses arrived last
 
@@ -286,7 +286,7 @@ class RolloutLoop:
         await self._hand_on(done, tasks)
         return reward_s
 
-    async def _hand_on(self, done: GroupRow | DroppedGroup, tasks: asyncio.TaskGroup) -> None:
+    async def _hand_on(self, done: CompleteGroup | DroppedGroup, tasks: asyncio.TaskGroup) -> None:
         self._count_truncated(done)
         if isinstance(done, DroppedGroup):
             await self._bus.drop_async(done.group_uid, reason=done.reason, timeout_s=self._settings.call_timeout_s)
@@ -296,7 +296,7 @@ class RolloutLoop:
             self._flushing = True
             tasks.create_task(self._flush())
 
-    def _count_truncated(self, done: GroupRow | DroppedGroup) -> None:
+    def _count_truncated(self, done: CompleteGroup | DroppedGroup) -> None:
         """Raises ValueError if no response ends before its limit any more, because the run would sample for ever."""
         truncated = isinstance(done, DroppedGroup) and done.reason == TRUNCATED
         self._truncated_in_a_row = self._truncated_in_a_row + 1 if truncated else 0

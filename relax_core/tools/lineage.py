@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from relax_core.bus.ledger.ledger_reader import FILTERS, Event, FileCounts, LedgerFile, SampleLife
+from relax_core.bus.ledger.ledger_reader import FILTERS, Event, FileCounts, LedgerFile, SampleHistory
 from relax_core.config.errors import nearest
 from relax_core.contracts.tree import Episode, Turn, group_uid, sample_uid
 
@@ -78,7 +78,7 @@ def parse_filters(words: Sequence[str]) -> dict[str, str | int]:
     return filters
 
 
-def look_up(run: Path, filters: dict[str, str | int]) -> tuple[list[SampleLife], FileCounts]:
+def look_up(run: Path, filters: dict[str, str | int]) -> tuple[list[SampleHistory], FileCounts]:
     """Returns the samples that fit (none without a filter) and the counts of the whole run.
 
     Raises ValueError, with the nearest existing value, for a run or a filter value that does not exist.
@@ -143,12 +143,12 @@ def _nearest_uid(uid: str, last: str) -> str:
     return sample_uid(group_uid(min(index, last_index)), min(number, last_number))
 
 
-def states(samples: Sequence[SampleLife]) -> dict[str, int]:
+def states(samples: Sequence[SampleHistory]) -> dict[str, int]:
     """Returns how many samples are in each state."""
     return dict(sorted(Counter(sample.state for sample in samples).items()))
 
 
-def sample_lines(sample: SampleLife) -> list[str]:
+def sample_lines(sample: SampleHistory) -> list[str]:
     """Returns the events of a sample as lines of text."""
     born = sample.events[0].time
     lines = [f"{sample.uid}  {sample.state}"]
@@ -200,7 +200,7 @@ def _reward_words(made: Episode) -> str:
     return f"{made.reward:.4g}" + (f" ({parts})" if parts else "")
 
 
-def summary_lines(samples: Sequence[SampleLife], counts: FileCounts, filters: dict[str, Any]) -> list[str]:
+def summary_lines(samples: Sequence[SampleHistory], counts: FileCounts, filters: dict[str, Any]) -> list[str]:
     """Returns the counts of the selected samples and of the whole run as lines of text."""
     asked = " ".join(f"{key}={value}" for key, value in filters.items())
     lines = [f"{asked}: {len(samples):,} samples: {_counted(states(samples))}"] if filters else []

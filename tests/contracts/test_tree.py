@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from relax_core.contracts import columns as c
-from relax_core.contracts.bus import LeasedRow
-from relax_core.contracts.chains import runs_of
+from relax_core.contracts.bus import LeasedGroup
+from relax_core.contracts.chains import chains_of
 from relax_core.contracts.kept_tokens import KeptTokens
 from relax_core.contracts.tree import Episode, Media, TokenTree, Turn, check_tree
 from tests.trees import answers_tree, path_of, random_tree, with_tokens
@@ -51,7 +51,7 @@ def ends_of(parents: list[int]) -> np.ndarray:
 @settings(max_examples=200, deadline=None)
 @given(forests_by_parent())
 def test_runs_are_the_chains_of_a_forest(parents: list[int]) -> None:
-    runs = runs_of(ends_of(parents))
+    runs = chains_of(ends_of(parents))
     assert runs.parents().tolist() == parents
     depths: list[int] = []
     for parent in parents:
@@ -76,10 +76,10 @@ def test_subtrees_that_do_not_nest_are_refused_and_no_others(parents: list[int],
         end[inner] <= end[outer] for outer in range(len(end)) for inner in range(outer, min(end[outer], len(end)))
     )
     if nests:
-        runs_of(end)
+        chains_of(end)
         return
     with pytest.raises(ValueError, match=r"end\[\d+\]=-?\d+ does not nest"):
-        runs_of(end)
+        chains_of(end)
 
 
 def tokens_of(tree: TokenTree) -> list[tuple[int, int]]:
@@ -180,7 +180,7 @@ def test_columns_give_back_the_tree_and_are_read_where_they_lie(seed: int, roots
     tree = whole_tree(np.random.default_rng(seed), roots=roots, experts=experts)
     columns = c.encode_tree(tree)
     assert set(columns) == {*c.ROLLOUT_COLUMNS, c.KEPT_TOKENS, *tree.extras}
-    found = c.decode_tree(LeasedRow(group_uid=tree.group_uid, index=0, uids=[], versions=[], columns=columns))
+    found = c.decode_tree(LeasedGroup(group_uid=tree.group_uid, index=0, uids=[], versions=[], columns=columns))
     for name in ("token_ids", "end", "loss_mask", "logprobs", "versions"):
         array = getattr(found, name)
         assert np.array_equal(array, getattr(tree, name)) and array.dtype == getattr(tree, name).dtype

@@ -94,12 +94,12 @@ def generate(
     prompts: list[PromptRequest],
     params: SamplingParams,
     *,
-    patience_s: float = 60.0,
+    timeout_s: float = 60.0,
     on_done: Callable[[int], None] = lambda index: None,
     ends: list[StreamEnd] | None = None,
 ) -> list[tuple[int, list[Generated]]]:
     async def collect() -> list[tuple[int, list[Generated]]]:
-        pool = EnginePool(len(directory.engines), directory.client_for, patience_s=patience_s)
+        pool = EnginePool(len(directory.engines), directory.client_for, timeout_s=timeout_s)
         found = []
         try:
             async for index, responses in pool.generate(

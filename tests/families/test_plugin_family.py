@@ -22,7 +22,7 @@ from relax_core.families.hf_config import read_hf_config
 from relax_core.plan.model.model_source import find_dimensions
 from relax_core.preflight import CHECKS
 from relax_core.registry import PluginError, find_family
-from relax_core.roles.engine.engine_owner import EngineHost
+from relax_core.roles.engine.engine_owner import EngineOwner
 from relax_core.tools import check_model, export
 from relax_core.tools.make_tiny import write_prompt_tokenizer
 from relax_core.train.checkpoints.checkpoint_store import CheckpointStore
@@ -137,7 +137,7 @@ def test_the_owner_of_an_engine_hands_it_on(seed_oss: tuple[Path, Any], tmp_path
     """The engine's process has no configuration: its command line names the family."""
     folder, _ = seed_oss
     words = ["model=folder", f"model.path={folder}", f"model.family={FILE}", "engine.context_length=64"]
-    host: Any = object.__new__(EngineHost)  # Its thread would start an engine.
+    host: Any = object.__new__(EngineOwner)  # Its thread would start an engine.
     host.name, host.context = (
         "engine-0",
         SimpleNamespace(

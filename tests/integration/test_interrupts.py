@@ -14,7 +14,7 @@ from tests.integration.live_run import LiveRun
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
-ACTOR = "ray::ActorWorker"
+ACTOR = "ray::PolicyTrainer"
 
 
 def test_before_the_first_step_it_ends_without_an_export(tmp_path: Path) -> None:

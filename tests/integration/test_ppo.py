@@ -73,7 +73,7 @@ def test_a_lost_critic_is_a_lost_rank(strict: FinishedRun, tmp_path: Path) -> No
     held = HeldTraining(tmp_path, updates=12 * UPDATES_A_STEP, algorithm="ppo")
     with LiveRun(tmp_path / "run", *STRICT, *held.overrides) as live:
         live.wait_checkpoint(8)
-        live.kill("ray::CriticWorker")
+        live.kill("ray::CriticTrainer")
         held.let_go()
         run = live.finish()
     assert run.code == 0, run.output

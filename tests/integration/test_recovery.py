@@ -12,7 +12,7 @@ from tests.integration.live_run import ENGINE, ROLLOUT, FinishedRun, LiveRun
 
 pytestmark = [pytest.mark.integration, pytest.mark.chaos]
 
-ACTOR, OTHER_RANK, BUS, ADVANTAGES = "ray::ActorWorker", "ray::ActorRank", "ray::BusActor", "ray::AdvantagesWorker"
+ACTOR, OTHER_RANK, BUS, ADVANTAGES = "ray::PolicyTrainer", "ray::ActorRank", "ray::BusActor", "ray::AdvantagesWorker"
 OVERRIDES = ("eval.every=0", "run.save_every=10", "run.export_hf=false")
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from relax_core.config.schema import Overlong
+from relax_core.config.choices import Overlong
 from relax_core.contracts import columns as c
-from relax_core.contracts.bus import Admission, BusClosed, BusTimeout, GroupRow, VersionChange
+from relax_core.contracts.bus import Admission, BusClosed, BusTimeout, CompleteGroup, VersionChange
 from relax_core.contracts.data import BadRow, DataRow, EvalSet
 from relax_core.contracts.engine import SamplingParams
 from relax_core.contracts.env import EnvConfig, EnvSpec
@@ -47,7 +47,7 @@ class CoreBus:
         self,
         *,
         steps: int,
-        put: Callable[[Sequence[GroupRow]], None] = lambda rows: None,
+        put: Callable[[Sequence[CompleteGroup]], None] = lambda rows: None,
         on_step: Callable[[int], None] = lambda version: None,
         **settings: Any,
     ) -> None:
@@ -56,7 +56,7 @@ class CoreBus:
             **{"groups_per_step": STEP_GROUPS, "group_size": GROUP_SIZE, "total_steps": steps, "max_staleness": 0}
             | settings
         )
-        self.rows: dict[str, GroupRow] = {}
+        self.rows: dict[str, CompleteGroup] = {}
         self.puts = 0
         self._on_put = put
         self._changed = asyncio.Event()
@@ -73,7 +73,7 @@ class CoreBus:
             except TimeoutError as late:
                 raise BusTimeout("no credit") from late
 
-    async def put_async(self, rows: Sequence[GroupRow], *, timeout_s: float) -> None:
+    async def put_async(self, rows: Sequence[CompleteGroup], *, timeout_s: float) -> None:
         await asyncio.sleep(0)
         self._on_put(rows)
         self.puts += 1
@@ -159,7 +159,7 @@ async def sample(
         return client
 
     with RewardPool(spec, spec.config(name=spec.name, timeout_s=LONG_S), workers=1, concurrency=8) as rewards:
-        pool = EnginePool(1, client_for, patience_s=60.0)
+        pool = EnginePool(1, client_for, timeout_s=60.0)
         loop = build_loop(folder, bus, pool, rewards, records, workers=workers, **options)
         await _run_to_end(loop, reclaimed, client, alone=workers == 1)
     return records
@@ -258,7 +258,7 @@ def scored(score: Callable[[RewardInput, Any], RewardOutput]) -> RewardSpec:
 
 
 async def sample_with(
-    engine: Engine, folder: Path, *, put: Callable[[Sequence[GroupRow]], None] = lambda rows: None, **changes: Any
+    engine: Engine, folder: Path, *, put: Callable[[Sequence[CompleteGroup]], None] = lambda rows: None, **changes: Any
 ) -> None:
     """Runs a loop of two steps whose puts call ``put``."""
     await sample(engine, folder, CoreBus(steps=2, put=put), **changes)

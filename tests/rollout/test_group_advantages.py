@@ -19,7 +19,7 @@ from algorithms.reinforce_pp import ReinforcePpConfig
 from relax_core.config.compose import load_config
 from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import Requirements
-from relax_core.contracts.bus import LeasedRow
+from relax_core.contracts.bus import LeasedGroup
 from relax_core.contracts.columns import decode_tree, encode_tree
 from relax_core.contracts.tree import TokenTree
 from relax_core.control.run.role_counts import roles_of
@@ -27,8 +27,8 @@ from relax_core.registry import find_algorithm
 from relax_core.rollout.group_advantages import (
     advantage_extras,
     advantage_inputs,
+    computes_advantages_per_group,
     input_columns,
-    made_as_groups_complete,
 )
 from tests.trees import answers_tree, random_tree
 
@@ -143,7 +143,7 @@ def test_a_step_is_normalised_only_where_the_algorithm_sees_one() -> None:
 def leased(columns: Mapping[str, bytes], names: Sequence[str]) -> TokenTree:
     """Returns the tree of the columns that a task leases."""
     asked_for = {name: columns[name] for name in names}
-    return decode_tree(LeasedRow(group_uid="g", index=0, uids=[], versions=[], columns=asked_for))
+    return decode_tree(LeasedGroup(group_uid="g", index=0, uids=[], versions=[], columns=asked_for))
 
 
 COMPLETE = ("grpo", "dapo", "dr_grpo", "rloo", "gspo", "sapo", "cispo")
@@ -184,5 +184,5 @@ def test_a_group_alone_has_the_bits_that_it_has_among_others(algorithm: str) -> 
 )
 def test_a_role_makes_them_where_they_need_more_than_the_group(overrides: list[str], in_rollout: bool) -> None:
     config = load_config(overrides)
-    assert made_as_groups_complete(config) is in_rollout
+    assert computes_advantages_per_group(config) is in_rollout
     assert ("advantages" in roles_of(config)) is not in_rollout

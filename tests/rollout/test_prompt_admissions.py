@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from relax_core.config.schema import Overlong
+from relax_core.config.choices import Overlong
 from relax_core.contracts.reward import RewardInput, RewardOutput
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.rollout.bad_rows import BadRows

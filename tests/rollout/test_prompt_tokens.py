@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_core.config.schema import Overlong
+from relax_core.config.choices import Overlong
 from relax_core.contracts.data import BadRow
 from relax_core.data.tokenizer import PromptTokenizer
 from relax_core.registry import find_env

@@ -40,7 +40,7 @@ def test_a_run_over_two_nodes(quiet: Cluster, tmp_path: Path) -> None:
     words = ("launcher.nodes=2", "run.steps=30", "run.export_hf=true")
     run = Submitted(quiet, tmp_path / "run", *words, *held.overrides)
     run.wait_step(0)
-    assert {task_of(quiet, "relax_core.engines.embedded"), task_of(quiet, "ray::ActorWorker")} == {0, 1}
+    assert {task_of(quiet, "relax_core.engines.embedded"), task_of(quiet, "ray::PolicyTrainer")} == {0, 1}
     held.let_go()
     code, output = run.finish()
     assert code == 0, output

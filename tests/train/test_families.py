@@ -14,8 +14,8 @@ from tiny_trainer import make_backend, make_groups
 from worker_group_layouts import parallel_config
 
 from benchmarks.family_models import VARIANTS, make_family_model
+from relax_core.config.choices import Recompute
 from relax_core.config.compose import load_config
-from relax_core.config.schema import Recompute
 from relax_core.train.hf.check_weights import weight_problems
 from relax_core.train.hf.hf_export import export_hf_folder
 from relax_core.train.hf.weight_rules import tensor_shape, weight_rules

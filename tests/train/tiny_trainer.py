@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from relax_core.config.schema import OptimizerConfig, Schedule
+from relax_core.config.choices import Schedule
+from relax_core.config.schema import OptimizerConfig
 from relax_core.contracts.algorithm import (
     AlgorithmConfig,
     AlgorithmSpec,

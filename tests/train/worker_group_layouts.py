@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from relax_core.config.schema import ParallelConfig, Recompute
+from relax_core.config.choices import Recompute
+from relax_core.config.schema import ParallelConfig
 
 RANKS = 4
 DENSE_LAYOUTS: dict[str, dict[str, int]] = {

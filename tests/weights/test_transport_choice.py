@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from relax_core.config.checks.weight_transport import transport_problems
+from relax_core.config.choices import ModeName, WeightTransportName
 from relax_core.config.compose import load_config
-from relax_core.config.schema import ModeName, RelaxConfig, WeightTransportName
+from relax_core.config.schema import RelaxConfig
 from relax_core.weights.transports.choice import choose_transport
 
 

@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_core.config.schema import WeightTransportName
+from relax_core.config.choices import WeightTransportName
 from relax_core.contracts.engine import SamplingParams, TensorSpec, WeightManifest
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.weights.publisher import WEIGHTS, SyncReport, WeightPublisher

@@ -39,7 +39,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     made: Episode | None = None
 
 
-class SampleLife(msgspec.Struct, frozen=True, kw_only=True):
+class SampleHistory(msgspec.Struct, frozen=True, kw_only=True):
     """Every event of a sample, in order.
 
     ``state`` is "trained", "dropped", the last event of an open sample, or "undone" if no event is in force.
@@ -85,7 +85,7 @@ class LedgerFile:
     ) -> None:
         self._database.close()
 
-    def samples(self, filters: Mapping[str, str | int]) -> list[SampleLife]:
+    def samples(self, filters: Mapping[str, str | int]) -> list[SampleHistory]:
         """Returns the samples for which one event fits all of ``filters``, in order of issue.
 
         The keys of ``filters`` are those of `FILTERS`; without a filter, all samples are returned. ``step`` and
@@ -109,7 +109,7 @@ class LedgerFile:
             for uid, rows in sorted(found.items(), key=lambda item: _issue_order(item[0]))
         ]
 
-    def _sample_events(self, uid: str, rows: list[tuple[Any, ...]]) -> SampleLife:
+    def _sample_events(self, uid: str, rows: list[tuple[Any, ...]]) -> SampleHistory:
         events = [
             Event(
                 event=event,
@@ -123,7 +123,7 @@ class LedgerFile:
             for number, event, _, _, step, version, reason, at, undone in rows
         ]
         in_force = [event.event for event in events if not event.undone]
-        return SampleLife(uid=uid, group=rows[0][3], state=in_force[-1] if in_force else "undone", events=events)
+        return SampleHistory(uid=uid, group=rows[0][3], state=in_force[-1] if in_force else "undone", events=events)
 
     def _made_of(self, event_id: int, uid: str) -> Episode | None:
         """Returns the episode of a ``put`` event.

@@ -37,7 +37,7 @@ from relax_core.contracts.bus import (
     BusLost,
     BusProgress,
     BusTimeout,
-    GroupRow,
+    CompleteGroup,
     Lease,
     LeaseLost,
     LeaseRequest,
@@ -291,8 +291,8 @@ class BusActor:
         self._changed()
 
 
-def _complete_group(wire: WireGroup, large: Mapping[str, Any]) -> GroupRow:
-    return GroupRow(
+def _complete_group(wire: WireGroup, large: Mapping[str, Any]) -> CompleteGroup:
+    return CompleteGroup(
         group_uid=wire.group_uid,
         index=wire.index,
         uids=wire.uids,

@@ -28,16 +28,16 @@ from relax_core.contracts.bus import (
     BusProgress,
     BusTimeout,
     BusWait,
-    GroupRow,
+    CompleteGroup,
     Lease,
-    LeasedRow,
+    LeasedGroup,
     LeaseRequest,
     VersionChange,
 )
 
 # The bus process enforces the deadlines. The client waits this much longer before it reports the process as stuck.
 ANSWER_GRACE_S = 10.0
-PROCESS_GONE = "the bus process has exited"
+PROCESS_EXITED = "the bus process has exited"
 
 T = TypeVar("T")
 
@@ -70,11 +70,11 @@ class RayBus:
         """Returns the worker's admissions whose groups are not complete, with one attempt more."""
         return _decode(self._call("reclaim", worker, timeout_s=timeout_s), list[Admission])
 
-    def put(self, groups: Sequence[GroupRow], *, timeout_s: float) -> None:
+    def put(self, groups: Sequence[CompleteGroup], *, timeout_s: float) -> None:
         """Enters complete groups."""
         self._call("put", *self._pack_groups(groups), timeout_s=timeout_s)
 
-    async def put_async(self, groups: Sequence[GroupRow], *, timeout_s: float) -> None:
+    async def put_async(self, groups: Sequence[CompleteGroup], *, timeout_s: float) -> None:
         """Enters complete groups."""
         await self._call_async("put", *self._pack_groups(groups), timeout_s=timeout_s)
 
@@ -95,7 +95,7 @@ class RayBus:
         call = self._call_async("wait_version", since_version, worker, timeout_s, timeout_s=timeout_s)
         return _decode(await call, VersionChange)
 
-    def _pack_groups(self, groups: Sequence[GroupRow]) -> tuple[bytes, list[Block]]:
+    def _pack_groups(self, groups: Sequence[CompleteGroup]) -> tuple[bytes, list[Block]]:
         packer = BlockPacker(inline_bytes=self.settings.inline_bytes)
         wire_groups = [
             WireGroup(
@@ -114,7 +114,7 @@ class RayBus:
 
     def read(
         self, lease_id: int, group_uids: Sequence[str], *, columns: Sequence[str], timeout_s: float
-    ) -> list[LeasedRow]:
+    ) -> list[LeasedGroup]:
         """Returns columns of groups of a held lease."""
         lease = self._call_for_lease("read", lease_id, list(group_uids), list(columns), timeout_s=timeout_s)
         assert lease is not None
@@ -245,7 +245,7 @@ def _no_answer(what: str, timeout_s: float) -> BusTimeout:
 
 
 def _lost(what: str, error: Exception) -> BusLost:
-    return BusLost(f"{PROCESS_GONE} (call: {what}): {str(error).splitlines()[0]}")
+    return BusLost(f"{PROCESS_EXITED} (call: {what}): {str(error).splitlines()[0]}")
 
 
 def open_answer(answer: Any) -> tuple[msgspec.Raw, list[Any]]:
@@ -261,8 +261,8 @@ def _decode(value: msgspec.Raw, kind: type[T]) -> T:
     return msgspec.msgpack.decode(value, type=kind)
 
 
-def _leased_group(wire: WireGroup, blocks: list[Block]) -> LeasedRow:
-    return LeasedRow(
+def _leased_group(wire: WireGroup, blocks: list[Block]) -> LeasedGroup:
+    return LeasedGroup(
         group_uid=wire.group_uid,
         index=wire.index,
         uids=wire.uids,

@@ -24,7 +24,7 @@ from relax_core.contracts.bus import (
     Admission,
     BusClosed,
     BusProgress,
-    GroupRow,
+    CompleteGroup,
     Lease,
     LeaseLost,
     LeaseRequest,
@@ -115,7 +115,7 @@ class BusCore:
         group = self.groups.get(uid)
         return group is not None and group.in_flight
 
-    def check_groups(self, groups: Sequence[GroupRow]) -> None:
+    def check_groups(self, groups: Sequence[CompleteGroup]) -> None:
         """Raises ValueError for the first group that contradicts its admission or is too large."""
         for given in groups:
             checks.check_issued(given.group_uid, given.index, issued=self._next_index)
@@ -124,7 +124,7 @@ class BusCore:
             if group is not None:
                 checks.check_samples(given, group.uids, version=self.version)
 
-    def put(self, groups: Sequence[GroupRow]) -> None:
+    def put(self, groups: Sequence[CompleteGroup]) -> None:
         """Enters complete groups: all of them, or none if one is refused. A group without kept samples ends at once."""
         self._require_open()
         self.check_groups(groups)

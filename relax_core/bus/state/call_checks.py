@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from relax_core.contracts.bus import GroupRow, LeaseRequest
+from relax_core.contracts.bus import CompleteGroup, LeaseRequest
 from relax_core.contracts.tree import group_uid
 
 ACTOR = "actor"
@@ -76,7 +76,7 @@ def check_issued(uid: str, index: int | None, *, issued: int) -> None:
         raise ValueError(f"bus: group {uid!r} (index {index}) was never admitted: use the admission's uid and index")
 
 
-def check_samples(group: GroupRow, issued: Sequence[str], *, version: int) -> None:
+def check_samples(group: CompleteGroup, issued: Sequence[str], *, version: int) -> None:
     """Refuses a group whose samples or versions contradict its admission.
 
     ``issued`` lists the uids that the admission opened. ``version`` is the version in force; an engine may have the

@@ -26,7 +26,7 @@ from relax_core.bus.transfer_queue.messages import (
     WrittenColumns,
     abandoned,
 )
-from relax_core.contracts.bus import BusLost, GroupRow, Lease
+from relax_core.contracts.bus import BusLost, CompleteGroup, Lease
 
 SWEEP_S = 30.0  # interval of the search for samples whose writers died
 TIDY_TIMEOUT_S = 60.0
@@ -99,8 +99,8 @@ class TransferQueueBusActor(BusActor):
         process_id, settings, _ = await super().describe()
         return process_id, settings, encode(self._location)
 
-    def _complete_group(self, group: StoredGroup) -> GroupRow:
-        return GroupRow(
+    def _complete_group(self, group: StoredGroup) -> CompleteGroup:
+        return CompleteGroup(
             group_uid=group.group_uid,
             index=group.index,
             uids=group.uids,

@@ -29,7 +29,7 @@ from relax_core.bus.transfer_queue.messages import (
     WrittenColumns,
 )
 from relax_core.bus.transfer_queue.transfer_queue_actor import TransferQueueBusActor
-from relax_core.contracts.bus import GroupRow, Lease, LeasedRow, LeaseRequest
+from relax_core.contracts.bus import CompleteGroup, Lease, LeasedGroup, LeaseRequest
 from relax_core.contracts.columns import PERSISTED_COLUMNS
 
 STUCK_S = 60.0  # a server counts as stuck if one call takes longer
@@ -64,14 +64,14 @@ class TransferQueueBus(RayBus):
             return self._client
 
     # -- calls that store payloads ------------------------------------------------------------------------------
-    def put(self, groups: Sequence[GroupRow], *, timeout_s: float) -> None:
+    def put(self, groups: Sequence[CompleteGroup], *, timeout_s: float) -> None:
         """Stores the payloads, then enters the groups."""
         deadline = time.monotonic() + timeout_s
         samples = [NewSample.of(group.group_uid, group.columns, timeout_s=timeout_s) for group in groups]
         stored = self._store(samples, timeout_s=timeout_s)
         self._call("put", _pack_groups(groups, stored), timeout_s=_left_s(deadline))
 
-    async def put_async(self, groups: Sequence[GroupRow], *, timeout_s: float) -> None:
+    async def put_async(self, groups: Sequence[CompleteGroup], *, timeout_s: float) -> None:
         """Stores the payloads, then enters the groups."""
         deadline = time.monotonic() + timeout_s
         samples = [NewSample.of(group.group_uid, group.columns, timeout_s=timeout_s) for group in groups]
@@ -151,7 +151,7 @@ def _kept(columns: Columns) -> dict[str, bytes]:
     return {column: payload for column, payload in columns.items() if column in PERSISTED_COLUMNS}
 
 
-def _pack_groups(groups: Sequence[GroupRow], stored: Sequence[StoredColumns | None]) -> bytes:
+def _pack_groups(groups: Sequence[CompleteGroup], stored: Sequence[StoredColumns | None]) -> bytes:
     return encode(
         [
             StoredGroup(
@@ -168,10 +168,10 @@ def _pack_groups(groups: Sequence[GroupRow], stored: Sequence[StoredColumns | No
     )
 
 
-def _leased_group(group: StoredGroup, payloads: Mapping[str, Columns]) -> LeasedRow:
+def _leased_group(group: StoredGroup, payloads: Mapping[str, Columns]) -> LeasedGroup:
     columns = dict(group.columns)
     for one in group.stored:
         columns |= payloads[one.key]
-    return LeasedRow(
+    return LeasedGroup(
         group_uid=group.group_uid, index=group.index, uids=group.uids, versions=group.versions, columns=columns
     )

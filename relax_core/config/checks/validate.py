@@ -10,16 +10,17 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from relax_core.config.checks.engine_keys import engine_file_problems, engine_name_problems, engine_problems
 from relax_core.config.checks.launcher_keys import launcher_problems
 from relax_core.config.checks.model_folder import model_problems
 from relax_core.config.checks.ranges import range_problems
 from relax_core.config.checks.weight_transport import transport_problems
+from relax_core.config.choices import LauncherKind, ModeName, OnStale, Surplus
 from relax_core.config.command_line.error_messages import is_planned, missing_name
-from relax_core.config.engine_kind import engine_file_problems, engine_name_problems, engine_problems
 from relax_core.config.errors import NotYet
 from relax_core.config.plugin_lists import plugins_of
 from relax_core.config.plugin_types import plugin_config
-from relax_core.config.schema import LauncherKind, ModeName, OnStale, RelaxConfig, Surplus
+from relax_core.config.schema import RelaxConfig
 from relax_core.registry import (
     find_algorithm,
     find_data_source,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from relax_core.config.choices import ModeName, WeightTransportName
 from relax_core.config.errors import NotYet
-from relax_core.config.schema import ModeName, RelaxConfig, WeightTransportName
+from relax_core.config.schema import RelaxConfig
 from relax_core.registry import find_engine
 
 

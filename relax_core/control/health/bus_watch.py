@@ -6,7 +6,7 @@ import threading
 from types import TracebackType
 from typing import Self
 
-from relax_core.bus.ray.ray_bus import ANSWER_GRACE_S, PROCESS_GONE, RayBus
+from relax_core.bus.ray.ray_bus import ANSWER_GRACE_S, PROCESS_EXITED, RayBus
 from relax_core.contracts.bus import BusLost, BusProgress, BusTimeout
 
 ASK_S = 0.25
@@ -43,7 +43,7 @@ class BusWatch:
                 self.progress = self._bus.progress(timeout_s=self._call_timeout_s)
             except BusLost as error:
                 # If another process was lost, such as a storage unit, the error names it.
-                self.lost = "died" if str(error).startswith(PROCESS_GONE) else f"was lost: {error}"
+                self.lost = "died" if str(error).startswith(PROCESS_EXITED) else f"was lost: {error}"
                 return
             except BusTimeout as error:
                 self.lost = f"froze: {error}"

@@ -13,7 +13,7 @@ from typing import Self
 
 import psutil
 
-from relax_core.control.host.process_trees import GONE, LONGEST_GAP_S, process_state
+from relax_core.control.host.process_trees import EXITED, LONGEST_GAP_S, process_state
 
 POLL_S = 0.25
 
@@ -52,7 +52,7 @@ class RayWatch:
             for name, pid in self._daemons.items():
                 state = process_state(pid)
                 stopped_s[name] = stopped_s[name] + passed if state == psutil.STATUS_STOPPED else 0.0
-                if state in GONE:
+                if state in EXITED:
                     self._lost(f"Ray's {name} died")
                     return
                 if stopped_s[name] > self._frozen_after_s:

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from relax_core.control.health.heartbeats import Beat, Heartbeats
 from relax_core.control.health.worker_states import RoleWatch, verdict
-from relax_core.control.host.process_trees import GONE, OwnedProcesses, process_state
+from relax_core.control.host.process_trees import EXITED, OwnedProcesses, process_state
 from relax_core.control.run.recovery_log import IN_PLACE, Recoveries
 from relax_core.observe.terminal.role_states import RoleState
 from relax_core.roles.process.worker import WorkerStatus, process_host
@@ -94,7 +94,7 @@ class HealthManager:
     def _kill_frozen(self, beat: Beat, status: WorkerStatus) -> None:
         here = status.host == process_host()
         state = process_state(status.pid) if here else "on another host"
-        if status.pid in self._killed_pids or state in GONE:  # Ray has not noticed its end yet
+        if status.pid in self._killed_pids or state in EXITED:  # Ray has not noticed its end yet
             return
         self._killed_pids.add(status.pid)
         self._killed_at[beat.name] = time.monotonic()

@@ -65,6 +65,6 @@ def locked(file: IO[str]) -> bool:
     return True
 
 
-def owner_words(folder: Path) -> str:
+def read_owner(folder: Path) -> str:
     """Returns the text that `owned` wrote to the owner file."""
     return (folder / OWNER_FILE).read_text().strip()

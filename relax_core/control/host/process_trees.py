@@ -16,7 +16,7 @@ import psutil
 EXIT_TIMEOUT_S = 10.0  # a process that SIGKILL does not end within this time hangs in the kernel
 POLL_S = 0.005
 LONGEST_GAP_S = 3.0  # between two polls; a longer gap was a pause of this process and does not count as silence
-GONE = ("exited", psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)  # each `process_state` of a process that has exited
+EXITED = ("exited", psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)  # each `process_state` of a process that has exited
 
 
 def kill(pid: int) -> None:
@@ -96,4 +96,4 @@ def process_state(pid: int) -> str:
     try:
         return str(psutil.Process(pid).status())
     except psutil.NoSuchProcess:
-        return GONE[0]
+        return EXITED[0]

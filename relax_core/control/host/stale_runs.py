@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from relax_core.control.host.lock_file import claimed, owner_words
+from relax_core.control.host.lock_file import claimed, read_owner
 from relax_core.control.host.process_trees import kill_trees
 from relax_core.control.host.run_paths import FOLDER_PREFIX, SHARED_MEMORY, WEIGHTS_PREFIX, temporary_folder
 from relax_core.engines.sglang.server.scratch import remove_left_scratch
@@ -53,7 +53,7 @@ def _each(temporary: Path | None, shared_memory: Path, then: Callable[[StaleRun]
     for folder in folders:
         with suppress(FileNotFoundError), claimed(folder) as stale:  # a run that is ending may remove the folder
             if stale:
-                stale_run = StaleRun(folder=folder, owner=owner_words(folder), pids=processes_of(folder))
+                stale_run = StaleRun(folder=folder, owner=read_owner(folder), pids=processes_of(folder))
                 then(stale_run)
                 yield stale_run
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from relax_core.config.resume_identity import DATA_PLACES, REFUSED, TOLD, Change, changes
+from relax_core.config.resume_identity import DATA_LOCATION_KEYS, REFUSED, REPORTED_KEYS, Change, changes
 from relax_core.config.saved import plain
 from relax_core.config.schema import RelaxConfig
 from relax_core.data.data_identity import data_digest
@@ -22,7 +22,7 @@ from relax_core.train.checkpoints.checkpoint_store import (
     WholeCheckpoint,
 )
 
-REPORTED_DATA_KEYS = tuple(key for key in TOLD if key.startswith("data."))
+REPORTED_DATA_KEYS = tuple(key for key in REPORTED_KEYS if key.startswith("data."))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ def _compare(found: WholeCheckpoint, config: RelaxConfig, *, what: str) -> tuple
     before, now = yaml.safe_load((found.folder / CONFIG).read_text(encoding="utf-8")), plain(config)
     digest, step = str(found.meta.run.get(DATA_DIGEST, "")), found.meta.step
     digest_now = data_digest(config.data) if digest else ""
-    moved = DATA_PLACES if digest and digest_now == digest else ()
+    moved = DATA_LOCATION_KEYS if digest and digest_now == digest else ()
     other = changes(before, now, keys=REFUSED, but=(*moved, *REPORTED_DATA_KEYS))
     if other:
         raise ValueError(
@@ -107,12 +107,12 @@ def _compare(found: WholeCheckpoint, config: RelaxConfig, *, what: str) -> tuple
             f"and data.eval_path name, or the rows of data.name, have {digest_now or 'none'}. Give the data as it was, "
             "or start a new run with resume=null."
         )
-    reported = changes(before, now, keys=TOLD)
+    reported = changes(before, now, keys=REPORTED_KEYS)
     if moved:
-        reported += changes(before, now, keys=DATA_PLACES)
+        reported += changes(before, now, keys=DATA_LOCATION_KEYS)
     return tuple(_note(change, step=step) for change in reported)
 
 
 def _note(change: Change, *, step: int) -> str:
-    moved = ", the same data by its content" if change.key in DATA_PLACES else ""
+    moved = ", the same data by its content" if change.key in DATA_LOCATION_KEYS else ""
     return f"{change.words()}{moved} from step {step} on"

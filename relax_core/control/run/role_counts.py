@@ -9,7 +9,7 @@ from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.algorithm import Requirements
 from relax_core.registry import find_algorithm
 from relax_core.roles.process.role_context import TEACHER_ENGINE
-from relax_core.rollout.group_advantages import made_as_groups_complete
+from relax_core.rollout.group_advantages import computes_advantages_per_group
 from relax_core.train.parallel.layout_arithmetic import FORWARD_ROLES, Layout, world_size
 
 
@@ -25,7 +25,7 @@ def roles_of(config: RelaxConfig) -> dict[str, int]:
         roles["teacher"] = 1
         if requirements.teacher.served_by == "engine":
             roles[TEACHER_ENGINE] = len(requirements.teacher.models)
-    if not made_as_groups_complete(config):
+    if not computes_advantages_per_group(config):
         roles["advantages"] = 1
     return roles
 

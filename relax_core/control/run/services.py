@@ -18,29 +18,29 @@ from relax_core.control.host.process_trees import kill, kill_trees
 from relax_core.control.run.role_counts import roles_of
 from relax_core.roles.annotators.advantages_worker import AdvantagesWorker
 from relax_core.roles.annotators.forward_logprobs import ActorFwdWorker, ReferenceWorker
-from relax_core.roles.annotators.teacher_worker import TeacherEngineHost, TeacherWorker
-from relax_core.roles.engine.attached_engine import AttachedEngineHost
-from relax_core.roles.engine.engine_owner import EngineHost
+from relax_core.roles.annotators.teacher_worker import TeacherEngineOwner, TeacherWorker
+from relax_core.roles.engine.attached_engine import AttachedEngineOwner
+from relax_core.roles.engine.engine_owner import EngineOwner
 from relax_core.roles.process.process_placement import node_options, rank_options, reserve_ranks, worker_gpus
 from relax_core.roles.process.role_context import BUS, TEACHER_ENGINE, RunContext, worker_name
 from relax_core.roles.process.worker import WorkerStatus, process_host
 from relax_core.roles.rollout.rollout_worker import RolloutWorker
-from relax_core.roles.trainer.critic_trainer import CriticWorker
-from relax_core.roles.trainer.policy_trainer import ActorWorker
+from relax_core.roles.trainer.critic_trainer import CriticTrainer
+from relax_core.roles.trainer.policy_trainer import PolicyTrainer
 from relax_core.roles.trainer.rank_worker import STATUS_GROUPS, ActorFwdRank, ActorRank, RankWorker, ReferenceRank
 
 WORKER_CALLS = 8  # concurrent calls that a worker answers beside its loop: status, stop, endpoint, waits
 
 WORKERS: dict[str, Any] = {
-    "engine": EngineHost,
-    "actor": ActorWorker,
+    "engine": EngineOwner,
+    "actor": PolicyTrainer,
     "rollout": RolloutWorker,
     "advantages": AdvantagesWorker,
-    "critic": CriticWorker,
+    "critic": CriticTrainer,
     "actor_fwd": ActorFwdWorker,
     "reference": ReferenceWorker,
     "teacher": TeacherWorker,
-    TEACHER_ENGINE: TeacherEngineHost,
+    TEACHER_ENGINE: TeacherEngineOwner,
 }
 # The classes of ranks > 0, for roles that span several processes.
 OTHER_RANKS: dict[str, type[RankWorker]] = {"actor": ActorRank, "actor_fwd": ActorFwdRank, "reference": ReferenceRank}
@@ -125,7 +125,7 @@ class Services:
         ).remote(name, self._context, rank)
 
     def _worker_class(self, role: str) -> Any:
-        return AttachedEngineHost if role == "engine" and self._context.config.engine.urls else WORKERS[role]
+        return AttachedEngineOwner if role == "engine" and self._context.config.engine.urls else WORKERS[role]
 
     def handles(self) -> Mapping[str, Any]:
         """Returns the Ray handle of every worker, by its name."""

@@ -74,7 +74,7 @@ class EnginePool:
     """Distributes prompts over ``count`` engines.
 
     ``client_for(engine, anew)`` returns the engine's client and may wait for an engine that is starting; after a
-    failure ``anew`` is True, and the engine's address is looked up again. ``patience_s`` is how long no engine at all
+    failure ``anew`` is True, and the engine's address is looked up again. ``timeout_s`` is how long no engine at all
     may answer. If one of several engines does not answer for ``silent_s`` seconds, it gets no prompts until it does,
     and its open samples are asked of the others. ``by_load`` is that of `Router`; ``max_lag`` and ``lag_s`` are those
     of `EngineWatch`. All methods belong to one event loop. The choice of engine never changes a prompt's tokens.
@@ -85,7 +85,7 @@ class EnginePool:
         count: int,
         client_for: ClientFor,
         *,
-        patience_s: float,
+        timeout_s: float,
         silent_s: float = 60.0,
         by_load: bool = True,
         max_lag: int = 1,
@@ -93,12 +93,12 @@ class EnginePool:
     ) -> None:
         self._count = count
         self._client_for = client_for
-        self._timeout_s = patience_s
+        self._timeout_s = timeout_s
         self._silent_s = silent_s
         self._watch_s = min(LOAD_POLL_S, silent_s / 4)
         self._router = Router(count, by_load=by_load)
         self._watch = EngineWatch(
-            count, client_for, patience_s=patience_s, silent_s=silent_s, max_lag=max_lag, lag_s=lag_s
+            count, client_for, timeout_s=timeout_s, silent_s=silent_s, max_lag=max_lag, lag_s=lag_s
         )
         self._open: dict[str, tuple[OpenPrompt, _PromptBatch]] = {}  # by rid
         self._asks: dict[int, set[_Ask]] = defaultdict(set)  # by engine

@@ -27,16 +27,16 @@ class _Loss:
 class EngineWatch:
     """Watches the engines of one pool.
 
-    ``client_for``, ``patience_s`` and ``silent_s`` are those of `EnginePool`. ``max_lag`` is how many weight versions
+    ``client_for``, ``timeout_s`` and ``silent_s`` are those of `EnginePool`. ``max_lag`` is how many weight versions
     an engine may be behind another; an engine that is further behind for more than ``lag_s`` seconds is a straggler.
     """
 
     def __init__(
-        self, count: int, client_for: ClientFor, *, patience_s: float, silent_s: float, max_lag: int, lag_s: float
+        self, count: int, client_for: ClientFor, *, timeout_s: float, silent_s: float, max_lag: int, lag_s: float
     ) -> None:
         self._count = count
         self._client_for = client_for
-        self._timeout_s = patience_s
+        self._timeout_s = timeout_s
         self._silent_s = silent_s
         self._max_lag = max_lag
         self._lag_s = lag_s
@@ -114,7 +114,7 @@ class EngineWatch:
     async def wait_usable(self) -> None:
         """Returns once an engine may get prompts.
 
-        Raises EngineUnreachable with every engine's last error if none has answered for ``patience_s`` seconds since
+        Raises EngineUnreachable with every engine's last error if none has answered for ``timeout_s`` seconds since
         the last of them was lost.
         """
         while not self._some_up.is_set():

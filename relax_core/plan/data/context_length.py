@@ -6,7 +6,8 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from relax_core.config.schema import LauncherKind, RelaxConfig
+from relax_core.config.choices import LauncherKind
+from relax_core.config.schema import RelaxConfig
 from relax_core.data.eval_sets import asks_held_out, eval_sets
 from relax_core.data.sources import make_source
 from relax_core.families.hf_config import read_hf_config

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from relax_core.config.schema import Overlong, RelaxConfig
+from relax_core.config.choices import Overlong
+from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.data import TOO_LONG, BadRow, PromptSource
 from relax_core.data.eval_sets import eval_sets, held_out_count
 from relax_core.data.generated import LONGEST_PROMPT, example

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from relax_core.config.schema import LauncherKind, RelaxConfig
+from relax_core.config.choices import LauncherKind
+from relax_core.config.schema import RelaxConfig
 from relax_core.data.sources import are_rows_named, file_rows
 
 

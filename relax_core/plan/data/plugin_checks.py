@@ -8,7 +8,8 @@ from typing import Any
 
 import msgspec
 
-from relax_core.config.schema import LauncherKind, RelaxConfig
+from relax_core.config.choices import LauncherKind
+from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.algorithm import AlgorithmSpec
 from relax_core.contracts.reward import RewardSpec
 from relax_core.data.generated import example, task_names

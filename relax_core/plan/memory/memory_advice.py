@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from relax_core.config.schema import Recompute, RelaxConfig
+from relax_core.config.choices import Recompute
+from relax_core.config.schema import RelaxConfig
 from relax_core.plan.workload import Workload
 
 Peak = Callable[[RelaxConfig, Workload], int]  # returns the bytes of a GPU in the trainer's largest phase

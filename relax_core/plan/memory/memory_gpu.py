@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from relax_core.config.schema import ModeName, RelaxConfig
+from relax_core.config.choices import ModeName
+from relax_core.config.schema import RelaxConfig
 from relax_core.control.run.role_counts import worker_group_layouts
 from relax_core.plan.gpu_placement import ROLLOUT
 from relax_core.plan.memory.memory_advice import trainer_room

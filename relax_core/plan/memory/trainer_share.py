@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from relax_core.config.schema import ParallelConfig, Recompute, RelaxConfig
+from relax_core.config.choices import Recompute
+from relax_core.config.schema import ParallelConfig, RelaxConfig
 from relax_core.plan.memory.memory_terms import (
     FLOAT,
     activation_values,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
-from relax_core.contracts.bus import Lease, LeasedRow, LeaseRequest
+from relax_core.contracts.bus import Lease, LeasedGroup, LeaseRequest
 from relax_core.roles.annotators.retry_policy import without_timeout, write_then_lease
 from relax_core.roles.annotators.whole_step_leases import lease_whole_step
 from relax_core.roles.process.discovery import discover_bus, discover_metrics
@@ -33,7 +33,7 @@ class ColumnWorker(Worker):
         """Builds what `columns_of` needs; may take seconds."""
 
     @abstractmethod
-    def columns_of(self, leased: Sequence[LeasedRow]) -> GroupColumns:
+    def columns_of(self, leased: Sequence[LeasedGroup]) -> GroupColumns:
         """Returns the new columns of each group."""
 
     def work(self) -> None:

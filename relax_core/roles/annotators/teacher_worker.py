@@ -13,7 +13,7 @@ from dataclasses import replace
 import msgspec
 
 from relax_core.contracts import columns as c
-from relax_core.contracts.bus import LeasedRow
+from relax_core.contracts.bus import LeasedGroup
 from relax_core.contracts.tree import TokenTree
 from relax_core.engines.engine_process import EngineLaunch
 from relax_core.engines.protocol.engine_client import EngineClient
@@ -26,7 +26,7 @@ from relax_core.roles.annotators.teacher_scorers import (
     TeacherScores,
 )
 from relax_core.roles.engine.engine_directory import EngineDirectory
-from relax_core.roles.engine.engine_owner import EngineHost
+from relax_core.roles.engine.engine_owner import EngineOwner
 from relax_core.roles.process.role_context import TEACHER_ENGINE, RunContext, worker_name
 
 
@@ -62,9 +62,9 @@ class TeacherWorker(ColumnWorker):
                 name: ForwardTeacher(context, folder, top_k=requirements.top_k) for name, folder in folders.items()
             }
 
-    def columns_of(self, leased: Sequence[LeasedRow]) -> GroupColumns:
+    def columns_of(self, leased: Sequence[LeasedGroup]) -> GroupColumns:
         """Returns the teacher's columns of each group."""
-        of_teachers: dict[str, list[LeasedRow]] = defaultdict(list)
+        of_teachers: dict[str, list[LeasedGroup]] = defaultdict(list)
         for row in leased:
             of_teachers[msgspec.msgpack.decode(row.columns[c.TEACHER], type=str)].append(row)
         columns: GroupColumns = {}
@@ -91,7 +91,7 @@ def teacher_columns(scores: TeacherScores) -> dict[str, bytes]:
     return columns
 
 
-class TeacherEngineHost(EngineHost):
+class TeacherEngineOwner(EngineOwner):
     """Owns the engine of teacher ``rank``, in the order of the teachers' names in the configuration.
 
     The engine serves the teacher's own weights from its start, and no other weights are ever sent to it.

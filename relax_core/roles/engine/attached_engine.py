@@ -5,10 +5,10 @@ from __future__ import annotations
 from relax_core.contracts.engine import EngineUnreachable
 from relax_core.registry import find_engine
 from relax_core.roles.engine.engine_directory import engine_client
-from relax_core.roles.engine.engine_owner import WATCH_S, EngineHost
+from relax_core.roles.engine.engine_owner import WATCH_S, EngineOwner
 
 
-class AttachedEngineHost(EngineHost):
+class AttachedEngineOwner(EngineOwner):
     """Owns the engine at ``engine.urls[rank]``.
 
     If the engine does not answer, the owner waits until the user has restarted it. The engine gets the newest weights

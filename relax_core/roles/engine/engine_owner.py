@@ -68,7 +68,7 @@ class WeightReconciler:
         return now - self._behind[1] >= self._retry_after_s
 
 
-class EngineHost(Worker):
+class EngineOwner(Worker):
     """Owns engine ``rank``, whose address does not change when the engine process restarts."""
 
     def __init__(self, name: str, context: RunContext, rank: int) -> None:

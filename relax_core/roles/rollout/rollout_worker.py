@@ -14,7 +14,8 @@ from typing import Any
 from ray.exceptions import RayActorError
 
 from relax_core.bus.ray.ray_bus import RayBus
-from relax_core.config.schema import Partial, RelaxConfig
+from relax_core.config.choices import Partial
+from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.algorithm import AlgorithmSpec
 from relax_core.contracts.bus import BusClosed
 from relax_core.contracts.data import PromptSource
@@ -31,12 +32,12 @@ from relax_core.roles.process.discovery import discover_bus, discover_metrics, d
 from relax_core.roles.process.failure import first_cause
 from relax_core.roles.process.role_context import RunContext, worker_name
 from relax_core.roles.process.worker import Worker
-from relax_core.roles.rollout.traced_rollout import TracedPool, TracedRewards
+from relax_core.roles.rollout.traced_rollout import TracedEnginePool, TracedRewardPool
 from relax_core.rollout.bad_rows import BadRows
 from relax_core.rollout.episodes.episodes import EpisodePlayer
 from relax_core.rollout.episodes.group_assembly import GroupFilter, MakeExtras
 from relax_core.rollout.evaluation.evaluator import Evaluator, eval_versions, prepare
-from relax_core.rollout.group_advantages import advantage_extras, made_as_groups_complete
+from relax_core.rollout.group_advantages import advantage_extras, computes_advantages_per_group
 from relax_core.rollout.prompt_admissions import RolloutLoopSettings
 from relax_core.rollout.prompt_tokens import PromptMaker
 from relax_core.rollout.rewards.reward_pool import RewardPool
@@ -84,7 +85,7 @@ class RolloutWorker(Worker):
         )
         spec = find_algorithm(config.algo.name)
         teachers = spec.requirements(config.algo).teacher
-        advantages = group_advantages(spec, config) if made_as_groups_complete(config) else None
+        advantages = group_advantages(spec, config) if computes_advantages_per_group(config) else None
         evaluator = None
         if self._rank == 0:
             evaluator = self._evaluator(source, bus=bus, metrics=metrics, pool=pool, prompts=prompts, rewards=rewards)
@@ -127,12 +128,12 @@ class RolloutWorker(Worker):
         finally:
             rewards.close()
 
-    def _pool(self) -> TracedPool:
+    def _pool(self) -> TracedEnginePool:
         config = self.context.config
-        return TracedPool(
+        return TracedEnginePool(
             config.engine.count,
             EngineDirectory(self.context).client_async,
-            patience_s=config.engine.start_timeout_s + OWNER_FIRST_S,
+            timeout_s=config.engine.start_timeout_s + OWNER_FIRST_S,
             silent_s=config.engine.silent_s,
             by_load=not config.in_order,  # with in_order the same seed gives the same bits for any timing
             max_lag=config.mode.max_staleness,
@@ -140,9 +141,9 @@ class RolloutWorker(Worker):
             waiting=self.waiting,
         )
 
-    def _rewards(self) -> TracedRewards:
+    def _rewards(self) -> TracedRewardPool:
         config = self.context.config
-        return TracedRewards(
+        return TracedRewardPool(
             find_reward(config.reward.name),
             config.reward,
             workers=config.rollout.reward_workers,

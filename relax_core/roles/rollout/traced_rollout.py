@@ -15,7 +15,7 @@ from relax_core.rollout.rewards.hang_watch import OnHang
 from relax_core.rollout.rewards.reward_pool import RewardPool
 
 
-class TracedPool(EnginePool):
+class TracedEnginePool(EnginePool):
     """An engine pool that records the time until the next group of responses as a wait for the engine."""
 
     def __init__(
@@ -23,7 +23,7 @@ class TracedPool(EnginePool):
         count: int,
         client_for: ClientFor,
         *,
-        patience_s: float,
+        timeout_s: float,
         silent_s: float,
         by_load: bool,
         max_lag: int,
@@ -33,7 +33,7 @@ class TracedPool(EnginePool):
         super().__init__(
             count,
             client_for,
-            patience_s=patience_s,
+            timeout_s=timeout_s,
             silent_s=silent_s,
             by_load=by_load,
             max_lag=max_lag,
@@ -65,7 +65,7 @@ class TracedPool(EnginePool):
             await groups.aclose()
 
 
-class TracedRewards(RewardPool):
+class TracedRewardPool(RewardPool):
     """A reward pool that records scoring as the worker's own wait, because a reward may hang in this process."""
 
     def __init__(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from relax_core.contracts import columns as c
-from relax_core.contracts.bus import LeasedRow
+from relax_core.contracts.bus import LeasedGroup
 from relax_core.contracts.train import StepMetrics
 from relax_core.roles.annotators.column_worker import ColumnWorker, GroupColumns
 from relax_core.roles.process.discovery import discover_bus
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from relax_core.train.critic_backend import CriticBackend
 
 
-class CriticWorker(ColumnWorker):
+class CriticTrainer(ColumnWorker):
     """Writes the values of each step's groups with its current weights; the lead calls `begin_step` to `load`.
 
     All work of the model runs in one thread. Therefore the loop and the lead's calls do not interleave, and torch's
@@ -49,7 +49,7 @@ class CriticWorker(ColumnWorker):
         self._backend.result(timeout=self.context.config.run.start_timeout_s)
         self.version = self.context.start_step
 
-    def columns_of(self, leased: Sequence[LeasedRow]) -> GroupColumns:
+    def columns_of(self, leased: Sequence[LeasedGroup]) -> GroupColumns:
         """Returns the values of each group's rows."""
         groups = [c.decode_tree(one) for one in leased]
         return {

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from relax_core.config.schema import ModeName
+from relax_core.config.choices import ModeName
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import BusTimeout, Lease, LeaseRequest
 from relax_core.contracts.tree import TokenTree
@@ -28,7 +28,7 @@ from relax_core.roles.trainer.rank_discovery import assemble_ranks
 from relax_core.roles.trainer.run_checkpoint import RunCheckpoints
 from relax_core.roles.trainer.step_metrics import StepGroups, step_values
 from relax_core.roles.trainer.step_timing import StepClock
-from relax_core.roles.trainer.weight_sync import EngineSync
+from relax_core.roles.trainer.weight_sync import WeightSync
 from relax_core.roles.trainer.worker_group import Ranks, TrainerWorkerGroup
 from relax_core.train.packing.leased_trees import decode_train_tree
 from relax_core.train.step.updates import StepResult, StepUpdates, UpdatePlan
@@ -45,7 +45,7 @@ class Stopped(Exception):
     """The trainer was asked to stop while it waited for groups."""
 
 
-class ActorWorker(Worker):
+class PolicyTrainer(Worker):
     """Rank 0 of the actor role, which drives the other ranks and alone leases and acknowledges groups."""
 
     def __init__(self, name: str, context: RunContext, rank: int) -> None:
@@ -102,14 +102,14 @@ class ActorWorker(Worker):
         finally:
             self._sync.close()
 
-    def _build_sync(self) -> EngineSync:
+    def _build_sync(self) -> WeightSync:
         config = self._config
         choice = choose_transport(config)
         self.set_state("starting", f"weights go to the engines by {choice.name.value}: {choice.reason}")
         transport = build_transport(
             choice.name, host=node_address(config.launcher), timeout_s=config.engine.sync_timeout_s
         )
-        return EngineSync(self.context, EngineDirectory(self.context), transport, waiting=self.waiting)
+        return WeightSync(self.context, EngineDirectory(self.context), transport, waiting=self.waiting)
 
     def _build_worker_group(self, ranks: Ranks) -> TrainerWorkerGroup:
         critic = discover_worker(self.context, worker_name("critic", 0)) if self._requirements.critic else None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from relax_core.contracts.bus import LeasedRow
+from relax_core.contracts.bus import LeasedGroup
 from relax_core.contracts.train import StepMetrics
 from relax_core.contracts.tree import TokenTree
 from relax_core.observe.service.records import ACTOR, HistogramRecord
@@ -31,7 +31,7 @@ class StepGroups:
     the same order. ``dropped`` maps uids of episodes that were masked as a whole to the reasons.
     """
 
-    leased: list[LeasedRow] = field(default_factory=list)
+    leased: list[LeasedGroup] = field(default_factory=list)
     groups: list[TokenTree] = field(default_factory=list)
     lease_ids: list[int] = field(default_factory=list)
     dropped: dict[str, str] = field(default_factory=dict)

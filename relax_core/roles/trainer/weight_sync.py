@@ -39,7 +39,7 @@ class Engines(Protocol):
         """Forgets this engine's address, so that the next use asks for it."""
 
 
-class EngineSync:
+class WeightSync:
     """Publishes weight versions and hands memory over; all calls to one engine run in order, in their own thread.
 
     A step waits at most ``engine.silent_s`` seconds for an engine's push or for its memory's return to it. It waits

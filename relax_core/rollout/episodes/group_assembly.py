@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from relax_core.contracts.bus import GroupRow
+from relax_core.contracts.bus import CompleteGroup
 from relax_core.contracts.columns import ROUTED_EXPERTS, TEACHER, encode_tree
 from relax_core.contracts.engine import Generated
 from relax_core.contracts.kept_tokens import KeptTokens
@@ -143,7 +143,7 @@ def complete_group(
     mask_off_policy: bool = False,
     mask_truncated: bool = False,
     extras: MakeExtras | None = None,
-) -> GroupRow | DroppedGroup:
+) -> CompleteGroup | DroppedGroup:
     """Returns the group for the bus once all its responses are in, or why there is none.
 
     A response without a reward is dropped alone. The group is dropped if fewer than two responses of several have a
@@ -179,7 +179,7 @@ def complete_episodes(
     mask_off_policy: bool = False,
     mask_truncated: bool = False,
     extras: MakeExtras | None = None,
-) -> GroupRow | DroppedGroup:
+) -> CompleteGroup | DroppedGroup:
     """Returns the group of an env of several turns for the bus, like `complete_group`, or why there is none.
 
     ``episodes`` are the ended episodes in order. With ``mask_off_policy``, only tokens of the newest weight version in
@@ -214,7 +214,7 @@ def _complete(
     refuse: GroupFilter | None,
     teacher: str | None,
     extras: MakeExtras | None,
-) -> GroupRow | DroppedGroup:
+) -> CompleteGroup | DroppedGroup:
     uid = tree.group_uid
     trained = tree.trained_episodes()
     if not trained.any():
@@ -226,7 +226,7 @@ def _complete(
     if extras is not None:
         tree = tree.with_extras(**extras(tree))
     named = {} if teacher is None else {TEACHER: msgspec.msgpack.encode(teacher)}
-    return GroupRow(
+    return CompleteGroup(
         group_uid=uid,
         index=index,
         uids=[one.uid for one in tree.episodes],

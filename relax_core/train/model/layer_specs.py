@@ -20,7 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from relax_core.config.schema import Recompute
+from relax_core.config.choices import Recompute
 from relax_core.train.attention.tree_attention import TreeBatch
 from relax_core.train.megatron_on_cpu.device_loader import has_cuda
 from relax_core.train.model.moe import BalancedRouter, MoeTransformerLayer

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from relax_core.contracts.bus import LeasedRow
+from relax_core.contracts.bus import LeasedGroup
 from relax_core.contracts.columns import decode_tree
 from relax_core.contracts.tree import TRUNCATED, TokenTree
 
 
-def decode_train_tree(group: LeasedRow, *, step: int, oldest_version: int) -> tuple[TokenTree, dict[str, str]]:
+def decode_train_tree(group: LeasedGroup, *, step: int, oldest_version: int) -> tuple[TokenTree, dict[str, str]]:
     """Returns the tree for train step ``step``, and the uid and ledger reason of each episode that is not trained.
 
     Tokens older than ``oldest_version`` are masked (mode.on_stale=mask; with drop the bus never leases such a group).

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from relax_core.contracts.chains import together
+from relax_core.contracts.chains import concatenate_chains
 from relax_core.contracts.tree import TokenTree
 
 # On a CPU, attention without a mask is used if it computes at least this many fewer pairs of token rows.
@@ -48,7 +48,7 @@ def pack_tree(trees: Sequence[TokenTree], *, trained_only: bool = False) -> Tree
     inner = np.concatenate([tree.computed for tree in trees])
     stream_row = np.concatenate(([0], np.cumsum(inner)))  # for each row, the number of stream rows before it
     token_ids = np.concatenate([tree.token_ids for tree in trees]).astype(np.int64)
-    runs = together([tree.runs for tree in trees])
+    runs = concatenate_chains([tree.runs for tree in trees])
     chosen_of = [tree.sampled for tree in trees]
     if trained_only and any(tree.loss_mask.any() for tree in trees):
         chosen_of = [np.flatnonzero(tree.loss_mask) for tree in trees]

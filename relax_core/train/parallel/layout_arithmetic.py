@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from relax_core.config.schema import ForwardLayout, ParallelConfig, Recompute
+from relax_core.config.choices import Recompute
+from relax_core.config.schema import ForwardLayout, ParallelConfig
 
 FORWARD_ROLES = ("actor_fwd", "reference")  # These roles have layouts of their own, parallel.<role>.
 
@@ -61,7 +62,7 @@ def world_size(layout: Layout) -> int:
     return layout.dp * layout.tp * layout.pp * layout.cp
 
 
-def rank_place(layout: Layout, rank: int) -> RankCoordinates:
+def rank_coordinates(layout: Layout, rank: int) -> RankCoordinates:
     """Returns a rank's coordinates in Megatron's order: tp goes fastest, then cp, dp, pp; for experts etp, then ep."""
     rest, tp = divmod(rank, layout.tp)
     rest, cp = divmod(rest, layout.cp)
@@ -75,7 +76,7 @@ def replica_ranks(layout: Layout) -> list[list[int]]:
     """Returns the ranks of each data-parallel replica in order; they get the same groups, and the first one replies."""
     replicas: list[list[int]] = [[] for _ in range(layout.dp)]
     for rank in range(world_size(layout)):
-        replicas[rank_place(layout, rank).dp].append(rank)
+        replicas[rank_coordinates(layout, rank).dp].append(rank)
     return replicas
 
 

@@ -11,7 +11,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 
-from relax_core.config.schema import DEFAULT_WARMUP_STEPS, OptimizerConfig, ParallelConfig, Schedule
+from relax_core.config.choices import Schedule
+from relax_core.config.schema import DEFAULT_WARMUP_STEPS, OptimizerConfig, ParallelConfig
 from relax_core.train.model.gpt import TreeGPTModel
 
 

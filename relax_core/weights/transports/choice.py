@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from relax_core.config.schema import RelaxConfig, WeightTransportName
+from relax_core.config.choices import WeightTransportName
+from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.engine import WeightManifest
 from relax_core.weights.transports.base import WeightReceiver, WeightTransport
 from relax_core.weights.transports.collective import CollectiveTransport

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from relax_core.bus.ledger.ledger_reader import SETTLE_S, LedgerFile, SampleLife
+from relax_core.bus.ledger.ledger_reader import SETTLE_S, LedgerFile, SampleHistory
 from tests.bus.make_rows import for_actor, uids_of
 from tests.bus.persisted_run import PersistedRun, T, generated_row
 
@@ -23,7 +23,7 @@ def run(tmp_path: Path) -> Iterator[PersistedRun]:
     run.journal.close(timeout_s=T)
 
 
-def words(life: SampleLife) -> list[tuple[str, int | None, bool]]:
+def words(life: SampleHistory) -> list[tuple[str, int | None, bool]]:
     return [(event.event, event.step, event.undone) for event in life.events]
 
 

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from relax_core.contracts.engine import EngineError, EngineUnreachable, SamplingParams
-from relax_core.control.host.process_trees import GONE, process_state
+from relax_core.control.host.process_trees import EXITED, process_state
 from relax_core.engines.embedded.embedded_launch import ROOT
 from relax_core.engines.engine_process import EngineLaunch, EngineProcess
 from relax_core.engines.protocol.engine_client import EngineClient
@@ -28,7 +28,7 @@ ENDS_S = 60.0
 
 def wait_gone(pid: int) -> None:
     deadline = time.monotonic() + ENDS_S
-    while not process_state(pid).startswith(GONE):
+    while not process_state(pid).startswith(EXITED):
         assert time.monotonic() < deadline, f"engine {pid} is there after {ENDS_S:.0f} s"
         time.sleep(0.02)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from relax_core.config.schema import WeightTransportName
+from relax_core.config.choices import WeightTransportName
 from relax_core.contracts.engine import Generated, SamplingParams, TensorSpec
 from relax_core.engines.sglang.client.sglang_client import SglangClient
 from relax_core.weights.publisher import WEIGHTS, SyncReport, WeightPublisher

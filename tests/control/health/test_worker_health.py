@@ -14,7 +14,7 @@ import pytest
 
 from relax_core.control.health.worker_health import HealthManager
 from relax_core.control.health.worker_states import RunFailed, ServicesLost
-from relax_core.control.host.process_trees import GONE, kill, process_state
+from relax_core.control.host.process_trees import EXITED, kill, process_state
 from relax_core.control.run.recovery_log import Recoveries
 from relax_core.roles.process.worker import WorkerStatus, process_host
 
@@ -176,7 +176,7 @@ def test_what_a_lost_worker_owned_is_ended_with_it(services: Services, health: H
             os.kill(engine.pid, signal.SIGSTOP)
             check_until(health, lambda: health.beats["engine-0"].status.child_pids == (engine.pid,))  # type: ignore[union-attr]
             kill(owner)
-            check_until(health, lambda: process_state(engine.pid) in GONE)
+            check_until(health, lambda: process_state(engine.pid) in EXITED)
         finally:
             engine.kill()
     check_until(health, lambda: pid_of(health, "engine-0") != owner)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.control.host.process_trees import GONE, OwnedProcesses, kill, kill_trees, process_state
+from relax_core.control.host.process_trees import EXITED, OwnedProcesses, kill, kill_trees, process_state
 
 DEADLINE_S = 60.0
 PARENT = """
@@ -22,7 +22,7 @@ time.sleep(600)
 
 
 def is_gone(pid: int) -> bool:
-    return process_state(pid) in GONE
+    return process_state(pid) in EXITED
 
 
 @pytest.mark.parametrize("stopped", [False, True])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from relax_core.control.host.process_trees import GONE, process_state
+from relax_core.control.host.process_trees import EXITED, process_state
 from relax_core.control.host.ray_session import new_token_file
 from relax_core.control.host.stale_runs import remove_stale_runs
 
@@ -108,7 +108,7 @@ def test_a_session_is_private_and_leaves_nothing(tmp_path_factory: pytest.TempPa
         assert reported["worker_again"] == reported["worker"] and reported["ended"] == [], "a stop signal reached them"
         assert reported["sees"] == ["", "0"], "a worker sees the GPUs that it asked for, and no other"
         assert list(temporary.iterdir()) == []
-        assert process_state(reported["worker"]) in GONE, "this machine's init collects it when it comes to it"
+        assert process_state(reported["worker"]) in EXITED, "this machine's init collects it when it comes to it"
         kept = "".join(file.read_text() for file in logs.glob("worker-*")) if logs.exists() else ""
         assert ("a worker's words" in kept) == (end == "fail")
 

@@ -76,7 +76,7 @@ def test_what_a_killed_engine_owed_is_redone_and_nothing_else(
         return finished().total() + loads["running"] + loads["queued"] == 16
 
     async def scene() -> list[tuple[int, list[Generated]]]:
-        pool = EnginePool(2, directory.client_for, patience_s=60.0)
+        pool = EnginePool(2, directory.client_for, timeout_s=60.0)
         second.client.pause("in_place")
         collecting = asyncio.ensure_future(list_groups(pool.generate(prompts, LENGTHS, places=range(8))))
         while not any(0 < samples < 4 for samples in finished().values()):
@@ -121,7 +121,7 @@ def test_patience_ends_with_the_engines_numbers(start_engine: Callable[..., Engi
     kill(second)
     directory = Directory(first, second)
     with pytest.raises(EngineUnreachable, match=r"no engine has answered anything for 0\.3 s") as error:
-        generate(directory, prompts_of([5], [6]), SHORT, patience_s=0.3)
+        generate(directory, prompts_of([5], [6]), SHORT, timeout_s=0.3)
     assert f"engine 0: engine {first.process.url}" in str(error.value)
     assert f"engine 1: engine {second.process.url}" in str(error.value)
     assert {(0, True), (1, True)} <= set(directory.asked)
@@ -134,7 +134,7 @@ def test_a_long_silence_before_the_death_does_not_use_up_the_patience(start_engi
     directory = Directory(first)
 
     async def scene() -> None:
-        pool = EnginePool(1, directory.client_for, patience_s=0.3)
+        pool = EnginePool(1, directory.client_for, timeout_s=0.3)
         waiting = asyncio.ensure_future(anext(pool.generate(held, SHORT, places=[0])))
         await until("it is not held", lambda: first.client.loads()["held"] == 3)
         await asyncio.sleep(0.6)  # twice the timeout, and nothing is wrong
@@ -158,7 +158,7 @@ def test_a_straggler_is_named_and_what_it_holds_goes_to_another(
     directory = Directory(first, second)
 
     async def scene() -> dict[int, list[Generated]]:
-        pool = EnginePool(2, directory.client_for, patience_s=60.0, max_lag=1, lag_s=0.2)
+        pool = EnginePool(2, directory.client_for, timeout_s=60.0, max_lag=1, lag_s=0.2)
         found = await collect_groups(pool.generate(prompts, SHORT, places=range(4)))
         await directory.close()
         return found
@@ -187,7 +187,7 @@ def test_an_engine_that_dies_twice_is_no_matter_while_another_lives(
     flawed = Flawed(directory, {0: breaks_off})
 
     async def scene() -> dict[int, list[Generated]]:
-        pool = EnginePool(2, flawed.client_for, patience_s=0.3)
+        pool = EnginePool(2, flawed.client_for, timeout_s=0.3)
         collecting = asyncio.ensure_future(collect_groups(pool.generate(held, SHORT, places=[0, 1])))
         for deaths in (1, 2):
             await until("not all is held", lambda: running.client.loads()["held"] == 6)
@@ -216,7 +216,7 @@ def test_what_a_silent_engine_owes_is_asked_of_another(
     directory = Directory(running, silent)
 
     async def scene() -> list[tuple[int, list[Generated]]]:
-        pool = EnginePool(2, directory.client_for, patience_s=600.0, silent_s=1.0)
+        pool = EnginePool(2, directory.client_for, timeout_s=600.0, silent_s=1.0)
         collecting = asyncio.ensure_future(list_groups(pool.generate(prompts, SHORT, places=range(4))))
         await until("it has its share", lambda: silent.client.loads()["queued"] == 6)
         os.kill(silent.process.pid, signal.SIGSTOP)
@@ -249,7 +249,7 @@ def test_a_frozen_engine_is_looked_at_once(start_engine: Callable[..., Engine], 
     heard: list[int] = []
 
     async def scene() -> None:
-        watch = EngineWatch(2, directory.client_for, patience_s=10.0, silent_s=60.0, max_lag=1, lag_s=60.0)
+        watch = EngineWatch(2, directory.client_for, timeout_s=10.0, silent_s=60.0, max_lag=1, lag_s=60.0)
         os.kill(engine.process.pid, signal.SIGSTOP)
         try:
             await until("it does not stop", lambda: process_state(engine.process.pid) == "stopped")
@@ -281,7 +281,7 @@ def test_an_engine_that_is_up_but_never_gets_anywhere_is_given_up(start_engine: 
     flawed = Flawed(directory, {0: breaks_off})
 
     async def scene() -> None:
-        pool = EnginePool(1, flawed.client_for, patience_s=0.5)
+        pool = EnginePool(1, flawed.client_for, timeout_s=0.5)
         with pytest.raises(EngineUnreachable, match=r"engine-0 has answered nothing for \d+\.\d s; last: hung up"):
             await collect_groups(pool.generate(prompts_of([5]), SHORT, places=[0]))
 

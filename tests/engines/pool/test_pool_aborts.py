@@ -48,7 +48,7 @@ def test_aborted_samples_go_on_from_their_prefixes_as_if_nothing_had_happened(
     directory = Directory(engine)
 
     async def scene() -> dict[int, list[Generated]]:
-        pool = EnginePool(1, directory.client_for, patience_s=60.0)
+        pool = EnginePool(1, directory.client_for, timeout_s=60.0)
         engine.client.pause("in_place")
         groups = pool.generate(prompts, params, places=[0, 1, 2])
         collecting = asyncio.ensure_future(collect_groups(groups))
@@ -85,7 +85,7 @@ def test_what_is_aborted_at_a_weight_change_goes_on_with_the_new_weights(
     directory = Directory(engine)
 
     async def scene() -> list[Generated]:
-        pool = EnginePool(1, directory.client_for, patience_s=60.0)
+        pool = EnginePool(1, directory.client_for, timeout_s=60.0)
         engine.client.pause("in_place")
         collecting = asyncio.ensure_future(collect_groups(pool.generate([request], params, places=[0])))
         await until("it does not decode", decodes(engine))
@@ -123,7 +123,7 @@ def test_a_prompt_that_is_given_up_ends_at_the_engine_too(start_slow_engine: Cal
     directory = Directory(engine)
 
     async def scene() -> list[int]:
-        pool = EnginePool(1, directory.client_for, patience_s=60.0)
+        pool = EnginePool(1, directory.client_for, timeout_s=60.0)
         engine.client.pause("in_place")
         prompts = prompts_of([5], [6])
         collecting = asyncio.ensure_future(collect_groups(pool.generate(prompts, params, places=[0, 1])))
@@ -152,7 +152,7 @@ def test_an_engine_dies_when_another_has_what_it_was_asked_for(
     directory = Directory(first, second)
 
     async def scene() -> list[tuple[int, list[Generated]]]:
-        pool = EnginePool(2, directory.client_for, patience_s=60.0)
+        pool = EnginePool(2, directory.client_for, timeout_s=60.0)
         first.client.pause("in_place")
         collecting = asyncio.ensure_future(collect_groups(pool.generate(prompts, params, places=[0, 1, 2])))
         await until("it does not decode", decodes(first))
@@ -179,7 +179,7 @@ def test_an_engine_that_aborts_without_a_token_is_not_asked_for_ever(start_engin
     flawed = Flawed(Directory(start_engine()), {0: aborts})
 
     async def scene() -> None:
-        pool = EnginePool(1, flawed.client_for, patience_s=10.0)
+        pool = EnginePool(1, flawed.client_for, timeout_s=10.0)
         params = SamplingParams(n=1, max_new_tokens=4)
         with pytest.raises(EngineError, match=r"engine-0 aborted sample 0 of prompt prompt-0, .* 5 times in a row"):
             await asyncio.wait_for(collect_groups(pool.generate(prompts_of([5]), params, places=[0])), DEADLINE_S)
@@ -192,7 +192,7 @@ def test_what_is_given_up_before_it_was_asked_for_is_not_asked_for() -> None:
     directory = Directory()
 
     async def scene() -> dict[int, list[Generated]]:
-        pool = EnginePool(1, directory.client_for, patience_s=10.0)
+        pool = EnginePool(1, directory.client_for, timeout_s=10.0)
         collecting = asyncio.ensure_future(collect_groups(pool.generate(prompts_of([5], [6]), SHORT, places=[0, 1])))
         await asyncio.sleep(0)  # it has been sent, and the request is not made yet
         await pool.cancel(["prompt-0", "prompt-1"])

@@ -17,9 +17,9 @@ from relax_core.config.schema import RelaxConfig
 from relax_core.contracts.engine import WeightManifest
 from relax_core.engines.protocol.engine_client import EngineClient
 from relax_core.preflight import settle
-from relax_core.roles.annotators.teacher_worker import TeacherEngineHost
+from relax_core.roles.annotators.teacher_worker import TeacherEngineOwner
 from relax_core.roles.engine.engine_directory import engine_client
-from relax_core.roles.engine.engine_owner import EngineHost, WeightReconciler
+from relax_core.roles.engine.engine_owner import EngineOwner, WeightReconciler
 from relax_core.roles.process.role_context import RunContext
 from relax_core.tools.make_tiny import tiny_model_folder
 from relax_core.weights.folder_stream import read_safetensors
@@ -49,8 +49,8 @@ def context_of(config: RelaxConfig, tmp_path: Path) -> RunContext:
     return context
 
 
-@pytest.mark.parametrize("host", [EngineHost, TeacherEngineHost])
-def test_a_fixed_port_is_the_students_and_no_teachers(tmp_path: Path, host: type[EngineHost]) -> None:
+@pytest.mark.parametrize("host", [EngineOwner, TeacherEngineOwner])
+def test_a_fixed_port_is_the_students_and_no_teachers(tmp_path: Path, host: type[EngineOwner]) -> None:
     """Both engines may have rank 0 in one run."""
     config, port = load_config(settle=settle), free_port()
     context = context_of(replace(config, engine=replace(config.engine, port=port)), tmp_path)
@@ -60,7 +60,7 @@ def test_a_fixed_port_is_the_students_and_no_teachers(tmp_path: Path, host: type
     finally:
         owner.request_stop()
         assert owner.join(120.0)
-    assert (found == port) == (host is EngineHost)
+    assert (found == port) == (host is EngineOwner)
 
 
 def test_the_owner_brings_weights_at_once_only_where_no_push_has_been() -> None:
@@ -106,7 +106,7 @@ def test_a_refused_push_is_made_good_by_the_owner_at_once_and_a_damaged_file_is_
     """
     config = load_config(settle=settle)
     context = context_of(replace(config, engine=replace(config.engine, sync_timeout_s=3600.0)), tmp_path)
-    owner = EngineHost("owner", context, 0)
+    owner = EngineOwner("owner", context, 0)
     publisher = WeightPublisher(
         context.weights_folder, lambda: [RefusedPush(client)], transport=SharedMemoryTransport()
     )
@@ -134,7 +134,7 @@ def test_an_engine_that_stood_still_is_brought_to_the_newest_version_by_its_owne
     config = load_config(settle=settle)
     run = replace(config.run, heartbeat_timeout_s=600.0)
     context = context_of(replace(config, run=run, engine=replace(config.engine, sync_timeout_s=600.0)), tmp_path)
-    owner = EngineHost("engine-0", context, 0)
+    owner = EngineOwner("engine-0", context, 0)
     publisher = WeightPublisher(context.weights_folder, lambda: [client], transport=SharedMemoryTransport())
     try:
         client = engine_client(context, owner.endpoint(180.0))

@@ -13,7 +13,7 @@ from relax_core.bus.factory import create_bus
 from relax_core.bus.ray.ray_bus import RayBus
 from relax_core.config.schema import BusConfig
 from relax_core.contracts import columns as c
-from relax_core.contracts.bus import GroupRow, Lease, LeaseRequest
+from relax_core.contracts.bus import CompleteGroup, Lease, LeaseRequest
 from relax_core.contracts.tree import TokenTree
 from relax_core.roles.process.role_context import BUS, RunContext
 from relax_core.roles.trainer.rank_batches import policy_columns
@@ -62,7 +62,7 @@ def bus(context: RunContext) -> Iterator[RayBus]:
         tree = with_tokens(tree, advantages=ids[3:] / 8)
         uids = [f"{admission.group_uid}.{sample}" for sample in range(4)]
         kept, dropped = uids[: len(lengths)], dict.fromkeys(uids[len(lengths) :], "failed")
-        row = GroupRow(
+        row = CompleteGroup(
             group_uid=admission.group_uid,
             index=admission.index,
             uids=kept,

@@ -11,7 +11,7 @@ import pytest
 
 from relax_core.bus.state.bus_state import BusCore
 from relax_core.contracts import columns as c
-from relax_core.contracts.bus import Lease, LeasedRow, LeaseLost, LeaseRequest
+from relax_core.contracts.bus import Lease, LeasedGroup, LeaseLost, LeaseRequest
 from relax_core.contracts.tree import TokenTree
 from relax_core.roles.trainer.rank_batches import RankGroups, parts_of
 from relax_core.train.packing.leased_trees import decode_train_tree
@@ -33,7 +33,7 @@ class CoreBus:
 
     def read(
         self, lease_id: int, group_uids: Sequence[str], *, columns: Sequence[str], timeout_s: float
-    ) -> list[LeasedRow]:
+    ) -> list[LeasedGroup]:
         self.reads.append(list(group_uids))
         return self._core.read(lease_id, group_uids, columns).rows
 
@@ -59,7 +59,7 @@ def leased(core: BusCore, payloads: tuple[str, ...] | None, *, groups: int) -> L
     return lease
 
 
-def decoded(rows: Sequence[LeasedRow]) -> list[TokenTree]:
+def decoded(rows: Sequence[LeasedGroup]) -> list[TokenTree]:
     return [decode_train_tree(row, step=STEP, oldest_version=STEP - MAX_STALENESS)[0] for row in rows]
 
 

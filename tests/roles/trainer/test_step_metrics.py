@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from relax_core.contracts import columns as c
-from relax_core.contracts.bus import LeasedRow
+from relax_core.contracts.bus import LeasedGroup
 from relax_core.contracts.train import StepMetrics
 from relax_core.roles.trainer.step_metrics import StepGroups, step_values
 from relax_core.roles.trainer.step_timing import StepClock
@@ -35,7 +35,7 @@ class Answer:
     untrained: int = 0
 
 
-def row(*samples: Answer) -> LeasedRow:
+def row(*samples: Answer) -> LeasedGroup:
     lengths = [one.tokens for one in samples]
 
     def by_token(values: Sequence[float]) -> np.ndarray:
@@ -58,10 +58,10 @@ def row(*samples: Answer) -> LeasedRow:
     ]
     columns = c.encode_tree(dataclasses.replace(tree, episodes=episodes))
     uids, versions = [one.uid for one in tree.episodes], [one.version for one in samples]
-    return LeasedRow(group_uid="g", index=0, uids=uids, versions=versions, columns=columns)
+    return LeasedGroup(group_uid="g", index=0, uids=uids, versions=versions, columns=columns)
 
 
-def step_rows(rows: Sequence[LeasedRow]) -> StepGroups:
+def step_rows(rows: Sequence[LeasedGroup]) -> StepGroups:
     groups = [decode_train_tree(row, step=10, oldest_version=0)[0] for row in rows]
     return StepGroups(leased=list(rows), groups=groups, lease_ids=[1])
 

@@ -19,7 +19,7 @@ import torch
 from relax_core.config.compose import load_config
 from relax_core.contracts import columns as c
 from relax_core.contracts.algorithm import AlgorithmSpec, LossInputs, LossOutputs
-from relax_core.contracts.bus import LeasedRow
+from relax_core.contracts.bus import LeasedGroup
 from relax_core.contracts.engine import Generated, SamplingParams
 from relax_core.contracts.reward import RewardOutput
 from relax_core.contracts.tree import TokenTree, group_uid
@@ -62,7 +62,7 @@ OF_SGLANG: dict[str, dict[str, Any]] = {
 }
 ALGORITHMS = [name for name in names("algo") if hasattr(find_algorithm(name).config, "old_logprobs")]
 
-Rows = Mapping[str, Sequence[LeasedRow]]  # truncation → groups
+Rows = Mapping[str, Sequence[LeasedGroup]]  # truncation → groups
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ async def responses_to(client: EngineClient, params: SamplingParams) -> list[Gen
 
 def rows_of(client: EngineClient, truncations: Mapping[str, dict[str, Any]]) -> Rows:
     """Returns the groups as the rollout puts them on the bus."""
-    found: dict[str, list[LeasedRow]] = {}
+    found: dict[str, list[LeasedGroup]] = {}
     for name, changes in truncations.items():
         params = SamplingParams(n=SAMPLES, max_new_tokens=24, temperature=TEMPERATURE, banned_token_ids=[BANNED])
         params = msgspec.structs.replace(params, return_kept_tokens=bool(changes), **changes)
@@ -120,7 +120,7 @@ def rows_of(client: EngineClient, truncations: Mapping[str, dict[str, Any]]) -> 
             )
             assert row.group_uid == group_uid(index) and hasattr(row, "columns")
             assert (c.KEPT_TOKENS in row.columns) == bool(changes)
-            leased = LeasedRow(
+            leased = LeasedGroup(
                 group_uid=row.group_uid, index=index, uids=row.uids, versions=row.versions, columns=row.columns
             )
             found.setdefault(name, []).append(leased)
@@ -143,7 +143,7 @@ def scored_by(folder: Path, rows: Rows) -> Rows:
     return {name: [annotated(row, backend) for row in of_name] for name, of_name in rows.items()}
 
 
-def annotated(row: LeasedRow, backend: Any) -> LeasedRow:
+def annotated(row: LeasedGroup, backend: Any) -> LeasedGroup:
     (logprobs,) = backend.logprobs([c.decode_tree(row)])
     names = (c.OLD_LOGPROBS, c.REFERENCE_LOGPROBS, c.TEACHER_LOGPROBS)
     more = {name: c.encode_column(name, logprobs) for name in names}
@@ -151,7 +151,7 @@ def annotated(row: LeasedRow, backend: Any) -> LeasedRow:
     return msgspec.structs.replace(row, columns={**row.columns, **more})
 
 
-def train_groups(rows: Sequence[LeasedRow], spec: AlgorithmSpec, config: Any) -> list[TokenTree]:
+def train_groups(rows: Sequence[LeasedGroup], spec: AlgorithmSpec, config: Any) -> list[TokenTree]:
     """Returns the groups as the advantages role and the trainer see them."""
     requirements = spec.requirements(config)
     advantages = advantage_extras([c.decode_tree(row) for row in rows], spec, config)

@@ -16,7 +16,7 @@ import pytest
 from relax_core.config.compose import load_config
 from relax_core.contracts.engine import EngineError, SamplingParams
 from relax_core.engines.protocol.engine_client import EngineClient
-from relax_core.roles.trainer.weight_sync import EngineSync
+from relax_core.roles.trainer.weight_sync import WeightSync
 from relax_core.weights.transports.choice import SharedMemoryTransport
 from tests.contracts.engine.conftest import launch, model_folder, start_engine
 from tests.contracts.engine.harness import Engine, hf_weights, make_model, prompts_of
@@ -89,7 +89,7 @@ def test_in_time_sharing_a_stopped_engine_holds_nobody_up_and_gets_its_calls_in_
     config = load_config()
     context = context_of(replace(config, engine=replace(config.engine, silent_s=1.0)), tmp_path)
     waits = Waits()
-    sync = EngineSync(context, Engines(lives, slow), SharedMemoryTransport(), waiting=waits)
+    sync = WeightSync(context, Engines(lives, slow), SharedMemoryTransport(), waiting=waits)
     sync.release_memory()
     assert not has_memory(lives) and not has_memory(slow)
     stopped(slow)
@@ -117,7 +117,7 @@ def test_an_engine_that_keeps_its_memory_is_told_also_when_it_says_so_late(
     start_engine: Callable[..., Engine], tmp_path: Path
 ) -> None:
     engine = start_engine()
-    sync = EngineSync(context_of(load_config(), tmp_path), Engines(engine), SharedMemoryTransport(), waiting=Waits())
+    sync = WeightSync(context_of(load_config(), tmp_path), Engines(engine), SharedMemoryTransport(), waiting=Waits())
     sync.release_memory()
     engine.client._authorization = "Bearer wrong"
     with pytest.raises(EngineError, match="401"):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from envs.number_guess import NumberGuess, NumberGuessConfig
-from relax_core.contracts.checked import WrongResult, checked_env
+from relax_core.contracts.checks.checked import WrongResult, checked_env
 from relax_core.contracts.engine import Generated, PromptRequest
 from relax_core.contracts.env import (
     Action,

@@ -76,7 +76,7 @@ def asked(
 
     async def scene(rewards: RewardPool) -> list[SetAnswers]:
         try:
-            pool = EnginePool(1, client_for, patience_s=60.0)
+            pool = EnginePool(1, client_for, timeout_s=60.0)
             return await ask(sets, version=0, pool=pool, prompts=maker(folder), rewards=rewards, sampling=params)
         finally:
             await client.aclose()

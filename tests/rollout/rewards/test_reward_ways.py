@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from relax_core.contracts.checked import checked_reward
+from relax_core.contracts.checks.checked import checked_reward
 from relax_core.contracts.reward import RewardConfig, RewardInput, RewardOutput, RewardSpec
 from relax_core.registry import find_reward
 from relax_core.rollout.rewards.reward_failures import RewardsFailed

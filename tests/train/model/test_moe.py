@@ -12,7 +12,7 @@ import torch
 from tiny_models import make_model
 from tiny_trainer import make_backend, make_groups, train_step
 
-from relax_core.config.schema import Recompute
+from relax_core.config.choices import Recompute
 from relax_core.contracts.tree import TokenTree
 from tests.trees import answers_of, of_tokens, prompt_of
 

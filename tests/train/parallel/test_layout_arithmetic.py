@@ -10,15 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from relax_core.config.schema import ForwardLayout, ParallelConfig, Recompute
+from relax_core.config.choices import Recompute
+from relax_core.config.schema import ForwardLayout, ParallelConfig
 from relax_core.train.parallel.layout_arithmetic import (
     LayoutShape,
     combination_faults,
     forward_parallel,
     model_faults,
     one_rank,
+    rank_coordinates,
     rank_faults,
-    rank_place,
     replica_ranks,
     switch_faults,
     trainer_faults,
@@ -69,13 +70,13 @@ def test_ranks_stand_where_megatron_puts_them(tp: int, pp: int, cp: int, dp: int
     dense = RankGenerator(tp=tp, ep=1, dp=dp, pp=pp, cp=cp, order=order)
     for size in ("tp", "cp", "dp", "pp"):
         assert places(ranks, dense.get_ranks(size)) == [
-            getattr(rank_place(parallel, rank), size) for rank in range(ranks)
+            getattr(rank_coordinates(parallel, rank), size) for rank in range(ranks)
         ]
     assert sorted(map(sorted, dense.get_ranks("tp-cp-pp"))) == sorted(replica_ranks(parallel))
     if tp * cp * dp % (ep * etp) == 0:
         experts = RankGenerator(tp=etp, ep=ep, dp=tp * cp * dp // (ep * etp), pp=pp, cp=1, order=order)
-        assert places(ranks, experts.get_ranks("ep")) == [rank_place(parallel, rank).ep for rank in range(ranks)]
-        assert places(ranks, experts.get_ranks("tp")) == [rank_place(parallel, rank).etp for rank in range(ranks)]
+        assert places(ranks, experts.get_ranks("ep")) == [rank_coordinates(parallel, rank).ep for rank in range(ranks)]
+        assert places(ranks, experts.get_ranks("tp")) == [rank_coordinates(parallel, rank).etp for rank in range(ranks)]
 
 
 def places(ranks: int, groups: list[list[int]]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Data sources whose rows are checked where they enter; see `relax_core.contracts.checked`."""
+"""Data sources whose rows are checked where they enter; see `relax_core.contracts.checks.checked`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from relax_core.contracts.checked import PluginFunction
+from relax_core.contracts.checks.checked import PluginFunction
 from relax_core.contracts.data import BaseDataSource, DataSourceSpec
 
 A_ROW = "a mapping with text keys, such as {'prompt': …, 'answer': …}"

@@ -1,0 +1,84 @@
+"""Defines the keys of the configuration that have a few named values."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class ModeName(Enum):
+    """Names the ways in which rollout and trainer share time."""
+
+    colocate = "colocate"
+    asynchronous = "async"
+
+
+class OnStale(Enum):
+    """Says what happens to a group outside of the staleness window."""
+
+    drop = "drop"
+    mask = "mask"
+
+
+class Surplus(Enum):
+    """Says what happens to over-sampled groups that a step does not need."""
+
+    drop = "drop"
+    keep = "keep"
+
+
+class Partial(Enum):
+    """Says what happens to unfinished samples when the weights change."""
+
+    in_place = "in_place"
+    abort = "abort"
+
+
+class AdvantagesPlace(Enum):
+    """Says which process computes advantages: the rollout if it can (auto), or always the role."""
+
+    auto = "auto"
+    role = "role"
+
+
+class Schedule(Enum):
+    """Names the learning-rate schedules."""
+
+    constant = "constant"
+    cosine = "cosine"
+    linear = "linear"
+
+
+class Overlong(Enum):
+    """Says what happens to a prompt that is too long."""
+
+    drop = "drop"
+    truncate_left = "truncate_left"
+    truncate_middle = "truncate_middle"
+    error = "error"
+
+
+class Recompute(Enum):
+    """Says which activations the backward pass computes again."""
+
+    none = "none"
+    selective = "selective"
+    full = "full"
+
+
+class WeightTransportName(Enum):
+    """Names the ways in which a weight version reaches an engine."""
+
+    auto = "auto"
+    shared_memory = "shared_memory"
+    gloo = "gloo"
+    nccl = "nccl"
+    cuda_ipc = "cuda_ipc"
+    disk = "disk"
+
+
+class LauncherKind(Enum):
+    """Names the launchers."""
+
+    local = "local"
+    slurm = "slurm"
+    ray_job = "ray_job"
