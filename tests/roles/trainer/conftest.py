@@ -1,16 +1,17 @@
-"""Other ranks and a bus with groups of several sizes, for the tests of the worker group."""
+"""Other ranks and a bus with groups of several sizes, for the tests of the worker group.
+
+Modules that import Ray are imported in the fixtures: Ray must not be imported before the session has set its token.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
-from relax_core.bus.factory import create_bus
-from relax_core.bus.ray.ray_bus import RayBus
 from relax_core.config.schema import BusConfig
 from relax_core.contracts import columns as c
 from relax_core.contracts.bus import CompleteGroup, Lease, LeaseRequest
@@ -18,11 +19,12 @@ from relax_core.contracts.tree import TokenTree
 from relax_core.roles.process.role_context import BUS, RunContext
 from relax_core.roles.trainer.rank_batches import policy_columns
 from tests.roles.run_context import context_in
-from tests.roles.trainer.worker_group_harness import (
-    ANSWERS,
-    STEP,
-)
 from tests.trees import answers_tree, with_tokens
+
+if TYPE_CHECKING:
+    from relax_core.bus.ray.ray_bus import RayBus
+
+ANSWERS = ((9,), (2,), (4,), (7,), (1,), (15, 15, 15, 15))  # tokens of each answer of the groups on the bus
 
 
 @pytest.fixture
@@ -44,6 +46,8 @@ def context(ray_session: str, tmp_path_factory: pytest.TempPathFactory) -> RunCo
 @pytest.fixture(scope="module")
 def bus(context: RunContext) -> Iterator[RayBus]:
     """Returns a bus with a group for each of `ANSWERS`; the answers of a group share one prompt of 3 rows."""
+    from relax_core.bus.factory import create_bus
+
     bus = create_bus(
         BusConfig(name="ray", lease_s=600.0, call_timeout_s=30.0, inline_bytes=64, max_row_bytes=1 << 20),
         groups_per_step=len(ANSWERS),
@@ -79,6 +83,8 @@ def bus(context: RunContext) -> Iterator[RayBus]:
 @pytest.fixture(scope="module")
 def lease(bus: RayBus, context: RunContext) -> Lease:
     """Returns a lease of all groups without tokens, as the lead of several data-parallel ranks has; no test ends it."""
+    from tests.roles.trainer.worker_group_harness import STEP
+
     return bus.lease(
         LeaseRequest(
             task="actor",

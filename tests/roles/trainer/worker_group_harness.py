@@ -21,7 +21,6 @@ from relax_core.roles.trainer.worker_group import Ranks, TrainerWorkerGroup
 
 Seen = tuple[list[str], list[int], list[float]]  # of a tree that was trained: episodes, tokens, advantages
 STEP = 0
-ANSWERS = ((9,), (2,), (4,), (7,), (1,), (15, 15, 15, 15))  # tokens of each answer of the groups on the bus
 OVERRIDES = ("parallel.dp=2", "parallel.tp=2")
 BROKE = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Connection closed by other rank"
 
