@@ -2,10 +2,8 @@
 
 A plug-in is one module with a module-level ``SPEC`` (see contracts/). It is found as
 
-- a name: a module of the folder that its kind has (``algorithms.<name>``, ``rewards.<name>``, ``envs.<name>``), or an
-  entry of the table that its kind has;
-- an entry point of an installed package, in the group that `_HOMES` names, such as ``relax.algorithms``;
-- a path that ends in ``.py``.
+- a name: a module of its kind's folder (such as ``algorithms.<name>``), or an entry of its kind's table;
+- an entry point of an installed package, in the group of `_HOMES`, such as ``relax.algorithms``, or a ``.py`` path.
 
 Listing names imports no plug-in. The results of a plug-in's functions are checked (contracts/checks/checked.py).
 """
@@ -341,8 +339,7 @@ def _broken(error: Exception, *, where: str, file: Path) -> PluginError:
     else:
         frames = traceback.extract_tb(error.__traceback__)
         line = next((frame.lineno for frame in reversed(frames) if frame.filename == str(file)), None)
-    text = f"{type(error).__name__}: {error}{renamed_hint(str(error))}"
-    return PluginError(f"{where}: {file}, line {line or 1}: {text}")
+    return PluginError(f"{where}: {file}, line {line or 1}: {type(error).__name__}: {error}{renamed_hint(str(error))}")
 
 
 def _checked(spec: object, *, where: str, file: Path, kind: Kind) -> Spec:

@@ -107,7 +107,14 @@ def one_turn_tree(uid: str, prompt_ids: Sequence[int], answers: Sequence[ScoredR
 
 def _kept(trunk: int, answers: Sequence[ScoredResponse]) -> KeptTokens | None:
     """Returns one kept set per row, or None without kept sets; the sets of prompt rows hold the whole vocabulary."""
-    checked = [checked_kept(one.response, what=f"sample {one.uid}") for one in answers]
+    checked = [
+        checked_kept(
+            one.response.kept,
+            one.response.output_ids,
+            origin=f"{one.response.engine or 'the engine'}, sample {one.uid}",
+        )
+        for one in answers
+    ]
     kept = [own for own in checked if own is not None]
     if not kept:
         return None

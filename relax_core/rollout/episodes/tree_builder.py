@@ -272,14 +272,13 @@ def _experts(chains: Sequence[Chain]) -> np.ndarray | None:
     return np.concatenate(parts)
 
 
-def checked_kept(response: Generated, *, what: str) -> KeptTokens | None:
+def checked_kept(kept: KeptTokens | None, output_ids: np.ndarray, *, origin: str) -> KeptTokens | None:
     """Returns the kept sets of a response, or None if it has none.
 
-    Raises ValueError, which names the engine and ``what`` was asked for, if a sampled token is not in its kept set.
+    Raises ValueError, which begins with ``origin``, if a sampled token is not in its kept set.
     """
-    kept = response.kept
-    if kept is not None and (fault := kept.fault(response.output_ids)) is not None:
-        raise ValueError(f"{response.engine or 'the engine'}, {what}: {fault}")
+    if kept is not None and (fault := kept.fault(output_ids)) is not None:
+        raise ValueError(f"{origin}: {fault}")
     return kept
 
 
@@ -295,7 +294,10 @@ def _kept(chains: Sequence[Chain]) -> KeptTokens | None:
         if chain.response is None:
             parts.append(KeptTokens.whole(len(chain.token_ids), vocab_size=vocab_size))
             continue
-        kept = checked_kept(chain.response, what=f"request {chain.response.rid}")
+        response = chain.response
+        kept = checked_kept(
+            response.kept, response.output_ids, origin=f"{response.engine or 'the engine'}, request {response.rid}"
+        )
         assert kept is not None, "either all prompts of a run ask for kept sets or none does"
         parts.append(kept.take(np.arange(chain.offset, chain.offset + len(chain.token_ids))))
     return KeptTokens.joined(parts)
